@@ -12,7 +12,6 @@ from pydantic import Field
 from starlette.responses import Response
 
 from engine import ChatPrompt, Waveform
-from engine.media.sound_file import Resampler
 from omni.server.openai.chat_request import StageFields, merge_sampling
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.pipeline_response import PipelineResponse
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from engine.media.sound_file import Resampler
     from omni.pipelines.pipeline import Pipeline
     from omni.server.serving.parsed_request import Client
     from omni.server.serving.pipeline_server import PipelineServer
@@ -79,6 +79,9 @@ class SpokenPieces:
         if self.rate == made:
             return sound.encoded("pcm16")
         if self._resampler is None:
+            # Libraries for sound, which a server need not import before it answers.
+            from engine.media.sound_file import Resampler
+
             self._resampler = Resampler(made, self.rate)
         samples = sound.samples.float().numpy(force=True)
         return self._samples(self._resampler.resampled(samples))

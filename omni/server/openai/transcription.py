@@ -16,7 +16,6 @@ from starlette.responses import Response
 from engine import AudioPrompt, AudioTask, ExplicitEncoderDecoderPrompt
 from engine.interface.settings import explain_validation_error
 from engine.media.media_source import MediaSource
-from engine.media.sound_file import stated_duration
 from omni.server.openai.answers import as_json
 from omni.server.openai.chat_request import merge_sampling
 from omni.server.serving.api_error import ApiError
@@ -225,6 +224,9 @@ class Transcription(PipelineResponse):
         if language is not None:
             answer.language = language
         source = MediaSource(self._audio, "sound", len(self._audio))
+        # Libraries for sound, which a server need not import before it answers.
+        from engine.media.sound_file import stated_duration
+
         answer.duration = await asyncio.to_thread(stated_duration, source)
         answer.segments = segments_of(
             output.token_ids, output.windows, answer.duration, self._tokenizer

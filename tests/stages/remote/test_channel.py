@@ -11,7 +11,9 @@ import struct
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -56,23 +58,40 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def open_files() -> Counter[str]:
+    """What this process has open: pipes and sockets by inode, segments by their common name."""
+    links: Counter[str] = Counter()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # another thread has closed it
+            links[os.readlink(f"/proc/self/fd/{fd}")] += 1
+    return links
+
+
+def segments() -> int:
+    return sum(number for link, number in open_files().items() if "omni-segment" in link)
+
+
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
+    """Nothing of a test stays open; threads of other tests may open and close files meanwhile."""
     gc.collect()
-    before = os.listdir("/proc/self/fd")
+    before = segments()
     yield
-    until(lambda: os.listdir("/proc/self/fd") == before)
+    until(lambda: segments() <= before)
 
 
 @pytest.fixture
 def pair(nothing_left: None) -> Iterator[tuple[End, End]]:
     left, right = socket.socketpair()
     ends = End(left, "left"), End(right, "right")
+    fds = [left.fileno(), right.fileno(), *(end.channel._doorbell.fileno() for end in ends)]
+    own = {os.readlink(f"/proc/self/fd/{fd}") for fd in fds}
     yield ends
     for end in ends:
         end.channel.close()
         assert end.channel.join(PATIENCE_S)
         vars(end).clear()  # pytest still has the fixture when descriptors are counted
+    until(lambda: not open_files().keys() & own)
 
 
 def rows(num: int, value: float = 1.0) -> Note:
