@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 
 from omni.pipelines.pipeline_config import PipelineConfig
-from stages.cluster.membership import find_cluster
+from stages.cluster.cluster_address import find_cluster
 from stages.placement import Placement
 from stages.portable import check_portable
 

@@ -24,7 +24,7 @@ from omni.pipelines.runtime_config import (
     stages_by_worker,
 )
 from stages import StageConfig
-from stages.cluster.membership import find_cluster
+from stages.cluster.cluster_address import find_cluster
 from stages.portable import check_portable, import_name, portable_transform
 from stages.remote.control import StageSpec, WorkerSpec
 from stages.remote.remote_stage import RemoteStage

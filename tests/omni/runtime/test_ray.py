@@ -18,7 +18,7 @@ from omni.pipelines.pipeline_config import PipelineConfig
 from stages.cluster.actor_connection import ActorConnection, Listener
 from stages.cluster.actor_messages import INLINE_BYTES, Bundle, Hello
 from stages.cluster.actor_worker import PROTOCOL_VERSION
-from stages.cluster.membership import check_is_ray
+from stages.cluster.cluster_address import check_is_ray
 from stages.cluster.object_bytes import Household
 from stages.remote.remote_stage import RemoteStage
 from tests.support.fake_speech_kind import fake_speech

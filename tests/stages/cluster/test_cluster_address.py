@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from stages.cluster import membership
-from stages.cluster.membership import check_answers, check_is_ray, find_cluster
+from stages.cluster import cluster_address
+from stages.cluster.cluster_address import check_answers, check_is_ray, find_cluster
 
 SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
@@ -43,7 +43,7 @@ def server(says: bytes | None) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Nothing was begun on this machine, and this process is in no cluster."""
-    monkeypatch.setattr(membership, "_is_in_one", lambda: False)
+    monkeypatch.setattr(cluster_address, "_is_in_one", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     (tmp_path / "ray").mkdir()

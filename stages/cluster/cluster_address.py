@@ -1,0 +1,141 @@
+"""Finds a Ray cluster by its address, and checks that it answers.
+
+Without Ray, which is an extra: whoever checks a pipeline may not have it. And within seconds: Ray
+itself would wait for minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["check_answers", "check_is_ray", "find_cluster"]
+
+_ANSWER_S = 5.0
+# What a client of HTTP/2, and so of gRPC, says first, and how the answer begins: with settings.
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4" + bytes(5)
+_HEADER_BYTES = 9
+_SETTINGS = 4
+
+
+def find_cluster(address: str | None) -> str | None:
+    """The cluster that an address means.
+
+    Args:
+        address: ``host:port``; ``auto`` for the one that ``RAY_ADDRESS`` names or ``ray start`` has
+            begun on this machine; None for that one if it answers.
+
+    Returns:
+        ``host:port`` of one that answers; None where this process is in one already, or one has to
+        be started.
+
+    Raises:
+        ValueError: nothing answers there.
+    """
+    if address is not None and address != "auto":
+        check_answers(address)
+        return address
+    if address is None and _is_in_one():
+        return None
+    named = os.environ.get("RAY_ADDRESS")
+    if named:
+        check_answers(named, "RAY_ADDRESS")
+        return named
+    started = _started_here()
+    if started is not None:
+        try:
+            check_answers(started)
+            return started
+        except ValueError:  # it has ended, and left its note
+            pass
+    if address == "auto":
+        raise ValueError(
+            "runtime.address: no Ray cluster runs on this machine; leave the address out to start "
+            "one"
+        )
+    return None
+
+
+def check_answers(
+    address: str, place: str = "runtime.address", patience_s: float = _ANSWER_S
+) -> None:
+    """Check that something answers that may be a Ray cluster.
+
+    Args:
+        address: ``host:port``.
+        place: that gave it, for the message.
+        patience_s: seconds to wait for an answer.
+
+    Raises:
+        ValueError: it does not.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        if not host or not port.isdigit():
+            raise ValueError("it is no host:port")
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s) as sock:
+            sock.sendall(_GREETING)
+            said = sock.recv(_HEADER_BYTES)
+            if len(said) < 4 or said[3] != _SETTINGS:
+                raise ValueError("what answers there is something else")
+    except (OSError, ValueError) as error:
+        reason = f"nothing in {patience_s:g} s" if isinstance(error, TimeoutError) else error
+        raise ValueError(
+            f"{place}: no Ray cluster answers at {address!r}: {reason}; leave the address out to "
+            "start one on this machine"
+        ) from error
+
+
+def _is_in_one() -> bool:
+    """Whether this process is in a cluster: only then has anybody imported Ray."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def _started_here() -> str | None:
+    """What ``ray start`` has noted."""
+    folder = os.environ.get("RAY_TMPDIR") or "/tmp"
+    try:
+        noted = Path(folder, "ray", "ray_current_cluster").read_text().strip()
+    except (OSError, ValueError):
+        return None
+    return noted or None
+
+
+_PROBE_S = 30.0
+_PROBE = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
+
+
+def check_is_ray(address: str, patience_s: float = _PROBE_S) -> None:
+    """Ask a cluster who it is, in a process of its own.
+
+    Ray's ``init`` asks again and again, for minutes, what will never answer, and a process that has
+    asked cannot take it back; nor is what it prints meanwhile anybody's to read.
+
+    Args:
+        address: ``host:port``, where something answers as Ray does.
+        patience_s: seconds to wait for an answer.
+
+    Raises:
+        ValueError: it does not say who it is.
+    """
+    begin = f"a Ray cluster: {address!r} could not be joined: "
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE, address],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=patience_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(
+            f"{begin}what answers there did not say in {patience_s:g} s that it is one"
+        ) from error
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        told = "see RAY_AUTH_MODE and RAY_AUTH_TOKEN of Ray: " if "AuthToken" in lines[-1] else ""
+        raise ValueError(f"{begin}{told}{lines[-1]}")
