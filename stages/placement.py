@@ -18,7 +18,7 @@ machine, or in the actors of a Ray cluster."""
 
 _OF_RAY = {"CPU": "num_cpus", "GPU": "num_gpus"}
 _MOST_WORKERS = 256
-"""Of one stage. A pipeline's file may come from strangers."""
+"""Of one stage. A pipeline's file may be untrusted."""
 
 
 def _check_device(value: str) -> str:

@@ -179,7 +179,7 @@ class OutputAccumulator:
                 self._fields[name] = value
 
     def skip(self) -> None:
-        """Nobody gets an output of what has come so far: it is not new in the next one."""
+        """Count what has come so far as delivered: the next output does not have it as new."""
         self._new_text.clear()
         self._new_audio.clear()
 

@@ -36,13 +36,13 @@ class StageEvent:
 
 
 class Traced(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What happened in a worker, in order, since it last told.
+    """What happened in a worker, in order, since its last report.
 
     Attributes:
         events: whose times do not decrease per request, from one to the next.
         replica: which of the stage's workers it was.
         clock: whose clock the times are of; those of one name can be compared.
-        told_s: when this was told, by that clock.
+        told_s: when this was reported, by that clock.
     """
 
     events: tuple[StageEvent, ...]
@@ -53,7 +53,7 @@ class Traced(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 @cache
 def this_clock() -> str:
-    """The name of this machine's monotonic clock, which starts anew with the machine."""
+    """The name of this machine's monotonic clock, which starts again with the machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     except OSError:  # not on Linux

@@ -257,7 +257,7 @@ def _check_continued(params: SamplingParams) -> None:
     """Refuse what cannot be asked of an input that takes several sequences."""
     if params.max_tokens == 0:
         raise ValueError(
-            "max_tokens is 0, but the input takes several windows, and where one ends is told by "
+            "max_tokens is 0, but the input takes several windows, and where one ends is given by "
             "what is generated for it; set max_tokens, or cut the input into shorter pieces"
         )
     if params.stop:

@@ -27,8 +27,8 @@ class OutputProcessor:
     """Keeps the live requests, and takes in what a step has made of them.
 
     Attributes:
-        scheduler: is told which sequences have ended.
-        model_runner: is told that too, and which tokens were accepted.
+        scheduler: learns which sequences have ended.
+        model_runner: learns that too, and which tokens were accepted.
         kv_cache_manager: gives the output rows of a sequence that ends.
         declared_outputs: tensors without which a request has failed.
         next_sequence: makes the sequence that follows on one that has ended.

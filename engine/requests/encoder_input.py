@@ -91,7 +91,7 @@ class MultiModalInput:
 
     @property
     def span(self) -> ContentSpan:
-        """What keys the blocks that the item lies in."""
+        """The content that keys the blocks of the item."""
         return self.whole or ContentSpan(self.modality, self.offset, self.length, self.content_hash)
 
     def piece(self, rows: range, offset: int, whole: ContentSpan) -> MultiModalInput:

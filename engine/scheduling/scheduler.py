@@ -314,7 +314,7 @@ class FaultIsolation:
     """Recovers from steps that failed.
 
     When a step of several requests fails, the error does not tell whose fault it is. They begin
-    anew, as after a preemption, and are *isolated*: each runs alone until it is past the tokens of
+    again, as after a preemption, and are *isolated*: each runs alone until it is past the tokens of
     that step. A request that fails alone is the culprit, and the others go on together. Steps of
     one isolated request take turns with steps of all others, and a request that came later does
     not begin before an isolated one that could. A fault that many requests make together, and none

@@ -102,7 +102,7 @@ class PipelineConfig(Settings):
 
         given = overrides or {}
         read = load_config(cls, config, given, flag=flag, labels=labels, prepare=prepare)
-        tell(left)  # only now: where there is a mistake, that alone is told
+        tell(left)  # only now: where there is a mistake, only that is reported
         return read
 
     @model_validator(mode="after")

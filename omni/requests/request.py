@@ -189,7 +189,7 @@ class OmniAccumulator:
             self._moved.add(name)
 
     def skip(self) -> None:
-        """Nobody gets an output of what has come so far: it is not new in the next one."""
+        """Count what has come so far as delivered: the next output does not have it as new."""
         for name in self._moved:
             self._stages[name].skip()
 

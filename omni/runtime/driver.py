@@ -270,7 +270,7 @@ class Driver:
         except Exception as error:  # stages may be users' code; the other callers go on
             if not isinstance(error, ValueError):
                 if ticket.request_id in self._orchestrator.live_request_ids:
-                    raise  # it is on its way, nobody knows where
+                    raise  # it is in an unknown stage
                 about = {"request_id": ticket.request_id}
                 _logger.exception("request %r could not be added", ticket.request_id, extra=about)
             self._give_or_discard(ticket, refusal(ticket.request_id, error))

@@ -414,7 +414,7 @@ def _close(ownership: Ownership, driver: Driver, pipeline: Pipeline, trace: Trac
 
 
 def _close_forgotten(*what: Any) -> None:
-    """Close a pipeline that nobody refers to any more, or that is left when the interpreter ends.
+    """Close a pipeline without any reference left, or that is left when the interpreter ends.
 
     The garbage collector may find it in one of the pipeline's own threads, whatever that is about
     and whichever locks it has: closing waits for those, so it is left to another thread.

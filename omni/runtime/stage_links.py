@@ -127,7 +127,7 @@ def check_workers(pipeline: Pipeline) -> None:
         why = why_lost(stage.worker_states()) if isinstance(stage, DistantStage) else None
         if why is not None:
             error = f"stage {name!r}: {why}"
-            raise ValueError(error) from RuntimeError(error)  # it is not the asker's to mend
+            raise ValueError(error) from RuntimeError(error)  # the request is not at fault
 
 
 def streamed_edges(pipeline: Pipeline) -> dict[str, tuple[StreamedEdge, ...]]:

@@ -21,7 +21,7 @@ __all__ = ["Trace", "TraceError"]
 _RECEIPTS = ("make prompt", "take chunk")
 """Events by which a stage's worker tells that something has come."""
 _MOST_REQUESTS = 10_000
-"""Requests whose tracks are remembered; those of older ones are named anew if more comes."""
+"""Requests whose tracks are remembered; those of older ones are named again if more comes."""
 _MOST_UNWRITTEN = 2**16
 """Bytes, and how long they may be kept."""
 _WRITTEN_AFTER_S = 1.0
@@ -133,7 +133,7 @@ class Trace:
             request.given.pop(stage, None)
 
     def take(self, stage: str, traced: Traced) -> None:
-        """Write what a stage's worker has told."""
+        """Write the events that a stage's worker has reported."""
         offset = self._offset(traced)
         process = self._process(stage, traced.replica)
         for event in traced.events:
@@ -142,9 +142,9 @@ class Trace:
                 track = self._track(event.request_id, process)
                 until_us = self._request(event.request_id).until_us
                 self._note(stage, process, event, offset)
-            told = self._told(event, offset, until_us.get(process, 0.0))
-            until_us[process] = round(told["ts"] + told.get("dur", 0.0), 3)
-            self._write(told | {"pid": process, "tid": track})
+            written = self._written(event, offset, until_us.get(process, 0.0))
+            until_us[process] = round(written["ts"] + written.get("dur", 0.0), 3)
+            self._write(written | {"pid": process, "tid": track})
 
     def close(self) -> None:
         """End the file and move it to its place. May be called again.
@@ -220,22 +220,22 @@ class Trace:
         yield common | {"ph": "b", "ts": self._micros(sent.start_s), "args": args}
         yield common | {"ph": "e", "ts": self._micros(end_s)}
 
-    def _told(self, event: StageEvent, offset: float, until_us: float) -> dict[str, Any]:
+    def _written(self, event: StageEvent, offset: float, until_us: float) -> dict[str, Any]:
         """An event on its track, which it does not reach back on: clocks may be off a little."""
         start_us = max(self._micros(event.start_s + offset), until_us)
-        told: dict[str, Any] = {
+        written: dict[str, Any] = {
             "name": event.name,
             "cat": "worker" if event.request_id is None else "request",
             "ts": start_us,
         }
         if event.end_s is None:
-            told |= {"ph": "i", "s": "t"}
+            written |= {"ph": "i", "s": "t"}
         else:
             end_us = max(self._micros(event.end_s + offset), start_us)
-            told |= {"ph": "X", "dur": round(end_us - start_us, 3)}
+            written |= {"ph": "X", "dur": round(end_us - start_us, 3)}
         if event.args:
-            told["args"] = dict(event.args)
-        return told
+            written["args"] = dict(event.args)
+        return written
 
     def _micros(self, time_s: float) -> float:
         """Microseconds since the trace began; what began before it begins with it."""

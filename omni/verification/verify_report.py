@@ -217,7 +217,7 @@ def _where(run: Run) -> str:
 
 def _stage_lines(stage: StageVerification) -> list[str]:
     if not stage.has_cache:  # what its runs took less or more is noise
-        hits, saved = "no cache of its own: computed anew in every run", ""
+        hits, saved = "no cache of its own: computed again in every run", ""
     elif not stage.is_cached:
         hits, saved = "caching is off in its settings: its cache was not tested", ""
     else:

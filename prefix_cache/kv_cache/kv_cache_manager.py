@@ -293,7 +293,7 @@ PrefixMiss: TypeAlias = Literal[
 - ``off``: prefix caching is switched off.
 - ``short``: the prompt has no full block before its last token.
 - ``last_token``: the block is cached, but ends with the prompt's last token, which is always run.
-- ``salt``: nothing begins like the prompt under its ``cache_salt``; under others nobody looks.
+- ``salt``: nothing begins like the prompt under its ``cache_salt``; other salts are not searched.
 - ``unseen``: the block is not cached, nor known to have been.
 - ``evicted``: it was cached, and gave way to others.
 - ``group``: it is cached, but not what another group of layers (windows, states) needs to go on.

@@ -23,7 +23,7 @@ from engine.interface.log_fields import package_logger
 from engine.interface.placed_error import described
 from stages.cluster.actor_messages import INLINE_BYTES, Bundle, Hello, Unconfirmed
 from stages.cluster.actor_worker import PROTOCOL_VERSION, machine_name
-from stages.cluster.object_bytes import Household, ObjectBytes, ObjectDecoder
+from stages.cluster.object_bytes import HeldObjects, ObjectBytes, ObjectDecoder
 from stages.remote.codec import Reference, encode, plain_bytes
 from stages.remote.control import WorkerMessage
 from stages.remote.segments import RemoteBytes
@@ -45,7 +45,7 @@ _CHECKED_EACH_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Whoever wants to hear of an actor.
+    """The callbacks for what an actor says.
 
     Attributes:
         on_message, on_end: see :class:`~stages.remote.supervisor.Connect`.
@@ -64,9 +64,9 @@ class ActorConnection(Connection):
 
     Args:
         actor: a handle of :class:`~stages.cluster.actor_worker.ActorWorker`.
-        household: knows what this process has of the cluster's objects.
+        held: knows what this process has of the cluster's objects.
         label: of the worker, for messages and the thread.
-        listener: is told what the actor says.
+        listener: gets what the actor says.
     """
 
     start_patience_s = 300.0
@@ -75,12 +75,12 @@ class ActorConnection(Connection):
     def __init__(
         self,
         actor: Any,
-        household: Household,
+        held: HeldObjects,
         label: str,
         listener: Listener,
     ) -> None:
-        self._actor, self._household, self._listener = actor, household, listener
-        self._decoder = ObjectDecoder(WorkerMessage, household)
+        self._actor, self._held, self._listener = actor, held, listener
+        self._decoder = ObjectDecoder(WorkerMessage, held)
         self._hello: Hello | None = None
         self._lock = threading.Lock()  # over all below
         self._num_sent = 0
@@ -133,7 +133,7 @@ class ActorConnection(Connection):
         if not ray.is_initialized():  # to ask for anything would begin another cluster
             return
         if self._hello is not None and not self._is_over:
-            self._household.bring_home_direct()  # what lies in the actor goes with it
+            self._held.bring_home_direct()  # what is in the actor goes with it
             self._actor.end.remote()
             self._thread.join(grace_s)
         self._kill()
@@ -160,7 +160,7 @@ class ActorConnection(Connection):
             reason = self._hear_all()
         except ray.exceptions.RayError as error:
             reason = _told(error)
-        except Exception as error:  # of whoever handles messages, or of what was said
+        except Exception as error:  # of a handler of messages, or of what was said
             _LOG.exception("what an actor said could not be heard")
             reason = f"could not be heard: {described(error)}"
         with self._lock:
@@ -201,7 +201,7 @@ class ActorConnection(Connection):
                 return bundle.ended
 
     def _fetch_offers(self, count: int) -> Iterator[Any]:
-        """References to what the actor keeps for whoever wants it.
+        """References to what the actor keeps for its readers.
 
         Those that a generator yields inside of a list are not counted by Ray, and what they stand
         for is gone before it is read; those that a call returns are.
@@ -212,7 +212,7 @@ class ActorConnection(Connection):
         """Send what an actor that speaks should have got, and has not.
 
         Ray makes a call again that was lost, but not always: then nothing that is sent later is
-        heard, and nobody is told.
+        heard, and no callback is called.
         """
         with self._lock:
             self._unconfirmed.confirm(num_taken)

@@ -93,7 +93,7 @@ class Outbox:
         """
         with self._changed:
             if self._ended is not None:
-                raise ConnectionError(f"nobody listens any more: {self._ended}")
+                raise ConnectionError(f"the actor has ended: {self._ended}")
             self._messages.append(message)
             self._changed.notify()
 

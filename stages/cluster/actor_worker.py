@@ -47,11 +47,11 @@ _LOG = package_logger(__name__)
 
 
 class ActorWorker:
-    """Drives a stage by what it is told, and says what happens. ::
+    """Drives stages by commands, and reports events. ::
 
         link ── take(number, bytes, references) ──► in order ──► WorkerLoop, in a thread of its own
         link ◄── say(): bytes, then the objects beside them ◄── outbox ◄──┘
-        link ◄── hand_over(): references to what lies here, where the transport is a direct one
+        link ◄── hand_over(): references to what is here, where the transport is a direct one
 
     What :meth:`say` yields belongs to the process that called it: it stays in the object store when
     this actor dies, for as long as somebody has a reference to it.
@@ -96,7 +96,7 @@ class ActorWorker:
             message = self._decoder.decode(content, references)
             for each in self._inbox.put(number, message):
                 self._loop.take(each)
-        except Exception as error:  # nobody waits for this call; the link hears of it
+        except Exception as error:  # no caller waits for this call; the link gets it
             _LOG.exception("a message could not be taken")
             self._outbox.end(f"could not take a message: {described(error)}")
             self._loop.end()
@@ -134,7 +134,7 @@ class ActorWorker:
 
     @ray.method(concurrency_group="hand over")
     def hand_over(self, count: int) -> list[Any]:
-        """References to the next tensors that bundles have told of."""
+        """References to the next tensors that bundles have announced."""
         assert self._offers is not None, "nothing was offered"
         return self._offers.hand_over(count)
 
@@ -176,7 +176,7 @@ class ActorWorker:
         try:
             self.settle_in(spec)
             self._loop.run()
-        except Exception as error:  # told to the link, which starts another worker
+        except Exception as error:  # reported to the link, which starts another worker
             _LOG.exception("a worker failed")
             reason = f"failed with {described(error)}"
         finally:
@@ -203,5 +203,5 @@ def machine_name() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:  # not on Linux; then nobody else is taken for a neighbour
+    except OSError:  # not on Linux; then no other process is taken for a neighbour
         return f"unknown {os.getpid()}"

@@ -1,7 +1,7 @@
 """Finds a Ray cluster by its address, and checks that it answers.
 
-Without Ray, which is an extra: whoever checks a pipeline may not have it. And within seconds: Ray
-itself would wait for minutes.
+It does not import Ray, which is an extra: pipelines are checked where Ray is not installed. It
+takes seconds, where Ray itself would wait for minutes.
 """
 
 from __future__ import annotations
@@ -137,5 +137,5 @@ def check_is_ray(address: str, patience_s: float = _PROBE_S) -> None:
         ) from error
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        told = "see RAY_AUTH_MODE and RAY_AUTH_TOKEN of Ray: " if "AuthToken" in lines[-1] else ""
-        raise ValueError(f"{begin}{told}{lines[-1]}")
+        advice = "see RAY_AUTH_MODE and RAY_AUTH_TOKEN of Ray: " if "AuthToken" in lines[-1] else ""
+        raise ValueError(f"{begin}{advice}{lines[-1]}")

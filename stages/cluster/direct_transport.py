@@ -1,10 +1,10 @@
 """Ray's Direct Transport: tensors from actor to actor, beside the object store.
 
-An actor keeps what it hands on in its own memory, and whoever reads it fetches it there. What lies
+An actor keeps what it hands on in its own memory, and its reader fetches it there. What is
 in an actor is lost when that dies, which is why the object store is the rule.
 
-What lies on a GPU is offered from there, if the transport can carry it, and comes to the GPU of
-whoever reads it. A reader that has none, or that the transport does not reach, gets it on its host,
+What is on a GPU is offered from there, if the transport can carry it, and comes to the GPU of
+its reader. A reader that has none, or that the transport does not reach, gets it on its host,
 by way of the store::
 
     GPU of the source ── transport ──► GPU of the reader
@@ -70,12 +70,12 @@ def check_transport(name: str, *, has_gpus: bool) -> None:
 
 
 def is_direct(reference: Any) -> bool:
-    """Whether what a reference stands for lies in an actor, and not in the object store."""
+    """Whether what a reference stands for is in an actor, and not in the object store."""
     return reference.tensor_transport() is not None
 
 
 def fetch(reference: Any) -> NDArray[np.uint8] | Tensor:
-    """What lies in an actor, ``(n,)`` uint8: on the device where it lies, or else on the host.
+    """What an actor keeps, ``(n,)`` uint8: on its device, or else on the host.
 
     Raises:
         Exception: whatever Ray or the transport raises of what cannot be had.
@@ -88,7 +88,7 @@ def fetch(reference: Any) -> NDArray[np.uint8] | Tensor:
 
 
 def fetch_home(reference: Any, timeout_s: float | None = None) -> NDArray[np.uint8]:
-    """The same, on the host: a copy by way of the object store, by whoever has no transport.
+    """The same, on the host: a copy by way of the object store, for a reader without a transport.
 
     Raises:
         Exception: as for :func:`fetch`.
@@ -100,13 +100,13 @@ def fetch_home(reference: Any, timeout_s: float | None = None) -> NDArray[np.uin
 
 
 def _on_host(_: object, reference_id: str) -> NDArray[np.uint8]:
-    """Run in the actor in which something lies."""
+    """Run in the actor that has something."""
     (found,) = _manager().rdt_store.wait_and_get_object(reference_id)
     return plain_bytes(found)
 
 
 def _is_within_reach(described: Any) -> bool:
-    """Whether this process has the kind of device on which something lies.
+    """Whether this process has the kind of device that something is on.
 
     Args:
         described: Ray's account of it. Where a transport does not leave a GPU, this names it.
@@ -122,7 +122,7 @@ def _is_within_reach(described: Any) -> bool:
 def _whereabouts(reference: Any) -> Any:
     found = _manager().get_rdt_metadata(reference.hex())
     if found is None:
-        raise RuntimeError("nobody knows any more where it lies")
+        raise RuntimeError("it is not known any more where it is")
     return found
 
 
@@ -131,7 +131,7 @@ def _manager() -> Any:
 
 
 def forget_borrowed(reference_id: str) -> None:
-    """Have Ray forget where something lies that another process owns.
+    """Have Ray forget the place of something that another process owns.
 
     It keeps that for ever otherwise, one to two KiB for each (its issue 57962).
     """
@@ -185,7 +185,7 @@ class Offers:
     def made_of(self, content: NDArray[np.uint8] | Tensor | RemoteBytes) -> Tensor | None:
         """A copy to be offered, ``(n,)`` uint8: it must stay as it is until it is fetched.
 
-        It lies where the content does, if the transport can carry that, or else on the host.
+        It is where the content is, if the transport can carry that, or else on the host.
 
         Returns:
             None for what goes another way: what the transport does not carry, and what is little
@@ -214,7 +214,7 @@ class Offers:
         self._waiting.extend(tensors)
 
     def hand_over(self, count: int) -> list[Any]:
-        """References to the next ones. They stay here until nobody has a reference any more."""
+        """References to the next ones. They stay here until no reference is left."""
         return [
             ray.put(self._waiting.popleft(), _tensor_transport=self._transport)
             for _ in range(count)

@@ -21,7 +21,7 @@ import ray
 
 from engine.interface.placed_error import described
 from stages.cluster.cluster_address import check_is_ray
-from stages.cluster.object_bytes import Household
+from stages.cluster.object_bytes import HeldObjects
 
 __all__ = ["Membership", "join"]
 
@@ -31,7 +31,7 @@ _STORE_BYTES = (80 * 2**20, 8 * 2**30)
 """The smallest that Ray takes, and more than rows on their way ever need."""
 
 _LOGICAL_CPUS = 1024
-"""Of a cluster that is this process's alone: reserving them keeps nobody out."""
+"""Of a cluster that is this process's alone: reserving them excludes no other program."""
 
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -44,7 +44,7 @@ _QUIET = {
 _SET_BY_RAY = ("RAY_AUTH_MODE",)
 
 _TOKEN = secrets.token_hex(32)
-"""Without it nobody can speak to a cluster of one's own; no file has it."""
+"""Without it no other program can speak to a cluster of one's own; no file has it."""
 
 _TAKEN_BY_RAY = (
     signal.SIGSEGV,
@@ -59,19 +59,19 @@ _SIGACTION_BYTES = 1024
 """More than any system's ``struct sigaction`` has."""
 
 _REMOVER = 'cat; for _ in 1 2 3 4 5; do sleep 2; rm -rf "$0"; [ -e "$0" ] || exit; done'
-"""Waits for the end of whoever has started it, in whatever way, and removes a folder."""
+"""Waits for the end of the process that has started it, in whatever way, and removes a folder."""
 
 
 class Membership:
     """A share in this process's connection to a cluster. To be left.
 
     Attributes:
-        household: what this process has of the cluster's objects.
+        held: what this process has of the cluster's objects.
     """
 
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
-        self.household = connection.household
+        self.held = connection.held
         self._is_left = False
 
     def leave(self) -> None:
@@ -130,11 +130,11 @@ class _Connection:
 
     def __init__(self, address: str | None) -> None:
         self.num_members = 0
-        self.household = Household()
+        self.held = HeldObjects()
         self._has_ended = False
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        if ray.is_initialized():  # by whoever uses this library, and it stays so
+        if ray.is_initialized():  # by the user of this library, and it stays so
             _check_same(address)
             return
         if address is not None:
@@ -166,7 +166,7 @@ class _Connection:
         atexit.unregister(self._end)
         try:
             if ray.is_initialized():
-                self.household.bring_home()
+                self.held.bring_home()
         finally:  # not before: to ask for an object after that would begin another cluster
             self._over.set()
         if self._thread is not None:
@@ -178,7 +178,7 @@ class _Connection:
         try:
             try:
                 _connect(address, folder)
-            except BaseException as error:  # told by the one who waits
+            except BaseException as error:  # raised by the thread that waits
                 self._error = error
             finally:
                 self._ready.set()
@@ -233,7 +233,7 @@ def _silence() -> Iterator[None]:
     """Of Ray's log only what is an error.
 
     Where a connection is this library's own, Ray's prints to stdout end for good: every death of an
-    actor is told there at length, and here by the log, in a line.
+    actor is reported there at length, and here by the log, in a line.
     """
     vars(ray._private.worker)["_worker_logs_enabled"] = False
     logger = logging.getLogger("ray")
@@ -296,7 +296,7 @@ def _stop(remover: subprocess.Popen[bytes]) -> None:
 
 
 def _explained(error: BaseException) -> str:
-    told = described(error)
+    explained = described(error)
     if "AuthenticationError" in type(error).__name__:
-        return f"{told}; see RAY_AUTH_TOKEN of Ray"
-    return told
+        return f"{explained}; see RAY_AUTH_TOKEN of Ray"
+    return explained

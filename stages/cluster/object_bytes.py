@@ -18,7 +18,7 @@ from stages.cluster.direct_transport import fetch, fetch_home, forget_borrowed, 
 from stages.remote.codec import Decoder, Reference, plain_bytes
 from stages.remote.segments import RemoteBytes
 
-__all__ = ["Household", "ObjectBytes", "ObjectDecoder"]
+__all__ = ["HeldObjects", "ObjectBytes", "ObjectDecoder"]
 
 
 _FETCHED_WITHIN_S = 10.0
@@ -26,7 +26,7 @@ _FETCHED_WITHIN_S = 10.0
 
 
 class _Writable:
-    """Over an array that may only be read. Torch wants another one, and nobody writes to it."""
+    """Over an array that may only be read. Torch wants another one, and it is never written to."""
 
     def __init__(self, content: NDArray[np.uint8]) -> None:
         self._content = content
@@ -46,7 +46,7 @@ class ObjectBytes(RemoteBytes):
     Args:
         reference: Ray's, to an array or a tensor, ``(nbytes,)`` of uint8.
         nbytes: how many bytes it has.
-        household: of a process that may leave the cluster while its users keep what they got: it
+        held: of a process that may leave the cluster while its users keep what they got: it
             copies what it reads, out of a store that must not fill up. A worker, which has none,
             reads in the store itself.
     """
@@ -62,18 +62,18 @@ class ObjectBytes(RemoteBytes):
         "nbytes",
     )
 
-    def __init__(self, reference: Any, nbytes: int, household: Household | None = None) -> None:
+    def __init__(self, reference: Any, nbytes: int, held: HeldObjects | None = None) -> None:
         self.nbytes = nbytes
         self._reference = reference
-        self._copies = household is not None
+        self._copies = held is not None
         self._content: NDArray[np.uint8] | Tensor | None = None
         self._why_lost = "the cluster was left"
         self.is_direct = is_direct(reference)
         if self.is_direct:
             weakref.finalize(self, forget_borrowed, reference.hex()).atexit = False
         self._lock = threading.Lock()
-        if household is not None:
-            household.add(self)
+        if held is not None:
+            held.add(self)
 
     @property
     def reference(self) -> Any | None:
@@ -102,7 +102,7 @@ class ObjectBytes(RemoteBytes):
             return found
 
     def bring_home(self) -> None:
-        """Copy the bytes, while they can be had; if they cannot, whoever looks will hear why."""
+        """Copy the bytes, while they can be had; if they cannot, a reader gets the reason."""
         try:
             self._found()
         except RuntimeError as error:
@@ -118,8 +118,8 @@ class ObjectBytes(RemoteBytes):
         except MemoryError:
             raise
         except Exception as error:  # Ray's, or whatever a transport raises
-            told = str(error).partition("\n")[0]
-            raise RuntimeError(f"an object of the Ray cluster is lost: {told}") from error
+            reason = str(error).partition("\n")[0]
+            raise RuntimeError(f"an object of the Ray cluster is lost: {reason}") from error
         if (
             not isinstance(found, np.ndarray | Tensor)
             or found.dtype not in (np.uint8, torch.uint8)
@@ -136,7 +136,7 @@ class ObjectBytes(RemoteBytes):
         return fetch(self._reference)
 
 
-class Household:
+class HeldObjects:
     """All that a process has of a cluster's objects, so that it can leave the cluster."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class Household:
             member.bring_home()
 
     def bring_home_direct(self) -> None:
-        """The same of what lies in actors, which are about to end, and may hang."""
+        """The same of what is in actors, which are about to end, and may hang."""
         until = time.monotonic() + _FETCHED_WITHIN_S
         for member in self._present():
             if member.is_direct and time.monotonic() < until:
@@ -170,17 +170,17 @@ class ObjectDecoder:
 
     Args:
         kinds: see :class:`~stages.remote.codec.Decoder`.
-        household: see :class:`ObjectBytes`.
+        held: see :class:`ObjectBytes`.
     """
 
-    def __init__(self, kinds: Any, household: Household | None = None) -> None:
-        self._household = household
+    def __init__(self, kinds: Any, held: HeldObjects | None = None) -> None:
+        self._held = held
         self._decoder = Decoder(kinds, self._find)
         self._references: Sequence[Any] = ()
         self._found: list[ObjectBytes] = []
 
     def decode(self, content: bytes, references: Sequence[Any]) -> Any:
-        """Decode a message. A worker fetches at once what lies in other actors.
+        """Decode a message. A worker fetches at once what is in other actors.
 
         Raises:
             ValueError: it is no message of these types.
@@ -189,7 +189,7 @@ class ObjectDecoder:
         try:
             message = self._decoder.decode(content)
             for each in self._found:
-                if each.is_direct and self._household is None:
+                if each.is_direct and self._held is None:
                     each.bring_home()
             return message
         finally:
@@ -198,6 +198,6 @@ class ObjectDecoder:
     def _find(self, reference: Reference) -> ObjectBytes:
         if not 0 <= reference.number < len(self._references):
             raise ValueError(f"object {reference.number} of {len(self._references)}")
-        found = ObjectBytes(self._references[reference.number], reference.nbytes, self._household)
+        found = ObjectBytes(self._references[reference.number], reference.nbytes, self._held)
         self._found.append(found)
         return found

@@ -137,7 +137,7 @@ class Reservation:
             runtime_env={"env_vars": _environment(spec.threads)},
         ).remote(encode(spec))
         listener = Listener(on_message, on_end, partial(self._check_there, index, begun_s))
-        return ActorConnection(actor, self._membership.household, spec.label, listener)
+        return ActorConnection(actor, self._membership.held, spec.label, listener)
 
     def _check_there(self, index: int, begun_s: float) -> None:
         """Check that a bundle that was lost with its node has a place on another one, or gets one.

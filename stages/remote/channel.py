@@ -201,7 +201,7 @@ class Exports:
         return weakref.ref(segment, tell)
 
     def segments_gone(self) -> list[bytes]:
-        """Segments that the peer knows and that no longer exist here; each is told once."""
+        """Segments that the peer knows and that no longer exist here; each is announced once."""
         found = []
         while self._gone:
             identity = self._gone.popleft()
@@ -664,7 +664,7 @@ class Channel:
             reason = _CLOSED_THERE
         except (OSError, ValueError, MemoryError) as error:
             reason = str(error)
-        except Exception as error:  # of whoever handles messages; the other side is told
+        except Exception as error:  # of a handler of messages; the other side gets it
             _LOG.exception("a message of %s could not be handled", self.name)
             reason = f"a message could not be handled: {type(error).__name__}: {error}"
         with self._lock:

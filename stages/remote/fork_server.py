@@ -474,7 +474,7 @@ def _reap(status_fds: dict[int, int]) -> None:
 
 
 def _report(status_fd: int, number: int) -> None:
-    with suppress(BrokenPipeError):  # nobody waits for it
+    with suppress(BrokenPipeError):  # its reader has gone
         os.write(status_fd, _STATUS.pack(number))
 
 

@@ -412,7 +412,7 @@ class RemoteLink(StageLink):
                 self._hear(replica, message)
 
     def _enter(self, enter: Enter) -> None:
-        self._listen()  # a worker may be back, and nobody have asked for events since it was lost
+        self._listen()  # a worker may have come back since events were last asked for
         # Here, since a second run, maybe in another worker, has to draw the same tokens.
         sampling = self._seeds.seeded(enter.sampling, self._sampling)
         enter = msgspec.structs.replace(enter, sampling=sampling)

@@ -10,7 +10,7 @@ A pool places many tensors in few large segments, since descriptors are scarce::
                                   kept for the next   takes no memory
 
 Pages are kept when a place becomes free, here and in the readers' mappings: the next tensor that is
-placed there costs its copy and nothing more. What lies idle beyond a limit is given back.
+placed there costs its copy and nothing more. What is idle beyond a limit is given back.
 
 A reader gets handles. Shape, dtype and size are known by them; the tensor is made on demand, over
 the memory itself. A place is free when the last of its tensors and handles are gone::
@@ -135,7 +135,7 @@ class RemoteBytes(ABC):
 
     @abstractmethod
     def array(self) -> NDArray[np.uint8]:
-        """The bytes, ``(nbytes,)``, on the host; nobody may change them.
+        """The bytes, ``(nbytes,)``, on the host; they must not be changed.
 
         Raises:
             MemoryError: there is no room for them.
@@ -255,7 +255,7 @@ def _seal(fd: int) -> None:
 
 
 class Place:
-    """Where something lies in a pool, until it is freed or abandoned, once.
+    """A place in a pool, until it is freed or abandoned, once.
 
     Attributes:
         segment: the memory.
@@ -275,7 +275,7 @@ class Place:
         return self.segment.content[self.offset : self.offset + self.nbytes]
 
     def free(self) -> None:
-        """Let it be used again: nobody reads here any more."""
+        """Let it be used again: it has no reader left."""
         self._pool._give_back(self._arena, self.offset, self.nbytes, may_be_read=False)
 
     def abandon(self) -> None:

@@ -112,7 +112,7 @@ class Connection(ABC):
 
     @abstractmethod
     def kill(self, reason: str) -> None:
-        """End the worker now, whatever it does; ``on_end`` is then told this reason."""
+        """End the worker now, whatever it does; ``on_end`` then gets this reason."""
 
     @abstractmethod
     def close(self, grace_s: float) -> None:
@@ -431,8 +431,8 @@ class WorkerSupervisor:
             )
         except Exception as error:  # whatever keeps a worker from being started, later ones may be
             has_no_place = isinstance(error, NoPlaceError)
-            told = str(error) if has_no_place else described(error)
-            self._end(generation, f"could not be started: {told}", has_no_place=has_no_place)
+            reason = str(error) if has_no_place else described(error)
+            self._end(generation, f"could not be started: {reason}", has_no_place=has_no_place)
             return
         with self._lock:
             has_ended = self._is_over(generation)
@@ -491,7 +491,7 @@ class WorkerSupervisor:
             stage: its name; None for all.
             method: see :class:`~stages.remote.worker.WorkerCalls`.
             arguments: of it.
-            is_setting: whether workers that are started later are to be told as well.
+            is_setting: whether workers that are started later are to get it as well.
             timeout_s: how long to wait at most; None as long as it takes.
 
         Raises:
@@ -535,9 +535,9 @@ class WorkerSupervisor:
                     raise
 
     def stats(self) -> Mapping[str, StageStats]:
-        """What its workers have counted, by stage; without an answer what was told last."""
+        """What its workers have counted, by stage; without an answer, what they reported last."""
         generation, answer = self._generation, None
-        with suppress(RuntimeError, TimeoutError):  # what it told last is as good as it gets
+        with suppress(RuntimeError, TimeoutError):  # its last report has to do
             answer = self.call(None, "stats", timeout_s=_STATS_PATIENCE_S)
         with self._lock:
             if (
@@ -681,9 +681,9 @@ class WorkerSupervisor:
         # Reported before another one is started, which might speak at once.
         self._put_all(generation, Ended(reason, is_final, is_waiting))
         if not is_final:
-            told = "it is started when there is a place" if is_waiting else "it is started again"
-            if not (is_waiting and was_waiting):  # it is told once
-                _logger.warning("the worker of %s %s; %s", self.spec.called, reason, told)
+            plan = "it is started when there is a place" if is_waiting else "it is started again"
+            if not (is_waiting and was_waiting):  # it is logged once
+                _logger.warning("the worker of %s %s; %s", self.spec.called, reason, plan)
             tries = min(self._num_starts, MOST_STARTS + 10)
             delay_s = min(_FIRST_DELAY_S * 2**tries, _LONGEST_DELAY_S)
             self._timer = threading.Timer(delay_s, self.start)

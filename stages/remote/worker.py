@@ -140,7 +140,7 @@ def _alive(send: Callable[[Heartbeat], None]) -> Iterator[None]:
     """Give signs of life while this thread cannot: to load a model may take minutes.
 
     Args:
-        send: them; it raises ``ConnectionError`` when nobody listens.
+        send: them; it raises ``ConnectionError`` when the link is gone.
     """
     is_over = threading.Event()
 
@@ -169,7 +169,7 @@ class WorkerLoop:
 
     Args:
         spec: what to build.
-        send: to the link; from any thread. It raises ``ConnectionError`` when nobody listens.
+        send: to the link; from any thread. It raises ``ConnectionError`` when the link is gone.
         build: builds a stage.
     """
 

@@ -1,4 +1,4 @@
-"""What workers log, told to the process that started them, and logged there."""
+"""Forwards the log records of workers to the process that started them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["LogForwarder", "Logged", "forward_log", "relay"]
 
 _ROOT = "omni"
 _LONGEST = 2**16
-"""Characters of a message, and of a traceback, that are told."""
+"""Characters of a message, and of a traceback, that are sent."""
 
 
 class Logged(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -52,7 +52,7 @@ class LogForwarder(logging.Handler):
         self._here = threading.local()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Tell a record; what telling it logs in turn is not told."""
+        """Send a record; what sending it logs is not sent."""
         if getattr(self._here, "is_telling", False):
             return
         self._here.is_telling = True
@@ -60,18 +60,18 @@ class LogForwarder(logging.Handler):
             self._tell(_told(record))
         except ConnectionError:
             pass  # the other process has gone, and this worker is about to end
-        except Exception:  # as logging does: a record that cannot be told must not end the work
+        except Exception:  # as logging does: a record that cannot be sent must not end the work
             self.handleError(record)
         finally:
             self._here.is_telling = False
 
 
 def forward_log(tell: Callable[[Logged], None], level: int, fields: LogFields) -> LogForwarder:
-    """Have all that this process logs told to the one that started it, and to nobody else.
+    """Send all that this process logs to the one that started it, and log it nowhere else.
 
     Args:
         tell: see :class:`LogForwarder`.
-        level: below which nothing is told.
+        level: below which nothing is sent.
         fields: what all records of this process are about.
     """
     set_process_fields(fields)

@@ -228,7 +228,7 @@ def locate_transform(spec: str, folder: Path | None = None) -> str:
 
     Args:
         spec: a registered name, ``"package.module:function"``, or ``"file.py:function"``.
-        folder: where the file that names it lies; modules are looked for there first.
+        folder: of the file that names it; modules are looked for there first.
 
     Returns:
         The name under which :func:`resolve_transform` finds the same from anywhere.

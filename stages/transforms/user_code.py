@@ -55,7 +55,7 @@ def locate_custom(spec: str, folder: Path | None, *, what: str = "transform") ->
 
     Args:
         spec: ``"package.module:function"`` or ``"file.py:function"``.
-        folder: where the pipeline's file lies, which is looked into first; None leaves installed
+        folder: of the pipeline's file, which is searched first; None leaves installed
             modules.
         what: it is to be: a ``transform``, whose text is checked, or anything else.
 
@@ -240,7 +240,7 @@ def _package_of(folder: Path) -> str:
     """The name of a package that stands for a folder: its modules see each other by ``from .``."""
     name = f"{FOLDER_PACKAGE}{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
     if name not in sys.modules:
-        package = ModuleType(name, f"What lies in {folder}.")
+        package = ModuleType(name, f"The modules in {folder}.")
         package.__path__ = [str(folder)]
         sys.modules[name] = package
     return name
@@ -255,7 +255,7 @@ def _neighbour_hint(module_name: str, error: Exception) -> str:
         or _source_in(Path(module_name).parent, [error.name]) is None
     ):
         return ""
-    return f"; a module imports what lies beside it by 'from . import {error.name}'"
+    return f"; a module imports its neighbours by 'from . import {error.name}'"
 
 
 def _lacks(subject: str, module: str, function: str, names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""One stage's worker: driven by commands, telling events; knows no other stage and no pipeline.
+"""One stage's worker: driven by commands, emitting events; knows no other stage and no pipeline.
 
 Imports engine and stages.
 """

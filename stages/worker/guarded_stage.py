@@ -114,7 +114,7 @@ class BrokenStage:
 
     def _give_up(self, why: str) -> ValueError:
         self._failure, self._is_hopeless = why, True
-        _logger.error("stage %r is of no use any more: %s", self._stage.name, why)
+        _logger.error("stage %r cannot be used any more: %s", self._stage.name, why)
         return self._refusal()
 
     def _refusal(self) -> ValueError:

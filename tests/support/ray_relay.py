@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from stages.cluster.actor_connection import ActorConnection, Listener
 from stages.cluster.actor_messages import Hello
 from stages.cluster.actor_worker import PROTOCOL_VERSION, ActorWorker
-from stages.cluster.object_bytes import Household
+from stages.cluster.object_bytes import HeldObjects
 from stages.remote.codec import encode
 from stages.remote.control import WorkerSpec
 from stages.remote.supervisor import Connection
@@ -95,7 +95,7 @@ class RelayedWorkers:
     ) -> None:
         self._relay, self._build, self._loses = relay, build, loses
         self._ends: list[_FarEnd] = []
-        self.household = Household()
+        self.held = HeldObjects()
 
     def connect(
         self, spec: WorkerSpec, on_message: Callable[[Any], None], on_end: Callable[[str], None]
@@ -105,7 +105,7 @@ class RelayedWorkers:
         end.handle.lose(self._loses)
         self._ends.append(end)
         listener = Listener(on_message, on_end)
-        return _RelayedConnection(end.handle, self.household, spec.label, listener)
+        return _RelayedConnection(end.handle, self.held, spec.label, listener)
 
     def join(self) -> None:
         """Wait for the threads of all workers, which have been told to end, or killed."""

@@ -403,7 +403,7 @@ class _OncePerPass(nn.Module):
 
 
 class _Voices(nn.Module):
-    """Stands in for the encoder of voices, which transformers runs anew in every pass.
+    """Stands in for the encoder of voices, which transformers runs again in every pass.
 
     Args:
         encoder: ``(B, T, mel_dim)`` to ``(B, enc_dim)``.

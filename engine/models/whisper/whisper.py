@@ -102,9 +102,9 @@ class SpeechWindows:
         rest = min(self.windows.window, self.windows.num_frames - self.begin)
         if not pairs or times[-2:] == [False, True]:
             return len(tokens), rest
-        told = tokens[pairs[-1] - 1] - self.first_timestamp_id
+        spoken = tokens[pairs[-1] - 1] - self.first_timestamp_id
         # Always ahead, also where a window had to begin with a pair.
-        return pairs[-1] + 1, told * _FRAMES_PER_TIMESTAMP or rest
+        return pairs[-1] + 1, spoken * _FRAMES_PER_TIMESTAMP or rest
 
 
 class TimestampRule:

@@ -81,7 +81,7 @@ class ApiError(Exception):
 
     @classmethod
     def internal(cls) -> ApiError:
-        """The server is at fault. Why is in its log alone: it may be nobody else's business."""
+        """The server is at fault. Only its log says why: the reason may be confidential."""
         return cls(HTTPStatus.INTERNAL_SERVER_ERROR, "the server made a mistake; see its log")
 
     @property

@@ -46,7 +46,7 @@ _RETRY_S = 5
 
 
 class ArrivingBodies:
-    """Counts the bytes of larger bodies that are held and that nobody has read yet."""
+    """Counts the bytes of larger bodies that are held unread."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits

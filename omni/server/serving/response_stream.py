@@ -90,8 +90,8 @@ class _Running:
 class ResponseStream:
     """Runs requests that belong together, and hands out their output as it comes.
 
-    A slow reader finds all that has come since it last looked as one delta of each stage: it holds
-    up nobody, and what is kept for it does not grow with the number of steps that it missed.
+    A slow reader finds all that has come since it last looked as one delta of each stage: it
+    delays no other reader, and what is kept for it does not grow with the steps that it missed.
     Leaving the ``async with`` block aborts what still runs, in every stage::
 
         async with ResponseStream(pipeline, requests, "prompt") as stream:

@@ -235,7 +235,7 @@ def test_verify_compares_the_sound_of_what_was_heard_and_seen(shown: list[str]) 
     for cached in (thinker, talker):
         assert " hits " in cached[0] and cached[1].endswith(" saved")
     assert code2wav[0].startswith("stage 'code2wav': ")
-    assert code2wav[0].endswith("input tokens, no cache of its own: computed anew in every run")
+    assert code2wav[0].endswith("input tokens, no cache of its own: computed again in every run")
     assert code2wav[1].endswith(" warm"), "and saves nothing"
 
 

@@ -19,7 +19,7 @@ from stages.cluster.actor_connection import ActorConnection, Listener
 from stages.cluster.actor_messages import INLINE_BYTES, Bundle, Hello
 from stages.cluster.actor_worker import PROTOCOL_VERSION
 from stages.cluster.cluster_address import check_is_ray
-from stages.cluster.object_bytes import Household
+from stages.cluster.object_bytes import HeldObjects
 from stages.remote.remote_stage import RemoteStage
 from tests.support.fake_speech_kind import fake_speech
 from tests.support.patience import PATIENCE_S, wait_for
@@ -203,7 +203,7 @@ def test_an_actor_of_another_release_is_refused_in_a_sentence(ray_cluster: Sessi
     ended: Queue[str] = Queue()
     actor = ray.remote(num_cpus=0)(Newer).remote()
     listener = Listener(pytest.fail, ended.put)
-    connection = ActorConnection(actor, Household(), "writer/0", listener)
+    connection = ActorConnection(actor, HeldObjects(), "writer/0", listener)
     assert ended.get(timeout=PATIENCE_S) == (
         f"speaks version {PROTOCOL_VERSION + 1} of the protocol, and this process version "
         f"{PROTOCOL_VERSION}: all nodes must have the same release of omni-pipeline installed"

@@ -11,7 +11,7 @@ from ray.experimental import get_object_locations
 
 from omni import Omni
 from omni.pipelines.pipeline import Pipeline
-from stages.cluster.object_bytes import Household, ObjectBytes
+from stages.cluster.object_bytes import HeldObjects, ObjectBytes
 from tests.support.omni_stages import Conversation, Turn, build_pipeline
 from tests.support.patience import wait_for
 from tests.support.ray_cluster import SessionCluster
@@ -27,13 +27,13 @@ def test_the_stages_of_a_placed_pipeline_are_on_a_node_each_and_tensors_are_copi
 ) -> None:
     assert len(ray_cluster.nodes) == 3
     references: list[Any] = []  # so that nothing is freed when it was read
-    add = Household.add
+    add = HeldObjects.add
 
-    def adding(household: Household, member: ObjectBytes) -> None:
+    def adding(held: HeldObjects, member: ObjectBytes) -> None:
         references.append(member.reference)
-        add(household, member)
+        add(held, member)
 
-    monkeypatch.setattr(Household, "add", adding)
+    monkeypatch.setattr(HeldObjects, "add", adding)
     pipeline = place(build_pipeline(seeded("qwen2_5_omni"), streaming=streaming), "ray")
     with Omni(pipeline) as omni:
         (output,) = omni.generate(Conversation((Turn(),)).request("one"))

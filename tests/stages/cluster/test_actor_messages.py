@@ -58,7 +58,7 @@ def test_an_outbox_gives_all_that_it_has_before_its_end() -> None:
         some, ended = outbox.take()
         taken += some
     assert (taken, ended) == (messages, "it was enough")
-    with pytest.raises(ConnectionError, match="nobody listens any more: it was enough"):
+    with pytest.raises(ConnectionError, match="the actor has ended: it was enough"):
         outbox.put(messages[0])
 
 

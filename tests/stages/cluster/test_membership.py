@@ -31,7 +31,7 @@ def test_what_is_brought_home_is_there_before_the_cluster_is_left(
     monkeypatch.setattr(ray, "is_initialized", is_joined.is_set)
     monkeypatch.setattr(ray, "shutdown", leave)
     joined = membership.join("somewhere:1")
-    monkeypatch.setattr(joined.household, "bring_home", bring_home)
+    monkeypatch.setattr(joined.held, "bring_home", bring_home)
     joined.leave()
     joined.leave()
     assert done == ["brought home", "left"]

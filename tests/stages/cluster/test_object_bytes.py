@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from stages.cluster.actor_connection import ActorConnection, Listener
-from stages.cluster.object_bytes import Household, ObjectBytes
+from stages.cluster.object_bytes import HeldObjects, ObjectBytes
 from stages.remote.control import Commands
 
 
@@ -19,16 +19,16 @@ def reference() -> Any:
     return SimpleNamespace(tensor_transport=lambda: None)
 
 
-def test_a_household_may_grow_while_it_is_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    household = Household()
-    held = [ObjectBytes(reference(), 1, household) for _ in range(200)]
+def test_held_objects_may_grow_while_all_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = HeldObjects()
+    objects = [ObjectBytes(reference(), 1, held) for _ in range(200)]
     monkeypatch.setattr(ray, "get", lambda _: np.zeros(1, np.uint8))
     is_over = threading.Event()
     more: list[ObjectBytes] = []
 
     def grow() -> None:
         while not is_over.is_set():
-            more.append(ObjectBytes(reference(), 1, household))
+            more.append(ObjectBytes(reference(), 1, held))
             if len(more) > 500:
                 more.clear()
 
@@ -36,12 +36,12 @@ def test_a_household_may_grow_while_it_is_looked_through(monkeypatch: pytest.Mon
     thread.start()
     try:
         for _ in range(1000):
-            household.bring_home_direct()
-        household.bring_home()
+            held.bring_home_direct()
+        held.bring_home()
     finally:
         is_over.set()
         thread.join()
-    assert all(each.reference is None for each in held)
+    assert all(each.reference is None for each in objects)
 
 
 class _FullStore:
@@ -61,6 +61,6 @@ def test_a_message_without_room_in_the_store_is_no_end_of_its_actor(
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ActorConnection, "_listen", lambda _: None)
     listener = Listener(lambda _: None, lambda _: None)
-    connection = ActorConnection(_FullStore(), Household(), "stage", listener)
+    connection = ActorConnection(_FullStore(), HeldObjects(), "stage", listener)
     with pytest.raises(MemoryError, match="Ray's object store has no room for"):
         connection.send(Commands("s", ()))
