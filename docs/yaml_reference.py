@@ -73,7 +73,7 @@ _PARTS = (
     ("Where stages run", ("RuntimeConfig", "Placement")),
     ("What feeds a stage", ("StageInputs",)),
     ("How a model is run", ("EngineSettings", "GeneratorSettings")),
-    ("How tokens are chosen", ("SamplingParams",)),
+    ("How tokens are chosen", ("SamplingParams", "StructuredOutput")),
     ("How sound is made", ("GenerationParams", "StreamWindow")),
     ("What one request may take", ("RequestLimits", "MediaLimits")),
 )

@@ -49,6 +49,7 @@ from engine.interface.prompts import (
     VideoPrompt,
 )
 from engine.interface.sampling_params import SamplingParams
+from engine.interface.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from engine.checkpoints.checkpoint import Checkpoint, CheckpointPart
@@ -118,6 +119,7 @@ __all__ = [
     "SamplingParams",
     "SpeechPrompt",
     "StreamWindow",
+    "StructuredOutput",
     "TextPrompt",
     "TokenLogprobs",
     "TokensPrompt",

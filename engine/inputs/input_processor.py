@@ -18,6 +18,7 @@ from engine.interface.sampling_params import RequestSeeds, SamplingParams, check
 from engine.requests.encoder_input import EncoderInput, Sequel, encoder_spans
 from engine.requests.request import Request, RequestStatus, RequestTimes
 from engine.sampling.sampler import BadWords, LogitsProcessor, SamplingState
+from engine.sampling.token_grammar import GrammarCompiler
 from engine.text.stop_checker import CompletionText
 from prefix_cache import EncoderBlocks
 
@@ -69,6 +70,7 @@ class InputProcessor:
             *prompts.begin_suppress_token_ids, *(generation.get("begin_suppress_tokens") or ())
         )
         self._generation = generation
+        self._grammars = GrammarCompiler(tokenizer, self._eos_token_ids, self._num_choices)
 
     def process(self, new: NewRequest) -> list[Request]:
         """Build one request per completion (``sampling.n``); for any thread, beside other calls.
@@ -216,6 +218,7 @@ class InputProcessor:
             self._num_choices,
             logits_processor=logits_processor,
             begin_suppress_token_ids=self._begin_suppressed,
+            grammar=self._grammars.compile(params.structured_output),
         )
 
     @property
@@ -259,6 +262,11 @@ def _check_continued(params: SamplingParams) -> None:
         raise ValueError(
             "max_tokens is 0, but the input takes several windows, and where one ends is given by "
             "what is generated for it; set max_tokens, or cut the input into shorter pieces"
+        )
+    if params.structured_output is not None:
+        raise ValueError(
+            "structured_output does not go with an input that takes several windows; cut the input "
+            "into shorter pieces"
         )
     if params.stop:
         raise ValueError(

@@ -25,6 +25,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from engine.interface.placed_error import PlacedError
 from engine.interface.settings import Settings
+from engine.interface.structured_output import StructuredOutput
 
 __all__ = [
     "CHECKPOINT_FIELDS",
@@ -243,6 +244,7 @@ class SamplingParams(Settings):
         suppress_token_ids: never choose these.
         logit_bias: numbers from -100 to 100 by token id, each added to its token's logit before
             anything else is done to it. In files ids are in quotes: {"50256": -100}.
+        structured_output: the form that the text is held to, such as JSON of a schema; or None.
         n: independent completions of the same prompt.
         truncate_prompt_tokens: cut a longer prompt to so many tokens, as vLLM does: its last ones,
             or its first ones where ``max_tokens`` is 0. Special tokens that the tokenizer adds are
@@ -266,6 +268,7 @@ class SamplingParams(Settings):
     logprobs: int | None = Field(default=None, ge=0)
     suppress_token_ids: TokenIds = ()
     logit_bias: LogitBias = TokenBias({})
+    structured_output: StructuredOutput | None = None
     n: int = Field(default=1, ge=1)
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
 
@@ -289,6 +292,15 @@ class SamplingParams(Settings):
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _form_ends_the_text(self) -> SamplingParams:
+        if self.structured_output is not None and (self.ignore_eos or self.min_tokens):
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise ValueError(
+                f"{name} does not go with structured_output, whose form says where the text ends"
             )
         return self
 

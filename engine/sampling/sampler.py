@@ -33,6 +33,7 @@ from torch import Tensor, inf
 from engine.interface.outputs import TokenLogprobs
 from engine.interface.placed_error import PlacedError
 from engine.interface.sampling_params import SamplingParams
+from engine.sampling.token_grammar import TokenGrammar, apply_grammars
 
 __all__ = [
     "BadWords",
@@ -124,12 +125,14 @@ class SamplingState:
         logits_processor: what else the checkpoint's kind of model asks of its output, or None.
         begin_suppress_token_ids: not to be chosen as the first token, by the checkpoint's own
             rules; ids outside the vocabulary are ignored.
+        grammar: of ``params.structured_output``, at its beginning; or None.
 
     Raises:
         ValueError: an id is outside the vocabulary, or nothing is left to choose from.
 
     Attributes:
         counts: of the tokens seen, or None when no penalty asks for them.
+        grammar: at the place that the output has come to; None where the output is free.
         bias: of single tokens, at every position; None when there is none.
     """
 
@@ -143,6 +146,7 @@ class SamplingState:
         *,
         logits_processor: LogitsProcessor | None = None,
         begin_suppress_token_ids: Collection[int] = (),
+        grammar: TokenGrammar | None = None,
     ) -> None:
         _check_ids("suppress_token_ids", params.suppress_token_ids, vocab_size)
         _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
@@ -169,8 +173,10 @@ class SamplingState:
             and self.bias is None
             and params.logprobs is None
             and logits_processor is None
+            and grammar is None
         )
         self.logits_processor = logits_processor
+        self.grammar = grammar
         self._generated: list[int] = []
 
     def with_seed(self, seed: int) -> SamplingState:
@@ -181,6 +187,7 @@ class SamplingState:
         other = copy(self)
         other._seed, other._generated = seed, []
         other.counts = deepcopy(self.counts)
+        other.grammar = self.grammar.copy() if self.grammar is not None else None
         return other
 
     @property
@@ -198,6 +205,8 @@ class SamplingState:
         self.num_generated += 1
         if self.logits_processor is not None:
             self._generated.append(token_id)
+        if self.grammar is not None:
+            self.grammar.accept(token_id)
         if self.counts is not None:
             self.counts.append(token_id)
 
@@ -494,8 +503,8 @@ class Sampler:
 
     A row's result depends on its own logits and state only, not on its place or its neighbours. In
     order: the bias of single tokens; suppressed ids and ``min_tokens``; the model's own rule; the
-    penalties; then for greedy requests the largest, for others temperature, min-p, top-k, top-p and
-    the draw.
+    grammar of a structured output; the penalties; then for greedy requests the largest, for others
+    temperature, min-p, top-k, top-p and the draw.
 
     The bias comes first, as in transformers: what looks at logits, as the model's own rule and the
     repetition penalty do, sees biased ones. No bias brings back what is masked.
@@ -527,9 +536,13 @@ class Sampler:
             for row, state in enumerate(states):
                 if state.logits_processor is not None:
                     state.apply_logits_processor(adjusted[row])
+            apply_grammars(adjusted, [state.grammar for state in states])
             apply_penalties(adjusted, states)
         largest, greedy = adjusted.max(dim=-1)
-        errors = [_row_error(row, value) for row, value in enumerate(largest.tolist())]
+        errors = [
+            _row_error(row, value, state.grammar)
+            for row, (value, state) in enumerate(zip(largest.tolist(), states, strict=True))
+        ]
         token_ids: list[int | None] = [
             token_id if error is None else None
             for token_id, error in zip(greedy.tolist(), errors, strict=True)
@@ -586,10 +599,12 @@ def _select(logits: Tensor, rows: list[int]) -> Tensor:
     return logits.index_select(0, torch.tensor(rows, device=logits.device))
 
 
-def _row_error(row: int, largest: float) -> str | None:
+def _row_error(row: int, largest: float, grammar: TokenGrammar | None) -> str | None:
     """A maximum is NaN as soon as one value is, so it says whether the row can be used."""
     if math.isfinite(largest):
         return None
+    if grammar is not None and grammar.problem:
+        return f"the structured output cannot go on: {grammar.problem}"
     if math.isnan(largest):
         problem = "they hold NaN"
     elif largest > 0:

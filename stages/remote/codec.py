@@ -33,6 +33,7 @@ import engine.interface.outputs as stats
 import engine.interface.prompts as prompts
 from engine.interface import hints
 from engine.interface.sampling_params import SamplingParams
+from engine.interface.structured_output import StructuredOutput
 from prefix_cache import EncoderCacheStats, KVCacheStats
 from stages.remote.segments import RemoteBytes, SharedTensor, SharedTensors
 
@@ -171,6 +172,8 @@ class _Writer:
                 given = {name: getattr(value, name) for name in value.model_fields_set}
                 content = msgspec.msgpack.encode(given, enc_hook=self.put)
                 return msgspec.msgpack.Ext(_SAMPLING, content)
+            case StructuredOutput():
+                return value.model_dump(exclude_defaults=True)
             case Image.Image():
                 return self._image(value)
             case torch.dtype():

@@ -31,9 +31,11 @@ __all__ = [
     "InputAudio",
     "PromptList",
     "RequestFields",
+    "ResponseFormat",
     "SamplingFields",
     "StageFields",
     "StreamOptions",
+    "StructuredOutputs",
     "chat_prompt",
     "merge_sampling",
     "prompts_of",
@@ -123,11 +125,46 @@ class StageFields(RequestFields):
     stages: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 
+class JsonSchemaFormat(ApiModel):
+    """The schema of ``response_format``, which the text is held to whether it is strict or not."""
+
+    without_effect: ClassVar = frozenset(("name", "description", "strict"))
+
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(ApiModel):
+    """The form of the text, in OpenAI's words."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        check_part(self, ("json_schema",), self.type, f"a response format of type {self.type!r}")
+        return self
+
+
+class StructuredOutputs(ApiModel):
+    """The form of the text, in vLLM's words: :class:`~engine.StructuredOutput`, checked there."""
+
+    json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class SamplingFields(StageFields):
     """Fields of all requests that generate text; absent ones leave it to the stage's own.
 
     They mean the same to a stage under the same name, and those that OpenAI does not have are
     :class:`~engine.SamplingParams`'s.
+
+    Attributes:
+        response_format: the form of the text.
+        structured_outputs: the same in vLLM's words; ``guided_json``, ``guided_regex``,
+            ``guided_choice`` and ``guided_grammar`` are its older ones.
     """
 
     temperature: float | None = None
@@ -146,12 +183,54 @@ class SamplingFields(StageFields):
     suppress_token_ids: list[int] | None = None
     logit_bias: dict[str, Any] | None = None
     truncate_prompt_tokens: int | None = None
+    structured_output: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     def sampling_fields(self, max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
         """Return the fields that are given for the stage that answers."""
-        fields = {name: getattr(self, name) for name in SamplingFields.__annotations__}
+        fields = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         fields |= {"max_tokens": max_tokens, "logprobs": logprobs}
+        if (form := self._form()) is not None:
+            fields["structured_output"] = form[1]
         return {name: value for name, value in fields.items() if value is not None}
+
+    def field_names(self) -> dict[str, str]:
+        """Return the client's names of fields, where they differ from those of sampling."""
+        form = self._form()
+        return {} if form is None else {"structured_output": form[0]}
+
+    def _form(self) -> tuple[str, dict[str, Any]] | None:
+        """The form of the text, and the client's name of the field that gives it."""
+        given: list[tuple[str, dict[str, Any]]] = []
+        if self.structured_output is not None:
+            given.append(("structured_output", self.structured_output))
+        response = self.response_format
+        if response is not None and response.json_schema is not None:
+            given.append(("response_format", {"json_schema": response.json_schema.json_schema}))
+        elif response is not None and response.type == "json_object":
+            given.append(("response_format", {"json_object": True}))
+        if self.structured_outputs is not None:
+            given.append(
+                ("structured_outputs", self.structured_outputs.model_dump(exclude_none=True))
+            )
+        for name in _GUIDES:
+            if (guide := getattr(self, name)) is not None:
+                key = "json_schema" if name == "guided_json" else name.removeprefix("guided_")
+                given.append((name, {key: guide}))
+        if len(given) > 1:
+            raise ApiError.bad_field(given[1][0], f"given beside {given[0][0]}; give one of them")
+        return given[0] if given else None
+
+
+_GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_SAMPLING_FIELDS = tuple(
+    name for name in SamplingFields.__annotations__ if name in SamplingParams.model_fields
+)
 
 
 def merge_sampling(
@@ -343,7 +422,6 @@ class ChatRequest(SamplingFields):
         "parallel_tool_calls": (True, False),
         "functions": (),
         "function_call": ("none", "auto"),
-        "response_format": ({"type": "text"},),
         "prediction": (),
         "reasoning_effort": ("none",),
         "verbosity": ("medium",),
@@ -387,7 +465,7 @@ class ChatRequest(SamplingFields):
         """Return the fields for the stage that answers, and their names here, where they differ."""
         is_new = self.max_completion_tokens is not None
         max_tokens = self.max_completion_tokens if is_new else self.max_tokens
-        names = {
+        names = self.field_names() | {
             "max_tokens": "max_completion_tokens" if is_new else "max_tokens",
             "logprobs": "top_logprobs",
         }

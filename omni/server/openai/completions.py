@@ -46,7 +46,7 @@ class Completions(PipelineResponse):
         prompts = prompts_of(body.prompt, server.settings.limits.max_prompts, "prompt")
         self._stage = text_stage(stages)
         fields = body.sampling_fields(body.max_tokens, body.logprobs)
-        sampling = merge_sampling(stages, self._stage, fields, body.stages, {})
+        sampling = merge_sampling(stages, self._stage, fields, body.stages, body.field_names())
         self._n = num_completions(stages, self._stage, sampling)
         self._logprobs = (
             LogprobWriter(self.pipeline, self._stage) if body.logprobs is not None else None

@@ -34,6 +34,7 @@ from engine import (
     RequestMetrics,
     SamplingParams,
     SpeechPrompt,
+    StructuredOutput,
     TextPrompt,
     TokenLogprobs,
     TokensPrompt,
@@ -214,6 +215,9 @@ samplings = st.builds(
     stop=st.lists(st.text(min_size=1, max_size=4), max_size=2).map(tuple),
     seed=st.none() | st.integers(0, 2**63 - 1),
     logit_bias=st.dictionaries(st.integers(0, 10**6), st.floats(-100, 100), max_size=3),
+    structured_output=st.none()
+    | st.builds(StructuredOutput, json_schema=st.just({"type": "null"}))
+    | st.builds(StructuredOutput, choice=st.lists(texts, min_size=1, max_size=2).map(tuple)),
 )
 reasons = st.none() | st.sampled_from(FinishReason)
 waveforms = st.none() | st.builds(Waveform, tensors(), integers)

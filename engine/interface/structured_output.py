@@ -1,0 +1,104 @@
+"""What a request's text has to be: JSON of a schema, of a regular expression, of a grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
+
+from engine.interface.placed_error import PlacedError
+from engine.interface.settings import Settings
+
+__all__ = ["StructuredOutput"]
+
+_LONGEST = 65_536
+"""Characters of a grammar: 10 times as many take seconds to read."""
+
+_JSON_STYLE: Any = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+"""On one line, as ``json.dumps`` writes: a model that may write spaces may do so for ever."""
+
+_JsonSchema = Annotated[str, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]})]
+
+
+class StructuredOutput(Settings):
+    """The form that a request's text is held to, token by token: one of these fields.
+
+    Every token that would leave the form is masked, and the text may end only where it is complete
+    (so a text that ``max_tokens`` cuts short is not). Forms are read by llguidance.
+
+    Attributes:
+        json_schema: a JSON Schema, as a mapping or as text. The JSON is on one line, as
+            ``json.dumps`` writes it.
+        json_object: whether it is any object of JSON.
+        regex: a regular expression that matches the whole text.
+        choice: texts of which it is one.
+        grammar: a context-free grammar in the Lark dialect of llguidance.
+
+    Raises:
+        ValueError: none or several are given, or one cannot be read, asks for what llguidance does
+            not know, or is larger than 65,536 characters.
+    """
+
+    json_schema: _JsonSchema | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] | None = Field(default=None, min_length=1)
+    grammar: str | None = None
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def _schema_as_text(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            try:
+                return json.dumps(value)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"the schema cannot be written as JSON: {error}") from error
+        return value
+
+    @model_validator(mode="after")
+    def _is_one_readable_form(self) -> StructuredOutput:
+        given = [
+            name
+            for name in type(self).model_fields
+            if getattr(self, name) is not None and getattr(self, name) is not False
+        ]
+        if len(given) != 1:
+            raise ValueError(
+                "give one of json_schema, json_object, regex, choice and grammar, got "
+                + (" and ".join(given) or "none")
+            )
+        (name,) = given
+        size = len(str(getattr(self, name)))
+        if size > _LONGEST:
+            raise PlacedError(
+                (name,), f"has {size} characters; forms of at most {_LONGEST} are taken"
+            )
+        from llguidance import LLMatcher  # not where no form is asked for
+
+        try:
+            problem = LLMatcher.validate_grammar(self.compiled_form())
+        except ValueError as error:
+            problem = str(error)
+        if problem:
+            raise PlacedError((name,), f"cannot be read: {' '.join(problem.split())}")
+        return self
+
+    def compiled_form(self) -> str:
+        """Return the form as llguidance takes it."""
+        from llguidance import LLMatcher
+
+        if self.regex is not None:
+            return LLMatcher.grammar_from_regex(self.regex)
+        if self.grammar is not None:
+            return LLMatcher.grammar_from_lark(self.grammar)
+        if self.choice is not None:
+            alternatives = " | ".join(json.dumps(each) for each in self.choice)
+            return LLMatcher.grammar_from_lark(f"start: {alternatives}")
+        schema = self.json_schema if self.json_schema is not None else '{"type": "object"}'
+        return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_STYLE)

@@ -1,0 +1,151 @@
+"""Holds a request's tokens to the form of its structured output.
+
+llguidance walks a grammar along the generated tokens, and says after each which tokens may come
+next: one bit per id of the vocabulary, unpacked here into what is masked in the logits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from copy import copy
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from engine.interface.placed_error import PlacedError
+from engine.interface.structured_output import StructuredOutput
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+__all__ = ["GrammarCompiler", "TokenGrammar", "apply_grammars"]
+
+_NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
+
+
+class TokenGrammar:
+    """One completion's place in a grammar."""
+
+    def __init__(self, matcher: LLMatcher, eos_token_ids: Collection[int]) -> None:
+        self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
+
+    @property
+    def problem(self) -> str:
+        """Why the grammar cannot be followed further, as when it got too large; else empty."""
+        return self._matcher.get_error()
+
+    def copy(self) -> TokenGrammar:
+        """The same place, for another completion of the prompt."""
+        return TokenGrammar(self._matcher.deep_copy(), self._eos_token_ids)
+
+    def accept(self, token_id: int) -> None:
+        """Go on by a token that was chosen among :meth:`allowed` ones."""
+        if token_id not in self._eos_token_ids:
+            self._matcher.consume_token(token_id)
+
+    def allowed(self, vocab_size: int) -> Tensor:
+        """Which tokens may come next, ``(vocab_size,)`` bool; none if there is a problem."""
+        if self._matcher.is_error():
+            return torch.zeros(vocab_size, dtype=torch.bool)
+        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():  # it may have got too large just now
+            return torch.zeros(vocab_size, dtype=torch.bool)
+        bits = np.unpackbits(packed, count=vocab_size, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
+
+
+class GrammarCompiler:
+    """Makes grammars over a checkpoint's tokens; for any thread.
+
+    Args:
+        tokenizer: None of a model that writes no text.
+        eos_token_ids: the ids that end a sequence.
+        vocab_size: logits of the model.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        eos_token_ids: Collection[int],
+        vocab_size: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._eos_token_ids = frozenset(each for each in eos_token_ids if each < vocab_size)
+        self._vocab_size = vocab_size
+        self._lock = Lock()
+        self._tokens: LLTokenizer | None = None
+
+    def compile(self, wanted: StructuredOutput | None) -> TokenGrammar | None:
+        """Make a grammar at its beginning; None where no form is wanted.
+
+        The first one takes about a second for a large vocabulary.
+
+        Raises:
+            ValueError: the checkpoint's tokenizer or model cannot be held to it.
+        """
+        if wanted is None:
+            return None
+        from llguidance import LLMatcher  # not where no form is asked for
+
+        with self._lock:
+            if self._tokens is None:
+                self._tokens = self._read_tokens()
+        matcher = LLMatcher(self._tokens, wanted.compiled_form(), log_level=0)
+        if matcher.is_error():
+            raise _refusal(matcher.get_error())
+        return TokenGrammar(matcher, self._eos_token_ids)
+
+    def _read_tokens(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
+            raise _refusal("it needs a checkpoint with a tokenizer of the library tokenizers")
+        if not self._eos_token_ids:
+            raise _refusal("it needs a checkpoint with an end-of-sequence token")
+        try:
+            return LLTokenizer(
+                _plain_tokenizer(self._tokenizer),
+                n_vocab=max(self._vocab_size, len(self._tokenizer)),
+                eos_token=sorted(self._eos_token_ids),
+            )
+        except ValueError as error:
+            raise _refusal(f"the checkpoint's tokenizer cannot be read: {error}") from error
+
+
+def _plain_tokenizer(tokenizer: PreTrainedTokenizerFast) -> str:
+    """The tokenizer as JSON, without padding, truncation and Unicode's normal forms.
+
+    llguidance tokenizes text that a grammar leaves no choice about. Normalized, that text would be
+    another than the grammar's, and the next token an error.
+    """
+    backend = copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    fields = json.loads(backend.to_str())
+    normalizer = fields["normalizer"]
+    if normalizer is not None and normalizer["type"] in _NORMAL_FORMS:
+        fields["normalizer"] = None
+    return json.dumps(fields)
+
+
+def _refusal(reason: str) -> PlacedError:
+    return PlacedError(("structured_output",), f"structured_output: {reason}")
+
+
+def apply_grammars(logits: Tensor, grammars: Sequence[TokenGrammar | None]) -> None:
+    """Set what a grammar does not allow next to minus infinity, in place.
+
+    Args:
+        logits: ``(n, vocab)``.
+        grammars: one per row; None where the row is free.
+    """
+    for row, grammar in enumerate(grammars):
+        if grammar is not None:
+            allowed = grammar.allowed(logits.shape[1]).to(logits.device)
+            logits[row].masked_fill_(~allowed, -torch.inf)

@@ -1,0 +1,140 @@
+"""Texts in the form that a client asks for, in OpenAI's words and in vLLM's."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.support.live_server import LiveServer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 5},
+        "rivers": {"type": "array", "items": {"enum": [1, 2, 3]}, "maxItems": 3},
+    },
+    "required": ["city", "rivers"],
+    "additionalProperties": False,
+}
+AS_OPENAI = {
+    "type": "json_schema",
+    "json_schema": {"name": "city", "strict": True, "schema": SCHEMA},
+}
+ASKED: Any = {
+    "model": "chat",
+    "messages": [{"role": "user", "content": "What is the capital?"}],
+    "max_tokens": 120,
+    "temperature": 1.0,
+    "seed": 4,
+}
+
+
+class City(BaseModel):
+    """As people write their schemas."""
+
+    name: str
+    is_capital: bool
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": AS_OPENAI},
+        {"extra_body": {"structured_outputs": {"json": SCHEMA}}},
+        {"extra_body": {"guided_json": json.dumps(SCHEMA)}},
+        {"extra_body": {"structured_output": {"json_schema": SCHEMA}}},
+    ],
+)
+def test_a_chat_answers_in_json_of_a_schema(
+    client: openai.OpenAI, form: dict[str, Any], stream: bool
+) -> None:
+    answer: Any = client.chat.completions.create(stream=stream, **ASKED, **form)
+    if stream:
+        text = "".join(each.choices[0].delta.content or "" for each in answer)
+    else:
+        assert answer.choices[0].finish_reason == "stop"
+        text = answer.choices[0].message.content
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def test_the_client_parses_a_model_of_pydantic(client: openai.OpenAI) -> None:
+    # A random model may write a name that does not end: the logit bias says how it does.
+    quote = {"1": 0}
+    for seed in range(8):
+        try:
+            answer = client.chat.completions.parse(
+                **(ASKED | {"seed": seed, "max_tokens": 500}),
+                logit_bias=quote,
+                response_format=City,
+            )
+        except openai.LengthFinishReasonError:
+            continue
+        assert isinstance(answer.choices[0].message.parsed, City)
+        return
+    pytest.fail("no text came to its end")
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_regex": "[0-9]{2}:[0-9]{2}"}, "[0-9]{2}:[0-9]{2}"),
+        ({"guided_grammar": 'start: "a" "b"'}, "ab"),
+        ({"structured_outputs": {"choice": ["é", "è"]}}, "é|è"),
+        ({"response_format": {"type": "text"}}, ".*"),
+    ],
+)
+def test_chats_and_completions_take_the_words_of_vllm(
+    client: openai.OpenAI, form: dict[str, Any], pattern: str
+) -> None:
+    chat = client.chat.completions.create(**ASKED, extra_body=form)
+    assert re.fullmatch(pattern, chat.choices[0].message.content or "", re.DOTALL)
+    completion = client.completions.create(
+        model="chat", prompt="The capital", max_tokens=40, seed=1, extra_body=form
+    )
+    assert re.fullmatch(pattern, completion.choices[0].text, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("form", "param", "message"),
+    [
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            "missing; it must be given",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+            "response_format",
+            "response_format.json_schema: cannot be read: Invalid type: x",
+        ),
+        ({"guided_regex": "a("}, "guided_regex", "unclosed group"),
+        (
+            {"guided_regex": "a", "guided_choice": ["b"]},
+            "guided_choice",
+            "given beside guided_regex; give one of them",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs", "give one of json_schema"),
+        ({"guided_regex": "a", "min_tokens": 3}, None, "min_tokens does not go with"),
+    ],
+)
+def test_a_wrong_form_is_named(
+    client: openai.OpenAI, form: dict[str, Any], param: str | None, message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=re.escape(message)) as caught:
+        client.chat.completions.create(**ASKED, extra_body=form)
+    assert caught.value.param == param
+
+
+def test_a_form_that_would_take_long_to_read_is_refused(server: LiveServer) -> None:
+    properties = {f"property{number}": {"type": "string"} for number in range(10_000)}
+    schema = {"type": "object", "properties": properties}
+    with server.client() as client, pytest.raises(openai.BadRequestError, match="at most 65536"):
+        client.chat.completions.create(**ASKED, extra_body={"guided_json": schema})
