@@ -26,7 +26,7 @@ from omni.pipelines.runtime_config import (
 from stages import StageConfig
 from stages.cluster.cluster_address import find_cluster
 from stages.portable import check_portable, import_name, portable_transform
-from stages.remote.control import StageSpec, WorkerSpec
+from stages.remote.messages import StageSpec, WorkerSpec
 from stages.remote.remote_stage import RemoteStage
 from stages.remote.supervisor import Connect, start_workers
 from stages.worker.messages import StreamedEdge

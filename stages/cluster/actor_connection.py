@@ -21,12 +21,12 @@ from torch import Tensor
 
 from engine.interface.log_fields import package_logger
 from engine.interface.placed_error import described
-from stages.cluster.actor_messages import INLINE_BYTES, Bundle, Hello, Unconfirmed
+from stages.cluster.actor_messages import Bundle, Hello, Unconfirmed
 from stages.cluster.actor_worker import PROTOCOL_VERSION, machine_name
 from stages.cluster.object_bytes import HeldObjects, ObjectBytes, ObjectDecoder
-from stages.remote.codec import Reference, encode, plain_bytes
-from stages.remote.control import WorkerMessage
-from stages.remote.segments import RemoteBytes
+from stages.remote.codec import INLINE_BYTES, Reference, encode, plain_bytes
+from stages.remote.messages import WorkerMessage
+from stages.remote.shared_memory import RemoteBytes
 from stages.remote.supervisor import Connection, NoPlaceError, WorkerGone
 
 __all__ = ["ActorConnection", "Listener"]

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = [
-    "INLINE_BYTES",
     "Bundle",
     "Hello",
     "InOrder",
@@ -22,9 +21,6 @@ __all__ = [
     "OutgoingMessage",
     "Unconfirmed",
 ]
-
-INLINE_BYTES = 64 * 2**10
-"""Up to here a copy in the message is cheaper than an object in the store."""
 
 _MOST_AT_ONCE = 64
 

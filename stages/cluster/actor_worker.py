@@ -19,7 +19,6 @@ from torch import Tensor
 from engine.interface.log_fields import package_logger
 from engine.interface.placed_error import described
 from stages.cluster.actor_messages import (
-    INLINE_BYTES,
     Bundle,
     Hello,
     InOrder,
@@ -28,9 +27,9 @@ from stages.cluster.actor_messages import (
 )
 from stages.cluster.direct_transport import Offers
 from stages.cluster.object_bytes import ObjectDecoder
-from stages.remote.codec import Decoder, Reference, encode, plain_bytes
-from stages.remote.control import LinkMessage, StageSpec, WorkerMessage, WorkerSpec
-from stages.remote.segments import RemoteBytes
+from stages.remote.codec import INLINE_BYTES, Decoder, Reference, encode, plain_bytes
+from stages.remote.messages import LinkMessage, StageSpec, WorkerMessage, WorkerSpec
+from stages.remote.shared_memory import RemoteBytes
 from stages.remote.worker import Build, WorkerLoop, build_stage, log_fields_of
 from stages.remote.worker_log import forward_log
 from stages.stage import Stage, Transform
@@ -57,7 +56,7 @@ class ActorWorker:
     this actor dies, for as long as somebody has a reference to it.
 
     Args:
-        argument: the :class:`~stages.remote.control.WorkerSpec`.
+        argument: the :class:`~stages.remote.messages.WorkerSpec`.
         build: see :class:`~stages.remote.worker.WorkerLoop`.
     """
 

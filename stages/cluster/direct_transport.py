@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.interface.placed_error import described
-from stages.cluster.actor_messages import INLINE_BYTES
-from stages.remote.codec import plain_bytes
-from stages.remote.segments import RemoteBytes
+from stages.remote.codec import INLINE_BYTES, plain_bytes
+from stages.remote.shared_memory import RemoteBytes
 
 __all__ = ["Offers", "check_transport", "fetch", "fetch_home", "forget_borrowed", "is_direct"]
 

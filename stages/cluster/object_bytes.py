@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stages.cluster.direct_transport import fetch, fetch_home, forget_borrowed, is_direct
 from stages.remote.codec import Decoder, Reference, plain_bytes
-from stages.remote.segments import RemoteBytes
+from stages.remote.shared_memory import RemoteBytes
 
 __all__ = ["HeldObjects", "ObjectBytes", "ObjectDecoder"]
 
@@ -81,11 +81,11 @@ class ObjectBytes(RemoteBytes):
         return self._reference
 
     def array(self) -> NDArray[np.uint8]:
-        """See :class:`~stages.remote.segments.RemoteBytes`."""
+        """See :class:`~stages.remote.shared_memory.RemoteBytes`."""
         return plain_bytes(self._found())
 
     def tensor(self) -> Tensor:
-        """See :class:`~stages.remote.segments.RemoteBytes`."""
+        """See :class:`~stages.remote.shared_memory.RemoteBytes`."""
         found = self._found()
         return found if isinstance(found, Tensor) else torch.from_numpy(found)
 

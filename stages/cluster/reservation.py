@@ -23,7 +23,7 @@ from stages.cluster.actor_worker import ActorWorker
 from stages.cluster.membership import Membership, join
 from stages.placement import Placement
 from stages.remote.codec import encode
-from stages.remote.control import WorkerSpec
+from stages.remote.messages import WorkerSpec
 from stages.remote.supervisor import Connection, NoPlaceError
 
 __all__ = ["Reservation"]

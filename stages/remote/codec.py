@@ -35,9 +35,9 @@ from engine.interface import hints
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.structured_output import StructuredOutput
 from prefix_cache import EncoderCacheStats, KVCacheStats
-from stages.remote.segments import RemoteBytes, SharedTensor, SharedTensors
+from stages.remote.shared_memory import RemoteBytes, SharedTensor, SharedTensors
 
-__all__ = ["Decoder", "Find", "Reference", "Share", "encode", "plain_bytes"]
+__all__ = ["INLINE_BYTES", "Decoder", "Find", "Reference", "Share", "encode", "plain_bytes"]
 
 # The hints of these two, which their module has for type checkers alone.
 vars(stats).update(EncoderCacheStats=EncoderCacheStats, KVCacheStats=KVCacheStats)
@@ -47,16 +47,18 @@ class Reference(msgspec.Struct, frozen=True, array_like=True):
     """Where content is that is not in the message.
 
     Attributes:
-        number: of an export of the sender, or of an object beside the message.
+        number: of a segment of shared memory or an object beside the message.
         nbytes: of the content.
-        segment: identity of the segment of shared memory; empty for an object.
-        offset: of the first byte there.
+        offset: of the first byte in the segment.
     """
 
     number: int
     nbytes: int
-    segment: bytes = b""
     offset: int = 0
+
+
+INLINE_BYTES = 64 * 2**10
+"""Up to here a copy in the message is cheaper than memory or an object beside it."""
 
 
 Share: TypeAlias = "Callable[[NDArray[np.uint8] | Tensor | RemoteBytes], Reference | None]"

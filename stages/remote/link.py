@@ -24,8 +24,8 @@ import msgspec
 from engine import ChatPrompt, ExplicitEncoderDecoderPrompt, TextPrompt, TokensPrompt
 from engine.interface.outputs import OutputDelta
 from engine.interface.sampling_params import RequestSeeds
-from stages.remote.control import Built, Idle, NotBuilt
-from stages.remote.segments import SharedTensors
+from stages.remote.messages import Built, Idle, NotBuilt
+from stages.remote.shared_memory import SharedTensors
 from stages.remote.supervisor import Ended, WorkerGone, WorkerSupervisor
 from stages.stage_output import OutputAccumulator, StageOutput, delta_since
 from stages.trace_events import RUN_AGAIN, StageEvent, Traced, this_clock

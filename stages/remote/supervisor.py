@@ -21,7 +21,8 @@ from typing import Any, Protocol
 from engine.interface.placed_error import PlacedError, described
 from stages.remote.channel import Channel, ChannelClosed
 from stages.remote.codec import encode
-from stages.remote.control import (
+from stages.remote.fork_server import WorkerProcess, start_worker
+from stages.remote.messages import (
     Built,
     Call,
     Commands,
@@ -34,8 +35,6 @@ from stages.remote.control import (
     WorkerMessage,
     WorkerSpec,
 )
-from stages.remote.fork_server import WorkerProcess, start_worker
-from stages.remote.segments import SegmentPool
 from stages.remote.worker_log import Logged, relay
 from stages.stage import StageStats
 from stages.worker.messages import Command
@@ -69,9 +68,6 @@ _STATS_PATIENCE_S = 2.0
 
 
 _MAIN = "stages.remote.worker:worker_main"
-_POOL = SegmentPool()
-"""Of this process, for all that it sends."""
-
 _EXIT_PATIENCE_S = 5.0
 
 
@@ -160,7 +156,7 @@ class ProcessConnection(Connection):
         self._on_end = on_end
         self._killed_for: str | None = None
         self._is_closed = threading.Event()
-        self._channel = Channel(process.sock, WorkerMessage, _POOL, process.name)
+        self._channel = Channel(process.sock, WorkerMessage, process.name)
         self._channel.start(on_message, self._channel_ended)
 
     @property

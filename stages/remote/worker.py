@@ -20,7 +20,7 @@ from engine.interface.placed_error import PlacedError, described
 from stages.portable import load_by_name
 from stages.remote.channel import Channel, ChannelClosed
 from stages.remote.codec import Decoder
-from stages.remote.control import (
+from stages.remote.messages import (
     Built,
     Call,
     Commands,
@@ -36,7 +36,6 @@ from stages.remote.control import (
     WorkerMessage,
     WorkerSpec,
 )
-from stages.remote.segments import SegmentPool
 from stages.remote.worker_log import forward_log
 from stages.stage import Stage, Transform
 from stages.stage_config import StageConfig
@@ -349,10 +348,10 @@ def worker_main(sock: socket.socket, argument: bytes) -> None:
 
     Args:
         sock: to the link.
-        argument: the :class:`~stages.remote.control.WorkerSpec`.
+        argument: the :class:`~stages.remote.messages.WorkerSpec`.
     """
     spec: WorkerSpec = Decoder(WorkerSpec).decode(argument)
-    channel = Channel(sock, LinkMessage, SegmentPool(), "the pipeline")
+    channel = Channel(sock, LinkMessage, "the pipeline")
     loop = WorkerLoop(spec, channel.send)
     channel.start(loop.take, lambda reason: loop.end())
     forward_log(channel.send, spec.log_level, log_fields_of(spec))

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from stages.cluster import actor_worker, reservation
 from stages.cluster.actor_messages import Hello
 from stages.cluster.actor_worker import PROTOCOL_VERSION, ActorWorker
-from stages.remote.control import WorkerSpec
+from stages.remote.messages import WorkerSpec
 
 __all__ = ["Hosts"]
 

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 from stages.remote.channel import Channel, ChannelClosed
-from stages.remote.control import LinkMessage, WorkerSpec
 from stages.remote.fork_server import WorkerProcess
-from stages.remote.segments import SegmentPool
+from stages.remote.messages import LinkMessage, WorkerSpec
 from stages.remote.supervisor import Connection, ProcessConnection
 from stages.remote.worker import Build, WorkerLoop
 
@@ -76,7 +75,7 @@ class ThreadAsProcess:
     ) -> None:
         self.name = name
         self.sock, theirs = socket.socketpair()
-        self._channel = Channel(theirs, kinds, SegmentPool(), "the test")
+        self._channel = Channel(theirs, kinds, "the test")
         self._loop = make(self._channel.send)
         self._thread = threading.Thread(target=self._run, name=f"worker {name}", daemon=True)
         self._thread.start()

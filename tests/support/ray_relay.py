@@ -19,7 +19,7 @@ from stages.cluster.actor_messages import Hello
 from stages.cluster.actor_worker import PROTOCOL_VERSION, ActorWorker
 from stages.cluster.object_bytes import HeldObjects
 from stages.remote.codec import encode
-from stages.remote.control import WorkerSpec
+from stages.remote.messages import WorkerSpec
 from stages.remote.supervisor import Connection
 from stages.remote.worker import Build
 from tests.support.patience import PATIENCE_S

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stages import Stage
-from stages.remote.control import StageSpec, WorkerSpec
+from stages.remote.messages import StageSpec, WorkerSpec
 from stages.remote.remote_stage import RemoteStage
 from stages.remote.supervisor import Connect, start_workers
 from stages.worker.messages import StreamedEdge

@@ -12,7 +12,7 @@ from omni.pipelines.pipeline_config import PipelineConfig
 from omni.runtime.stage_links import streamed_edges
 from stages import Stage, Transform
 from stages.remote import supervisor
-from stages.remote.control import StageSpec
+from stages.remote.messages import StageSpec
 from stages.remote.remote_stage import RemoteStage
 from stages.remote.supervisor import WorkerSupervisor, start_workers
 from stages.remote.worker import build_stage

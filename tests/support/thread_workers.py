@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stages.remote.codec import Decoder, encode
-from stages.remote.control import LinkMessage, WorkerMessage, WorkerSpec
+from stages.remote.messages import LinkMessage, WorkerMessage, WorkerSpec
 from stages.remote.supervisor import Connection, NoPlaceError, WorkerGone
 from stages.remote.worker import Build, WorkerLoop, build_stage
 

@@ -29,7 +29,7 @@ from ray.cluster_utils import Cluster
 
 from omni import Omni, OmniOutput, OmniRequest, verify
 from stages.cluster import reservation
-from stages.cluster.actor_messages import INLINE_BYTES
+from stages.remote.codec import INLINE_BYTES
 from stages.remote.remote_stage import RemoteStage
 from tests.support.lost_together import lose_together
 from tests.support.patience import wait_for

@@ -12,7 +12,7 @@ from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.stage_links import streamed_edges
 from stages import Stage
-from stages.remote.control import StageSpec
+from stages.remote.messages import StageSpec
 from stages.remote.remote_stage import RemoteStage
 from stages.remote.supervisor import start_workers
 from tests.support.fake_stage import FakeStage

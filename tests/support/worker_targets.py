@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from stages.remote.channel import Channel
-from stages.remote.segments import SegmentPool
 from stages.stage import StageOutput
 from tests.support.notes import Note
 
@@ -77,12 +76,12 @@ def hold_on(sock: socket.socket, argument: bytes) -> None:
 
 def send_back(sock: socket.socket, argument: bytes) -> None:
     """Answer outputs with their rows and one more, and "hold" with rows of sevens."""
-    pool, ended = SegmentPool(), threading.Event()
-    channel = Channel(sock, Note, pool, "parent")
+    ended = threading.Event()
+    channel = Channel(sock, Note, "parent")
 
     def answer(note: Note) -> None:
         outputs = note.outputs
-        rows = outputs[0].tensors["rows"] + 1 if outputs else torch.full((100, 100), 7)
+        rows = outputs[0].tensors["rows"] + 1 if outputs else torch.full((200, 200), 7)
         channel.send(Note(outputs=(StageOutput("r", "s", True, tensors={"rows": rows}),)))
 
     channel.start(answer, lambda reason: ended.set())

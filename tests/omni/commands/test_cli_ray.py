@@ -18,7 +18,7 @@ import ray
 from typer.testing import CliRunner
 
 from omni.commands.cli import app
-from stages.cluster.actor_messages import INLINE_BYTES
+from stages.remote.codec import INLINE_BYTES
 from tests.support.command_line import outputs_without_times
 from tests.support.import_graph import ROOT
 from tests.support.marked_processes import MarkedRun

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stages import Stage, StageRequest
 from stages.remote import supervisor, worker
-from stages.remote.control import Heartbeat, StageSpec
+from stages.remote.messages import Heartbeat, StageSpec
 from stages.remote.supervisor import Connection, WorkerGone, WorkerSupervisor
 from tests.support.examples import examples
 from tests.support.patience import PATIENCE_S, wait_for

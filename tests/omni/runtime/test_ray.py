@@ -16,10 +16,11 @@ from engine.interface.log_fields import LogFields
 from omni import Omni, OmniOutput, OmniRequest, verify
 from omni.pipelines.pipeline_config import PipelineConfig
 from stages.cluster.actor_connection import ActorConnection, Listener
-from stages.cluster.actor_messages import INLINE_BYTES, Bundle, Hello
+from stages.cluster.actor_messages import Bundle, Hello
 from stages.cluster.actor_worker import PROTOCOL_VERSION
 from stages.cluster.cluster_address import check_is_ray
 from stages.cluster.object_bytes import HeldObjects
+from stages.remote.codec import INLINE_BYTES
 from stages.remote.remote_stage import RemoteStage
 from tests.support.fake_speech_kind import fake_speech
 from tests.support.patience import PATIENCE_S, wait_for

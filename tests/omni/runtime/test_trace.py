@@ -24,7 +24,7 @@ from omni.runtime.stage_links import streamed_edges
 from omni.runtime.trace import Trace, TraceError
 from stages import Stage
 from stages.remote import supervisor
-from stages.remote.control import StageSpec
+from stages.remote.messages import StageSpec
 from stages.trace_events import StageEvent, Traced, this_clock
 from stages.worker.messages import Enter
 from stages.worker.stage_tracer import TracedWorker

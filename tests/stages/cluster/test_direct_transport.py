@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from stages.cluster.actor_messages import INLINE_BYTES
 from stages.cluster.direct_transport import Offers, check_transport
+from stages.remote.codec import INLINE_BYTES
 from tests.support.made_up_gpu import GpuTensor
 
 _LARGE = torch.zeros(INLINE_BYTES + 1, dtype=torch.uint8)

@@ -12,7 +12,7 @@ import ray
 
 from stages.cluster.actor_connection import ActorConnection, Listener
 from stages.cluster.object_bytes import HeldObjects, ObjectBytes
-from stages.remote.control import Commands
+from stages.remote.messages import Commands
 
 
 def reference() -> Any:

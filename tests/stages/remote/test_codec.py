@@ -47,7 +47,7 @@ from engine.media.image_file import open_image
 from prefix_cache import EncoderCacheStats, GroupStats, KVCacheStats
 from stages.remote import codec
 from stages.remote.codec import Decoder, encode
-from stages.remote.control import (
+from stages.remote.messages import (
     Built,
     Call,
     Commands,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stages.remote import supervisor
-from stages.remote.control import Built, Commands, Idle, StageFacts, WorkerSpec
+from stages.remote.messages import Built, Commands, Idle, StageFacts, WorkerSpec
 from stages.remote.supervisor import Connection, WorkerGone, WorkerSupervisor
 from stages.worker.messages import Abort
 from tests.support.patience import wait_for

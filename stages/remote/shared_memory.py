@@ -1,0 +1,267 @@
+"""Tensors in shared memory: written once by their sender, mapped by whoever reads them.
+
+All that one message holds of large content is one segment. A segment has no name: its file
+descriptor travels with the message, and it is gone with the last process that has it, however that
+one ends. Nothing is left in ``/dev/shm``. ::
+
+    segment   |aaaaaaaa|bbb.|cccccccccccc|      each content begins at a multiple of 64 bytes
+
+A reader gets handles, which know shape, dtype and size. The tensor is made on demand, over the
+memory itself, which stays for as long as a tensor, a view or a handle of it does.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["RemoteBytes", "Segment", "SharedBytes", "SharedTensor", "SharedTensors", "aligned"]
+
+_ALIGNMENT = 64
+_MOST_OPEN = 256
+"""Segments that this process has received and keeps open. Descriptors are scarce."""
+
+
+class RemoteBytes(ABC):
+    """A handle on bytes, which can be passed on without looking at them.
+
+    Attributes:
+        nbytes: how many there are.
+    """
+
+    __slots__ = ()
+
+    nbytes: int
+
+    @abstractmethod
+    def array(self) -> NDArray[np.uint8]:
+        """The bytes, ``(nbytes,)``, on the host; they must not be changed.
+
+        Raises:
+            MemoryError: there is no room for them.
+            RuntimeError: they are lost.
+        """
+
+    def tensor(self) -> Tensor:
+        """The same, ``(nbytes,)`` uint8, on the device where this process has them."""
+        return torch.from_numpy(self.array())
+
+
+def aligned(nbytes: int) -> int:
+    """Where the next content may begin."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class Descriptor:
+    """A file descriptor, closed when the last reference to this object goes."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        weakref.finalize(self, os.close, fd).atexit = False
+
+
+class Segment:
+    """Shared memory, mapped when it is first looked into.
+
+    Args:
+        fd: of the memory; the segment closes it.
+
+    Attributes:
+        size: bytes.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._file: Descriptor | None = Descriptor(fd)
+        self.size = os.fstat(fd).st_size
+        self._content: NDArray[np.uint8] | None = None
+        self._lock = threading.Lock()
+
+    @classmethod
+    def write(cls, contents: Sequence[NDArray[np.uint8]]) -> Segment:
+        """Make one of contents, each of which begins where the one before is :func:`aligned`.
+
+        Raises:
+            OSError: a limit of the system is reached.
+        """
+        segment = cls(_unnamed_file())
+        file, start = segment._file, 0
+        assert file is not None
+        for content in contents:
+            rest, at = content.data, start
+            while rest:
+                num_written = os.pwrite(file.fd, rest, at)
+                rest, at = rest[num_written:], at + num_written
+            start = aligned(at)
+        segment.size = at
+        return segment
+
+    @classmethod
+    def received(cls, fd: int) -> Segment:
+        """One that came from another process."""
+        segment = cls(fd)
+        _received.append(weakref.ref(segment, _received.remove))
+        while len(_received) > _MOST_OPEN:
+            if (oldest := _received.popleft()()) is not None:
+                oldest.detach()
+        return segment
+
+    @property
+    def file(self) -> Descriptor | None:
+        """By which it is passed on; None once it is detached."""
+        return self._file
+
+    @property
+    def content(self) -> NDArray[np.uint8]:
+        """All of it, ``(size,)``; any view of it keeps the memory.
+
+        Raises:
+            MemoryError: there is no room for the mapping.
+        """
+        with self._lock:
+            if self._content is None:
+                assert self._file is not None, "a detached one has its content"
+                try:
+                    mapped = mmap.mmap(self._file.fd, self.size)
+                except OSError as error:
+                    raise MemoryError(f"no room to map {self.size} bytes: {error}") from error
+                self._content = np.frombuffer(mapped, np.uint8)
+            return self._content
+
+    def detach(self) -> None:
+        """Close the descriptor; what is not mapped is copied into this process's own memory."""
+        with self._lock:
+            if self._content is None and self._file is not None:
+                self._content = np.fromfile(f"/dev/fd/{self._file.fd}", np.uint8)
+            self._file = None
+
+
+_received: deque[weakref.ref[Segment]] = deque()
+
+
+def _unnamed_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("omni-segment", os.MFD_CLOEXEC)
+    fd, path = tempfile.mkstemp(prefix="omni-segment-")
+    os.unlink(path)
+    return fd
+
+
+class SharedBytes(RemoteBytes):
+    """A range of a segment.
+
+    Args:
+        segment: the memory.
+        offset: of the first byte there.
+        nbytes: how many.
+
+    Attributes:
+        segment, offset, nbytes: as given.
+
+    Raises:
+        ValueError: there are not so many bytes.
+    """
+
+    __slots__ = ("nbytes", "offset", "segment")
+
+    def __init__(self, segment: Segment, offset: int, nbytes: int) -> None:
+        if not 0 <= offset <= offset + nbytes <= segment.size:
+            raise ValueError(
+                f"bytes {offset} to {offset + nbytes} are not in a segment of {segment.size}"
+            )
+        self.segment, self.offset, self.nbytes = segment, offset, nbytes
+
+    def array(self) -> NDArray[np.uint8]:
+        """The bytes, ``(nbytes,)``, without a copy.
+
+        Raises:
+            MemoryError: there is no room for the mapping.
+        """
+        return self.segment.content[self.offset : self.offset + self.nbytes]
+
+
+class SharedTensor:
+    """A tensor whose bytes are elsewhere.
+
+    Attributes:
+        source: where its bytes are.
+        dtype, shape: of the tensor.
+
+    Raises:
+        ValueError: the bytes are too few or too many for the shape.
+    """
+
+    __slots__ = ("dtype", "shape", "source")
+
+    def __init__(self, source: RemoteBytes, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        wanted = math.prod(shape) * dtype.itemsize
+        if wanted != source.nbytes or any(side < 0 for side in shape):
+            raise ValueError(f"{shape} of {dtype} are not {source.nbytes} bytes")
+        self.source, self.dtype, self.shape = source, dtype, shape
+
+    @property
+    def nbytes(self) -> int:
+        """Its size; the memory need not be mapped for that."""
+        return self.source.nbytes
+
+    def tensor(self) -> Tensor:
+        """The tensor, over the memory itself. Others may read it too: it must not be changed."""
+        return self.source.tensor().view(self.dtype).view(self.shape)
+
+
+class SharedTensors(Mapping[str, Tensor]):
+    """Tensors by their names; those in shared memory are mapped when they are asked for.
+
+    Args:
+        entries: small tensors as they are, others by their handles.
+    """
+
+    __slots__ = ("_entries", "_tensors")
+
+    def __init__(self, entries: Mapping[str, Tensor | SharedTensor]) -> None:
+        self._entries = dict(entries)
+        self._tensors: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self._tensors.get(name)
+        if found is None:
+            entry = self._entries[name]
+            found = entry.tensor() if isinstance(entry, SharedTensor) else entry
+            found = self._tensors.setdefault(name, found)
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # without mapping it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(
+            f"{name!r}: {tuple(entry.shape)} {entry.dtype}" for name, entry in self._entries.items()
+        )
+        return f"SharedTensors({{{shown}}})"
+
+    @property
+    def entries(self) -> Mapping[str, Tensor | SharedTensor]:
+        """The tensors or their handles, which tell shapes and dtypes; nothing is mapped."""
+        return self._entries
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors; nothing is mapped."""
+        return sum(entry.nbytes for entry in self._entries.values())
