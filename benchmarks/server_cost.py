@@ -13,8 +13,7 @@ The server's pipeline runs in a process beside the server's, as that of ``omni s
 is, and shares the cores; with ``--together`` it shares the server's process as well, whose one lock
 makes the client's cost a part of the figure. Text is streamed token by token, by the model of 0.1 B
 of ``engine_cpu.py`` (256 and 64 tokens) or a small one, whose steps take a few milliseconds. The
-goals
-are at most 5 % for the former and 2 % for the voice pipeline.
+goal is at most 5 % for the former, and for the voice pipeline as well.
 
 Requests that come one after the other share smaller batches, whoever takes them in. So there are
 several ways in process, of which ``--ways`` takes those that are named:
@@ -377,13 +376,13 @@ class _Comparison:
     def _noting_times(self, ask: Callable[[], _Answered]) -> object:
         """Ask over HTTP, and note when each request came to the pipeline."""
         times: list[float] = []
-        agenerate = self._served.agenerate_deltas
+        submit = self._served.driver.submit
 
-        def noting(*given: Any, **options: Any) -> Awaitable[object]:
+        def noting(*given: Any, **options: Any) -> object:
             times.append(time.perf_counter())
-            return agenerate(*given, **options)
+            return submit(*given, **options)
 
-        with patch.object(self._served, "agenerate_deltas", noting):
+        with patch.object(self._served.driver, "submit", noting):
             answered = ask()
         self._clients_s = answered.cpu_s
         self._times = [each - times[0] for each in times]

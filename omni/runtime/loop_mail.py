@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-__all__ = ["LoopMail", "LoopMails"]
+__all__ = ["LoopMail"]
 
 _Letter: TypeAlias = tuple[Callable[[Any], object], Any]
 
@@ -27,6 +27,18 @@ class LoopMail:
         self._loop = loop
         self._letters: deque[_Letter] = deque()
         self._is_called = False
+
+    @classmethod
+    def here(cls) -> LoopMail:
+        """The mail of the loop that runs in this thread."""
+        loop = asyncio.get_running_loop()
+        mail = _MAILS.get(loop)
+        if mail is None:
+            for other in list(_MAILS):
+                if other.is_closed():
+                    _MAILS.pop(other, None)
+            mail = _MAILS[loop] = cls(loop)
+        return mail
 
     def post(self, take: Callable[[Any], object], letter: Any) -> None:
         """Have ``take(letter)`` called in the loop, after what was posted before; from any thread.
@@ -60,19 +72,4 @@ class LoopMail:
                 self._loop.call_soon(self._hand_out)
 
 
-class LoopMails:
-    """The mail of every event loop that asks for its own."""
-
-    def __init__(self) -> None:
-        self._mails: dict[asyncio.AbstractEventLoop, LoopMail] = {}
-
-    def here(self) -> LoopMail:
-        """That of the loop that runs in this thread."""
-        loop = asyncio.get_running_loop()
-        mail = self._mails.get(loop)
-        if mail is None:
-            for other in list(self._mails):
-                if other.is_closed():
-                    self._mails.pop(other, None)
-            mail = self._mails[loop] = LoopMail(loop)
-        return mail
+_MAILS: dict[asyncio.AbstractEventLoop, LoopMail] = {}

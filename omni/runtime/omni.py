@@ -8,7 +8,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import aclosing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -25,8 +25,8 @@ from omni.requests.request import (
     Requests,
     as_requests,
 )
-from omni.runtime.driver import Driver, Sink, Ticket
-from omni.runtime.loop_mail import LoopMails
+from omni.runtime.driver import Driver, Ticket
+from omni.runtime.loop_mail import LoopMail
 from omni.runtime.orchestrator import Orchestrator
 from omni.runtime.placed_pipeline import build_pipeline, place_pipeline
 from omni.runtime.trace import Trace
@@ -96,7 +96,6 @@ class Omni:
         self._ownership = Ownership("this Omni")
         self.pipeline, opened = _built(self, config, runtime, trace, apart)
         self._driver = Driver(Orchestrator(self.pipeline, trace=opened))
-        self._mails = LoopMails()
         # Also runs when this object is dropped or the interpreter ends.
         self._finalizer = weakref.finalize(
             self, _close_forgotten, self._ownership, self._driver, self.pipeline, opened
@@ -156,65 +155,26 @@ class Omni:
         """
         batch = as_requests(requests)
         outputs = _Outputs(self.pipeline, len(batch), on_progress)
-        await self.agenerate_deltas(batch, outputs.add)
+        async with aclosing(self._arun(batch)) as events:
+            async for event in events:
+                outputs.add(*event)
         return outputs.last
-
-    async def agenerate_deltas(
-        self, requests: Requests, on_delta: Callable[[int, OmniDelta], object]
-    ) -> None:
-        """Run requests to their end, and get only what is new of them: for servers.
-
-        Args:
-            requests: as there.
-            on_delta: called in the event loop with the position of a request, and what is new of
-                it. What it raises aborts what is still running, and is raised here.
-
-        Raises:
-            ValueError: ``requests`` is none.
-        """
-        self._ownership.check()
-        batch = as_requests(requests)
-        running: dict[int, Ticket] = {}
-        is_over = asyncio.get_running_loop().create_future()
-
-        def take(event: _Event) -> None:
-            if is_over.done():
-                return
-            try:
-                if (taken := _take(event, running)) is not None:
-                    on_delta(*taken)
-                    if not running:
-                        is_over.set_result(None)
-            except Exception as error:  # raised by the coroutine, which waits for it
-                is_over.set_exception(error)
-
-        sinks = _sinks(batch, partial(self._mails.here().post, take))
-        try:
-            self._submit(batch, sinks, running)
-            if running:
-                await is_over
-        finally:
-            is_over.cancel()  # what comes from here on is not taken
-            self._driver.discard(running.values())
 
     async def astream(self, requests: Requests) -> AsyncGenerator[OmniOutput, None]:
         """Get every output of requests as it comes; errors are those of :meth:`generate`.
 
         Cancelling the coroutine, or closing the iterator, aborts what is still running.
         """
-        self._ownership.check()
         batch = as_requests(requests)
         outputs = _Outputs(self.pipeline, len(batch))
-        events: asyncio.Queue[_Event] = asyncio.Queue()
-        running: dict[int, Ticket] = {}
-        try:
-            post = partial(self._mails.here().post, events.put_nowait)
-            self._submit(batch, _sinks(batch, post), running)
-            while running:
-                if (taken := _take(await events.get(), running)) is not None:
-                    yield outputs.next(*taken)
-        finally:
-            self._driver.discard(running.values())
+        async with aclosing(self._arun(batch)) as events:
+            async for event in events:
+                yield outputs.next(*event)
+
+    @property
+    def driver(self) -> Driver:
+        """The thread that drives the pipeline, for a server: it takes what is new of requests."""
+        return self._driver
 
     def abort(self, request_id: str) -> None:
         """End a request; its caller gets a last output. Unknown ids are ignored."""
@@ -272,9 +232,22 @@ class Omni:
         events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         running: dict[int, Ticket] = {}
         try:
-            self._submit(batch, _sinks(batch, events.put), running)
+            self._submit(batch, events.put, running)
             while running:
                 if (taken := _take(events.get(), running)) is not None:
+                    yield taken
+        finally:
+            self._driver.discard(running.values())
+
+    async def _arun(self, batch: Sequence[OmniRequest]) -> AsyncGenerator[tuple[int, OmniDelta]]:
+        """The same for coroutines."""
+        self._ownership.check()
+        events: asyncio.Queue[_Event] = asyncio.Queue()
+        running: dict[int, Ticket] = {}
+        try:
+            self._submit(batch, partial(LoopMail.here().post, events.put_nowait), running)
+            while running:
+                if (taken := _take(await events.get(), running)) is not None:
                     yield taken
         finally:
             self._driver.discard(running.values())
@@ -282,12 +255,14 @@ class Omni:
     def _submit(
         self,
         batch: Sequence[OmniRequest],
-        sinks: Sequence[Sink],
+        post: Callable[[_Event], object],
         running: dict[int, Ticket],
     ) -> None:
+        """Hand requests in; their events are posted with their positions."""
         with self._driver.together():
-            for position, (request, sink) in enumerate(zip(batch, sinks, strict=True)):
+            for position, request in enumerate(batch):
                 name = request.request_id or f"omni-{uuid.uuid4().hex}"
+                sink = partial(_post, post, position)
                 running[position] = self._driver.submit(request, name, sink)
 
 
@@ -380,11 +355,6 @@ class _Outputs:
         """The next output of a request, of what is new of it."""
         self._so_far[position].add(delta)
         return self._so_far[position].output()
-
-
-def _sinks(batch: Sequence[OmniRequest], post: Callable[[_Event], object]) -> list[Sink]:
-    """One for each request, that posts its events with its position."""
-    return [partial(_post, post, position) for position in range(len(batch))]
 
 
 def _post(

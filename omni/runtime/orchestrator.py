@@ -13,29 +13,27 @@ from engine import FinishReason
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniDelta, OmniRequest
 from omni.runtime.live_request import LiveRequest, Stream, next_to_lift
-from omni.runtime.stage_links import (
-    StageLinks,
-    check_workers,
-    chunk_streams,
-    tensor_sources,
-    whole_edges,
-)
-from omni.runtime.trace import Trace
-from stages import StageOutput
+from omni.runtime.trace import LinkTracer, Trace
+from stages import Stage, StageOutput
 from stages.worker.messages import (
     Abort,
     Ack,
     Chunk,
     CloseStream,
+    Command,
     Credit,
     Event,
     Extend,
     Failed,
     Lift,
     Output,
+    StreamedEdge,
 )
+from stages.worker.stage_link import DistantStage, StageLink, why_lost
+from stages.worker.stage_tracer import TracedWorker
+from stages.worker.stage_worker import StageWorker
 
-__all__ = ["Orchestrator", "refusal"]
+__all__ = ["Orchestrator", "refusal", "streamed_edges"]
 
 # How long a turn waits at most for stages that are driven elsewhere, if its caller does not.
 _PATIENCE_S = 0.1
@@ -82,10 +80,14 @@ class Orchestrator:
         self._pipeline = pipeline
         self._on_stage_output = on_stage_output or (lambda _: None)
         self._live: dict[str, LiveRequest] = {}
-        self._links = StageLinks(pipeline, trace)
-        self._tensor_sources = tensor_sources(pipeline, is_heard=on_stage_output is not None)
-        self._edges = chunk_streams(pipeline)
-        self._whole_edges = whole_edges(pipeline)
+        self._tracer = None if trace is None else LinkTracer(trace)
+        self._edges = streamed_edges(pipeline)
+        self._links = {
+            name: _link(pipeline, stage, self._edges[name], is_traced=trace is not None)
+            for name, stage in pipeline.stages.items()
+        }
+        self._tensor_sources = _tensor_sources(pipeline, is_heard=on_stage_output is not None)
+        self._whole_edges = _whole_edges(pipeline)
         self._needed_whole = frozenset(
             pipeline.order if on_stage_output is not None else chain(*self._whole_edges.values())
         )
@@ -112,11 +114,13 @@ class Orchestrator:
         self._on_event = on_event
         self._caller_waits = True
         self.listen()
-        self._links.prepare_aside()
+        for link in self._links.values():
+            link.prepare_aside()
 
     def listen(self) -> None:
         """Have the stages notify this orchestrator, after another one has driven them."""
-        self._links.notify(self._on_event)
+        for link in self._links.values():
+            link.notify(self._on_event)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -126,16 +130,18 @@ class Orchestrator:
     @property
     def has_work(self) -> bool:
         """Whether :meth:`step` has work: not while nothing comes from any stage."""
-        return self._links.has_work or any(self._unread.values())
+        return any([link.has_work for link in self._links.values()]) or any(self._unread.values())
 
     @property
     def time_to_work(self) -> float | None:
         """Seconds after which :attr:`has_work` may change by itself; None if it will not."""
-        return self._links.time_to_work
+        times = [link.time_to_work for link in self._links.values()]
+        return min([time for time in times if time is not None], default=None)
 
     def close(self) -> None:
         """Wait for the threads that prepare requests, if there are any."""
-        self._links.close()
+        for link in self._links.values():
+            link.close()
 
     @property
     def live_request_ids(self) -> tuple[str, ...]:
@@ -161,9 +167,13 @@ class Orchestrator:
             raise ValueError(
                 f"request_id {request.request_id!r} belongs to a request that is still running"
             )
-        streams = {edge.consumer: Stream(source, edge) for source, edge in self._edges}
+        streams = {
+            edge.consumer: Stream(source, edge)
+            for source, edges in self._edges.items()
+            for edge in edges
+        }
         live = LiveRequest.of(request, request.request_id, self._pipeline, streams)
-        check_workers(self._pipeline)
+        self._check_workers()
         self._live[live.request_id] = live
         for name, stage in self._pipeline.stages.items():
             if stage.inputs is None:
@@ -172,7 +182,7 @@ class Orchestrator:
 
     def step(self) -> list[OmniDelta]:
         """Take one turn; return the requests that ended or of which the user gets something new."""
-        self._links.flush()
+        self._flush()
         if not self._caller_waits:
             if not self.has_work:
                 self._has_events.wait(_PATIENCE_S)
@@ -180,13 +190,13 @@ class Orchestrator:
         moved: dict[str, OmniDelta | None] = {}
         has_moved = False
         for name in reversed(self._pipeline.order):
-            self._links.work(name)
+            self._links[name].work()
             for event in self._events(name):
                 has_moved = True
                 self._take(event, moved)
         if not has_moved:
             self._give_way()
-        self._links.flush()
+        self._flush()
         return [ended or self._live[each].take_delta() for each, ended in moved.items()]
 
     def abort(self, request_id: str, reason: str = "aborted") -> OmniDelta | None:
@@ -198,7 +208,7 @@ class Orchestrator:
         """
         live = self._live.get(request_id)
         ended = None if live is None else self._end(live, reason, FinishReason.ABORT)
-        self._links.flush()
+        self._flush()
         return ended
 
     def fail_all(self, error: str) -> list[OmniDelta]:
@@ -209,15 +219,43 @@ class Orchestrator:
         """
         live, self._live, self._entered = tuple(self._live.values()), {}, {}
         self._unread = {name: [] for name in self._pipeline.order}
-        self._links.drop_all()
-        self._links.flush()
+        if self._tracer is not None:
+            self._tracer.left_all()
+        for link in self._links.values():
+            link.drop_all()
+        self._flush()
         for each in live:
             each.cut_short(FinishReason.ERROR)
         return [each.take_delta(finished=True, error=error) for each in live]
 
     def _events(self, name: str) -> list[Event]:
+        """The events of a stage since this was last called."""
         unread, self._unread[name] = self._unread[name], []
-        return unread + self._links.events(name)
+        link, tracer = self._links[name], self._tracer
+        if tracer is None:
+            return unread + link.events()
+        traces, events = link.traces(), link.events()
+        # Those of workers elsewhere have come with the events.
+        tracer.received(name, [*traces, *link.traces()], events)
+        return unread + events
+
+    def _send(self, name: str, command: Command) -> None:
+        if self._tracer is not None:
+            self._tracer.sending(name, command)
+        self._links[name].send(command)
+
+    def _flush(self) -> None:
+        """Let all workers have what was sent."""
+        for link in self._links.values():
+            link.flush()
+
+    def _check_workers(self) -> None:
+        """Raise ``ValueError`` where a stage has no worker, before any other does any work."""
+        for name, stage in self._pipeline.stages.items():
+            why = why_lost(stage.worker_states()) if isinstance(stage, DistantStage) else None
+            if why is not None:
+                error = f"stage {name!r}: {why}"
+                raise ValueError(error) from RuntimeError(error)  # the request is not at fault
 
     def _raise_if_refused(self, live: LiveRequest, name: str) -> None:
         """Tell at once what a root stage in this thread refuses at once.
@@ -252,7 +290,7 @@ class Orchestrator:
                 stream = live.streams[name]
                 stream.outstanding -= 1
                 if stream.source in live.inside:
-                    self._links.send(stream.source, Credit(live.request_id, name))
+                    self._send(stream.source, Credit(live.request_id, name))
             case Failed():
                 ended = self._end(live, event.error)
                 if not (event.has_begun or live.has_moved):
@@ -296,7 +334,7 @@ class Orchestrator:
         stream.outstanding += 1
         if stream.has_begun:
             extend = Extend(live.request_id, chunk.output, chunk.first_row)
-            self._links.send(chunk.consumer, extend)
+            self._send(chunk.consumer, extend)
         else:
             stream.has_begun = True
             self._enter(live, chunk.consumer, (chunk.output,), first_row=chunk.first_row)
@@ -327,7 +365,7 @@ class Orchestrator:
         enter = msgspec.structs.replace(
             enter, first_row=first_row, group=group, wants_tensors=wants
         )
-        self._links.send(name, enter)
+        self._send(name, enter)
 
     def _leave(self, live: LiveRequest, name: str) -> None:
         """A stage is done with a request, and takes no more chunks of it."""
@@ -336,16 +374,16 @@ class Orchestrator:
         if stream is not None:
             stream.is_open = False
             if stream.source in live.inside:
-                self._links.send(stream.source, CloseStream(live.request_id, name))
+                self._send(stream.source, CloseStream(live.request_id, name))
 
     def _give_way(self) -> None:
         """Let a request that rests go on, if the pipeline would stand still: ``next_to_lift``."""
         if (found := next_to_lift(self._live.values(), self._pipeline.order)) is None:
             return
         live, name = found
-        if self._links.check_idle():
+        if all([link.check_idle() for link in self._links.values()]):
             live.lifted.add(name)
-            self._links.send(name, Lift(live.request_id))
+            self._send(name, Lift(live.request_id))
 
     def _end(
         self, live: LiveRequest, error: str, reason: FinishReason = FinishReason.ERROR
@@ -358,7 +396,7 @@ class Orchestrator:
     def _abort(self, live: LiveRequest) -> None:
         for name, ticket in live.inside.items():
             del self._entered[ticket]
-            self._links.send(name, Abort(live.request_id))
+            self._send(name, Abort(live.request_id))
         live.inside.clear()
         self._live.pop(live.request_id, None)
 
@@ -374,3 +412,46 @@ def refusal(request_id: str, error: Exception) -> OmniDelta:
         # another kind of exception is a mistake of the stage itself.
         refused=is_told and isinstance(error.__cause__, ValueError | None),
     )
+
+
+def streamed_edges(pipeline: Pipeline) -> dict[str, tuple[StreamedEdge, ...]]:
+    """By source, the edges with a ``chunk_size``."""
+    edges: dict[str, tuple[StreamedEdge, ...]] = dict.fromkeys(pipeline.order, ())
+    for name, stage in pipeline.stages.items():
+        inputs = stage.inputs
+        if inputs is not None and inputs.chunk_size is not None:
+            edge = StreamedEdge(name, inputs.chunk_size, inputs.max_pending_chunks)
+            edges[inputs.sources[0]] += (edge,)
+    return edges
+
+
+def _whole_edges(pipeline: Pipeline) -> dict[str, tuple[str, ...]]:
+    """By stage that takes no chunks, the stages whose finished outputs it waits for."""
+    inputs = {name: stage.inputs for name, stage in pipeline.stages.items()}
+    return {
+        name: () if of is None else of.sources
+        for name, of in inputs.items()
+        if of is None or of.chunk_size is None
+    }
+
+
+def _tensor_sources(pipeline: Pipeline, *, is_heard: bool) -> frozenset[str]:
+    """The stages whose finished outputs are needed with their tensors.
+
+    The user or a listener gets them, or a later stage takes them whole. A stage that takes chunks
+    does not count: it has all rows by then.
+    """
+    if is_heard:
+        return frozenset(pipeline.stages)
+    needed = {name for name, stage in pipeline.stages.items() if "tensors" in stage.final_output}
+    return frozenset(needed.union(*_whole_edges(pipeline).values()))
+
+
+def _link(
+    pipeline: Pipeline, stage: Stage, edges: tuple[StreamedEdge, ...], *, is_traced: bool
+) -> StageLink:
+    """The way to a stage's worker: one in this thread, or the stage's own elsewhere."""
+    if isinstance(stage, DistantStage):
+        return stage.link
+    kind = TracedWorker if is_traced else StageWorker
+    return kind(stage, pipeline.transforms.get(stage.name), edges)

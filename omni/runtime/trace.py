@@ -8,15 +8,19 @@ import mmap
 import os
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
+from engine.interface.outputs import OutputDelta
+from stages import StageOutput
 from stages.trace_events import RUN_AGAIN, StageEvent, Traced, this_clock
+from stages.worker.messages import Abort, Command, Enter, Event, Extend, Failed, Output
+from stages.worker.stage_worker import num_tensor_bytes
 
-__all__ = ["Trace", "TraceError"]
+__all__ = ["LinkTracer", "Trace", "TraceError"]
 
 _RECEIPTS = ("make prompt", "take chunk")
 """Events by which a stage's worker tells that something has come."""
@@ -314,3 +318,50 @@ class Trace:
 
 def _named(what: str, process: int, track: int, args: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": process, "tid": track, "args": dict(args)}
+
+
+class LinkTracer:
+    """Has a trace learn what goes to the stages and what comes back."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._tickets: dict[tuple[str, str], int] = {}  # by stage and request
+
+    def sending(self, name: str, command: Command) -> None:
+        """A stage gets a command."""
+        match command:
+            case Enter():
+                self._left(name, command.request_id)
+                self._tickets[name, command.request_id] = command.ticket
+                if command.sources:
+                    self._sent(name, command.request_id, command.sources)
+            case Extend():
+                self._sent(name, command.request_id, (command.source,))
+            case Abort():
+                self._left(name, command.request_id)
+
+    def received(self, name: str, traces: Sequence[Traced], events: Iterable[Event]) -> None:
+        """A stage has emitted events, and reported what it did when."""
+        for traced in traces:
+            self._trace.take(name, traced)
+        for event in events:
+            match event:
+                case Output(delta=OutputDelta(finished=True) as delta):
+                    self._left(name, delta.request_id)
+                case Failed():
+                    for (stage, request_id), ticket in tuple(self._tickets.items()):
+                        if stage == name and ticket == event.ticket:
+                            self._left(name, request_id)
+
+    def left_all(self) -> None:
+        """All stages have let go of all requests."""
+        for name, request_id in tuple(self._tickets):
+            self._left(name, request_id)
+
+    def _sent(self, name: str, request_id: str, sources: Sequence[StageOutput]) -> None:
+        stages = [each.stage for each in sources]
+        self._trace.sent(name, request_id, stages, num_tensor_bytes(sources))
+
+    def _left(self, name: str, request_id: str) -> None:
+        self._trace.left(name, request_id)
+        self._tickets.pop((name, request_id), None)

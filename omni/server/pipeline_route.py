@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from engine.interface.placed_error import KeyPath, PlacedError
 from engine.interface.settings import dotted
-from omni.requests.request import OmniAccumulator
+from omni.requests.request import OmniAccumulator, OmniRequest
 from omni.requests.request_line import RequestLine
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.pipeline_response import DONE, PipelineResponse, event
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from engine import Waveform
     from engine.interface.outputs import OutputDelta
-    from omni.server.serving.parsed_request import Client, ParsedRequest
+    from omni.server.serving.client import Client
     from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
     from stages import StageOutput
 
@@ -56,7 +56,7 @@ async def run_pipeline(request: Request) -> Response:
     pipeline = server.find(request.path_params["name"])
     line = await read_json(request, PipelineRequest)
     omni = pipeline.omni
-    pipeline.check_room(request.state.client)
+    server.check_room(request.state.client, pipeline.name)
     try:
         parsed = await asyncio.to_thread(_request, line, pipeline, request.state.client)
         omni.pipeline.merge_sampling(parsed.sampling)
@@ -70,7 +70,7 @@ async def run_pipeline(request: Request) -> Response:
     return _PipelineOutput(server, request.state.client, pipeline.name, line, parsed)
 
 
-def _request(line: PipelineRequest, pipeline: ServedPipeline, client: Client) -> ParsedRequest:
+def _request(line: PipelineRequest, pipeline: ServedPipeline, client: Client) -> OmniRequest:
     # Only here: a server answers before torch is imported.
     from omni.requests.request_line import prompt_of, sampling_of
 
@@ -115,7 +115,7 @@ class _PipelineOutput(PipelineResponse):
         client: Client,
         name: str,
         line: PipelineRequest,
-        request: ParsedRequest,
+        request: OmniRequest,
     ) -> None:
         super().__init__(server, client, name, is_streamed=line.stream)
         self._request = request

@@ -9,7 +9,7 @@ from unittest.mock import patch
 from omni import Omni
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.runtime.stage_links import streamed_edges
+from omni.runtime.orchestrator import streamed_edges
 from stages import Stage, Transform
 from stages.remote import supervisor
 from stages.remote.messages import StageSpec

@@ -10,7 +10,7 @@ import torch
 
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput, OmniRequest
-from omni.runtime.stage_links import streamed_edges
+from omni.runtime.orchestrator import streamed_edges
 from stages import Stage
 from stages.remote.messages import StageSpec
 from stages.remote.remote_stage import RemoteStage

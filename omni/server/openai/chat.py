@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from engine import Waveform
     from engine.interface.outputs import OutputDelta
     from omni.server.openai.chat_request import ChatRequest
-    from omni.server.serving.parsed_request import Client
+    from omni.server.serving.client import Client
     from omni.server.serving.pipeline_server import PipelineServer
     from omni.server.serving.response_stream import ResponseStream
 
@@ -71,7 +71,7 @@ class Chat(PipelineResponse):
 
     def __init__(self, server: PipelineServer, client: Client, body: ChatRequest) -> None:
         super().__init__(server, client, body.model, is_streamed=body.stream)
-        self.pipeline.check_room(client)  # before files are decoded and fetched
+        server.check_room(client, body.model)  # before files are decoded and fetched
         self._body = body
         stages = self.stages
         self._stage = text_stage(stages)

@@ -18,7 +18,8 @@ from omni.server.serving.url_fetcher import UrlFetcher
 
 if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
-    from omni.server.serving.parsed_request import Client, ParsedRequest
+    from omni.requests.request import OmniRequest
+    from omni.server.serving.client import Client
 
 __all__ = [
     "AudioOptions",
@@ -102,7 +103,7 @@ class RequestFields(ApiModel):
         sampling: Mapping[str, SamplingParams],
         index: int = 0,
         speaker: str | None = None,
-    ) -> ParsedRequest:
+    ) -> OmniRequest:
         """Make a request with these fields; see :meth:`Client.request`."""
         return client.request(
             prompt,

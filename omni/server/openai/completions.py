@@ -30,7 +30,7 @@ from omni.server.serving.pipeline_response import DONE, PipelineResponse
 if TYPE_CHECKING:
     from engine.interface.outputs import CompletionDelta, OutputDelta
     from omni.server.openai.chat_request import CompletionRequest
-    from omni.server.serving.parsed_request import Client
+    from omni.server.serving.client import Client
     from omni.server.serving.pipeline_server import PipelineServer
     from stages import Completion, StageOutput
 

@@ -16,7 +16,7 @@ from omni.server.serving.pipeline_response import PipelineResponse
 
 if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
-    from omni.server.serving.parsed_request import Client
+    from omni.server.serving.client import Client
     from omni.server.serving.pipeline_server import PipelineServer
     from stages import StageOutput
 

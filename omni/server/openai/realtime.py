@@ -45,7 +45,7 @@ from omni.server.serving.response_stream import ResponseStream, Update
 if TYPE_CHECKING:
     from engine import SamplingParams
     from omni.pipelines.pipeline import Pipeline
-    from omni.server.serving.parsed_request import Client
+    from omni.server.serving.client import Client
     from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
 
 __all__ = [
@@ -248,7 +248,9 @@ class RealtimeResponse:
             prompt, plan.sampling, index=self._number, speaker=plan.speaker
         )
         stages = [plan.writer] if plan.voice is None else [plan.writer, plan.voice]
-        async with ResponseStream(self._pipeline, [request], "conversation", stages) as stream:
+        async with ResponseStream(
+            self._pipeline, self._client, [request], "conversation", stages
+        ) as stream:
             async for update in stream.updates():
                 await self._send_new(update)
         await self._send_sound(self._sound.rest())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from engine.media.sound_file import Resampler
     from omni.pipelines.pipeline import Pipeline
-    from omni.server.serving.parsed_request import Client
+    from omni.server.serving.client import Client
     from omni.server.serving.pipeline_server import PipelineServer
     from stages import StageOutput
 

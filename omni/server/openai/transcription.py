@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from engine import WindowStart
     from omni.pipelines.pipeline import Pipeline
-    from omni.server.serving.parsed_request import Client
+    from omni.server.serving.client import Client
     from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
     from stages import StageOutput
 

@@ -26,7 +26,7 @@ from starlette.responses import Response
 
 from engine.interface.log_fields import package_logger
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.parsed_request import Client
+from omni.server.serving.client import Client
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

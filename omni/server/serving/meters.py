@@ -20,7 +20,7 @@ from omni.server.serving.request_records import RecentRequests, RequestRecord
 if TYPE_CHECKING:
     from omni.requests.request import OmniDelta
     from omni.server.serving.admission_queue import AdmissionQueue
-    from omni.server.serving.parsed_request import Client, ParsedRequest
+    from omni.server.serving.client import Client
     from omni.server.serving.request_records import RequestSpans
     from stages import StageStats
     from stages.worker.stage_link import WorkerState
@@ -200,15 +200,17 @@ class Meters:
 
 
 class RequestMeter:
-    """Times one request; a client stands for a request of which nothing was read."""
+    """Times one request; without an id of its own, one of which nothing was read."""
 
-    def __init__(self, meters: Meters, model: str, request: ParsedRequest | Client) -> None:
+    def __init__(
+        self, meters: Meters, model: str, client: Client, request_id: str | None = None
+    ) -> None:
         self._meters = meters
         self._model = model
         self._record = RequestRecord(
-            model, request.request_id or "", request.tenant, time.time(), time.monotonic()
+            model, request_id or client.request_id, client.tenant, time.time(), time.monotonic()
         )
-        self._record.traceparent = request.traceparent
+        self._record.traceparent = client.traceparent
         self._tokens: dict[str, _TokenTimes] = {}
         self._sound_s: dict[str, float] = {}
 

@@ -17,7 +17,8 @@ from omni.server.serving.response_stream import ResponseStream
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from omni.server.serving.parsed_request import Client, ParsedRequest
+    from omni.requests.request import OmniRequest
+    from omni.server.serving.client import Client
     from omni.server.serving.pipeline_server import PipelineServer
 
 __all__ = ["DONE", "PipelineResponse", "event", "while_connected"]
@@ -74,11 +75,9 @@ class PipelineResponse(Response):
         self._is_streamed = is_streamed
         self._has_begun = False
 
-    def stream(
-        self, requests: Sequence[ParsedRequest], stages: Sequence[str] = ()
-    ) -> ResponseStream:
+    def stream(self, requests: Sequence[OmniRequest], stages: Sequence[str] = ()) -> ResponseStream:
         """Run requests on the pipeline; see :class:`ResponseStream`."""
-        return ResponseStream(self.pipeline, requests, self.prompt_param, stages)
+        return ResponseStream(self.pipeline, self.client, requests, self.prompt_param, stages)
 
     async def whole(self) -> Response:
         """Make the response in one piece."""

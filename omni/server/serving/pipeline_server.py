@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from omni.pipelines.pipeline_config import PipelineConfig
     from omni.runtime.omni import Omni
-    from omni.server.serving.parsed_request import Client
+    from omni.server.serving.client import Client
     from omni.server.serving.settings import ServerLimits, ServerSettings
     from stages import Stage, StageStats
     from stages.worker.stage_link import WorkerState
@@ -318,14 +318,14 @@ class PipelineServer:
         finally:
             self.num_sessions -= 1
 
-    def check_room(self, client: Client) -> None:
-        """Raise an error where a request would not be taken now, before anything of it is read.
+    def check_room(self, client: Client, model: str | None = None) -> None:
+        """Raise an error where a request would not be taken now.
 
-        With several pipelines it has to be read for which one it is; that is checked later.
+        This is asked before anything of it is read, and, with several pipelines, again when it is
+        known for which ``model`` it is.
         """
-        if len(self.pipelines) == 1:
-            for pipeline in self.pipelines.values():
-                pipeline.check_room(client)
+        if (model is None) == (len(self.pipelines) == 1):
+            self.pipelines[model or next(iter(self.pipelines))].check_room(client)
 
     def start_loading(self) -> None:
         """Load the pipelines in a thread of their own."""

@@ -10,7 +10,8 @@ from http import HTTPStatus
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from omni.requests.request import OmniAccumulator, OmniDelta
+from omni.requests.request import OmniAccumulator, OmniDelta, OmniRequest
+from omni.runtime.loop_mail import LoopMail
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.meters import RequestMeter
 from stages.stage_output import OutputAccumulator
@@ -18,9 +19,9 @@ from stages.stage_output import OutputAccumulator
 if TYPE_CHECKING:
     from engine import Waveform
     from engine.interface.outputs import OutputDelta
-    from omni.runtime.omni import Omni
+    from omni.runtime.driver import Ticket
     from omni.server.serving.admission_queue import QueuePlace
-    from omni.server.serving.parsed_request import ParsedRequest
+    from omni.server.serving.client import Client
     from omni.server.serving.pipeline_server import ServedPipeline
     from stages import StageOutput
 
@@ -55,8 +56,11 @@ class Update:
 class _Running:
     """One request, and what is new of it that the reader has not taken yet."""
 
+    request: OmniRequest
     place: QueuePlace
     meter: RequestMeter
+    ticket: Ticket | None = None
+    is_over: bool = False
     new: dict[str, OutputDelta | OutputAccumulator] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
     last: OmniDelta | None = None
@@ -94,7 +98,7 @@ class ResponseStream:
     delays no other reader, and what is kept for it does not grow with the steps that it missed.
     Leaving the ``async with`` block aborts what still runs, in every stage::
 
-        async with ResponseStream(pipeline, requests, "prompt") as stream:
+        async with ResponseStream(pipeline, client, requests, "prompt") as stream:
             async for update in stream.updates():
                 ...
 
@@ -102,6 +106,7 @@ class ResponseStream:
 
     Args:
         pipeline: runs the requests.
+        client: sent them.
         requests: each with its id.
         prompt_param: the field in which the client sent the prompt.
         stages: a request ends when these are done with it; later ones are not waited for. None
@@ -111,34 +116,42 @@ class ResponseStream:
     def __init__(
         self,
         pipeline: ServedPipeline,
-        requests: Sequence[ParsedRequest],
+        client: Client,
+        requests: Sequence[OmniRequest],
         prompt_param: str,
         stages: Sequence[str] = (),
     ) -> None:
         self._pipeline = pipeline
+        self._client = client
         self._prompt_param = prompt_param
         self._requests = tuple(requests)
         self._stages = frozenset(stages)
         self._running: list[_Running] = []
-        self._tasks: list[asyncio.Task[None]] = []
         self._has_output = False
         self._reader: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Self:
-        omni, meters = self._pipeline.omni, self._pipeline.meters
-        timed = [RequestMeter(meters, self._pipeline.name, each) for each in self._requests]
+        pipeline = self._pipeline
+        self._driver, self._mail = pipeline.omni.driver, LoopMail.here()
+        timed = [
+            RequestMeter(pipeline.meters, pipeline.name, self._client, each.request_id)
+            for each in self._requests
+        ]
         try:
-            places = self._pipeline.queue.enter([each.priority for each in self._requests])
+            places = pipeline.queue.enter([each.priority for each in self._requests])
         except ApiError as error:
             for meter in timed:
                 meter.end("rejected")
             error.is_recorded = True
             raise
-        self._running = [_Running(*each) for each in zip(places, timed, strict=True)]
-        self._tasks = [
-            asyncio.create_task(self._run(omni, request, running))
-            for request, running in zip(self._requests, self._running, strict=True)
+        self._running = [
+            _Running(*each) for each in zip(self._requests, places, timed, strict=True)
         ]
+        for running in self._running:
+            if running.place.admitted.done():
+                self._begin(running)
+            else:
+                running.place.admitted.add_done_callback(partial(self._admitted, running))
         return self
 
     async def __aexit__(
@@ -147,14 +160,11 @@ class ResponseStream:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        for running in self._running:
-            self._pipeline.queue.leave(running.place)
-            # One that has ended keeps its status; a reader may leave others once it has enough.
-            running.meter.end("ok" if kind is None else "aborted")
-        # An error that a task ended with was raised by updates(), or its reader has left.
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        unfinished = [each for each in self._running if not each.is_over]
+        self._driver.discard(each.ticket for each in unfinished if each.ticket is not None)
+        for running in unfinished:
+            # A reader may leave others once it has enough.
+            self._end(running, "ok" if kind is None else "aborted")
 
     async def updates(self) -> AsyncIterator[Update]:
         """Yield new output until every request has ended.
@@ -188,22 +198,48 @@ class ResponseStream:
             whole[update.index].add(update.delta)
         return [each.output().stages for each in whole]
 
-    async def _run(self, omni: Omni, request: ParsedRequest, running: _Running) -> None:
+    def _admitted(self, running: _Running, admitted: asyncio.Future[None]) -> None:
+        """Begin a request that had to wait."""
+        if admitted.cancelled():
+            return
         try:
-            await running.place.admitted
-            self._pipeline.check_stages()  # it may have waited long
-            running.meter.begin()
-            await omni.agenerate_deltas(request, partial(self._put, running))
-        except Exception as error:  # raised by updates()
-            running.error = error
-            running.meter.end("failed")
-        finally:
-            self._pipeline.queue.leave(running.place)
-            self._wake_reader()
+            self._pipeline.check_stages()
+        except ApiError as error:
+            self._fail(running, error)
+        else:
+            self._begin(running)
 
-    def _put(self, running: _Running, _: int, delta: OmniDelta) -> None:
-        running.put(delta)
+    def _begin(self, running: _Running) -> None:
+        running.meter.begin()
+        request, take = running.request, partial(self._take, running)
+        try:
+            running.ticket = self._driver.submit(
+                request, str(request.request_id), partial(self._mail.post, take)
+            )
+        except RuntimeError as error:  # the pipeline is closed, or its driver has crashed
+            self._fail(running, error)
+
+    def _take(self, running: _Running, event: OmniDelta | BaseException) -> None:
+        if running.is_over:
+            return
+        if isinstance(event, BaseException):
+            self._fail(running, RuntimeError("the pipeline's driver has crashed"))
+            return
+        running.put(event)
+        if event.finished:
+            self._end(running, "ok")  # the meter has noted it if it was not
         self._wake_reader()
+
+    def _fail(self, running: _Running, error: Exception) -> None:
+        """End a request with an error that :meth:`updates` raises."""
+        running.error = error
+        self._end(running, "failed")
+        self._wake_reader()
+
+    def _end(self, running: _Running, status: str) -> None:
+        running.is_over = True
+        self._pipeline.queue.leave(running.place)
+        running.meter.end(status)
 
     def _wake_reader(self) -> None:
         self._has_output = True

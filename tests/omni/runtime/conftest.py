@@ -11,7 +11,7 @@ import pytest
 
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.runtime_config import RuntimeConfig
-from omni.runtime import stage_links
+from omni.runtime import orchestrator
 from omni.runtime.placed_pipeline import place_pipeline
 from stages import Stage
 from stages.cluster import actor_connection, actor_worker, reservation
@@ -49,7 +49,9 @@ def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setattr(module, "INLINE_BYTES", _INLINE_BYTES)
     with ExitStack() as workers:
 
-        def link(pipeline: Pipeline, stage: Stage, edges: tuple[StreamedEdge, ...]) -> StageLink:
+        def link(
+            pipeline: Pipeline, stage: Stage, edges: tuple[StreamedEdge, ...], **_: bool
+        ) -> StageLink:
             transform = pipeline.transforms.get(stage.name)
             threads = started(lambda spec: (_Unclosed.of(stage), transform))
             specs = [one_stage(stage.name, edges)]
@@ -64,7 +66,7 @@ def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             cluster: SessionCluster = request.getfixturevalue("ray_cluster")
             return RelayedWorkers(cluster.relay, build)
 
-        monkeypatch.setattr(stage_links, "_link", link)
+        monkeypatch.setattr(orchestrator, "_link", link)
         yield Anywhere(where, workers.close)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from omni.runtime.loop_mail import LoopMail, LoopMails
+from omni.runtime import loop_mail
+from omni.runtime.loop_mail import LoopMail
 
 
 def test_what_is_posted_before_the_loop_wakes_comes_by_one_wake_up(
@@ -36,7 +37,7 @@ def test_what_is_posted_before_the_loop_wakes_comes_by_one_wake_up(
 
 def test_threads_that_post_at_once_lose_nothing_and_keep_their_order() -> None:
     async def scenario() -> list[tuple[int, int]]:
-        mail, taken, is_over = LoopMails().here(), list[tuple[int, int]](), asyncio.Event()
+        mail, taken, is_over = LoopMail.here(), list[tuple[int, int]](), asyncio.Event()
 
         def take(news: tuple[int, int]) -> None:
             taken.append(news)
@@ -91,11 +92,9 @@ def test_who_posts_to_a_loop_that_is_closed_is_told_also_in_the_middle() -> None
 
 
 def test_every_loop_has_its_own_and_those_of_closed_ones_are_forgotten() -> None:
-    mails = LoopMails()
-
     async def own() -> bool:
-        return mails.here() is mails.here()
+        return LoopMail.here() is LoopMail.here()
 
     for _ in range(3):
         assert asyncio.run(own())
-    assert len(mails._mails) == 1
+    assert len([loop for loop in loop_mail._MAILS if loop.is_closed()]) == 1

@@ -11,7 +11,6 @@ from torch import Tensor
 from engine import CodecPrompt, Prompt, SpeechPrompt
 from omni.requests.request import OmniRequest
 from omni.runtime import orchestrator as orchestrator_module
-from omni.runtime import stage_links
 from stages import StageOutput, TransformContext, chunkable, talker_to_code2wav, thinker_to_talker
 from stages.remote import worker
 from stages.worker.messages import Event, Output
@@ -164,7 +163,7 @@ def test_whole_tensors_are_told_only_where_somebody_needs_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said = told(whole()["x"])
-    for drives_stages in (stage_links, worker):
+    for drives_stages in (orchestrator_module, worker):
         monkeypatch.setattr(drives_stages, "StageWorker", Told)
     stages = speech_stages((chunk, 3), thinker={"final_output": final_output})
     heard: list[StageOutput] = []

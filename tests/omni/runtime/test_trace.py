@@ -20,7 +20,7 @@ from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniRequest
 from omni.runtime import trace as trace_module
 from omni.runtime.omni import Omni
-from omni.runtime.stage_links import streamed_edges
+from omni.runtime.orchestrator import streamed_edges
 from omni.runtime.trace import Trace, TraceError
 from stages import Stage
 from stages.remote import supervisor
@@ -151,8 +151,8 @@ def test_a_request_that_fails_or_is_aborted_leaves_nothing_behind(tmp_path: Path
     assert names_of(events, "a", "gone")[-1] == "aborted"
     assert names_of(events, "a", "no") == ["failed"]
     assert names_of(events, "b", "well")[-1] == "step"
-    assert not orchestrator._links._tracer._tickets  # type: ignore[union-attr]
-    for link in orchestrator._links._links.values():
+    assert not orchestrator._tracer._tickets  # type: ignore[union-attr]
+    for link in orchestrator._links.values():
         tracer = link._tracer  # type: ignore[attr-defined]
         assert not tracer._tracks and not tracer._request_ids
 

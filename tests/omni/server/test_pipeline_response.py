@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.parsed_request import Client
+from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import PipelineResponse
 
 

@@ -11,7 +11,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from omni.server.openai.realtime import RealtimeSession, merged_options
 from omni.server.openai.realtime_events import ResponseOptions
-from omni.server.serving.parsed_request import Client
+from omni.server.serving.client import Client
 from tests.support.live_server import LiveServer
 from tests.support.patience import PATIENCE_S
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -13,10 +12,10 @@ import torch
 
 from engine import TextPrompt, Waveform
 from engine.interface.outputs import OutputDelta
-from omni.requests.request import OmniDelta
+from omni.requests.request import OmniDelta, OmniRequest
 from omni.server.serving.admission_queue import AdmissionQueue
+from omni.server.serving.client import Client
 from omni.server.serving.meters import Meters
-from omni.server.serving.parsed_request import ParsedRequest
 from omni.server.serving.pipeline_server import ServedPipeline
 from omni.server.serving.response_stream import ResponseStream, Update
 
@@ -28,20 +27,25 @@ class _Pipeline:
     name: str = "mine"
     meters: Meters = field(default_factory=lambda: Meters(()))
     queue: AdmissionQueue = field(default_factory=lambda: AdmissionQueue(1, 1))
-    put: Callable[[OmniDelta], object] = lambda _: None
+    sink: Callable[[OmniDelta], object] = lambda _: None
 
     @property
     def omni(self) -> _Pipeline:
         return self
 
-    def check_stages(self) -> None:
-        """All have workers."""
+    @property
+    def driver(self) -> _Pipeline:
+        return self
 
-    async def agenerate_deltas(
-        self, _: ParsedRequest, on_delta: Callable[[int, OmniDelta], Any]
-    ) -> None:
-        self.put = partial(on_delta, 0)
-        await asyncio.Event().wait()
+    def submit(self, _: OmniRequest, __: str, sink: Callable[[OmniDelta], object]) -> None:
+        self.sink = sink
+
+    def discard(self, _: object) -> None:
+        """Nothing runs."""
+
+    async def put(self, delta: OmniDelta) -> None:
+        self.sink(delta)
+        await asyncio.sleep(0)  # the loop hands it on
 
 
 def _said(text: str, *, sound: int = 0, is_over: bool = False) -> OmniDelta:
@@ -57,9 +61,9 @@ def _read(act: Callable[[_Pipeline, Callable[[], Coroutine[Any, Any, Update]]], 
 
     async def run() -> None:
         pipeline = _Pipeline()
-        request = ParsedRequest(TextPrompt("x"), request_id="r")
+        request = OmniRequest(TextPrompt("x"), request_id="r")
         served = cast(ServedPipeline, pipeline)
-        async with ResponseStream(served, [request], "prompt") as stream:
+        async with ResponseStream(served, Client("id", None), [request], "prompt") as stream:
             await asyncio.sleep(0)  # the request has begun
             updates = stream.updates()
             await act(pipeline, lambda: anext(updates))
@@ -75,7 +79,7 @@ def _text(update: Update) -> str | None:
 def test_a_reader_gets_each_update_as_it_comes():
     async def act(pipeline: _Pipeline, look: Callable[[], Coroutine[Any, Any, Update]]) -> None:
         for text in ("a", "b", "c"):
-            pipeline.put(_said(text))
+            await pipeline.put(_said(text))
             assert _text(await look()) == text
 
     _read(act)
@@ -84,12 +88,12 @@ def test_a_reader_gets_each_update_as_it_comes():
 def test_a_slow_reader_gets_all_text_and_all_sound_at_once():
     async def act(pipeline: _Pipeline, look: Callable[[], Coroutine[Any, Any, Update]]) -> None:
         for text, sound in (("a", 2), ("b", 0), ("c", 3)):
-            pipeline.put(_said(text, sound=sound))
+            await pipeline.put(_said(text, sound=sound))
         update = await look()
         assert _text(update) == "abc"
         spoken = update.sound("speaker")
         assert spoken is not None and len(spoken.samples) == 5
-        pipeline.put(_said("the end", is_over=True))
+        await pipeline.put(_said("the end", is_over=True))
         update = await look()
         assert _text(update) == "the end"
         assert update.sound("speaker") is None
@@ -100,14 +104,16 @@ def test_a_slow_reader_gets_all_text_and_all_sound_at_once():
 def test_a_stream_ends_when_the_stages_that_it_waits_for_are_done():
     async def run() -> None:
         pipeline = _Pipeline()
-        request = ParsedRequest(TextPrompt("x"), request_id="r")
+        request = OmniRequest(TextPrompt("x"), request_id="r")
         served = cast(ServedPipeline, pipeline)
-        async with ResponseStream(served, [request], "prompt", ["writer"]) as stream:
+        async with ResponseStream(
+            served, Client("id", None), [request], "prompt", ["writer"]
+        ) as stream:
             await asyncio.sleep(0)
             updates = stream.updates()
-            pipeline.put(_said("a"))
+            await pipeline.put(_said("a"))
             assert not (await anext(updates)).is_last
-            pipeline.put(OmniDelta("r", (("writer", OutputDelta("r", True, text="b")),)))
+            await pipeline.put(OmniDelta("r", (("writer", OutputDelta("r", True, text="b")),)))
             update = await anext(updates)
             assert update.is_last and _text(update) == "b"
             with pytest.raises(StopAsyncIteration):

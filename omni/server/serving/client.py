@@ -1,4 +1,4 @@
-"""A client of the server, and the request to a pipeline that is made of what it sent."""
+"""The client of an HTTP request, and the requests to a pipeline that are made for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omni.requests.request import OmniRequest
 if TYPE_CHECKING:
     from engine import Prompt, SamplingParams
 
-__all__ = ["Client", "ParsedRequest"]
+__all__ = ["Client"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Client:
         priority: int = 0,
         cache_salt: str | None = None,
         speaker: str | None = None,
-    ) -> ParsedRequest:
+    ) -> OmniRequest:
         """Make a request to a pipeline, under an id that no client can choose.
 
         Its cache salt is that of the client's API key. A client with another key can then not find
@@ -46,21 +46,11 @@ class Client:
         ``index`` is its own among several requests of one HTTP request.
         """
         salts = [salt for salt in (self.tenant, cache_salt) if salt is not None]
-        return ParsedRequest(
+        return OmniRequest(
             prompt,
             request_id=f"{self.request_id}-{index}",
             sampling=sampling,
             priority=priority,
             cache_salt=":".join(salts) if salts else None,
             speaker=speaker,
-            tenant=self.tenant,
-            traceparent=self.traceparent,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedRequest(OmniRequest):
-    """A request to a pipeline, with what is known of its :class:`Client`."""
-
-    tenant: str | None = None
-    traceparent: str | None = None
