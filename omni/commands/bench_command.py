@@ -77,10 +77,6 @@ class _Wanted:
 def run_bench(options: BenchOptions, load_config: Callable[[str], PipelineConfig]) -> bool:
     """Measure, and print the figures, also if it is interrupted.
 
-    Args:
-        options: of the command.
-        load_config: reads a pipeline's YAML file, with the changes that flags ask for.
-
     Returns:
         Whether requests were answered, and none failed; status 429 is no failure.
 

@@ -89,9 +89,6 @@ _INDENT = " " * 8
 def run_demo(folder: Path) -> bool:
     """Ask three spoken questions, print what was heard and answered; compare with caching off.
 
-    Args:
-        folder: the answers are written there as WAV files; created if missing.
-
     Returns:
         Whether every request succeeded, and caching changed nothing.
 

@@ -18,11 +18,6 @@ def with_sampling(
 ) -> PipelineConfig:
     """Change how every stage samples that does.
 
-    Args:
-        pipeline: is left as it is.
-        max_tokens: of ``--max-tokens``; None changes nothing.
-        temperature: of ``--temperature``, likewise.
-
     Raises:
         ValueError: a value is wrong, or does not go with what a stage has, or no stage samples.
     """

@@ -127,9 +127,6 @@ class PromptFlags:
     def check_files(self, taken: Mapping[str, Collection[str]]) -> None:
         """Check that a pipeline takes such files, that they are there, and how they begin.
 
-        Args:
-            taken: what stages that read the prompt take, by their names, where that is known.
-
         Raises:
             ValueError: a stage takes no such file, or one is not there, or is of another kind.
         """

@@ -35,13 +35,6 @@ def run_requests(
 
     Texts go to the standard output; errors, progress and the summary go to the standard error.
 
-    Args:
-        config: the pipeline.
-        requests: each has a request id; those of runnable ones are unique.
-        writer: where to write whole outputs.
-        quiet: neither progress bar nor summary.
-        trace: a file that gets a timeline of every request.
-
     Returns:
         Whether every request came through.
 

@@ -84,9 +84,6 @@ def load_config(
 def parse_overrides(assignments: Sequence[str]) -> dict[str, Any]:
     """Turn ``stages.writer.engine.num_blocks=64`` into a value by its dotted place.
 
-    Args:
-        assignments: each a dotted place, ``=`` and a value in YAML.
-
     Raises:
         ConfigError: an assignment without ``=``, or with a value that is not YAML.
     """

@@ -48,9 +48,6 @@ def sources_of(stages: Mapping[str, GraphStage]) -> dict[str, tuple[str, ...]]:
 def topological_order(sources: Mapping[str, Sequence[str]]) -> list[str]:
     """Order stages so that each comes after all that feed it; otherwise as they were given.
 
-    Args:
-        sources: for every stage the stages that feed it; none for a root.
-
     Raises:
         ValueError: stages feed each other in a circle; the message names it.
     """
@@ -120,10 +117,6 @@ def check_graph(
 
 def check_tensors(stages: Mapping[str, Stage], transforms: Mapping[str, Transform]) -> None:
     """Check that stages hand on what the transforms behind them need.
-
-    Args:
-        stages: built ones: how wide their hidden states are is known only then.
-        transforms: see :func:`check_graph`.
 
     Raises:
         ValueError: a tensor is not handed on, or does not fit the next stage.

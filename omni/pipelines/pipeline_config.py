@@ -196,10 +196,6 @@ class PipelineConfig(Settings):
     def resolved(self, name: str, replica: int = 0) -> StageConfig:
         """The settings of a stage with every model where it is, building ``seeded:`` ones.
 
-        Args:
-            name: of the stage.
-            replica: for which of its workers, whose device it gets.
-
         Raises:
             ValueError: a model cannot be built, or is none for a stage of this kind.
         """
@@ -222,10 +218,6 @@ def _locate_model(reference: str, base_dir: Path | None) -> str:
 
     A relative folder is looked for beside the file that names it first, then in the working
     directory; a reference that is no folder and cannot be a path is a hub id.
-
-    Args:
-        reference: as given by the user.
-        base_dir: folder of the file that gives it.
 
     Raises:
         ValueError: an unknown seeded model, a folder that is not there or holds no checkpoint, or

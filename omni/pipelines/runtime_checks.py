@@ -16,10 +16,6 @@ __all__ = ["check_cluster", "check_devices", "check_runtime", "cuda_devices"]
 def check_runtime(config: PipelineConfig) -> None:
     """Check what can be known of a pipeline's runtime without starting any of it.
 
-    Args:
-        config: whose kinds of stages and transforms have to be found by workers, whose devices
-            have to be there, and whose Ray cluster has to answer.
-
     Raises:
         ValueError: something will not do; says what, where, and what to do.
     """
@@ -74,9 +70,6 @@ def check_devices(placements: Mapping[str, Placement]) -> None:
 
 def check_cluster(address: str | None) -> None:
     """Check that Ray is installed, and that a cluster answers where one should be.
-
-    Args:
-        address: ``host:port``, ``auto``, or None.
 
     Raises:
         ValueError: Ray is not installed, or nothing answers there.

@@ -65,10 +65,6 @@ def leave_behind(data: dict[str, Any], overrides: Mapping[str, Any]) -> list[str
 def runtime_for(settings: Any, kind: str) -> list[str]:
     """Take out of the settings of a runtime what one of another kind does not have.
 
-    Args:
-        settings: changed in place; what is no mapping is left for the validation to refuse.
-        kind: of the runtime that takes its place; an unknown one is left for the validation, too.
-
     Returns:
         What is left out, for :func:`tell`.
     """
@@ -79,11 +75,6 @@ def runtime_for(settings: Any, kind: str) -> list[str]:
 
 def placement_for(name: str, placement: Placement, kind: RuntimeKind) -> Placement:
     """Where a stage of a pipeline that has been read runs in a runtime given in its own's place.
-
-    Args:
-        name: of the stage.
-        placement: as the pipeline says.
-        kind: of the runtime.
 
     Returns:
         The placement without what the runtime does not have, of which a warning tells.
@@ -135,10 +126,6 @@ _MAX_BYTES = 10_000_000
 
 def local_config(model: str) -> Mapping[str, Any] | None:
     """Read the ``config.json`` of a model, if that takes neither a network nor building it.
-
-    Args:
-        model: a folder, a hub id, or ``seeded:<name>``, of which only what decides on its kind is
-            known.
 
     Returns:
         Its content; None where it is not here or cannot be read, which loading the model will tell.
@@ -267,11 +254,7 @@ class RuntimeConfig(Settings):
 
 
 def check_address(address: str) -> None:
-    """Check the form of a Ray cluster's address.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Check the form of a Ray cluster's address; ``ValueError``: it is none."""
     if address.startswith(_CLIENT):
         raise ValueError(
             f"got {address[:80]!r}, for Ray's remote clients, through which no tensors can be "
@@ -300,10 +283,6 @@ def resolve_threads(config: _HasStages, cores: int) -> dict[str, int]:
     other workers, each of which gets one at least; what does not divide goes to the stages that
     come first, as far as it gives every replica one more.
 
-    Args:
-        config: a pipeline or its configuration.
-        cores: that there are, of one machine.
-
     Returns:
         For every stage the threads of each of its workers, while it steps there.
     """
@@ -330,9 +309,6 @@ def resolve_threads(config: _HasStages, cores: int) -> dict[str, int]:
 
 def stages_by_worker(config: _HasStages) -> list[tuple[str, list[str]]]:
     """The name of each worker, and its stages in their order.
-
-    Args:
-        config: a pipeline or its configuration.
 
     Returns:
         Those that stages share by name, and those that have the name of their only stage.

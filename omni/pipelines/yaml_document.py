@@ -111,10 +111,6 @@ class YamlDocument:
     def parse(cls, text: str, source: str) -> YamlDocument:
         """Parse a text as ``yaml.safe_load`` does, but refuse what that would silently accept.
 
-        Args:
-            text: the YAML.
-            source: what to call it in errors.
-
         Raises:
             ConfigError: not YAML, beyond a limit, a key that stands twice, or a key that is not a
                 string (YAML 1.1 reads a bare ``on``, ``off``, ``yes`` and ``no`` as booleans).

@@ -70,10 +70,6 @@ class OutputFolder:
 
         It is written aside, under a name of its own, and then moved.
 
-        Args:
-            place: where, from the folder, with slashes; what is there is replaced.
-            write: given the file to fill, which exists and is empty.
-
         Raises:
             OSError: the disk is full or the like, or a link stands in the way.
         """
@@ -430,11 +426,7 @@ class RunRecord(BaseModel):
 
     @classmethod
     def parse(cls, content: bytes) -> RunRecord:
-        """Read the file.
-
-        Raises:
-            ValueError: this is not what the file holds.
-        """
+        """Read the file; ``ValueError``: this is not what the file holds."""
         try:
             return cls.model_validate_json(content)
         except ValidationError:

@@ -43,15 +43,7 @@ class JsonLine:
 def read_json_lines(
     file: BinaryIO, seen: Callable[[bytes], object] | None = None
 ) -> Iterator[JsonLine]:
-    """Read the lines of a file that are not blank.
-
-    Args:
-        file: UTF-8, maybe with a byte order mark; lines end in ``\\n`` or ``\\r\\n``.
-        seen: given all bytes of the file, in order.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Read the lines of a file that are not blank; ``OSError``: the file cannot be read."""
     number = 0
     # Not by splitlines(): a JSON string may hold other line separators than "\n".
     while raw := file.readline(MAX_LINE_BYTES + 1):

@@ -26,11 +26,7 @@ class RequestFiles(Protocol):
     """Finds what a request names. Whether its content will do is the engine's to say."""
 
     def item(self, key: str, name: str) -> str | Path | bytes:
-        """An image, a sound or a video.
-
-        Raises:
-            ValueError: there is no such file.
-        """
+        """An image, a sound or a video; ``ValueError``: there is no such file."""
 
     def at_url(self, key: str, url: str) -> str | Path | bytes:
         """Find what a part of a message brings under a key; ``ValueError`` if it cannot be had."""

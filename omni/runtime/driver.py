@@ -77,11 +77,6 @@ class Driver:
     def submit(self, request: OmniRequest, request_id: str, sink: Sink) -> Ticket:
         """Hand in a request; one that cannot run gets a finished output with an error.
 
-        Args:
-            request: what to run.
-            request_id: under which id.
-            sink: gets its outputs.
-
         Raises:
             RuntimeError: it was stopped or has crashed.
         """

@@ -127,21 +127,12 @@ class LiveRequest:
         )
 
     def held_up(self, order: Sequence[str]) -> list[str]:
-        """The stages in which it rests, since one behind does not keep up; the last ones first.
-
-        Args:
-            order: of the pipeline's stages.
-        """
+        """The stages in which it rests, since one behind does not keep up; the last ones first."""
         full = {stream.source for stream in self.streams.values() if stream.is_full}
         return [name for name in reversed(order) if name in full and name in self.inside]
 
     def take(self, stage: Stage, delta: OutputDelta, *, is_needed_whole: bool) -> None:
         """Take in what is new in a stage.
-
-        Args:
-            stage: that has emitted it.
-            delta: what is new.
-            is_needed_whole: whether anybody but the user needs the stage's output in the end.
 
         Raises:
             ValueError: the stage failed the request, or changed its sampling rate in the middle of
@@ -204,12 +195,7 @@ class LiveRequest:
 
 
 def visible_part(delta: OutputDelta, kinds: Sequence[str]) -> OutputDelta:
-    """A delta without what the user does not get of a stage.
-
-    Args:
-        delta: of the stage.
-        kinds: its ``final_output``.
-    """
+    """A delta without what the user does not get of a stage."""
     hidden: dict[str, Any] = {}
     if "text" not in kinds and (delta.num_completions or delta.text is not None):
         hidden |= {"text": None, "logprobs": None, "num_completions": 0, "others": ()}
@@ -227,10 +213,6 @@ def next_to_lift(
 
     The oldest that rests. But one that may go on already can lack the room that another one takes
     up which rests, too: so each of them gets its turn before the oldest gets another.
-
-    Args:
-        requests: the oldest first; those that rest and were all lifted are so no more.
-        order: of the pipeline's stages.
 
     Returns:
         None if none rests.

@@ -273,11 +273,7 @@ def _built(
     trace: str | Path | None,
     apart: bool,
 ) -> tuple[Pipeline, Trace | None]:
-    """Build a pipeline, with its open trace.
-
-    Raises:
-        Exception: see :class:`Omni`.
-    """
+    """Build a pipeline, with its open trace; ``Exception``: see :class:`Omni`."""
     if apart and isinstance(config, Pipeline) and RuntimeConfig.parse(runtime).kind == "inline":
         raise ValueError("apart=True needs a config, of which another process can build the stages")
     # Before any model is loaded: a file that cannot be written is found at once.

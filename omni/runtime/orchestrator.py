@@ -107,9 +107,6 @@ class Orchestrator:
         A request that cannot run is then refused by an output of :meth:`step`, and not by
         :meth:`add_request`, which reports only what it sees at once. No turn waits for anything any
         more: the caller does, between turns. To be closed.
-
-        Args:
-            on_event: called in any thread when there may be work for :meth:`step`.
         """
         self._on_event = on_event
         self._caller_waits = True
@@ -150,11 +147,6 @@ class Orchestrator:
 
     def add_request(self, request: OmniRequest, group: int | None = None) -> None:
         """Let a request enter the stages that take the user's prompt.
-
-        Args:
-            request: with its id set.
-            group: requests of one group enter in one turn if they are prepared in about the same
-                time; None for one that enters by itself.
 
         Raises:
             ValueError: it has no id or that of a live request, names a stage that does not exist
@@ -200,23 +192,14 @@ class Orchestrator:
         return [ended or self._live[each].take_delta() for each, ended in moved.items()]
 
     def abort(self, request_id: str, reason: str = "aborted") -> OmniDelta | None:
-        """End a request wherever it is and free what it holds.
-
-        Args:
-            request_id: None is returned if no such request is live.
-            reason: becomes the ``error`` of its last output, which is returned.
-        """
+        """End a request wherever it is and free what it holds."""
         live = self._live.get(request_id)
         ended = None if live is None else self._end(live, reason, FinishReason.ABORT)
         self._flush()
         return ended
 
     def fail_all(self, error: str) -> list[OmniDelta]:
-        """End all requests and have all stages drop them, whatever state an exception left.
-
-        Args:
-            error: of their last outputs, which are returned.
-        """
+        """End all requests and have all stages drop them, whatever state an exception left."""
         live, self._live, self._entered = tuple(self._live.values()), {}, {}
         self._unread = {name: [] for name in self._pipeline.order}
         if self._tracer is not None:
@@ -271,12 +254,7 @@ class Orchestrator:
                 raise ValueError(event.error) from cause
 
     def _take(self, event: Event, moved: dict[str, OmniDelta | None]) -> None:
-        """Take in an event of a worker.
-
-        Args:
-            event: of any stage.
-            moved: gets who the user hears of, with the last output of those that ended.
-        """
+        """Take in an event of a worker."""
         if event.ticket not in self._entered:
             return
         live, name = self._entered[event.ticket]

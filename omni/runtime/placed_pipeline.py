@@ -43,12 +43,6 @@ def build_pipeline(
 ) -> Pipeline:
     """Build a pipeline; its stages are in this process, or in workers that are started for them.
 
-    Args:
-        config: ``config.runtime`` says which.
-        connect: starts a worker; None takes what the runtime is made for.
-        apart: whether stages that run inline share one worker, and not this process.
-        is_traced: whether workers report what they do when.
-
     Raises:
         ValueError: a stage cannot be built, or the graph is wrong. Nothing is left running.
     """
@@ -94,12 +88,6 @@ def place_pipeline(
 
     Its stages are closed, which frees what they hold, and rebuilt where they are to run, with
     caching as it was set.
-
-    Args:
-        pipeline: no ``Omni`` or orchestrator may have it yet.
-        runtime: see :meth:`~omni.pipelines.runtime_config.RuntimeConfig.parse`; ``inline`` leaves
-            the pipeline as it is, and a warning tells what its stages ask for in vain.
-        is_traced: whether workers tell what they do when.
 
     Raises:
         ValueError: a stage or a transform cannot be found by another process, and the pipeline is
@@ -195,10 +183,6 @@ def _threads_of_torch() -> int:
 def _worker_specs(config: PipelineConfig, *, is_traced: bool = False) -> list[WorkerSpec]:
     """Specify the workers of a pipeline.
 
-    Args:
-        config: of the pipeline.
-        is_traced: whether they report what they do when.
-
     Raises:
         ValueError: a transform has no name that another process finds.
     """
@@ -230,14 +214,6 @@ def _worker_spec(
     is_traced: bool = False,
 ) -> WorkerSpec:
     """Specify one worker of a pipeline.
-
-    Args:
-        config: of the pipeline.
-        worker: the name of the worker.
-        names: of its stages, each after all that feed it.
-        threads: that it computes with.
-        replica: which of its stage's workers it is.
-        is_traced: whether it reports what it does when.
 
     Raises:
         ValueError: a transform has no name that another process finds.

@@ -113,14 +113,7 @@ class Trace:
         self._offsets: dict[str, float] = {}
 
     def sent(self, stage: str, request_id: str, sources: Sequence[str], num_bytes: int) -> None:
-        """Take note that outputs of other stages are on their way to a stage.
-
-        Args:
-            stage: that they are for.
-            request_id: whose they are.
-            sources: the stages that they come from.
-            num_bytes: of their tensors.
-        """
+        """Take note that outputs of other stages are on their way to a stage."""
         request = self._request(request_id)
         ends = [request.ended_s[source] for source in sources if source in request.ended_s]
         # Something that was paused meanwhile ended later than the chunk that is sent.

@@ -282,14 +282,7 @@ def save_checkpoint(
     tokenizer: PreTrainedTokenizerBase | None,
     max_shard_size: str | None = None,
 ) -> Path:
-    """Write config, weights and tokenizer.
-
-    Args:
-        directory: created if missing, and returned.
-        model: as it is to be saved, its generation config included.
-        tokenizer: saved beside it, if there is one.
-        max_shard_size: as ``save_pretrained`` takes it; by default one file.
-    """
+    """Write config, weights and tokenizer."""
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     shards: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}

@@ -141,10 +141,6 @@ def resolve_model(reference: str, cache_dir: str | Path | None = None) -> str:
     or that another user could have changed, is built again; several processes may ask at once. See
     :class:`~engine.files.disk_cache.DiskCache`.
 
-    Args:
-        reference: a model as stage configs give it: folder, hub id or ``seeded:<name>``.
-        cache_dir: where to keep what is built.
-
     Raises:
         ValueError: no seeded model has that name, or the cache cannot be used.
     """

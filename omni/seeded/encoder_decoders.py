@@ -61,12 +61,7 @@ _TIMESTAMP_STEP = 0.02
 
 
 def build_bart(directory: str | Path, **settings: Any) -> Path:
-    """Write a seeded BART, with BART's special ids: 0 begins a text, 1 pads, 2 ends and starts.
-
-    Args:
-        directory: created if missing.
-        settings: those of ``SeededSettings``, and further fields of the config.
-    """
+    """Write a seeded BART, with BART's special ids: 0 begins a text, 1 pads, 2 ends and starts."""
     size, overrides = SeededSettings.split(settings, max_position_embeddings=256)
     specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     tokenizer = byte_level_tokenizer(
@@ -90,13 +85,7 @@ def build_bart(directory: str | Path, **settings: Any) -> Path:
 
 
 def build_t5(directory: str | Path, *, gated: bool = False, **config_overrides: Any) -> Path:
-    """Write a seeded T5, with T5's special ids: 0 pads and starts the decoder, 1 ends.
-
-    Args:
-        directory: created if missing.
-        gated: whether the MLPs have gates, as in version 1.1; the head's input is then not scaled.
-        config_overrides: further fields of the config.
-    """
+    """Write a seeded T5, with T5's special ids: 0 pads and starts the decoder, 1 ends."""
     tokenizer = byte_level_tokenizer(768, ["<pad>", "</s>", "<unk>"], "$A </s>", **_NAMED)
     settings: dict[str, Any] = {
         "vocab_size": 768,
@@ -123,11 +112,6 @@ def build_whisper(
 
     The generation config holds what the decoder's prompt is made of: ids of the languages, of the
     tasks, and of the token that forgoes timestamps.
-
-    Args:
-        directory: created if missing.
-        window_seconds: length of the audio that the encoder takes; 30 in published models.
-        config_overrides: further fields of the config.
     """
     tokenizer = _whisper_tokenizer(window_seconds)
     end, start = _id(tokenizer, "<|endoftext|>"), _id(tokenizer, f"<|{_START}|>")

@@ -67,11 +67,6 @@ _LAYER_PATTERNS = {
 def build_causal_lm(directory: str | Path, architecture: str = "qwen2", **settings: Any) -> Path:
     """Write a seeded decoder-only checkpoint, with a byte-level BPE tokenizer and a chat template.
 
-    Args:
-        directory: created if missing, and returned.
-        architecture: a transformers model type: ``"qwen2"``, ``"llama"``, ``"gemma2"``, ...
-        settings: those of ``DecoderSettings``, and further fields of the transformers config.
-
     Raises:
         ValueError: transformers knows no causal model of that type.
     """
@@ -92,12 +87,6 @@ def build_causal_lm(directory: str | Path, architecture: str = "qwen2", **settin
 
 def build_text_encoder(directory: str | Path, architecture: str = "bert", **settings: Any) -> Path:
     """Write a seeded bidirectional text encoder with a WordPiece tokenizer.
-
-    Args:
-        directory: created if missing, and returned.
-        architecture: ``"bert"``, or another model type whose config takes BERT's names
-            (``"electra"``, ``"roberta"``).
-        settings: those of ``SeededSettings``, and further fields of the transformers config.
 
     Raises:
         ValueError: transformers knows no such model type.

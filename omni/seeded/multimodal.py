@@ -69,13 +69,7 @@ def build_llava(
     strategy: Literal["default", "full"] = "default",
     **text_overrides: Any,
 ) -> Path:
-    """Write a seeded LLaVA over Llama with its processors: 16 placeholders for every image.
-
-    Args:
-        directory: created if missing.
-        strategy: ``"default"``, or ``"full"`` for one more placeholder: the tower's class.
-        text_overrides: further fields of the text's config; ``model_type`` is one of them.
-    """
+    """Write a seeded LLaVA over Llama with its processors: 16 placeholders for every image."""
     tokenizer = _tokenizer(["<image>"], {"image": "<image>\\n"}, adds_bos=True)
     size, patch = 56, 14
     vision: dict[str, Any] = {
@@ -110,13 +104,7 @@ def build_llava(
 
 
 def build_qwen2_5_vl(directory: str | Path, *, tied: bool = False, **text_overrides: Any) -> Path:
-    """Write a seeded Qwen2.5-VL with its processors: 1 to 16 rows for an image, or for two frames.
-
-    Args:
-        directory: created if missing.
-        tied: whether the head is the embedding matrix, as in the smallest published model.
-        text_overrides: further fields of the text's config.
-    """
+    """Write a seeded Qwen2.5-VL with its processors: 1 to 16 rows for an image or for two frames."""
     names = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     start, end, image, video = names
     in_chat = {"image": f"{start}{image}{end}", "video": f"{start}{video}{end}"}
@@ -145,13 +133,7 @@ def build_qwen2_5_vl(directory: str | Path, *, tied: bool = False, **text_overri
 def _tokenizer(
     added: list[str], in_chat: Mapping[str, str], *, adds_bos: bool
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer with some more tokens, and a template.
-
-    Args:
-        added: the tokens.
-        in_chat: how the template writes parts of messages, by their type.
-        adds_bos: whether a prompt begins with a token of its own.
-    """
+    """A tokenizer with some more tokens, and a template."""
     tokenizer = chat_tokenizer(768 - len(added), adds_bos=adds_bos)
     tokenizer.add_special_tokens({"additional_special_tokens": added})
     parts = "".join(

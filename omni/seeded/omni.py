@@ -253,12 +253,7 @@ _BENCHMARK: Mapping[str, Mapping[str, Any]] = {
 
 
 def build_qwen2_5_omni(directory: str | Path, *, benchmark: bool = False) -> Path:
-    """Write a seeded Qwen2.5-Omni with its processors' files and two voices.
-
-    Args:
-        directory: created if missing.
-        benchmark: whether it has about 100 M parameters, and not 0.6 M.
-    """
+    """Write a seeded Qwen2.5-Omni with its processors' files and two voices."""
     tokenizer = _tokenizer()
     with quiet_config_log():
         config = _config(tokenizer, _BENCHMARK if benchmark else {})

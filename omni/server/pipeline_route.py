@@ -93,12 +93,7 @@ def _param(message: str) -> str | None:
 
 
 def _sampling_param(given: Mapping[str, Any], place: KeyPath) -> str | None:
-    """The key that a field of a stage's sampling came by; None if the line has none of it.
-
-    Args:
-        given: the line's ``sampling``: fields for one stage, under its name, or for every one.
-        place: the stage, and the field if it is known.
-    """
+    """The key that a field of a stage's sampling came by; None if the line has none of it."""
     stage, *field = place
     for_it = given.get(str(stage))
     if isinstance(for_it, Mapping) and (not field or field[0] in for_it):

@@ -123,16 +123,7 @@ def compare_outputs(
     dtype: torch.dtype | None,
     tolerance: Tolerance,
 ) -> Comparison:
-    """Compare a request's outputs of one stage.
-
-    Args:
-        uncached: what is right.
-        other: what is to equal it.
-        run: which of the other runs it is from.
-        sampling: parameters it ran with; None for a stage that samples nothing.
-        dtype: in which the stage computes.
-        tolerance: what is equal.
-    """
+    """Compare a request's outputs of one stage."""
     found = Comparison(uncached, other, run, tolerance)
     position = _first_difference(uncached.token_ids, other.token_ids)
     found.logprobs(position)

@@ -151,11 +151,7 @@ class AnswerEvents:
         return self.is_complete or (bool(self._has_ended) and all(self._has_ended.values()))
 
     def take(self, data: str) -> None:
-        """Read one event.
-
-        Raises:
-            RequestFailure: it is none of such an answer, or reports an error.
-        """
+        """Read one event; ``RequestFailure``: it is none of such an answer, or reports an error."""
         if data.strip() == _DONE:
             self.is_complete = True
             return
@@ -207,11 +203,7 @@ class RealtimeEvents:
         self.text = ""
 
     def take(self, message: str | bytes) -> None:
-        """Read one event.
-
-        Raises:
-            RequestFailure: it is none of such an answer, or reports an error.
-        """
+        """Read one event; ``RequestFailure``: it is none of such an answer, or reports an error."""
         try:
             event = json.loads(message)
             match event["type"]:

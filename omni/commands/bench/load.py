@@ -464,15 +464,7 @@ class Measurement:
         self._on_end = on_end
 
     async def run(self, target: LoadTarget, sends: Sequence[Send] | None = None) -> None:
-        """Measure all levels.
-
-        Args:
-            target: of the load.
-            sends: the requests; None makes them up.
-
-        Raises:
-            ValueError: not even the first requests are answered.
-        """
+        """Measure all levels; ``ValueError``: not even the first requests are answered."""
         source = await self._made_up(target) if sends is None else line_source(sends)
         if self._plan.warmup:
             await self._warm_up(source)

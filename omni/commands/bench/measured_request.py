@@ -161,10 +161,6 @@ class LoadTarget(Protocol):
     def prepare(self, line: Mapping[str, Any], folder: Path) -> Send:
         """Make a request that can be sent any number of times.
 
-        Args:
-            line: a line of ``requests.jsonl``.
-            folder: where the files are that it names.
-
         Raises:
             ValueError: the target cannot take it, or a file does not exist.
         """

@@ -244,14 +244,6 @@ def merge_sampling(
 ) -> dict[str, SamplingParams]:
     """Lay a client's fields over the stages' own parameters.
 
-    Args:
-        pipeline: whose stages.
-        stage: the one that answers.
-        fields: for that stage.
-        others: by stage.
-        names: the client's names of ``fields``, where they differ.
-        others_at: the client's place of ``others``.
-
     Raises:
         ApiError: with status 400, and the wrong field as its ``param``.
     """
