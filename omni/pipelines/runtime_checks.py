@@ -10,7 +10,7 @@ from stages.cluster.cluster_address import find_cluster
 from stages.placement import Placement
 from stages.portable import check_portable
 
-__all__ = ["check_cluster", "check_devices", "check_runtime", "cuda_devices"]
+__all__ = ["check_devices", "check_runtime"]
 
 
 def check_runtime(config: PipelineConfig) -> None:

@@ -20,14 +20,11 @@ from omni.seeded.checkpoints import SEEDED_MODELS, SEEDED_PREFIX
 from stages.placement import Placement, RuntimeKind
 
 __all__ = [
-    "OBJECT_STORE",
     "RuntimeConfig",
-    "check_address",
     "leave_behind",
     "local_config",
     "placement_for",
     "resolve_threads",
-    "runtime_for",
     "stages_by_worker",
     "tell",
 ]

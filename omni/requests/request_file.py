@@ -16,7 +16,7 @@ from omni.requests.request import OmniRequest
 from omni.requests.request_files import FolderFiles
 from omni.requests.request_line import example_line, parse_line, prompt_of, sampling_of
 
-__all__ = ["MAX_LINE_BYTES", "RequestError", "make_request", "read_lines", "read_requests"]
+__all__ = ["RequestError", "make_request", "read_lines", "read_requests"]
 
 MAX_LINE_BYTES = 100_000_000
 """Longer lines are not looked at: parsed, they would take several times as much memory."""

@@ -45,8 +45,6 @@ __all__ = [
     "AudioFile",
     "ChatMessage",
     "ContentPart",
-    "ImageUrl",
-    "InputAudio",
     "RequestLine",
     "example_line",
     "parse_line",

@@ -16,7 +16,7 @@ from engine.interface.placed_error import described
 from omni.requests.request import OmniDelta, OmniRequest
 from omni.runtime.orchestrator import Orchestrator, refusal
 
-__all__ = ["Driver", "Sink", "Ticket"]
+__all__ = ["Driver", "Ticket"]
 
 _logger = package_logger(__name__)
 

@@ -104,7 +104,7 @@ def build_llava(
 
 
 def build_qwen2_5_vl(directory: str | Path, *, tied: bool = False, **text_overrides: Any) -> Path:
-    """Write a seeded Qwen2.5-VL with its processors: 1 to 16 rows for an image or for two frames."""
+    """Write a seeded Qwen2.5-VL with its processors: 1 to 16 rows for an image or two frames."""
     names = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     start, end, image, video = names
     in_chat = {"image": f"{start}{image}{end}", "video": f"{start}{video}{end}"}

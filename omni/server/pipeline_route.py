@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
     from stages import StageOutput
 
-__all__ = ["PipelineRequest", "list_recent", "run_pipeline"]
+__all__ = ["list_recent", "run_pipeline"]
 
 
 class PipelineRequest(RequestLine):

@@ -33,7 +33,6 @@ __all__ = [
     "read_document",
     "read_events",
     "read_sound",
-    "realtime_events",
 ]
 
 _DONE = "[DONE]"

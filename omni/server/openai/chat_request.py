@@ -22,21 +22,12 @@ if TYPE_CHECKING:
     from omni.server.serving.client import Client
 
 __all__ = [
-    "AudioOptions",
-    "ChatMessage",
     "ChatRequest",
     "CompletionRequest",
-    "ContentPart",
-    "FileUrl",
-    "ImageUrl",
-    "InputAudio",
     "PromptList",
     "RequestFields",
-    "ResponseFormat",
-    "SamplingFields",
     "StageFields",
     "StreamOptions",
-    "StructuredOutputs",
     "chat_prompt",
     "merge_sampling",
     "prompts_of",

@@ -48,15 +48,7 @@ if TYPE_CHECKING:
     from omni.server.serving.client import Client
     from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
 
-__all__ = [
-    "Conversation",
-    "RealtimeResponse",
-    "RealtimeSession",
-    "ResponsePlan",
-    "merged_options",
-    "plan_response",
-    "talk",
-]
+__all__ = ["RealtimeSession", "merged_options", "talk"]
 
 
 _logger = package_logger(__name__)

@@ -26,15 +26,7 @@ if TYPE_CHECKING:
     from omni.server.serving.pipeline_server import PipelineServer
     from stages import StageOutput
 
-__all__ = [
-    "Speech",
-    "SpeechRequest",
-    "SpokenPieces",
-    "check_voice",
-    "sound_of",
-    "speaking_stage",
-    "wav_stream_header",
-]
+__all__ = ["Speech", "SpeechRequest", "SpokenPieces", "check_voice", "sound_of", "speaking_stage"]
 
 _UNKNOWN_BYTES = 0xFFFFFFFF
 

@@ -35,7 +35,6 @@ __all__ = [
     "TIMESTAMP",
     "Transcription",
     "TranscriptionRequest",
-    "TranscriptionSegment",
     "read_transcription",
     "segments_of",
 ]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from stages import StageStats
     from stages.worker.stage_link import WorkerState
 
-__all__ = ["Metered", "Meters", "RequestMeter", "StageMeters"]
+__all__ = ["Meters", "RequestMeter", "StageMeters"]
 
 _STAGE = ("model", "stage", "replica")
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from omni.server.serving.client import Client
     from omni.server.serving.pipeline_server import PipelineServer
 
-__all__ = ["DONE", "PipelineResponse", "event", "while_connected"]
+__all__ = ["DONE", "PipelineResponse", "event"]
 
 _logger = package_logger(__name__)
 
