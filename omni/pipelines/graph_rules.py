@@ -27,7 +27,6 @@ class GraphError(ValueError):
 
     Args:
         place: keys that lead to the mistake in a YAML file.
-        at_place: what is wrong there.
         message: the same where there is no file, with the stage's name.
     """
 

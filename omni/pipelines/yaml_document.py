@@ -97,12 +97,7 @@ class _BoundedLoader(yaml.SafeLoader):
 
 @dataclass(frozen=True, slots=True)
 class YamlDocument:
-    """A parsed YAML text.
-
-    Attributes:
-        data: mappings, lists and scalars.
-        lines: line numbers, from 1, by place.
-    """
+    """A parsed YAML text."""
 
     data: Any
     lines: Mapping[KeyPath, int]

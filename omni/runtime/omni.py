@@ -312,13 +312,7 @@ def _order(config: PipelineConfig | Pipeline) -> Sequence[str]:
 
 
 class _Outputs:
-    """The outputs of a batch, as users know them.
-
-    Args:
-        pipeline: that runs it.
-        length: of the batch.
-        on_progress: gets every output; None makes only the last ones.
-    """
+    """The outputs of a batch, as users know them."""
 
     def __init__(
         self,

@@ -143,13 +143,7 @@ def compare_outputs(
 
 @dataclass(slots=True)
 class Comparison:
-    """Compares one aspect of two outputs after the other, and keeps what it found.
-
-    Attributes:
-        differences: what is not equal.
-        near_tie: where the tokens part by rounding alone, or None.
-        spread: how far apart what is no difference was, and what is one.
-    """
+    """Compares one aspect of two outputs after the other, and keeps what it found."""
 
     uncached: StageOutput
     other: StageOutput

@@ -95,13 +95,7 @@ def verify(omni: Omni, requests: Requests, *, atol: float | None = None) -> Veri
 
 @dataclass(slots=True)
 class _Pass:
-    """The outputs of one run of all requests.
-
-    Attributes:
-        outputs: ``(request_id, stage) -> output``, of stages that finished.
-        errors: ``request_id -> error``.
-        work: what every stage did in this run.
-    """
+    """The outputs of one run of all requests."""
 
     outputs: dict[tuple[str, str], StageOutput] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)

@@ -49,14 +49,7 @@ __all__ = ["Chat"]
 
 @dataclass(slots=True)
 class _Progress:
-    """How far a stream has come.
-
-    Attributes:
-        has_begun: whether the beginnings of its completions were sent.
-        ended: why completions have ended, as long as that is not sent.
-        over: the completions whose end was sent.
-        count: of tokens.
-    """
+    """How far a stream has come."""
 
     has_begun: bool = False
     ended: dict[int, str] = field(default_factory=dict)
