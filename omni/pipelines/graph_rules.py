@@ -23,17 +23,19 @@ GraphStage: TypeAlias = Stage | StageConfig
 
 
 class GraphError(ValueError):
-    """A rule that a graph breaks.
+    """A rule that a graph breaks; its own words name the stage, for graphs without a file.
 
-    Args:
+    Attributes:
         place: keys that lead to the mistake in a YAML file.
-        message: the same where there is no file, with the stage's name.
+        problem: what is wrong there.
     """
 
-    def __init__(self, place: tuple[str, ...], at_place: str, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, place: tuple[str, ...], problem: str) -> None:
+        _, *names = place
+        parts = [f"stage {names[0]!r}", *filter(None, [".".join(names[1:])])] if names else []
+        super().__init__(": ".join([*parts, problem]))
         self.place = place
-        self.at_place = at_place
+        self.problem = problem
 
 
 def sources_of(stages: Mapping[str, GraphStage]) -> dict[str, tuple[str, ...]]:
@@ -94,7 +96,7 @@ def check_graph(
     try:
         topological_order(sources_of(stages))
     except ValueError as error:
-        raise GraphError(("stages",), f"{error}; remove one of the edges", str(error)) from error
+        raise GraphError(("stages",), f"{error}; remove one of the edges") from error
     _check_every_stage_is_used(stages)
     transforms = {}
     for name, stage in stages.items():
@@ -140,31 +142,18 @@ def _check_sources(stages: Mapping[str, GraphStage]) -> None:
         place = ("stages", name, "inputs", "from")
         sources = stage.inputs.sources
         if not sources:
-            message = f"stage {name!r} has inputs that name no stage"
-            raise GraphError(place, "must not be empty", message)
+            raise GraphError(place, "must not be empty")
         for source in sources:
             if source not in stages:
-                hint = suggest(source, stages)
-                raise GraphError(
-                    place,
-                    f"unknown stage {source!r}{hint}",
-                    f"stage {name!r} takes its input from {source!r}, which is no stage{hint}",
-                )
+                raise GraphError(place, f"unknown stage {source!r}{suggest(source, stages)}")
             if sources.count(source) > 1:
-                raise GraphError(
-                    place,
-                    f"a stage is named twice: {', '.join(sources)}",
-                    f"stage {name!r} names its source {source!r} twice",
-                )
+                raise GraphError(place, f"a stage is named twice: {', '.join(sources)}")
 
 
 def _check_every_stage_is_used(stages: Mapping[str, GraphStage]) -> None:
     if not any(stage.final_output for stage in stages.values()):
-        raise GraphError(
-            ("stages",),
-            "nothing comes out of this pipeline; give at least one stage a final_output",
-            f"none of the stages {list(stages)} has a final_output: the user would get nothing",
-        )
+        problem = "nothing comes out of this pipeline; give at least one stage a final_output"
+        raise GraphError(("stages",), problem)
     feeding = {source for sources in sources_of(stages).values() for source in sources}
     for name, stage in stages.items():
         if name not in feeding and not stage.final_output:
@@ -172,7 +161,6 @@ def _check_every_stage_is_used(stages: Mapping[str, GraphStage]) -> None:
                 ("stages", name),
                 "no stage takes its output and it has no final_output; give it one, name it in "
                 "another stage's inputs, or remove it",
-                f"stage {name!r} leads nowhere: it feeds no stage and has no final_output",
             )
 
 
@@ -180,16 +168,14 @@ def _resolved(name: str, inputs: StageInputs) -> Transform:
     try:
         return resolve_transform(inputs.transform)
     except ValueError as error:
-        place = ("stages", name, "inputs", "transform")
-        raise GraphError(place, str(error), f"stage {name!r}: {error}") from error
+        raise GraphError(("stages", name, "inputs", "transform"), str(error)) from error
 
 
 def _check_number_of_sources(name: str, inputs: StageInputs, needs: Requirements) -> None:
     wanted, got = needs.num_sources, len(inputs.sources)
     if wanted not in (None, got):
         problem = f"transform {inputs.transform_name!r} takes {wanted} source(s), got {got}"
-        place = ("stages", name, "inputs", "from")
-        raise GraphError(place, problem, f"stage {name!r}: {problem}: {', '.join(inputs.sources)}")
+        raise GraphError(("stages", name, "inputs", "from"), problem)
 
 
 def _check_outputs(
@@ -210,7 +196,7 @@ def _check_outputs(
                 f"transform {inputs.transform_name!r}, but the model of {source!r} emits "
                 f"{', '.join(known)}"
             )
-            raise GraphError(("stages", source, "model"), problem, problem)
+            raise GraphError(("stages", source, "model"), problem)
         missing = [
             tensor for tensor in needs.tensors if outputs is not None and tensor not in outputs
         ]
@@ -220,8 +206,6 @@ def _check_outputs(
                 ("stages", source, "outputs"),
                 f"{list(outputs or ())} is not what stage {name!r} needs with its transform "
                 f"{inputs.transform_name!r}: {hint}, or leave outputs out",
-                f"stage {name!r} takes {', '.join(needs.tensors)} of {source!r}, whose outputs are "
-                f"{list(outputs or ())}: {hint}",
             )
 
 
@@ -232,48 +216,32 @@ def _check_streamed_edge(
     needs: Requirements | None,
 ) -> None:
     """Check that the one source's chunks can go through the transform into the stage."""
-    edge = f"stage {name!r}: inputs.chunk_size"
     for field in ("chunk_size", "max_pending_chunks"):
         value = getattr(inputs, field)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             problem = f"must be an integer of at least 1, got {value!r}"
-            place = ("stages", name, "inputs", field)
-            raise GraphError(place, problem, f"stage {name!r}: inputs.{field} {problem}")
+            raise GraphError(("stages", name, "inputs", field), problem)
     source = inputs.sources[0]
     if len(inputs.sources) != 1:
-        at_place = f"is for one source, got {len(inputs.sources)}"
-        message = (
-            f"{edge} streams one source, but it takes its input from "
-            f"{', '.join(map(repr, inputs.sources))}: leave chunk_size out"
-        )
+        problem = f"is for one source, got {len(inputs.sources)}"
     elif not stages[name].takes_chunks:
         kind = _kind_of(stages[name])
         article = "an" if kind[0].lower() in "aeiou" else "a"
-        at_place = f"is not for {article} {kind}, which reads its whole input at once"
-        message = f"{edge}: it takes its requests whole, not in chunks: leave it out"
+        problem = f"is not for {article} {kind}, which reads its whole input at once"
     elif not stages[source].gives_chunks:
-        at_place = (
+        problem = (
             f"needs a source that generates tokens; {source!r} is of kind "
             f"{_kind_of(stages[source])!r}"
         )
-        message = (
-            f"{edge} streams stage {source!r}, which hands on its outputs whole: only "
-            "decoder-only models do so token by token; leave chunk_size out"
-        )
     elif needs is not None and not needs.chunkable:
-        named = inputs.transform_name
-        at_place = (
-            f"needs a transform that works chunk by chunk, which {named!r} does not; mark one that "
-            "does with @omni.chunkable"
-        )
-        message = (
-            f"{edge}: its transform {named!r} works on whole outputs; use one that is marked with "
-            "@omni.chunkable, or leave chunk_size out"
+        problem = (
+            f"needs a transform that works chunk by chunk, which {inputs.transform_name!r} does "
+            "not; mark one that does with @omni.chunkable"
         )
     else:
         return
     place = ("stages", name, "inputs", "chunk_size")
-    raise GraphError(place, f"{at_place}; leave it out to wait until the source is done", message)
+    raise GraphError(place, f"{problem}; leave it out to wait until the source is done")
 
 
 def _kind_of(stage: GraphStage) -> str:

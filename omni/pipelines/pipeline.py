@@ -39,6 +39,8 @@ class Pipeline:
 
     Attributes:
         stages: by name, in topological order.
+        order: names of the stages, each after all that feed it.
+        final_stages: names of the stages whose outputs the user gets.
         transforms: for every stage with inputs, the function that makes its prompt.
         consumers: for every stage the names of those that it feeds.
         speaker: as given, by the voice's own name.
@@ -64,12 +66,13 @@ class Pipeline:
         check_argument("speaker", speaker, str | None, "a str or None")
         transforms = check_graph(by_name)
         sources = sources_of(by_name)
-        order = topological_order(sources)
+        self.order = order = tuple(topological_order(sources))
         self.stages: Mapping[str, Stage] = MappingProxyType({name: by_name[name] for name in order})
         self.transforms: Mapping[str, Transform] = MappingProxyType(transforms)
         self.consumers: Mapping[str, tuple[str, ...]] = MappingProxyType(
             {name: tuple(other for other in order if name in sources[other]) for name in order}
         )
+        self.final_stages = tuple(name for name in order if by_name[name].final_output)
         self._check_completions()
         check_tensors(self.stages, transforms)
         speakers = {name: stage.speakers for name, stage in self.stages.items()}
@@ -104,16 +107,6 @@ class Pipeline:
             pipeline = cls(stages, speaker=config.speaker, voices=config.voices)
             built.pop_all()
         return pipeline
-
-    @property
-    def order(self) -> tuple[str, ...]:
-        """Names of the stages, each after all that feed it."""
-        return tuple(self.stages)
-
-    @property
-    def final_stages(self) -> tuple[str, ...]:
-        """Names of the stages whose outputs the user gets."""
-        return tuple(name for name, stage in self.stages.items() if stage.final_output)
 
     def merge_sampling(
         self, overrides: Mapping[str, SamplingParams | Mapping[str, Any]]

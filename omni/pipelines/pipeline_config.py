@@ -110,7 +110,7 @@ class PipelineConfig(Settings):
         try:
             check_graph(self.stages, run_custom=False, emitted=self.emitted())
         except GraphError as error:
-            raise PlacedError(error.place, error.at_place) from error
+            raise PlacedError(error.place, error.problem) from error
         for name, stage in self.stages.items():
             misplaced = stage.placement.misplaced(self.runtime.kind)
             if misplaced is not None:

@@ -78,11 +78,11 @@ class OmniRequest:
     speaker: str | None = None
 
     def __post_init__(self) -> None:
-        self._check("request_id", str | None)
-        self._check("priority", int)
-        self._check("cache_salt", str | None)
-        self._check("speaker", str | None)
-        self._check("sampling", Mapping)
+        for name, kind in _TYPES.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                wanted = getattr(kind, "__name__", kind)
+                raise ValueError(f"{name} must be {wanted}, got {value!r}")
         for stage, override in self.sampling.items():
             if not isinstance(stage, str):
                 raise ValueError(f"sampling must name stages by str, got {stage!r}")
@@ -92,12 +92,12 @@ class OmniRequest:
                     f"fields, got {override!r}"
                 )
 
-    def _check(self, name: str, kind: type | UnionType) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, kind):
-            wanted = getattr(kind, "__name__", kind)
-            raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
+_TYPES: Mapping[str, type | UnionType] = {
+    **dict.fromkeys(("request_id", "cache_salt", "speaker"), str | None),
+    "priority": int,
+    "sampling": Mapping,
+}
 
 Requests: TypeAlias = Prompt | OmniRequest | Sequence[Prompt | OmniRequest]
 """One request or several; a prompt is a request with nothing else to say."""

@@ -259,7 +259,9 @@ class Driver:
     def _add(self, ticket: Ticket, group: int | None) -> None:
         if ticket not in self._submitted:  # it has failed with all that was live
             return
-        request = replace(ticket.request, request_id=ticket.request_id)
+        request = ticket.request
+        if request.request_id is None:
+            request = replace(request, request_id=ticket.request_id)
         try:
             self._orchestrator.add_request(request, group)
         except Exception as error:  # stages may be users' code; the other callers go on

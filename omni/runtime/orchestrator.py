@@ -127,7 +127,7 @@ class Orchestrator:
     @property
     def has_work(self) -> bool:
         """Whether :meth:`step` has work: not while nothing comes from any stage."""
-        return any([link.has_work for link in self._links.values()]) or any(self._unread.values())
+        return any(link.has_work or self._unread[name] for name, link in self._links.items())
 
     @property
     def time_to_work(self) -> float | None:
@@ -174,8 +174,8 @@ class Orchestrator:
 
     def step(self) -> list[OmniDelta]:
         """Take one turn; return the requests that ended or of which the user gets something new."""
-        self._flush()
         if not self._caller_waits:
+            self._flush()
             if not self.has_work:
                 self._has_events.wait(_PATIENCE_S)
             self._has_events.clear()

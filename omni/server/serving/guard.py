@@ -87,13 +87,9 @@ class ArrivingBody:
         self._num_bytes = 0
         self._num_held = 0
         self._announced = headers.get("content-length", "0")
-        self._is_coming = self._announced != "0" or "transfer-encoding" in headers
+        # Whether some of it has not been received, from a client that is there.
+        self.is_coming = self._announced != "0" or "transfer-encoding" in headers
         self._is_waiting = "expect" in headers
-
-    @property
-    def is_coming(self) -> bool:
-        """Tell if some of it has not been received, from a client that is there."""
-        return self._is_coming
 
     def check_length(self) -> None:
         """Refuse with status 413 what says that it is too long."""
@@ -108,7 +104,7 @@ class ArrivingBody:
             ApiError: with status 413: more has come than may come; with 408: it stands still, or
                 takes too long; with 429: too much comes from all clients together.
         """
-        if not self._is_coming:  # who waits for more than all of it has read it
+        if not self.is_coming:  # who waits for more than all of it has read it
             self.let_go()
             return await self._next()
         message = await self._next_in_time()
@@ -132,7 +128,7 @@ class ArrivingBody:
             return
         try:
             async with asyncio.timeout(_REST_S):
-                while self._is_coming:
+                while self.is_coming:
                     await self._next()
         except TimeoutError:  # a client that takes so long does without
             pass
@@ -157,7 +153,7 @@ class ArrivingBody:
     async def _next(self) -> Message:
         self._is_waiting = False
         message = await self._receive()
-        self._is_coming = message["type"] == "http.request" and message.get("more_body", False)
+        self.is_coming = message["type"] == "http.request" and message.get("more_body", False)
         return message
 
     def _too_large(self) -> ApiError:

@@ -67,25 +67,25 @@ TO_TALKER = "thinker_to_talker"
     [
         (
             [Thinker("a"), Thinker("b"), Talker("c", ("a", "b"), TO_TALKER, chunk_size=2)],
-            "stage 'c': inputs.chunk_size streams one source, .* 'a', 'b'",
+            "stage 'c': inputs.chunk_size: is for one source, got 2",
         ),
         (
             [Closed("a"), Talker("b", "a", TO_TALKER, chunk_size=2)],
-            "stage 'b': inputs.chunk_size streams stage 'a', which hands on its outputs whole",
+            "stage 'b': inputs.chunk_size: needs a source that generates tokens; 'a'",
         ),
         (
             [Thinker("a"), Deaf("b", "a", TO_TALKER, chunk_size=2)],
-            "stage 'b': inputs.chunk_size: it takes its requests whole",
+            "stage 'b': inputs.chunk_size: is not for a",
         ),
         (
             [Thinker("a"), Talker("b", "a", "text_as_prompt", chunk_size=2)],
-            "stage 'b': inputs.chunk_size: its transform 'text_as_prompt' works on whole outputs",
+            "stage 'b': inputs.chunk_size: needs a transform .* which 'text_as_prompt'",
         ),
-        ([Thinker("a"), Talker("b", "a", unmarked, chunk_size=2)], "its transform 'unmarked'"),
-        ([Thinker("a"), Talker("b", "a", TO_TALKER, chunk_size=0)], "chunk_size must .* got 0"),
+        ([Thinker("a"), Talker("b", "a", unmarked, chunk_size=2)], "which 'unmarked' does not"),
+        ([Thinker("a"), Talker("b", "a", TO_TALKER, chunk_size=0)], "chunk_size: must .* got 0"),
         (
             [Thinker("a"), Talker("b", "a", TO_TALKER, chunk_size=1, max_pending=0)],
-            "stage 'b': inputs.max_pending_chunks must be an integer of at least 1, got 0",
+            "stage 'b': inputs.max_pending_chunks: must be an integer of at least 1, got 0",
         ),
     ],
 )
@@ -99,6 +99,6 @@ def test_an_edge_that_cannot_be_streamed_is_refused(
 def test_the_output_of_an_encoder_decoder_cannot_be_streamed(seeded: Callable[[str], str]) -> None:
     engine = EngineConfig(model=seeded("whisper"), block_size=16, num_blocks=64)
     hears = AutoregressiveStage("hears", engine)
-    with pytest.raises(ValueError, match="streams stage 'hears', .* only decoder-only models"):
+    with pytest.raises(ValueError, match="needs a source that generates tokens; 'hears'"):
         Pipeline([hears, Talker("speaks", "hears", TO_TALKER, chunk_size=2)])
     Pipeline([hears, Talker("speaks", "hears", TO_TALKER)])
