@@ -199,7 +199,7 @@ class ResponseStream:
 
     def _admitted(self, running: _Running, admitted: asyncio.Future[None]) -> None:
         """Begin a request that had to wait."""
-        if admitted.cancelled():
+        if running.is_over or admitted.cancelled():
             return
         try:
             self._pipeline.check_stages()
