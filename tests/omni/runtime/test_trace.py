@@ -158,7 +158,7 @@ def test_a_request_that_fails_or_is_aborted_leaves_nothing_behind(tmp_path: Path
 
 
 def test_without_a_trace_no_worker_watches() -> None:
-    links = WholeOrchestrator(Pipeline([FakeStage("a")]))._links._links.values()
+    links = WholeOrchestrator(Pipeline([FakeStage("a")]))._links.values()
     assert {type(link) for link in links} == {StageWorker}
 
 
