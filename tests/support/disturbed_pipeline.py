@@ -174,7 +174,7 @@ class DisturbedPipeline:
         links: Any = self.omni._driver._orchestrator._links
         with self.omni.paused():
             for stage in self.stages:
-                worker = links._links[stage.name]
+                worker = links[stage.name]
                 if worker._guarded._broken.is_broken:
                     continue
                 assert not stage.has_unfinished_requests, f"{stage.name} holds requests"
