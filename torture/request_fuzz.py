@@ -144,7 +144,7 @@ def take_templates(numbers: Sequence[int]) -> Iterator[tuple[str, str]]:
     for number in numbers:
         tokenizer.chat_template = hostile_template(number)
         try:
-            render_chat(tokenizer, [{"role": "user", "content": "Who?"}], _TIGHT)
+            render_chat(tokenizer, [{"role": "user", "content": "Who?"}], limits=_TIGHT)
         except ValueError:
             yield "failed alone", ""
         except Exception as error:

@@ -223,9 +223,10 @@ class AudioEncoderInputs(EncoderInputMaker):
     def of_chat(self, chat: ChatPrompt) -> AudioPrompt:
         """The one sound of a chat without words."""
         counts = {modality: len(items) for modality, items in items_of(chat).items() if items}
-        if _has_words(chat) or counts != {"audio": 1}:
+        if _has_words(chat) or chat.tools or counts != {"audio": 1}:
             got = [f"{count} {modality}" for modality, count in counts.items()]
             got += ["text"] if _has_words(chat) else []
+            got += ["tools"] if chat.tools else []
             raise ValueError(
                 f"this model's encoder takes {self.takes}, of a chat one sound without words: one "
                 "message with that sound alone, no system message and no earlier turns; got "

@@ -277,10 +277,11 @@ def tokenize(
             "the checkpoint has no tokenizer: give prompt_token_ids or prompt_embeds, not text"
         )
     if isinstance(prompt, ChatPrompt):
-        limits.check_chars(_num_chars(prompt.messages))
+        given = (prompt.messages, prompt.tools, prompt.chat_template_kwargs)
+        limits.check_chars(_num_chars(given))
         template = limits.requests.template_seconds, limits.requests.template_bytes
         bounds = TemplateLimits(limits.max_prompt_chars, *template)
-        text, add_special_tokens = render_chat(tokenizer, prompt.messages, bounds), False
+        text, add_special_tokens = render_chat(tokenizer, *given, limits=bounds), False
     elif isinstance(prompt, TextPrompt):
         text, add_special_tokens = prompt.prompt, prompt.add_special_tokens
         if not isinstance(add_special_tokens, bool):

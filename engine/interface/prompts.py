@@ -110,12 +110,18 @@ class ChatPrompt:
     Attributes:
         messages: each with ``role`` and ``content``, oldest first. The content is text, or a list
             of parts, such as ``{"type": "image"}`` and ``{"type": "text", "text": ...}``, where
-            the template knows them.
+            the template knows them. An assistant's message may have ``tool_calls`` instead, and one
+            of the role ``tool`` answers a call.
         multi_modal_data: see :data:`MultiModalData`.
+        tools: functions that the model may ask to be called, in OpenAI's shape:
+            ``{"type": "function", "function": {"name": ..., "parameters": {...}}}``.
+        chat_template_kwargs: further values for the template, such as ``enable_thinking``.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     multi_modal_data: MultiModalData = field(default_factory=dict, hash=False)
+    tools: tuple[Mapping[str, Any], ...] = ()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -47,10 +48,12 @@ __all__ = [
 ]
 
 Message: TypeAlias = Mapping[str, Any]
+Tool: TypeAlias = Mapping[str, Any]
 Form: TypeAlias = Literal["text", "parts"]
 
 # Where processors keep templates that their tokenizers do not know of, the first that has one.
 _PROCESSOR_FILES = ("processor_config.json", "chat_template.json")
+_TEMPLATE_VALUES = {"messages", "tools", "documents", "add_generation_prompt"}
 _PART_TYPES = ("text", "image", "audio", "video")
 _MOST_TRIES = 16
 # A message's reasoning by its names, the one that templates read first, as transformers has them.
@@ -185,8 +188,16 @@ def processor_chat_template(folder: Path) -> Any:
 class _Rendering:
     """The tries of one prompt, which share what it may take."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: TemplateLimits) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[Tool],
+        values: Mapping[str, Any],
+        limits: TemplateLimits,
+    ) -> None:
         self._tokenizer = tokenizer
+        self.tools: list[Any] | None = [dict(tool) for tool in tools] or None
+        self._values = values
         self._limits = limits
         self._spent_s = 0.0
 
@@ -199,12 +210,13 @@ class _Rendering:
         left = replace(self._limits, seconds=max(self._limits.seconds - self._spent_s, 1e-3))
         values = {
             **self._tokenizer.special_tokens_map,
+            **self._values,
             "messages": [_as_shown(message) for message in messages],
-            "tools": None,
+            "tools": self.tools,
             "documents": None,
             "add_generation_prompt": True,
         }
-        template: Any = self._tokenizer.get_chat_template()
+        template: Any = self._tokenizer.get_chat_template(tools=self.tools)
         if not isinstance(template, str):
             got = type(template).__name__
             raise ValueError(f"the checkpoint's chat template must be text, got {got}")
@@ -217,8 +229,10 @@ class _Rendering:
             return str(
                 self._tokenizer.apply_chat_template(
                     [dict(message) for message in messages],
+                    tools=self.tools,
                     tokenize=False,
                     add_generation_prompt=True,
+                    **self._values,
                 )
             )
         except Exception as error:  # as of a template
@@ -237,6 +251,9 @@ def _as_shown(message: Message) -> dict[str, Any]:
 def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
+    tools: Sequence[Tool] = (),
+    values: Mapping[str, Any] = MappingProxyType({}),
+    *,
     limits: TemplateLimits = _LIMITS,
 ) -> str:
     """Turn chat messages into a prompt that asks for the assistant's next message.
@@ -252,25 +269,32 @@ def render_chat(
 
     Args:
         messages: each with ``role`` and ``content``, oldest first.
+        tools: see :class:`~engine.interface.prompts.ChatPrompt`.
+        values: further ones for the template.
 
     Returns:
         The text, special tokens included: tokenize it without adding any.
 
     Raises:
-        ValueError: no messages, a malformed one, no chat template, or the template refuses the
-            messages (roles that do not alternate, an image where it reads text), leaves out what
-            one of them says (of an unknown role), or takes more than it may.
+        ValueError: no messages, a malformed one or a malformed tool, no chat template, or the
+            template refuses the messages (roles that do not alternate, an image where it reads
+            text), leaves out what one of them says (of an unknown role) or the tools, or takes
+            more than it may.
     """
     if not messages:
         raise ValueError("a chat prompt needs at least one message")
     for index, message in enumerate(messages):
         _check_message(f"chat message {index}", message)
+    for index, tool in enumerate(tools):
+        _check_tool(f"tool {index}", tool)
+    if taken := _TEMPLATE_VALUES & values.keys():
+        raise ValueError(f"chat_template_kwargs has {sorted(taken)[0]!r}, which is given elsewhere")
     if not tokenizer.chat_template:
         raise ValueError(
             "the checkpoint has no chat template, so chat messages cannot be turned into text; "
             "give the prompt as text"
         )
-    rendering, problems = _Rendering(tokenizer, limits), []
+    rendering, problems = _Rendering(tokenizer, tools, values, limits), []
     for forms in _tries(messages):
         try:
             converted = [_convert(index, each, forms) for index, each in enumerate(messages)]
@@ -347,6 +371,17 @@ def _check_read(rendering: _Rendering, messages: Sequence[Message]) -> None:
                 f"{message['role']!r} says, given as "
                 f"{'text' if _is_text(message['content']) else 'a list of parts'}"
             )
+    for call in (*(rendering.tools or ()), *_calls_of(messages)):
+        name = _function_name(call)
+        if name is not None and name.casefold() not in text:
+            raise ValueError(
+                f"the checkpoint's chat template knows no tools: it leaves out {name!r}"
+            )
+
+
+def _calls_of(messages: Sequence[Message]) -> Iterator[Tool]:
+    for message in messages:
+        yield from message.get("tool_calls") or ()
 
 
 def _marked(message: Message, mark: Callable[[str, Message], str]) -> Message:
@@ -373,12 +408,29 @@ def _check_message(name: str, message: object) -> None:
     role, content = message["role"], message["content"]
     if not isinstance(role, str):
         raise ValueError(f"{name}: role must be a str, got {role!r}")
+    calls = message.get("tool_calls") or ()
+    if not isinstance(calls, Sequence):
+        raise ValueError(f"{name}: tool_calls must be a list, got {calls!r}")
+    for number, call in enumerate(calls):
+        _check_tool(f"{name}, tool call {number}", call)
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return
     if not isinstance(content, Sequence):
         raise ValueError(f"{name}: content must be text or a list of parts, got {content!r}")
     for number, part in enumerate(content):
         _check_part(f"{name}, part {number}", part)
+
+
+def _check_tool(name: str, tool: object) -> None:
+    if _function_name(tool) is None:
+        raise ValueError(f"{name} must be a mapping whose function has a name, got {tool!r:.200}")
+
+
+def _function_name(tool: object) -> str | None:
+    """Of a tool or a call, in OpenAI's shape or, as some templates take it, the function alone."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
 
 
 def _check_part(name: str, part: object) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -35,7 +35,9 @@ from stages import StageConfig
 from stages.stage_config import parse_stage_config
 from stages.transforms.registry import is_custom, locate_transform
 
-__all__ = ["PipelineConfig"]
+__all__ = ["PipelineConfig", "ToolFormat"]
+
+ToolFormat: TypeAlias = Literal["auto", "hermes", "llama3_json", "mistral", "pythonic"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -72,6 +74,8 @@ class PipelineConfig(Settings):
         speaker: whose voice requests get that name none; None takes the checkpoint's first choice.
         voices: other names of voices, such as ``{alloy: Ada}``. OpenAI's stock names that are not
             here stand for the checkpoint's voices in order.
+        tool_parser: the form in which the model asks a server's tools to be called; ``auto`` tells
+            from the text.
         runtime: where the stages run.
         stages: any acyclic graph.
     """
@@ -80,6 +84,7 @@ class PipelineConfig(Settings):
     description: str | None = None
     speaker: str | None = Field(default=None, min_length=1)
     voices: dict[Annotated[str, Field(min_length=1)], str] = Field(default_factory=dict)
+    tool_parser: ToolFormat = "auto"
     runtime: RuntimeConfig = RuntimeConfig()
     stages: dict[Name, Annotated[SerializeAsAny[StageConfig], PlainValidator(_of_its_kind)]] = (
         Field(min_length=1)

@@ -123,8 +123,15 @@ Memory is a kind of cache: it gives back what was stored, as long as nothing els
 """
 
 _CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|system|>\nTools:\n' }}"
+    "{% for tool in tools %}{{ tool['function'] | tojson + '\n' }}{% endfor %}{{ eos_token }}"
+    "{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>\n' + message['content'] + eos_token + '\n' }}"
+    "{{ '<|' + message['role'] + '|>\n' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or () %}"
+    "{{ '<tool_call>\n' + call['function'] | tojson + '\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ eos_token + '\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )

@@ -138,7 +138,7 @@ def _content(prompt: object) -> bytes:
         case TokensPrompt():
             return array("q", prompt.prompt_token_ids).tobytes()
         case ChatPrompt():
-            return json.dumps(prompt.messages, default=str).encode()
+            return json.dumps((prompt.tools, prompt.messages), default=str).encode()
         case ExplicitEncoderDecoderPrompt():
             return _content(prompt.encoder_prompt)
         case _:

@@ -34,10 +34,11 @@ from omni.server.openai.speech import (
     sound_of,
     speaking_stage,
 )
+from omni.server.openai.tools import ToolCall, ToolCallParser, check_tools
 from omni.server.serving.pipeline_response import DONE, PipelineResponse
 
 if TYPE_CHECKING:
-    from engine import Waveform
+    from engine import FinishReason, Waveform
     from engine.interface.outputs import OutputDelta
     from omni.server.openai.chat_request import ChatRequest
     from omni.server.serving.client import Client
@@ -49,10 +50,17 @@ __all__ = ["Chat"]
 
 @dataclass(slots=True)
 class _Progress:
-    """How far a stream has come."""
+    """How far a stream has come.
 
+    Attributes:
+        parsers: of calls of tools, by completion; None where there are no tools.
+        ended: why completions have ended, as long as that is not sent.
+        over: the completions whose end was sent.
+    """
+
+    parsers: list[ToolCallParser | None]
     has_begun: bool = False
-    ended: dict[int, str] = field(default_factory=dict)
+    ended: dict[int, str | None] = field(default_factory=dict)
     over: set[int] = field(default_factory=set)
     count: TokenCount = field(default_factory=TokenCount)
 
@@ -72,6 +80,7 @@ class Chat(PipelineResponse):
         if body.audio is not None:
             self._voice = speaking_stage(stages, "modalities")
             check_voice(stages, body.audio.voice, "audio.voice")
+        check_tools(body.tools or [], body.tool_choice)
         fields, names = body.stage_fields()
         self._sampling = merge_sampling(stages, self._stage, fields, body.stages, names)
         self._n = num_completions(stages, self._stage, self._sampling)
@@ -87,8 +96,10 @@ class Chat(PipelineResponse):
             (last,) = await stream.last_outputs()
         output = last[self._stage]
         completions = completions_of(output)
+        parsers = self._tool_parsers()
         messages = [
-            AssistantMessage(role="assistant", content=each.text or "") for each in completions
+            _message(each.text or "", parser)
+            for each, parser in zip(completions, parsers, strict=True)
         ]
         sound = sound_of(last, self._voice) if self._voice is not None else None
         if sound is not None:  # else the text is the answer, as in a stream
@@ -100,9 +111,11 @@ class Chat(PipelineResponse):
                     index=index,
                     message=message,
                     logprobs=self._logprobs.chat(each.logprobs or ()) if self._logprobs else None,
-                    finish_reason=each.finish_reason,
+                    finish_reason=_reason(each.finish_reason, parser),
                 )
-                for index, (message, each) in enumerate(zip(messages, completions, strict=True))
+                for index, (message, each, parser) in enumerate(
+                    zip(messages, completions, parsers, strict=True)
+                )
             ],
         )
         answer.usage = usage_of([output])
@@ -110,7 +123,7 @@ class Chat(PipelineResponse):
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The answer by events: text and sound as they come."""
-        progress = _Progress()
+        progress = _Progress(self._tool_parsers())
         piece = b""
         async with await self._stream() as stream:
             async for update in stream.updates():
@@ -129,7 +142,7 @@ class Chat(PipelineResponse):
 
     async def _stream(self) -> ResponseStream:
         body, limits = self._body, self.server.settings.limits
-        prompt = await chat_prompt(body.messages, self.server.fetcher, limits.max_body_bytes)
+        prompt = await chat_prompt(body, self.server.fetcher, limits.max_body_bytes)
         speaker = body.audio.voice if body.audio is not None else None
         request = body.request(self.client, prompt, self._sampling, speaker=speaker)
         stages = [self._stage] if self._voice is None else [self._stage, self._voice]
@@ -162,13 +175,20 @@ class Chat(PipelineResponse):
                 )
             if part is None:
                 continue
-            if part.text or (part.logprobs and self._logprobs):
-                choice = self._text_choice(index, part.text or "")
+            ends = part.finish_reason is not None and index not in progress.over
+            text, parser = part.text or "", progress.parsers[index]
+            calls: list[ToolCall] = []
+            if parser is not None:
+                text, calls = parser.feed(text, is_last=ends)
+            if text or (part.logprobs and self._logprobs):
+                choice = self._text_choice(index, text)
                 if self._logprobs is not None:
                     choice.logprobs = self._logprobs.chat(part.logprobs or ())
                 new.append(choice)
-            if part.finish_reason is not None and index not in progress.over:
-                progress.ended[index] = part.finish_reason.value
+            if calls:
+                new.append(Choice(index=index, delta=AssistantMessage(tool_calls=calls)))
+            if ends:
+                progress.ended[index] = _reason(part.finish_reason, parser)
         progress.has_begun |= delta is not None
         if sound is not None:
             new.append(Choice(index=0, delta=AssistantMessage(audio=self._piece(sound))))
@@ -178,6 +198,23 @@ class Chat(PipelineResponse):
             progress.over.update(progress.ended)
             progress.ended.clear()
         return new
+
+    def _tool_parsers(self) -> list[ToolCallParser | None]:
+        """What reads calls of tools out of each completion."""
+        body = self._body
+        names = [tool.function.name for tool in body.offered_tools]
+        form = self.pipeline.config.tool_parser
+        return [
+            ToolCallParser(
+                names,
+                form,
+                is_required=body.required_tools is not None,
+                most=None if body.parallel_tool_calls else 1,
+            )
+            if names
+            else None
+            for _ in range(self._n)
+        ]
 
     def _text_choice(self, index: int, text: str) -> Choice:
         delta = AssistantMessage(content=text)
@@ -215,3 +252,22 @@ class Chat(PipelineResponse):
             model=self.pipeline.name,
             choices=choices,
         )
+
+
+def _message(text: str, parser: ToolCallParser | None) -> AssistantMessage:
+    """A whole message: words, and calls of tools."""
+    message = AssistantMessage(role="assistant", content=text)
+    if parser is not None:
+        words, calls = parser.feed(text, is_last=True)
+        for call in calls:
+            call.index = UNSET
+        message.content = words or (None if calls else "")
+        message.tool_calls = calls or UNSET
+    return message
+
+
+def _reason(reason: FinishReason | None, parser: ToolCallParser | None) -> str | None:
+    """Why a completion has ended, in OpenAI's words."""
+    if parser is not None and parser.num_calls and reason == "stop":
+        return "tool_calls"
+    return None if reason is None else reason.value

@@ -12,6 +12,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 from engine import ChatPrompt, Prompt, SamplingParams, TextPrompt, TokensPrompt
 from engine.interface.placed_error import PlacedError, suggest
 from engine.interface.settings import explain_validation_error
+from omni.server.openai.tools import FunctionTool, NamedTool, RequestedCall, call_grammar
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import ApiModel, check_part, decoded, fetched
 from omni.server.serving.url_fetcher import UrlFetcher
@@ -277,9 +278,9 @@ class FileUrl(ApiModel):
 
 
 class ImageUrl(FileUrl):
-    """An image; how fine it is seen, is not chosen."""
+    """An image; how fine it is seen, the checkpoint's processor decides."""
 
-    not_supported: ClassVar = {"detail": ("auto",)}
+    without_effect: ClassVar = frozenset(("detail",))
 
 
 class InputAudio(ApiModel):
@@ -320,24 +321,29 @@ def _form_of_part(value: Any) -> str | None:
 class ChatMessage(ApiModel):
     """One turn of a conversation; keys that answers have are taken where they are empty.
 
-    The sound of an earlier answer is taken and left aside: its text counts.
+    The sound of an earlier answer is taken and left aside: its text counts. An earlier answer that
+    asked for calls needs no content, and one of the role ``tool`` has what a call returned.
     """
 
     without_effect: ClassVar = frozenset(("audio",))
-    not_supported: ClassVar = dict.fromkeys(
-        ("name", "refusal", "function_call", "tool_calls", "annotations"), ()
-    )
+    not_supported: ClassVar = dict.fromkeys(("refusal", "function_call", "annotations"), ())
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[str, Tag("text")]
-        | Annotated[list[ContentPart], Field(min_length=1), Tag("list")],
-        Discriminator(
-            _form_of_part,
-            custom_error_type="neither_form",
-            custom_error_message="Input should be text or a list of parts",
-        ),
-    ]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        Annotated[
+            Annotated[str, Tag("text")]
+            | Annotated[list[ContentPart], Field(min_length=1), Tag("list")],
+            Discriminator(
+                _form_of_part,
+                custom_error_type="neither_form",
+                custom_error_message="Input should be text or a list of parts",
+            ),
+        ]
+        | None
+    ) = None
+    name: str | None = None
+    tool_calls: list[RequestedCall] | None = None
+    tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -348,6 +354,30 @@ class ChatMessage(ApiModel):
                 "missing; this server keeps no sound, so give the transcript of the audio here",
             )
         return data
+
+    @model_validator(mode="after")
+    def _fields_suit_the_role(self) -> ChatMessage:
+        if self.tool_calls and self.role != "assistant":
+            raise PlacedError(
+                ("tool_calls",), f"belongs to an assistant's message, not {self.role}'s"
+            )
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise PlacedError(("tool_call_id",), "goes together with the role 'tool'")
+        if self.content is None and not self.tool_calls:
+            raise PlacedError(("content",), "missing; it must be given")
+        return self
+
+    def as_templates_know_it(
+        self, content: str | list[dict[str, str | None]] | None
+    ) -> dict[str, Any]:
+        """The message with its content in the form of chat templates."""
+        # OpenAI's newer name for the same.
+        role = "system" if self.role == "developer" else self.role
+        said: dict[str, Any] = {"role": role, "content": content}
+        if self.tool_calls:
+            said["tool_calls"] = [call.as_templates_know_it() for call in self.tool_calls]
+        more = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return said | {key: value for key, value in more.items() if value is not None}
 
 
 class StreamOptions(ApiModel):
@@ -383,24 +413,24 @@ class ChatRequest(SamplingFields):
     Attributes:
         max_completion_tokens: of the answer; ``max_tokens`` is its older name.
         top_logprobs: of how many tokens beside the chosen one.
+        tools: functions that the answer may ask to be called.
+        tool_choice: whether it may, has to, or has to call a certain one.
+        parallel_tool_calls: whether it may ask for several calls.
+        chat_template_kwargs: further values for the chat template, as in vLLM.
+        reasoning_effort: one of these values.
         modalities: of the answer; text always is one.
         audio: wanted with the modality ``audio``.
     """
 
+    # The last three are hints, of which any model may make nothing.
     without_effect: ClassVar = frozenset(
-        ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-    )
+        ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+         "prediction", "verbosity", "prompt_cache_retention")
+    )  # fmt: skip
     not_supported: ClassVar = {
-        "tools": (),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
         "functions": (),
         "function_call": ("none", "auto"),
-        "prediction": (),
-        "reasoning_effort": ("none",),
-        "verbosity": ("medium",),
         "web_search_options": (),
-        "prompt_cache_retention": (),
     }
 
     model: str
@@ -413,6 +443,11 @@ class ChatRequest(SamplingFields):
     stream_options: StreamOptions | None = None
     modalities: list[Literal["text", "audio"]] = Field(default=["text"], min_length=1)
     audio: AudioOptions | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: str | None = None
 
     @model_validator(mode="after")
     def _fields_go_together(self) -> ChatRequest:
@@ -444,7 +479,36 @@ class ChatRequest(SamplingFields):
             "logprobs": "top_logprobs",
         }
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.sampling_fields(max_tokens, logprobs), names
+        fields = self.sampling_fields(max_tokens, logprobs)
+        if (required := self.required_tools) is not None:
+            if "structured_output" in fields:
+                raise ApiError.bad_field(
+                    "tool_choice", f"requires a call, and {names['structured_output']} a text"
+                )
+            several = self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool)
+            fields["structured_output"] = {"grammar": call_grammar(required, several=several)}
+            names["structured_output"] = "tools"
+        return fields, names
+
+    @property
+    def offered_tools(self) -> list[FunctionTool]:
+        """The tools that the model is shown."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def required_tools(self) -> list[FunctionTool] | None:
+        """The tools of which one has to be called; None where none has to."""
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.offered_tools if tool.function.name == name]
+        return self.offered_tools if self.tool_choice == "required" else None
+
+    def template_values(self) -> dict[str, Any]:
+        """Return further values for the chat template."""
+        effort = (
+            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        )
+        return effort | self.chat_template_kwargs
 
 
 class CompletionRequest(SamplingFields):
@@ -471,36 +535,39 @@ class CompletionRequest(SamplingFields):
         return self
 
 
-async def chat_prompt(
-    messages: Sequence[ChatMessage], fetcher: UrlFetcher, max_bytes: int
-) -> ChatPrompt:
+async def chat_prompt(body: ChatRequest, fetcher: UrlFetcher, max_bytes: int) -> ChatPrompt:
     """Make the prompt. Files are handed on by their content: nothing that a client sends is a path.
 
     Images and videos in the network may have ``max_bytes`` together.
     """
-    with fetcher.place() if any(map(_has_address, messages)) else nullcontext():
-        return await _prompt(messages, fetcher, max_bytes)
+    with fetcher.place() if any(map(_has_address, body.messages)) else nullcontext():
+        said, shown = await _messages(body.messages, fetcher, max_bytes)
+    return ChatPrompt(
+        tuple(said),
+        multi_modal_data={kind: items for kind, items in shown.items() if items},
+        tools=tuple(tool.model_dump(exclude_none=True) for tool in body.offered_tools),
+        chat_template_kwargs=body.template_values(),
+    )
 
 
 def _has_address(message: ChatMessage) -> bool:
     """Tell if something of it has to be fetched."""
-    if isinstance(message.content, str):
+    if message.content is None or isinstance(message.content, str):
         return False
     urls = (part.file_url for part in message.content)
     return any(url is not None and url[:5].lower() != "data:" for url in urls)
 
 
-async def _prompt(
+async def _messages(
     messages: Sequence[ChatMessage], fetcher: UrlFetcher, max_bytes: int
-) -> ChatPrompt:
+) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
+    """The messages as chat templates know them, and what they show by modality."""
     shown: dict[str, list[Any]] = {"image": [], "audio": [], "video": []}
     room = max_bytes
     said: list[dict[str, Any]] = []
     for number, message in enumerate(messages):
-        # OpenAI's newer name for the same.
-        role = "system" if message.role == "developer" else message.role
-        if isinstance(message.content, str):
-            said.append({"role": role, "content": message.content})
+        if message.content is None or isinstance(message.content, str):
+            said.append(message.as_templates_know_it(message.content))
             continue
         parts: list[dict[str, str | None]] = []
         for index, part in enumerate(message.content):
@@ -517,7 +584,5 @@ async def _prompt(
                 parts.append({"type": "audio"})
             else:
                 parts.append({"type": "text", "text": part.text})
-        said.append({"role": role, "content": parts})
-    return ChatPrompt(
-        tuple(said), multi_modal_data={kind: items for kind, items in shown.items() if items}
-    )
+        said.append(message.as_templates_know_it(parts))
+    return said, shown

@@ -254,6 +254,42 @@ def test_a_call_of_a_tool_needs_no_words(
     assert render_chat(use(either), [*MESSAGES, call]) == "Hello, dog. look "
 
 
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+def test_tools_and_further_values_are_shown_as_transformers_shows_them(
+    use: Callable[[str], PreTrainedTokenizerFast],
+):
+    tokenizer = use(
+        "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ effort }}"
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
+    theirs = tokenizer.apply_chat_template(
+        MESSAGES, tools=[TOOL], tokenize=False, add_generation_prompt=True, effort="low"
+    )
+    assert render_chat(tokenizer, MESSAGES, [TOOL], {"effort": "low"}) == theirs
+
+
+def test_a_template_that_leaves_out_tools_is_refused(use: Callable[[str], PreTrainedTokenizerFast]):
+    template = use("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    with pytest.raises(ValueError, match="knows no tools: it leaves out 'look'"):
+        render_chat(template, MESSAGES, [TOOL])
+    call = {"role": "assistant", "content": "", "tool_calls": [TOOL]}
+    with pytest.raises(ValueError, match="knows no tools: it leaves out 'look'"):
+        render_chat(template, [*MESSAGES, call])
+
+
+@pytest.mark.parametrize("tool", [{}, {"function": {}}, "look", {"function": {"name": 1}}])
+def test_a_malformed_tool_is_named(chat_tokenizer: PreTrainedTokenizerFast, tool: Any):
+    with pytest.raises(ValueError, match="tool 0 must be a mapping whose function has a name"):
+        render_chat(chat_tokenizer, MESSAGES, [tool])
+
+
+def test_what_is_given_elsewhere_is_no_further_value(chat_tokenizer: PreTrainedTokenizerFast):
+    with pytest.raises(ValueError, match="chat_template_kwargs has 'tools', which is given else"):
+        render_chat(chat_tokenizer, MESSAGES, (), {"tools": []})
+
+
 def test_many_roles_cost_few_tries(
     use: Callable[[str], PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
 ):
@@ -326,7 +362,7 @@ def test_all_tries_of_a_prompt_share_the_time_and_one_too_much_ends_them(
 
     monkeypatch.setattr(TemplateProcesses, "render", render)
     with pytest.raises(TemplateLimitError):
-        render_chat(use("{{ 1 }}"), MESSAGES, TemplateLimits(seconds=1.2))
+        render_chat(use("{{ 1 }}"), MESSAGES, limits=TemplateLimits(seconds=1.2))
     assert asked == pytest.approx([1.2, 0.7, 0.2])
 
 

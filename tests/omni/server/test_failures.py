@@ -80,8 +80,7 @@ def ask(client: Any, prompt: str = "x", model: str = "gated", **more: Any) -> st
             "stages.writer.suppress_token_ids",
             "suppress_token_ids holds 99999",
         ),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"extra_body": {"functions": [{}]}}, "functions", "not supported"),
         ({"messages": []}, "messages", "must not be empty"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
         (

@@ -1,0 +1,333 @@
+"""Tools: what a chat may ask to be called, and the calls in what a model writes.
+
+A model asks for calls in the form that its chat template taught it::
+
+    hermes       <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>   anywhere, several
+    llama3_json  {"name": "add", "parameters": {"a": 1}}                         alone, ; between
+    mistral      [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]            alone
+                 add{"a": 1}                                                     alone
+    pythonic     [add(a=1), add(a=2)]                                            alone
+
+``auto`` knows all of them: their beginnings differ, and only names of the request's tools count
+where a text could be an answer as well. Where a call is required, the text is held to a grammar of
+its own, a list as in ``mistral``.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+from pydantic import Field, field_validator
+
+from omni.pipelines.pipeline_config import ToolFormat
+from omni.server.serving.api_error import ApiError
+from omni.server.serving.request_body import ApiModel
+
+__all__ = [
+    "FunctionCall",
+    "FunctionTool",
+    "NamedTool",
+    "RequestedCall",
+    "ToolCall",
+    "ToolCallParser",
+    "call_grammar",
+    "check_tools",
+]
+
+_MOST_TOOLS = 128
+_LONGEST_PYTHON = 65_536
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class FunctionDefinition(ApiModel):
+    """A function by its name, and the JSON Schema of its arguments."""
+
+    without_effect: ClassVar = frozenset(("strict",))
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class FunctionTool(ApiModel):
+    """A tool, which is a function of the client's."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(ApiModel):
+    """A function by its name alone."""
+
+    name: str
+
+
+class NamedTool(ApiModel):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(ApiModel):
+    """A function that an earlier answer asked to be called, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_an_object(cls, value: str) -> str:
+        if not isinstance(_loaded(value or "{}"), dict):
+            raise ValueError(f"should be a JSON object in a string, got {value!r:.80}")
+        return value
+
+
+class RequestedCall(ApiModel):
+    """A call of an earlier answer."""
+
+    without_effect: ClassVar = frozenset(("index",))
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def as_templates_know_it(self) -> dict[str, Any]:
+        """The call with its arguments as a mapping, as transformers documents for templates."""
+        arguments = json.loads(self.function.arguments or "{}")
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class FunctionCall(Struct, kw_only=True):
+    """A function's name and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, kw_only=True):
+    """A call that an answer asks for; ``index`` is its place in a stream."""
+
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+    index: int | UnsetType = UNSET
+
+
+def check_tools(tools: Sequence[FunctionTool], choice: str | NamedTool | None) -> None:
+    """Refuse too many tools, a name twice, and a choice of what is not there."""
+    if len(tools) > _MOST_TOOLS:
+        raise ApiError.bad_field("tools", f"at most {_MOST_TOOLS} are taken, got {len(tools)}")
+    names = [tool.function.name for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise ApiError.bad_field(f"tools[{index}].function.name", f"{name!r} is there twice")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise ApiError.bad_field(
+            "tool_choice.function.name",
+            f"{choice.function.name!r} is none of the tools; they are {', '.join(names) or 'none'}",
+        )
+    if choice == "required" and not tools:
+        raise ApiError.bad_field("tool_choice", "needs tools to choose from")
+
+
+def call_grammar(tools: Sequence[FunctionTool], *, several: bool) -> str:
+    """A grammar in llguidance's Lark of a JSON list of calls, whose arguments fit their schemas.
+
+    Args:
+        several: whether there may be more than one call.
+    """
+    calls = [f"call_{index}" for index in range(len(tools))]
+    lines = [
+        'start: "[" call (", " call)* "]"' if several else 'start: "[" call "]"',
+        f"call: {' | '.join(calls)}",
+    ]
+    for call, tool in zip(calls, tools, strict=True):
+        function = tool.function
+        begin = f'{{"name": {json.dumps(function.name)}, "arguments": '
+        schema = function.parameters or {"type": "object", "additionalProperties": False}
+        styled = json.dumps({"x-guidance": _JSON_STYLE} | schema)
+        lines += [f'{call}: {json.dumps(begin)} {call}_args "}}"', f"{call}_args: %json {styled}"]
+    return "\n".join(lines)
+
+
+class ToolCallParser:
+    """Splits the text of a completion into words and calls, as it comes.
+
+    Words are given out as soon as they cannot belong to a call, and calls when they are whole. What
+    turns out to be no call is words after all.
+
+    Args:
+        names: of the tools.
+        form: by which the model asks for calls.
+        is_required: whether the text is held to :func:`call_grammar`.
+        most: calls to give out.
+    """
+
+    def __init__(
+        self, names: Sequence[str], form: ToolFormat, *, is_required: bool, most: int | None
+    ) -> None:
+        self._names = frozenset(names)
+        self._form: ToolFormat = "mistral" if is_required else form
+        named = [f"{name}{{" for name in names]
+        beginnings = {
+            "hermes": [],
+            "llama3_json": ["{", "<|python_tag|>"],
+            "mistral": ["[", *named],
+            "pythonic": ["["],
+            "auto": ["{", "[", "<|python_tag|>", *named],
+        }
+        self._beginnings = beginnings[self._form]
+        self._most = most
+        self._held = ""
+        self._has_begun = self._follows_call = False
+        self.num_calls = 0
+
+    def feed(self, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
+        """Take more text, and return the words and calls that are whole now."""
+        self._held += text
+        if not self._has_begun:
+            if not is_last and self._may_begin_a_call(self._held.lstrip()):
+                return "", []
+            self._has_begun = True
+            calls = self._calls_alone(self._held.strip()) if is_last else []
+            if calls:
+                self._held = ""
+                return "", self._numbered(calls)
+        return self._tagged(is_last)
+
+    def _may_begin_a_call(self, text: str) -> bool:
+        """Tell if a text, of which more may come, begins as one that is calls alone."""
+        return not text or any(
+            text.startswith(begin) or begin.startswith(text) for begin in self._beginnings
+        )
+
+    def _calls_alone(self, text: str) -> list[FunctionCall]:
+        """Calls of a text that is nothing else; none if it is."""
+        calls = None
+        if self._form != "hermes" and self._form != "pythonic":
+            calls = _json_calls(text, self._names)
+        if not calls and self._form in ("auto", "pythonic"):
+            calls = _python_calls(text, self._names)
+        return calls or []
+
+    def _tagged(self, is_last: bool) -> tuple[str, list[ToolCall]]:
+        """Words, and the calls in tags among them; spaces around a call belong to neither."""
+        words, calls = "", list[FunctionCall]()
+        while self._form in ("auto", "hermes"):
+            if self._follows_call:
+                self._held = self._held.lstrip()
+                self._follows_call = not self._held
+            before, tag, rest = self._held.partition(_OPEN)
+            inside, end, after = rest.partition(_CLOSE)
+            if not tag or not (end or is_last):
+                break
+            call = _call_of(_loaded(inside), None)
+            if call is None:
+                words += before + tag + inside + end
+            else:
+                words += before.rstrip()
+                calls.append(call)
+            self._held, self._follows_call = after, call is not None
+        kept = 0 if is_last else _undecided(self._held)
+        free = len(self._held) - kept
+        words, self._held = words + self._held[:free], self._held[free:]
+        return words, self._numbered(calls)
+
+    def _numbered(self, calls: Sequence[FunctionCall]) -> list[ToolCall]:
+        if self._most is not None:
+            calls = calls[: max(0, self._most - self.num_calls)]
+        # Nine letters and digits, as templates of Mistral want them.
+        numbered = [
+            ToolCall(id=secrets.token_hex(5)[:9], function=call, index=self.num_calls + index)
+            for index, call in enumerate(calls)
+        ]
+        self.num_calls += len(numbered)
+        return numbered
+
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_MARKERS = re.compile(r"^(?:<\|python_tag\|>|\[TOOL_CALLS\])\s*")
+_NAMED = re.compile(r"\s*([A-Za-z0-9_.-]+)(?:\[ARGS\])?(?=\{)")
+
+
+def _undecided(text: str) -> int:
+    """Characters at the end of a text that may belong to a call."""
+    start = text.find(_OPEN)
+    if start < 0:
+        begun = (n for n in range(len(_OPEN) - 1, 0, -1) if text.endswith(_OPEN[:n]))
+        start = len(text) - next(begun, 0)
+    return len(text) - len(text[:start].rstrip())
+
+
+def _json_calls(text: str, names: frozenset[str]) -> list[FunctionCall] | None:
+    """Calls as objects of JSON, or a list of them; None if there is anything else."""
+    text = _MARKERS.sub("", text)
+    values: list[Any] = []
+    decoder = json.JSONDecoder()
+    position = 0
+    try:
+        while position < len(text):
+            named = _NAMED.match(text, position)
+            start = named.end() if named is not None else position
+            value, position = decoder.raw_decode(text, start)
+            values.append(value if named is None else {"name": named[1], "arguments": value})
+            position += len(text[position:]) - len(text[position:].lstrip(" \n;,"))
+    except (ValueError, RecursionError):
+        return None
+    if len(values) == 1 and isinstance(values[0], list):
+        values = values[0]
+    calls = [_call_of(value, names) for value in values]
+    whole = [call for call in calls if call is not None]
+    return whole if len(whole) == len(calls) else None
+
+
+def _python_calls(text: str, names: frozenset[str]) -> list[FunctionCall] | None:
+    """Calls as a list of Python's; None if it is anything else."""
+    if not text.startswith("[") or len(text) > _LONGEST_PYTHON:
+        return None
+    try:
+        (node,) = ast.parse(text).body
+        if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.List):
+            return None
+        calls = []
+        for each in node.value.elts:
+            if not isinstance(each, ast.Call) or each.args or ast.unparse(each.func) not in names:
+                return None
+            arguments = {str(each.arg): ast.literal_eval(each.value) for each in each.keywords}
+            calls.append(_call(ast.unparse(each.func), arguments))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+    return calls
+
+
+def _call_of(value: Any, names: frozenset[str] | None) -> FunctionCall | None:
+    """A call of its JSON; None if it is none, or of another name than these."""
+    if not isinstance(value, dict):
+        return None
+    name = value.get("name")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = _loaded(arguments)
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        return None
+    return _call(name, arguments) if names is None or name in names else None
+
+
+def _call(name: str, arguments: Mapping[str, Any]) -> FunctionCall:
+    return FunctionCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+
+
+def _loaded(text: str) -> Any:
+    """The JSON of a text, or None."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

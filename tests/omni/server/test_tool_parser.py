@@ -1,0 +1,104 @@
+"""Calls of tools are found in any form, however the text comes in pieces."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni.server.openai.tools import ToolCallParser
+
+NAMES = ("add", "get_weather")
+ADD = ("add", {"a": 1, "b": [2, "é"]})
+WEATHER = ("get_weather", {"city": "Ulm"})
+ADD_JSON = '{"name": "add", "arguments": {"a": 1, "b": [2, "é"]}}'
+WEATHER_JSON = '{"name": "get_weather", "parameters": {"city": "Ulm"}}'
+
+# A text, the form that it is in, the words and the calls in it.
+TEXTS: list[tuple[str, str, str, list[Any]]] = [
+    (f"<tool_call>\n{ADD_JSON}\n</tool_call>", "hermes", "", [ADD]),
+    (
+        f"Let me see.\n<tool_call>{ADD_JSON}</tool_call>\n"
+        f"<tool_call>\n{WEATHER_JSON}\n</tool_call>\n",
+        "hermes", "Let me see.", [ADD, WEATHER],
+    ),
+    (f"\n\n<tool_call>{ADD_JSON}", "hermes", "", [ADD]),
+    ('<tool_call>{"name": "add", "arguments": "{}"}</tool_call>', "hermes", "", [("add", {})]),
+    ("<tool_call>{no</tool_call> 1 < 2\n", "hermes", "<tool_call>{no</tool_call> 1 < 2\n", []),
+    ("a <tool_call", "hermes", "a <tool_call", []),
+    (WEATHER_JSON, "llama3_json", "", [WEATHER]),
+    (f"<|python_tag|>{WEATHER_JSON}; {ADD_JSON}", "llama3_json", "", [WEATHER, ADD]),
+    ('{"name": "Ann", "age": 3}', "llama3_json", '{"name": "Ann", "age": 3}', []),
+    ('{"a": ', "llama3_json", '{"a": ', []),
+    (f"[TOOL_CALLS] [{ADD_JSON}, {WEATHER_JSON}]", "mistral", "", [ADD, WEATHER]),
+    (f" [{ADD_JSON}]", "mistral", "", [ADD]),
+    ('get_weather{"city": "Ulm"}add{"a": 1, "b": [2, "é"]}', "mistral", "", [WEATHER, ADD]),
+    ("[1, 2, 3]", "mistral", "[1, 2, 3]", []),
+    ("add, then get", "mistral", "add, then get", []),
+    ('[add(a=1, b=[2, "é"]), get_weather(city="Ulm")]', "pythonic", "", [ADD, WEATHER]),
+    ("[add(1)]", "pythonic", "[add(1)]", []),
+    ("[open(path='/etc/passwd')]", "pythonic", "[open(path='/etc/passwd')]", []),
+    ("[" * 300, "pythonic", "[" * 300, []),
+    ("[add(a=" + "-" * 9000 + "1)]", "pythonic", "[add(a=" + "-" * 9000 + "1)]", []),
+    ("", "hermes", "", []),
+    ("Nothing to call here.", "hermes", "Nothing to call here.", []),
+]  # fmt: skip
+
+
+def parsed(pieces: list[str], form: str, **more: Any) -> tuple[str, list[Any]]:
+    parser = ToolCallParser(NAMES, form, **({"is_required": False, "most": None} | more))
+    words, calls = "", []
+    for index, piece in enumerate(pieces):
+        new, found = parser.feed(piece, is_last=index == len(pieces) - 1)
+        words += new
+        calls += found
+    assert [call.index for call in calls] == list(range(len(calls))) and parser.num_calls == len(
+        calls
+    )
+    assert len({call.id for call in calls}) == len(calls)
+    return words, [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+
+
+@pytest.mark.parametrize("as_auto", [False, True])
+@pytest.mark.parametrize(("text", "form", "words", "calls"), TEXTS)
+@given(data=st.data())
+def test_words_and_calls_are_told_apart_in_any_pieces(
+    text: str, form: str, words: str, calls: list[Any], as_auto: bool, data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert parsed(pieces, "auto" if as_auto else form) == (words, calls)
+
+
+@given(
+    text=st.text(st.sampled_from('<tool_ca>{}[]"ad:,() \n'), max_size=40), cut=st.integers(0, 40)
+)
+def test_no_text_without_calls_is_lost(text: str, cut: int) -> None:
+    words, calls = parsed([text[:cut], text[cut:]], "auto")
+    if not calls:
+        assert words == text
+    assert parsed([text], "auto") == (words, calls)
+
+
+def test_other_forms_are_words() -> None:
+    for text, form, _, calls in TEXTS:
+        if form == "hermes" and calls:
+            assert parsed([text], "pythonic") == (text, [])
+        if form == "pythonic" and calls:
+            assert parsed([text], "hermes") == (text, [])
+
+
+def test_words_come_at_once() -> None:
+    parser = ToolCallParser(NAMES, "auto", is_required=False, most=None)
+    assert parser.feed("Hel", is_last=False) == ("Hel", [])
+    assert parser.feed("lo <too", is_last=False) == ("lo", [])
+    assert parser.feed("ls>", is_last=False) == (" <tools>", [])
+
+
+def test_more_calls_than_are_wanted_are_left_out() -> None:
+    text = f"<tool_call>{ADD_JSON}</tool_call><tool_call>{WEATHER_JSON}</tool_call>"
+    assert parsed([text], "auto", most=1) == ("", [ADD])
+    assert parsed([f"[{ADD_JSON}, {WEATHER_JSON}]"], "mistral", most=1) == ("", [ADD])

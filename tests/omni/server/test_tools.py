@@ -1,0 +1,213 @@
+"""Chats with tools, as the official client has them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from omni import ChatPrompt, OmniRequest
+from tests.support.live_server import LiveServer
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"$ref": "#/$defs/name"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"name": {"type": "string", "maxLength": 6}},
+}
+ADD: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 2]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {"name": "get_weather", "parameters": WEATHER, "strict": True},
+    },
+    {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD}},
+    {"type": "function", "function": {"name": "now"}},
+]
+SCHEMAS = {"get_weather": WEATHER, "add": ADD, "now": {"maxProperties": 0}}
+ASKED: Any = {
+    "model": "chat",
+    "messages": [{"role": "user", "content": "How is the weather?"}],
+    "max_tokens": 400,
+    "temperature": 1.0,
+}
+
+
+def called(message: Any) -> list[tuple[str, str]]:
+    for call in message.tool_calls:
+        assert call.type == "function" and call.id
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+    return [(call.function.name, call.function.arguments) for call in message.tool_calls]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_required_call_fits_its_schema_in_a_stream_as_well(
+    client: openai.OpenAI, seed: int
+) -> None:
+    asked = ASKED | {"tools": TOOLS, "tool_choice": "required", "seed": seed}
+    asked["parallel_tool_calls"] = False
+    choice = client.chat.completions.create(**asked).choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    (call,) = called(choice.message)
+    with client.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.finish_reason == "tool_calls"
+    assert called(streamed.message) == [call]
+
+
+def test_a_named_tool_is_called(client: openai.OpenAI) -> None:
+    named: Any = {"type": "function", "function": {"name": "add"}}
+    answer = client.chat.completions.create(**ASKED, tools=TOOLS, tool_choice=named, n=3)
+    for choice in answer.choices:
+        ((name, _),) = called(choice.message)
+        assert name == "add"
+
+
+def test_a_conversation_goes_on_after_a_call(server: LiveServer, client: openai.OpenAI) -> None:
+    required: Any = ASKED | {"tools": TOOLS, "seed": 1, "parallel_tool_calls": False}
+    message = client.chat.completions.create(**required, tool_choice="required").choices[0].message
+    assert message.tool_calls
+    (call,) = message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Sunny, 21 degrees."}
+    messages = [*ASKED["messages"], message.model_dump(exclude_none=True), result]
+    answer = client.chat.completions.create(
+        model="chat", messages=messages, tools=TOOLS, max_tokens=8, temperature=0.0
+    )
+    # The same by hand.
+    function = call.function  # type: ignore[union-attr]
+    known = {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": function.name, "arguments": json.loads(function.arguments)},
+    }
+    tools = tuple(
+        {**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}}
+        for tool in TOOLS
+    )
+    prompt = ChatPrompt(
+        (
+            ASKED["messages"][0],
+            {"role": "assistant", "content": None, "tool_calls": [known]},
+            result,
+        ),
+        tools=tools,
+    )
+    wanted = {"writer": {"max_tokens": 8, "temperature": 0.0}}
+    (output,) = server.omni("chat").generate([OmniRequest(prompt, sampling=wanted)])
+    assert output.error is None
+    assert answer.choices[0].message.content == output.stages["writer"].text
+    assert answer.usage and answer.usage.prompt_tokens == output.stages["writer"].num_prompt_tokens
+
+
+def test_the_model_sees_no_tools_that_it_must_not_call(client: openai.OpenAI) -> None:
+    without = client.chat.completions.create(**ASKED, seed=1)
+    none = client.chat.completions.create(**ASKED, seed=1, tools=TOOLS, tool_choice="none")
+    auto = client.chat.completions.create(**ASKED, seed=1, tools=TOOLS)
+    assert without.choices[0].message == none.choices[0].message
+    assert without.usage and auto.usage
+    assert auto.usage.prompt_tokens > without.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+        {"reasoning_effort": "low", "verbosity": "low"},
+        {"extra_body": {"prediction": {"type": "content", "content": "x"}}},
+    ],
+)
+def test_hints_are_taken(client: openai.OpenAI, more: dict[str, Any]) -> None:
+    plain = client.chat.completions.create(**ASKED, seed=1)
+    hinted = client.chat.completions.create(**ASKED, seed=1, **more)
+    assert plain.choices[0].message == hinted.choices[0].message
+
+
+FUNCTION = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "message"),
+    [
+        ({"tools": [FUNCTION] * 129}, "tools", "at most 128 are taken, got 129"),
+        ({"tools": [FUNCTION, FUNCTION]}, "tools[1].function.name", "'add' is there twice"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "no name"}}]},
+            "tools[0].function.name",
+            "should match pattern",
+        ),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools to choose from"),
+        (
+            {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "b"}}},
+            "tool_choice.function.name",
+            "'b' is none of the tools; they are add",
+        ),
+        (
+            {"tools": [FUNCTION], "tool_choice": "required", "guided_regex": "a"},
+            "tool_choice",
+            "requires a call, and guided_regex a text",
+        ),
+        (
+            {"chat_template_kwargs": {"messages": []}},
+            "messages",
+            "chat_template_kwargs has 'messages', which is given elsewhere",
+        ),
+    ],
+)
+def test_wrong_tools_are_named(
+    client: openai.OpenAI, wrong: dict[str, Any], param: str, message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=re.escape(message)) as caught:
+        client.chat.completions.create(**ASKED, extra_body=wrong)
+    assert caught.value.param == param
+
+
+def test_ten_thousand_properties_are_refused(client: openai.OpenAI) -> None:
+    properties = {f"property{number}": {"type": "string"} for number in range(10_000)}
+    big = {"name": "big", "parameters": {"type": "object", "properties": properties}}
+    tools: Any = [{"type": "function", "function": big}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**ASKED, tools=tools, tool_choice="required")
+    assert caught.value.param == "tools" and "at most 65536 are taken" in str(caught.value)
+
+
+def call(arguments: str) -> dict[str, Any]:
+    return {"id": "1", "function": {"name": "add", "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "message"),
+    [
+        ({"role": "tool", "content": "x"}, "tool_call_id", "goes together with the role 'tool'"),
+        ({"role": "user", "content": "x", "tool_call_id": "y"}, "tool_call_id", "goes together"),
+        ({"role": "assistant"}, "content", "missing; it must be given"),
+        (
+            {"role": "user", "content": "x", "tool_calls": [call("{}")]},
+            "tool_calls", "belongs to an assistant's message",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [call("[]")]},
+            "tool_calls[0].function.arguments", "should be a JSON object in a string",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_messages_are_named(
+    client: openai.OpenAI, wrong: dict[str, Any], param: str, message: str
+) -> None:
+    messages: Any = [*ASKED["messages"], wrong]
+    with pytest.raises(openai.BadRequestError, match=re.escape(message)) as caught:
+        client.chat.completions.create(**(ASKED | {"messages": messages}))
+    assert caught.value.param == f"messages[1].{param}"
