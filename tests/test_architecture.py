@@ -12,7 +12,7 @@ from tests.support.import_graph import ROOT
 PAGE = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
 PLACES = sorted(set(re.findall(r"`(\w+/[\w/]+\.py):([\w.]+)`", PAGE)))
 STOPS = re.findall(r"^\| (\d+) \| `([^`:]+):([^`]+)` \|", PAGE, re.M)
-MOST_STOPS = 14
+MOST_STOPS = 12
 
 
 def defined(source: str, name: str) -> bool:
