@@ -174,6 +174,11 @@ class CommandOptions:
 
     Each field of a subclass is a parameter as typer reads it: ``Annotated[type,
     typer.Option(...)]`` and its default.
+
+    Attributes:
+        verbose: how often the flag was given.
+        quiet: whether only errors are shown.
+        debug: whether an error is shown with its traceback.
     """
 
     verbose: Annotated[

@@ -23,7 +23,13 @@ __all__ = ["RunProgress"]
 
 
 class RunProgress:
-    """A bar on the standard error, where a person looks on; elsewhere only the lines come."""
+    """A bar on the standard error, where a person looks on; elsewhere only the lines come.
+
+    Args:
+        total: how many requests there are; None where that is not known before the end.
+        done: how many of them an earlier run did.
+        shown: whether a bar is wanted at all.
+    """
 
     def __init__(self, total: int | None, done: int, *, shown: bool) -> None:
         console = Console(stderr=True)

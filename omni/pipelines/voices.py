@@ -36,6 +36,7 @@ class Voices:
 
     Attributes:
         own: voices that every speaking stage has; none where there is nothing to choose.
+        aliases: as given.
         speaks: whether the user gets sound, in whatever voice.
 
     Raises:

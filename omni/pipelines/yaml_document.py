@@ -97,7 +97,12 @@ class _BoundedLoader(yaml.SafeLoader):
 
 @dataclass(frozen=True, slots=True)
 class YamlDocument:
-    """A parsed YAML text."""
+    """A parsed YAML text.
+
+    Attributes:
+        data: mappings, lists and scalars.
+        lines: line numbers, from 1, by place.
+    """
 
     data: Any
     lines: Mapping[KeyPath, int]

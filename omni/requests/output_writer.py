@@ -395,6 +395,7 @@ class RunRecord(BaseModel):
     """The content of ``run.json``.
 
     Attributes:
+        format: of this file.
         pipeline: every setting, with its default, and with flags laid over it; but not where the
             stages run, as long as nothing that comes out depends on it.
         requests: SHA-256, in hexadecimal, of the file of requests, or of the flags in its place.

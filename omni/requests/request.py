@@ -154,6 +154,7 @@ class OmniDelta:
         request_id: as in the request, or the one made up for it.
         deltas: what is new of the stages that are final, each with the stage's name, in the order
             in which it came.
+        finished, error, refused, timeline: see :class:`OmniOutput`.
     """
 
     request_id: str
@@ -165,7 +166,11 @@ class OmniDelta:
 
 
 class OmniAccumulator:
-    """Adds up the deltas of one request."""
+    """Adds up the deltas of one request.
+
+    Args:
+        final_stages: in the order in which outputs name them.
+    """
 
     def __init__(self, final_stages: Sequence[str]) -> None:
         self._final_stages = final_stages

@@ -120,7 +120,13 @@ STANDARD_INPUT = "-"
 
 @dataclass(frozen=True, slots=True)
 class RequestError:
-    """A line that is no request."""
+    """A line that is no request.
+
+    Attributes:
+        line: its number, from 1.
+        request_id: the line's own where it can be read, else one made up.
+        message: what is wrong, with file and line.
+    """
 
     line: int
     request_id: str

@@ -312,7 +312,13 @@ def _order(config: PipelineConfig | Pipeline) -> Sequence[str]:
 
 
 class _Outputs:
-    """The outputs of a batch, as users know them."""
+    """The outputs of a batch, as users know them.
+
+    Args:
+        pipeline: that runs it.
+        length: of the batch.
+        on_progress: gets every output; None makes only the last ones.
+    """
 
     def __init__(
         self,

@@ -87,7 +87,13 @@ class SeededSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSettings(SeededSettings):
-    """Settings of a decoder-only model."""
+    """Settings of a decoder-only model.
+
+    Attributes:
+        tied: whether the head is the embedding matrix.
+        num_kv_heads: key and value heads.
+        with_head: False writes the headless model (``Qwen2Model``), as embedding models are.
+    """
 
     tied: bool = True
     num_kv_heads: int = 2

@@ -67,6 +67,7 @@ class SeededModel:
     Args:
         place: ``module:function`` in this room.
         says: what of its ``config.json`` is to be known before it is built.
+        settings: of the function.
     """
 
     def __init__(self, place: str, says: Mapping[str, Any], **settings: Any) -> None:

@@ -143,7 +143,13 @@ def compare_outputs(
 
 @dataclass(slots=True)
 class Comparison:
-    """Compares one aspect of two outputs after the other, and keeps what it found."""
+    """Compares one aspect of two outputs after the other, and keeps what it found.
+
+    Attributes:
+        differences: what is not equal.
+        near_tie: where the tokens part by rounding alone, or None.
+        spread: how far apart what is no difference was, and what is one.
+    """
 
     uncached: StageOutput
     other: StageOutput

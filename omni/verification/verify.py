@@ -95,7 +95,13 @@ def verify(omni: Omni, requests: Requests, *, atol: float | None = None) -> Veri
 
 @dataclass(slots=True)
 class _Pass:
-    """The outputs of one run of all requests."""
+    """The outputs of one run of all requests.
+
+    Attributes:
+        outputs: ``(request_id, stage) -> output``, of stages that finished.
+        errors: ``request_id -> error``.
+        work: what every stage did in this run.
+    """
 
     outputs: dict[tuple[str, str], StageOutput] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)

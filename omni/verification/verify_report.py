@@ -34,7 +34,15 @@ Kind = Literal["tokens", "finish_reason", "tensor", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that another run put out and the uncached run did not."""
+    """One thing that another run put out and the uncached run did not.
+
+    Attributes:
+        request_id: of which request.
+        stage: of which stage; None for what concerns the whole request.
+        run: in which run; see :data:`Run`.
+        kind: what differs.
+        message: how, for people.
+    """
 
     request_id: str
     stage: str | None

@@ -131,7 +131,12 @@ async def read_document(response: httpx2.Response, record: MeasuredRequest) -> s
 
 
 class AnswerEvents:
-    """Events of one answer to a chat or to a request for completions."""
+    """Events of one answer to a chat or to a request for completions.
+
+    Attributes:
+        is_complete: whether the last event has come.
+        text: of the first completion, so far.
+    """
 
     def __init__(self, record: MeasuredRequest) -> None:
         self._record = record
@@ -184,7 +189,12 @@ class AnswerEvents:
 
 
 class RealtimeEvents:
-    """Events of one answer over ``/v1/realtime``."""
+    """Events of one answer over ``/v1/realtime``.
+
+    Attributes:
+        is_complete: whether the last event has come.
+        text: so far.
+    """
 
     def __init__(self, record: MeasuredRequest) -> None:
         self._record = record
@@ -297,7 +307,14 @@ class HttpSettings:
 
 @dataclass(frozen=True, slots=True)
 class OpenAICall:
-    """A request to post, and how its answer is read."""
+    """A request to post, and how its answer is read.
+
+    Attributes:
+        path: behind ``/v1``.
+        body: as httpx takes it: ``json``, or ``data`` and ``files``.
+        answer_type: the beginning of the answer's content type.
+        read: reads the answer, and returns its text.
+    """
 
     path: str
     body: Mapping[str, Any]

@@ -114,6 +114,7 @@ class MadeUpShape:
         num_turns: of a conversation: each turn repeats all before it, the answers included, and
             adds as many words as the first turn has beside its prefix.
         sampling: fields of the stage that answers.
+        seed: of the words.
     """
 
     form: MadeUpForm = "chat"
@@ -287,7 +288,14 @@ def _numbers(flag: str, text: str) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class LoadAmount:
-    """The amount of load of a level."""
+    """The amount of load of a level.
+
+    Attributes:
+        num_conversations: at most.
+        duration_s: after which no conversation begins; None: no such limit.
+        timeout_s: of one request.
+        seed: of arrivals.
+    """
 
     num_conversations: int
     duration_s: float | None = None
@@ -301,6 +309,7 @@ class LevelRun:
     A run that is cancelled keeps what it recorded until then. Its clock is the event loop's.
 
     Attributes:
+        level: as given.
         records: of the requests that have ended, in the order of their ends.
         num_in_flight: requests that were sent and have not ended.
         loop_lags: seconds by which the event loop was late, every hundredth of a second. What
@@ -415,7 +424,14 @@ class LevelRun:
 
 @dataclass(frozen=True, slots=True)
 class MeasurementPlan:
-    """The levels of a measurement, and what each of them sends."""
+    """The levels of a measurement, and what each of them sends.
+
+    Attributes:
+        levels: of load, in their order.
+        amount: that each level sends.
+        warmup: requests before the first level, or conversations, which are not counted.
+        shape: of requests that are made up.
+    """
 
     levels: Sequence[LoadLevel]
     amount: LoadAmount
@@ -424,7 +440,16 @@ class MeasurementPlan:
 
 
 class Measurement:
-    """Several levels of load on one target, one after the other."""
+    """Several levels of load on one target, one after the other.
+
+    Args:
+        plan: what is sent.
+        on_begin: called before the first request that counts.
+        on_end: called with every request that counts, when it has ended.
+
+    Attributes:
+        runs: levels that have begun; the last one may be cut short.
+    """
 
     def __init__(
         self,

@@ -25,7 +25,13 @@ seconds but the factor."""
 
 
 class RequestFailure(Exception):
-    """A request that was not answered as it should be."""
+    """A request that was not answered as it should be.
+
+    Args:
+        kind: in a word or two, by which failures are counted: ``status 500``, ``connection``.
+        message: for people.
+        is_rejection: whether the server refused it because it is overloaded (status 429).
+    """
 
     def __init__(self, kind: str, message: str, *, is_rejection: bool = False) -> None:
         super().__init__(message)
@@ -47,6 +53,7 @@ class MeasuredRequest:
         audio_s: seconds of sound in the answer.
         prompt_tokens: as the target counts them; None if it does not.
         cached_tokens: those of them that its cache had; likewise.
+        completion_tokens: of the answer; likewise.
         failure: why it failed; None if it did not.
     """
 

@@ -89,7 +89,16 @@ def keeps_limits(record: MeasuredRequest, limits: Mapping[str, float]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Statistics of many values, in the unit of the values."""
+    """Statistics of many values, in the unit of the values.
+
+    Attributes:
+        count: of the values, at least one.
+        mean: of all.
+        p50: the median; like the other percentiles interpolated linearly, numpy's default.
+        p90: the 90th percentile.
+        p99: the 99th percentile. Of fewer than 100 values it is close to the largest.
+        max: the largest.
+    """
 
     count: int
     mean: float
@@ -110,7 +119,16 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """Counts of how requests ended."""
+    """Counts of how requests ended.
+
+    Attributes:
+        ok: answered completely.
+        rejected: refused with status 429 by an overloaded server.
+        failed: in any other way.
+        unfinished: in flight when the measurement was interrupted.
+        failures: counts by kind.
+        examples: by kind, the first message.
+    """
 
     ok: int
     rejected: int
@@ -141,6 +159,7 @@ class TokenTotals:
     Attributes:
         prompt: None if no answer counted them.
         cached: those of them that caches had; None if no answer counted them.
+        output: of the answers.
         are_pieces: whether an answer did not count its tokens, so that its pieces of text were
             counted, which may hold several tokens each.
         hit_rate: cached tokens per token of prompts; None where it is not known.
@@ -265,7 +284,14 @@ def _latencies(answered: Sequence[MeasuredRequest]) -> dict[str, Distribution]:
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """All levels of a measurement."""
+    """All levels of a measurement.
+
+    Attributes:
+        target: that was measured, for people.
+        settings: by which a run can be repeated: flags without dashes, and their values.
+        levels: in the order in which they ran; the last one may be cut short.
+        is_complete: whether all ran to their end.
+    """
 
     target: str
     settings: Mapping[str, Any]

@@ -78,7 +78,12 @@ def prompts_of(given: str | list[Any], limit: int, param: str) -> list[Prompt]:
 
 
 class RequestFields(ApiModel):
-    """Fields of all requests."""
+    """Fields of all requests.
+
+    Attributes:
+        priority: lower comes first.
+        cache_salt: only requests with the same salt, of the same API key, share cached blocks.
+    """
 
     priority: int = 0
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
@@ -103,7 +108,12 @@ class RequestFields(ApiModel):
 
 
 class StageFields(RequestFields):
-    """Fields of all requests to pipelines with stages that sample."""
+    """Fields of all requests to pipelines with stages that sample.
+
+    Attributes:
+        stages: for stages other than the one that answers, and for all of its fields:
+            ``{stage: {field: value}}``. These fields come before others for the same stage.
+    """
 
     stages: dict[str, dict[str, Any]] = Field(default_factory=dict)
 

@@ -111,6 +111,7 @@ class SpeechRequest(StageFields):
     Attributes:
         voice: a speaker of the pipeline; without one, its own choice.
         response_format: ``pcm`` is samples of 16 bits, little-endian.
+        instructions: of the system.
     """
 
     not_supported: ClassVar = {"speed": (1, 1.0), "stream_format": ("audio",)}

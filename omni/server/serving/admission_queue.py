@@ -49,6 +49,7 @@ class AdmissionQueue:
         max_waiting: that wait behind them; of requests that came together, several count for one.
 
     Attributes:
+        max_running: as given.
         num_running: admitted requests that are not over.
         num_waiting: groups of requests of which some wait.
     """

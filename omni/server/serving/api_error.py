@@ -23,6 +23,8 @@ class ApiError(Exception):
     """An error that ends a request and is sent to its client.
 
     Args:
+        status: of HTTP.
+        message: for people.
         param: the field at fault, with dots and indices.
         code: for programs.
         headers: more of them.

@@ -43,6 +43,13 @@ class PipelineResponse(Response):
     answered with a status of its own; a failure after that is an event in a stream of events, and
     breaks off any other, so that its client knows that some is missing. Making one raises an
     :class:`ApiError` where it cannot run as the client wants.
+
+    Args:
+        server: has the pipeline.
+        client: sent the request.
+        model: the pipeline's name.
+        is_streamed: whether to send :meth:`pieces` and not :meth:`whole`.
+        media_type: of the pieces.
     """
 
     prompt_param: ClassVar[str] = "prompt"

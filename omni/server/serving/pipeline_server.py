@@ -52,10 +52,12 @@ class ServedPipeline:
 
     Attributes:
         config: its name is the model's for clients.
+        name: the model's.
         created: when it was announced, in seconds since 1970.
         queue: admits requests.
         state: may be read by any thread.
         error: why it failed.
+        meters: of the server.
     """
 
     def __init__(
@@ -227,11 +229,13 @@ class PipelineServer:
 
     Args:
         configs: the pipelines; their names are the models' for clients.
+        settings: of the server.
         apart: whether each pipeline whose stages run inline has a process of its own for them, so
             that what serves and what computes do not wait for one interpreter.
 
     Attributes:
         pipelines: by name.
+        meters: of all pipelines.
         fetcher: of files whose addresses stand in requests.
         num_sessions: realtime ones that are open.
         is_stopping: whether no more requests are taken.

@@ -106,6 +106,7 @@ class ResponseStream:
 
     Args:
         pipeline: runs the requests.
+        client: sent them.
         requests: each with its id.
         prompt_param: the field in which the client sent the prompt.
         stages: a request ends when these are done with it; later ones are not waited for. None

@@ -26,6 +26,12 @@ class UrlFetcher:
     named hosts are asked; all addresses that such a name has must be public; the connection goes to
     an address that was checked, whatever the name means a moment later; and no redirect is
     followed.
+
+    Args:
+        hosts: names that are allowed, without ports.
+        max_bytes: of a file.
+        timeout_s: of a whole fetch.
+        max_requests: that wait for files at once.
     """
 
     def __init__(
