@@ -1,4 +1,4 @@
-"""Guards a stage: a failure ends the requests that it has, and no others.
+"""Steps any kind of stage for what is new, and guards it: a failure ends its requests alone.
 
 A stage that a failure leaves in an unknown state is rebuilt. Its steps take the number of CPU
 threads that its placement names.
@@ -10,17 +10,19 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Self, TypeVar
+from typing import TypeVar
 
+from engine import FinishReason
 from engine.interface.log_fields import log_fields, package_logger
 from engine.interface.outputs import OutputDelta
 from engine.interface.ownership import renew_in_forks
-from stages.stage import Prepared, Stage
+from stages.engine_stage import EngineStage
+from stages.stage import Prepared, Stage, StageOutput
 from stages.stage_config import StageConfig
+from stages.stage_output import delta_since
 from stages.worker.request_state import RequestState
-from stages.worker.stage_steps import StageSteps
 
-__all__ = ["MOST_REBUILDS", "Blamed", "BrokenStage", "GuardedStage", "StepThreads"]
+__all__ = ["MOST_REBUILDS", "GuardedStage", "StageSteps"]
 
 _logger = package_logger(__name__)
 
@@ -37,21 +39,17 @@ class BrokenStage:
                     ▲             └──► broken ──► ... at most ``MOST_REBUILDS`` times in a row
                     └── cannot be built: tried again when a request comes, as often
 
-    Args:
-        stage: whose state this is.
+    Attributes:
+        failure: why the stage could not be rebuilt when that was last tried; None if it could.
+        num_rebuilds: since it last finished a request.
     """
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._cause: str | None = None
-        self._num_rebuilds = 0
-        self._failure: str | None = None
+        self.num_rebuilds = 0
+        self.failure: str | None = None
         self._is_hopeless = False
-
-    @property
-    def failure(self) -> str | None:
-        """Why the stage could not be rebuilt when that was last tried; None if it could."""
-        return self._failure
 
     @property
     def is_broken(self) -> bool:
@@ -59,12 +57,7 @@ class BrokenStage:
         return self._cause is not None
 
     def note(self, error: Exception, *, after: str | None = None) -> None:
-        """Take note that the stage cannot go on; its first error is the one that is reported.
-
-        Args:
-            error: what it raised.
-            after: what it had raised before, from which this one came, if from any.
-        """
+        """Note that the stage cannot go on; its first error, maybe after another, is reported."""
         _logger.error("stage %r cannot go on", self._stage.name, exc_info=error)
         if self._cause is None:
             self._cause = f"{type(error).__name__}: {error}"
@@ -75,10 +68,6 @@ class BrokenStage:
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__context__
-
-    def note_success(self) -> None:
-        """Take note that the stage has finished a request."""
-        self._num_rebuilds = 0
 
     def rebuild(self) -> str:
         """Rebuild the stage, which frees what it holds.
@@ -92,8 +81,8 @@ class BrokenStage:
         if self._is_hopeless:
             raise self._refusal()
         name, cause = self._stage.name, self._cause
-        self._num_rebuilds += 1
-        count = self._num_rebuilds
+        self.num_rebuilds += 1
+        count = self.num_rebuilds
         if count > MOST_REBUILDS:
             raise self._give_up(f"it broke {count} times in a row, the last time by {cause}")
         _logger.warning(
@@ -107,18 +96,18 @@ class BrokenStage:
         except Exception as error:  # whatever building a model raises; memory may come free later
             _logger.error("stage %r could not be rebuilt", name, exc_info=error)
             cause_now = f"{type(error).__name__}: {error}"
-            self._failure = f"it broke by {cause} and could not be rebuilt: {cause_now}"
-            raise ValueError(self._failure) from error
-        self._cause = self._failure = None
+            self.failure = f"it broke by {cause} and could not be rebuilt: {cause_now}"
+            raise ValueError(self.failure) from error
+        self._cause = self.failure = None
         return f"it broke while it had this request, and was rebuilt: ask again ({cause})"
 
     def _give_up(self, why: str) -> ValueError:
-        self._failure, self._is_hopeless = why, True
+        self.failure, self._is_hopeless = why, True
         _logger.error("stage %r cannot be used any more: %s", self._stage.name, why)
         return self._refusal()
 
     def _refusal(self) -> ValueError:
-        return ValueError(f"it cannot be used any more: {self._failure}; build the pipeline again")
+        return ValueError(f"it cannot be used any more: {self.failure}; build the pipeline again")
 
 
 _T = TypeVar("_T")
@@ -133,20 +122,14 @@ class StepThreads:
     In a thread of the pipeline's own a number stays until a stage with another one steps. A thread
     that belongs to the caller has its own number again after each step.
 
-    Args:
-        count: of threads; None takes as many as the thread had that made the pipeline's own.
+    A stage whose placement names none takes as many as the thread had that made the pipeline's own.
     """
 
-    def __init__(self, count: int | None) -> None:
-        self._count = count
+    def __init__(self, stage: Stage) -> None:
+        built_of = stage.built_of
+        self._count = built_of.placement.threads if isinstance(built_of, StageConfig) else None
         self._of_process: int | None = None
         self._before: int | None = None
-
-    @classmethod
-    def of(cls, stage: Stage) -> Self:
-        """As the placement says that a stage was built of."""
-        built_of = stage.built_of
-        return cls(built_of.placement.threads if isinstance(built_of, StageConfig) else None)
 
     def own_thread(self) -> None:
         """The pipeline steps in a thread of its own from now on, which does nothing else."""
@@ -195,11 +178,7 @@ class _Number:
         self._lock = threading.Lock()
 
     def take(self, count: int) -> None:
-        """Have operations of this thread take so many; those of others go on as they were.
-
-        It takes a millisecond. A thread that meets PyTorch for the first time within it gets the
-        same number.
-        """
+        """Have operations of this thread take so many, and those of others as many as before."""
         import torch
 
         with self._lock:
@@ -217,6 +196,51 @@ def _in_new_thread(work: Callable[[], _T]) -> _T:
 
 
 _number = _Number()
+
+
+class StageSteps:
+    """Steps a stage, and returns what is new of the requests that moved.
+
+    Stages around an engine say that themselves. A kind of stage from outside returns cumulative
+    outputs from ``step``: what they add to the ones before is found here.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._last: dict[str, StageOutput] = {}
+
+    def step(self) -> list[OutputDelta]:
+        """One unit of work of the stage."""
+        stage = self._stage
+        # One whose ``step`` was overridden, in a subclass or by a test, is asked that way.
+        own = getattr(stage.step, "__func__", None)
+        if isinstance(stage, EngineStage) and own is EngineStage.step:
+            return stage.step_deltas()
+        return [self._delta(output) for output in stage.step()]
+
+    def _delta(self, output: StageOutput) -> OutputDelta:
+        request_id = output.request_id
+        before = self._last.pop(request_id, None)
+        try:
+            delta = delta_since(output, before)
+        except ValueError as error:  # its neighbours' outputs are emitted once, now or never
+            about = {"request_id": request_id}
+            _logger.exception("an output of request %r is not cumulative", request_id, extra=about)
+            self._stage.abort(request_id)
+            return OutputDelta(
+                request_id, finished=True, finish_reason=FinishReason.ERROR, error=str(error)
+            )
+        if not output.finished:
+            self._last[request_id] = output
+        return delta
+
+    def forget(self, request_id: str) -> None:
+        """The stage has a request no more."""
+        self._last.pop(request_id, None)
+
+    def clear(self) -> None:
+        """The stage has no request any more."""
+        self._last.clear()
 
 
 class GuardedStage:
@@ -239,7 +263,7 @@ class GuardedStage:
         self.inside: dict[str, RequestState] = {}
         self._broken = BrokenStage(stage)
         self._steps = StageSteps(stage)
-        self._threads = StepThreads.of(stage)
+        self._threads = StepThreads(stage)
         # The messages for requests that it lost when it was rebuilt.
         self._lost: dict[str, str] = {}
         # What its last step raised, if it did and the stage was not broken by that alone.
@@ -250,11 +274,7 @@ class GuardedStage:
         self._threads.own_thread()
 
     def prepare(self, state: RequestState) -> Prepared:
-        """Have the stage prepare a request whose prompt is made; in any thread.
-
-        Raises:
-            ValueError: the stage refuses it.
-        """
+        """Have the stage prepare a request whose prompt is made, or refuse it; in any thread."""
         assert state.request is not None, "its prompt has been made"
         with self.blamed(state.request_id):
             return self.stage.prepare(state.request)
@@ -337,7 +357,7 @@ class GuardedStage:
         del self.inside[state.request_id]
         state.is_inside = False
         if not has_failed:
-            self._broken.note_success()
+            self._broken.num_rebuilds = 0
 
     def resume(self, state: RequestState) -> None:
         """Let a paused request go on."""
@@ -412,21 +432,12 @@ class GuardedStage:
         return True
 
     def blamed(self, request_id: str) -> Blamed:
-        """Turn whatever the stage or its transform raises, which may be a user's, into one error.
-
-        Raises:
-            ValueError: with the stage's name.
-        """
+        """Turn whatever the stage or its transform raises into a ``ValueError`` with its name."""
         return Blamed(self.stage.name, request_id)
 
 
 class Blamed:
-    """A context whose errors become one that names a stage; to be used once.
-
-    Args:
-        stage: its name.
-        request_id: whose call it is.
-    """
+    """A context whose errors become one that names a stage; to be used once."""
 
     # Entered at every output of every request: several times cheaper than a generator's context.
     __slots__ = ("_fields", "_request_id", "_stage")

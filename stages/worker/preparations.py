@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ __all__ = ["Preparations", "is_light"]
 
 # Of either lane. What holds Python's lock gains nothing from more.
 _NUM_THREADS = 2
+_NAME = "omni-prepare"
 _LIGHT_CHARS = 2**15
 _LIGHT_BYTES = 2**22
 
@@ -23,38 +25,26 @@ OwnerT = TypeVar("OwnerT")
 T = TypeVar("T")
 
 
-@dataclass(eq=False, slots=True)
-class _Work(Generic[OwnerT, T]):
-    """Work of an owner.
-
-    Attributes:
-        owner: whose it is.
-        group: what it begins together with; None for nothing.
-        number: its place in the order in which all were handed in.
-        future: its result, or what it raised.
-    """
-
-    owner: OwnerT
-    group: object | None
-    number: int
-    future: Future[T]
-
-
 @dataclass(slots=True)
 class _Group:
-    """What is to begin together, if it is ready at about the same time.
+    """What begins together: until when its others wait, and for how many."""
 
-    Attributes:
-        deadline: when those that are ready wait no longer, by ``time.monotonic``.
-        num_left: how many are not ready.
-    """
-
-    deadline: float
+    deadline: float = 0.0
     num_left: int = 0
 
 
+@dataclass(eq=False, slots=True)
+class _Piece(Generic[OwnerT, T]):
+    """Work of an owner, by its place in the order of submission."""
+
+    number: int
+    owner: OwnerT
+    group: object | None
+    future: Future[T]
+
+
 class Preparations(Generic[OwnerT, T]):
-    """Work in progress, one piece for each owner, in the order in which it was handed in. ::
+    """Work in progress, one piece for each owner, in the order in which it was submitted. ::
 
         submit ──► light lane ──┐
                └─► heavy lane ──┴─► done ──► (its group) ──► take
@@ -63,7 +53,7 @@ class Preparations(Generic[OwnerT, T]):
     belongs to a group is taken when all of the group is done, so that it shares batches from the
     beginning; but its others wait for a slow one no longer than ``patience_s``.
 
-    ``submit``, ``take``, ``drop`` and the properties are for one thread.
+    All but ``close`` is for one thread.
 
     Args:
         on_done: called in another thread when something may be ready to be taken.
@@ -75,126 +65,99 @@ class Preparations(Generic[OwnerT, T]):
     ) -> None:
         self._on_done = on_done
         self._patience_s = patience_s
-        self._waiting: dict[OwnerT, _Work[OwnerT, T]] = {}
-        # Of these, what is done; a step looks at no more, however many are in progress.
-        self._done: list[_Work[OwnerT, T]] = []
         self._numbers = count()
+        self._pieces: dict[OwnerT, _Piece[OwnerT, T]] = {}
+        self._ended: deque[_Piece[OwnerT, T]] = deque()  # put here by the lanes
+        # Of the pieces, what is done; a step looks at no more, however many are in progress.
+        self._done: list[_Piece[OwnerT, T]] = []
         self._groups: dict[object, _Group] = {}
         self._lanes: dict[bool, ThreadPoolExecutor] = {}
-        self._lock = threading.Lock()
-        self._here = threading.local()
 
     def submit(
         self, owner: OwnerT, work: Callable[[], T], *, group: object | None = None, light: bool
     ) -> None:
-        """Hand in work.
+        """Have work done in another thread.
 
         Args:
             owner: whose it is.
-            work: done in another thread.
+            work: to be done.
             group: what it begins together with; None for nothing.
             light: whether it is known to take no time worth speaking of.
         """
-        piece = _Work(owner, group, next(self._numbers), Future[T]())
-        with self._lock:
-            self._waiting[owner] = piece
-            if group is not None:
-                mates = self._groups.setdefault(group, _Group(0.0))
-                mates.deadline = time.monotonic() + self._patience_s
-                mates.num_left += 1
-        self._lane(light).submit(self._run, piece, work)
+        if group is not None:
+            mates = self._groups.setdefault(group, _Group())
+            mates.deadline = time.monotonic() + self._patience_s
+            mates.num_left += 1
+        if light not in self._lanes:
+            self._lanes[light] = ThreadPoolExecutor(_NUM_THREADS, _NAME)
+        future = self._lanes[light].submit(work)
+        self._pieces[owner] = piece = _Piece(next(self._numbers), owner, group, future)
+        future.add_done_callback(lambda _: self._note_end(piece))
+
+    def _note_end(self, piece: _Piece[OwnerT, T]) -> None:
+        self._ended.append(piece)
+        if self._on_done is not None:
+            self._on_done()
 
     def drop(self, owner: OwnerT) -> None:
         """Forget what belongs to an owner; what is in progress is not waited for."""
-        with self._lock:
-            piece = self._waiting.pop(owner, None)
+        if (piece := self._pieces.pop(owner, None)) is not None:
+            piece.future.cancel()
             if piece in self._done:
                 self._done.remove(piece)
-            elif piece is not None:
+            else:
                 self._leave_group(piece)
 
     @property
     def has_ready(self) -> bool:
         """Whether :meth:`take` would give anything now."""
-        with self._lock:
-            now = time.monotonic()
-            return bool(self._done) and any([self._is_ready(each, now) for each in self._done])
+        return any([self._is_ready(each) for each in self._all_done()])
 
     @property
     def time_to_ready(self) -> float | None:
         """Seconds after which something that is done is ready; None if that is not known."""
-        with self._lock:
-            now = time.monotonic()
-            left = [
-                max(0.0, self._groups[each.group].deadline - now)
-                for each in self._done
-                if each.group in self._groups
-            ]
-            return min(left, default=None)
+        groups = [self._groups[e.group] for e in self._all_done() if e.group in self._groups]
+        times = [group.deadline - time.monotonic() for group in groups]
+        return max(0.0, min(times)) if times else None
 
     def take(self) -> list[tuple[OwnerT, Future[T]]]:
-        """Take those that are ready, in the order in which they were handed in."""
-        with self._lock:
-            now = time.monotonic()
-            ready = [each for each in self._done if self._is_ready(each, now)]
-            if ready:
-                self._done = [each for each in self._done if not self._is_ready(each, now)]
-            for each in ready:
-                del self._waiting[each.owner]
+        """Take those that are ready, in the order in which they were submitted."""
+        ready = [each for each in self._all_done() if self._is_ready(each)]
+        for each in ready:
+            self._done.remove(each)
+            del self._pieces[each.owner]
         ready.sort(key=lambda each: each.number)
         return [(each.owner, each.future) for each in ready]
 
     def clear(self) -> None:
         """Forget all; what is in progress is not waited for."""
-        with self._lock:
-            self._waiting.clear()
-            self._done.clear()
-            self._groups.clear()
+        for owner in list(self._pieces):
+            self.drop(owner)
 
     def close(self) -> None:
-        """Forget all, and wait for what is in progress. May be called again, from any thread."""
-        self.clear()
-        with self._lock:
-            lanes, self._lanes = list(self._lanes.values()), {}
-        for lane in lanes:
-            # The garbage collector may have brought one of its threads here.
-            is_own = getattr(self._here, "is_lane", False)
+        """Wait for what is in progress, and begin nothing else. May be called again."""
+        # The garbage collector may have brought one of its threads here.
+        is_own = threading.current_thread().name.startswith(_NAME)
+        for lane in list(self._lanes.values()):
             lane.shutdown(wait=not is_own, cancel_futures=True)
 
-    def _lane(self, light: bool) -> ThreadPoolExecutor:
-        if light not in self._lanes:
-            self._lanes[light] = ThreadPoolExecutor(
-                _NUM_THREADS, "omni-prepare", initializer=self._note_lane
-            )
-        return self._lanes[light]
-
-    def _note_lane(self) -> None:
-        self._here.is_lane = True
-
-    def _run(self, piece: _Work[OwnerT, T], work: Callable[[], T]) -> None:
-        if self._waiting.get(piece.owner) is not piece:
-            return
-        try:
-            piece.future.set_result(work())
-        except BaseException as error:  # what ends a thread as well, lest its owner waits for ever
-            piece.future.set_exception(error)
-        with self._lock:
-            if self._waiting.get(piece.owner) is piece:
+    def _all_done(self) -> list[_Piece[OwnerT, T]]:
+        while self._ended:
+            piece = self._ended.popleft()
+            if self._pieces.get(piece.owner) is piece:
                 self._done.append(piece)
                 self._leave_group(piece)
-        if self._on_done is not None:
-            self._on_done()
+        return self._done
 
-    def _leave_group(self, piece: _Work[OwnerT, T]) -> None:
-        group = self._groups.get(piece.group)
-        if group is not None:
+    def _leave_group(self, piece: _Piece[OwnerT, T]) -> None:
+        if (group := self._groups.get(piece.group)) is not None:
             group.num_left -= 1
-            if group.num_left == 0:
+            if not group.num_left:
                 del self._groups[piece.group]
 
-    def _is_ready(self, piece: _Work[OwnerT, T], now: float) -> bool:
+    def _is_ready(self, piece: _Piece[OwnerT, T]) -> bool:
         group = self._groups.get(piece.group)
-        return group is None or now >= group.deadline
+        return group is None or time.monotonic() >= group.deadline
 
 
 def is_light(prompt: object) -> bool:
