@@ -12,7 +12,7 @@ import math
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import count
@@ -78,16 +78,14 @@ class PrefixRouter:
         self._turn = 0
 
     def choose(self, enter: Enter, loads: Mapping[int, int]) -> int:
-        """Choose a replica, and remember it.
-
-        Args:
-            enter: the request.
-            loads: how many requests each replica has that can be chosen; at least one.
-        """
+        """Choose one of the replicas whose numbers of requests are given, and remember it."""
         if len(loads) == 1:
             return next(iter(loads))
         hashes = _prefix_hashes(enter)
-        chosen = self._longest_known(hashes, _not_overloaded(loads))
+        fewest = min(loads.values())
+        free = [each for each, load in loads.items() if load <= fewest + MOST_AHEAD]
+        holders = (self._known.get(each) for each in reversed(hashes))
+        chosen = next((each for each in holders if each in free), None)
         if chosen is None:
             self._turn += 1
             chosen = min(loads, key=lambda each: (loads[each], (each - self._turn) % len(loads)))
@@ -100,21 +98,8 @@ class PrefixRouter:
 
     def forget(self, replica: int) -> None:
         """A replica has lost what it held."""
-        gone = [each for each, holder in self._known.items() if holder == replica]
-        for each in gone:
+        for each in [each for each, holder in self._known.items() if holder == replica]:
             del self._known[each]
-
-    def _longest_known(self, hashes: list[bytes], replicas: Collection[int]) -> int | None:
-        for each in reversed(hashes):
-            holder = self._known.get(each)
-            if holder is not None and holder in replicas:
-                return holder
-        return None
-
-
-def _not_overloaded(loads: Mapping[int, int]) -> list[int]:
-    fewest = min(loads.values())
-    return [replica for replica, load in loads.items() if load <= fewest + MOST_AHEAD]
 
 
 def _prefix_hashes(enter: Enter) -> list[bytes]:
@@ -152,8 +137,7 @@ class Attempt:
         first run    a b c d ✗            the worker died; a b c were emitted, c in a chunk
         second run           a b c | d e  what was emitted is dropped, chunks go on after c
 
-    What it emits depends on its prompt, its parameters and its seed alone, so that a second run
-    emits the same.
+    A second run emits the same, since that depends on prompt, parameters and seed alone.
 
     Attributes:
         enter: as the orchestrator sent it.
@@ -183,12 +167,6 @@ class Attempt:
     replica: int = 0
     is_sent: bool = False
 
-    @classmethod
-    def of(cls, enter: Enter, ticket: int, stage: str, edges: Iterable[StreamedEdge]) -> Attempt:
-        """A first run."""
-        places = {edge.consumer: StreamPlace() for edge in edges} | dict(enter.streams)
-        return cls(enter, ticket, OutputAccumulator(enter.request_id, stage), places=places)
-
     def begin_again(self, ticket: int) -> None:
         """Another run begins, in a worker that knows nothing of it."""
         self.ticket = ticket
@@ -200,15 +178,6 @@ class Attempt:
     def entry(self) -> Enter:
         """What the present run begins by."""
         return msgspec.structs.replace(self.enter, ticket=self.ticket, streams=dict(self.places))
-
-    def credit(self, consumer: str) -> None:
-        """A consumer has taken a chunk."""
-        place = self.places[consumer]
-        self.places[consumer] = replace(place, outstanding=max(0, place.outstanding - 1))
-
-    def close_stream(self, consumer: str) -> None:
-        """A consumer takes no more chunks."""
-        self.places[consumer] = replace(self.places[consumer], is_open=False)
 
     def take(self) -> bool:
         """The present run has taken a chunk; whether that is new."""
@@ -326,7 +295,7 @@ class RemoteLink(StageLink):
         """See :class:`~stages.worker.stage_link.StageLink`."""
         self._on_event = on_event
         for life in self._lives:
-            life.notify(on_event)
+            life.on_event = on_event
 
     def prepare_aside(self) -> None:
         """Workers elsewhere always do."""
@@ -342,11 +311,7 @@ class RemoteLink(StageLink):
     @property
     def has_work(self) -> bool:
         """Whether any worker has said something, or has said nothing for too long."""
-        return (
-            bool(self._events)
-            or any(port.has_messages for port in self._ports)
-            or self._is_stalled()
-        )
+        return bool(self._events) or any(port.inbox for port in self._ports) or self._is_stalled()
 
     @property
     def time_to_work(self) -> float | None:
@@ -378,9 +343,12 @@ class RemoteLink(StageLink):
             case Extend():
                 attempt.extends.append(command)
             case Credit():
-                attempt.credit(command.consumer)
+                place = attempt.places[command.consumer]
+                outstanding = max(0, place.outstanding - 1)
+                attempt.places[command.consumer] = replace(place, outstanding=outstanding)
             case CloseStream():
-                attempt.close_stream(command.consumer)
+                place = attempt.places[command.consumer]
+                attempt.places[command.consumer] = replace(place, is_open=False)
             case Abort():
                 self._forget(attempt)
         self._hand_over(attempt, command)
@@ -416,7 +384,9 @@ class RemoteLink(StageLink):
         # Here, since a second run, maybe in another worker, has to draw the same tokens.
         sampling = self._seeds.seeded(enter.sampling, self._sampling)
         enter = msgspec.structs.replace(enter, sampling=sampling)
-        attempt = Attempt.of(enter, next(self._tickets), self._name, self._edges)
+        places = {edge.consumer: StreamPlace() for edge in self._edges} | dict(enter.streams)
+        emitted = OutputAccumulator(enter.request_id, self._name)
+        attempt = Attempt(enter, next(self._tickets), emitted, places=places)
         self._attempts[enter.request_id] = self._by_ticket[attempt.ticket] = attempt
         self._place(attempt)
 
@@ -525,7 +495,7 @@ class RemoteLink(StageLink):
             return
         if delta is not None and delta.finished:
             if delta.error is None:
-                self._lives[attempt.replica].note_success()
+                self._lives[attempt.replica].num_starts = 0
             self._forget(attempt)
         if new is not None:
             self._events.append(new)

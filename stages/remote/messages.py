@@ -1,4 +1,4 @@
-"""What crosses between a worker in another process and its link, around commands and events."""
+"""Messages between a worker in another process and its link, around commands and events."""
 
 from __future__ import annotations
 
@@ -92,11 +92,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class StageFacts:
-    """What a stage says of itself once it is built; see the properties of ``Stage``.
-
-    Attributes:
-        description: see ``Stage.describe``.
-    """
+    """The properties of a stage that is built; see ``Stage``."""
 
     hidden_size: int | None
     dtype: str | None
@@ -112,44 +108,25 @@ class StageFacts:
 
 
 class Built(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The worker's stages are there, and it takes commands.
-
-    Attributes:
-        facts: of each of its stages.
-    """
+    """The worker's stages are built, and it takes commands."""
 
     facts: Mapping[str, StageFacts]
 
 
 class NotBuilt(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A stage cannot be built; the worker ends.
-
-    Attributes:
-        error: why, with the stage's name.
-    """
+    """A stage cannot be built; the error has its name. The worker ends."""
 
     error: str
 
 
 class GaveUp(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A stage can be used no more; the worker ends, and reports nothing of what it had.
-
-    Attributes:
-        reason: why.
-    """
+    """A stage can be used no more; the worker ends, and reports nothing of what it had."""
 
     reason: str
 
 
 class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Call a method of a stage, or of all.
-
-    Attributes:
-        number: of this call.
-        stage: whose method it is; None for all.
-        method: of :class:`~stages.remote.worker.WorkerCalls`.
-        arguments: of it.
-    """
+    """Call a method of a stage, or of all; see :class:`~stages.remote.worker.WorkerCalls`."""
 
     number: int
     stage: str | None
@@ -158,12 +135,11 @@ class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Returned(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What a call gave.
+    """The answer to the call of a number.
 
     Attributes:
-        number: of the call.
         value: None after an error.
-        stats: what it gave, if that are counters.
+        stats: counters, if it returned these.
         error: what it raised, as text.
         error_type: the name of its class.
         error_place: of a :class:`~engine.interface.placed_error.PlacedError`, which is one of
@@ -198,17 +174,13 @@ class Idle(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A sign of life, with counters.
-
-    Attributes:
-        stats: what stages of the worker have counted.
-    """
+    """A sign of life, with the counters of some stages."""
 
     stats: Mapping[str, StageStats]
 
 
 LinkMessage: TypeAlias = Commands | Call
-"""All that is said to a worker."""
+"""Messages to a worker."""
 
 WorkerMessage: TypeAlias = Built | NotBuilt | GaveUp | Returned | Events | Idle | Heartbeat | Logged
-"""All that a worker says."""
+"""Messages from a worker."""

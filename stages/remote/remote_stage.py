@@ -34,6 +34,9 @@ class RemoteStage(DistantStage):
         config: of the stage, or one like it.
         workers: one for each replica; they are up.
         max_retries: how often a request is run again that was in a worker when this died.
+
+    Attributes:
+        workers: as given.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class RemoteStage(DistantStage):
         self._facts = first.facts[name]
         self.has_cache = self._facts.has_cache
         self._enable_prefix_caching = self._facts.enable_prefix_caching
-        self._workers = tuple(workers)
+        self.workers = tuple(workers)
         (edges,) = (stage.edges for stage in first.spec.stages if stage.name == name)
         self._link = RemoteLink(name, workers, edges, max_retries)
         self._checked: set[str] = set()
@@ -66,12 +69,7 @@ class RemoteStage(DistantStage):
 
     def worker_states(self) -> tuple[WorkerState, ...]:
         """See :class:`~stages.worker.stage_link.DistantStage`."""
-        return tuple(worker.state for worker in self._workers)
-
-    @property
-    def workers(self) -> tuple[WorkerSupervisor, ...]:
-        """Its workers, one for each replica."""
-        return self._workers
+        return tuple(worker.state for worker in self.workers)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -99,7 +97,7 @@ class RemoteStage(DistantStage):
         key = params.model_dump_json(exclude={"seed"})
         if key in self._checked:
             return
-        up = next((worker for worker in self._workers if worker.is_up), self._workers[0])
+        up = next((worker for worker in self.workers if worker.is_up), self.workers[0])
         try:
             up.call(self.name, "check_sampling", params, timeout_s=_ANSWER_S)
         except (RuntimeError, TimeoutError):
@@ -131,7 +129,7 @@ class RemoteStage(DistantStage):
         self._call_all("check_integrity")
 
     def _call_all(self, method: str, *arguments: Any, is_setting: bool = False) -> None:
-        for worker in self._workers:
+        for worker in self.workers:
             worker.call_when_up(self.name, method, *arguments, is_setting=is_setting)
 
     def stats(self) -> StageStats:
@@ -140,12 +138,12 @@ class RemoteStage(DistantStage):
 
     def replica_stats(self) -> tuple[StageStats, ...]:
         """The same, worker by worker."""
-        return tuple(worker.stats()[self.name] for worker in self._workers)
+        return tuple(worker.stats()[self.name] for worker in self.workers)
 
     def close(self) -> None:
         """End its workers, with all stages that share them."""
         self.ownership.close()
-        for worker in self._workers:
+        for worker in self.workers:
             worker.close()
 
     def add_request(self, request: StageRequest) -> None:

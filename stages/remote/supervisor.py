@@ -217,66 +217,6 @@ class WorkerEndedError(RuntimeError):
     """The worker that was asked has ended, or is being started again."""
 
 
-class _PendingCalls:
-    """Calls without an answer so far, by their number. Safe to use from any thread.
-
-    Args:
-        called: the worker's name in messages.
-    """
-
-    def __init__(self, called: str) -> None:
-        self._called = called
-        self._numbers = count()
-        self._answers: dict[int, Future[Any]] = {}
-
-    def add(self) -> tuple[int, Future[Any]]:
-        """Number a new call; the future gets its answer."""
-        number, answer = next(self._numbers), Future[Any]()
-        self._answers[number] = answer
-        return number, answer
-
-    def resolve(self, returned: Returned) -> None:
-        """Take an answer; one whose caller has given up is ignored."""
-        if (answer := self._answers.pop(returned.number, None)) is None:
-            return
-        if returned.error is None:
-            answer.set_result(returned.value if returned.stats is None else returned.stats)
-        elif returned.error_place:
-            answer.set_exception(PlacedError(returned.error_place, returned.error))
-        elif returned.error_type == "ValueError":
-            answer.set_exception(ValueError(returned.error))
-        else:
-            message = f"{self._called}: {returned.error_type}: {returned.error}"
-            answer.set_exception(RuntimeError(message))
-
-    def fail(self, reason: str, *numbers: int) -> None:
-        """Let calls raise ``WorkerEndedError``: those of some numbers, or all."""
-        for number in numbers or tuple(self._answers):
-            if (answer := self._answers.pop(number, None)) is not None:
-                answer.set_exception(WorkerEndedError(f"{self._called}: {reason}"))
-
-
-class _StageCounts:
-    """The counters of a stage: sums that go on when a worker ends and the next one begins at 0. ::
-
-    workers that ended:   the sums of what each reported last
-    the one that is up:   what it reported last, its requests of now included
-    """
-
-    def __init__(self) -> None:
-        self._ended = StageStats()
-        self.latest: StageStats | None = None
-
-    @property
-    def total(self) -> StageStats:
-        """Of all workers."""
-        return (self.latest or StageStats()).following(self._ended)
-
-    def end(self, *, num_restarts: int) -> None:
-        """The worker has ended, and so many are started in its place."""
-        self._ended, self.latest = self.total.plus(num_restarts=num_restarts), None
-
-
 @dataclass(frozen=True, slots=True)
 class Ended:
     """Takes the place of a message: the worker has ended.
@@ -298,43 +238,26 @@ class StagePort:
     A command is for the worker that :meth:`messages` has given the last message of, and for no
     later one.
 
-    Args:
-        supervisor: of the worker.
-        stage: the name of the stage.
+    Attributes:
+        inbox: messages of the worker, each with the number of the worker.
     """
 
     def __init__(self, supervisor: WorkerSupervisor, stage: str) -> None:
-        self._supervisor = supervisor
-        self._stage = stage
-        self._inbox: deque[tuple[int, Any]] = deque()  # with the number of the worker
+        self._supervisor, self._stage = supervisor, stage
+        self.inbox: deque[tuple[int, Any]] = deque()
         self._seen = 1  # the first worker has built the stage before anybody reads
-
-    @property
-    def has_messages(self) -> bool:
-        """Whether :meth:`messages` has something."""
-        return bool(self._inbox)
 
     def messages(self) -> list[Any]:
         """Events, ``Idle`` and ``Built`` since this was last called, :class:`Ended` in between."""
         taken = []
-        while self._inbox:
-            generation, message = self._inbox.popleft()
+        while self.inbox:
+            generation, message = self.inbox.popleft()
             self._seen = max(self._seen, generation)  # the last word of one may come late
             taken.append(message)
         return taken
 
-    def put(self, generation: int, message: Any) -> None:
-        """Take a message of a worker; from any thread."""
-        self._inbox.append((generation, message))
-
     def send(self, commands: tuple[Command, ...]) -> None:
-        """Send commands.
-
-        Raises:
-            WorkerGone: it has ended; the next one gets nothing before its ``Built`` was read.
-            ValueError: they hold what cannot be sent.
-            MemoryError: there is no room for their tensors.
-        """
+        """Send commands; see :meth:`WorkerSupervisor.send`."""
         self._supervisor.send(self._seen, Commands(self._stage, commands))
 
 
@@ -357,6 +280,10 @@ class WorkerSupervisor:
         spec: as given.
         ports: by stage.
         facts: of each stage, as the last worker described it; None before one was built.
+        is_up: whether there is a worker that takes commands.
+        num_commands: that were sent to the present worker.
+        num_starts: since a worker has last finished a request.
+        on_event: called, in any thread, when a port may have messages.
     """
 
     def __init__(self, spec: WorkerSpec, connect: Connect, stall_timeout_s: float) -> None:
@@ -368,39 +295,28 @@ class WorkerSupervisor:
         self._lock = threading.Lock()  # over all below
         self._connection: Connection | None = None
         self._generation = 0
-        self._num_commands = 0
+        self.num_commands = 0
         self._is_connected = threading.Event()
         self._is_settled = threading.Event()  # it is up, or never will be again
-        self._is_up = False
+        self.is_up = False
         self._is_closed = False
-        self._num_starts = 0
-        self._calls = _PendingCalls(spec.called)
+        self.num_starts = 0
+        self._call_numbers = count()
+        self._answers: dict[int, Future[Any]] = {}
         self._heard_at, self._has_spoken = time.monotonic(), False
         self._settings: dict[tuple[str, str], Call] = {}
-        self._on_event: Callable[[], object] = lambda: None
+        self.on_event: Callable[[], object] = lambda: None
         self._timer: threading.Timer | None = None
         self.facts: Mapping[str, StageFacts] | None = None
-        self._counts = {stage.name: _StageCounts() for stage in spec.stages}
+        # What the workers that have ended counted, and what the present one reported last.
+        self._ended = {stage.name: StageStats() for stage in spec.stages}
+        self._latest: dict[str, StageStats] = {}
         self._state = WorkerState("starting")
-
-    def notify(self, on_event: Callable[[], object]) -> None:
-        """Have a function called, in any thread, when a port may have messages."""
-        self._on_event = on_event
-
-    @property
-    def num_commands(self) -> int:
-        """Commands that were sent to the present worker."""
-        return self._num_commands
-
-    @property
-    def is_up(self) -> bool:
-        """Whether there is a worker that takes commands."""
-        return self._is_up
 
     @property
     def state(self) -> WorkerState:
         """How it is doing."""
-        return replace(self._state, state="up") if self._is_up else self._state
+        return replace(self._state, state="up") if self.is_up else self._state
 
     @property
     def pid(self) -> int | None:
@@ -414,8 +330,8 @@ class WorkerSupervisor:
                 return
             self._generation += 1
             generation = self._generation
-            self._num_starts += 1
-            self._num_commands = 0
+            self.num_starts += 1
+            self.num_commands = 0
             self._heard_at = time.monotonic()
             self._has_spoken = False
             self._is_connected.clear()
@@ -452,24 +368,20 @@ class WorkerSupervisor:
                 self.check_alive()
 
     def send(self, generation: int, commands: Commands) -> None:
-        """Send commands to a worker.
-
-        Args:
-            generation: the number of the worker that they are for.
-            commands: them.
+        """Send commands to the worker of a number.
 
         Raises:
-            WorkerGone: it has ended.
+            WorkerGone: it has ended; the next one gets nothing before its ``Built`` was read.
             ValueError: they hold what cannot be sent.
             MemoryError: there is no room for their tensors.
         """
         with self._lock:
             connection = self._connection if generation == self._generation else None
         self._send_over(connection, commands)
-        self._num_commands += len(commands.commands)
+        self.num_commands += len(commands.commands)
 
     def _send_over(self, connection: Connection | None, message: Any) -> None:
-        if connection is None or not self._is_up:
+        if connection is None or not self.is_up:
             raise WorkerGone("no worker is up")
         connection.send(message)
 
@@ -496,14 +408,15 @@ class WorkerSupervisor:
             TimeoutError: there was no answer in time.
             ValueError: the stage raised one.
         """
-        number, answer = self._calls.add()
+        number, answer = next(self._call_numbers), Future[Any]()
+        self._answers[number] = answer
         message = Call(number, stage, method, arguments)
         if is_setting and stage is not None:
             self._settings[stage, method] = message
         try:
             self._send_over(self._connection, message)
         except WorkerGone:
-            self._calls.fail("its worker is being started again", number)
+            self._fail_calls("its worker is being started again", number)
         if timeout_s is not None:
             return answer.result(timeout_s)
         while True:
@@ -527,7 +440,7 @@ class WorkerSupervisor:
             except WorkerEndedError:
                 while not self._is_settled.wait(_LOOK_S):
                     self.check_alive()
-                if not self._is_up:
+                if not self.is_up:
                     raise
 
     def stats(self) -> Mapping[str, StageStats]:
@@ -536,19 +449,40 @@ class WorkerSupervisor:
         with suppress(RuntimeError, TimeoutError):  # its last report has to do
             answer = self.call(None, "stats", timeout_s=_STATS_PATIENCE_S)
         with self._lock:
-            if (
-                answer is not None and generation == self._generation
-            ):  # else it is in the sums by now
+            if answer is not None and generation == self._generation:  # else it is in the sums
                 for name, stats in answer.items():
-                    latest = self._counts[name].latest
+                    latest = self._latest.get(name)
                     # A reading never goes back behind one that was reported before.
                     if latest is None or latest.num_steps <= stats.num_steps:
-                        self._counts[name].latest = stats
-            return {name: counts.total for name, counts in self._counts.items()}
+                        self._latest[name] = stats
+            return self._totals()
 
-    def note_success(self) -> None:
-        """A request came to its end: the worker is a good one."""
-        self._num_starts = 0
+    def _totals(self) -> dict[str, StageStats]:
+        empty = StageStats()
+        return {
+            name: self._latest.get(name, empty).following(ended)
+            for name, ended in self._ended.items()
+        }
+
+    def _resolve(self, returned: Returned) -> None:
+        """Take the answer of a call; one whose caller has given up is ignored."""
+        if (answer := self._answers.pop(returned.number, None)) is None:
+            return
+        if returned.error is None:
+            answer.set_result(returned.value if returned.stats is None else returned.stats)
+        elif returned.error_place:
+            answer.set_exception(PlacedError(returned.error_place, returned.error))
+        elif returned.error_type == "ValueError":
+            answer.set_exception(ValueError(returned.error))
+        else:
+            message = f"{self.spec.called}: {returned.error_type}: {returned.error}"
+            answer.set_exception(RuntimeError(message))
+
+    def _fail_calls(self, reason: str, *numbers: int) -> None:
+        """Let calls raise ``WorkerEndedError``: those of some numbers, or all."""
+        for number in numbers or tuple(self._answers):
+            if (answer := self._answers.pop(number, None)) is not None:
+                answer.set_exception(WorkerEndedError(f"{self.spec.called}: {reason}"))
 
     def time_to_stall(self) -> float:
         """Seconds after which a worker that says nothing counts as dead; inf without one."""
@@ -573,7 +507,7 @@ class WorkerSupervisor:
     def close(self) -> None:
         """End the worker, and start no more. May be called again."""
         with self._lock:
-            self._is_closed, self._is_up = True, False
+            self._is_closed, self.is_up = True, False
             self._is_settled.set()
             connection, self._connection = self._connection, None
             timer = self._timer
@@ -581,7 +515,7 @@ class WorkerSupervisor:
             timer.cancel()
         if connection is not None:
             connection.close(_GRACE_S)
-        self._calls.fail("the stage is closed")
+        self._fail_calls("the stage is closed")
 
     def _receive(self, generation: int, message: Any) -> None:
         """Take what a worker says, in its connection's thread."""
@@ -590,11 +524,10 @@ class WorkerSupervisor:
         self._heard_at, self._has_spoken = time.monotonic(), True
         match message:
             case Returned():
-                self._calls.resolve(message)
+                self._resolve(message)
                 return
             case Heartbeat():
-                for name, stats in message.stats.items():
-                    self._counts[name].latest = stats
+                self._latest.update(message.stats)
                 return
             case GaveUp():
                 self._is_connected.wait()
@@ -606,8 +539,8 @@ class WorkerSupervisor:
                 return
             case Events():
                 for name, events in message.events.items():
-                    self.ports[name].put(generation, events)
-                self._on_event()
+                    self.ports[name].inbox.append((generation, events))
+                self.on_event()
                 return
             case NotBuilt() if self.facts is None:
                 self._fail_first(message.error)
@@ -623,12 +556,12 @@ class WorkerSupervisor:
                 for setting in self._settings.values():
                     connection.send(setting)
                 if self._state.state == "waiting":  # it was not tried in vain for its own faults
-                    self._num_starts = 1
+                    self.num_starts = 1
                     self._state = replace(self._state, state="starting")
                 with self._lock:
                     if self._connection is None:  # it was closed meanwhile
                         return
-                    self._is_up = True
+                    self.is_up = True
                     self._is_settled.set()
                 if is_first:
                     self._first_built.set_result(None)
@@ -637,8 +570,8 @@ class WorkerSupervisor:
 
     def _put_all(self, generation: int, message: Any) -> None:
         for port in self.ports.values():
-            port.put(generation, message)
-        self._on_event()
+            port.inbox.append((generation, message))
+        self.on_event()
 
     def _fail_first(self, error: str) -> None:
         if not self._first_built.done():
@@ -654,8 +587,8 @@ class WorkerSupervisor:
                 return
             self._generation += 1
             has_no_place |= self._connection is not None and self._connection.has_no_place
-            self._is_up, self._connection = False, None
-            is_late = self._num_starts >= MOST_STARTS
+            self.is_up, self._connection = False, None
+            is_late = self.num_starts >= MOST_STARTS
             is_final = self.facts is None or (is_late and not has_no_place)
             is_waiting = is_late and not is_final
             was_waiting = self._state.state == "waiting"
@@ -666,13 +599,14 @@ class WorkerSupervisor:
                 reason,
                 time.time(),
             )
-            for counts in self._counts.values():
-                counts.end(num_restarts=num_restarts)
+            totals = self._totals().items()
+            self._ended = {name: each.plus(num_restarts=num_restarts) for name, each in totals}
+            self._latest = {}
             if is_final or is_waiting:  # it may never be up, so waiting for that ends
                 self._is_settled.set()
             else:
                 self._is_settled.clear()
-        self._calls.fail(f"its worker {reason}")
+        self._fail_calls(f"its worker {reason}")
         self._fail_first(f"{self.spec.called}: its worker {reason}, before it was built")
         # Reported before another one is started, which might speak at once.
         self._put_all(generation, Ended(reason, is_final, is_waiting))
@@ -680,7 +614,7 @@ class WorkerSupervisor:
             plan = "it is started when there is a place" if is_waiting else "it is started again"
             if not (is_waiting and was_waiting):  # it is logged once
                 _logger.warning("the worker of %s %s; %s", self.spec.called, reason, plan)
-            tries = min(self._num_starts, MOST_STARTS + 10)
+            tries = min(self.num_starts, MOST_STARTS + 10)
             delay_s = min(_FIRST_DELAY_S * 2**tries, _LONGEST_DELAY_S)
             self._timer = threading.Timer(delay_s, self.start)
             self._timer.daemon = True

@@ -123,11 +123,7 @@ Build = Callable[[StageSpec], tuple[Stage, Transform | None]]
 
 
 def build_stage(spec: StageSpec) -> tuple[Stage, Transform | None]:
-    """Build a stage of a worker, and find the transform that makes its prompts.
-
-    Raises:
-        ValueError: it cannot be built, or the transform cannot be found here.
-    """
+    """Build a stage of a worker, and find the transform that makes its prompts, or say why not."""
     kind: type[StageConfig] = load_by_name(spec.kind)
     config = kind.model_validate_json(spec.config)
     transform = None if spec.transform is None else load_by_name(spec.transform)
@@ -136,11 +132,7 @@ def build_stage(spec: StageSpec) -> tuple[Stage, Transform | None]:
 
 @contextmanager
 def _alive(send: Callable[[Heartbeat], None]) -> Iterator[None]:
-    """Give signs of life while this thread cannot: to load a model may take minutes.
-
-    Args:
-        send: them; it raises ``ConnectionError`` when the link is gone.
-    """
+    """Give signs of life while this thread cannot: to load a model may take minutes."""
     is_over = threading.Event()
 
     def beat() -> None:

@@ -19,15 +19,7 @@ _LONGEST = 2**16
 
 
 class Logged(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A log record.
-
-    Attributes:
-        logger: its name.
-        level: as a number of ``logging``.
-        message: with its arguments put in.
-        traceback: of the exception that it is about, as text; None if it is about none.
-        stage, replica, request_id: see :class:`~engine.interface.log_fields.LogFields`.
-    """
+    """A log record, as text; ``stage`` and so on are ``LogFields``."""
 
     logger: str
     level: int
@@ -42,40 +34,39 @@ class LogForwarder(logging.Handler):
     """Sends every record to another process, which may be gone.
 
     Args:
-        tell: gets the records, from any thread; it raises ``ConnectionError`` if the other process
-            is gone.
+        send: may be called in any thread; raises ``ConnectionError`` if the other process is gone.
     """
 
-    def __init__(self, tell: Callable[[Logged], None]) -> None:
+    def __init__(self, send: Callable[[Logged], None]) -> None:
         super().__init__()
-        self._tell = tell
+        self._send = send
         self._here = threading.local()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send a record; what sending it logs is not sent."""
-        if getattr(self._here, "is_telling", False):
+        if getattr(self._here, "is_sending", False):
             return
-        self._here.is_telling = True
+        self._here.is_sending = True
         try:
-            self._tell(_told(record))
+            self._send(_logged(record))
         except ConnectionError:
             pass  # the other process has gone, and this worker is about to end
         except Exception:  # as logging does: a record that cannot be sent must not end the work
             self.handleError(record)
         finally:
-            self._here.is_telling = False
+            self._here.is_sending = False
 
 
-def forward_log(tell: Callable[[Logged], None], level: int, fields: LogFields) -> LogForwarder:
+def forward_log(send: Callable[[Logged], None], level: int, fields: LogFields) -> LogForwarder:
     """Send all that this process logs to the one that started it, and log it nowhere else.
 
     Args:
-        tell: see :class:`LogForwarder`.
+        send: see :class:`LogForwarder`.
         level: below which nothing is sent.
-        fields: what all records of this process are about.
+        fields: of all records of this process.
     """
     set_process_fields(fields)
-    forwarder = LogForwarder(tell)
+    forwarder = LogForwarder(send)
     logger = logging.getLogger(_ROOT)
     logger.addHandler(forwarder)
     logger.setLevel(level)
@@ -96,7 +87,7 @@ def relay(logged: Logged) -> None:
     logger.handle(record)
 
 
-def _told(record: logging.LogRecord) -> Logged:
+def _logged(record: logging.LogRecord) -> Logged:
     text = None
     if record.exc_info and record.exc_info[1] is not None:
         text = "".join(traceback.format_exception(record.exc_info[1])).rstrip()
