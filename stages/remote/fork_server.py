@@ -6,7 +6,7 @@ fork: no pool of threads, no CUDA. ::
 
     this process                    fork server              worker
     start_worker ── descriptors ──► fork ──────────────────► target(socket, argument)
-         │          order over the worker's socket ────────►
+         │                                 ▲ order, in a file without a name
          └◄── status pipe: pid, then the status of its end ──┘
 
 If one of the three dies, those to its right die with it, stopped ones too: Linux kills them, and
@@ -33,12 +33,13 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NoReturn
+from typing import IO, NoReturn
 
 import msgspec
 
@@ -68,22 +69,11 @@ _PRELOADED = (
 )
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _STATUS = struct.Struct("=i")
-_LENGTH = struct.Struct("=Q")
-_NUM_FDS = 4
+_NUM_FDS = 5
 
 
 class _Order(msgspec.Struct, frozen=True):
-    """The process that a worker becomes.
-
-    Attributes:
-        target: ``"package.module:function"``, called with the socket and the argument.
-        argument: for the function.
-        threads: of torch.
-        name: what the process is called.
-        environment: all of its variables.
-        folder: its working directory; None leaves the server's.
-        import_path: its ``sys.path``, in the encoding of the file system.
-    """
+    """The process that a worker becomes; see :func:`start_worker`."""
 
     target: str
     argument: bytes
@@ -128,8 +118,8 @@ class _Server:
         """Have a worker forked.
 
         Args:
-            fds: its socket, stdout, stderr and the writing end of its status pipe; they stay the
-                caller's.
+            fds: its socket, stdout, stderr, order and the writing end of its status pipe; they stay
+                the caller's.
 
         Raises:
             _ServerGone: there is no server to fork it.
@@ -180,7 +170,6 @@ class WorkerProcess:
     """A process that was started by :func:`start_worker`.
 
     Attributes:
-        name: as given.
         pid: its process id. It may be another process's once this one has ended.
         sock: connected to the socket that its function got; it is the holder's to close.
     """
@@ -229,11 +218,7 @@ class WorkerProcess:
         self._signal(signal.SIGKILL)
 
     def terminate(self, grace_s: float) -> None:
-        """Ask it to end, and kill it if it has not ended in time; back when it is gone.
-
-        Args:
-            grace_s: how long it may take.
-        """
+        """Ask it to end, and kill it if it has not ended in time; back when it is gone."""
         self._signal(signal.SIGTERM)
         if not self.wait(grace_s):
             self.kill()
@@ -345,7 +330,10 @@ def _fork(server: _Server, name: str, order: bytes) -> WorkerProcess:
     try:
         standard = (fd if _is_open(fd) else nothing for fd in (1, 2))
         try:
-            server.fork((theirs.fileno(), *standard, their_status_fd))
+            with _unnamed_file() as file:
+                file.write(order)
+                file.seek(0)
+                server.fork((theirs.fileno(), *standard, file.fileno(), their_status_fd))
         except BaseException:
             os.close(status_fd)
             raise
@@ -353,13 +341,17 @@ def _fork(server: _Server, name: str, order: bytes) -> WorkerProcess:
             theirs.close()
             os.close(their_status_fd)
             os.close(nothing)
-        worker = WorkerProcess(name, ours, server, status_fd)
-        with suppress(ConnectionError):  # it has ended, which its status tells
-            ours.sendall(_LENGTH.pack(len(order)) + order)
+        return WorkerProcess(name, ours, server, status_fd)
     except BaseException:
         ours.close()
         raise
-    return worker
+
+
+def _unnamed_file() -> IO[bytes]:
+    """In memory, where there is such a thing: the environment may hold secrets."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("omni-order"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def _import_path() -> list[str]:
@@ -403,18 +395,12 @@ def _exit_reason(status: int) -> str:
 
 _SET_PARENT_DEATH_SIGNAL = 1
 _SET_NAME = 15
-_SOCKET = 3
-"""The descriptor that a worker has beside its standard ones."""
+_SOCKET, _ORDER = 3, 4
+"""The descriptors that a worker has beside its standard ones."""
 
 
 def main(control_fd: int, parent: int, preloaded: Sequence[str]) -> NoReturn:
-    """Fork workers on request, until the parent is gone.
-
-    Args:
-        control_fd: a socket to the parent.
-        parent: its process id.
-        preloaded: modules that no worker need import for itself.
-    """
+    """Fork workers on request of the parent over a socket, until it is gone."""
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # at Ctrl-C the parent decides what becomes of us
     control = socket.socket(fileno=control_fd)
@@ -502,7 +488,8 @@ def _be_worker(fds: Sequence[int], server: int) -> NoReturn:
         _die_with(server)
         _leave_all_behind(fds)
         sock = socket.socket(fileno=_SOCKET)
-        order = _receive_order(sock)
+        with open(_ORDER, "rb") as file:
+            order = msgspec.msgpack.decode(file.read(), type=_Order)
         _look_like(order)
         module, _, function = order.target.partition(":")
         run = getattr(importlib.import_module(module), function)
@@ -528,31 +515,13 @@ def _leave_all_behind(fds: Sequence[int]) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Out of the way of those that are set now: a descriptor may have come as any number.
-    sock, out, err = (_above(fd) for fd in fds)
-    nothing = _above(os.open(os.devnull, os.O_RDONLY))
-    for number, fd in enumerate((nothing, out, err, sock)):
+    given = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in fds]
+    sock, out, err, order = given
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, fd in enumerate((nothing, out, err, sock, order)):
         os.dup2(fd, number, inheritable=number < _SOCKET)
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    os.closerange(_SOCKET + 1, most if most != resource.RLIM_INFINITY else 2**20)
-
-
-def _above(fd: int) -> int:
-    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64)
-
-
-def _receive_order(sock: socket.socket) -> _Order:
-    (length,) = _LENGTH.unpack(_receive(sock, _LENGTH.size))
-    return msgspec.msgpack.decode(_receive(sock, length), type=_Order)
-
-
-def _receive(sock: socket.socket, length: int) -> bytes:
-    content = bytearray()
-    while len(content) < length:
-        piece = sock.recv(length - len(content))
-        if not piece:  # the parent wants it no more
-            raise SystemExit(1)
-        content += piece
-    return bytes(content)
+    os.closerange(_ORDER + 1, most if most != resource.RLIM_INFINITY else 2**20)
 
 
 def _look_like(order: _Order) -> None:

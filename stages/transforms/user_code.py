@@ -46,9 +46,6 @@ _MOST_BYTES = 2**20
 _FunctionText: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 """A function's definition, parsed."""
 
-_REACH_INTO_MODULES = frozenset({"globals", "locals", "vars", "exec", "eval", "setattr"})
-"""By which a module may give itself names that no statement of it shows."""
-
 
 def locate_custom(spec: str, folder: Path | None, *, what: str = "transform") -> str:
     """Find a function or a class that a user names, and run nothing.
@@ -189,10 +186,7 @@ def _source_in_package(subject: str, folders: list[Path], rest: list[str]) -> Pa
 
 
 def _check_defines(spec: str, file: Path, function: str, what: str) -> None:
-    """Whether a file's text has a top-level name that may be a transform.
-
-    One whose names are made is believed, and so is whatever its text does not settle.
-    """
+    """Check that a file's text has a top-level name that may be a transform; else it raises."""
     subject = f"{what} {spec!r}"
     if file.stat().st_size > _MOST_BYTES:
         raise ValueError(
@@ -205,11 +199,6 @@ def _check_defines(spec: str, file: Path, function: str, what: str) -> None:
         raise ValueError(f"{subject}: {error}") from error
     if function not in text.names and not text.makes_names:
         raise ValueError(_lacks(subject, str(file), function, list(text.names)))
-    value = text.what_it_is(function)
-    if value is not None:
-        raise ValueError(
-            f"{subject} is a {value}, not a {'function' if what == 'transform' else 'class'}"
-        )
     if what != "transform":
         return
     refusals: list[ValueError] = []
@@ -265,11 +254,7 @@ def _lacks(subject: str, module: str, function: str, names: list[str]) -> str:
 
 
 def check_takes_context(signature: inspect.Signature, name: str) -> None:
-    """Refuse what cannot be called with one argument.
-
-    Raises:
-        ValueError: it takes none, or wants more.
-    """
+    """Refuse what cannot be called with one argument."""
     try:
         signature.bind(None)
     except TypeError as error:
@@ -299,15 +284,7 @@ def check_looks_like_one(signature: inspect.Signature, name: str) -> None:
 
 
 def _check_written(function: _FunctionText, name: str) -> None:
-    """Refuse, by its text alone, a function that would be refused once it is loaded.
-
-    Args:
-        function: one that nothing declares as a transform.
-        name: as whom the file names it.
-
-    Raises:
-        ValueError: it is no transform, whatever the names in its annotations stand for.
-    """
+    """Refuse, by its text alone, a function that would be refused once it is loaded."""
     if isinstance(function, ast.AsyncFunctionDef):
         raise ValueError(f"transform {name!r} is a coroutine function; it must be a plain one")
     signature = _signature_of(function.args)
@@ -426,36 +403,6 @@ class ModuleText:
                                 return f"{module}.{alias.name}"
         return None
 
-    def what_it_is(self, name: str) -> str | None:
-        """What a name stands for, if its text shows that this cannot be called: a module, a str.
-
-        None of one that may be given in another way as well.
-        """
-        given = [node for each, node in self.bindings if each in (name, "*")]
-        shown = {_value_of(node, name) for node in given}
-        return shown.pop() if len(shown) == 1 and not self._may_change(name, given) else None
-
-    def _may_change(self, name: str, given: list[ast.stmt]) -> bool:
-        """Whether anything but some statements may give a name."""
-        own = {id(node) for statement in given for node in ast.walk(statement)}
-        for node in ast.walk(self.tree):
-            match node:
-                case ast.Name(id=written, ctx=ast.Store()) if written == name:
-                    if id(node) not in own:
-                        return True
-                case ast.Name(id=written) if written in _REACH_INTO_MODULES:
-                    return True
-                case ast.Attribute(attr="modules" | "__dict__"):
-                    return True
-                case ast.Global(names=names) if name in names:
-                    return True
-                case ast.MatchAs(name=taken) | ast.MatchStar(name=taken) if taken == name:
-                    return True
-                case ast.alias() if id(node) not in own:
-                    if name in (node.asname or node.name.partition(".")[0], "*"):
-                        return True
-        return False
-
     def _uses(self, name: str) -> bool:
         return any(
             isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
@@ -483,36 +430,3 @@ def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
                     yield from _bindings(getattr(node, part, []))
                 for handler in getattr(node, "handlers", []):
                     yield from _bindings(handler.body)
-
-
-def _value_of(node: ast.stmt, name: str) -> str | None:
-    """What kind of a value a statement gives a name, if none of that kind can be called."""
-    match node:
-        case ast.Import():
-            return "module"
-        case ast.Assign(targets=targets, value=value):
-            is_whole = any(isinstance(each, ast.Name) and each.id == name for each in targets)
-            return _kind_of(value) if is_whole else None
-        case ast.AnnAssign(target=ast.Name(), value=ast.expr() as value):
-            return _kind_of(value)
-    return None
-
-
-def _kind_of(value: ast.expr) -> str | None:
-    """The class of what a literal, or a display, makes."""
-    match value:
-        case ast.Constant():
-            return type(value.value).__name__
-        case ast.JoinedStr():
-            return "str"
-        case ast.List() | ast.ListComp():
-            return "list"
-        case ast.Dict() | ast.DictComp():
-            return "dict"
-        case ast.Set() | ast.SetComp():
-            return "set"
-        case ast.Tuple():
-            return "tuple"
-        case ast.GeneratorExp():
-            return "generator"
-    return None
