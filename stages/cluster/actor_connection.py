@@ -21,8 +21,7 @@ from torch import Tensor
 
 from engine.interface.log_fields import package_logger
 from engine.interface.placed_error import described
-from stages.cluster.actor_messages import Bundle, Hello, Unconfirmed
-from stages.cluster.actor_worker import PROTOCOL_VERSION, machine_name
+from stages.cluster.actor_worker import PROTOCOL_VERSION, Bundle, Hello, machine_name
 from stages.cluster.object_bytes import HeldObjects, ObjectBytes, ObjectDecoder
 from stages.remote.codec import INLINE_BYTES, Reference, encode, plain_bytes
 from stages.remote.messages import WorkerMessage
@@ -49,9 +48,8 @@ class Listener:
 
     Attributes:
         on_message, on_end: see :class:`~stages.remote.supervisor.Connect`.
-        check_there: asked from time to time until the actor speaks; it raises
-            ``NoPlaceError`` where the cluster has no place for it any more, for which Ray would
-            wait without end.
+        check_there: called from time to time until the actor speaks; raises ``NoPlaceError`` where
+            the cluster has no place for it any more, for which Ray would wait without end.
     """
 
     on_message: Callable[[Any], None]
@@ -84,7 +82,9 @@ class ActorConnection(Connection):
         self._hello: Hello | None = None
         self._lock = threading.Lock()  # over all below
         self._num_sent = 0
-        self._unconfirmed: Unconfirmed[tuple[bytes, list[Any]]] = Unconfirmed(_LOST_AFTER_S)
+        # By number, what the actor has not confirmed yet, and when it was sent last.
+        self._unconfirmed: dict[int, tuple[float, bytes, list[Any]]] = {}
+        self._num_resent = 0  # times in a row
         self._killed_for: str | None = None
         self._is_closed = self._is_over = self._is_killed = False
         self._said: Any = self._actor.say.remote(0)
@@ -118,7 +118,7 @@ class ActorConnection(Connection):
             self._check_open()
             with _room_for(len(content)):  # Ray puts a large one into the store, too
                 self._actor.take.remote(self._num_sent, content, references)
-            self._unconfirmed.add(self._num_sent, (content, references), time.monotonic())
+            self._unconfirmed[self._num_sent] = (time.monotonic(), content, references)
             self._num_sent += 1
 
     def kill(self, reason: str) -> None:
@@ -191,7 +191,7 @@ class ActorConnection(Connection):
                     return _refusal(bundle.hello)
                 self._hello = bundle.hello
             self._send_again(bundle.num_taken)
-            if self._unconfirmed.num_overdue > _MOST_RESENT:
+            if self._num_resent > _MOST_RESENT:
                 return f"did not get what was sent to it {_MOST_RESENT} times"
             offered = self._fetch_offers(sum(map(sum, bundle.is_offered)))
             for content, are_offered in zip(bundle.contents, bundle.is_offered, strict=True):
@@ -215,9 +215,18 @@ class ActorConnection(Connection):
         heard, and no callback is called.
         """
         with self._lock:
-            self._unconfirmed.confirm(num_taken)
-            for number, (content, references) in self._unconfirmed.overdue(time.monotonic()):
+            for number in [each for each in self._unconfirmed if each < num_taken]:
+                del self._unconfirmed[number]
+                self._num_resent = 0
+            now_s = time.monotonic()
+            lost = [
+                e for e, (at_s, *_) in self._unconfirmed.items() if now_s - at_s > _LOST_AFTER_S
+            ]
+            self._num_resent += bool(lost)
+            for number in lost:
                 _LOG.debug("message %d to %s is sent again", number, self._thread.name)
+                _, content, references = self._unconfirmed[number]
+                self._unconfirmed[number] = (now_s, content, references)
                 self._actor.take.remote(number, content, references)
 
     def _items(self) -> Iterator[Any]:
@@ -253,22 +262,14 @@ def _refusal(hello: Hello) -> str:
 
 
 def _put(content: NDArray[np.uint8]) -> Any:
-    """Place bytes in the object store.
-
-    Raises:
-        MemoryError: it has no room for them.
-    """
+    """Place bytes in the object store, or raise ``MemoryError``."""
     with _room_for(content.nbytes):
         return ray.put(content)
 
 
 @contextmanager
 def _room_for(nbytes: int) -> Iterator[None]:
-    """Raise what Ray raises of a full store as what it is.
-
-    Raises:
-        MemoryError: there is no room.
-    """
+    """Raise what Ray raises of a full store as ``MemoryError``."""
     try:
         yield
     except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:

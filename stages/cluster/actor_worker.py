@@ -1,13 +1,14 @@
-"""What an actor of a Ray cluster runs: one stage's worker."""
+"""The worker of stages in an actor of a Ray cluster, and the first words that it says."""
 
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -18,13 +19,6 @@ from torch import Tensor
 
 from engine.interface.log_fields import package_logger
 from engine.interface.placed_error import described
-from stages.cluster.actor_messages import (
-    Bundle,
-    Hello,
-    InOrder,
-    Outbox,
-    OutgoingMessage,
-)
 from stages.cluster.direct_transport import Offers
 from stages.cluster.object_bytes import ObjectDecoder
 from stages.remote.codec import INLINE_BYTES, Decoder, Reference, encode, plain_bytes
@@ -34,7 +28,7 @@ from stages.remote.worker import Build, WorkerLoop, build_stage, log_fields_of
 from stages.remote.worker_log import forward_log
 from stages.stage import Stage, Transform
 
-__all__ = ["PROTOCOL_VERSION", "ActorWorker", "machine_name"]
+__all__ = ["PROTOCOL_VERSION", "ActorWorker", "Bundle", "Hello", "machine_name"]
 
 PROTOCOL_VERSION = 9
 """Of all that actors and their links say to each other. One that speaks another is refused."""
@@ -42,7 +36,40 @@ PROTOCOL_VERSION = 9
 _MOST_ITEMS = 4096
 """Of one call of :meth:`ActorWorker.say`: Ray keeps an account of them until it ends."""
 
+_MOST_AT_ONCE = 64
+
 _LOG = package_logger(__name__)
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """The first words of an actor: its protocol, its process, and the machine of that."""
+
+    protocol: int
+    pid: int
+    machine: str
+
+
+class Bundle(msgspec.Struct, frozen=True):
+    """What an actor says at once. After it come the objects beside its messages, in order.
+
+    Attributes:
+        contents: of the messages.
+        is_offered: of each, for all that is beside it, whether it is to be fetched directly; what
+            is not comes after the bundle.
+        num_taken: messages to the actor that have come so far, without a gap.
+        hello: in the first one.
+        ended: what ended the worker; nothing comes after it.
+    """
+
+    contents: list[bytes] = []
+    is_offered: list[list[bool]] = []
+    num_taken: int = 0
+    hello: Hello | None = None
+    ended: str | None = None
+
+
+_Beside: TypeAlias = "NDArray[np.uint8] | Tensor"
+"""What a message refers to by number. Tensors go directly from actor to actor."""
 
 
 class ActorWorker:
@@ -63,8 +90,11 @@ class ActorWorker:
     def __init__(self, argument: bytes, build: Build = build_stage) -> None:
         spec: WorkerSpec = Decoder(WorkerSpec).decode(argument)
         self._decoder = ObjectDecoder(LinkMessage)
-        self._outbox = Outbox()
-        self._inbox: InOrder[Any] = InOrder()
+        # Messages with what is beside them; in the end, and once more maybe, what ended the worker.
+        self._outbox: queue.SimpleQueue[tuple[bytes, list[_Beside]] | str] = queue.SimpleQueue()
+        self._ended: str | None = None
+        self._num_taken = 0
+        self._early: dict[int, Any] = {}  # messages that wait for one before them, by number
         self._build = build
         self._offers = None if spec.tensor_transport is None else Offers(spec.tensor_transport)
         self._is_shown = any(stage.is_shown for stage in spec.stages)
@@ -87,17 +117,18 @@ class ActorWorker:
             content: the message.
             references: the objects beside it.
         """
-        if number in self._inbox:
+        if number < self._num_taken or number in self._early:
             return
         try:
             if references:  # fetched here, so that no step waits for the network
                 ray.wait(references, num_returns=len(references), fetch_local=True)
-            message = self._decoder.decode(content, references)
-            for each in self._inbox.put(number, message):
-                self._loop.take(each)
+            self._early[number] = self._decoder.decode(content, references)
+            while self._num_taken in self._early:
+                self._loop.take(self._early.pop(self._num_taken))
+                self._num_taken += 1
         except Exception as error:  # no caller waits for this call; the link gets it
             _LOG.exception("a message could not be taken")
-            self._outbox.end(f"could not take a message: {described(error)}")
+            self._end_outbox(f"could not take a message: {described(error)}")
             self._loop.end()
 
     @ray.method(concurrency_group="take", num_returns=0, max_task_retries=-1)
@@ -141,18 +172,27 @@ class ActorWorker:
         hello, self._hello = self._hello, None
         if hello is not None:
             return Bundle(hello=hello), deque()
-        messages, ended = self._outbox.take()
-        contents = [each for message in messages for each in message.beside]
+        messages: list[tuple[bytes, list[_Beside]]] = []
+        ended = None
+        while ended is None and (not messages or not self._outbox.empty()):
+            match self._outbox.get():
+                case str(reason):
+                    ended = reason
+                    self._outbox.put(reason)  # for another call
+                case message:
+                    messages.append(message)
+            if len(messages) == _MOST_AT_ONCE:
+                break
+        contents = [each for _, beside in messages for each in beside]
         if self._offers is not None:
             self._offers.add([each for each in contents if isinstance(each, Tensor)])
-        beside = deque(each for each in contents if not isinstance(each, Tensor))
         bundle = Bundle(
-            [message.content for message in messages],
-            [[isinstance(each, Tensor) for each in message.beside] for message in messages],
-            num_taken=self._inbox.num_given,
+            [content for content, _ in messages],
+            [[isinstance(each, Tensor) for each in beside] for _, beside in messages],
+            num_taken=self._num_taken,
             ended=ended,
         )
-        return bundle, beside
+        return bundle, deque(each for each in contents if not isinstance(each, Tensor))
 
     @property
     def is_over(self) -> bool:
@@ -179,10 +219,14 @@ class ActorWorker:
             _LOG.exception("a worker failed")
             reason = f"failed with {described(error)}"
         finally:
-            self._outbox.end(reason)
+            self._end_outbox(reason)
+
+    def _end_outbox(self, reason: str) -> None:
+        self._ended = self._ended or reason
+        self._outbox.put(self._ended)
 
     def _send(self, message: WorkerMessage) -> None:
-        beside: list[NDArray[np.uint8] | Tensor] = []
+        beside: list[_Beside] = []
         # What its user gets has to outlive this actor.
         offers = None if self._is_shown else self._offers
 
@@ -194,7 +238,9 @@ class ActorWorker:
             return Reference(len(beside) - 1, content.nbytes)
 
         encoded = encode(message, share)
-        self._outbox.put(OutgoingMessage(encoded, tuple(beside)))
+        if self._ended is not None:
+            raise ConnectionError(f"the actor has ended: {self._ended}")
+        self._outbox.put((encoded, beside))
 
 
 def machine_name() -> str:

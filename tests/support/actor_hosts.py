@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stages.cluster import actor_worker, reservation
-from stages.cluster.actor_messages import Hello
-from stages.cluster.actor_worker import PROTOCOL_VERSION, ActorWorker
+from stages.cluster.actor_worker import PROTOCOL_VERSION, ActorWorker, Hello
 from stages.remote.messages import WorkerSpec
 
 __all__ = ["Hosts"]

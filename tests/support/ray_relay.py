@@ -15,8 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stages.cluster.actor_connection import ActorConnection, Listener
-from stages.cluster.actor_messages import Hello
-from stages.cluster.actor_worker import PROTOCOL_VERSION, ActorWorker
+from stages.cluster.actor_worker import PROTOCOL_VERSION, ActorWorker, Hello
 from stages.cluster.object_bytes import HeldObjects
 from stages.remote.codec import encode
 from stages.remote.messages import WorkerSpec
