@@ -72,7 +72,10 @@ The tables below are generated from the schema.
 _PARTS = (
     ("Where stages run", ("RuntimeConfig", "Placement")),
     ("What feeds a stage", ("StageInputs",)),
-    ("How a model is run", ("EngineSettings", "GeneratorSettings")),
+    (
+        "How a model is run",
+        ("EngineSettings", "OffloadSettings", "DiskSettings", "GeneratorSettings"),
+    ),
     ("How tokens are chosen", ("SamplingParams", "StructuredOutput")),
     ("How sound is made", ("GenerationParams", "StreamWindow")),
     ("What one request may take", ("RequestLimits", "MediaLimits")),

@@ -35,6 +35,7 @@ from prefix_cache.kv_cache.kv_cache_manager import (
     PendingBlocks,
     PrefixMiss,
 )
+from prefix_cache.kv_cache.offloaded_blocks import OffloadedBlocks
 from prefix_cache.kv_cache.swap_space import SwapSpace
 from prefix_cache.layer_types.coordinator import (
     MANAGER_TYPES,
@@ -64,6 +65,7 @@ from prefix_cache.specs.kv_cache_spec import (
     spec_in_words,
 )
 from prefix_cache.stores.encoder_cache import EncoderCache, EncoderCacheStats
+from prefix_cache.stores.offload_tiers import DiskTier, HostTier, OffloadStats
 from prefix_cache.stores.paged_memory import LayerKVCache, PageCopy, PagedMemory
 from prefix_cache.stores.stage_output_cache import StageOutputCache, WholeInputCache
 
@@ -80,6 +82,7 @@ __all__ = [
     "ContentSpan",
     "CrossAttentionManager",
     "CrossAttentionSpec",
+    "DiskTier",
     "EncoderBlocks",
     "EncoderCache",
     "EncoderCacheStats",
@@ -87,6 +90,7 @@ __all__ = [
     "FullAttentionSpec",
     "GroupStats",
     "HostOnlySpec",
+    "HostTier",
     "IntegrityError",
     "KVCacheBlock",
     "KVCacheConfig",
@@ -99,6 +103,8 @@ __all__ = [
     "LayerKVCache",
     "MambaManager",
     "MambaSpec",
+    "OffloadStats",
+    "OffloadedBlocks",
     "PageArena",
     "PageCopy",
     "PagedMemory",

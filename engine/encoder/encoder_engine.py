@@ -472,6 +472,11 @@ class EncoderEngine(Engine[EncoderOutput]):
     ) -> None:
         check_argument("config", config, EngineConfig, "an EngineConfig", "EngineConfig(model={})")
         check_names("output_names", output_names, or_none=True)
+        if config.offload is not None:
+            raise ValueError(
+                "offload keeps blocks of a decoder's KV cache; an encoder engine has none: leave "
+                "it out"
+            )
         checkpoint = open_checkpoint(
             config.model,
             part=config.part,

@@ -11,12 +11,14 @@ from engine.interface.sampling_params import SamplingParams
 from engine.interface.settings import Settings
 
 __all__ = [
+    "DiskSettings",
     "EngineConfig",
     "EngineSettings",
     "GenerationParams",
     "GeneratorConfig",
     "GeneratorSettings",
     "MediaLimits",
+    "OffloadSettings",
     "RequestLimits",
     "StreamWindow",
 ]
@@ -218,6 +220,37 @@ class MediaLimits(Settings):
     max_video_pixels: int = Field(default=256 * 2**20, ge=1)
 
 
+class DiskSettings(Settings):
+    """A folder for blocks that the pool may evict; the ``disk:`` block of ``offload:`` in YAML.
+
+    Attributes:
+        path: of the folder, made if it is not there; ``~`` is the user's home. Several stages,
+            replicas and processes may share it.
+        bytes: of all files in it together, the least recently used are removed.
+    """
+
+    path: str = Field(min_length=1)
+    bytes: int = Field(ge=2**20)
+
+
+class OffloadSettings(Settings):
+    """Where blocks are kept that the pool may evict; the ``offload:`` block of ``engine:`` in YAML.
+
+    Attributes:
+        host_bytes: of host memory, for a pool on a GPU: on a CPU, raise ``num_blocks`` instead.
+        disk: a folder, which later runs find as this one left it.
+    """
+
+    host_bytes: int | None = Field(default=None, ge=1)
+    disk: DiskSettings | None = None
+
+    @model_validator(mode="after")
+    def _names_a_place(self) -> Self:
+        if self.host_bytes is None and self.disk is None:
+            raise ValueError("offload needs host_bytes, or disk with path and bytes")
+        return self
+
+
 class EngineSettings(Settings):
     """How an engine runs its model, whichever model that is; the ``engine:`` block in YAML.
 
@@ -244,6 +277,7 @@ class EngineSettings(Settings):
         preemption: what becomes of a request that has to make room: ``recompute`` forgets its
             state, ``swap`` moves it to host memory as long as there is room.
         num_swap_blocks: host blocks for ``swap``, the null block included; None: as the pool has.
+        offload: where blocks are kept that the pool may evict, so that they come back as a hit.
         generation_config: ``auto`` takes defaults of sampling parameters, suppressed tokens, bad
             words and ends of sequences from the checkpoint's ``generation_config.json``; ``ignore``
             runs it as if it had no such file.
@@ -268,6 +302,7 @@ class EngineSettings(Settings):
     encoder_cache_bytes: int = Field(default=256 * 2**20, ge=1)
     preemption: Literal["recompute", "swap"] = "recompute"
     num_swap_blocks: int | None = Field(default=None, ge=2)
+    offload: OffloadSettings | None = None
     generation_config: Literal["auto", "ignore"] = "auto"
     media_limits: MediaLimits = MediaLimits()
     enable_prefix_caching: bool = True
@@ -288,6 +323,15 @@ class EngineSettings(Settings):
     def _swap_blocks_are_for_swapping(self) -> Self:
         if self.num_swap_blocks is not None and self.preemption != "swap":
             raise ValueError("num_swap_blocks is for preemption: swap; set that, or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _offloaded_blocks_are_found(self) -> Self:
+        if self.offload is not None and not self.enable_prefix_caching:
+            raise ValueError(
+                "offload keeps blocks of the prefix cache, which enable_prefix_caching: false "
+                "turns off; leave one of the two out"
+            )
         return self
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from engine.interface.hints import Tensor, Tensors
 
 if TYPE_CHECKING:
-    from prefix_cache import EncoderCacheStats, KVCacheStats
+    from prefix_cache import EncoderCacheStats, KVCacheStats, OffloadStats
 
 __all__ = [
     "CompletionDelta",
@@ -429,6 +429,7 @@ class EngineStats:
         encoder_cache: towers' rows at the time of the reading; None for a model without towers.
             The rows of an encoder-decoder's encoder are in blocks, and counted in ``kv``.
         kv: the pool at the time of the reading; None for an engine without blocks.
+        offload: what the tiers below the pool hold and have given; None without any.
     """
 
     num_steps: int = 0
@@ -446,6 +447,7 @@ class EngineStats:
     num_waiting: int = 0
     encoder_cache: EncoderCacheStats | None = None
     kv: KVCacheStats | None = None
+    offload: OffloadStats | None = None
 
     def plus(self, **counts: float) -> EngineStats:
         """The counters after some more work, given by their names."""
@@ -466,14 +468,15 @@ class EngineStats:
             self.plus(**sums),
             encoder_cache=_beside(self.encoder_cache, other.encoder_cache),
             kv=_beside(self.kv, other.kv),
+            offload=_beside(self.offload, other.offload),
         )
 
 
 _COUNTS_OF_NOW = ("num_running", "num_waiting")
-_OF_NOW = (*_COUNTS_OF_NOW, "encoder_cache", "kv")
+_OF_NOW = (*_COUNTS_OF_NOW, "encoder_cache", "kv", "offload")
 _COUNTERS = tuple(each.name for each in fields(EngineStats) if each.name not in _OF_NOW)
 
-_PoolT = TypeVar("_PoolT", "EncoderCacheStats", "KVCacheStats")
+_PoolT = TypeVar("_PoolT", "EncoderCacheStats", "KVCacheStats", "OffloadStats")
 
 
 def _beside(one: _PoolT | None, other: _PoolT | None) -> _PoolT | None:

@@ -28,6 +28,7 @@ from engine.interface.placed_error import described
 from engine.interface.prompts import Prompt, SpeechPrompt
 from engine.interface.sampling_params import SamplingParams, unsupported_generation
 from engine.layers import LayerOps, NativeLayerOps
+from engine.llm.offload import build_offloaded_blocks
 from engine.llm.output_processor import OutputProcessor
 from engine.models.base import CausalModel, ModelSettings
 from engine.models.model_loader import (
@@ -54,6 +55,7 @@ from prefix_cache import (
     KVCacheGroup,
     KVCacheManager,
     KVCacheSpec,
+    OffloadedBlocks,
     PagedMemory,
     SwapSpace,
     check_integrity,
@@ -83,6 +85,7 @@ class EngineParts:
     scheduler: Scheduler
     model_runner: ModelRunner
     swap_space: SwapSpace | None
+    offloaded: OffloadedBlocks | None
     encoder_cache_manager: EncoderCacheManager | None
 
 
@@ -154,10 +157,12 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
     if model.placeholders:
         row_bytes = model.hidden_size * choices.dtype.itemsize
         items = EncoderCacheManager(EncoderCache(config.encoder_cache_bytes), row_bytes)
+    memory = PagedMemory(kv_config, choices.device)
+    offloaded = build_offloaded_blocks(config, checkpoint, manager, memory, choices.attention)
     runner = ModelRunner(
         model,
         kv_cache_manager=manager,
-        memory=PagedMemory(kv_config, choices.device),
+        memory=memory,
         swap_memory=swap_memory,
         backends=_attention_backends(kv_config, choices),
         input_batch=_input_batch(config, kv_config, model, choices.max_model_len),
@@ -178,12 +183,14 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
             stage_output_bytes=manager.outputs.nbytes_by_name,
             encoder_cache_bytes=config.encoder_cache_bytes if items is not None else 0,
             swap_bytes=swap_memory.nbytes if swap_memory is not None else 0,
+            offload=config.offload,
         ),
         input_processor=_input_processor(config, sources, manager),
         kv_cache_manager=manager,
-        scheduler=_scheduler(config, manager, swap_space, items),
+        scheduler=_scheduler(config, manager, swap_space, offloaded, items),
         model_runner=runner,
         swap_space=swap_space,
+        offloaded=offloaded,
         encoder_cache_manager=items,
     )
 
@@ -232,6 +239,7 @@ def _scheduler(
     config: EngineConfig,
     manager: KVCacheManager,
     swap_space: SwapSpace | None,
+    offloaded: OffloadedBlocks | None,
     items: EncoderCacheManager | None,
 ) -> Scheduler:
     return Scheduler(
@@ -241,6 +249,7 @@ def _scheduler(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_encoder_tokens=config.max_num_encoder_tokens,
         swap_space=swap_space,
+        offloaded=offloaded,
         encoder_cache_manager=items,
     )
 
@@ -472,6 +481,7 @@ class LLMEngine(Engine[RequestOutput]):
         self._scheduler = parts.scheduler
         self._runner = parts.model_runner
         self._swap = parts.swap_space
+        self._offloaded = parts.offloaded
         self._encoder_cache_manager = parts.encoder_cache_manager
         self._output_processor = OutputProcessor(
             self._scheduler,
@@ -696,6 +706,8 @@ class LLMEngine(Engine[RequestOutput]):
 
     def _reset_prefix_cache(self) -> None:
         self._kv.reset_prefix_cache()
+        if self._offloaded is not None:
+            self._offloaded.forget()
         if self._encoder_cache_manager is not None:
             self._encoder_cache_manager.cache.reset()
 
@@ -715,7 +727,15 @@ class LLMEngine(Engine[RequestOutput]):
             num_waiting=self._scheduler.num_waiting,
             encoder_cache=towers,
             kv=self._kv.stats(),
+            offload=None if self._offloaded is None else self._offloaded.stats(),
         )
+
+    def close(self) -> None:
+        """See :meth:`Engine.close`; what waits to be written to disk is written first."""
+        is_over = self.ownership.is_over
+        super().close()
+        if self._offloaded is not None and not is_over:
+            self._offloaded.close()
 
     def describe(self) -> Mapping[str, Any]:
         """What the engine resolved and reserved."""

@@ -11,7 +11,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from engine.interface.config import EngineConfig
+from engine.interface.config import EngineConfig, OffloadSettings
 from prefix_cache import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -210,6 +210,7 @@ class MemoryPlan:
         kv_cache: the groups of layers, and what they cost; None likewise.
         encoder_cache_bytes: most that towers' rows may take; 0 for a model without towers.
         swap_bytes: host memory for pages of swapped requests.
+        offload: where blocks go that the pool may evict, with their most bytes; None for nowhere.
     """
 
     device: str
@@ -224,6 +225,7 @@ class MemoryPlan:
     kv_cache: KVCacheReport | None = None
     encoder_cache_bytes: int = 0
     swap_bytes: int = 0
+    offload: OffloadSettings | None = None
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -263,6 +265,7 @@ class MemoryPlan:
                 if self.swap_bytes
                 else []
             ),
+            *_offload_lines(self.offload),
             *(
                 f"stage output   {format_bytes(size)} host memory for {name}"
                 for name, size in self.stage_output_bytes.items()
@@ -289,6 +292,16 @@ class MemoryPlan:
             f"  room         for the pages of {usable / longest.held_bytes:.1f} sequences of "
             f"{longest.num_tokens} tokens",
         ]
+
+
+def _offload_lines(offload: OffloadSettings | None) -> list[str]:
+    lines = []
+    if offload is not None and offload.host_bytes is not None:
+        lines.append(f"offload        up to {format_bytes(offload.host_bytes)} host memory")
+    if offload is not None and offload.disk is not None:
+        size = format_bytes(offload.disk.bytes)
+        lines.append(f"offload        up to {size} on disk in {offload.disk.path}")
+    return lines
 
 
 def resolve_num_blocks(

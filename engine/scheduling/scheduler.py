@@ -14,7 +14,7 @@ from engine.scheduling.request_queues import (
     ItemShare,
     RequestQueues,
 )
-from prefix_cache import CachedPrefix, KVCacheManager, PageCopy, SwapSpace
+from prefix_cache import CachedPrefix, KVCacheManager, OffloadedBlocks, PageCopy, SwapSpace
 
 __all__ = [
     "Admission",
@@ -144,6 +144,7 @@ class Admission:
 
     Attributes:
         max_num_seqs: requests that run at once, paused ones that hold blocks included.
+        offloaded: blocks that the pool may have evicted, or None.
         num_preemptions: how often a request had to give its blocks back.
     """
 
@@ -151,6 +152,7 @@ class Admission:
     queues: RequestQueues
     block_size: int
     max_num_seqs: int
+    offloaded: OffloadedBlocks | None = None
     num_preemptions: int = 0
 
     def preempt(self, victim: Request, step: StepPlan) -> None:
@@ -251,6 +253,7 @@ class Admission:
 
     def _let_in(self, request: Request, prefix: CachedPrefix, step: StepPlan) -> bool:
         """Let a waiting request run, if it is given a seat and blocks."""
+        prefix = self._fetch(request, prefix, step)
         if not step.has_room_to_encode(request, prefix):
             return False
         self._take_seat(step)
@@ -266,6 +269,23 @@ class Admission:
         # It fits into an empty pool, but not beside the content that it would build on.
         self.kv_cache_manager.reset_prefix_cache()
         return self._admit(request, self._find_prefix(request), step)
+
+    def _fetch(self, request: Request, prefix: CachedPrefix, step: StepPlan) -> CachedPrefix:
+        """Find a longer prefix with blocks that the pool has evicted.
+
+        Not in a step that moves pages: what is fetched is written at once, and a page that a
+        request has left is still to be copied.
+        """
+        if self.offloaded is None or step.page_moves or prefix.miss == "off":
+            return prefix
+        is_fetched = self.offloaded.fetch(
+            prefix,
+            request.block_hashes,
+            request.num_tokens,
+            request.encoder_blocks,
+            headroom=len(self.queues.running),
+        )
+        return self._find_prefix(request) if is_fetched else prefix
 
     def _admit(self, request: Request, prefix: CachedPrefix, step: StepPlan) -> bool:
         """Let a request in if all of its tokens fit, and a block stays for each running request.
@@ -408,6 +428,7 @@ class Scheduler:
         max_num_encoder_tokens: rows that towers, or the encoder of an encoder-decoder, give in a
             step at most; a longer input runs alone.
         swap_space: where preempted requests go; None recomputes them.
+        offloaded: blocks below the pool, or None.
         encoder_cache_manager: holds rows of images and the like; None for a model without.
 
     Attributes:
@@ -423,6 +444,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_encoder_tokens: int | None = None,
         swap_space: SwapSpace | None = None,
+        offloaded: OffloadedBlocks | None = None,
         encoder_cache_manager: EncoderCacheManager | None = None,
     ) -> None:
         self._kv = kv_cache_manager
@@ -431,7 +453,10 @@ class Scheduler:
         self._max_num_encoder_tokens = max_num_encoder_tokens
         self._queues = RequestQueues(kv_cache_manager, swap_space, encoder_cache_manager)
         self._running = self._queues.running
-        self._admission = Admission(kv_cache_manager, self._queues, block_size, max_num_seqs)
+        self._admission = Admission(
+            kv_cache_manager, self._queues, block_size, max_num_seqs, offloaded
+        )
+        self._offloaded = offloaded
         self.fault_isolation = FaultIsolation(self._queues)
 
     @property
@@ -566,8 +591,13 @@ class Scheduler:
                 continue
             if item.runs_encoder and request.encoder_blocks is not None:
                 self._kv.publish_encoder(request.request_id, request.encoder_blocks)
+                if self._offloaded is not None:
+                    num_rows = request.encoder_blocks.num_tokens
+                    self._offloaded.store_encoder(request.request_id, num_rows)
             if request.num_computed_tokens // self._block_size > full_before:
                 request.extend_hashes(self._block_size)
                 self._kv.publish(
                     request.request_id, request.block_hashes, request.num_computed_tokens
                 )
+                if self._offloaded is not None:
+                    self._offloaded.store(request.request_id, full_before)

@@ -20,6 +20,7 @@ one state: layer after layer, tensor after tensor, each aligned.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -144,6 +145,17 @@ class PagedMemory:
         targets = torch.tensor(copy.targets, device=target.buffer.device)
         moved = pages.index_select(0, sources).to(target.buffer.device)
         target.buffer.view(-1, page_bytes).index_copy_(0, targets, moved)
+
+    def read_pages(self, group_id: int, page_ids: Sequence[int]) -> Tensor:
+        """Content of pages, ``(len(page_ids), content_bytes)`` uint8 on the CPU, copied."""
+        group = self.config.groups[group_id]
+        pages = self.buffer.view(-1, group.page_bytes)[:, : group.content_bytes]
+        return pages.index_select(0, torch.tensor(page_ids, device=pages.device)).cpu()
+
+    def write_page(self, group_id: int, page_id: int, content: Tensor) -> None:
+        """Fill a page with what :meth:`read_pages` gave, ``(content_bytes,)``."""
+        group = self.config.groups[group_id]
+        self.buffer.view(-1, group.page_bytes)[page_id, : group.content_bytes] = content
 
     def clear_null_page(self) -> None:
         """Fill the null page of all groups with zeros, after something was written to it."""

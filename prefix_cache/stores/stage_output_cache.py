@@ -125,6 +125,14 @@ class StageOutputCache:
         }
 
     @property
+    def row_types(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Element type and shape of a row, per mirrored name."""
+        return {
+            name: (store.rows.dtype, tuple(store.rows.shape[1:]))
+            for name, store in self._stores.items()
+        }
+
+    @property
     def nbytes_by_name(self) -> dict[str, int]:
         """Bytes reserved for rows and tags, per mirrored name."""
         return {name: store.nbytes for name, store in self._stores.items()}

@@ -29,10 +29,11 @@ from engine import (
 )
 from engine.requests.request import RequestStatus
 from omni.seeded.language_models import build_causal_lm
-from prefix_cache import HostOnlySpec, PageCopy
+from prefix_cache import HostOnlySpec, OffloadedBlocks, PageCopy
 from tests.support.encoder_decoder_requests import noise_image, tone
 from tests.support.examples import examples
 from tests.support.idle_engine import drop_all
+from tests.support.patience import PATIENCE_S
 from tests.support.request_stream import (
     BLOCK_SIZE,
     Alone,
@@ -43,7 +44,8 @@ from tests.support.request_stream import (
     scripts,
 )
 
-Preemption = Literal["recompute", "swap"]
+# With "disk", requests are recomputed, or hit what the pool has evicted to a folder.
+Preemption = Literal["recompute", "swap", "disk"]
 
 SOURCES = 3
 # Blocks with which a few requests fill the pool, and one of the longest still fits.
@@ -152,7 +154,12 @@ def family(
     pool = (POOLS | SWAPPED | RECOMPUTED)[name]
     outputs = OUTPUTS if name in POOLS else None
     max_prompt = 76 if preemption == "recompute" and name in RECOMPUTED else 30
-    swap: dict[str, Any] = {"num_swap_blocks": pool * 2 // 3} if preemption == "swap" else {}
+    more: dict[str, Any] = {}
+    if preemption == "swap":
+        more = {"preemption": "swap", "num_swap_blocks": pool * 2 // 3}
+    elif preemption == "disk":
+        blocks = tmp_path_factory.mktemp("blocks")
+        more = {"offload": {"disk": {"path": str(blocks), "bytes": 2**24}}}
     engine = LLMEngine(
         EngineConfig(
             model=checkpoint,
@@ -162,8 +169,7 @@ def family(
             max_num_batched_tokens=16,
             max_num_encoder_tokens=120,
             max_model_len=max_prompt + 26,
-            preemption=preemption,
-            **swap,
+            **more,
         ),
         output_names=outputs,
     )
@@ -189,6 +195,53 @@ def test_random_streams_equal_uncached_and_conserve_blocks(
 ) -> None:
     script = data.draw(scripts(family.max_prompt))
     run_stream(family.engine, adapt(family, script, sources), family.alone)
+
+
+ON_DISK = [(name, "disk") for name in (*POOLS, "qwen2", "gemma2", "jamba", *HOST_ONLY)]
+
+
+def on_disk(family: Family) -> OffloadedBlocks:
+    assert family.engine._offloaded is not None
+    return family.engine._offloaded
+
+
+@pytest.mark.parametrize("family", ON_DISK, indirect=True, ids="-".join)
+@settings(max_examples=examples(15))
+@given(
+    data=st.data(),
+    sources=st.lists(st.integers(0, SOURCES - 1), min_size=1, max_size=6),
+    damage=st.integers(0, 2**16),
+)
+def test_random_streams_equal_uncached_with_blocks_on_disk(
+    family: Family, data: st.DataObject, sources: list[int], damage: int
+) -> None:
+    """The pool begins empty, so that hits are of blocks on disk, some of which are damaged."""
+    disk = on_disk(family).disk
+    assert disk is not None and disk.flush(PATIENCE_S)
+    files = sorted(disk._folder.rglob("*.block"))
+    for file in files[damage % 7 :: 7 + damage % 100]:
+        if damage % 2:
+            file.unlink()
+        else:
+            file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    family.engine._kv.reset_prefix_cache()
+    script = data.draw(scripts(family.max_prompt))
+    run_stream(family.engine, adapt(family, script, sources), family.alone)
+
+
+@pytest.mark.parametrize("family", ON_DISK, indirect=True, ids="-".join)
+def test_what_the_pool_has_lost_is_hit_on_disk(family: Family) -> None:
+    engine = family.engine
+    ask = family.ask(Ask(2, 29, 0, 4, False, False, 0, None), 1)
+    engine.reset_prefix_cache()
+    hits = []
+    for _ in range(3):
+        run_stream(engine, [("add", ask)], family.alone)
+        engine._kv.reset_prefix_cache()  # of the pool, not of what is below it
+        (output,) = engine.generate([ask.prompt], [ask.params])
+        hits.append(output.num_cached_tokens)
+    assert hits == [28] * 3
+    assert on_disk(family).stats().disk_hit_tokens > 0
 
 
 def growing(family: Family, num_requests: int = 9) -> Script:

@@ -1,0 +1,99 @@
+"""The tiers below an engine's pool, under a fingerprint of all that its blocks' bytes depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.interface.config import EngineConfig
+from prefix_cache import DiskTier, HostTier, KVCacheManager, OffloadedBlocks, PagedMemory
+
+__all__ = ["build_offloaded_blocks"]
+
+_PACKAGES = Path(__file__).parents[2]
+_LIBRARIES = ("torch", "transformers", "numpy")
+_WEIGHTS_AND_CODE = frozenset({".safetensors", ".json", ".py"})
+
+
+def build_offloaded_blocks(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    manager: KVCacheManager,
+    memory: PagedMemory,
+    attention: str,
+) -> OffloadedBlocks | None:
+    """The tiers that a config asks for, or None.
+
+    Raises:
+        ValueError: host memory below a pool that is in host memory, or a folder that cannot be
+            used.
+    """
+    offload = config.offload
+    if offload is None:
+        return None
+    device = memory.buffer.device
+    if offload.host_bytes is not None and device.type == "cpu":
+        raise ValueError(
+            "offload.host_bytes is for a pool on a GPU; on a CPU the pool is in host memory "
+            "itself: raise num_blocks instead, and leave host_bytes out"
+        )
+    host = None if offload.host_bytes is None else HostTier(offload.host_bytes)
+    disk = None
+    if offload.disk is not None:
+        fingerprint = _fingerprint(config, checkpoint, memory, attention)
+        disk = DiskTier(offload.disk.path, offload.disk.bytes, fingerprint)
+    return OffloadedBlocks(manager, memory, host, disk)
+
+
+def _fingerprint(
+    config: EngineConfig, checkpoint: Checkpoint, memory: PagedMemory, attention: str
+) -> bytes:
+    """SHA-256 over weights, element types, layout, machine and code.
+
+    The machine counts, as kernels for other processors round in another way.
+    """
+    device = memory.buffer.device
+    facts = [
+        *sorted(_file_digests(checkpoint.path)),
+        repr(None if checkpoint.part is None else checkpoint.part.name),
+        repr(memory.config.groups),
+        repr((config.max_model_len, attention, device.type)),
+        torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        torch.backends.cpu.get_cpu_capability(),
+        *(f"{name} {version(name)}" for name in _LIBRARIES),
+        _code_digest(),
+    ]
+    return hashlib.sha256("\0".join(facts).encode()).digest()
+
+
+def _file_digests(folder: Path) -> Iterator[str]:
+    """Name and digest of every file of weights, settings and code; read by several threads."""
+    files = [file for file in folder.rglob("*") if file.suffix in _WEIGHTS_AND_CODE]
+    with ThreadPoolExecutor() as threads:
+        for file, digest in zip(files, threads.map(_digest, files), strict=True):
+            yield f"{file.relative_to(folder).as_posix()} {digest}"
+
+
+@cache
+def _code_digest() -> str:
+    """Of the code that computes rows; a version alone does not change with every change."""
+    digest = hashlib.sha256()
+    for package in ("engine", "prefix_cache"):
+        for file in sorted((_PACKAGES / package).rglob("*")):
+            if file.suffix in (".py", ".c", ".h", ".cpp"):
+                digest.update(file.relative_to(_PACKAGES).as_posix().encode())
+                digest.update(_digest(file).encode())
+    return digest.hexdigest()
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,0 +1,374 @@
+"""Blocks below the pool: what it may evict is also in host memory or on disk, and comes back.
+
+::
+
+    publish ──► store:  page and rows of the block, copied once, to the tiers
+    admission ─► fetch: blocks that the pool lacks and the tiers have become blocks of the pool that
+                        no request holds, as if they had never been evicted; then the prefix is
+                        looked for again
+
+So hits, groups and evictions know nothing of tiers: a prefix is found in the pool or not at all. A
+block that is fetched is published only when its page and all of its rows are written.
+
+A block's bytes are its page, without padding, and behind it the mirrored rows of each tensor, by
+name. Rows are kept beside the pages of the groups by which they are mirrored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from prefix_cache.blocks.block import BlockHash, KVCacheBlock
+from prefix_cache.blocks.block_pool import BlockPool
+from prefix_cache.kv_cache.kv_cache_manager import CachedPrefix, EncoderBlocks, KVCacheManager
+from prefix_cache.layer_types.coordinator import KVCacheCoordinator, SingleTypeKVCacheManager
+from prefix_cache.stores.offload_tiers import DiskTier, HostTier, OffloadStats, TierKey
+from prefix_cache.stores.paged_memory import PagedMemory
+from prefix_cache.stores.stage_output_cache import StageOutputCache
+
+__all__ = ["OffloadedBlocks"]
+
+# Padded, so that what follows is aligned.
+_NUM_ROWS = struct.Struct("<Q8x")
+
+
+class _PoolAndTiers(BlockPool):
+    """What the pool or the tiers have, as a pool to look blocks up in; nothing else works.
+
+    A block that only the tiers have has the id -1 and no page.
+    """
+
+    def __init__(self, offloaded: OffloadedBlocks, pool: BlockPool) -> None:
+        super().__init__(pool.arenas)
+        self._offloaded = offloaded
+        self._pool = pool
+
+    def lookup(self, group_id: int, block_hash: BlockHash) -> KVCacheBlock | None:
+        """Find a block; rows that are wanted beside it are there as well."""
+        block = self._pool.lookup(group_id, block_hash)
+        if block is not None and self._offloaded.has_rows(block):
+            return block
+        if self._offloaded.has(group_id, block_hash):
+            return KVCacheBlock(-1, group_id, None, block_hash=block_hash)
+        return None
+
+
+@dataclass(slots=True)
+class OffloadedBlocks:
+    """Tiers below one manager's pool.
+
+    Args:
+        manager: whose blocks are stored and fetched.
+        memory: where the pages of these are.
+        host: blocks in host memory, or None.
+        disk: blocks in files, or None.
+    """
+
+    manager: KVCacheManager
+    memory: PagedMemory
+    host: HostTier | None = None
+    disk: DiskTier | None = None
+    # What a reset has made unfindable is under another salt.
+    _salt: bytes = b""
+    _unusable: set[TierKey] = field(default_factory=set)
+    _counts: OffloadStats = field(default_factory=OffloadStats)
+
+    def store(self, request_id: str, first_block: int) -> None:
+        """Keep what a request has published of its blocks from one on; its rows are written.
+
+        States are kept only where a prefill was to end a chunk: there are too many others.
+        """
+        stops = self.manager.coordinator.stops.get(request_id)
+        for manager in self.manager.coordinator.managers:
+            if not manager.follows_tokens:
+                continue
+            table = manager.table(request_id)[first_block:]
+            if manager.keeps_states:
+                ends = () if stops is None else stops.ends
+                size = manager.block_size
+                table = [
+                    block for i, block in enumerate(table, first_block) if (i + 1) * size in ends
+                ]
+            self._store(manager, table)
+
+    def store_encoder(self, request_id: str, num_tokens: int) -> None:
+        """Keep the blocks that a request has published of its encoder sequence."""
+        for manager in self.manager.coordinator.encoder_managers:
+            self._store(manager, manager.table(request_id), num_tokens)
+
+    def fetch(
+        self,
+        prefix: CachedPrefix,
+        block_hashes: Sequence[BlockHash],
+        num_tokens: int,
+        encoder: EncoderBlocks | None = None,
+        *,
+        headroom: int = 0,
+    ) -> bool:
+        """Bring back blocks with which a longer prefix than one that was found can be found.
+
+        Args:
+            prefix: what the pool alone has, as just found; the other arguments are those with
+                which it was. Nothing is fetched for a request that would not fit.
+            headroom: see :meth:`KVCacheManager.can_finish`.
+
+        Returns:
+            Whether blocks were fetched, so that the prefix is to be found again.
+        """
+        self._unusable.clear()
+        while True:
+            found = self._find(prefix, block_hashes, num_tokens, encoder)
+            lacking = [block for block in found if block.block_id < 0]
+            if not lacking or not self.manager.can_finish(
+                num_tokens,
+                prefix=prefix,
+                num_encoder_tokens=encoder.num_tokens if encoder is not None else 0,
+                headroom=headroom,
+            ):
+                return False
+            fetched = self._fetch(found, lacking)
+            if fetched is not None:
+                return fetched
+
+    def has(self, group_id: int, block_hash: BlockHash) -> bool:
+        """Whether a tier seems to have a block."""
+        key = self._key(group_id, block_hash)
+        if key in self._unusable:
+            return False
+        return (self.host is not None and key in self.host) or (
+            self.disk is not None and key in self.disk
+        )
+
+    def has_rows(self, block: KVCacheBlock) -> bool:
+        """Whether the pool has all rows of a block that are wanted; those of encoders it may lack.
+
+        An encoder's rows count for all blocks of its sequence together.
+        """
+        if block.group_id != self.manager.mirrored_group_id:
+            return True
+        return self.manager.stage_outputs.num_valid_blocks([block.block_id]) == 1
+
+    def forget(self) -> None:
+        """Find nothing any more of what was stored so far."""
+        self._salt = os.urandom(16)
+        self.host = None if self.host is None else HostTier(self.host.capacity_bytes)
+
+    def close(self) -> None:
+        """Write what waits to be written."""
+        if self.disk is not None:
+            self.disk.close()
+
+    def stats(self) -> OffloadStats:
+        """Counters, and what the tiers hold."""
+        found = self._counts
+        if self.host is not None:
+            found = replace(found, host_bytes=self.host.nbytes)
+        if self.disk is not None:
+            found = replace(
+                found,
+                dropped=self.disk.num_dropped,
+                damaged=self.disk.num_damaged,
+                errors=self.disk.num_errors,
+                disk_bytes=self.disk.nbytes,
+            )
+        return found
+
+    def _key(self, group_id: int, block_hash: BlockHash) -> TierKey:
+        digest = hashlib.sha256(b"tier" + self._salt)
+        digest.update(struct.pack("<Q", group_id) + block_hash)
+        digest.update(repr(_types(self._rows_of(group_id))).encode())
+        return digest.digest()
+
+    def _rows_of(self, group_id: int) -> StageOutputCache | None:
+        """The rows that are mirrored by a group's blocks."""
+        if group_id == self.manager.mirrored_group_id:
+            return self.manager.stage_outputs
+        encoders = self.manager.coordinator.encoder_managers
+        if encoders and encoders[0].group_id == group_id:
+            return self.manager.encoder_outputs
+        return None
+
+    def _store(
+        self,
+        manager: SingleTypeKVCacheManager,
+        table: Sequence[KVCacheBlock],
+        num_tokens: int | None = None,
+    ) -> None:
+        """Keep the published ones of some blocks, which hold so many rows; None: all are full."""
+        size = manager.block_size
+        blocks = [
+            (block, block.block_hash, size if num_tokens is None else num_tokens - index * size)
+            for index, block in enumerate(table)
+            if block.large_page is not None and block.block_hash is not None
+        ]
+        blocks = [each for each in blocks if not self.has(manager.group_id, each[1])]
+        if not blocks:
+            return
+        group_id = manager.group_id
+        if self.manager.config.groups[group_id].on_device:
+            pages = self.memory.read_pages(group_id, [block.block_id for block, _, _ in blocks])
+        else:
+            pages = torch.empty((len(blocks), 0), dtype=torch.uint8)
+        for (block, block_hash, rest), page in zip(blocks, pages, strict=True):
+            num_rows = min(rest, size)
+            rows = self._read_rows(group_id, block, num_rows)
+            if rows is None:
+                continue  # without them it would be found in vain
+            data = bytearray().join(
+                [_NUM_ROWS.pack(num_rows), _as_bytes(page), *map(_as_bytes, rows)]
+            )
+            key = self._key(group_id, block_hash)
+            if self.host is not None:
+                self.host.put(key, data)
+            if self.disk is not None:
+                self.disk.put(key, data)
+            self._counts = replace(self._counts, stored=self._counts.stored + 1)
+
+    def _read_rows(self, group_id: int, block: KVCacheBlock, num_rows: int) -> list[Tensor] | None:
+        rows_of = self._rows_of(group_id)
+        if rows_of is None:
+            return []
+        names = sorted(rows_of.wanted)
+        rows = rows_of.gather([block.block_id], num_rows, names=names)
+        return [rows[name] for name in names] if len(rows) == len(names) else None
+
+    def _find(
+        self,
+        prefix: CachedPrefix,
+        block_hashes: Sequence[BlockHash],
+        num_tokens: int,
+        encoder: EncoderBlocks | None,
+    ) -> list[KVCacheBlock]:
+        """The blocks of the longest hit of pool and tiers; none if it is no longer than the pool's.
+
+        In the order in which they are given back, so that the last are kept longest.
+        """
+        size = self.manager.block_size
+        num_blocks = num_hit = prefix.num_tokens // size
+        end = min((num_tokens - 1) // size, len(block_hashes))
+        both = _PoolAndTiers(self, self.manager.pool)
+        complete = self.manager.mirrored_group_id
+        while num_blocks < end and both.lookup(complete, block_hashes[num_blocks]) is not None:
+            num_blocks += 1
+        found: list[KVCacheBlock] = []
+        if num_blocks > num_hit:
+            coordinator = KVCacheCoordinator(self.manager.config, both, 1)
+            hit = coordinator.find_longest_cache_hit(block_hashes, num_blocks * size)
+            if len(hit[complete]) > num_hit:
+                found = [b for blocks in hit for b in reversed(blocks) if b.block_hash is not None]
+        if encoder is not None and not prefix.encoder_cached:
+            for manager in self.manager.coordinator.encoder_managers:
+                # From the tiers even if the pool has the block: it may lack its rows.
+                blocks = [
+                    KVCacheBlock(-1, manager.group_id, None, block_hash=key)
+                    if self.has(manager.group_id, key)
+                    else self.manager.pool.lookup(manager.group_id, key)
+                    for key in encoder.hashes
+                ]
+                if any(block is None for block in blocks):
+                    return found
+                found += [block for block in blocks if block is not None]
+        return found
+
+    def _fetch(self, found: Sequence[KVCacheBlock], lacking: Sequence[KVCacheBlock]) -> bool | None:
+        """Fetch what lacks of a hit; None if one of it could not be read, and is not there now."""
+        pool = self.manager.pool
+        held = [block for block in found if block.block_id >= 0]
+        for block in held:
+            pool.touch(block)
+        needs = Counter(block.group_id for block in lacking)
+        if not pool.can_allocate(needs):
+            pool.release(held)
+            return False
+        taken = {group_id: iter(blocks) for group_id, blocks in pool.allocate(needs).items()}
+        pairs = [(next(taken[block.group_id]), block) for block in lacking]
+        # Without one of them the others are not read.
+        tiers = list(takewhile(bool, (self._read(block, wanted) for block, wanted in pairs)))
+        is_whole = len(tiers) == len(pairs)
+        if is_whole:
+            for block, wanted in pairs:
+                if wanted.block_hash is not None:
+                    pool.publish(block, wanted.block_hash)
+            self._count_hits(tiers, lacking)
+        brought = iter(pairs)
+        pool.release(b if b.block_id >= 0 else next(brought)[0] for b in found)
+        return True if is_whole else None
+
+    def _read(self, block: KVCacheBlock, wanted: KVCacheBlock) -> Literal["host", "disk"] | None:
+        """Fill a block of the pool with what a tier has; None, once for all, if it has it not."""
+        if wanted.block_hash is None:
+            return None
+        key = self._key(wanted.group_id, wanted.block_hash)
+        data = None if self.host is None else self.host.get(key)
+        if data is not None and self._fill(block, data):
+            return "host"
+        data = None if self.disk is None else self.disk.get(key)
+        if data is not None and self._fill(block, data):
+            if self.host is not None:
+                self.host.put(key, data)
+            return "disk"
+        self._unusable.add(key)
+        return None
+
+    def _fill(self, block: KVCacheBlock, data: bytearray) -> bool:
+        """Write page and rows of a block; False if these are not the bytes of such a block."""
+        group = self.manager.config.groups[block.group_id]
+        rows_of = self._rows_of(block.group_id)
+        page_bytes = group.content_bytes if group.on_device else 0
+        (num_rows,) = _NUM_ROWS.unpack_from(data)
+        offset = _NUM_ROWS.size + page_bytes
+        rows: dict[str, Tensor] = {}
+        for name, (dtype, shape) in _types(rows_of).items():
+            count = num_rows * prod(shape)
+            if offset + count * dtype.itemsize > len(data):
+                return False
+            flat = torch.frombuffer(data, dtype=dtype, count=count, offset=offset)
+            rows[name] = flat.reshape(num_rows, *shape)
+            offset += count * dtype.itemsize
+        if offset != len(data) or num_rows > group.spec.block_size:
+            return False
+        if page_bytes:
+            page = torch.frombuffer(
+                data, dtype=torch.uint8, count=page_bytes, offset=_NUM_ROWS.size
+            )
+            self.memory.write_page(block.group_id, block.block_id, page)
+        if rows_of is not None:
+            block_id = torch.tensor([block.block_id])
+            rows_of.write(rows_of.slots(block_id)[:num_rows], rows)
+        return True
+
+    def _count_hits(self, tiers: Sequence[str | None], blocks: Sequence[KVCacheBlock]) -> None:
+        of_tokens = [
+            tier
+            for tier, block in zip(tiers, blocks, strict=True)
+            if block.group_id == self.manager.mirrored_group_id
+        ]
+        size = self.manager.block_size
+        self._counts = replace(
+            self._counts,
+            host_hit_tokens=self._counts.host_hit_tokens + of_tokens.count("host") * size,
+            disk_hit_tokens=self._counts.disk_hit_tokens + of_tokens.count("disk") * size,
+        )
+
+
+def _types(rows_of: StageOutputCache | None) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Type and shape of the rows that are wanted, by name and in the order of names."""
+    if rows_of is None:
+        return {}
+    types = rows_of.row_types
+    return {name: types[name] for name in sorted(rows_of.wanted) if name in types}
+
+
+def _as_bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
