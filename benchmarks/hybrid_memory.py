@@ -155,8 +155,7 @@ def make_request(
         prompt_embeds=None,
         params=params,
         max_num_tokens=num_prompt_tokens + num_output_tokens,
-        priority=0,
-        arrival_index=index,
+        queue_key=(0, index),
         cache_salt=None,
         sampling=SamplingState(
             params, prompt_token_ids=prompt, seed=0, eos_token_ids=(), vocab_size=2**20

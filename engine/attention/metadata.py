@@ -129,8 +129,7 @@ def visible_blocks(
     return block_table.gather(1, columns.to(block_table.device))
 
 
-@dataclass(frozen=True, slots=True)
-class Scoring:
+class Scoring(NamedTuple):
     """What a layer does to the products of its queries and keys before the softmax.
 
     Attributes:

@@ -22,10 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.metadata import AttentionMetadata, LayerCall, Scoring, first_visible
+from engine.attention.metadata import AttentionMetadata, LayerCall, first_visible
 from engine.attention.torch_backend import TorchBackend, new_output
 from engine.native import NativeBuildError, PagedSpans, load_kernels
-from prefix_cache import LayerKVCache
 
 __all__ = ["NativeBackend"]
 
@@ -108,24 +107,18 @@ class NativeBackend(TorchBackend):
             )
         self._kernels.write_kv(key, value, kv_cache.keys, kv_cache.values, metadata.row_mapping)
         # torch's fused products know no soft cap.
-        if scoring.softcap is not None or not self._prefills:
-            return self._attend(query, kv_cache, self._spans, scoring)
+        attend, (scale, softcap, bias) = self._kernels.paged_attention, scoring
+        if bias is not None:
+            bias = bias.contiguous()
+        if softcap is not None or not self._prefills:
+            return attend(query, kv_cache, self._spans, scale, softcap, bias)
         output = new_output(query, metadata)
-        num_short = self._short_spans.num_tokens
+        num_short = self._short_spans.spans.shape[1]
         if num_short:
             short = query[:num_short]
-            output[:num_short] = self._attend(short, kv_cache, self._short_spans, scoring)
+            output[:num_short] = attend(short, kv_cache, self._short_spans, scale, None, bias)
         self._attend_prefills(call, output)
         return output
-
-    def _attend(
-        self, query: Tensor, kv_cache: LayerKVCache, spans: PagedSpans, scoring: Scoring
-    ) -> Tensor:
-        """Run the kernel for the tokens of the spans."""
-        bias = None if scoring.bias is None else scoring.bias.contiguous()
-        return self._kernels.paged_attention(
-            query, kv_cache, spans, scoring.scale, scoring.softcap, bias
-        )
 
 
 def _extremes(indices: Tensor) -> tuple[int, int]:

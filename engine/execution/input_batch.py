@@ -168,15 +168,20 @@ class ModelInputBuilder:
 
     def cut(self, scheduled: Sequence[ScheduledRequest]) -> StepInputs:
         """Bring the persistent tables up to date, and cut the step's inputs from them."""
+        ids: list[str] = []
+        computed: list[int] = []
+        counts: list[int] = []
+        encoder_lens: list[int] = []
+        arriving: list[int] = []
         for item in scheduled:
             self._sync_tables(item)
-        return self.batch.prepare(
-            [item.request.request_id for item in scheduled],
-            [item.request.num_computed_tokens for item in scheduled],
-            [item.num_tokens for item in scheduled],
-            [item.request.num_visible_encoder_tokens for item in scheduled],
-            [_num_arriving(item) for item in scheduled],
-        )
+            request, blocks = item.request, item.request.encoder_blocks
+            ids.append(request.request_id)
+            computed.append(request.num_computed_tokens)
+            counts.append(item.num_tokens)
+            encoder_lens.append(request.num_visible_encoder_tokens if request.encoder_view else 0)
+            arriving.append(blocks.num_tokens if item.runs_encoder and blocks is not None else 0)
+        return self.batch.prepare(ids, computed, counts, encoder_lens, arriving)
 
     def build(
         self,
@@ -228,17 +233,21 @@ class ModelInputBuilder:
         embeds = self.model.embed(token_ids)
         for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
             request = item.request
-            if not request.has_rows:
+            given, beside, items = (
+                request.prompt_embeds,
+                request.streamed_rows,
+                request.multimodal_inputs,
+            )
+            if given is None and beside is None and not items:
                 continue
             chunk = embeds[start : start + item.num_tokens]
             first = request.num_computed_tokens
-            given = request.prompt_embeds
             if given is not None and first < given.shape[0]:
                 rows = given[first : first + item.num_tokens]
                 chunk[: rows.shape[0]] = rows.to(self.device)
             self._merge_items(chunk, request, first)
-            if request.streamed_rows is not None:
-                request.streamed_rows.apply(chunk, first)
+            if beside is not None:
+                beside.apply(chunk, first)
         return embeds
 
     def _merge_items(self, chunk: Tensor, request: Request, first: int) -> None:
@@ -262,30 +271,25 @@ class ModelInputBuilder:
         On several axes, a token that nothing else is said of has its index on each of them.
         """
         positions = torch.from_numpy(step.positions)
-        num_axes = max((item.request.num_position_axes for item in scheduled), default=1)
-        if num_axes > 1:
-            positions = positions.repeat(num_axes, 1)
-            for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
-                placed, first = item.request.positions, item.request.num_computed_tokens
-                if placed is not None:
-                    stop = start + item.num_tokens
-                    positions[:, start:stop] = placed.cut(first, first + item.num_tokens)
+        for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
+            placed, first = item.request.positions, item.request.num_computed_tokens
+            if placed is None:
+                continue
+            if positions.ndim == 1:
+                positions = positions.repeat(placed.table.shape[0], 1)
+            stop = start + item.num_tokens
+            positions[:, start:stop] = placed.cut(first, first + item.num_tokens)
         return positions.to(self.device, non_blocking=True)
-
-
-def _num_arriving(item: ScheduledRequest) -> int:
-    """Encoder tokens whose keys and values this step writes for a request."""
-    blocks = item.request.encoder_blocks
-    return blocks.num_tokens if item.runs_encoder and blocks is not None else 0
 
 
 def _follows_encoder(
     step: StepInputs, scheduled: Sequence[ScheduledRequest], device: torch.device
 ) -> Tensor | None:
     """Per token, whether it comes after its request's encoder input; None if all do."""
-    starts = [
-        item.request.encoder_view.start if item.request.encoder_view else 0 for item in scheduled
-    ]
+    views = [item.request.encoder_view for item in scheduled]
+    if not any(views):
+        return None
+    starts = [0 if view is None else view.start for view in views]
     if not any(starts):
         return None
     first = np.repeat(starts, step.seq_lens - step.num_computed_tokens)
@@ -458,7 +462,7 @@ class InputBatch:
             encoder_lens: per request, the encoder tokens that it sees; empty if none sees any.
             num_arriving: per request, encoder tokens that come with this step; empty if none do.
         """
-        rows = np.array([self._row_of[request_id] for request_id in request_ids], dtype=np.int64)
+        rows = np.array(list(map(self._row_of.__getitem__, request_ids)), dtype=np.int64)
         computed = np.asarray(num_computed_tokens, dtype=np.int64)
         scheduled = np.asarray(num_scheduled_tokens, dtype=np.int64)
 
@@ -483,10 +487,12 @@ class InputBatch:
             num_computed_tokens=computed,
             encoder_lens=encoder,
             groups=tuple(
-                self._prepare_cross_group(group_id, rows, encoder, arriving)
-                if group_id in self._cross_groups
-                else self._prepare_group(group_id, rows, request_indices, positions, seq_lens)
-                for group_id in range(len(self._block_sizes))
+                [
+                    self._prepare_cross_group(group_id, rows, encoder, arriving)
+                    if group_id in self._cross_groups
+                    else self._prepare_group(group_id, rows, request_indices, positions, seq_lens)
+                    for group_id in range(len(self._block_sizes))
+                ]
             ),
         )
 

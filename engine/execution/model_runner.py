@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ from engine.interface.outputs import TokenLogprobs
 from engine.models.base import CausalModel
 from engine.requests.request import Request
 from engine.resources.device import are_finite, on_device, total
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import Sampler, SamplingState
 from engine.scheduling.scheduler import ScheduledRequest, SchedulerOutput
 from prefix_cache import (
     ENCODER_HIDDEN_STATES,
@@ -274,19 +275,24 @@ class ModelRunner:
             return self._execute(output)
 
     def _execute(self, output: SchedulerOutput) -> list[SampledToken]:
-        self._swap_pages(output)
+        if self._swap_memory is not None:
+            self._swap_pages(output, self._swap_memory)
         for request in output.preempted:
             self.forget(request)
         if not output.scheduled:
             return []
         step = self._inputs.cut(output.scheduled)
-        encoded = self._run_encoder(step, output.scheduled)
-        self._run_towers(output.scheduled)
+        runs_encoder = [item.runs_encoder for item in output.scheduled]
+        encoded = self._run_encoder(step, output.scheduled) if any(runs_encoder) else None
+        if self._encoder_cache is not None:
+            self._run_towers(output.scheduled, self._encoder_cache)
         tensors = self._forward(self._inputs.build(step, output.scheduled, encoded))
         mirrored = self._mirrored(tensors)
         self._host_copy.start(mirrored)
         rows = mirrored | {"hidden_states": tensors["hidden_states"]}
-        check = self._check_later(step, output.scheduled, rows)
+        # Whether all that the step made is finite is asked now, and the answer read at the end.
+        filled = self._contents.filled(step, runs_encoder)
+        check = FiniteStep.of(rows, self._contents, filled)
         sampled = self._sample(step, output.scheduled, tensors["hidden_states"])
         self._write_outputs(step)
         # Asked only now that the sampler has waited for the device anyway.
@@ -299,23 +305,11 @@ class ModelRunner:
             *(SampledToken(request, None, None, error) for request, error in failed.items()),
         ]
 
-    def _check_later(
-        self,
-        step: StepInputs,
-        scheduled: Sequence[ScheduledRequest],
-        rows: Mapping[str, Tensor],
-    ) -> FiniteStep:
-        """Queue the question whether all that the step made is finite."""
-        filled = self._contents.filled(step, [item.runs_encoder for item in scheduled])
-        return FiniteStep.of(rows, self._contents, filled)
-
-    def _swap_pages(self, output: SchedulerOutput) -> None:
+    def _swap_pages(self, output: SchedulerOutput, swap_memory: PagedMemory) -> None:
         """In the order in which it was decided; see :class:`SchedulerOutput`."""
-        if self._swap_memory is None:
-            return
         try:
             for move in output.page_moves:
-                places = self._memory, self._swap_memory
+                places = self._memory, swap_memory
                 source, target = places if move.to_host else reversed(places)
                 for copy in move.copies:
                     source.copy_pages(copy, target)
@@ -402,10 +396,10 @@ class ModelRunner:
         """
         self._batch.clear()
 
-    def _run_towers(self, scheduled: Sequence[ScheduledRequest]) -> None:
+    def _run_towers(self, scheduled: Sequence[ScheduledRequest], cache: EncoderCache) -> None:
         """Run the towers for images and the like that this step begins and the cache lacks."""
         items = [entry for item in scheduled for entry in item.items_to_encode]
-        if not items or self._encoder_cache is None:
+        if not items:
             return
         encoded = self._model.encode_multimodal(items)
         if not are_finite(encoded):
@@ -414,7 +408,7 @@ class ModelRunner:
             kinds = " or ".join(sorted({entry.modality for entry in items}))
             raise ValueError(f"the tower gave rows of {kinds} that are NaN or infinite")
         for entry, rows in zip(items, encoded, strict=True):
-            self._encoder_cache.fill(entry.content_hash, rows)
+            cache.fill(entry.content_hash, rows)
 
     def _forward(self, inputs: ModelInputs) -> dict[str, Tensor]:
         metadata = build_step_metadata(inputs.step, self._memory, self._device)
@@ -434,16 +428,18 @@ class ModelRunner:
         self, step: StepInputs, scheduled: Sequence[ScheduledRequest], hidden_states: Tensor
     ) -> list[SampledToken]:
         """Logits only for the rows that are sampled; on a CPU they are what costs most."""
-        places = [place for place, item in enumerate(scheduled) if item.samples]
+        places: list[int] = []
+        sampling: list[Request] = []
+        states: list[SamplingState] = []
+        for place, item in enumerate(scheduled):
+            if item.samples:
+                places.append(place)
+                sampling.append(item.request)
+                states.append(item.request.next_sampling)
         if not places:
             return []
-        sampling = [scheduled[place].request for place in places]
         rows = torch.from_numpy(step.query_start_loc[1:][places] - 1).to(self._device)
         logits = self._model.compute_logits(hidden_states.index_select(0, rows))
-        chosen = self._sampler.sample(logits, [request.next_sampling for request in sampling])
-        return [
-            SampledToken(request, None if error else token_id, logprobs, error)
-            for request, token_id, logprobs, error in zip(
-                sampling, chosen.token_ids, chosen.logprobs, chosen.errors, strict=True
-            )
-        ]
+        chosen = self._sampler.sample(logits, states)
+        columns = zip(sampling, chosen.token_ids, chosen.logprobs, chosen.errors, strict=True)
+        return list(starmap(SampledToken, columns))

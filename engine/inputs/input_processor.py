@@ -19,7 +19,7 @@ from engine.requests.encoder_input import EncoderInput, Sequel, encoder_spans
 from engine.requests.request import Request, RequestStatus, RequestTimes
 from engine.sampling.sampler import BadWords, LogitsProcessor, SamplingState
 from engine.sampling.token_grammar import GrammarCompiler
-from engine.text.stop_checker import CompletionText
+from engine.text.stop_checker import CompletionText, check_stop_strings
 from prefix_cache import EncoderBlocks
 
 __all__ = ["InputProcessor"]
@@ -102,7 +102,7 @@ class InputProcessor:
             make(
                 request_id=new.request_id if params.n == 1 else f"{new.request_id}\x00{index}",
                 token_ids=list(content.token_ids),
-                arrival_index=new.order * limits.max_completions + index,
+                queue_key=(new.priority, new.order * limits.max_completions + index),
                 sampling=sampling.with_seed((seed + index) % 2**63),
                 text=CompletionText(self._tokenizer, params, self._eos_token_ids),
             )
@@ -145,7 +145,6 @@ class InputProcessor:
             prompt_embeds=content.embeds,
             params=params,
             max_num_tokens=max_num_tokens,
-            priority=new.priority,
             cache_salt=new.cache_salt,
             spans=content.spans,
             encoder_input=entry,
@@ -200,7 +199,7 @@ class InputProcessor:
         if params.truncate_prompt_tokens is not None:
             self._num_kept_tokens(params)
         self._sampling_state(self._resolved(params))
-        CompletionText(self._tokenizer, params, self._eos_token_ids)
+        check_stop_strings(params, self._tokenizer)
         self._fit_check.check_head(params)
 
     def _sampling_state(

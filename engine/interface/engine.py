@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
@@ -178,7 +179,7 @@ class Engine(ABC, Generic[OutputT_co]):
             raise ValueError(
                 f"request_id {prepared.request_id!r} is already in use by a live request"
             )
-        self._consistently(lambda: self._add(prepared.content))
+        self._consistently(partial(self._add, prepared.content))
 
     @abstractmethod
     def _prepare(self, new: NewRequest) -> Any:
@@ -282,7 +283,7 @@ class Engine(ABC, Generic[OutputT_co]):
     def abort(self, request_id: str) -> None:
         """Drop a request and free what it holds; no output of it follows. Others are ignored."""
         if not self.ownership.is_over:
-            self._consistently(lambda: self._drop(request_id), wait=True)
+            self._consistently(partial(self._drop, request_id), wait=True)
 
     @abstractmethod
     def _drop(self, request_id: str) -> None:
@@ -296,7 +297,7 @@ class Engine(ABC, Generic[OutputT_co]):
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether requests are live, those that wait for input or are paused included."""
-        return bool(self.live_request_ids)
+        return bool(self._live)
 
     def reset_prefix_cache(self) -> None:
         """Forget what was computed for requests that are no longer live; as whole as ``step``."""

@@ -168,9 +168,9 @@ class Ownership:
         Raises:
             RuntimeError: another thread has it.
         """
-        if self.is_inside:
-            return False
         thread = threading.get_ident()
+        if self._inside.get("thread") == thread:
+            return False
         # One call decides who of several is first.
         while self._inside.setdefault("thread", thread) != thread:
             if not wait:
@@ -188,5 +188,5 @@ class Ownership:
 
     def leave(self) -> None:
         """Let other threads in; nothing happens if another has it."""
-        if self.is_inside:
+        if self._inside.get("thread") == threading.get_ident():
             self._inside.clear()

@@ -14,8 +14,9 @@ Up to the trained length both give what transformers gives; set ``max_model_len`
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,6 @@ __all__ = [
     "LayerOps",
     "MultiAxisRotaryEmbedding",
     "NativeLayerOps",
-    "OneDnnWeight",
     "PackedWeight",
     "RMSNorm",
     "RotaryEmbedding",
@@ -223,59 +223,33 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x
 
 
-class PackedWeight(ABC):
-    """``y = x W^T + b`` in float32, the same as with the plain matrix but for rounding."""
+class PackedWeight(NamedTuple):
+    """A weight ``(out_features, in_features)`` in another layout.
 
+    Attributes:
+        multiply: ``(rows, in_features)`` and a bias or None to ``x W^T + b``, the same as with the
+            plain matrix but for rounding.
+    """
+
+    multiply: Callable[[Tensor, Tensor | None], Tensor]
     nbytes: int
-
-    @abstractmethod
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Map ``(rows, in_features)`` to ``(rows, out_features)``."""
-
-
-class OneDnnWeight(PackedWeight):
-    """oneDNN's own layout, for any number of rows.
-
-    Args:
-        weight: ``(out_features, in_features)``.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        # No row count is given: the layout is then good for any number of rows.
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        # The overload itself: it would be looked for at every call.
-        self._multiply = torch.ops.mkldnn._linear_pointwise.default
-        self.nbytes = weight.nbytes
-
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See :class:`PackedWeight`."""
-        output: Tensor = self._multiply(x, self._packed, bias, "none", [], "")
-        return output
-
-
-class NativeWeight(PackedWeight):
-    """The layout of ``engine/native/linear.c``.
-
-    Args:
-        packed: what :meth:`NativeKernels.pack_linear` made.
-    """
-
-    def __init__(self, kernels: NativeKernels, packed: Tensor) -> None:
-        self._kernels = kernels
-        self._packed = packed
-        self.nbytes = packed.nbytes
-
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See :class:`PackedWeight`."""
-        return self._kernels.linear(x, self._packed, bias)
 
 
 class LayerOps:
     """Any device and type, with torch."""
 
     def pack_weight(self, weight: Tensor) -> PackedWeight:
-        """A float32 weight ``(out, in)`` on a CPU, laid out for the products of decode steps."""
-        return OneDnnWeight(weight)
+        """A float32 weight ``(out, in)`` on a CPU, in oneDNN's layout for decode steps."""
+        # No row count is given: the layout is then good for any number of rows.
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        # The overload itself: it would be looked for at every call.
+        linear = torch.ops.mkldnn._linear_pointwise.default
+
+        def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
+            output: Tensor = linear(x, packed, bias, "none", [], "")
+            return output
+
+        return PackedWeight(multiply, weight.nbytes)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in float32."""
@@ -316,9 +290,9 @@ class NativeLayerOps(LayerOps):
     def pack_weight(self, weight: Tensor) -> PackedWeight:
         """See :class:`LayerOps`; widths that the kernel does not take go to oneDNN."""
         packed = self._kernels.pack_linear(weight)
-        return (
-            super().pack_weight(weight) if packed is None else NativeWeight(self._kernels, packed)
-        )
+        if packed is None:
+            return super().pack_weight(weight)
+        return PackedWeight(partial(self._kernels.linear, packed), packed.nbytes)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See :class:`LayerOps`."""
@@ -326,7 +300,7 @@ class NativeLayerOps(LayerOps):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See :class:`LayerOps`."""
-        return self._kernels.add_rms_norm(x.contiguous(), residual, weight, eps)
+        return self._kernels.rms_norm(residual, weight, eps, x.contiguous())
 
     def gate(self, gate_up: Tensor, activation: nn.Module) -> Tensor:
         """See :class:`LayerOps`; activations other than SiLU take torch's way."""

@@ -532,8 +532,8 @@ class LLMEngine(Engine[RequestOutput]):
         """
         if not self._live:
             return []
-        if spoilt := self._output_processor.fail_interrupted(self._call):
-            return spoilt
+        if self._output_processor.has_interrupted:
+            return self._output_processor.fail_interrupted(self._call)
         started = time.perf_counter()
         scheduled = self._schedule()
         moved = self._run(scheduled)
@@ -558,7 +558,7 @@ class LLMEngine(Engine[RequestOutput]):
             logger.exception("a step of %d tokens failed", scheduled.num_tokens)
             return self._recover(scheduled, error)
         failed = {token.request for token in sampled if token.error is not None}
-        self._scheduler.complete(scheduled.without(failed))
+        self._scheduler.complete(scheduled.without(failed) if failed else scheduled)
         return self._output_processor.process(scheduled, sampled, self._call)
 
     def _recover(self, scheduled: SchedulerOutput, error: Exception) -> list[RequestGroup]:

@@ -48,7 +48,7 @@ class OutputProcessor:
     _group_of: dict[str, RequestGroup] = field(default_factory=dict)
     # The requests whose tokens the last step took in. If it is interrupted from then on, it is not
     # known how much of a token was noted, and nothing reached the caller.
-    _taken_in: tuple[object, tuple[RequestGroup, ...]] = (None, ())
+    _taken_in: tuple[object, Sequence[RequestGroup]] = (None, ())
     _interrupted: tuple[RequestGroup, ...] = ()
 
     def add(self, group: RequestGroup) -> None:
@@ -96,10 +96,9 @@ class OutputProcessor:
         Args:
             call: mark of the call that ran it, see :meth:`restart`.
         """
-        groups = tuple(self._group_of[item.request.request_id] for item in scheduled.scheduled)
+        groups = [self._group_of[item.request.request_id] for item in scheduled.scheduled]
         self._taken_in = call, groups
         moved: dict[str, RequestGroup] = {}
-        num_generated = 0
         for token in sampled:
             group = self._group_of[token.request.request_id]
             if token.token_id is not None and token.request.prompt_choice is not None:
@@ -109,7 +108,7 @@ class OutputProcessor:
             if token.token_id is None:
                 group.error = token.error
                 continue
-            num_generated += 1
+            self.num_generated_tokens += 1
             try:
                 self._accept(group, token, token.token_id)
             except Exception as error:  # a tokenizer's, say: it is this request's alone
@@ -117,14 +116,11 @@ class OutputProcessor:
                     "request %s failed", group.request_id, extra={"request_id": group.request_id}
                 )
                 group.error = f"the token could not be taken: {described(error)}"
-        self.num_generated_tokens += num_generated
-        for item in scheduled.scheduled:
+        for item, group in zip(scheduled.scheduled, groups, strict=True):
             request = item.request
-            group = self._group_of[request.request_id]
-            is_computed = request.num_computed_tokens == request.num_tokens
             if (
                 request.params.max_tokens == 0
-                and is_computed
+                and request.num_computed_tokens == request.num_tokens
                 and group.error is None
                 and request.status is RequestStatus.RUNNING
             ):
@@ -157,10 +153,13 @@ class OutputProcessor:
                 request.restart()
                 self.scheduler.add(request)
 
+    @property
+    def has_interrupted(self) -> bool:
+        """Whether an interruption has spoilt requests."""
+        return bool(self._interrupted)
+
     def fail_interrupted(self, call: object) -> list[RequestGroup]:
-        """End the requests that an interruption has spoilt; as a rule there are none."""
-        if not self._interrupted:
-            return []
+        """End the requests that an interruption has spoilt."""
         self._taken_in = call, self._interrupted
         self._interrupted = ()
         message = "the step was interrupted while its tokens were taken in"

@@ -166,11 +166,6 @@ class PagedSpans:
                 f"expected int32 spans (3, num_tokens), got {spans.dtype} {tuple(spans.shape)}"
             )
 
-    @property
-    def num_tokens(self) -> int:
-        """Query tokens."""
-        return self.spans.shape[1]
-
 
 class NativeKernels:
     """float32 on a CPU. Work is shared by ``torch.get_num_threads()`` threads of the team (team.c).
@@ -211,10 +206,10 @@ class NativeKernels:
         """
         if not self.has_linear or weight.shape[0] % (2 * _PANEL):
             return None
-        _require(weight, "weight")
+        _require(weight=weight)
         return weight.view(-1, _PANEL, weight.shape[1]).transpose(1, 2).contiguous()
 
-    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x W^T + b`` for ``x`` ``(rows, in)``, whose rows may be a stride apart.
 
         Args:
@@ -240,20 +235,19 @@ class NativeKernels:
         )
         return output
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """``x / rms(x) * weight`` for ``x`` ``(..., width)``."""
-        return self._norm(None, x, weight, eps)
+    def rms_norm(
+        self, residual: Tensor, weight: Tensor, eps: float, x: Tensor | None = None
+    ) -> Tensor:
+        """``residual / rms(residual) * weight`` for ``(..., width)``, to which x is added first.
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add ``x`` to ``residual`` in place, and return the sum normalised."""
-        if x.shape != residual.shape:
+        The sum is left in ``residual``.
+        """
+        if x is None:
+            _require(residual=residual, weight=weight)
+        elif x.shape != residual.shape:
             raise ValueError(f"x is {tuple(x.shape)}, residual {tuple(residual.shape)}")
-        _require(x, "x")
-        return self._norm(x, residual, weight, eps)
-
-    def _norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        _require(residual, "the rows")
-        _require(weight, "weight")
+        else:
+            _require(residual=residual, weight=weight, x=x)
         width = residual.shape[-1]
         if weight.shape != (width,):
             raise ValueError(f"weight is {tuple(weight.shape)}, rows are {width} wide")
@@ -272,7 +266,7 @@ class NativeKernels:
 
     def gated_silu(self, gate_up: Tensor) -> Tensor:
         """``silu(gate) * up`` for ``(rows, 2 * width)``: gates first, then ups."""
-        _require(gate_up, "gate_up")
+        _require(gate_up=gate_up)
         rows, both = gate_up.shape
         if both % 2:
             raise ValueError(f"gate_up has {both} columns, which are not two halves")
@@ -290,9 +284,8 @@ class NativeKernels:
             cos: ``(num_tokens, 1, rotary_dim)``.
             sin: the same, its first half negated.
         """
-        _require(cos, "cos")
-        _require(sin, "sin")
-        _require_rows(heads, "heads")
+        _require(cos=cos, sin=sin)
+        _require_rows(heads=heads)
         num_tokens, num_heads, head_dim = heads.shape
         rotary_dim = cos.shape[-1]
         fits = rotary_dim <= head_dim and rotary_dim % 2 == 0
@@ -315,10 +308,11 @@ class NativeKernels:
             keys: as :attr:`prefix_cache.LayerKVCache.keys`.
             rows: ``(num_tokens,)`` int64 row of each token; the caller checks them.
         """
-        for tensor, name in ((key, "key"), (value, "value")):
-            _require_rows(tensor, name)
-            if tensor.shape != (rows.shape[0], *keys.shape[1:]):
-                raise ValueError(f"{name} {tuple(tensor.shape)} for keys {tuple(keys.shape)}")
+        _require_rows(key=key, value=value)
+        if not key.shape == value.shape == (rows.shape[0], *keys.shape[1:]):
+            raise ValueError(
+                f"key {tuple(key.shape)}, value {tuple(value.shape)} for keys {tuple(keys.shape)}"
+            )
         self._write_kv(
             key.data_ptr(),
             value.data_ptr(),
@@ -352,9 +346,18 @@ class NativeKernels:
         Returns:
             ``(num_tokens, num_heads, head_dim)``.
         """
-        _check_attention(query, kv_cache, spans, bias)
+        _require_rows(query=query)
+        _require(keys=kv_cache.keys, values=kv_cache.values)
         num_tokens, num_heads, head_dim = query.shape
-        _, block_size, num_kv_heads, _ = kv_cache.chunks.shape
+        _, block_size, num_kv_heads, key_dim = kv_cache.chunks.shape
+        if num_heads % num_kv_heads or key_dim != head_dim:
+            raise ValueError(f"query {tuple(query.shape)}, but keys {tuple(kv_cache.keys.shape)}")
+        if spans.spans.shape[1] != num_tokens:
+            raise ValueError(f"{num_tokens} tokens, but spans {tuple(spans.spans.shape)}")
+        if bias is not None:
+            _require(bias=bias)
+            if bias.ndim != 2 or bias.shape[0] != num_heads or bias.shape[1] < 1:
+                raise ValueError(f"{num_heads} heads take no bias {tuple(bias.shape)}")
         scratch = query.new_empty(num_tokens, spans.num_parts, num_heads, head_dim + 2)
         output = query.new_empty(query.shape)
         first_row, to_next = spans.spans.data_ptr(), spans.spans.stride(0) * 4
@@ -388,13 +391,12 @@ class NativeKernels:
         Returns:
             The shape of ``samples``.
         """
-        _require(samples, "samples")
+        _require(samples=samples, up=up, down=down, rates=rates, scales=scales)
         batch, channels, length = samples.shape
         for tensor, name, size in (
             *((up, "up", _SNAKE_TAPS), (down, "down", _SNAKE_TAPS)),
             *((rates, "rates", channels), (scales, "scales", channels)),
         ):
-            _require(tensor, name)
             if tensor.shape != (size,):
                 raise ValueError(f"{name} is {tuple(tensor.shape)}, expected ({size},)")
         output = torch.empty_like(samples)
@@ -406,39 +408,23 @@ class NativeKernels:
         return output
 
 
-def _check_attention(
-    query: Tensor, kv_cache: LayerKVCache, spans: PagedSpans, bias: Tensor | None
-) -> None:
-    _require_rows(query, "query")
-    _require(kv_cache.keys, "keys")
-    _require(kv_cache.values, "values")
-    num_tokens, num_heads, head_dim = query.shape
-    keys = kv_cache.keys
-    if num_heads % keys.shape[1] or keys.shape[2] != head_dim:
-        raise ValueError(f"query {tuple(query.shape)}, but keys {tuple(keys.shape)}")
-    if spans.num_tokens != num_tokens:
-        raise ValueError(f"{num_tokens} tokens, but spans {tuple(spans.spans.shape)}")
-    if bias is None:
-        return
-    _require(bias, "bias")
-    if bias.ndim != 2 or bias.shape[0] != num_heads or bias.shape[1] < 1:
-        raise ValueError(f"{num_heads} heads take no bias {tuple(bias.shape)}")
+def _require(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32 or not tensor.is_cpu or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous float32 on a CPU, got {tensor.dtype} on "
+                f"{tensor.device}, strides {tensor.stride()}"
+            )
 
 
-def _require(tensor: Tensor, name: str) -> None:
-    if tensor.dtype != torch.float32 or not tensor.is_cpu or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous float32 on a CPU, got {tensor.dtype} on {tensor.device}, "
-            f"strides {tensor.stride()}"
-        )
-
-
-def _require_rows(tensor: Tensor, name: str) -> None:
+def _require_rows(**tensors: Tensor) -> None:
     """As :func:`_require`, but only inside of ``tensor[i]`` ``(heads, head_dim)``."""
-    inner = tensor.stride()[1:]
-    packed = inner[1] == 1 and (inner[0] == tensor.shape[2] or tensor.shape[1] == 1)
-    if tensor.dtype != torch.float32 or not tensor.is_cpu or not packed:
-        raise ValueError(
-            f"{name} must be float32 on a CPU with contiguous (heads, head_dim), got "
-            f"{tensor.dtype} on {tensor.device}, strides {tensor.stride()}"
-        )
+    for name, tensor in tensors.items():
+        _, heads, head_dim = tensor.shape
+        _, to_head, to_next = tensor.stride()
+        packed = to_next == 1 and (to_head == head_dim or heads == 1)
+        if tensor.dtype != torch.float32 or not tensor.is_cpu or not packed:
+            raise ValueError(
+                f"{name} must be float32 on a CPU with contiguous (heads, head_dim), got "
+                f"{tensor.dtype} on {tensor.device}, strides {tensor.stride()}"
+            )

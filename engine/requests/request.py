@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from math import inf
 
 import torch
 from torch import Tensor
@@ -63,17 +64,9 @@ class RequestTimes:
 
     def metrics(self, num_preemptions: int, prefix_miss: PrefixMiss | None) -> RequestMetrics:
         """The same as durations since the arrival."""
-
-        def since_arrival(moment: float | None) -> float | None:
-            return None if moment is None else moment - self.arrival
-
-        return RequestMetrics(
-            queue_s=since_arrival(self.first_scheduled),
-            first_token_s=since_arrival(self.first_token),
-            total_s=since_arrival(self.finished),
-            num_preemptions=num_preemptions,
-            prefix_miss=prefix_miss,
-        )
+        moments = (self.first_scheduled, self.first_token, self.finished)
+        queue_s, first_token_s, total_s = [t if t is None else t - self.arrival for t in moments]
+        return RequestMetrics(queue_s, first_token_s, total_s, num_preemptions, prefix_miss)
 
 
 @dataclass(slots=True, eq=False)
@@ -94,8 +87,7 @@ class Request:
         prompt_embeds: ``(num_prompt_tokens, hidden_size)`` in the model's type, or None.
         params: how tokens are chosen.
         max_num_tokens: prompt and output together stop here.
-        priority: lower first.
-        arrival_index: order among equal priorities.
+        queue_key: sort key of the queues: priority, lower first, then order of arrival.
         cache_salt: blocks are shared only within one salt.
         sampling: this request's random source and token counts.
         text: the output as text, and the rule that ends it.
@@ -121,8 +113,7 @@ class Request:
     prompt_embeds: Tensor | None
     params: SamplingParams
     max_num_tokens: int
-    priority: int
-    arrival_index: int
+    queue_key: tuple[int, int]
     cache_salt: str | None
     sampling: SamplingState
     text: CompletionText
@@ -152,17 +143,10 @@ class Request:
         return len(self.token_ids)
 
     @property
-    def has_rows(self) -> bool:
-        """Whether anything stands in the place of its tokens' embeddings, or beside them."""
-        given = self.prompt_embeds is not None or self.streamed_rows is not None
-        return given or bool(self.multimodal_inputs)
-
-    @property
     def num_known_tokens(self) -> int:
         """Leading tokens that can run: those that need no row which is still to come."""
-        if self.streamed_rows is None:
-            return self.num_tokens
-        return self.streamed_rows.num_known(self.num_tokens)
+        num_tokens, rows = len(self.token_ids), self.streamed_rows
+        return num_tokens if rows is None else rows.num_known(num_tokens)
 
     @property
     def needs_input(self) -> bool:
@@ -187,16 +171,6 @@ class Request:
     def output_token_ids(self) -> Sequence[int]:
         """Generated ids."""
         return self.token_ids[self.num_prompt_tokens :]
-
-    @property
-    def queue_key(self) -> tuple[int, int]:
-        """Sort key of the queues: priority first, then first come, first served."""
-        return (self.priority, self.arrival_index)
-
-    @property
-    def num_position_axes(self) -> int:
-        """Numbers that place one of its tokens."""
-        return 1 if self.positions is None else self.positions.table.shape[0]
 
     @property
     def num_visible_encoder_tokens(self) -> int:
@@ -250,7 +224,7 @@ class Request:
         rows = () if self.streamed_rows is None else self.streamed_rows.spans(first, num_known)
         extend_block_hashes(
             self.block_hashes,
-            self.token_ids if num_known == self.num_tokens else self.token_ids[:num_known],
+            self.token_ids if self.streamed_rows is None else self.token_ids[:num_known],
             block_size,
             spans=(*self.spans, *rows),
             salt=self.cache_salt,
@@ -394,12 +368,14 @@ class RequestGroup:
         completions: in order of their index.
         has_prompt_ids: whether the prompt came as ids or text, not as embeddings.
         error: why the request failed, or None.
+        finished: whether every completion has ended.
     """
 
     request_id: str
     completions: tuple[CompletionState, ...]
     has_prompt_ids: bool
     error: str | None = None
+    finished: bool = False
     _prompt_ids: tuple[int, ...] = ()
     _num_preemptions: int = -1
 
@@ -412,23 +388,22 @@ class RequestGroup:
             has_prompt_ids=requests[0].prompt_embeds is None,
         )
 
-    @property
-    def finished(self) -> bool:
-        """Whether every completion has ended."""
-        return all([each.finish_reason is not None for each in self.completions])
-
     def finish(self, request: Request, reason: FinishReason, tensors: Mapping[str, Tensor]) -> None:
         """Record the end of one completion."""
         completion = self.completion_of(request)
         completion.finish_reason = reason
         completion.tensors = tensors
+        self.finished = all([each.finish_reason is not None for each in self.completions])
         text = request.text if completion.ended is None else completion.ended.text
         text.finish()
         request.times.finished = time.monotonic()
 
     def completion_of(self, request: Request) -> CompletionState:
         """The completion that a sequence computes now."""
-        return next(each for each in self.completions if each.request is request)
+        for each in self.completions:
+            if each.request is request:
+                return each
+        raise ValueError(f"request {request.request_id!r} computes no completion of this one")
 
     def output(self) -> RequestOutput:
         """All of it now."""
@@ -442,7 +417,7 @@ class RequestGroup:
             num_cached_tokens=min(first.num_cached_tokens or 0, first.num_prompt_tokens),
             error=self.error,
             prompt_token_ids=self._prompt_token_ids(first),
-            encoder_prompt_token_ids=self._encoder_prompt_token_ids(first),
+            encoder_prompt_token_ids=(encoder and encoder.token_ids) or None,
             encoder_prompt=None if encoder is None else encoder.text,
             metrics=self._metrics(self._count_preemptions()),
         )
@@ -459,7 +434,7 @@ class RequestGroup:
         metrics, encoder_ids = None, None
         if finished or others or num_preemptions != self._num_preemptions:
             metrics = self._metrics(num_preemptions)
-            encoder_ids = self._encoder_prompt_token_ids(first)
+            encoder_ids = (first.encoder_input and first.encoder_input.token_ids) or None
             self._num_preemptions = num_preemptions
         return OutputDelta(
             self.request_id,
@@ -485,17 +460,11 @@ class RequestGroup:
             self._prompt_ids = tuple(first.token_ids[: first.num_prompt_tokens])
         return self._prompt_ids
 
-    @staticmethod
-    def _encoder_prompt_token_ids(first: Request) -> tuple[int, ...] | None:
-        encoder = first.encoder_input
-        return (encoder and encoder.token_ids) or None
-
     def _count_preemptions(self) -> int:
-        return sum(completion.request.num_preemptions for completion in self.completions)
+        return sum([completion.request.num_preemptions for completion in self.completions])
 
     def _metrics(self, num_preemptions: int) -> RequestMetrics:
-        slowest = max(
-            (completion.times for completion in self.completions),
-            key=lambda times: times.finished or float("inf"),
-        )
-        return slowest.metrics(num_preemptions, self.completions[0].first.prefix_miss)
+        """Of the completion that ends last; of those that run, the first."""
+        ends = [each.request.times.finished or inf for each in self.completions]
+        times = self.completions[ends.index(max(ends))].times
+        return times.metrics(num_preemptions, self.completions[0].first.prefix_miss)

@@ -148,9 +148,7 @@ class SamplingState:
         begin_suppress_token_ids: Collection[int] = (),
         grammar: TokenGrammar | None = None,
     ) -> None:
-        _check_ids("suppress_token_ids", params.suppress_token_ids, vocab_size)
-        _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
-        _check_ids("logit_bias", params.logit_bias, vocab_size)
+        _check_ids(params, vocab_size)
         self.params = params
         self.num_generated = 0
         self.counts: TokenCounts | None = None
@@ -166,14 +164,6 @@ class SamplingState:
         begin = [i for i in begin_suppress_token_ids if i < vocab_size]
         self._masked, self._masked_early, self._masked_first = _masks(
             params, eos_token_ids, begin, vocab_size
-        )
-        self._plain = (
-            params.is_greedy
-            and self.counts is None
-            and self.bias is None
-            and params.logprobs is None
-            and logits_processor is None
-            and grammar is None
         )
         self.logits_processor = logits_processor
         self.grammar = grammar
@@ -220,9 +210,15 @@ class SamplingState:
         return self._masked
 
     @property
-    def is_plain(self) -> bool:
-        """Whether this position is the largest of the unchanged logits and no more."""
-        return self._plain and self.masked_ids is None
+    def changes_logits(self) -> bool:
+        """Whether anything is to be added to, or masked in, the logits of this position."""
+        return (
+            self.bias is not None
+            or self.counts is not None
+            or self.logits_processor is not None
+            or self.grammar is not None
+            or self.masked_ids is not None
+        )
 
     def apply_logits_processor(self, logits: Tensor) -> None:
         """Mask, in place, what the model's own rule forbids at this position; ``(vocab,)``."""
@@ -269,13 +265,14 @@ def _bias(params: SamplingParams) -> Bias | None:
     return Bias(np.array(ids, dtype=np.int64), np.array(values, dtype=np.float32))
 
 
-def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    for token_id in ids:
-        if not 0 <= token_id < vocab_size:
-            raise PlacedError(
-                (name,),
-                f"{name} holds {token_id}, but the vocabulary has ids 0 to {vocab_size - 1}",
-            )
+def _check_ids(params: SamplingParams, vocab_size: int) -> None:
+    for name in ("suppress_token_ids", "stop_token_ids", "logit_bias"):
+        for token_id in getattr(params, name):
+            if not 0 <= token_id < vocab_size:
+                raise PlacedError(
+                    (name,),
+                    f"{name} holds {token_id}, but the vocabulary has ids 0 to {vocab_size - 1}",
+                )
 
 
 def _uniform(seed: int, position: int) -> float:
@@ -433,13 +430,15 @@ def shape_distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tens
     shaped = logits.double()
     # The largest becomes 0 first: a tiny temperature then overflows to minus infinity only.
     shaped = shaped - shaped.amax(dim=-1, keepdim=True)
-    shaped /= column([p.temperature for p in params])
-    if any(p.min_p > 0.0 for p in params):
-        shaped = keep_min_p(shaped, column([p.min_p for p in params]))
-    if any(p.top_k > 0 for p in params):
-        shaped = keep_top_k(shaped, [p.top_k for p in params])
-    if any(p.top_p < 1.0 for p in params):
-        shaped = keep_top_p(shaped, column([p.top_p for p in params]))
+    asked = [(p.temperature, p.min_p, p.top_k, p.top_p) for p in params]
+    temperature, min_p, top_k, top_p = map(list, zip(*asked, strict=True))
+    shaped /= column(temperature)
+    if any(min_p):
+        shaped = keep_min_p(shaped, column(min_p))
+    if any(top_k):
+        shaped = keep_top_k(shaped, top_k)
+    if min(top_p) < 1.0:
+        shaped = keep_top_p(shaped, column(top_p))
     return shaped
 
 
@@ -527,8 +526,7 @@ class Sampler:
                 f"for {len(states)} requests"
             )
         adjusted = logits
-        plain = all(state.is_plain for state in states)
-        if not plain:
+        if any([state.changes_logits for state in states]):
             # A copy: log-probabilities are of the model's own distribution.
             adjusted = logits.to(torch.float32, copy=True).contiguous()
             apply_biases(adjusted, states)
@@ -539,58 +537,50 @@ class Sampler:
             apply_grammars(adjusted, [state.grammar for state in states])
             apply_penalties(adjusted, states)
         largest, greedy = adjusted.max(dim=-1)
-        errors = [
-            _row_error(row, value, state.grammar)
-            for row, (value, state) in enumerate(zip(largest.tolist(), states, strict=True))
-        ]
-        token_ids: list[int | None] = [
-            token_id if error is None else None
-            for token_id, error in zip(greedy.tolist(), errors, strict=True)
-        ]
-        if plain:
-            return SamplerOutput(token_ids, [None] * len(states), errors)
-        self._draw_random_rows(adjusted, states, token_ids)
-        return SamplerOutput(token_ids, _logprobs(logits, states, token_ids), errors)
-
-    def _draw_random_rows(
-        self, logits: Tensor, states: Sequence[SamplingState], token_ids: list[int | None]
-    ) -> None:
-        """Replace the greedy choice of rows with a temperature."""
-        rows = [
-            row
-            for row, state in enumerate(states)
-            if not state.params.is_greedy and token_ids[row] is not None
-        ]
-        if not rows:
-            return
-        shaped = shape_distribution(_select(logits, rows), [states[row].params for row in rows])
-        drawn = draw(shaped, [states[row].next_uniform() for row in rows])
-        for row, token_id in zip(rows, drawn.tolist(), strict=True):
-            token_ids[row] = token_id
+        token_ids: list[int | None] = greedy.tolist()
+        errors: list[str | None] = [None] * len(states)
+        logprobs: list[TokenLogprobs | None] = [None] * len(states)
+        random: list[int] = []
+        reported: list[int] = []
+        for row, value in enumerate(largest.tolist()):
+            params = states[row].params
+            if not math.isfinite(value):
+                errors[row] = _row_error(row, value, states[row].grammar)
+                token_ids[row] = None
+                continue
+            if params.temperature:
+                random.append(row)
+            if params.logprobs is not None:
+                reported.append(row)
+        if random:
+            uniforms = [states[row].next_uniform() for row in random]
+            asked = [states[row].params for row in random]
+            drawn = draw(shape_distribution(_select(adjusted, random), asked), uniforms)
+            for row, token_id in zip(random, drawn.tolist(), strict=True):
+                token_ids[row] = token_id
+        if reported:
+            _report_logprobs(logits, states, token_ids, reported, logprobs)
+        return SamplerOutput(token_ids, logprobs, errors)
 
 
-def _logprobs(
-    logits: Tensor, states: Sequence[SamplingState], token_ids: Sequence[int | None]
-) -> list[TokenLogprobs | None]:
-    """Log-probabilities of the unmodified logits, for rows that ask for them."""
-    result: list[TokenLogprobs | None] = [None] * len(states)
-    asked = [
-        (row, token_id, state.params.logprobs)
-        for row, (state, token_id) in enumerate(zip(states, token_ids, strict=True))
-        if token_id is not None and state.params.logprobs is not None
-    ]
-    if not asked:
-        return result
-    logprobs = torch.log_softmax(_select(logits, [row for row, _, _ in asked]).float(), dim=-1)
-    chosen_ids = torch.tensor([token_id for _, token_id, _ in asked], device=logits.device)
-    chosen = logprobs.gather(1, chosen_ids[:, None]).squeeze(1).tolist()
-    most = min(max(count for _, _, count in asked), logprobs.shape[1])
-    top = logprobs.topk(most, dim=-1)
+def _report_logprobs(
+    logits: Tensor,
+    states: Sequence[SamplingState],
+    token_ids: Sequence[int | None],
+    rows: list[int],
+    result: list[TokenLogprobs | None],
+) -> None:
+    """Fill in log-probabilities of the unmodified logits, for the rows that ask for them."""
+    logprobs = torch.log_softmax(_select(logits, rows).float(), dim=-1)
+    chosen_ids = [token_ids[row] or 0 for row in rows]
+    counts = [states[row].params.logprobs or 0 for row in rows]
+    places = torch.tensor(chosen_ids, device=logits.device)[:, None]
+    chosen = logprobs.gather(1, places).squeeze(1).tolist()
+    top = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)
     top_ids, top_values = top.indices.tolist(), top.values.tolist()
-    for index, (row, token_id, count) in enumerate(asked):
+    for index, (row, token_id, count) in enumerate(zip(rows, chosen_ids, counts, strict=True)):
         likeliest = zip(top_ids[index][:count], top_values[index][:count], strict=True)
         result[row] = TokenLogprobs(token_id, chosen[index], tuple(likeliest))
-    return result
 
 
 def _select(logits: Tensor, rows: list[int]) -> Tensor:
@@ -599,10 +589,8 @@ def _select(logits: Tensor, rows: list[int]) -> Tensor:
     return logits.index_select(0, torch.tensor(rows, device=logits.device))
 
 
-def _row_error(row: int, largest: float, grammar: TokenGrammar | None) -> str | None:
-    """A maximum is NaN as soon as one value is, so it says whether the row can be used."""
-    if math.isfinite(largest):
-        return None
+def _row_error(row: int, largest: float, grammar: TokenGrammar | None) -> str:
+    """Why a row cannot be used; a maximum is NaN as soon as one value is."""
     if grammar is not None and grammar.problem:
         return f"the structured output cannot go on: {grammar.problem}"
     if math.isnan(largest):

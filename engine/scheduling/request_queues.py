@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 from typing import TypeAlias
 
 from engine.requests.encoder_input import MultiModalInput
@@ -146,6 +147,7 @@ _Entry: TypeAlias = "tuple[Key, int, Request | _Branch]"
 _Choice: TypeAlias = Callable[[Set[BlockHash]], Set[BlockHash]]
 
 _FEW = 16
+_BY_KEY = attrgetter("queue_key")
 
 
 @dataclass(slots=True, eq=False)
@@ -545,13 +547,12 @@ class RequestQueues:
 
     def chunk(self, request: Request, budget: int) -> int:
         """How many of a running request's tokens to run; none while it is idle."""
-        if not request.can_run_from(request.num_computed_tokens):
+        start = request.num_computed_tokens
+        num_tokens = min(request.num_known_tokens - start, budget)
+        if request.is_paused or num_tokens <= 0:
             return 0
         num_tokens = self.kv_cache_manager.clip_chunk(
-            request.request_id,
-            request.num_computed_tokens,
-            min(request.num_known_tokens - request.num_computed_tokens, budget),
-            request.num_tokens,
+            request.request_id, start, num_tokens, request.num_tokens
         )
         return request.clip_to_view(num_tokens)
 
@@ -602,12 +603,12 @@ class RequestQueues:
 
 
 def _insert(queue: list[Request], request: Request) -> None:
-    insort(queue, request, key=lambda r: r.queue_key)
+    insort(queue, request, key=_BY_KEY)
 
 
 def _remove(queue: list[Request], request: Request) -> bool:
     """Take a request out; False if it is not there."""
-    index = bisect_left(queue, request.queue_key, key=lambda r: r.queue_key)
+    index = bisect_left(queue, request.queue_key, key=_BY_KEY)
     while index < len(queue) and queue[index].queue_key == request.queue_key:
         if queue[index] is request:
             del queue[index]

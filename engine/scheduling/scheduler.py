@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from engine.interface.log_fields import package_logger
 from engine.requests.encoder_input import MultiModalInput
@@ -54,14 +55,11 @@ class ScheduledRequest:
     items_to_encode: tuple[MultiModalInput, ...] = ()
 
     @property
-    def reaches_last_token(self) -> bool:
-        """Whether the step computes the newest token, so that the next one can be sampled."""
-        return self.request.num_computed_tokens + self.num_tokens == self.request.num_tokens
-
-    @property
     def samples(self) -> bool:
-        """Whether this step chooses a token for the request."""
-        return self.reaches_last_token and self.request.num_tokens < self.request.max_num_tokens
+        """Whether this step computes the newest token, and chooses the next one."""
+        request = self.request
+        stop = request.num_computed_tokens + self.num_tokens
+        return stop == len(request.token_ids) < request.max_num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +86,6 @@ class SchedulerOutput:
 
     def without(self, failed: Collection[Request]) -> SchedulerOutput:
         """The step as if requests that failed in it had not run: nothing of theirs is complete."""
-        if not failed:
-            return self
         sound = (item for item in self.scheduled if item.request not in failed)
         return replace(self, scheduled=tuple(sound))
 
@@ -131,7 +127,7 @@ class StepPlan:
     def output(self) -> SchedulerOutput:
         """The step, shortest shares first."""
         return SchedulerOutput(
-            tuple(sorted(self.scheduled, key=lambda item: item.num_tokens)),
+            tuple(sorted(self.scheduled, key=attrgetter("num_tokens"))),
             tuple(self.preempted),
             tuple(self.page_moves),
             tuple(self.restored),
@@ -363,7 +359,7 @@ class FaultIsolation:
             for request_id, request in self._isolated.items()
             if request.is_isolated and request.status in live
         }
-        return sorted(self._isolated.values(), key=lambda r: r.queue_key)
+        return sorted(self._isolated.values(), key=attrgetter("queue_key"))
 
     def clear(self) -> None:
         """Forget which requests are isolated, whatever an interrupted call left of it."""

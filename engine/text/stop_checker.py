@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from engine.interface.outputs import FinishReason
 from engine.interface.placed_error import PlacedError
 from engine.interface.sampling_params import SamplingParams
-from engine.text.tokenizer import PanicsAsErrors
+from engine.text.tokenizer import raise_panic
 
-__all__ = ["CompletionText", "IncrementalDetokenizer", "StopStrings"]
+__all__ = ["CompletionText", "IncrementalDetokenizer", "StopStrings", "check_stop_strings"]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -118,12 +118,15 @@ class IncrementalDetokenizer:
             self._longest_window *= 2  # so that to try again costs little
 
     def _decode(self, token_ids: list[int]) -> str:
-        with PanicsAsErrors():
+        try:
             text = self._tokenizer.decode(
                 token_ids,
                 skip_special_tokens=self._skip_special_tokens,
                 clean_up_tokenization_spaces=False,
             )
+        except BaseException as error:
+            raise_panic(error)
+            raise
         if not isinstance(text, str):
             raise TypeError(f"the tokenizer decoded ids to {type(text).__name__}, not to str")
         return text
@@ -151,7 +154,7 @@ class StopStrings:
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
-        self._longest = max(map(len, self._stop), default=0)
+        self._longest = max(map(len, self._stop))
 
     def find(self, text: str, num_passed: int) -> int | None:
         """Where the text must be cut, or None.
@@ -168,7 +171,7 @@ class StopStrings:
 
     def tail(self, text: str) -> str:
         """The last characters, in which a stop string may have begun that is not complete."""
-        return text[max(0, len(text) - self._longest + 1) :] if self._longest else ""
+        return text[max(0, len(text) - self._longest + 1) :]
 
     def num_undecided(self, text: str) -> int:
         """How many of the last characters may turn out to begin a stop string."""
@@ -177,6 +180,16 @@ class StopStrings:
             if any(stop.startswith(tail) and len(stop) > length for stop in self._stop):
                 return length
         return 0
+
+
+def check_stop_strings(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raise ``PlacedError`` for stop strings without a tokenizer to find them with."""
+    if tokenizer is None and params.stop:
+        raise PlacedError(
+            ("stop",),
+            f"stop strings {list(params.stop)} need text, but the checkpoint has no tokenizer; "
+            "use stop_token_ids",
+        )
 
 
 class CompletionText:
@@ -203,19 +216,14 @@ class CompletionText:
         params: SamplingParams,
         eos_token_ids: Collection[int],
     ) -> None:
-        if tokenizer is None and params.stop:
-            raise PlacedError(
-                ("stop",),
-                f"stop strings {list(params.stop)} need text, but the checkpoint has no "
-                "tokenizer; use stop_token_ids",
-            )
+        check_stop_strings(params, tokenizer)
         self._tokenizer = tokenizer
         self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer)
         self._stop_ids = frozenset(() if params.ignore_eos else eos_token_ids).union(
             params.stop_token_ids
         )
         self._params = params
-        self._stop_strings = StopStrings(params.stop)
+        self._stop_strings = StopStrings(params.stop) if params.stop else None
         self._num_tokens = 0
         self._certain: list[str] = []  # pieces of the text that was emitted
         self._new = ""  # certain, and not emitted yet
@@ -283,6 +291,9 @@ class CompletionText:
 
     def _grow(self, delta: str) -> bool:
         """Add text; whether a stop string ended it."""
+        if self._stop_strings is None:
+            self._new += delta
+            return False
         # No stop string that ends in the new text begins before the tail of the old.
         end = self._tail + delta
         cut = self._stop_strings.find(end, len(self._tail)) if self._may_stop() else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from pathlib import Path
@@ -32,7 +32,6 @@ from engine.interface.ownership import turn_of
 from engine.text.job_processes import JobProcesses
 
 __all__ = [
-    "PanicsAsErrors",
     "TemplateLimitError",
     "TemplateLimits",
     "TemplateProcesses",
@@ -42,9 +41,9 @@ __all__ = [
     "load_tokenizer",
     "max_prompt_chars",
     "patterns_of_decoder",
+    "raise_panic",
     "render_chat",
     "token_ids",
-    "tokenizers_turn",
 ]
 
 Message: TypeAlias = Mapping[str, Any]
@@ -582,15 +581,17 @@ def load_tokenizer(
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:
-        with PanicsAsErrors():
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                folder, config=config, trust_remote_code=trust_remote_code, local_files_only=True
-            )
-            # The first call settles how it cuts and pads. Later ones only read, and several
-            # threads may make them at once.
-            tokenizer("a")
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, config=config, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+        # The first call settles how it cuts and pads. Later ones only read, and several
+        # threads may make them at once.
+        tokenizer("a")
     # The formats' parsers raise whatever they like, bare Exception included.
-    except Exception as error:
+    except BaseException as error:
+        raise_panic(error)
+        if not isinstance(error, Exception):
+            raise
         raise ValueError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
     if patterns := patterns_of_decoder(tokenizer):
         raise ValueError(
@@ -637,39 +638,14 @@ def max_prompt_chars(
     return min(max(_FEWEST_CHARS, num_tokens * longest), _MOST_CHARS)
 
 
-class PanicsAsErrors:
-    """Hold while the ``tokenizers`` library runs what a checkpoint wrote.
+def raise_panic(error: BaseException) -> None:
+    """Raise a ``ValueError`` for a panic of the ``tokenizers`` library; others pass.
 
     Its panics, such as that of a pattern that tries too often, are no ``Exception`` in Python, and
     would end a thread that serves others.
-
-    Raises:
-        ValueError: it panicked.
     """
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: object
-    ) -> None:
-        if kind is not None and kind.__module__ == "pyo3_runtime":
-            raise ValueError(f"the checkpoint's tokenizer cannot take this: {error}") from error
-
-
-@contextmanager
-def tokenizers_turn(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Hold while the tokenizer is called in a thread that may not be the only one.
-
-    Its panics are raised as :class:`PanicsAsErrors` says. Tokenizers of the ``tokenizers`` library
-    are called by any number of threads at once, once they are loaded by :func:`load_tokenizer`;
-    others one by one.
-    """
-    if getattr(tokenizer, "is_fast", False):
-        with PanicsAsErrors():
-            yield
-        return
-    with turn_of(tokenizer):
-        yield
+    if type(error).__module__ == "pyo3_runtime":
+        raise ValueError(f"the checkpoint's tokenizer cannot take this: {error}") from error
 
 
 def eos_token_ids(
@@ -711,11 +687,18 @@ def token_ids(
     processes = _processes_of(tokenizer)
     if processes is not None:
         return processes.token_ids(text, add_special_tokens, seconds)
-    with tokenizers_turn(tokenizer):
-        # Not verbose: it would warn of what is too long, which the caller cuts or refuses.
-        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)[
-            "input_ids"
-        ]
+    # Those of the tokenizers library are called by any number of threads at once, once they are
+    # loaded by load_tokenizer; others one by one.
+    is_fast = getattr(tokenizer, "is_fast", False)
+    try:
+        with nullcontext() if is_fast else turn_of(tokenizer):
+            # Not verbose: it would warn of what is too long, which the caller cuts or refuses.
+            ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)[
+                "input_ids"
+            ]
+    except BaseException as error:
+        raise_panic(error)
+        raise
     return ids
 
 

@@ -53,8 +53,7 @@ class Harness:
             prompt_embeds=None,
             params=params,
             max_num_tokens=len(prompt) + max_tokens,
-            priority=priority,
-            arrival_index=self.arrivals,
+            queue_key=(priority, self.arrivals),
             cache_salt=None,
             sampling=SamplingState(
                 params, prompt_token_ids=prompt, seed=0, eos_token_ids=(), vocab_size=100_000

@@ -108,7 +108,7 @@ def results() -> list[Tensor]:
     ]
     weight = kernels.pack_linear(normal(2048, 256))
     if weight is not None:  # without AVX-512 products are torch's
-        made += [kernels.linear(normal(rows, 256), weight, normal(2048)) for rows in (3, 300)]
+        made += [kernels.linear(weight, normal(rows, 256), normal(2048)) for rows in (3, 300)]
     return made
 
 

@@ -322,20 +322,20 @@ def test_ids_that_the_head_does_not_know_are_left_out() -> None:
     assert masked(SamplingParams(), [7, 10, 99], 2) == [{7}, set()]
 
 
-def test_a_position_with_a_mask_is_not_plain_and_the_next_one_is() -> None:
+def test_a_position_with_a_mask_changes_logits_and_the_next_one_does_not() -> None:
     greedy = SamplingParams(temperature=0.0)
     state = SamplingState(greedy, (), 0, [2], 10, begin_suppress_token_ids=[7])
-    assert not state.is_plain
+    assert state.changes_logits
     state.append(5)
-    assert state.is_plain
+    assert not state.changes_logits
 
 
-def test_a_position_with_a_bias_is_not_plain() -> None:
+def test_a_bias_changes_the_logits_of_every_position() -> None:
     params = SamplingParams(temperature=0.0, logit_bias={5: 1.0})
     state = SamplingState(params, (), 0, [2], 10)
     other = state.with_seed(1)
     state.append(5)
-    assert not state.is_plain and not other.is_plain
+    assert state.changes_logits and other.changes_logits
     assert state.bias is not None and other.bias is state.bias
 
 
