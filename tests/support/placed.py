@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omni.pipelines.pipeline import Pipeline
+from omni.pipelines.runtime_config import RuntimeConfig
+from omni.runtime.placed_pipeline import place_pipeline
 from tests.support.examples import USUAL, examples
 
-__all__ = ["PLACES", "Anywhere", "everywhere"]
+__all__ = ["PLACES", "Anywhere", "everywhere", "over_every_transport", "place"]
 
-PLACES = ("inline", "processes", "ray")
-"""Kinds of runtimes over which promises are tried."""
+PLACES = ("inline", "processes")
+"""Kinds of runtimes over which promises are tried: without a transport, and with one."""
 
 _EXAMPLES = {"inline": USUAL, "processes": 50, "ray": 10}
 """Examples of a property: a call takes microseconds inline, and milliseconds on Ray."""
@@ -28,7 +31,7 @@ class Anywhere:
     """Where the stages of a test's orchestrators run.
 
     Attributes:
-        kind: one of :data:`PLACES`.
+        kind: of a runtime.
         end_workers: ends all workers that there are; those of later orchestrators start again.
     """
 
@@ -48,6 +51,20 @@ class Anywhere:
 
 
 def everywhere(test: _Test) -> _Test:
-    """Have a test's orchestrators run over all of them, by the fixture ``anywhere``."""
-    parametrized = pytest.mark.parametrize("anywhere", PLACES, indirect=True)(test)
+    """Have a test's orchestrators run over :data:`PLACES`, by the fixture ``anywhere``."""
+    return _over(test, PLACES)
+
+
+def over_every_transport(test: _Test) -> _Test:
+    """Have them run over Ray as well: for what any transport must keep to."""
+    return _over(test, (*PLACES, "ray"))
+
+
+def _over(test: _Test, kinds: Sequence[str]) -> _Test:
+    parametrized = pytest.mark.parametrize("anywhere", kinds, indirect=True)(test)
     return pytest.mark.usefixtures("anywhere")(parametrized)
+
+
+def place(pipeline: Pipeline, kind: str) -> Pipeline:
+    """Have a pipeline's stages run somewhere; what fails there is not run again."""
+    return place_pipeline(pipeline, RuntimeConfig.model_validate({"kind": kind, "max_retries": 0}))

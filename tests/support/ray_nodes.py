@@ -19,13 +19,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ADDRESS", "MOST_INLINE_BYTES", "NUM_NODES", "main"]
+__all__ = ["ADDRESS", "main"]
 
 ADDRESS = "address"
-NUM_NODES = 3
+_NUM_NODES = 3
 
 _STORE_BYTES = 128 * 2**20
-MOST_INLINE_BYTES = 512
+_MOST_INLINE_BYTES = 512
 """Of what Ray sends along instead of placing it into a store; by itself it takes 200 times that,
 which is more than the rows of tests have."""
 
@@ -45,7 +45,7 @@ _HEAD: dict[str, Any] = {
     "no_monitor": True,
     "include_dashboard": False,
     "_system_config": {
-        "max_direct_call_object_size": MOST_INLINE_BYTES,
+        "max_direct_call_object_size": _MOST_INLINE_BYTES,
         "get_check_signal_interval_milliseconds": _LOOKED_EACH_MS,
     },
 }
@@ -58,7 +58,7 @@ def main(program: str, folder: str) -> None:
     from ray.cluster_utils import Cluster  # which reads the environment
 
     cluster: Any = Cluster(initialize_head=True, head_node_args=_NODE | _HEAD)
-    for _ in range(1, NUM_NODES):
+    for _ in range(1, _NUM_NODES):
         cluster.add_node(wait=False, **_NODE)
     cluster.wait_for_nodes()
     written = Path(folder, f"{ADDRESS}.new")

@@ -65,8 +65,14 @@ def test_a_quota_bounds_the_cores(quota: float | None, cores: int, monkeypatch: 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems' torch has another OpenMP")
-@pytest.mark.parametrize("first", ["import engine", "import omni; omni.LLMEngine", "import stages"])
-@pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+@pytest.mark.parametrize(
+    ("first", "given", "expected"),
+    [
+        ("import engine", None, "PASSIVE"),
+        ("import omni; omni.LLMEngine", None, "PASSIVE"),
+        ("import stages", "ACTIVE", "ACTIVE"),
+    ],
+)
 def test_torch_is_loaded_with_threads_that_sleep(first: str, given: str | None, expected: str):
     environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
     environment["OMP_DISPLAY_ENV"] = "TRUE"

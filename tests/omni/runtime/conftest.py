@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import cache
-from unittest.mock import patch
 
 import pytest
 
 from omni.pipelines.pipeline import Pipeline
-from omni.pipelines.runtime_config import RuntimeConfig
 from omni.runtime import orchestrator
-from omni.runtime.placed_pipeline import place_pipeline
 from stages import Stage
-from stages.cluster import actor_connection, actor_worker, reservation
+from stages.cluster import actor_connection, actor_worker
 from stages.remote.worker import Build
 from stages.worker.messages import StreamedEdge
 from stages.worker.stage_link import StageLink
-from tests.support import ray_nodes
-from tests.support.actor_hosts import Hosts
 from tests.support.channel_workers import ChannelWorkers
 from tests.support.placed import Anywhere
 from tests.support.ray_cluster import SessionCluster
@@ -68,28 +62,6 @@ def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(orchestrator, "_link", link)
         yield Anywhere(where, workers.close)
-
-
-@pytest.fixture(scope="session")
-def place(request: pytest.FixtureRequest) -> Callable[[Pipeline, str], Pipeline]:
-    """``place(pipeline, where)``: a pipeline's stages run somewhere, and the pipeline is used up.
-
-    Nothing that fails is run again. On Ray its workers share actors with those of other tests.
-    """
-
-    @cache
-    def hosts() -> Hosts:
-        cluster: SessionCluster = request.getfixturevalue("ray_cluster")
-        return Hosts(cluster.nodes, ray_nodes.MOST_INLINE_BYTES)
-
-    def placed(pipeline: Pipeline, where: str) -> Pipeline:
-        runtime = RuntimeConfig.model_validate({"kind": where, "max_retries": 0})
-        if where != "ray":
-            return place_pipeline(pipeline, runtime)
-        with patch.object(reservation, "_ACTOR", hosts()):
-            return place_pipeline(pipeline, runtime)
-
-    return placed
 
 
 class _Unclosed:

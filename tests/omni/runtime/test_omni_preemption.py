@@ -28,7 +28,7 @@ from stages import AutoregressiveStage
 from tests.support.examples import examples
 from tests.support.omni_stages import assert_same, build_pipeline, sound
 from tests.support.pictures import picture
-from tests.support.placed import PLACES
+from tests.support.placed import PLACES, place
 from tests.support.whole_orchestrator import WholeOrchestrator
 
 BLOCK_SIZE = 4
@@ -121,7 +121,6 @@ def rig(
     seeded: Callable[[str], str],
     placeholders: dict[str, int],
     answer: Callable[[Ask], OmniOutput],
-    place: Callable[[Pipeline, str], Pipeline],
 ) -> Iterator[Rig]:
     where, preemption = request.param
     # The codes come whole, so that the vocoder's windows are no excuse for other sound.

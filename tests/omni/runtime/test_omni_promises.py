@@ -22,7 +22,7 @@ from tests.support.omni_stages import (
     build_pipeline,
     conversations,
 )
-from tests.support.placed import PLACES
+from tests.support.placed import PLACES, place
 from tests.support.whole_orchestrator import WholeOrchestrator
 
 BLOCK_SIZE = 8
@@ -73,7 +73,6 @@ def rig(
     request: pytest.FixtureRequest,
     seeded: Callable[[str], str],
     answers: Callable[[bool], Answer],
-    place: Callable[[Pipeline, str], Pipeline],
 ) -> Iterator[Rig]:
     where, streaming = request.param[0], request.param[1] == "streaming"
     # The longest conversation takes about 20 blocks: pools in which few fit at once.

@@ -17,7 +17,7 @@ from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput, OmniRequest
 from stages import StageOutput, TransformContext
 from tests.support.fake_stage import FakeStage
-from tests.support.placed import Anywhere, everywhere
+from tests.support.placed import Anywhere, everywhere, over_every_transport
 from tests.support.settled_stages import assert_settled, refusal
 from tests.support.speech_pipeline import until
 from tests.support.whole_orchestrator import WholeOrchestrator
@@ -377,7 +377,7 @@ def test_the_observer_sees_every_stage_once_per_request() -> None:
     assert sorted(seen) == [("x", "a"), ("x", "b"), ("y", "a"), ("y", "b")]
 
 
-@everywhere
+@over_every_transport
 def test_in_any_graph_every_request_ends_once_and_nothing_is_left(
     anywhere: Anywhere,
 ) -> None:

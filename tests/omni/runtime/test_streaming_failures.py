@@ -15,7 +15,7 @@ from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput, OmniRequest
 from stages import TransformContext, chunkable, talker_to_code2wav, thinker_to_talker
 from tests.support.fake_speech import Vocoder
-from tests.support.placed import Anywhere, everywhere
+from tests.support.placed import Anywhere, everywhere, over_every_transport
 from tests.support.settled_stages import assert_settled, refusal
 from tests.support.speech_pipeline import PROMPTS, drain, run, speech_stages, start, told, whole
 from tests.support.whole_orchestrator import WholeOrchestrator
@@ -168,7 +168,7 @@ def test_one_that_may_go_on_and_has_no_seat_does_not_keep_the_others_from_going_
         assert told(last[request_id]) == told(expected[request_id])
 
 
-@everywhere
+@over_every_transport
 def test_whatever_happens_every_request_ends_once_and_no_stage_keeps_anything(
     anywhere: Anywhere,
 ) -> None:
