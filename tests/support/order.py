@@ -29,7 +29,6 @@ FIRST = (
     "omni/runtime/test_orchestrator.py",
     "engine/models/test_model_families.py",
     "omni/runtime/test_streaming.py",
-    "omni/commands/test_killed_runs.py",
     "omni/runtime/test_dying_workers.py",
     "engine/faults/test_interrupted_steps.py",
 )

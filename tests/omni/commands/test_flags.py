@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from PIL import Image
 
-from engine import native
+from engine import AudioPrompt, ChatPrompt, ExplicitEncoderDecoderPrompt, TextPrompt, native
+from omni.commands.explanation import draw_placement
+from omni.commands.options import PromptFlags, RuntimeFlags
 from omni.pipelines.pipeline_config import PipelineConfig
 from tests.support.command_line import omni, read_outputs, write_requests
 from tests.support.encoder_decoder_requests import tone, write_wav
@@ -188,3 +191,255 @@ def test_a_bad_image_in_a_message_fails_alone(tmp_path: Path) -> None:
     assert "line-1: error: " in result.stderr and "cannot be read" in result.stderr
     assert "requests: 2, failed: 1" in result.stderr
     assert os.linesep + "=== line-2" in os.linesep + result.stdout
+
+
+def test_every_prompt_is_a_request() -> None:
+    requests = PromptFlags(prompts=["a", "b"]).requests()
+    assert [request.prompt for request in requests] == ["a", "b"]
+    assert [request.request_id for request in requests] == ["prompt-1", "prompt-2"]
+
+
+def test_the_decoder_prompt_stands_beside_every_encoder_prompt() -> None:
+    requests = PromptFlags(encoder_prompts=["a", "b"], decoder_prompt="c").requests()
+    assert [request.prompt for request in requests] == [
+        ExplicitEncoderDecoderPrompt("a", "c"),
+        ExplicitEncoderDecoderPrompt("b", "c"),
+    ]
+
+
+def test_every_prompt_shows_all_images() -> None:
+    files = (Path("a.png"), Path("b.png"))
+    requests = PromptFlags(prompts=["x", "y"], images=files).requests()
+    assert [request.prompt for request in requests] == [
+        TextPrompt(text, multi_modal_data={"image": files}) for text in ("x", "y")
+    ]
+
+
+def test_audio_brings_its_language() -> None:
+    (request,) = PromptFlags(audio=[Path("a.wav")], language="fr").requests()
+    prompt = request.prompt
+    assert isinstance(prompt, ExplicitEncoderDecoderPrompt)
+    assert prompt.decoder_prompt is None
+    audio = prompt.encoder_prompt
+    assert isinstance(audio, AudioPrompt)
+    assert (audio.audio, audio.language) == (Path("a.wav"), "fr")
+
+
+def test_every_prompt_shows_all_sound() -> None:
+    sound, images = (Path("a.wav"), Path("b.wav")), (Path("a.png"),)
+    requests = PromptFlags(prompts=["x", "y"], audio=sound, images=images).requests()
+    assert [request.prompt for request in requests] == [
+        TextPrompt(text, multi_modal_data={"image": images, "audio": sound}) for text in ("x", "y")
+    ]
+
+
+def test_every_chat_is_a_conversation_of_one_message() -> None:
+    requests = PromptFlags(chats=["x", "y"]).requests()
+    assert [request.prompt for request in requests] == [
+        ChatPrompt(({"role": "user", "content": text},)) for text in ("x", "y")
+    ]
+    assert [request.request_id for request in requests] == ["prompt-1", "prompt-2"]
+
+
+def test_every_chat_begins_with_the_images_and_then_the_sound() -> None:
+    sound, images = (Path("a.wav"),), (Path("a.png"), Path("b.png"))
+    requests = PromptFlags(chats=["x", "y"], audio=sound, images=images).requests()
+    for text, request in zip("xy", requests, strict=True):
+        prompt = request.prompt
+        assert isinstance(prompt, ChatPrompt)
+        (message,) = prompt.messages
+        assert [part["type"] for part in message["content"]] == ["image", "image", "audio", "text"]
+        assert message["role"] == "user" and message["content"][-1]["text"] == text
+        assert prompt.multi_modal_data == {"image": images, "audio": sound}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"chats": ["a"], "prompts": ["b"]}, "--chat and --prompt do not go together"),
+        ({"chats": ["a"], "decoder_prompt": "x"}, "--decoder-prompt stands beside"),
+        (
+            {"chats": ["a"], "audio": [Path("a.wav")], "language": "en"},
+            "--language stands beside --audio only, without --chat",
+        ),
+        ({"decoder_prompt": "x"}, "--decoder-prompt stands beside"),
+        ({"prompts": ["a"], "decoder_prompt": "x"}, "--decoder-prompt stands beside"),
+        (
+            {"prompts": ["a"], "encoder_prompts": ["b"], "decoder_prompt": "x"},
+            "--decoder-prompt stands beside",
+        ),
+        ({"images": [Path("a.png")]}, "--image stands beside --chat or --prompt"),
+        ({"prompts": ["a"], "language": "en"}, "--language stands beside --audio"),
+        ({"encoder_prompts": ["a"], "language": "en"}, "--language stands beside --audio"),
+        (
+            {"prompts": ["a"], "audio": [Path("a.wav")], "language": "en"},
+            "--language stands beside --audio only",
+        ),
+    ],
+)
+def test_a_flag_with_nothing_to_stand_beside_is_an_error(
+    flags: dict[str, Any], expected: str
+) -> None:
+    assert PromptFlags(**flags).given
+    with pytest.raises(ValueError, match=expected):
+        PromptFlags(**flags).requests()
+
+
+def test_no_flag_is_no_flag() -> None:
+    assert not PromptFlags().given
+    assert not PromptFlags(prompts=[], chats=[], audio=[], encoder_prompts=[], images=[]).given
+
+
+def explained(*words: str) -> str:
+    result = omni("explain", "omni_speech", "--no-load", *words, COLUMNS="200")
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def settings(told: str) -> dict[str, object]:
+    read: dict[str, object] = yaml.safe_load(told.split("Every setting:")[1])
+    return read
+
+
+def test_a_flag_is_the_same_as_its_place() -> None:
+    by_flag = explained("--runtime", "ray", "--address", "head:6379")
+    by_place = explained("--set", "runtime.kind=ray", "--set", "runtime.address=head:6379")
+    assert by_flag == by_place
+    assert settings(by_flag)["runtime"] == {
+        "kind": "ray",
+        "address": "head:6379",
+        "tensor_transport": "object_store",
+        "max_retries": 1,
+        "stall_timeout_s": 120.0,
+    }
+    assert RuntimeFlags().runtime_overrides == {}
+
+
+def test_every_default_of_a_placement_is_shown() -> None:
+    stages = settings(explained())["stages"]
+    assert isinstance(stages, dict)
+    assert stages["talker"]["placement"] == {
+        "worker": None,
+        "replicas": 1,
+        "threads": 1,
+        "device": None,
+        "devices": None,
+        "num_cpus": None,
+        "num_gpus": None,
+        "resources": {},
+        "node": None,
+    }
+
+
+def test_an_unknown_runtime_is_told_by_its_flag() -> None:
+    for command in ("validate", "explain", "run", "verify", "serve"):
+        result = omni(command, "two_step", "--runtime", "process", COLUMNS="200")
+        assert result.exit_code == 2
+        assert result.stderr == (
+            "error: --runtime: runtime.kind: unknown runtime 'process'; did you mean 'processes'?\n"
+        )
+
+
+def test_an_address_is_for_a_cluster() -> None:
+    result = omni(
+        "validate", "two_step", "--runtime", "processes", "--address", "head:1", COLUMNS="200"
+    )
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --address: runtime.address: 'head:1' is that of a Ray ")
+
+
+def test_a_flag_goes_before_a_place() -> None:
+    told = explained("--runtime", "processes", "--set", "runtime.kind=inline")
+    assert "Where the stages run (processes" in told
+
+
+def drawn(cores: int = 4, **overrides: object) -> str:
+    return draw_placement(PipelineConfig.load("omni_speech", overrides), cores)
+
+
+def test_each_stage_has_a_box_with_its_workers_and_what_comes_in() -> None:
+    overrides = {
+        "runtime.kind": "processes",
+        "stages.thinker.placement.threads": None,
+        "stages.talker.placement.replicas": 2,
+    }
+    assert drawn(cores=5, **overrides).startswith(
+        """\
+Where the stages run (processes, 5 cores):
+
+  ┌ this process ──────────────────────────────────────────────────────────┐
+  │ takes requests, and hands on handles: what stages compute goes past it │
+  └────────────────────────────────────────────────────────────────────────┘
+  ┌ thinker ───────────────────────────┐
+  │ 1 process of 2 threads, device cpu │
+  │ ◄── prompt                         │
+  └────────────────────────────────────┘
+  ┌ talker ────────────────────────────────────────────────────────────────────┐
+  │ 2 processes of 1 thread, device cpu                                        │
+  │ ◄~~ thinker: a handle of shared memory, every 4 tokens; 2 of them may wait │
+  └────────────────────────────────────────────────────────────────────────────┘
+  ┌ code2wav ─"""
+    )
+
+
+def test_inline_all_stages_share_one_box() -> None:
+    told = drawn()
+    assert told.count("┌") == 1
+    assert "thinker, 1 thread, device cpu" in told
+    assert "thinker, device cpu" in drawn(**{"stages.thinker.placement.threads": None})
+    assert "◄~~ talker: its output, every 8 tokens; 2 of them may wait" in told
+    assert "Where the stages run (inline, 1 core):" in drawn(cores=1)
+
+
+def test_on_a_cluster_it_is_told_what_is_reserved() -> None:
+    told = drawn(
+        **{
+            "runtime.kind": "ray",
+            "runtime.address": "head:6379",
+            "stages.thinker.placement": {"device": "cuda", "threads": 3},
+            "stages.talker.placement": {
+                "replicas": 2,
+                "num_cpus": 0.5,
+                "resources": {"disk": 1},
+                "node": "10.0.0.7",
+            },
+        }
+    )
+    assert "┌ Ray cluster: head:6379 ─" in told
+    assert "│ 1 actor that reserves 3 CPU, 1 GPU, device cuda " in told
+    assert "│ 2 actors that reserve 0.5 CPU, 0 GPU, 1 disk, on node 10.0.0.7, device cpu " in told
+    assert "◄~~ talker: a reference into the object store, every 8 tokens; 2 of them" in told
+
+
+def test_devices_of_replicas_are_listed() -> None:
+    told = drawn(
+        **{"runtime.kind": "processes", "stages.talker.placement.devices": ["cpu", "cuda:1"]}
+    )
+    assert "2 processes of 1 thread, cpu, cuda:1" in told
+
+
+def test_the_boxes_are_closed() -> None:
+    for kind in ("inline", "processes", "ray"):
+        lines = drawn(**{"runtime.kind": kind}).splitlines()[2:]
+        open_widths: list[int] = []
+        for line in (line.strip() for line in lines):
+            inner = line.strip("│ ")
+            if inner.startswith("┌"):
+                open_widths.append(len(inner))
+            elif inner.startswith("└"):
+                assert len(inner) == open_widths.pop()
+        assert open_widths == []
+
+
+def test_stages_that_share_a_worker_share_a_box() -> None:
+    shared = {f"stages.{name}.placement.worker": "voice" for name in ("talker", "code2wav")}
+    overrides = {"runtime.kind": "processes", "stages.talker.placement.threads": 2}
+    assert drawn(**shared, **overrides).endswith(
+        """\
+  ┌ voice: one process, its stages by turns ─────────────────────────────────────┐
+  │ talker, 2 threads, device cpu                                                │
+  │   ◄~~ thinker: a handle of shared memory, every 4 tokens; 2 of them may wait │
+  │ code2wav, 1 thread, device cpu                                               │
+  │   ◄~~ talker: a handle of shared memory, every 8 tokens; 2 of them may wait  │
+  └──────────────────────────────────────────────────────────────────────────────┘"""
+    )

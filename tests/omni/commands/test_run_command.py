@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 from omni.commands import run_command
 from omni.commands.cli import app
 from tests.support.command_line import omni
+from tests.support.import_graph import ROOT
 from tests.support.scripted_omni import ScriptedOmni
 
 NUMBER = 7
@@ -302,3 +304,11 @@ def test_the_bar_shows_what_is_left(
     assert "left" in result.stderr
     assert sys.stdout is not None and "7/7" not in result.stdout
     assert "7/7" not in omni("run", "two_step", "-i", requests, "-q").stderr
+
+
+def test_a_run_that_is_killed_at_any_point_is_resumed_as_if_it_never_was(tmp_path: Path) -> None:
+    """With real kills; ``torture/killed_runs.py`` has random ones, over a real pipeline."""
+    command = [sys.executable, "-m", "tests.support.killed_forks", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
+from engine import RequestMetrics
 from omni import Omni, OmniRequest
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.requests.request import OmniOutput
+from omni.requests.output_writer import describe_stage
+from omni.requests.request import OmniOutput, StageTime
+from omni.server.serving.request_records import RequestRecord
+from stages import StageOutput
 
 HIDDEN_WRITER: dict[str, Any] = {"stages.writer.final_output": []}
 
@@ -51,3 +55,41 @@ def test_a_request_that_fails_tells_how_far_it_came() -> None:
         *_, last = stream
     (stay,) = last.timeline
     assert last.error and stay.stage == "writer" and stay.ended_s is None
+
+
+BEGIN = "Once upon a time, in a house by the sea, a clock told all the time. "
+
+
+def test_a_stage_output_and_a_timeline_say_why_no_more_was_hit():
+    with Omni("two_step") as omni:
+
+        def miss(prompt: str, **options: str) -> str | None:
+            (output,) = omni.generate(OmniRequest(prompt, **options))
+            assert output.error is None
+            word = output.stages["writer"].metrics.prefix_miss
+            (timed,) = [each for each in output.timeline if each.stage == "writer"]
+            assert timed.prefix_miss == word
+            return word
+
+        assert miss(BEGIN + "One") == "unseen"
+        assert miss("no") == "short"
+        assert miss(BEGIN + "One") in (None, "last_token")
+        assert miss(BEGIN * 2) == "unseen"
+        # Whether others have cached the same is not said.
+        assert miss(BEGIN + "One", cache_salt="a key") == "salt"
+        assert miss("x" + BEGIN, cache_salt="a key") == "salt"
+        assert miss(BEGIN + "One", cache_salt="a key") in (None, "last_token")
+        assert miss(BEGIN * 2, cache_salt="a key") == "unseen"
+
+
+def test_a_record_of_a_request_says_why():
+    record = RequestRecord("two_step", "r", None, arrived_s=1.0, began_s=2.0, ended_s=3.0)
+    record.stages["writer"] = StageTime("writer", 2.0, 3.0, prefix_miss="evicted")
+    assert record.to_object()["stages"][0]["prefix_miss"] == "evicted"
+
+
+def test_a_line_of_outputs_says_why():
+    metrics = RequestMetrics(queue_s=0.12345678, num_preemptions=1, prefix_miss="unseen")
+    output = StageOutput("r", "writer", finished=True, text="x", metrics=metrics)
+    line = describe_stage(output, ["text"], tensor=lambda name, _: name, sound=lambda _: "")
+    assert line["metrics"] == {"queue_s": 0.123457, "num_preemptions": 1, "prefix_miss": "unseen"}

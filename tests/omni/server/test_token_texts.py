@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from omni.server.openai.answers import TokenPlaces, TokenTexts
+from omni.server.openai.answers import (
+    Answer,
+    AssistantMessage,
+    ChatAudio,
+    Choice,
+    TokenPlaces,
+    TokenTexts,
+    as_event,
+)
+from tests.support.examples import examples
 from tests.support.tokenizers import TOKENIZERS, byte_level, llama_style, word_piece
 
 TEXTS = [
@@ -110,3 +122,19 @@ def test_pieces_that_are_bytes_stand_each_where_its_character_does() -> None:
     text, found = places_in("llama_style", ids)
     assert text == "a€€the"
     assert [offset for _, offset in found][:7] == [0, 1, 1, 1, 2, 2, 2]
+
+
+@settings(max_examples=examples(50))
+@given(text=st.text())
+@example('"')
+@example('","finish_reason":"stop"')
+@example("data: x\n\n")
+@example("\u2028é😀")
+def test_no_text_breaks_out_of_its_event(text: str):
+    delta = AssistantMessage(content=text, audio=ChatAudio(id="audio-1", transcript=text))
+    event = as_event(
+        Answer(id="1", object="o", created=1, model="m", choices=[Choice(index=0, delta=delta)])
+    )
+    (choice,) = json.loads(event.removeprefix(b"data: "))["choices"]
+    assert choice["delta"]["content"] == choice["delta"]["audio"]["transcript"] == text
+    assert choice["finish_reason"] is None and event.count(b"\n") == 2
