@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
-from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from engine import (
@@ -129,33 +128,6 @@ def test_a_chat_says_and_shows_what_a_file_of_requests_does_in_messages(
     assert same(messages[1], chat[1]) and same(by_hand[1], chat[1])
 
 
-def test_text_sound_and_tensors_are_written(tmp_path: Path, shown: list[str]) -> None:
-    tensors = ["--set", "stages.thinker.final_output=[text, tensors]"]
-    flags = ["--chat", "What?", *shown, *SHORT, *tensors, "-o", tmp_path / "out", "-q"]
-    result = omni("run", "omni_speech", *flags)
-    assert result.exit_code == 0, result.stderr
-    (line,) = stages(tmp_path / "out")
-    thinker = line["thinker"]
-    assert thinker["text"] and len(samples(tmp_path / "out" / line["code2wav"]["audio"]))
-    rows = thinker["num_prompt_tokens"] + len(thinker["token_ids"]) - 1
-    assert thinker["tensors"].keys() == {"hidden_states", "token_embeds", "position_ids"}
-    for name, file in thinker["tensors"].items():
-        assert len(load_file(tmp_path / "out" / file)[name]) == rows
-
-
-def test_without_files_a_chat_is_text_for_any_template(tmp_path: Path) -> None:
-    requests = tmp_path / "requests.jsonl"
-    requests.write_text(json.dumps({"prompt": [{"role": "user", "content": "hello"}]}))
-    short = ["--set", "stages.writer.sampling.max_tokens=4"]
-    told = []
-    for flags in (["--chat", "hello"], ["--input", requests]):
-        result = omni("run", "two_step", *flags, *short, "-o", tmp_path, "-q", "--overwrite")
-        assert result.exit_code == 0, result.stderr
-        told += [(line["writer"]["token_ids"], line["writer"]["num_prompt_tokens"])
-                 for line in stages(tmp_path)]  # fmt: skip
-    assert len(told) == 2 and told[0] == told[1]
-
-
 def test_a_chat_cannot_show_files_to_a_model_that_takes_none(shown: list[str]) -> None:
     sound = shown[:2]
     result = omni("run", "transcribe_then_summarize", "--chat", "What?", *sound, "-q")
@@ -163,38 +135,6 @@ def test_a_chat_cannot_show_files_to_a_model_that_takes_none(shown: list[str]) -
     assert "one sound without words: one message" in result.stderr
     result = omni("run", "transcribe_then_summarize", "--chat", "", *sound, "-q")
     assert result.exit_code == 0, result.stderr
-
-
-@pytest.mark.parametrize("command", ["run", "verify"])
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["-p", "x"], "--chat and --prompt do not go together"),
-        (["-i", "requests.jsonl"], "give either --chat, --prompt, --audio or --encoder-prompt"),
-        (["--audio", "a.wav", "--language", "en"], "--language stands beside --audio only"),
-    ],
-)
-def test_a_chat_beside_what_does_not_go_with_it_is_told(
-    command: str, flags: list[str], expected: str
-) -> None:
-    result = omni(command, "omni_speech", "--chat", "What?", *flags)
-    assert result.exit_code == 2
-    assert expected in result.stderr
-
-
-@pytest.mark.parametrize("chunk_size", ["1", "5", "null"])
-def test_streaming_changes_neither_text_nor_codes(tmp_path: Path, chunk_size: str) -> None:
-    told = []
-    for size in (chunk_size, "4"):
-        edges = [f"stages.{name}.inputs.chunk_size={size}" for name in ("talker", "code2wav")]
-        talker = "stages.talker.final_output=tensors"
-        flags = [flag for each in (*edges, talker) for flag in ("--set", each)]
-        files = ["-o", tmp_path, "-q", "--overwrite"]
-        result = omni("run", "omni_speech", "-p", "Say it.", *SHORT, *flags, *files)
-        assert result.exit_code == 0, result.stderr
-        (line,) = stages(tmp_path)
-        told.append([line[name]["token_ids"] for name in ("thinker", "talker")])
-    assert told[0] == told[1]
 
 
 @pytest.mark.parametrize(

@@ -244,16 +244,6 @@ def test_what_is_asked_of_a_worker_that_ended_is_asked_of_the_next_one() -> None
         assert not pipeline.built[-1].enable_prefix_caching, "what was set stays set"
 
 
-def test_what_is_asked_of_a_stage_without_a_worker_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(supervisor, "MOST_STARTS", 1)
-    with rig(chain(), max_retries=0) as pipeline:
-        pipeline.workers.kill("a")
-        with pytest.raises(RuntimeError, match="stage 'a': its worker is being started again|was"):
-            pipeline.stages[0].reset_prefix_cache()
-
-
 def test_a_worker_gives_signs_of_life_while_it_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "_HEARTBEAT_S", 0.001)
     heard = threading.Semaphore(0)

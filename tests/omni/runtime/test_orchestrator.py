@@ -53,32 +53,6 @@ def texts(output: OmniOutput) -> dict[str, str | None]:
 
 
 @everywhere
-def test_a_request_goes_through_a_chain() -> None:
-    stages = [FakeStage("a", final=False), FakeStage("b", ("a",)), FakeStage("c", ("b",))]
-    outputs = run(stages, "x", "y")
-    assert texts(outputs["x"]) == {"b": "b(a(x))", "c": "c(b(a(x)))"}
-    assert texts(outputs["y"]) == {"b": "b(a(y))", "c": "c(b(a(y)))"}
-    assert outputs["x"].error is None
-
-
-@everywhere
-def test_a_stage_may_feed_several_and_several_may_feed_one() -> None:
-    stages = [
-        FakeStage("root", final=False, steps=1),
-        FakeStage("slow", ("root",), final=False, steps=5),
-        FakeStage("fast", ("root",), final=False, steps=1),
-        FakeStage("join", ("slow", "fast")),
-    ]
-    assert texts(run(stages, "x")["x"]) == {"join": "join(slow(root(x))fast(root(x)))"}
-
-
-@everywhere
-def test_every_root_gets_the_users_prompt() -> None:
-    stages = [FakeStage("a", final=False), FakeStage("b"), FakeStage("c", ("a", "b"))]
-    assert texts(run(stages, "x")["x"]) == {"b": "b(x)", "c": "c(a(x)b(x))"}
-
-
-@everywhere
 def test_a_request_passes_those_that_stay_behind() -> None:
     """Nobody waits for the others of its batch, in the first stage or in the last one."""
     a, b = FakeStage("a", endless=["in a"]), FakeStage("b", ("a",), endless=["in b"])
@@ -362,19 +336,6 @@ def test_tensors_are_dropped_when_no_stage_needs_them_any_more() -> None:
     until(orchestrator, lambda: "x" in c.held and kept.count == 0)
     orchestrator.abort("x")
     assert_settled([a, b, c])
-
-
-@everywhere
-def test_the_observer_sees_every_stage_once_per_request() -> None:
-    seen: list[tuple[str, str]] = []
-    stages = [FakeStage("a", final=False), FakeStage("b", ("a",))]
-    orchestrator = WholeOrchestrator(
-        Pipeline(stages), on_stage_output=lambda out: seen.append((out.request_id, out.stage))
-    )
-    for request_id in ("x", "y"):
-        orchestrator.add_request(OmniRequest("p", request_id))
-    drain(orchestrator)
-    assert sorted(seen) == [("x", "a"), ("x", "b"), ("y", "a"), ("y", "b")]
 
 
 @over_every_transport

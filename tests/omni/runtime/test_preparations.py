@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from queue import Queue
 from typing import Any
 
 import pytest
@@ -104,7 +103,11 @@ def test_one_that_runs_goes_on_while_another_is_tokenized(omni: Omni, gate: Gate
         assert token_ids(slow.result(PATIENCE_S)[0])
 
 
-def test_an_abort_reaches_a_request_that_is_being_prepared(omni: Omni, gate: Gate) -> None:
+def test_an_abort_reaches_a_request_that_is_being_prepared(
+    omni: Omni, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whatever a turn would wait for, a command of another caller would wait as well.
+    monkeypatch.setattr(orchestrator, "_PATIENCE_S", 3 * PATIENCE_S)
     with ThreadPoolExecutor(1) as other:
         slow = other.submit(omni.generate, OmniRequest("slow", "s"))
         assert gate.reached.wait(PATIENCE_S)
@@ -118,20 +121,6 @@ def test_an_abort_reaches_a_request_that_is_being_prepared(omni: Omni, gate: Gat
     with omni.paused() as pipeline:
         pipeline.stages["writer"].check_integrity()
         assert not pipeline.stages["writer"].has_unfinished_requests
-
-
-def test_no_turn_waits_while_a_request_is_prepared(
-    omni: Omni, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Whatever a turn would wait for, a command of another caller would wait as well.
-    monkeypatch.setattr(orchestrator, "_PATIENCE_S", 3 * PATIENCE_S)
-    with ThreadPoolExecutor(1) as other:
-        slow = other.submit(omni.generate, OmniRequest("slow", "s"))
-        assert gate.reached.wait(PATIENCE_S)
-        omni.abort("s")
-        assert slow.result(PATIENCE_S)[0].error == "aborted"
-        gate.open()
-        assert token_ids(other.submit(omni.generate, "fast").result(PATIENCE_S)[0])
 
 
 def test_whoever_leaves_while_a_request_is_prepared_leaves_nothing(omni: Omni, gate: Gate) -> None:
@@ -348,37 +337,6 @@ def test_what_is_light_overtakes_what_is_not() -> None:
     left = 20
     while left:
         left -= len(taken(preparations))
-    preparations.close()
-
-
-def test_what_the_work_raises_is_kept_and_done_is_told() -> None:
-    told = threading.Event()
-    preparations: Preparations[str, Any] = Preparations(told.set)
-    submit(preparations, "a", lambda: 1 // 0)
-    assert told.wait(PATIENCE_S)
-    ((owner, done),) = preparations.take()
-    assert owner == "a" and isinstance(done.exception(), ZeroDivisionError)
-    preparations.close()
-    preparations.close()
-
-
-def test_work_that_ends_its_thread_is_kept_as_its_result() -> None:
-    told: Queue[None] = Queue()
-    preparations: Preparations[str, Any] = Preparations(lambda: told.put(None))
-
-    def leave() -> None:
-        raise SystemExit("enough")
-
-    for name in "abc":
-        submit(preparations, name, leave)
-    for _ in "abc":
-        told.get(timeout=PATIENCE_S)
-    done = preparations.take()
-    assert [owner for owner, _ in done] == ["a", "b", "c"]
-    assert {str(each.exception()) for _, each in done} == {"enough"}
-    submit(preparations, "d", lambda: 4)
-    told.get(timeout=PATIENCE_S)
-    assert [each.result() for _, each in preparations.take()] == [4]
     preparations.close()
 
 

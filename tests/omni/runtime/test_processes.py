@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -121,12 +119,6 @@ def test_nothing_is_left_when_it_is_closed() -> None:
     assert os.listdir("/dev/shm") == shared
 
 
-def test_cached_equals_uncached_there(texts: list[OmniOutput]) -> None:
-    with in_processes("two_step") as omni:
-        report = verify(omni, PROMPTS)
-        assert report.equal, report
-
-
 def test_who_drove_the_stages_for_a_while_is_not_told_of_their_news_any_more() -> None:
     """The driver would sleep until a worker counts as dead."""
     config = PipelineConfig.load("two_step", {"runtime.stall_timeout_s": 1e6})
@@ -159,15 +151,6 @@ def test_a_worker_that_is_killed_while_it_works_is_missed_by_nobody(
     assert counted >= 2 * told, "what died had counted, too"
 
 
-def test_a_worker_that_stands_still_is_replaced(texts: list[OmniOutput]) -> None:
-    config = PipelineConfig.load("two_step", {"runtime.stall_timeout_s": 1.0})
-    with in_processes(config) as omni:
-        (pid,) = pids_of(omni, "writer")
-        os.kill(pid, signal.SIGSTOP)
-        assert_same(omni.generate(PROMPTS), texts)
-        assert pids_of(omni, "writer") != [pid]
-
-
 def test_past_the_last_retry_a_request_fails_and_says_what_of() -> None:
     config = PipelineConfig.load(
         "two_step", {"runtime.max_retries": 0, "stages.writer.sampling.max_tokens": 400}
@@ -195,32 +178,6 @@ def test_replicas_share_the_requests(texts: list[OmniOutput]) -> None:
         for pid in pids_of(omni, "writer")[:1]:
             os.kill(pid, signal.SIGKILL)
         assert_same(omni.generate(PROMPTS), texts)
-
-
-def test_a_stage_that_cannot_be_built_is_one_error_and_ends_the_others() -> None:
-    config = PipelineConfig.load("two_step", {"stages.reader.engine.max_model_len": 10**6})
-    with pytest.raises(ValueError, match=r"^stage 'reader': .*max_model_len"):
-        Omni(config, runtime="processes")
-
-
-_CHILD = """
-import sys, time
-from omni import Omni
-omni = Omni("two_step", runtime="processes")
-stages = omni.pipeline.stages.values()
-print(*(worker.pid for stage in stages for worker in stage.workers), flush=True)
-time.sleep(1000)
-"""
-
-
-def test_workers_end_with_whoever_started_them() -> None:
-    with subprocess.Popen([sys.executable, "-c", _CHILD], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        pids = [int(word) for word in parent.stdout.readline().split()]
-        assert len(pids) == 2 and all(is_alive(pid) for pid in pids)
-        os.kill(pids[0], signal.SIGSTOP)
-        parent.kill()
-    wait_for(lambda: not any(is_alive(pid) for pid in pids))
 
 
 SHARED = {

@@ -243,25 +243,6 @@ def test_what_comes_while_it_is_started_again_waits_for_it() -> None:
                 assert output.error is None
 
 
-def test_what_waits_for_one_that_never_comes_fails_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with apart(fake_speech(INLINE)) as (omni, workers):
-        monkeypatch.setattr(supervisor, "MOST_STARTS", 2)
-
-        def fail(*_: object) -> None:
-            raise OSError("no more of them")
-
-        monkeypatch.setattr(worker_of(omni), "_connect", fail)
-        workers.connections[0].kill("was killed by a test")
-        wait_for(lambda: worker_of(omni).state.num_restarts > 0)
-        (output,) = omni.generate("hm")
-        assert output.error == (
-            "stage 'thinker': it cannot be used any more: its worker could not be started: "
-            "OSError: no more of them"
-        )
-
-
 def test_a_stage_can_be_changed_between_steps_of_its_requests() -> None:
     with omni_apart(FakeStage("b", steps=ENDLESS)) as omni:
         begun = threading.Event()
@@ -276,19 +257,3 @@ def test_a_stage_can_be_changed_between_steps_of_its_requests() -> None:
         assert omni.stats()["b"] is not None
         assert thread.is_alive()
     thread.join(PATIENCE_S)
-
-
-def test_one_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
-
-    class Stuck(FakeStage):
-        def step(self) -> list[StageOutput]:
-            assert gate.wait(PATIENCE_S)
-            return super().step()
-
-    with omni_apart(Stuck("b")) as omni:
-        monkeypatch.setattr(supervisor, "_EXIT_PATIENCE_S", 0.0)  # no thread can be killed
-        monkeypatch.setattr(worker_of(omni), "_stall_timeout_s", 1.0)
-        (output,) = omni.generate("x")
-        gate.set()
-        assert "gave no sign of life for" in str(output.error)

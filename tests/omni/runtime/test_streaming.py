@@ -40,16 +40,6 @@ from tests.support.waiting_chunks import WaitingChunks
 from tests.support.whole_orchestrator import WholeOrchestrator
 
 
-@everywhere
-@pytest.mark.parametrize("chunks", [(1, 1), (1, None), (None, 1), (2, 3), (7, 5), (1000, 1000)])
-def test_streaming_changes_no_result(chunks: tuple[int | None, int | None]) -> None:
-    streamed, expected = run(speech_stages(chunks)), whole()
-    assert {id_: told(output) for id_, output in streamed.items()} == {
-        id_: told(output) for id_, output in expected.items()
-    }
-    assert all(output.error is None for output in streamed.values())
-
-
 @over_every_transport
 def test_a_chunks_prompts_joined_are_the_whole_prompt() -> None:
     streamed, unstreamed = speech_stages((2, 3)), speech_stages((None, None))
@@ -78,14 +68,6 @@ def as_speech(prompt: Prompt) -> SpeechPrompt:
 def as_codec(prompt: Prompt) -> CodecPrompt:
     assert isinstance(prompt, CodecPrompt)
     return prompt
-
-
-@everywhere
-def test_a_source_without_rows_at_the_moment_loses_and_doubles_none() -> None:
-    streamed = run(speech_stages((1, 1), thinker={"hide_rows": 2}))
-    assert {id_: told(output) for id_, output in streamed.items()} == {
-        id_: told(output) for id_, output in whole().items()
-    }
 
 
 @everywhere

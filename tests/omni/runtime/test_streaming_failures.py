@@ -202,7 +202,7 @@ def every_request_ends_once_and_nothing_is_left(data: st.DataObject) -> None:
         for name in ("thinker", "talker", "code2wav")
     }
     changes["thinker"]["tail"] += 1
-    chunk = st.none() | st.integers(1, 5)
+    chunk = st.none() | st.integers(1, 5) | st.just(1000)
     chunks = (data.draw(chunk), data.draw(chunk))
     stages = speech_stages(chunks, **changes)
     stages[0].hide_rows = data.draw(st.none() | st.integers(2, 4))

@@ -26,9 +26,6 @@ from stages import Stage
 from stages.remote import supervisor
 from stages.remote.messages import StageSpec
 from stages.trace_events import StageEvent, Traced, this_clock
-from stages.worker.messages import Enter
-from stages.worker.stage_tracer import TracedWorker
-from stages.worker.stage_worker import StageWorker
 from tests.support.fake_speech import FakeSpeechStage
 from tests.support.fake_stage import FakeStage
 from tests.support.import_graph import ROOT
@@ -155,11 +152,6 @@ def test_a_request_that_fails_or_is_aborted_leaves_nothing_behind(tmp_path: Path
     for link in orchestrator._links.values():
         tracer = link._tracer  # type: ignore[attr-defined]
         assert not tracer._tracks and not tracer._request_ids
-
-
-def test_without_a_trace_no_worker_watches() -> None:
-    links = WholeOrchestrator(Pipeline([FakeStage("a")]))._links.values()
-    assert {type(link) for link in links} == {StageWorker}
 
 
 def events_of(*names: str, request_id: str = "x", start_s: float) -> tuple[StageEvent, ...]:
@@ -369,18 +361,6 @@ def test_a_pipeline_that_cannot_be_built_leaves_no_trace(tmp_path: Path) -> None
     with Omni(pipeline), pytest.raises(RuntimeError, match="another Omni"):
         Omni(pipeline, trace=tmp_path / "out.json")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_worker_tells_of_its_time_ahead_of_its_news() -> None:
-    worker = TracedWorker(FakeStage("a", steps=1), None, replica=3)
-    worker.send(Enter(7, "x", "hi"))
-    assert worker.traces() == [], "there is no news to go ahead of yet"
-    worker.work()
-    (traced,) = worker.traces()
-    assert (traced.replica, traced.clock) == (3, this_clock())
-    assert [event.name for event in traced.events][-1] == "step"
-    assert len(worker.events()) == 1
-    assert worker.traces() == []
 
 
 def test_a_trace_is_json_whatever_a_request_is_called(tmp_path: Path) -> None:

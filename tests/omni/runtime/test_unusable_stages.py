@@ -11,7 +11,7 @@ from stages.remote import supervisor
 from stages.worker.guarded_stage import MOST_REBUILDS
 from tests.support.patience import wait_for
 from tests.support.speech_pipeline import drain
-from tests.support.worker_rig import Make, assert_told_once, chain, holds, rig, until
+from tests.support.worker_rig import Make, chain, holds, rig, until
 
 
 @pytest.fixture(autouse=True)
@@ -29,26 +29,6 @@ def held_up_at_first() -> Make:
         return [a, b]
 
     return make
-
-
-def test_a_stage_that_can_be_used_no_more_gets_another_worker() -> None:
-    with rig(held_up_at_first(), max_retries=1) as pipeline:
-        pipeline.add({"x": "x", "y": "y"})
-        before = until(pipeline, lambda: holds(pipeline, "b", 1))
-        pipeline.spoil("b")
-        for request_id, rest in drain(pipeline.orchestrator).items():
-            of_request = [each for each in before if each.request_id == request_id] + rest
-            assert of_request[-1].error is None
-            assert of_request[-1].stages["b"].text == f"b(a({request_id}))"
-            assert_told_once(of_request)
-        assert pipeline.workers.started == ["a", "b", "b"]
-        (state,) = pipeline.stages[1].worker_states()
-        assert (state.state, state.num_restarts) == ("up", 1)
-        assert state.last_end == (
-            "was ended (it broke by KeyError: 'gone' (after ArithmeticError: boom) and cannot be "
-            "rebuilt: a FakeStage has no method rebuild)"
-        )
-        assert pipeline.stages[1].stats().num_restarts == 1
 
 
 def test_without_retries_only_the_requests_in_it_fail_and_say_why() -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import logging
-import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
 
@@ -281,21 +279,6 @@ def test_who_leaves_before_all_was_said_is_no_mistake_of_the_server(
             client.sendall(raw_post(b"{", 100))
         wait_until(lambda: "POST '/v1/completions'" in caplog.text)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_clients_that_leave_at_any_time_leave_nothing_behind(server: LiveServer, stream: bool):
-    """A sample; many more go by hand."""
-    asked = {"model": "chat", "prompt": ["x", "y"], "max_tokens": 200, "stream": stream}
-    body = json.dumps({**asked, "ignore_eos": True}).encode()
-    draw = random.Random(stream)
-    for _ in range(30):
-        with connection(server.url) as client:
-            client.sendall(raw_post(body))
-            client.settimeout(draw.uniform(0.001, 0.05))
-            with suppress(TimeoutError):
-                client.recv(draw.choice([1, 100, 10_000]))
-    server.check_nothing_is_left()
 
 
 def test_a_request_that_takes_too_long_is_aborted():

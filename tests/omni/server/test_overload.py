@@ -155,7 +155,8 @@ def test_many_clients_that_leave_at_once_and_anywhere_leave_no_task_behind(small
 
     def leave(number: int) -> None:
         chance = random.Random(number)
-        request = raw_request(prompt=["x", f"day {number}"], max_tokens=200, ignore_eos=True)
+        asked = {"max_tokens": 200, "ignore_eos": True, "stream": chance.random() < 0.7}
+        request = raw_request(prompt=["x", f"day {number}"], **asked)
         said = request if chance.random() < 0.8 else request[: chance.randrange(len(request))]
         with connected(small) as client, suppress(TimeoutError):
             client.sendall(said)
