@@ -101,14 +101,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def findings(
     site: Path, folder: Path, text: str, python: str = sys.executable
 ) -> dict[int, list[str]]:
-    """What mypy says of each line of a user's file; what it learns of a site lies beside it.
-
-    Args:
-        site: a folder with the packages; it is not searched if another ``python`` has them.
-        folder: the user's.
-        text: of the user's file.
-        python: the interpreter whose packages are seen.
-    """
+    """What mypy says of each line of a user's file; what it learns of a site lies beside it."""
     (folder / "mine.py").write_text(text)
     (folder / "mypy.ini").write_text(SETTINGS)
     checked = subprocess.run(

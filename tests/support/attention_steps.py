@@ -113,9 +113,6 @@ def run_steps(
 
     All pages hold NaN but those that a query can see: what a window has passed, what no
     request owns, the null page.
-
-    Returns:
-        The outputs of both steps in all layers, and the memory's bytes afterwards.
     """
     generator = torch.Generator().manual_seed(seed)
     # Follows the width as in models, so that scores, and with them rounding, do not grow with it;

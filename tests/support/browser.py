@@ -27,16 +27,7 @@ _FLAGS = (
 
 
 class Browser:
-    """One page of a browser.
-
-    Args:
-        folder: of its own, empty.
-        url: of the page.
-        microphone: a WAV file that somebody says into it, once.
-
-    Attributes:
-        problems: what the page has complained about.
-    """
+    """One page of a browser."""
 
     def __init__(self, folder: Path, url: str, microphone: Path | None = None) -> None:
         assert CHROMIUM is not None

@@ -17,14 +17,7 @@ __all__ = ["ChannelWorkers", "ThreadAsProcess"]
 
 
 class ChannelWorkers:
-    """Starts workers in threads; messages and tensors cross channels, as between processes.
-
-    Args:
-        build: makes a stage of a worker.
-
-    Attributes:
-        connections: to all that were started, the last one last.
-    """
+    """Starts workers in threads; messages and tensors cross channels, as between processes."""
 
     def __init__(self, build: Build) -> None:
         self._build = build
@@ -59,13 +52,7 @@ class Loop(Protocol):
 
 
 class ThreadAsProcess:
-    """What a connection needs of a :class:`~stages.remote.fork_server.WorkerProcess`.
-
-    Args:
-        name: of the worker.
-        kinds: the union of all that is said to it.
-        make: what it runs, of what sends.
-    """
+    """What a connection needs of a :class:`~stages.remote.fork_server.WorkerProcess`."""
 
     pid = 0
     exit_reason = "ended with exit status 0"

@@ -20,13 +20,7 @@ _MOST_KEYS = 100
 
 @dataclass(frozen=True, slots=True)
 class ConfigChange:
-    """A config with one value replaced, or left out.
-
-    Attributes:
-        key: that it is about.
-        what: place and value.
-        text: the config, as a file holds it.
-    """
+    """A config with one value replaced, or left out."""
 
     key: str
     what: str
@@ -34,11 +28,7 @@ class ConfigChange:
 
 
 def config_changes(config: dict[str, Any]) -> Iterator[ConfigChange]:
-    """All of them, place by place.
-
-    Args:
-        config: of a checkpoint that is whole.
-    """
+    """All of them, place by place."""
     for place in _places(config):
         outer = _at(config, place[:-1])
         for value in _VALUES:

@@ -85,12 +85,7 @@ def _batched(entry: EncoderInput) -> dict[str, Tensor]:
 
 
 def assert_greedy_choices(logits: Tensor, token_ids: Sequence[int]) -> None:
-    """Fail unless each token is the most likely one, near ties excused.
-
-    Args:
-        logits: ``(n, vocab_size)``, of the tokens before each of them.
-        token_ids: ``n`` of them.
-    """
+    """Fail unless each token is the most likely one, near ties excused."""
     for place, (row, token_id) in enumerate(zip(logits, token_ids, strict=True)):
         gap = float(row.max() - row[token_id])
         assert gap < NEAR_TIE, f"token {place} is {token_id}, but another is ahead by {gap:.2e}"

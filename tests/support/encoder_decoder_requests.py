@@ -54,11 +54,6 @@ class Case:
     """A prompt, with its two sides as their raw inputs, which the oracle reads by itself.
 
     Equal to itself alone: samples and pictures have no hash.
-
-    Attributes:
-        encoder: text, token ids, samples or an image; None for no encoder input.
-        decoder: the ids that the decoder has to begin with.
-        prompt: what the engine gets.
     """
 
     encoder: str | tuple[int, ...] | NDArray[np.float32] | Image.Image | None
@@ -183,13 +178,7 @@ class Oracle:
 
     @torch.inference_mode()
     def answer(self, case: Case, num_tokens: int, rules: Sequence[Any] = ()) -> GreedyAnswer:
-        """Greedy ``generate`` with what the generation config suppresses, and hidden states.
-
-        Args:
-            case: the request.
-            num_tokens: to generate.
-            rules: further logits processors of transformers.
-        """
+        """Greedy ``generate`` with what the generation config suppresses, and hidden states."""
         entry = self.read(case)
         # Not Whisper's own loop over windows of sound, which begins prompts by itself.
         out: Any = GenerationMixin.generate(

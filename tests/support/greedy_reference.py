@@ -18,13 +18,7 @@ NEAR_TIE = 1e-4
 
 @dataclass(frozen=True)
 class GreedyAnswer:
-    """One sequence's reference.
-
-    Attributes:
-        token_ids: generated ids.
-        margins: per generated id, the gap between the two largest logits that it was chosen by.
-        hidden_states: ``(prompt + generated - 1, hidden)`` after the final norm.
-    """
+    """One sequence's reference."""
 
     token_ids: list[int]
     margins: list[float]
@@ -71,11 +65,7 @@ class GreedyReference:
 
 
 def assert_greedy(answer: GreedyAnswer, token_ids: Sequence[int]) -> bool:
-    """Fail unless the ids are the reference's, a near tie shown by its logits excused.
-
-    Returns:
-        Whether all ids are equal; if not, what follows the tie cannot be compared.
-    """
+    """Fail unless the ids are the reference's, a near tie shown by its logits excused."""
     pairs = zip(answer.token_ids, token_ids, strict=True)
     for position, (expected, actual) in enumerate(pairs):
         if expected != actual:

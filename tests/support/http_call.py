@@ -17,11 +17,7 @@ __all__ = ["call", "connection", "raw_post"]
 def call(
     url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
 ) -> tuple[int, Message, bytes]:
-    """Ask, on a connection that ends with the answer; with a body it is a POST of JSON.
-
-    Returns:
-        The status, the headers and the content of the answer.
-    """
+    """Ask, on a connection that ends with the answer; with a body it is a POST of JSON."""
     kind = {} if body is None else {"Content-Type": "application/json"}
     request = urllib.request.Request(url, body, {**kind, **(headers or {})})
     try:

@@ -40,10 +40,6 @@ def imported_names(source: str | ast.Module, package: str = "") -> Iterator[tupl
     ``from a import b`` is ``a.b``, be it a module or not. Imports inside functions and under
     ``TYPE_CHECKING`` count too, and so do literal ``import_module("...")`` and
     ``__import__("...")``.
-
-    Args:
-        source: of the file, or the tree of it.
-        package: that the file is in, for relative imports; without one they are left out.
     """
     for node in ast.walk(ast.parse(source) if isinstance(source, str) else source):
         match node:
@@ -82,12 +78,7 @@ def arrows_back(package: str, source: str, place: str) -> list[str]:
 
 
 def arrows(sources: Mapping[str, str]) -> dict[tuple[str, str], int]:
-    """Which file imports which, with the line of the first such import.
-
-    Args:
-        sources: text by path, such as ``engine/llm/llm_engine.py``. What is imported from
-            elsewhere is left out.
-    """
+    """Which file imports which, with the line of the first such import."""
     files = {module_name(file): file for file in sources}
     found: dict[tuple[str, str], int] = {}
     for file, source in sources.items():
@@ -102,11 +93,7 @@ def arrows(sources: Mapping[str, str]) -> dict[tuple[str, str], int]:
 
 
 def circles(pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
-    """The circles that arrows make: for each two files on one, a shortest way round is named.
-
-    Returns:
-        Paths that end where they begin, one for each set of files that reach each other.
-    """
+    """The circles that arrows make: for each two files on one, a shortest way round is named."""
     onward: dict[str, list[str]] = {}
     for start, end in sorted(pairs):
         onward.setdefault(start, []).append(end)

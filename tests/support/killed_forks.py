@@ -28,11 +28,7 @@ _CALLS = ("write", "open", "replace", "unlink", "mkdir", "fsync")
 
 
 def main(folder: Path) -> int:
-    """Kill and resume at every point in turn; returns how many there are.
-
-    Raises:
-        AssertionError: something was lost, torn or wrong.
-    """
+    """Kill and resume at every point in turn; returns how many there are."""
     vars(run_command)["Omni"] = ScriptedOmni
     requests = folder / "requests.jsonl"
     requests.write_text("\n".join(_LINES))

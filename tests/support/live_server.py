@@ -23,17 +23,7 @@ __all__ = ["LiveServer", "wait_until"]
 
 
 class LiveServer:
-    """Serves until the ``with`` block ends.
-
-    Args:
-        configs: the pipelines.
-        api_keys: as of the settings.
-        allow_origins: likewise.
-        allow_url_hosts: likewise.
-        is_ready: whether to wait until the pipelines are loaded.
-        apart: whether inline pipelines run in processes of their own, as with ``omni serve``.
-        limits: fields of the limits that are not to be the default.
-    """
+    """Serves until the ``with`` block ends."""
 
     def __init__(
         self,

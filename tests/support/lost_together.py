@@ -25,11 +25,7 @@ _PLACES = {
 
 
 def lose_together(cluster: Any) -> None:
-    """Lose them while one has requests, which end, and say what there is no place for.
-
-    Args:
-        cluster: of :mod:`ray.cluster_utils`; the other stage fits on its nodes.
-    """
+    """Lose them while one has requests, which end, and say what there is no place for."""
     node = cluster.add_node(**_SPECIAL)
     told: list[str | None] = []
     with Omni("two_step", overrides=_PLACES | {"runtime.address": cluster.address}) as omni:

@@ -24,11 +24,7 @@ WITHIN_GPU = "OMNI_TEST_GPU"
 
 
 class GpuTensor(Tensor):
-    """Says that it lies on ``cuda``.
-
-    Args:
-        content: what it holds.
-    """
+    """Says that it lies on ``cuda``."""
 
     _content: Tensor
 

@@ -22,13 +22,7 @@ _MARK = "OMNI_TEST_MARK"
 
 
 class MarkedRun:
-    """``omni`` in a process of its own, all of whose children can be told from any others.
-
-    Args:
-        arguments: behind ``omni``.
-        folder: in which it runs.
-        environment: more variables than this process has.
-    """
+    """``omni`` in a process of its own, all of whose children can be told from any others."""
 
     def __init__(
         self, *arguments: str, folder: Path, environment: Mapping[str, str] | None = None

@@ -34,12 +34,7 @@ class MaterialisedXformers(XformersBackend):
 
 
 def _pages_read(bias: Any, num_rows: int) -> tuple[Any, Tensor]:
-    """What the kernel reads: each row of the table to the page where its sequence ends.
-
-    Returns:
-        The bias without the pages behind, which it would materialise over those before; and
-        ``(rows, 1, 1)`` booleans.
-    """
+    """What the kernel reads: each row of the table to the page where its sequence ends."""
     tables = torch.zeros_like(bias.block_tables)
     read = torch.zeros(-(-num_rows // bias.page_size), bias.page_size, dtype=torch.bool)
     for row, pages, end in zip(tables, bias.block_tables, bias.k_seqinfo.seqlen_py, strict=True):

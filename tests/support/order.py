@@ -51,10 +51,6 @@ def first_things_first(items: Sequence[_AnyItem], num_workers: int) -> list[_Any
 
     With ``--dist=worksteal`` the first worker gets the first tests, and so on; a worker that has
     none left takes from the end of another's.
-
-    Args:
-        items: the tests; those of a file are next to each other.
-        num_workers: 1 for a run without pytest-xdist.
     """
     places = {ROOT / "tests" / name: place for place, name in enumerate(FIRST)}
     files = [list(file) for _, file in groupby(items, key=lambda item: item.path)]

@@ -28,12 +28,7 @@ _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Anywhere:
-    """Where the stages of a test's orchestrators run.
-
-    Attributes:
-        kind: of a runtime.
-        end_workers: ends all workers that there are; those of later orchestrators start again.
-    """
+    """Where the stages of a test's orchestrators run."""
 
     kind: str
     end_workers: Callable[[], object] = lambda: None

@@ -61,13 +61,7 @@ def publish(folder: str | Path, target: Path) -> Path:
 
 
 def publish_on_hub(folder: str | Path, cache: Path, model: str) -> None:
-    """Put a seeded checkpoint where a download of ``model`` would have put it.
-
-    Args:
-        folder: the checkpoint.
-        cache: of the hub.
-        model: its id on the hub.
-    """
+    """Put a seeded checkpoint where a download of ``model`` would have put it."""
     repository = cache / f"models--{model.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(_COMMIT)

@@ -27,15 +27,7 @@ __all__ = ["SessionCluster"]
 
 
 class SessionCluster:
-    """This process's share in it: whoever asks first begins it, and it ends with the whole run.
-
-    Args:
-        folder: shared by all workers of the run.
-
-    Attributes:
-        address: ``host:port``.
-        environment: what another process needs in its own to be let in.
-    """
+    """This process's share in it: whoever asks first begins it, and it ends with the whole run."""
 
     def __init__(self, folder: Path) -> None:
         note = folder / "ray-cluster.json"

@@ -37,13 +37,7 @@ class Relay:
 
     @ray.method(concurrency_group="put", num_returns=0)
     def put(self, box: str, number: int, items: list[Any]) -> None:
-        """Place things in a box; None is the last one.
-
-        Args:
-            box: its name.
-            number: of calls for this box that were made before.
-            items: bytes, what goes with them, or references to arrays.
-        """
+        """Place things in a box; None is the last one."""
         with self._lock:
             queued = self._boxes[box]
         early = self._early[box]
@@ -80,14 +74,7 @@ def start_relay(node: str) -> Any:
 
 
 class RelayedWorkers:
-    """Starts workers that are reached through a relay, as if they were the relay's.
-
-    Args:
-        relay: of :func:`start_relay`.
-        build: makes the stage of a worker.
-        loses: whether a call is lost on its way, by its name and how many of the worker's came
-            before.
-    """
+    """Starts workers that are reached through a relay, as if they were the relay's."""
 
     def __init__(
         self, relay: Any, build: Build, loses: Callable[[str, int], bool] = lambda name, at: False

@@ -15,15 +15,7 @@ __all__ = ["ScriptedOmni"]
 
 
 class ScriptedOmni:
-    """Stands in for ``Omni``; requests end in the reverse order, two by two.
-
-    Args:
-        config: of the pipeline that it plays: two_step.
-
-    Attributes:
-        built: how many there have been.
-        before: called with the number of requests that ended, before the next one does.
-    """
+    """Stands in for ``Omni``; requests end in the reverse order, two by two."""
 
     built = 0
     before: Callable[[int], object] = staticmethod(lambda _: None)

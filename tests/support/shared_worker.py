@@ -42,13 +42,7 @@ def apart(config: PipelineConfig) -> Iterator[tuple[Omni, ChannelWorkers]]:
 def omni_apart(
     *stages: Stage, make: Callable[[], Sequence[Stage]] | None = None, max_retries: int = 0
 ) -> Omni:
-    """An ``Omni`` whose stages share a worker.
-
-    Args:
-        stages: that the worker runs.
-        make: makes the stages that it runs, in their place, each time that it is started.
-        max_retries: how often a request is run again.
-    """
+    """An ``Omni`` whose stages share a worker."""
     plain = Pipeline(stages)
     edges = streamed_edges(plain)
     left: list[Stage] = []

@@ -32,12 +32,7 @@ _SMALL = _USUAL | {"num_blocks": 17, "max_num_batched_tokens": 16}
 
 
 def speak_across(address: str, nodes: Sequence[str]) -> None:
-    """Compare what is said with what is said inline, with room for all.
-
-    Args:
-        address: of the cluster.
-        nodes: ids of three nodes.
-    """
+    """Compare what is said with what is said inline, with room for all."""
     with Omni(_composed(_USUAL)) as omni:
         expected = _spoken(omni)
     places = {

@@ -22,15 +22,7 @@ _ROWS_OF_FAMILY = 80
 def made_up(
     family: int, num_prompt: int, num_reply: int, *, places: bool = False, speaker: str = "Chelsie"
 ) -> SpeechPrompt:
-    """Rows of noise. Two of one family agree in the prompt rows that both have, and in replies.
-
-    Args:
-        family: seeds the rows.
-        num_prompt: rows.
-        num_reply: rows.
-        places: whether an item of four rows in a square begins at the third.
-        speaker: whose voice.
-    """
+    """Rows of noise. Two of one family agree in the prompt rows that both have, and in replies."""
     generator = torch.Generator().manual_seed(family)
     prompt = torch.randn(_ROWS_OF_FAMILY, WIDTH, generator=generator)[:num_prompt]
     reply = torch.randn(_ROWS_OF_FAMILY, WIDTH, generator=generator)[:num_reply]
@@ -73,14 +65,7 @@ def spoken(
     text_ids: Sequence[int],
     speaker: str = "Chelsie",
 ) -> SpeechPrompt:
-    """What transformers' thinker hands to its talker, computed in one pass.
-
-    Args:
-        model: the whole.
-        inputs: as the whole's ``generate`` takes them.
-        text_ids: what its thinker generates.
-        speaker: whose voice.
-    """
+    """What transformers' thinker hands to its talker, computed in one pass."""
     prompt_ids = inputs["input_ids"]
     num_prompt = prompt_ids.shape[1]
     ids = torch.cat([prompt_ids, torch.tensor([list(text_ids[:-1])], dtype=torch.int64)], dim=1)

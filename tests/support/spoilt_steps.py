@@ -35,20 +35,7 @@ def run_spoilt_step(
     spoilt: Spoilt | None,
     unused: float = float("nan"),
 ) -> Tensor:
-    """One layer of a step; the same numbers in every call, but for what is spoilt.
-
-    Args:
-        backend: what attends.
-        shape: of the step.
-        bounds: what tokens see.
-        scoring: of the layer.
-        spoilt: a position that the step writes, or that is in the pages already.
-        unused: what all other slots hold, those behind a sequence in its last block included, and
-            those that lie before what any query sees.
-
-    Returns:
-        ``(num_tokens, num_heads, head_dim)``.
-    """
+    """One layer of a step; the same numbers in every call, but for what is spoilt."""
     generator = torch.Generator().manual_seed(0)
     memory, num_blocks = memory_that_holds(shape.seq_lens, shape, _NUM_LAYERS)
     memory.buffer.view(torch.float32).fill_(unused)

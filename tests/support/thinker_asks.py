@@ -89,13 +89,7 @@ class TowerRuns:
 
 @dataclass(frozen=True)
 class ThinkerAsk(Ask):
-    """A request of a stream that shows items among its tokens.
-
-    Attributes:
-        placeholders: ids of the tokens that stand for them, in the order of ``KINDS``; of the first
-            kinds alone where the model takes no more.
-        shown: before which of the family's tokens, which item of which kind.
-    """
+    """A request of a stream that shows items among its tokens."""
 
     placeholders: tuple[int, ...] = ()
     shown: tuple[tuple[int, int, int], ...] = ()

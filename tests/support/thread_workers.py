@@ -15,16 +15,7 @@ __all__ = ["Build", "ThreadWorkers"]
 
 
 class ThreadWorkers:
-    """Starts workers in threads; every message crosses the codec, as between processes.
-
-    Args:
-        build: makes the stage of a worker; None builds what it is configured to be.
-
-    Attributes:
-        alive: those that have not ended, by stage and replica.
-        started: the labels of all that were started, in order.
-        has_place: whether there is a place for more.
-    """
+    """Starts workers in threads; every message crosses the codec, as between processes."""
 
     def __init__(self, build: Build = build_stage) -> None:
         self._build = build

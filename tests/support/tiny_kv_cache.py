@@ -52,16 +52,7 @@ def mixed_config(
     reach: int = 5,
     num_host_blocks: int = 0,
 ) -> KVCacheConfig:
-    """One group per kind of layer; every layer's page has ``8 * block_size`` bytes.
-
-    Args:
-        layers: kind ("full", "sliding", ...; spaces behind it tell groups of a kind apart) to its
-            number of layers.
-        num_large_pages: the null page included.
-        block_size: tokens per block; even, so that states fit into pages of that size.
-        reach: of sliding windows and attention chunks, in tokens.
-        num_host_blocks: ids of a host-only group; if 0, more than the device could ever use.
-    """
+    """One group per kind of layer; every layer's page has ``8 * block_size`` bytes."""
     groups = tuple(
         KVCacheGroup(
             tuple(f"{kind}.{index}" for index in range(count)),

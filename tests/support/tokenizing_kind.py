@@ -18,11 +18,7 @@ TOKENIZING = "tokenizing"
 
 @register_stage_kind
 class TokenizingConfig(StageConfig):
-    """As a user would write it.
-
-    Attributes:
-        lexicon: the checkpoint with the tokenizer.
-    """
+    """As a user would write it."""
 
     kind: Literal["tokenizing"]
     lexicon: ModelReference

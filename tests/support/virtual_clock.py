@@ -16,11 +16,7 @@ _Ts = TypeVarTuple("_Ts")
 
 
 class _VirtualLoop(asyncio.SelectorEventLoop):
-    """Jumps to its next timer as soon as nothing can run without waiting.
-
-    Args:
-        lateness: seconds by which every timer is late, as on a busy event loop.
-    """
+    """Jumps to its next timer as soon as nothing can run without waiting."""
 
     def __init__(self, lateness: float) -> None:
         super().__init__(_JumpingSelector(self))
@@ -52,11 +48,6 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 def run_virtually(work: Coroutine[Any, Any, _T], *, lateness: float = 0.0) -> _T:
-    """Run a coroutine to its end on an event loop whose clock begins at 100 s.
-
-    Args:
-        work: that is run.
-        lateness: seconds by which every timer is late.
-    """
+    """Run a coroutine to its end on an event loop whose clock begins at 100 s."""
     with asyncio.Runner(loop_factory=partial(_VirtualLoop, lateness)) as runner:
         return runner.run(work)

@@ -16,11 +16,7 @@ __all__ = ["VocoderReference", "random_codes"]
 
 
 class VocoderReference:
-    """transformers' vocoder of a seeded Qwen2.5-Omni.
-
-    Args:
-        folder: of the checkpoint.
-    """
+    """transformers' vocoder of a seeded Qwen2.5-Omni."""
 
     def __init__(self, folder: str) -> None:
         with hidden_progress_bars():

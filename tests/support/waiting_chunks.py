@@ -20,14 +20,6 @@ class WaitingChunks:
         waiting.stage = stages[2]
 
     It counts where the stage runs, in the thread that drives it.
-
-    Args:
-        transform: what makes the stage's prompts of chunks.
-
-    Attributes:
-        transform: the same, counted.
-        stage: that takes them.
-        most: how many have waited at a time, by request.
     """
 
     stage: FakeSpeechStage

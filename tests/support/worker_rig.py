@@ -26,14 +26,7 @@ Make = Callable[[], list[Any]]
 
 
 class Rig:
-    """A pipeline whose workers build stages of their own, each time they are started.
-
-    Args:
-        make: makes the stages.
-        max_retries: how often a request is run again.
-        stall_timeout_s: after which a silent worker counts as dead.
-        shared: whether all stages share one worker, ``all``; else each has one of its own.
-    """
+    """A pipeline whose workers build stages of their own, each time they are started."""
 
     def __init__(
         self,

@@ -530,7 +530,3 @@ def test_equal_inputs_share_only_where_they_may():
     queue = queue_of(request(0, 6), request(1, 6), request(2, 5))
     assert ids(queue.next_batch(share=True)) == ["r0", "r2"]
     assert ids(queue.next_batch(share=False)) == ["r0", "r1", "r2"]
-
-
-def test_an_empty_queue_gives_no_batch():
-    assert queue_of().next_batch(share=True) == []

@@ -408,48 +408,12 @@ def vocoder() -> Vocoder:
     return Vocoder()
 
 
-def test_an_utterance_alone_waits_for_nobody(vocoder: Vocoder) -> None:
-    vocoder.say("a", FIRST)
-    assert vocoder.step() == "a"
-    vocoder.say("a", SECOND - FIRST)
-    assert vocoder.step() == "a"
-
-
 def test_a_window_waits_for_one_as_long_that_is_coming(vocoder: Vocoder) -> None:
     vocoder.say("a", FIRST)
     vocoder.say("b", FIRST - 1)
     assert vocoder.step() == ""
     vocoder.say("b", 1)
     assert vocoder.step() == "ab"
-
-
-def test_without_new_codes_nothing_waits(vocoder: Vocoder) -> None:
-    vocoder.say("a", FIRST)
-    vocoder.say("b", 1)
-    assert [vocoder.step(), vocoder.step(), vocoder.step()] == ["", "a", ""]
-
-
-def test_one_that_comes_to_a_window_of_another_length_is_not_waited_for(vocoder: Vocoder) -> None:
-    vocoder.say("a", FIRST)
-    assert vocoder.step() == "a"
-    vocoder.say("b", FIRST)
-    assert vocoder.step() == "b"
-
-
-def test_one_whose_codes_are_all_there_is_not_waited_for(vocoder: Vocoder) -> None:
-    vocoder.say("a", FIRST)
-    vocoder.say("b", 1, is_last=True)
-    assert vocoder.step() == "a"
-
-
-def test_a_full_batch_waits_for_nobody_more() -> None:
-    vocoder = Vocoder(max_batch_size=2)
-    for name in "abc":
-        vocoder.say(name, FIRST)
-    vocoder.say("d", 1)
-    assert vocoder.step() == "ab"
-    vocoder.say("d", 1)
-    assert vocoder.step() == ""
 
 
 @pytest.mark.parametrize(("num_codes", "expected"), [(FIRST, 2), (SECOND, 8)])

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import soxr
 import torch
 from numpy.typing import NDArray
 
@@ -262,17 +261,6 @@ def test_a_pixel_is_seen_and_silence_is_heard(
 @pytest.fixture(scope="module")
 def reference(checkpoint: str) -> ThinkerReference:
     return ThinkerReference(checkpoint)
-
-
-@pytest.mark.parametrize("rate", [8_000, 44_100])
-def test_sound_of_another_rate_is_resampled(engine: LLMEngine, rate: int, tmp_path: Path) -> None:
-    samples = np.round(tone(0.25, rate=rate) * 32767).astype(np.float32) / 32768
-    expected = soxr.resample(samples, rate, RATE)
-    engine.generate(shows(engine, ("audio", expected), 25, 26, 27), GREEDY)
-    file = write_wav(tmp_path / "other.wav", tone(0.25, rate=rate), rate)
-    for item in (AudioPrompt(samples, sampling_rate=rate), file, AudioPrompt(str(file), rate)):
-        (output,) = engine.generate(shows(engine, ("audio", item), 25, 26, 27), GREEDY)
-        assert output.num_cached_tokens == 8
 
 
 def test_samples_files_and_tensors_are_the_same(engine: LLMEngine, tmp_path: Path) -> None:

@@ -144,18 +144,6 @@ def test_every_parameter_means_what_it_means_to_transformers(
     torch.testing.assert_close(found, expected, atol=ATOL, rtol=0)
 
 
-def test_a_voice_is_encoded_once(folder: str, speakers: Speakers) -> None:
-    vocoder = open_vocoder(folder)
-    read: list[int] = []
-    encoder = vocoder.dit.input_embed.spk_encoder.encoder
-    encoder.register_forward_pre_hook(lambda _, arguments: read.append(len(arguments[0])))
-    chelsie, ethan = speakers.get("Chelsie"), speakers.get("Ethan")
-    for voices in ([chelsie], [chelsie, chelsie], [ethan, chelsie], [ethan]):
-        make(vocoder, [random_codes(5)] * len(voices), voices, FAST)
-    # Each with the silence that guidance sets against it.
-    assert read == [2, 2]
-
-
 def test_what_codes_alone_decide_is_made_once_in_a_pass_and_anew_in_the_next(
     folder: str, speakers: Speakers
 ) -> None:

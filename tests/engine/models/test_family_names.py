@@ -48,12 +48,7 @@ def pattern(names: Iterable[str]) -> re.Pattern[str]:
 
 
 def found_in(source: str, allowed: Iterable[str] = ()) -> list[str]:
-    """Every line that names a family, but for what is imported from where it is at home.
-
-    Args:
-        source: a module.
-        allowed: families that it may name.
-    """
+    """Every line that names a family, but for what is imported from where it is at home."""
     named, may = pattern(names_in()), set(allowed)
     # Most files hold no such word at all, and are not taken apart.
     if not {hit.lower() for hit in named.findall(source)} - may:

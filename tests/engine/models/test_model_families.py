@@ -365,13 +365,6 @@ def test_what_an_unknown_architecture_lacks_is_told(
         LLMEngine(EngineConfig(model=str(ladder), device="cpu", num_blocks=8))
 
 
-def test_a_registered_family_is_served_like_any_other(registered: None, ladder: Path) -> None:
-    engine = LLMEngine(EngineConfig(model=str(ladder), device="cpu", block_size=4, num_blocks=32))
-    assert engine.max_model_len == COMMON["positions"]
-    with pytest.raises(ValueError, match="vocabulary has ids 0 to 63"):
-        engine.generate(TokensPrompt((64,)))
-
-
 @pytest.mark.parametrize("row", sorted(set(FAMILIES.rows.values())), ids=lambda row: row.module)
 def test_the_table_says_what_the_declarations_say(row: Any) -> None:
     family = row.load()

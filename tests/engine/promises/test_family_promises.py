@@ -77,13 +77,7 @@ HOST_ONLY = ("mistral-sliding", "jamba-recurrent")
 
 @dataclass(frozen=True)
 class PairAsk(Ask):
-    """A request for an encoder-decoder: the tokens of an :class:`Ask` are its decoder's.
-
-    Attributes:
-        model: the family, which says what the encoder reads.
-        image_token_id: what stands for an image in the decoder's prompt.
-        source: which of the encoder inputs.
-    """
+    """A request for an encoder-decoder: the tokens of an :class:`Ask` are its decoder's."""
 
     model: str = "bart"
     image_token_id: int = 0

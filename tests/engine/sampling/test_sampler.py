@@ -322,23 +322,6 @@ def test_ids_that_the_head_does_not_know_are_left_out() -> None:
     assert masked(SamplingParams(), [7, 10, 99], 2) == [{7}, set()]
 
 
-def test_a_position_with_a_mask_changes_logits_and_the_next_one_does_not() -> None:
-    greedy = SamplingParams(temperature=0.0)
-    state = SamplingState(greedy, (), 0, [2], 10, begin_suppress_token_ids=[7])
-    assert state.changes_logits
-    state.append(5)
-    assert not state.changes_logits
-
-
-def test_a_bias_changes_the_logits_of_every_position() -> None:
-    params = SamplingParams(temperature=0.0, logit_bias={5: 1.0})
-    state = SamplingState(params, (), 0, [2], 10)
-    other = state.with_seed(1)
-    state.append(5)
-    assert state.changes_logits and other.changes_logits
-    assert state.bias is not None and other.bias is state.bias
-
-
 def test_something_must_be_left_for_the_first_position() -> None:
     with pytest.raises(ValueError, match="no token is left to choose"):
         masked(SamplingParams(suppress_token_ids=tuple(range(9))), [9], 1)

@@ -112,28 +112,6 @@ def test_kept_tokens_and_probabilities_are_those_of_transformers(rows, vocab_siz
 
 @given(
     rows=st.lists(
-        st.dictionaries(st.integers(0, 40), st.floats(-100, 100), max_size=41),
-        min_size=1,
-        max_size=6,
-    ),
-    masked=st.sets(st.integers(0, 40), max_size=9),
-)
-def test_a_bias_reaches_its_own_row_and_nothing_that_is_masked(rows, masked: set[int]):
-    vocab_size = 41
-    logits = torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(1))
-    logits[:, sorted(masked)] = -torch.inf
-    adjusted = logits.clone()
-    params = [SamplingParams(logit_bias=bias) for bias in rows]
-    apply_biases(adjusted, [make_state(each, [], [], vocab_size) for each in params])
-    expected = logits.clone()
-    for row, bias in enumerate(rows):
-        for token_id, value in bias.items():
-            expected[row, token_id] += value
-    assert torch.equal(adjusted, expected)
-
-
-@given(
-    rows=st.lists(
         st.tuples(st.floats(-2.0, 2.0), st.floats(-2.0, 2.0), history), min_size=1, max_size=4
     )
 )

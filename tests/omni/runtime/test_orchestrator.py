@@ -293,11 +293,7 @@ def test_a_request_can_be_aborted_at_any_time(turns: int) -> None:
 
 
 class KeptTensors:
-    """The rows of a stage's output, which it does not hold itself.
-
-    Args:
-        stage: whose.
-    """
+    """The rows of a stage's output, which it does not hold itself."""
 
     def __init__(self, stage: str) -> None:
         self._stage = stage
