@@ -13,7 +13,7 @@ what takes a moment may take minutes."""
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    """Wait until something has come to be that nobody tells of, such as a file of another process."""
+    """Wait for what nobody reports, such as a file of another process."""
     until = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < until, "it never came to be"

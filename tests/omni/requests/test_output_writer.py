@@ -8,7 +8,6 @@ import math
 import os
 import subprocess
 import sys
-import wave
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -148,14 +147,6 @@ def test_a_sound_comes_back_from_the_file_that_the_line_names(tmp_path: Path) ->
     assert rate == 24_000
     torch.testing.assert_close(torch.from_numpy(heard), samples, atol=2**-14, rtol=0)
     assert not list(tmp_path.rglob("*.partial"))
-
-
-def test_no_sound_is_a_file_without_samples(tmp_path: Path) -> None:
-    stage = StageOutput("r", "voice", True, audio=Waveform(torch.zeros(0), 24_000))
-    with Written(tmp_path, {"voice": ("audio",)}) as writer:
-        writer.write(0, OmniOutput("r", {"voice": stage}, finished=True))
-    with wave.open(str(tmp_path / "audio/r/voice.wav")) as file:
-        assert (file.getnframes(), file.getframerate()) == (0, 24_000)
 
 
 def test_a_sound_that_is_not_wanted_is_not_written(tmp_path: Path) -> None:

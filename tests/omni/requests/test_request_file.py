@@ -421,29 +421,12 @@ def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         read_requests(tmp_path / "absent.jsonl", STAGES)
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=5,
-)
 keys = st.sampled_from(
     [
         *("request_id", "prompt", "prompt_token_ids", "prompt_embeds", "sampling", "priority", "x"),
         *("encoder_prompt", "decoder_prompt", "audio", "images"),
     ]
 )
-
-
-@given(line=st.dictionaries(keys, json_values) | json_values, junk=st.binary(max_size=20))
-def test_no_line_can_stop_the_others(
-    line: Any, junk: bytes, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = tmp_path_factory.mktemp("lines") / "requests.jsonl"
-    good = b'{"request_id": "the good one", "prompt": "x"}'
-    path.write_bytes(json.dumps(line).encode() + b"\n" + junk + b"\n" + good)
-    *_, last = read_requests(path, STAGES)
-    assert isinstance(last, OmniRequest)
-    assert last.prompt == TextPrompt("x")
 
 
 HOSTILE_STAGES = {"writer": SamplingParams(), "encoder": None}
@@ -563,13 +546,11 @@ LINES = {
     "a negative number beyond floats": b'{"prompt": "x", "priority": -1e999}',
     "Infinity": b'{"prompt": "x", "priority": Infinity}',
     "an integer of 5,000 digits": b'{"prompt": "x", "priority": ' + b"9" * 5_000 + b"}",
-    "more hostile_keys than anything has": b"{"
-    + b",".join(b'"k%d":1' % n for n in range(10_001))
-    + b"}",
+    "more keys than anything has": b"{" + b",".join(b'"k%d":1' % n for n in range(10_001)) + b"}",
     "more values than memory is for": b'{"prompt": [' + b"[]," * 2**21 + b"[]]}",
     "many wrong ids": b'{"prompt_token_ids": [' + b'"x",' * 100_000 + b'"x"]}',
     "a key twice, deep down": b'{"prompt": "x", "sampling": {"writer": {"n": 1, "n": 1}}}',
-    "a thousand hostile_keys, and one twice": (
+    "a thousand keys, and one twice": (
         b"{" + b"".join(b'"%d": 0,' % number for number in range(1_000)) + b'"0": 1}'
     ),
     "half a surrogate in a key": b'{"\\udc00": 1}',
