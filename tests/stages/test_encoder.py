@@ -114,22 +114,6 @@ def test_only_the_outputs_asked_for_are_handed_on(
 
 
 @pytest.mark.parametrize("model", ["bert", "qwen2"])
-def test_one_bad_input_is_refused_alone(make: Callable[..., EncoderStage], model: str) -> None:
-    stage = make(model)
-    stage.add_request(StageRequest("good", PROMPT))
-    with pytest.raises(ValueError, match="65"):
-        stage.add_request(StageRequest("bad", TokensPrompt((40,) * 65)))
-    stage.add_request(StageRequest("gone", LONGER))
-    stage.abort("gone")
-    stage.abort("unknown")
-    outputs = []
-    while stage.has_unfinished_requests:
-        outputs += stage.step()
-    assert [output.request_id for output in outputs] == ["good"]
-    stage.check_integrity()
-
-
-@pytest.mark.parametrize("model", ["bert", "qwen2"])
 def test_the_cache_can_be_switched_and_reset_and_is_counted(
     make: Callable[..., EncoderStage], model: str
 ) -> None:

@@ -81,21 +81,8 @@ def test_unused_memory_may_hold_anything(name: str, shape: Shape, scoring: Scori
 
 
 @BACKENDS
-@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS.keys())
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("parts", [("value",), ("key",), ("key", "value")], ids="-".join)
-def test_a_late_nan_leaves_earlier_tokens_and_other_requests_alone(
-    name: str, shape: Shape, scoring: Scoring, parts: tuple[str, ...]
-):
-    last = len(shape.seq_lens) - 1
-    for bounds in (BOUNDS["all"], BOUNDS["window of 16"]):
-        spoilt = Spoilt(last, shape.seq_lens[last] - 2, parts)
-        assert_only_who_sees_it_is_touched(name, shape, bounds, scoring, spoilt)
-
-
-@BACKENDS
 @given(st.data())
-@settings(max_examples=examples(14))
+@settings(max_examples=examples(40))
 def test_any_spoilt_position_touches_only_who_sees_it(name: str, data: st.DataObject):
     query_lens = sorted(data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=4)))
     seq_lens = tuple(query_len + data.draw(st.integers(0, 40)) for query_len in query_lens)

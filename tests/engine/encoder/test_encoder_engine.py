@@ -374,14 +374,6 @@ def test_an_input_that_cannot_be_pooled_fails_alone(bert: str, monkeypatch: pyte
     assert bad.error == "the encoder failed: RuntimeError: out of luck"
 
 
-def test_caching_cannot_be_switched_under_a_live_request(bert_engine: EncoderEngine):
-    bert_engine.add_request("live", TokensPrompt((5,)))
-    with pytest.raises(ValueError, match="1 requests are live"):
-        bert_engine.enable_prefix_caching = False
-    bert_engine.abort("live")
-    bert_engine.abort("never there")
-
-
 def test_unknown_outputs_and_poolings_are_refused_at_start(bert: str):
     with pytest.raises(ValueError, match="no output 'codec'; it gives hidden_states, pooled"):
         engine_of(bert, output_names=("codec",))

@@ -147,16 +147,6 @@ def test_the_encoder_budget_cuts_chunks(checkpoint: str, eyes: Eyes) -> None:
     assert eyes.scheduled == [7, 6, 7]
 
 
-def test_an_aborted_request_gives_its_image_back(checkpoint: str) -> None:
-    engine = build(checkpoint, max_num_batched_tokens=4)
-    engine.add_request("one", shows(engine, picture(0), 7), GREEDY)
-    engine.step()
-    assert encoder_stats(engine).held_bytes == 6 * ROW_BYTES
-    engine.abort("one")
-    assert encoder_stats(engine).held_bytes == 0
-    engine.check_integrity()
-
-
 def test_placeholders_are_expanded_as_transformers_does(seeded: Callable[[str], str]) -> None:
     folder = seeded("llava")
     processor = LlavaProcessor(

@@ -21,7 +21,7 @@ from engine.requests.encoder_input import EncoderInput, EncoderView
 from omni.seeded.encoder_decoders import build_bart, build_t5
 from prefix_cache import CrossAttentionSpec
 from tests.support.encoder_decoder_reference import EncoderDecoderReference
-from tests.support.encoder_decoder_requests import Case, Oracle, cases, noise_image
+from tests.support.encoder_decoder_requests import Case, Oracle, noise_image
 
 FAMILIES = ("bart", "t5", "t5-gated", "whisper", "mllama")
 
@@ -36,23 +36,6 @@ def load(folder: str | Path, **options: Any) -> EncoderDecoderModel:
     model = load_model(Checkpoint.open(folder), ModelSettings(**(chosen | options)))
     assert isinstance(model, EncoderDecoderModel)
     return model
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("name", FAMILIES)
-def test_encoder_rows_equal_transformers_alone_and_in_a_padded_batch(
-    name: str, seeded: Callable[[str], str]
-):
-    oracle, model = Oracle(seeded(name)), load(seeded(name))
-    read = [oracle.read(case) for case in cases(name, seeded(name))]
-    entries = [entry for entry in read if entry is not None]
-    expected = [oracle.reference.encode(entry) for entry in entries]
-    assert [len(rows) for rows in expected] == [entry.num_tokens for entry in entries]
-    for entry, rows in zip(entries, expected, strict=True):
-        torch.testing.assert_close(model.encode([entry]), rows, atol=1e-5, rtol=0)
-    batch = model.encode(entries)
-    assert batch.shape[1] == model.encoder_hidden_size
-    torch.testing.assert_close(batch, torch.cat(expected), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -165,20 +163,6 @@ def test_spans_take_tables_without_blocks_and_refuse_what_the_kernel_would_misre
     for bad in (spans.long(), spans[:2], spans.T.contiguous().T):
         with pytest.raises(ValueError, match=r"int32 spans \(3, num_tokens\)"):
             PagedSpans(table, bad)
-
-
-@needs_kernels
-def test_there_is_one_pool_of_threads():
-    """In a fresh process, where no other package has loaded an OpenMP library of its own."""
-    script = (
-        "from engine.native import load_kernels; load_kernels();"
-        "maps = open('/proc/self/maps').read().split();"
-        "print(len({path for path in maps if 'libgomp' in path}))"
-    )
-    if not Path("/proc/self/maps").exists():
-        pytest.skip("needs /proc")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout.strip() == "1", done.stderr
 
 
 @pytest.fixture

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers.decoders import DecodeStream
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from engine.text.stop_checker import IncrementalDetokenizer
 from tests.support.examples import examples
@@ -164,37 +162,3 @@ def test_what_is_decoded_again_does_not_grow_with_the_text(
     for token_id in ids + specials * 200 + ids:
         detokenizer.append(token_id)
     assert max(lengths) <= 32 < len(ids)
-
-
-def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
-    tokenizer = TOKENIZERS[kind]()
-    assert isinstance(tokenizer, PreTrainedTokenizerFast)
-    return tokenizer
-
-
-def streamed(tokenizer: PreTrainedTokenizerFast, ids: list[int], *, skip: bool) -> str:
-    stream = DecodeStream(skip_special_tokens=skip)
-    return "".join(stream.step(tokenizer.backend_tokenizer, each) or "" for each in ids)
-
-
-def ours(tokenizer: PreTrainedTokenizerFast, ids: list[int], *, skip: bool) -> str:
-    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
-    return "".join(map(detokenizer.append, ids)) + detokenizer.flush()
-
-
-def test_on_bytes_that_are_no_text_only_ours_tells_what_decoding_all_at_once_does() -> None:
-    """Random ids, as a small model draws them: wrong text and errors with a byte fallback."""
-    source = random.Random(0)
-    tokenizer = tokenizer_of("llama_style")
-    num_wrong, num_raised = 0, 0
-    for _ in range(200):
-        ids = [source.randrange(len(tokenizer)) for _ in range(20)]
-        whole = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(whole, str)
-        # An unfinished character at the end is dropped.
-        assert whole.endswith(REPLACEMENT) or ours(tokenizer, ids, skip=True) == whole
-        try:
-            num_wrong += not whole.startswith(streamed(tokenizer, ids, skip=True))
-        except Exception as error:
-            num_raised += "Invalid prefix" in str(error)
-    assert num_wrong > 10 and num_raised > 10
