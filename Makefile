@@ -71,8 +71,9 @@ docs: $(STAMP)
 # number: make WORKERS=2 test
 WORKERS = $(shell $(BIN)/python -c 'import os; print(min(os.cpu_count() or 1, 4) + 1)')
 
+# What tests build stays for the next run.
 pytest: $(STAMP)
-	@$(BIN)/python -m pytest -q --numprocesses=$(WORKERS) --dist=worksteal
+	@OMNI_TEST_CACHE=$(VENV)/tested $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) --dist=worksteal
 
 # Lint runs beside the tests and is heard only if it fails, so that pytest's closing line is the
 # last thing printed.

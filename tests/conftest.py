@@ -58,17 +58,22 @@ def nothing_older_collected() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run, one for all its workers."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
 @pytest.fixture(scope="session", autouse=True)
-def checkpoint_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint_cache(run_folder: Path) -> Path:
     """The folder in which this run keeps seeded checkpoints and kernels; one for all its workers.
 
-    ``$OMNI_CACHE_DIR`` points to it.
+    ``$OMNI_CACHE_DIR`` points to it. It is the run's own unless ``$OMNI_TEST_CACHE`` names one,
+    which later runs find: entries are named by what they are made of, and checked when found.
     """
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    folder /= "omni-cache"
-    folder.mkdir(exist_ok=True)
+    folder = Path(os.environ.get("OMNI_TEST_CACHE", run_folder / "omni-cache")).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
     os.environ["OMNI_CACHE_DIR"] = str(folder)
     return folder
 
@@ -88,11 +93,11 @@ def seeded(checkpoint_cache: Path) -> Callable[[str], str]:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster(checkpoint_cache: Path) -> Iterator[SessionCluster]:
+def ray_cluster(run_folder: Path) -> Iterator[SessionCluster]:
     """The Ray cluster of this run, begun when the first of its workers asks for it."""
     from tests.support.ray_cluster import SessionCluster
 
-    cluster = SessionCluster(checkpoint_cache)
+    cluster = SessionCluster(run_folder)
     yield cluster
     cluster.stop()
 
