@@ -238,7 +238,7 @@ def test_what_the_pool_has_lost_is_hit_on_disk(family: Family) -> None:
     assert on_disk(family).stats().disk_hit_tokens > 0
 
 
-def growing(family: Family, num_requests: int = 9) -> Script:
+def growing(family: Family, num_requests: int = 6) -> Script:
     """Requests that are let in side by side, and do not all have room to finish."""
     length, max_tokens = (8, 70) if family.max_prompt > 30 else (4, 40)
     plain = [
