@@ -8,8 +8,10 @@ A process is in one cluster at a time, and the one that tests are run in may be 
     first node                                         second or third node, until that is lost,
                                                        and a fourth one, once that has come
 
-Before that, on the same nodes, :mod:`~tests.support.speaking_nodes`; after it
-:mod:`~tests.support.lost_together`.
+Before that, on the same nodes, a pipeline that speaks, with each of its stages on one: its pools
+hold one long request and a bit, so that those that run side by side preempt each other and what is
+cached gives way; all edges stream, and some requests are aborted on their way, one by stage. After
+it, two stages whose node is lost, of which one has no place on any other one.
 """
 
 from __future__ import annotations
@@ -18,23 +20,166 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
 import ray
+import torch
 from ray.cluster_utils import Cluster
 
-from omni import Omni, OmniOutput, OmniRequest, verify
+from omni import Omni, OmniOutput, OmniRequest, Pipeline, verify
+from omni.pipelines.pipeline_config import PipelineConfig
+from omni.pipelines.runtime_config import RuntimeConfig
 from stages.cluster import reservation
+from stages.remote import supervisor
 from stages.remote.codec import INLINE_BYTES
 from stages.remote.remote_stage import RemoteStage
-from tests.support.lost_together import lose_together
-from tests.support.patience import wait_for
+from tests.support import omni_stages
+from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.same_outputs import assert_same
-from tests.support.speaking_nodes import node_of, pid_of, speak_across
+
+_STAGES = ("thinker", "talker", "code2wav")
+_PREEMPTING = ("thinker", "talker")
+_SAID = [f"What did {name} say?" for name in ("the fox", "a dog", "it", "no one")]
+_STOPPED = {f"What is with {name}?": name for name in _STAGES}
+"""At the first output of which stage they are aborted."""
+
+_USUAL: dict[str, Any] = {"block_size": 4, "max_model_len": 60, "max_num_seqs": 4}
+_SMALL = _USUAL | {"num_blocks": 17, "max_num_batched_tokens": 16}
+
+
+def speak_across(address: str, nodes: Sequence[str]) -> None:
+    """Compare what is said with what is said inline, with room for all."""
+    with Omni(_composed(_USUAL)) as omni:
+        expected = _spoken(omni)
+    places = {
+        f"stages.{name}.placement.node": node for name, node in zip(_STAGES, nodes, strict=True)
+    }
+    places["runtime.kind"] = "ray"  # or a file could not name nodes
+    runtime = RuntimeConfig(kind="ray", address=address)
+    with Omni(_composed(_SMALL, places), runtime=runtime) as omni:
+        stages = omni.pipeline.stages.values()
+        assert [node_of(pid_of(omni, name)) for name in _STAGES] == [*nodes]
+        for _ in range(2):
+            for prompt, output in _spoken(omni, _STOPPED).items():
+                omni_stages.assert_same(output, expected[prompt])
+            with omni.paused():
+                for stage in stages:
+                    assert not stage.has_unfinished_requests
+                    stage.check_integrity()
+        counted = omni.stats()
+        for name in _PREEMPTING:
+            assert counted[name].num_preemptions, f"{name} preempted nothing"
+            kv = counted[name].kv
+            assert kv is not None and kv.evictions, f"{name} evicted nothing"
+
+
+def pid_of(omni: Omni, name: str) -> int:
+    """The process of a stage's only worker."""
+    stage = omni.pipeline.stages[name]
+    assert isinstance(stage, RemoteStage)
+    (worker,) = stage.workers
+    assert worker.pid is not None
+    return worker.pid
+
+
+def node_of(pid: int) -> str:
+    """The id of the node that an actor is on, by its process."""
+    listed = ray._private.state.actors().values()
+    (there,) = (
+        actor["Address"]["NodeID"]
+        for actor in listed
+        if actor["State"] == "ALIVE" and actor["Pid"] == pid
+    )
+    return str(there)
+
+
+def _composed(engine: dict[str, Any], places: dict[str, Any] | None = None) -> Pipeline:
+    changes: dict[str, Any] = dict(places or {})
+    for name in _PREEMPTING:
+        changes |= {f"stages.{name}.engine.{key}": value for key, value in engine.items()}
+        changes |= {f"stages.{name}.sampling": {"temperature": 0.0, "logprobs": 2}}
+    changes |= {"stages.talker.inputs.chunk_size": 2, "stages.talker.final_output": "text"}
+    changes |= {"stages.code2wav.generation.num_steps": 2}
+    config = PipelineConfig.load("omni_speech", overrides=changes)
+    return Pipeline([stage.build_stage(name) for name, stage in config.stages.items()])
+
+
+def _request(prompt: str, num_text: int, num_codes: int) -> OmniRequest:
+    lengths = {"thinker": num_text, "talker": num_codes}
+    asked = {name: {"max_tokens": n, "ignore_eos": True} for name, n in lengths.items()}
+    return OmniRequest(prompt, prompt, sampling=asked)
+
+
+def _spoken(omni: Omni, stopped: Mapping[str, str] = MappingProxyType({})) -> dict[str, OmniOutput]:
+    """The last outputs by prompt, less those of requests that are aborted; see :data:`_STOPPED`."""
+    requests = [_request(prompt, 16, 24) for prompt in _SAID]
+    requests += [_request(prompt, 40, 44) for prompt in stopped]
+    heard: dict[str, list[torch.Tensor]] = {prompt: [] for prompt in (*_SAID, *stopped)}
+    last: dict[str, OmniOutput] = {}
+    for output in omni.stream(requests):
+        last[output.request_id] = output
+        piece = output.stages.get("code2wav")
+        if piece is not None and piece.audio_delta is not None:
+            heard[output.request_id].append(piece.audio_delta.samples)
+        if stopped.get(output.request_id) in output.stages:
+            omni.abort(output.request_id)
+    for prompt in stopped:
+        assert last.pop(prompt).error == "aborted"
+    for prompt, output in last.items():
+        audio = output.stages["code2wav"].audio
+        assert len(heard[prompt]) > 1, "it came in one piece"
+        assert audio is not None and torch.equal(torch.cat(heard[prompt]), audio.samples)
+    return last
+
+
+_SPECIAL = {"num_cpus": 2, "resources": {"special": 1}, "object_store_memory": 100 * 2**20}
+_PLACES = {
+    "stages.writer.placement.num_cpus": 1,
+    "stages.reader.placement.num_cpus": 1,
+    "stages.reader.placement.resources": {"special": 1},
+    "stages.writer.sampling.max_tokens": 900,
+    "stages.writer.sampling.ignore_eos": True,
+    "stages.writer.engine.max_model_len": 1000,
+    "runtime.kind": "ray",
+}
+
+
+def lose_together(cluster: Any) -> None:
+    """Lose them while one has requests, which end, and say what there is no place for."""
+    node = cluster.add_node(**_SPECIAL)
+    told: list[str | None] = []
+    with Omni("two_step", overrides=_PLACES | {"runtime.address": cluster.address}) as omni:
+
+        def ask() -> None:
+            for output in omni.stream([OmniRequest(f"{number} times") for number in range(32)]):
+                has_begun.set()
+                if output.finished:
+                    told.append(output.error)
+
+        has_begun = threading.Event()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert has_begun.wait(PATIENCE_S)
+        with patch.object(supervisor, "_FIRST_DELAY_S", 0.01):
+            cluster.remove_node(node)
+            thread.join(PATIENCE_S)
+            wait_for(lambda: all(_state(omni, name) == "waiting" for name in ("writer", "reader")))
+        (later,) = omni.generate(["hello"])
+        told.append(later.error)
+    for error in told:
+        assert error is not None and "special" in error, told
+    assert "stage 'reader' was lost with it" in str(told[0]), told
+
+
+def _state(omni: Omni, stage: str) -> str:
+    (worker,) = omni.worker_states()[stage]
+    return worker.state
+
 
 __all__ = ["main"]
 
