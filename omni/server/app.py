@@ -25,6 +25,12 @@ from omni.server.openai.chat_request import ChatRequest, CompletionRequest
 from omni.server.openai.completions import Completions
 from omni.server.openai.embeddings import Embeddings, EmbeddingsRequest
 from omni.server.openai.realtime import talk
+from omni.server.openai.responses import (
+    Responses,
+    ResponsesRequest,
+    forget_response,
+    show_response,
+)
 from omni.server.openai.speech import Speech, SpeechRequest
 from omni.server.openai.transcription import Transcription, read_transcription
 from omni.server.pipeline_route import list_recent, run_pipeline
@@ -48,6 +54,9 @@ def create_app(server: PipelineServer) -> Guard:
 
     routes = (
         _json_route("/v1/chat/completions", ChatRequest, Chat),
+        _json_route("/v1/responses", ResponsesRequest, Responses),
+        Route("/v1/responses/{id}", show_response),
+        Route("/v1/responses/{id}", forget_response, methods=["DELETE"]),
         _json_route("/v1/completions", CompletionRequest, Completions),
         _json_route("/v1/embeddings", EmbeddingsRequest, Embeddings),
         _json_route("/v1/audio/speech", SpeechRequest, Speech),

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from omni.server.serving.pipeline_server import PipelineServer
     from omni.server.serving.response_stream import ResponseStream
 
-__all__ = ["Chat"]
+__all__ = ["Chat", "read_completion"]
 
 
 @dataclass(slots=True)
@@ -176,10 +176,8 @@ class Chat(PipelineResponse):
             if part is None:
                 continue
             ends = part.finish_reason is not None and index not in progress.over
-            text, parser = part.text or "", progress.parsers[index]
-            calls: list[ToolCall] = []
-            if parser is not None:
-                text, calls = parser.feed(text, is_last=ends)
+            parser = progress.parsers[index]
+            text, calls = read_completion(part.text or "", parser, is_last=ends)
             if text or (part.logprobs and self._logprobs):
                 choice = self._text_choice(index, text)
                 if self._logprobs is not None:
@@ -254,16 +252,20 @@ class Chat(PipelineResponse):
         )
 
 
+def read_completion(
+    text: str, parser: ToolCallParser | None, *, is_last: bool
+) -> tuple[str, list[ToolCall]]:
+    """Words and calls in what is new of a completion; without tools, all of it are words."""
+    return (text, []) if parser is None else parser.feed(text, is_last=is_last)
+
+
 def _message(text: str, parser: ToolCallParser | None) -> AssistantMessage:
     """A whole message: words, and calls of tools."""
-    message = AssistantMessage(role="assistant", content=text)
-    if parser is not None:
-        words, calls = parser.feed(text, is_last=True)
-        for call in calls:
-            call.index = UNSET
-        message.content = words or (None if calls else "")
-        message.tool_calls = calls or UNSET
-    return message
+    words, calls = read_completion(text, parser, is_last=True)
+    for call in calls:
+        call.index = UNSET
+    content = None if calls and not words else words
+    return AssistantMessage(role="assistant", content=content, tool_calls=calls or UNSET)
 
 
 def _reason(reason: FinishReason | None, parser: ToolCallParser | None) -> str | None:

@@ -31,6 +31,8 @@ from omni.server.serving.request_body import ApiModel
 
 __all__ = [
     "FunctionCall",
+    "FunctionName",
+    "FunctionParts",
     "FunctionTool",
     "NamedTool",
     "RequestedCall",
@@ -45,7 +47,7 @@ _LONGEST_PYTHON = 65_536
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-class FunctionDefinition(ApiModel):
+class FunctionParts(ApiModel):
     """A function by its name, and the JSON Schema of its arguments."""
 
     without_effect: ClassVar = frozenset(("strict",))
@@ -59,7 +61,7 @@ class FunctionTool(ApiModel):
     """A tool, which is a function of the client's."""
 
     type: Literal["function"]
-    function: FunctionDefinition
+    function: FunctionParts
 
 
 class FunctionName(ApiModel):

@@ -17,6 +17,7 @@ from omni.server.serving.admission_queue import AdmissionQueue
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.meters import Meters, RequestMeter
 from omni.server.serving.request_records import spans_by_environment
+from omni.server.serving.response_store import ResponseStore
 from omni.server.serving.url_fetcher import UrlFetcher
 
 if TYPE_CHECKING:
@@ -237,6 +238,7 @@ class PipelineServer:
         pipelines: by name.
         meters: of all pipelines.
         fetcher: of files whose addresses stand in requests.
+        responses: that later requests may go on from.
         num_sessions: realtime ones that are open.
         is_stopping: whether no more requests are taken.
         failure: why a pipeline could not be loaded.
@@ -269,6 +271,7 @@ class PipelineServer:
             limits.url_timeout_s,
             max(1, limits.max_waiting_requests),  # one waits even where none waits for its turn
         )
+        self.responses = ResponseStore()
         self.num_sessions = 0
         self.is_stopping = False
         self.failure: Exception | None = None

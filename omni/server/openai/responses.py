@@ -1,0 +1,514 @@
+"""``/v1/responses``: a chat in the shapes of OpenAI's Responses API.
+
+A request becomes a request for a chat, and the chat's text and calls become items::
+
+    input, or text          messages            the model        output
+    previous_response_id ─► of a chat ─────────► writes ────────► message, function_call, ...
+    instructions
+
+Responses are kept, in bounded memory, so that the next request can go on from one by its id.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from starlette.responses import JSONResponse, Response
+
+from engine.interface.placed_error import PlacedError
+from omni.server.openai.answers import TokenCount, completions_of, usage_of, usage_so_far
+from omni.server.openai.chat import Chat, read_completion
+from omni.server.openai.chat_request import ChatRequest, StageFields
+from omni.server.openai.tools import FunctionName, FunctionParts
+from omni.server.serving.api_error import ApiError
+from omni.server.serving.request_body import ApiModel
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from omni.server.openai.answers import Usage
+    from omni.server.openai.tools import ToolCall
+    from omni.server.serving.client import Client
+    from omni.server.serving.pipeline_server import PipelineServer
+
+__all__ = ["Responses", "ResponsesRequest", "forget_response", "show_response"]
+
+
+class ContentPart(ApiModel):
+    """Text or an image of a message."""
+
+    without_effect: ClassVar = frozenset(("detail", "annotations", "logprobs"))
+    not_supported: ClassVar = {"file_id": ()}
+
+    type: Literal["input_text", "output_text", "text", "input_image"]
+    text: str | None = None
+    image_url: str | None = None
+
+    @model_validator(mode="after")
+    def _has_what_it_names(self) -> ContentPart:
+        name = "image_url" if self.type == "input_image" else "text"
+        if getattr(self, name) is None:
+            raise PlacedError((name,), "missing; it must be given")
+        return self
+
+    def of_chat(self) -> dict[str, Any]:
+        """The same in a chat."""
+        if self.image_url is not None:
+            return {"type": "image_url", "image_url": {"url": self.image_url}}
+        return {"type": "text", "text": self.text}
+
+
+_Content = (
+    Annotated[str, Tag("text")] | Annotated[list[ContentPart], Field(min_length=1), Tag("list")]
+)
+
+
+def _form_of_content(value: Any) -> str:
+    return "text" if isinstance(value, str) else "list"
+
+
+def _of_chat(content: str | Sequence[ContentPart]) -> str | list[dict[str, Any]]:
+    return content if isinstance(content, str) else [part.of_chat() for part in content]
+
+
+class _Item(ApiModel):
+    """An item of the input; items of earlier outputs are taken as they were given out."""
+
+    without_effect: ClassVar = frozenset(("id", "status", "phase"))
+
+
+class MessageItem(_Item):
+    """What somebody said."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[_Content, Discriminator(_form_of_content)]
+
+
+class CallItem(_Item):
+    """A call that an earlier response asked for."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CallOutputItem(_Item):
+    """What a call returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Annotated[_Content, Discriminator(_form_of_content)]
+
+
+class ReasoningItem(ApiModel):
+    """Reasoning of other models, which says nothing to this one."""
+
+    without_effect: ClassVar = frozenset(
+        ("id", "status", "summary", "content", "encrypted_content")
+    )
+
+    type: Literal["reasoning"]
+
+
+_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _kind_of(value: Any) -> str | None:
+    kind = value.get("type", "message") if isinstance(value, dict) else None
+    return kind if kind in _KINDS else None
+
+
+_Input = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(
+        _kind_of,
+        custom_error_type="no_item",
+        custom_error_message=f"Input should be an item of type {', '.join(_KINDS)}",
+    ),
+]
+
+
+class FunctionToolParts(FunctionParts):
+    """A tool, whose function's fields are its own here."""
+
+    type: Literal["function"]
+
+
+class NamedFunction(FunctionName):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+
+
+class TextFormat(ApiModel):
+    """The form of the text."""
+
+    without_effect: ClassVar = frozenset(("name", "description", "strict"))
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> TextFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise PlacedError(("schema",), "goes together with the type 'json_schema'")
+        return self
+
+
+class TextOptions(ApiModel):
+    """The text of the response."""
+
+    without_effect: ClassVar = frozenset(("verbosity",))
+
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(ApiModel):
+    """Hints for the chat template."""
+
+    without_effect: ClassVar = frozenset(("summary", "generate_summary"))
+
+    effort: str | None = None
+
+
+class ResponsesRequest(StageFields):
+    """A request for a response.
+
+    Attributes:
+        input: text of the user, or items.
+        instructions: of the system, for this response alone.
+        previous_response_id: whose input and output come before the input.
+        store: whether a later request may go on from this one.
+    """
+
+    without_effect: ClassVar = frozenset(
+        ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+         "prompt_cache_retention", "stream_options", "client_metadata")
+    )  # fmt: skip
+    not_supported: ClassVar = {
+        "background": (False,),
+        "conversation": (),
+        "include": (["reasoning.encrypted_content"],),
+        "max_tool_calls": (),
+        "prompt": (),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+
+    model: str
+    input: Annotated[
+        Annotated[str, Tag("text")] | Annotated[list[_Input], Field(min_length=1), Tag("list")],
+        Discriminator(_form_of_content),
+    ]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    stream: bool = False
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[FunctionToolParts] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool = True
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The input as messages of a chat; calls that follow each other are of one message."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        messages: list[dict[str, Any]] = []
+        for item in self.input:
+            match item:
+                case MessageItem():
+                    messages.append({"role": item.role, "content": _of_chat(item.content)})
+                case CallItem():
+                    function = {"name": item.name, "arguments": item.arguments}
+                    _add_call(messages, {"id": item.call_id, "function": function})
+                case CallOutputItem():
+                    content = _of_chat(item.output)
+                    messages.append(
+                        {"role": "tool", "tool_call_id": item.call_id, "content": content}
+                    )
+                case ReasoningItem():
+                    pass
+        return messages
+
+    def chat(self, history: Sequence[dict[str, Any]]) -> _ChatOfResponse:
+        """The request as one for a chat, behind earlier messages."""
+        system = self.instructions
+        first = [{"role": "system", "content": system}] if system else []
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        form = self.text.format if self.text is not None else None
+        asked = {
+            "model": self.model,
+            "messages": [*first, *history, *self.messages()],
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stream": self.stream,
+            "tools": [
+                {"type": "function", "function": tool.model_dump(exclude={"type"})}
+                for tool in self.tools or ()
+            ],
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": None if form is None else _response_format(form),
+            "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
+            "stages": self.stages,
+            "priority": self.priority,
+            "cache_salt": self.cache_salt,
+        }
+        try:
+            return _ChatOfResponse.model_validate(asked, strict=True)
+        except ValidationError as error:
+            finding = error.errors(include_url=False)[0]
+            raise ApiError.bad_request(f"input: {finding['msg']}", param="input") from error
+
+
+def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _response_format(form: TextFormat) -> dict[str, Any]:
+    if form.type != "json_schema":
+        return {"type": form.type}
+    return {"type": form.type, "json_schema": {"schema": form.json_schema}}
+
+
+_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+
+
+class _ChatOfResponse(ChatRequest):
+    """A chat whose client knows its fields by the names of the Responses API."""
+
+    def stage_fields(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """See :meth:`ChatRequest.stage_fields`."""
+        fields, names = super().stage_fields()
+        return fields, {key: _NAMES.get(name, name) for key, name in names.items()}
+
+
+class Responses(Chat):
+    """The response to a request for a response."""
+
+    prompt_param = "input"
+
+    def __init__(self, server: PipelineServer, client: Client, body: ResponsesRequest) -> None:
+        earlier: list[dict[str, Any]] = []
+        if body.previous_response_id is not None:
+            _, earlier = server.responses.find(
+                client, body.previous_response_id, "previous_response_id"
+            )
+        super().__init__(server, client, body.chat(earlier))
+        if self._n != 1:
+            raise ApiError.bad_request("a response is one completion; set n of the stage to 1")
+        self._request = body
+        self._messages = [*earlier, *body.messages()]
+        self._writer = _Writer(client.request_id, self._created, self.pipeline.name, body)
+
+    async def whole(self) -> Response:
+        """The response in one piece."""
+        async with await self._stream() as stream:
+            (last,) = await stream.last_outputs()
+        output, writer = last[self._stage], self._writer
+        (completion,), (parser,) = completions_of(output), self._tool_parsers()
+        words, calls = read_completion(completion.text or "", parser, is_last=True)
+        writer.begin()
+        writer.add(words, calls)
+        writer.end(completion.finish_reason == "length", usage_of([output]))
+        self._keep()
+        return JSONResponse(writer.response)
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The response by events."""
+        writer, count = self._writer, TokenCount()
+        (parser,) = self._tool_parsers()
+        is_cut = has_ended = False
+        yield writer.begin()
+        async with await self._stream() as stream:
+            async for update in stream.updates():
+                delta = update.of(self._stage)
+                if delta is None:
+                    continue
+                count.add(delta)
+                ends = delta.finish_reason is not None and not has_ended
+                words, calls = read_completion(delta.text or "", parser, is_last=ends)
+                if piece := writer.add(words, calls):
+                    yield piece
+                if ends:
+                    has_ended, is_cut = True, delta.finish_reason == "length"
+        end = writer.end(is_cut, usage_so_far([count]))
+        self._keep()
+        yield end
+
+    def _keep(self) -> None:
+        if not self._request.store:
+            return
+        said: list[dict[str, Any]] = []
+        for item in self._writer.response["output"]:
+            if item["type"] == "message":
+                said.append({"role": "assistant", "content": item["content"][0]["text"]})
+            else:
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                _add_call(said, {"id": item["call_id"], "function": function})
+        self.server.responses.add(self.client, self._writer.response, [*self._messages, *said])
+
+
+class _Writer:
+    """Writes a response item by item, and the events that report it.
+
+    Attributes:
+        response: the whole, as far as it is.
+    """
+
+    def __init__(self, request_id: str, created: int, model: str, body: ResponsesRequest) -> None:
+        self._request_id = request_id
+        self._number = 0
+        self._output: list[dict[str, Any]] = []
+        self._is_text_open = False
+        given = body.model_dump(
+            mode="json",
+            by_alias=True,
+            include={"instructions", "max_output_tokens", "temperature", "top_p", "reasoning",
+                     "parallel_tool_calls", "previous_response_id", "store", "text"},
+        )  # fmt: skip
+        tools = [tool.model_dump(mode="json") for tool in body.tools or ()]
+        choice = body.tool_choice or "auto"
+        self.response: dict[str, Any] = given | {
+            "id": f"resp_{request_id}",
+            "object": "response",
+            "created_at": created,
+            "status": "in_progress",
+            "model": model,
+            "output": self._output,
+            "tools": [tool | {"strict": bool(tool.get("strict"))} for tool in tools],
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "text": given["text"] or {"format": {"type": "text"}},
+            "error": None,
+            "incomplete_details": None,
+            "metadata": {},
+            "usage": None,
+        }
+
+    def begin(self) -> bytes:
+        """Report the beginning."""
+        return self._event("response.created", response=self.response) + self._event(
+            "response.in_progress", response=self.response
+        )
+
+    def add(self, words: str, calls: Sequence[ToolCall]) -> bytes:
+        """Add text and calls, and report them."""
+        events = self._add_text(words) if words else b""
+        for call in calls:
+            events += self._close_text() + self._add_call(call)
+        return events
+
+    def end(self, is_cut: bool, usage: Usage) -> bytes:
+        """End the response, and report it."""
+        events = b"" if self._output else self._open_text()
+        events += self._close_text()
+        self.response["status"] = "incomplete" if is_cut else "completed"
+        if is_cut:
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self.response["usage"] = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.total_tokens,
+        }
+        return events + self._event(f"response.{self.response['status']}", response=self.response)
+
+    def _add_text(self, words: str) -> bytes:
+        events = b"" if self._is_text_open else self._open_text()
+        self._output[-1]["content"][0]["text"] += words
+        return events + self._text_event("response.output_text.delta", delta=words, logprobs=[])
+
+    def _open_text(self) -> bytes:
+        self._is_text_open = True
+        item = self._new_item("msg", type="message", role="assistant", content=[])
+        events = self._item_event("response.output_item.added")
+        item["content"].append({"type": "output_text", "text": "", "annotations": []})
+        return events + self._text_event("response.content_part.added", part=item["content"][0])
+
+    def _close_text(self) -> bytes:
+        if not self._is_text_open:
+            return b""
+        self._is_text_open = False
+        (part,) = self._output[-1]["content"]
+        self._output[-1]["status"] = "completed"
+        return (
+            self._text_event("response.output_text.done", text=part["text"], logprobs=[])
+            + self._text_event("response.content_part.done", part=part)
+            + self._item_event("response.output_item.done")
+        )
+
+    def _add_call(self, call: ToolCall) -> bytes:
+        function = call.function
+        item = self._new_item(
+            "fc", type="function_call", call_id=call.id, name=function.name, arguments=""
+        )
+        events = self._item_event("response.output_item.added")
+        item |= {"arguments": function.arguments, "status": "completed"}
+        place = {"item_id": item["id"], "output_index": len(self._output) - 1}
+        kind = "response.function_call_arguments"
+        events += self._event(f"{kind}.delta", **place, delta=function.arguments)
+        events += self._event(
+            f"{kind}.done", **place, name=function.name, arguments=function.arguments
+        )
+        return events + self._item_event("response.output_item.done")
+
+    def _new_item(self, prefix: str, **fields: Any) -> dict[str, Any]:
+        number = len(self._output)
+        item = {"id": f"{prefix}_{self._request_id}_{number}", "status": "in_progress", **fields}
+        self._output.append(item)
+        return item
+
+    def _item_event(self, kind: str) -> bytes:
+        return self._event(kind, output_index=len(self._output) - 1, item=self._output[-1])
+
+    def _text_event(self, kind: str, **fields: Any) -> bytes:
+        place = {
+            "item_id": self._output[-1]["id"],
+            "output_index": len(self._output) - 1,
+            "content_index": 0,
+        }
+        return self._event(kind, **place, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        content = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return f"event: {kind}\ndata: {json.dumps(content)}\n\n".encode()
+
+
+async def show_response(request: Request) -> Response:
+    """A response that is kept."""
+    state = request.state
+    response, _ = state.server.responses.find(state.client, request.path_params["id"])
+    return JSONResponse(response)
+
+
+async def forget_response(request: Request) -> Response:
+    """Forget a response."""
+    state, response_id = request.state, request.path_params["id"]
+    state.server.responses.remove(state.client, response_id)
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
