@@ -12,6 +12,7 @@ from dataclasses import asdict
 from functools import cache
 from http import HTTPStatus
 from importlib import resources
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -32,6 +33,7 @@ from omni.server.openai.responses import (
     show_response,
 )
 from omni.server.openai.speech import Speech, SpeechRequest
+from omni.server.openai.tokenize import detokenize, tokenize
 from omni.server.openai.transcription import Transcription, read_transcription
 from omni.server.pipeline_route import list_recent, run_pipeline
 from omni.server.serving.guard import Guard
@@ -70,6 +72,9 @@ def create_app(server: PipelineServer) -> Guard:
         Route("/v1/pipelines/{name}", run_pipeline, methods=["POST"]),
         Route("/v1/pipelines/{name}/requests", list_recent),
         Route("/", _page),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/version", _version),
         Route("/health", _health),
         Route("/metrics", _metrics),
     )
@@ -131,6 +136,10 @@ def _model(pipeline: ServedPipeline) -> dict[str, object]:
         "owned_by": "omni",
         **pipeline.describe(),
     }
+
+
+async def _version(_: Request) -> Response:
+    return JSONResponse({"version": version("omni-pipeline")})
 
 
 async def _page(_: Request) -> Response:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from starlette.datastructures import UploadFile
 from starlette.responses import Response
 
 from engine import AudioPrompt, AudioTask, ExplicitEncoderDecoderPrompt
+from engine.interface.placed_error import PlacedError
 from engine.interface.settings import explain_validation_error
 from engine.media.media_source import MediaSource
-from omni.server.openai.answers import as_json
+from omni.server.openai.answers import as_event, as_json
 from omni.server.openai.chat_request import merge_sampling
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.pipeline_response import PipelineResponse
+from omni.server.serving.pipeline_response import DONE, PipelineResponse
 from omni.server.serving.request_body import ApiModel
 
 if TYPE_CHECKING:
@@ -124,15 +125,38 @@ class TranscriptionRequest(ApiModel):
     not_supported: ClassVar = {
         "timestamp_granularities[]": ("segment",),
         "prompt": ("",),
-        "stream": ("false",),
         "include[]": (),
         "chunking_strategy": (),
     }
 
     model: str
     language: str | None = Field(default=None, min_length=1)
-    response_format: Literal["json", "text", "verbose_json"] = "json"
+    response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] = "json"
     temperature: float | None = None
+    stream: bool = False
+
+    @model_validator(mode="after")
+    def _streams_text(self) -> TranscriptionRequest:
+        if self.stream and self.response_format not in ("json", "text"):
+            raise PlacedError(
+                ("stream",), f"goes with json and text, not with {self.response_format}"
+            )
+        return self
+
+    @property
+    def wants_segments(self) -> bool:
+        """Whether the model has to say when what was spoken."""
+        return self.response_format not in ("json", "text")
+
+
+class _Delta(Struct, kw_only=True):
+    delta: str
+    type: str = "transcript.text.delta"
+
+
+class _Done(Struct, kw_only=True):
+    text: str
+    type: str = "transcript.text.done"
 
 
 class _Answer(Struct, kw_only=True):
@@ -141,6 +165,26 @@ class _Answer(Struct, kw_only=True):
     language: str | UnsetType = UNSET
     duration: float | UnsetType | None = UNSET
     segments: list[TranscriptionSegment] | UnsetType = UNSET
+
+
+def _subtitles(segments: Sequence[TranscriptionSegment], *, as_vtt: bool) -> str:
+    """Segments as SubRip or WebVTT has them."""
+    point = "." if as_vtt else ","
+    cues = ["WEBVTT"] if as_vtt else []
+    for number, segment in enumerate(segments, 1):
+        times = f"{_clock(segment.start, point)} --> {_clock(segment.end, point)}"
+        # An arrow begins a cue, and an empty line ends one.
+        text = " ".join(segment.text.split()).replace("-->", "->")
+        cues.append("\n".join([*([] if as_vtt else [str(number)]), times, text]))
+    return "\n\n".join(cues) + "\n"
+
+
+def _clock(seconds: float, point: str) -> str:
+    milliseconds = round(seconds * 1000)
+    minutes, milliseconds = divmod(milliseconds, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    whole, milliseconds = divmod(milliseconds, 1000)
+    return f"{hours:02}:{minutes:02}:{whole:02}{point}{milliseconds:03}"
 
 
 async def read_transcription(request: Request) -> tuple[TranscriptionRequest, bytes]:
@@ -185,7 +229,7 @@ class Transcription(PipelineResponse):
         audio: bytes,
         task: AudioTask,
     ) -> None:
-        super().__init__(server, client, body.model)
+        super().__init__(server, client, body.model, is_streamed=body.stream)
         self._body = body
         self._task = task
         self._audio = audio
@@ -197,7 +241,7 @@ class Transcription(PipelineResponse):
             language=body.language,
             # Checkpoints that know one task only take none.
             task=None if task == "transcribe" and body.language is None else task,
-            timestamps=True if body.response_format == "verbose_json" else None,
+            timestamps=True if body.wants_segments else None,
         )
         self._request = client.request(
             ExplicitEncoderDecoderPrompt(prompt),
@@ -213,9 +257,25 @@ class Transcription(PipelineResponse):
         if self._body.response_format == "text":
             return Response(text + "\n", media_type="text/plain; charset=utf-8")
         answer = _Answer(text=text)
-        if self._body.response_format == "verbose_json":
+        if self._body.wants_segments:
             answer = await self._verbose(text, output)
+        if self._body.response_format in ("srt", "vtt"):
+            segments = answer.segments or []
+            subtitles = _subtitles(segments, as_vtt=self._body.response_format == "vtt")
+            return Response(subtitles, media_type="text/plain; charset=utf-8")
         return Response(as_json(answer), media_type="application/json")
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The text by events, as it is written."""
+        text = ""
+        async with self.stream([self._request], [self._stage]) as stream:
+            async for update in stream.updates():
+                delta = update.of(self._stage)
+                words = TIMESTAMP.sub("", (delta.text or "") if delta is not None else "")
+                text += words
+                if words:
+                    yield as_event(_Delta(delta=words))
+        yield as_event(_Done(text=text)) + DONE
 
     async def _verbose(self, text: str, output: StageOutput) -> _Answer:
         answer = _Answer(text=text, task=self._task)

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from omni import AudioPrompt, OmniRequest
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.server.openai.transcription import TranscriptionRequest, read_transcription
+from omni.server.openai.transcription import TranscriptionRequest, _clock, read_transcription
 from omni.server.serving.api_error import ApiError
 from tests.support.live_server import LiveServer
 from tests.support.media_requests import in_python, sound
@@ -52,6 +52,40 @@ def test_speech_is_written_down(hearing: LiveServer, client: Any, kind: str):
         times = [time for each in answer.segments for time in (each.start, each.end)]
         assert times == list(accumulate(times, max)), "segments follow each other"
         assert "<|" not in answer.text
+
+
+@pytest.mark.parametrize("kind", ["srt", "vtt"])
+def test_subtitles_have_the_segments_and_their_times(client: Any, kind: str):
+    asked = {"model": "transcribe_then_summarize", "file": ("a.wav", sound(seconds=1.0))}
+    segments = client.audio.transcriptions.create(response_format="verbose_json", **asked).segments
+    text = client.audio.transcriptions.create(response_format=kind, **asked)
+    cues = text.rstrip("\n").split("\n\n")
+    if kind == "vtt":
+        assert cues.pop(0) == "WEBVTT"
+    assert len(cues) == len(segments) > 0
+    point = "," if kind == "srt" else "."
+    for number, (cue, segment) in enumerate(zip(cues, segments, strict=True), 1):
+        *first, times, words = cue.split("\n")
+        assert first == ([str(number)] if kind == "srt" else [])
+        for shown, seconds in zip(times.split(" --> "), (segment.start, segment.end), strict=True):
+            hours, minutes, rest = shown.replace(point, ".").split(":")
+            assert int(hours) * 3600 + int(minutes) * 60 + float(rest) == pytest.approx(seconds)
+        assert words == " ".join(segment.text.split())
+
+
+def test_clocks_count_hours():
+    assert _clock(3723.4567, ",") == "01:02:03,457" and _clock(0.9996, ".") == "00:00:01.000"
+
+
+def test_a_transcription_is_streamed(client: Any):
+    asked = {"model": "transcribe_then_summarize", "file": ("a.wav", sound(seconds=1.0))}
+    whole = client.audio.transcriptions.create(**asked)
+    *deltas, done = client.audio.transcriptions.create(stream=True, **asked)
+    assert {each.type for each in deltas} == {"transcript.text.delta"}
+    assert "".join(each.delta for each in deltas) == whole.text == done.text
+    assert done.type == "transcript.text.done" and len(deltas) > 1
+    with pytest.raises(openai.BadRequestError, match="goes with json and text, not with srt"):
+        client.audio.transcriptions.create(stream=True, response_format="srt", **asked)
 
 
 def test_the_language_that_the_model_found_out_is_told(hearing: LiveServer, client: Any):

@@ -1,0 +1,107 @@
+"""``/tokenize`` and ``/detokenize``, as vLLM's server has them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, model_validator
+from starlette.responses import JSONResponse, Response
+
+from engine.interface.placed_error import PlacedError
+from omni.server.openai.chat_request import ChatMessage
+from omni.server.openai.tools import FunctionTool
+from omni.server.serving.api_error import ApiError
+from omni.server.serving.request_body import ApiModel, read_json
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from omni.server.serving.pipeline_server import PipelineServer
+
+__all__ = ["detokenize", "tokenize"]
+
+_MOST_TOKENS = 1_000_000
+
+
+class TokenizeRequest(ApiModel):
+    """Text, or messages of a chat without files.
+
+    Attributes:
+        add_special_tokens: the tokenizer's own, such as BOS; a chat template writes its own.
+        return_token_strs: whether to name the tokens as well.
+    """
+
+    model: str
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1)
+    tools: list[FunctionTool] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _is_one_prompt(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise PlacedError(("prompt",), "give a prompt or messages, one of them")
+        return self
+
+
+class DetokenizeRequest(ApiModel):
+    """Tokens by their ids."""
+
+    model: str
+    tokens: list[Annotated[int, Field(ge=0)]] = Field(max_length=_MOST_TOKENS)
+
+
+async def tokenize(request: Request) -> Response:
+    """The ids of a prompt's tokens."""
+    body = await read_json(request, TokenizeRequest)
+    tokenizer, length = _reader(request.state.server, body.model)
+    ids = await asyncio.to_thread(_ids, body, tokenizer)
+    answer = {"count": len(ids), "max_model_len": length, "tokens": ids}
+    if body.return_token_strs:
+        answer["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
+    return JSONResponse(answer)
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of tokens."""
+    body = await read_json(request, DetokenizeRequest)
+    tokenizer, _ = _reader(request.state.server, body.model)
+    for index, token_id in enumerate(body.tokens):
+        if token_id >= len(tokenizer):
+            raise ApiError.bad_field(
+                f"tokens[{index}]", f"ids are below {len(tokenizer)}, got {token_id}"
+            )
+    return JSONResponse({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
+
+
+def _reader(server: PipelineServer, model: str) -> tuple[Any, int | None]:
+    """The tokenizer of the stage that reads prompts, and the longest prompt."""
+    pipeline = server.find(model)
+    for name, stage in pipeline.omni.pipeline.stages.items():
+        tokenizer = pipeline.tokenizer(name)
+        if stage.inputs is None and tokenizer is not None:
+            return tokenizer, pipeline.describe()["max_model_len"]
+    raise ApiError.bad_request("this model reads its prompts without a tokenizer", param="model")
+
+
+def _ids(body: TokenizeRequest, tokenizer: Any) -> list[int]:
+    # Only here: a server answers before transformers is imported.
+    from engine.text.tokenizer import render_chat
+
+    text, adds_special = body.prompt, body.add_special_tokens
+    if body.messages is not None:
+        messages = []
+        for message in body.messages:
+            if message.content is not None and not isinstance(message.content, str):
+                raise ApiError.bad_field("messages", "contents must be text here")
+            messages.append(message.as_templates_know_it(message.content))
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        adds_special = False
+        try:
+            text = render_chat(tokenizer, messages, tools, body.chat_template_kwargs)
+        except ValueError as error:
+            raise ApiError.bad_request(str(error), param="messages") from error
+    return list(tokenizer(text, add_special_tokens=adds_special)["input_ids"])
