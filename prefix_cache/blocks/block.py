@@ -120,12 +120,21 @@ def extend_block_hashes(
         sorted(spans, key=lambda span: (span.offset, span.length, span.kind, span.content_hash))
     )
     overlapping: list[ContentSpan] = []
-    for start in range(len(hashes) * block_size, num_full_blocks * block_size, block_size):
+    first, end_of_all = len(hashes) * block_size, num_full_blocks * block_size
+    ids = struct.pack(f"<{end_of_all - first}q", *token_ids[first:end_of_all])
+    for start in range(first, end_of_all, block_size):
         end = start + block_size
-        while to_come and to_come[0].offset < end:
-            overlapping.append(to_come.popleft())
-        overlapping = [span for span in overlapping if span.end > start]
-        parent = _block_hash(parent, token_ids[start:end], start, overlapping)
+        if spans:
+            while to_come and to_come[0].offset < end:
+                overlapping.append(to_come.popleft())
+            overlapping = [span for span in overlapping if span.end > start]
+        own_ids = ids[(start - first) * 8 : (end - first) * 8]
+        fields = [b"block", parent, struct.pack("<QQ", block_size, len(overlapping)), own_ids]
+        for span in overlapping:
+            fields += _length_prefixed(span.kind.encode()), _length_prefixed(span.content_hash)
+            fields.append(struct.pack("<qq", span.offset - start, span.length))
+        # Every field has a fixed size or its length before it, so no two contents encode alike.
+        parent = BlockHash(hashlib.sha256(b"".join(fields)).digest())
         hashes.append(parent)
 
 
@@ -162,24 +171,6 @@ def whole_input_block_hashes(
     for index in range(-(-num_tokens // block_size)):
         place = struct.pack("<QQ", index, num_tokens)
         yield BlockHash(hashlib.sha256(b"whole" + input_hash + place).digest())
-
-
-def _block_hash(
-    parent: BlockHash,
-    token_ids: Sequence[int] | NDArray[np.integer],
-    start: int,
-    spans: Sequence[ContentSpan],
-) -> BlockHash:
-    """Every field has a fixed size or its length before it, so no two contents encode alike."""
-    digest = hashlib.sha256(b"block")
-    digest.update(parent)
-    digest.update(struct.pack("<QQ", len(token_ids), len(spans)))
-    digest.update(np.asarray(token_ids, dtype="<i8").tobytes())
-    for span in spans:
-        digest.update(_length_prefixed(span.kind.encode()))
-        digest.update(_length_prefixed(span.content_hash))
-        digest.update(struct.pack("<qq", span.offset - start, span.length))
-    return BlockHash(digest.digest())
 
 
 def _root_hash(salt: str | None, lora_name: str | None) -> BlockHash:

@@ -234,6 +234,23 @@ class PageArena:
         self._generations[group_id][block.block_id] = block.generation
         return block, evicted
 
+    def take_free_pages(self, group_id: int, count: int) -> list[KVCacheBlock]:
+        """The same as :meth:`take` as often, of free pages that are one block of the group each."""
+        group, generations = self.groups[group_id], self._generations[group_id]
+        blocks: list[KVCacheBlock] = []
+        if not count:
+            return blocks
+        for page in self.free_pages[: -count - 1 : -1]:
+            block_id = page.page_id
+            generation = int(generations[block_id]) + 1
+            generations[block_id] = generation
+            block = KVCacheBlock(block_id, group_id, page, 1, None, generation)
+            page.group_id, page.blocks, page.num_held = group_id, [block], 1
+            blocks.append(block)
+        del self.free_pages[-count:]
+        group.num_held += count
+        return blocks
+
     def hold(self, block: KVCacheBlock) -> None:
         """A block that no table holds is held once."""
         page, group = _page_of(block), self.groups[block.group_id]
@@ -242,7 +259,7 @@ class PageArena:
             group.num_spare -= 1
         else:
             group.num_spare += group.blocks_per_page - 1
-            if page in self.unheld:
+            if len(page.free) < group.blocks_per_page:
                 self.unheld.remove(page)
             if group.unheld_with_free.pop(page.page_id, None):
                 group.held_with_free[page.page_id] = page
@@ -250,23 +267,29 @@ class PageArena:
         block.ref_cnt = 1
         if block.block_hash is not None:
             group.cached.remove(block)
-        if page.free and page.free[-1] is block:
+        elif page.free and page.free[-1] is block:
             page.free.pop()
             if not page.free:
                 group.held_with_free.pop(page.page_id, None)
 
     def release(self, block: KVCacheBlock, priority: int) -> None:
         """A block that is held once is held no more; with a hash it waits to be evicted."""
-        page, group = _page_of(block), self.groups[block.group_id]
-        self._time += 1
+        page, group = block.large_page, self.groups[block.group_id]
+        if page is None:
+            raise ValueError(f"the null block of group {block.group_id} is never held")
+        self._time = time = self._time + 1
         block.ref_cnt = 0
-        block.key = (priority, self._time)
+        block.key = (priority, time)
         group.num_held -= 1
         page.num_held -= 1
         if block.block_hash is None:
             page.free.append(block)
         else:
             group.cached.append(block)
+            if group.blocks_per_page == 1:
+                page.key = block.key
+                self.unheld.append(page)
+                return
         if page.num_held:
             group.num_spare += 1
             if page.free:
@@ -278,7 +301,7 @@ class PageArena:
             self._clear(page, group)
             return
         # The time at which it came to wait, not that of its content: the queue goes by time.
-        page.key = (max(block.key[0] for block in page.cached), self._time)
+        page.key = (max([block.key[0] for block in page.cached]), self._time)
         self.unheld.append(page)
         if page.free:
             group.unheld_with_free[page.page_id] = page
@@ -340,7 +363,7 @@ class PageArena:
         first = page.page_id * ratio
         page.group_id = group.group_id
         page.blocks = [
-            KVCacheBlock(block_id, group.group_id, page, generation=int(generations[block_id]))
+            KVCacheBlock(block_id, group.group_id, page, 0, None, int(generations[block_id]))
             for block_id in range(first, first + ratio)
         ]
         page.free = page.blocks[::-1]
@@ -459,16 +482,22 @@ class BlockPool:
         """Whether a block of this content is known to have been evicted; one may be there again."""
         return block_hash in self._evicted
 
-    def can_allocate(self, needs: Mapping[int, int], revived: Iterable[KVCacheBlock] = ()) -> bool:
+    def can_allocate(
+        self, needs: Mapping[int, int], prefix: Sequence[Sequence[KVCacheBlock]] = ()
+    ) -> bool:
         """Whether :meth:`allocate` would succeed. Changes nothing.
 
         Args:
             needs: new blocks per group.
-            revived: blocks of a hit that would be touched first. Those that no table holds count
-                as free, yet touching them is what uses them up.
+            prefix: per group, blocks of a hit that would be touched first. Those that no table
+                holds count as free, yet touching them is what uses them up.
         """
-        unheld = {block for block in revived if block.ref_cnt == 0}
+        unheld = [block for blocks in prefix for block in blocks if block.ref_cnt == 0]
+        num_wanted = sum(needs.values()) + len(unheld)
         for arena in self.arenas:
+            # As a rule there is plenty: no block takes more than a page.
+            if num_wanted <= len(arena.free_pages):
+                continue
             demand = {g: needs.get(g, 0) for g in arena.groups}
             pages: set[int] = set()
             for block in unheld:
@@ -506,12 +535,21 @@ class BlockPool:
         rest = dict(needs)
         blocks: dict[int, list[KVCacheBlock]] = {group_id: [] for group_id in needs}
         for group_id, count in needs.items():
-            page = near.get(group_id) if near else None
-            for _ in range(count):
-                block = self._take(group_id, page, rest)
+            page, arena = near.get(group_id) if near else None, self._arena_of[group_id]
+            is_plenty = sum(rest.values()) < arena.num_available  # no block takes more than a page
+            if is_plenty and arena.groups[group_id].blocks_per_page == 1:
+                num_free = min(count, len(arena.free_pages))
+                blocks[group_id] += arena.take_free_pages(group_id, num_free)
+                rest[group_id] -= num_free
+            taken = blocks[group_id]
+            for _ in range(rest[group_id]):
+                may_take_page = is_plenty or self._may_take_page(arena, group_id, rest)
+                block, evicted = arena.take(group_id, page, may_take_page)
+                if evicted:
+                    self._forget_evicted(evicted)
                 rest[group_id] -= 1
                 page = block.large_page
-                blocks[group_id].append(block)
+                taken.append(block)
         return blocks
 
     def touch(self, block: KVCacheBlock) -> None:
@@ -622,16 +660,17 @@ class BlockPool:
         if not self.older[key]:
             del self.older[key]
 
-    def _take(self, group_id: int, near: LargePage | None, rest: Mapping[int, int]) -> KVCacheBlock:
-        """One block, leaving enough whole pages for the rest of an allocation."""
-        arena = self._arena_of[group_id]
-        may_take_page = (
-            sum(rest.values()) < arena.num_available  # no block takes more than a page
+    def _may_take_page(self, arena: PageArena, group_id: int, rest: Mapping[int, int]) -> bool:
+        """Whether a block may use up a page: enough must be left for the rest of an allocation."""
+        return (
+            sum(rest.values()) < arena.num_available
             or arena.groups[group_id].pages_needed(rest[group_id]) > 0
             or sum(pages.pages_needed(rest.get(g, 0)) for g, pages in arena.groups.items())
             < arena.num_available
         )
-        block, evicted = arena.take(group_id, near, may_take_page)
+
+    def _forget_evicted(self, evicted: Sequence[KVCacheBlock]) -> None:
+        """Let blocks whose content was given up no longer be found."""
         for old in evicted:
             if old.block_hash is not None:
                 self._forget_newest(old.group_id, old.block_hash)
@@ -640,7 +679,6 @@ class BlockPool:
                     self._evicted.popitem(last=False)
                 old.block_hash = None
                 self.num_evictions += 1
-        return block
 
     def _forget_newest(self, group_id: int, block_hash: BlockHash) -> None:
         """The newest block of a content is evicted; an older one that is held is found from now on.

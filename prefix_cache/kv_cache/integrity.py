@@ -165,11 +165,18 @@ def _check_requests(manager: KVCacheManager) -> None:
                 f"requests with a table in group {group.group_id} "
                 f"{sorted(group.block_tables)} != live requests {sorted(live)}"
             )
-    for block_hash, owners in manager.pending.owners.items():
-        if not owners or not owners <= live:
+    pending = manager.pending
+    if unknown := pending.hashes.keys() - live:
+        raise IntegrityError(
+            f"hashes are pending of {sorted(unknown)}, which are not among the live requests "
+            f"{sorted(live)}"
+        )
+    counts = Counter(each for hashes in pending.hashes.values() for each in hashes)
+    for block_hash in counts.keys() | pending.counts.keys():
+        if counts[block_hash] != pending.counts.get(block_hash):
             raise IntegrityError(
-                f"pending hash {_short(block_hash)} is owned by {sorted(owners)}, "
-                f"expected a non-empty part of the live requests {sorted(live)}"
+                f"pending hash {_short(block_hash)}: counted {pending.counts.get(block_hash)} "
+                f"times, pending of {counts[block_hash]} requests"
             )
 
 

@@ -347,44 +347,46 @@ class PendingBlocks:
     A request that needs such a block does better to wait a step than to compute it again.
 
     Attributes:
-        owners: hash to the ids of the requests that compute it, never empty; for reading only.
+        counts: hash to the number of requests that compute it, never 0; for reading only.
+        hashes: request id to what it computes, in order; for reading only.
     """
 
     def __init__(self) -> None:
-        self.owners: dict[BlockHash, set[str]] = {}
-        self._hashes: dict[str, set[BlockHash]] = {}
+        self.counts: dict[BlockHash, int] = {}
+        self.hashes: dict[str, dict[BlockHash, None]] = {}
 
     def __contains__(self, block_hash: BlockHash) -> bool:
-        return block_hash in self.owners
+        return block_hash in self.counts
 
     def add(self, request_id: str, block_hashes: Iterable[BlockHash]) -> None:
         """Note that a request computes these blocks."""
-        hashes = self._hashes.setdefault(request_id, set())
+        hashes, counts = self.hashes.setdefault(request_id, {}), self.counts
         for block_hash in block_hashes:
-            hashes.add(block_hash)
-            self.owners.setdefault(block_hash, set()).add(request_id)
+            if block_hash not in hashes:
+                hashes[block_hash] = None
+                counts[block_hash] = counts.get(block_hash, 0) + 1
 
     def remove(self, request_id: str, block_hashes: Iterable[BlockHash]) -> None:
         """Note that a request has computed these blocks; unknown ones are passed over."""
-        pending = self._hashes.get(request_id)
-        if not pending:
+        hashes, counts = self.hashes.get(request_id), self.counts
+        if not hashes:
             return
-        for block_hash in pending.intersection(block_hashes):
-            pending.discard(block_hash)
-            owners = self.owners[block_hash]
-            owners.discard(request_id)
-            if not owners:
-                del self.owners[block_hash]
+        for block_hash in block_hashes:
+            if block_hash in hashes:
+                del hashes[block_hash]
+                counts[block_hash] -= 1
+                if not counts[block_hash]:
+                    del counts[block_hash]
 
     def drop_request(self, request_id: str) -> None:
         """Note that a request will compute nothing more."""
-        self.remove(request_id, tuple(self._hashes.get(request_id, ())))
-        self._hashes.pop(request_id, None)
+        self.remove(request_id, tuple(self.hashes.get(request_id, ())))
+        self.hashes.pop(request_id, None)
 
     def clear(self) -> None:
         """Forget everything."""
-        self.owners.clear()
-        self._hashes.clear()
+        self.counts.clear()
+        self.hashes.clear()
 
 
 class PrefixFinder:
@@ -429,7 +431,7 @@ class PrefixFinder:
                 continue
             blocks = prefix.blocks[manager.group_id]
             pairs = zip(blocks, expected, strict=False)
-            current = all(b.large_page is None or b.block_hash == h for b, h in pairs)
+            current = all([b.large_page is None or b.block_hash == h for b, h in pairs])
             if not current or len(blocks) not in (0, len(expected)):
                 raise ValueError(
                     f"the prefix of {prefix.num_tokens} tokens is not (or no longer) cached "

@@ -128,7 +128,8 @@ class SingleTypeKVCacheManager(ABC):
 
     def extend(self, request_id: str, blocks: Sequence[KVCacheBlock], num_tokens: int) -> None:
         """Put new blocks, as many as :meth:`num_blocks_needed` said, behind the table."""
-        self._begin(request_id)
+        if request_id not in self.block_tables:
+            self._begin(request_id)
         self.block_tables[request_id].extend(blocks)
 
     def publish(
@@ -181,9 +182,9 @@ class SingleTypeKVCacheManager(ABC):
         for block in blocks:
             if block is not self.null_block:
                 self.pool.touch(block)
-        self._begin(request_id)
         self.block_tables[request_id] = list(blocks)
         self._num_published[request_id] = self._num_adopted[request_id] = len(blocks)
+        self._num_released[request_id] = 0
 
     def free(self, request_id: str) -> None:
         """Give back all blocks of a request, tail first, and forget it. ``ValueError`` if unknown.
@@ -593,7 +594,7 @@ class KVCacheCoordinator:
             As many blocks for every group that follows the tokens, null ones where it needs none.
         """
         hits = _agree(self._token_managers, block_hashes, max_num_tokens, self.block_size)
-        return tuple(tuple(hits.get(m.group_id, ())) for m in self.managers)
+        return tuple([tuple(hits.get(m.group_id, ())) for m in self.managers])
 
     def longest_hit_but_for_states(
         self, block_hashes: Sequence[BlockHash], max_num_tokens: int
@@ -634,8 +635,7 @@ class KVCacheCoordinator:
             else:
                 num_found = len(prefix_blocks[manager.group_id]) if prefix_blocks else 0
                 needs[manager.group_id] = manager.max_blocks(num_encoder_tokens) - num_found
-        revived = (block for blocks in prefix_blocks for block in blocks if block.large_page)
-        return self.pool.can_allocate(needs, revived)
+        return self.pool.can_allocate(needs, prefix_blocks)
 
     def allocate(
         self,
@@ -657,7 +657,7 @@ class KVCacheCoordinator:
         if num_computed_tokens >= next_release:
             for manager in self.managers:
                 manager.release_unneeded(request_id, num_computed_tokens)
-            next_release = min(m.next_release(num_computed_tokens) for m in self.managers)
+            next_release = min([m.next_release(num_computed_tokens) for m in self.managers])
         if num_tokens <= num_held:
             self._settled[request_id] = (num_held, next_release)
             return True
@@ -666,10 +666,8 @@ class KVCacheCoordinator:
             num_prefix = len(prefix_blocks[manager.group_id]) if prefix_blocks else 0
             wanted = num_tokens if manager.follows_tokens else num_encoder_tokens
             needs[manager.group_id] = manager.num_blocks_needed(request_id, wanted, num_prefix)
-        if any(needs.values()) or prefix_blocks:
-            revived = (block for blocks in prefix_blocks for block in blocks if block.large_page)
-            if not self.pool.can_allocate(needs, revived):
-                return False
+        if not self.pool.can_allocate(needs, prefix_blocks):
+            return False
         # Adopt in every group first: a new block for one must not evict the prefix of another.
         for manager, blocks in zip(self.managers, prefix_blocks, strict=False):
             manager.adopt(request_id, blocks)
@@ -722,10 +720,10 @@ def _agree(
         hits = {
             m.group_id: m.find_longest_cache_hit(block_hashes, max_num_tokens) for m in managers
         }
-        shortest = min(len(hit) for hit in hits.values())
-        if all(len(hit) == shortest for hit in hits.values()):
+        lengths = set(map(len, hits.values()))
+        if len(lengths) == 1:
             return hits
-        max_num_tokens = shortest * block_size
+        max_num_tokens = min(lengths) * block_size
     return {}
 
 

@@ -148,7 +148,7 @@ class PagesMachine(RuleBasedStateMachine):
         """All or nothing, exactly when the model says so; hits are touched first."""
         possible = all(can_have(arena, needs, hits) for arena in self.pool.arenas)
         before = self.snapshot()
-        assert self.pool.can_allocate(needs, hits) == possible
+        assert self.pool.can_allocate(needs, [hits]) == possible
         assert self.snapshot() == before
         if not possible:
             if not hits:

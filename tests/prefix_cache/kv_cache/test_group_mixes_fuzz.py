@@ -304,7 +304,7 @@ class GroupMixMachine(RuleBasedStateMachine):
             self.free(request_id)
         stats = self.manager.stats()
         assert stats.held == 0 and stats.free + stats.cached == self.num_large_pages - 1
-        assert not self.manager.pending.owners
+        assert not self.manager.pending.counts
         pool = self.manager.pool
         for group in range(len(self.kinds)):
             blocks = pool.allocate({group: pool.usable_blocks(group)})[group]

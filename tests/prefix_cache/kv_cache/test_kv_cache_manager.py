@@ -71,7 +71,7 @@ def test_a_request_beside_one_that_computes_its_prefix_is_told_to_wait():
     assert not find(manager, PROMPT).in_flight, "the third block is its own to compute"
     assert find(manager, [*PROMPT, 1]).in_flight
     manager.free("a")
-    assert not find(manager, [*PROMPT, 1]).in_flight and not manager.pending.owners
+    assert not find(manager, [*PROMPT, 1]).in_flight and not manager.pending.counts
 
 
 def test_the_three_request_recycling_case():
@@ -122,7 +122,7 @@ def test_switched_off_nothing_is_found_and_all_else_is_the_same():
         write(manager, request_id, 0, 12, h=1.0)
         manager.publish(request_id, hashes_of(PROMPT, BLOCK_SIZE), 12)
         assert manager.gather_outputs(request_id, 12)["h"].shape == (12, 2)
-    assert not manager.pool.hash_tables[0] and not manager.pending.owners
+    assert not manager.pool.hash_tables[0] and not manager.pending.counts
     with pytest.raises(ValueError, match="cannot be switched while 2 requests"):
         manager.enable_prefix_caching = True
     manager.free("a")

@@ -290,7 +290,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         return (
             self.manager.stats(),
             self.manager.request_ids,
-            {hash_: set(owners) for hash_, owners in self.manager.pending.owners.items()},
+            dict(self.manager.pending.counts),
             [(b.block_id, b.ref_cnt, b.block_hash, b.key) for p in pages for b in p.blocks],
             [page.page_id for page in pool.arenas[0].free_pages],
             cached_ids(pool),
@@ -317,7 +317,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         for request_id in list(getattr(self, "live", ())):
             self.free(request_id)
         if hasattr(self, "manager"):
-            assert self.manager.stats().held == 0 and not self.manager.pending.owners
+            assert self.manager.stats().held == 0 and not self.manager.pending.counts
 
 
 KVCacheManagerMachine.TestCase.settings = settings(
