@@ -193,21 +193,6 @@ def inputs_of(name: str, folder: Path) -> list[str | Path]:
     return ["-p", prompt, "-p", prompt + ". Why?"]
 
 
-@pytest.mark.parametrize("name", shipped_configs())
-def test_every_shipped_config_is_valid_and_drawn(name: str) -> None:
-    """Those of published checkpoints too, of which nothing is fetched."""
-    assert omni("validate", name).exit_code == 0
-    result = omni("explain", name, "--no-load")
-    assert result.exit_code == 0
-    assert f"name: {name}" in result.stdout
-
-
-@pytest.mark.parametrize("name", sorted({*OFFLINE} - SHOWN))
-def test_every_shipped_config_of_seeded_models_runs(name: str, tmp_path: Path) -> None:
-    result = omni("run", name, *inputs_of(name, tmp_path), "-q")
-    assert result.exit_code == 0, result.stderr
-
-
 @pytest.mark.parametrize("name", sorted({*OFFLINE} - SHOWN))
 def test_verify_finds_every_shipped_config_equal(name: str, tmp_path: Path) -> None:
     result = omni("verify", name, *inputs_of(name, tmp_path))

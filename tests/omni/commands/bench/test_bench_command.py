@@ -167,7 +167,10 @@ def test_the_key_comes_from_the_environment_and_stands_nowhere(tmp_path: Path):
         (["--url", NOWHERE, "--runtime", "inline"], "--runtime is about a pipeline"),
         (["--url", NOWHERE, "--set", "a=b"], "--set is about a pipeline"),
         (["--url", NOWHERE, "--voice", "x"], "--voice goes together with --speech"),
-        (["--url", "nonsense"], "--url: must be such as http://localhost:8000"),
+        *(
+            (["--url", each], "--url: must be such as http://localhost:8000")
+            for each in ("nonsense", "localhost:8000", "ftp://x", "http://x:99999", "http://x/?a=b")
+        ),
         (["--url", NOWHERE], f"--url {NOWHERE}: cannot be reached"),
         (["two_step", "--concurrency", "0"], "--concurrency: must be numbers above 0"),
         (["two_step", "--concurrency", "1,x"], "--concurrency: must be numbers above 0"),

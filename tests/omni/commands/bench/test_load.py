@@ -54,13 +54,6 @@ def test_a_closed_loop_keeps_so_many_in_flight_and_sends_all():
     assert run.duration_s == 8.0 and run.num_in_flight == 0
 
 
-def test_more_clients_than_requests_are_no_matter():
-    answers = Answers(1.0)
-    run = LevelRun(LoadLevel(concurrency=50), LoadAmount(2))
-    run_virtually(run.run(line_source([answers.send])))
-    assert len(run.records) == 2 and answers.most == 2
-
-
 def test_an_open_loop_does_not_wait_for_answers_and_its_gaps_are_exponential():
     answers = Answers(10.0)
     run = LevelRun(LoadLevel(rate=80.0), LoadAmount(400, seed=3), index=2)
