@@ -1,10 +1,7 @@
-"""What the official client, and curl, get of a chat is what ``Omni`` gives in Python."""
+"""What the official client gets of a chat is what ``Omni`` gives in Python."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
 from typing import Any
 
 import openai
@@ -13,7 +10,6 @@ import pytest
 from omni import ChatPrompt, OmniRequest, SamplingParams, TextPrompt, TokensPrompt
 from stages import StageOutput
 from tests.support.live_server import LiveServer
-from tests.support.patience import PATIENCE_S
 
 HELLO: list[Any] = [
     {"role": "system", "content": "You are a helpful assistant, and you count the clocks."},
@@ -94,27 +90,6 @@ def test_an_answer_is_that_of_omni_in_python(
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (
         output.num_prompt_tokens, sum(lengths), output.num_prompt_tokens + sum(lengths),
     )  # fmt: skip
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_curl_reads_a_stream_as_well(server: LiveServer):
-    body = {"model": "chat", "messages": HELLO, "stream": True}
-    flags = ["--silent", "--show-error", "--fail", "--no-buffer", "--noproxy", "*"]
-    flags += ["--max-time", str(PATIENCE_S), "--header", "Content-Type: application/json"]
-    done = subprocess.run(
-        ["curl", *flags, "--data", json.dumps(body), f"{server.url}/v1/chat/completions"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    *events, last, rest = done.stdout.split("\n\n")
-    assert (last, rest) == ("data: [DONE]", "")
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
-    assert len(chunks) > 2
-    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
-    expected = in_python(server, ChatPrompt(tuple(HELLO)), {})
-    assert "".join(delta.get("content", "") for delta in deltas) == expected.text
 
 
 @pytest.mark.parametrize("num_answers", [1, 2])

@@ -331,29 +331,6 @@ def test_a_chat_whose_model_stays_silent_is_its_text(media: LiveServer, client: 
 
 
 @pytest.mark.parametrize(
-    ("wrong", "param"),
-    [
-        ({"n": 2}, "n"),
-        ({"stages": {"thinker": {"n": 2}}}, "stages.thinker.n"),
-        ({"stages": {"talker": {"stop": ["."]}}}, "stages.talker.stop"),
-        (
-            {"stages": {"talker": {"suppress_token_ids": [9999]}}},
-            "stages.talker.suppress_token_ids",
-        ),
-        ({"stages": {"code2wav": {"seed": 1}}}, "stages.code2wav.seed"),
-    ],
-)
-def test_what_a_stage_of_a_voice_cannot_do_is_told_with_its_field(
-    client: Any, wrong: dict[str, Any], param: str
-):
-    with pytest.raises(openai.BadRequestError, match=r"stage '|: the stage ") as error:
-        client.chat.completions.create(
-            **MODEL, messages=[{"role": "user", "content": "Say."}], extra_body=wrong
-        )
-    assert error.value.param == param
-
-
-@pytest.mark.parametrize(
     ("call", "wrong", "param", "message"),
     [
         ("chat", {"data": "!!!", "format": "wav"}, "input_audio.data", "not valid base64"),
