@@ -22,13 +22,13 @@ from typing import BinaryIO
 
 from tests.support import ray_nursery_client
 
-__all__ = ["NURSERY", "main"]
+__all__ = ["NURSERY", "QUIET", "main", "start_nursery", "write_program"]
 
 NURSERY = "nursery"
 """The socket by which actors are to be had, as soon as it is there."""
 
 _NODES = "tests.support.ray_nodes"
-_QUIET = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_metrics_collection": "0"}
+QUIET = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_metrics_collection": "0"}
 _PATIENCE_S = 60
 _SET_PARENT_DEATH_SIGNAL = 1
 
@@ -43,10 +43,10 @@ def main(pid: int, folder: str) -> None:
     nursery = head = None
     try:
         with Path(folder, "head.log").open("wb") as log:
-            nursery = _start_nursery(folder, log)
+            nursery = start_nursery(folder, log)
             head = subprocess.Popen(
-                [sys.executable, "-m", _NODES, str(_write_program(folder)), folder],
-                env=os.environ | _QUIET,
+                [sys.executable, "-m", _NODES, str(write_program(folder)), folder],
+                env=os.environ | QUIET,
                 stdout=log,
                 stderr=log,
                 preexec_fn=_die_with_the_parent,
@@ -58,18 +58,19 @@ def main(pid: int, folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start_nursery(folder: str, log: BinaryIO) -> subprocess.Popen[bytes]:
+def start_nursery(folder: str, log: BinaryIO) -> subprocess.Popen[bytes]:
+    """Start what actors are forked from; it ends with this process."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.ray_nursery", str(Path(folder, NURSERY))],
-        env=os.environ | _QUIET,
+        env=os.environ | QUIET,
         stdout=log,
         stderr=log,
         preexec_fn=_die_with_the_parent,
     )
 
 
-def _write_program(folder: str) -> Path:
-    """What the cluster is to take for Python."""
+def write_program(folder: str) -> Path:
+    """Write the program that the cluster is to take for Python."""
     program = Path(folder, "python")
     client = ray_nursery_client.__file__
     words = (sys.executable, "-I", "-S", client, str(Path(folder, NURSERY)))

@@ -23,6 +23,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
@@ -38,7 +40,7 @@ from stages.cluster import reservation
 from stages.remote import supervisor
 from stages.remote.codec import INLINE_BYTES
 from stages.remote.remote_stage import RemoteStage
-from tests.support import omni_stages
+from tests.support import omni_stages, ray_head
 from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.same_outputs import assert_same
 
@@ -191,7 +193,7 @@ _ROWS = {"stages.writer.final_output": ["text", "tensors"]}
 
 def main(trace: str) -> None:
     """Compare what is said with what is said inline, also when nodes are lost meanwhile."""
-    with _cluster() as (cluster, nodes, add_node):
+    with _forked_actors(), _cluster() as (cluster, nodes, add_node):
         address: str = cluster.address
         speak_across(address, (cluster.head_node.node_id, *nodes))
         places: dict[str, Any] = {
@@ -230,13 +232,35 @@ def main(trace: str) -> None:
 
 
 @contextmanager
+def _forked_actors() -> Iterator[None]:
+    """Have actors forked from a process that has imported what they need, not begin from nothing.
+
+    How they do that is tried in the clusters of ``omni run``.
+    """
+    os.environ.update(ray_head.QUIET)
+    with (
+        TemporaryDirectory(prefix="omni-nursery-", dir="/tmp") as folder,
+        Path(folder, "log").open("wb") as log,
+        ray_head.start_nursery(folder, log) as nursery,
+        patch.object(sys, "executable", str(ray_head.write_program(folder))),
+    ):
+        wait_for(Path(folder, ray_head.NURSERY).exists)
+        try:
+            yield
+        finally:
+            nursery.kill()
+
+
+@contextmanager
 def _cluster() -> Iterator[tuple[Any, dict[str, Any], Callable[[], object]]]:
     """The cluster, what removes each node but the first, and what adds one for a reader."""
     head, *others = (
         {"num_cpus": 1, "resources": {name: 1}, "object_store_memory": _STORE_BYTES}
+        | {"include_log_monitor": False}
         for name in _NODES
     )
-    cluster: Any = Cluster(initialize_head=True, head_node_args=head | {"include_dashboard": False})
+    alone = {"include_dashboard": False, "no_monitor": True}
+    cluster: Any = Cluster(initialize_head=True, head_node_args=head | alone)
     try:
         added = [cluster.add_node(**node) for node in others]
         removals = {node.node_id: partial(cluster.remove_node, node) for node in added}
