@@ -58,14 +58,7 @@ class Listener:
 
 
 class ActorConnection(Connection):
-    """Speaks with an actor; see :class:`~stages.remote.supervisor.Connect`.
-
-    Args:
-        actor: a handle of :class:`~stages.cluster.actor_worker.ActorWorker`.
-        held: knows what this process has of the cluster's objects.
-        label: of the worker, for messages and the thread.
-        listener: gets what the actor says.
-    """
+    """Speaks with an actor, a handle of :class:`~stages.cluster.actor_worker.ActorWorker`."""
 
     start_patience_s = 300.0
     """An actor begins with a Python of its own, when there is room for it."""
@@ -209,11 +202,7 @@ class ActorConnection(Connection):
         return iter(ray.get(self._actor.hand_over.remote(count)) if count else ())
 
     def _send_again(self, num_taken: int) -> None:
-        """Send what an actor that speaks should have got, and has not.
-
-        Ray makes a call again that was lost, but not always: then nothing that is sent later is
-        heard, and no callback is called.
-        """
+        """Send again what an actor should have got: Ray repeats lost calls, but not always."""
         with self._lock:
             for number in [each for each in self._unconfirmed if each < num_taken]:
                 del self._unconfirmed[number]

@@ -1,7 +1,6 @@
-"""Finds a Ray cluster by its address, and checks that it answers.
+"""Finds a Ray cluster by its address, and checks in seconds that it answers.
 
-It does not import Ray, which is an extra: pipelines are checked where Ray is not installed. It
-takes seconds, where Ray itself would wait for minutes.
+It does not import Ray, since pipelines are checked where Ray is not installed.
 """
 
 from __future__ import annotations
@@ -62,15 +61,10 @@ def find_cluster(address: str | None) -> str | None:
 def check_answers(
     address: str, place: str = "runtime.address", patience_s: float = _ANSWER_S
 ) -> None:
-    """Check that something answers that may be a Ray cluster.
-
-    Args:
-        address: ``host:port``.
-        place: that gave it, for the message.
-        patience_s: seconds to wait for an answer.
+    """Check that a Ray cluster may answer at ``host:port``; an error names the place that gave it.
 
     Raises:
-        ValueError: it does not.
+        ValueError: nothing does, or something else.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -110,17 +104,10 @@ _PROBE = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.a
 
 
 def check_is_ray(address: str, patience_s: float = _PROBE_S) -> None:
-    """Ask a cluster who it is, in a process of its own.
-
-    Ray's ``init`` asks again and again, for minutes, what will never answer, and a process that has
-    asked cannot take it back; nor is what it prints meanwhile anybody's to read.
-
-    Args:
-        address: ``host:port``, where something answers as Ray does.
-        patience_s: seconds to wait for an answer.
+    """Ask a cluster who it is, in a process of its own: Ray's ``init`` would ask for minutes.
 
     Raises:
-        ValueError: it does not say who it is.
+        ValueError: it does not say that it is one.
     """
     begin = f"a Ray cluster: {address!r} could not be joined: "
     try:

@@ -1,11 +1,7 @@
 """Ray's Direct Transport: tensors from actor to actor, beside the object store.
 
-An actor keeps what it hands on in its own memory, and its reader fetches it there. What is
-in an actor is lost when that dies, which is why the object store is the rule.
-
-What is on a GPU is offered from there, if the transport can carry it, and comes to the GPU of
-its reader. A reader that has none, or that the transport does not reach, gets it on its host,
-by way of the store::
+An actor keeps what it hands on, and its reader fetches it there. What is in an actor is lost when
+that dies, which is why the object store is the rule. ::
 
     GPU of the source ── transport ──► GPU of the reader
                       └─ its host ── object store ──► host of a reader without one
@@ -38,11 +34,7 @@ _HOST, _GPU = "cpu", "cuda"
 
 
 def check_transport(name: str, *, has_gpus: bool) -> None:
-    """Check that Ray has a transport by which stages can hand on what they put out.
-
-    Args:
-        name: such as ``nixl``.
-        has_gpus: whether any stage has one.
+    """Check that Ray has a transport, such as ``nixl``, for what stages put out.
 
     Raises:
         ValueError: it has not; says why, and what to do.
@@ -74,11 +66,7 @@ def is_direct(reference: Any) -> bool:
 
 
 def fetch(reference: Any) -> NDArray[np.uint8] | Tensor:
-    """What an actor keeps, ``(n,)`` uint8: on its device, or else on the host.
-
-    Raises:
-        Exception: whatever Ray or the transport raises of what cannot be had.
-    """
+    """Content that an actor keeps, ``(n,)`` uint8: on its device, or else on the host."""
     if not _is_within_reach(_whereabouts(reference).tensor_transport_meta):
         return fetch_home(reference)
     get: Any = ray.get
@@ -87,11 +75,7 @@ def fetch(reference: Any) -> NDArray[np.uint8] | Tensor:
 
 
 def fetch_home(reference: Any, timeout_s: float | None = None) -> NDArray[np.uint8]:
-    """The same, on the host: a copy by way of the object store, for a reader without a transport.
-
-    Raises:
-        Exception: as for :func:`fetch`.
-    """
+    """The same on the host, by way of the object store, for a reader without a transport."""
     source: Any = _whereabouts(reference).src_actor
     call = source.__ray_call__.options(concurrency_group="_ray_system")
     found: NDArray[np.uint8] = ray.get(call.remote(_on_host, reference.hex()), timeout=timeout_s)
@@ -105,11 +89,7 @@ def _on_host(_: object, reference_id: str) -> NDArray[np.uint8]:
 
 
 def _is_within_reach(described: Any) -> bool:
-    """Whether this process has the kind of device that something is on.
-
-    Args:
-        described: Ray's account of it. Where a transport does not leave a GPU, this names it.
-    """
+    """Whether this process has the kind of device that something is on, by Ray's account of it."""
     if described.tensor_device == _HOST:
         return True
     here, gpus = ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
@@ -130,33 +110,20 @@ def _manager() -> Any:
 
 
 def forget_borrowed(reference_id: str) -> None:
-    """Have Ray forget the place of something that another process owns.
-
-    It keeps that for ever otherwise, one to two KiB for each (its issue 57962).
-    """
+    """Have Ray forget the place of an object of another process (its issue 57962)."""
     _manager()._managed_rdt_metadata.pop(reference_id, None)
 
 
 class Offers:
-    """What an actor has said that it hands on, until it is asked for.
-
-    Args:
-        transport: Ray's name of it.
-    """
+    """Tensors that an actor has announced, until they are asked for."""
 
     def __init__(self, transport: str) -> None:
         self._transport = transport
         self._waiting: deque[Tensor] = deque()
 
     def check(self) -> None:
-        """Check that the transport works in this process.
-
-        Ray tells an actor of transports that a program has registered by a call of its own, which
-        comes after the one that makes it.
-
-        Raises:
-            ValueError: it does not.
-        """
+        """Check that the transport works in this process, or raise ``ValueError``."""
+        # Ray tells an actor of a program's own transports by a call that may come later.
         until = time.monotonic() + _REGISTERED_WITHIN_S
         while not _is_known(self._transport) and time.monotonic() < until:
             time.sleep(_ASKED_EACH_S)
@@ -182,14 +149,11 @@ class Offers:
         return bool(util.device_match_transport(device, known))
 
     def made_of(self, content: NDArray[np.uint8] | Tensor | RemoteBytes) -> Tensor | None:
-        """A copy to be offered, ``(n,)`` uint8: it must stay as it is until it is fetched.
-
-        It is where the content is, if the transport can carry that, or else on the host.
+        """A copy to be offered, ``(n,)`` uint8, where the content is, or else on the host.
 
         Returns:
-            None for what goes another way: what the transport does not carry, and what is little
-            and on the host. What is on a GPU stays there however little it is, so that what a stage
-            puts out there is all of one place.
+            None for what the transport does not carry, and what is small and on the host. On a GPU
+            it stays however small it is, so that what a stage puts out there is all of one place.
 
         Raises:
             MemoryError: the GPU has no room for a copy.

@@ -39,9 +39,7 @@ class _Writable:
 
 
 class ObjectBytes(RemoteBytes):
-    """A reference to an object, which stays in the store as long as anybody has one.
-
-    What goes directly from actor to actor stays in the one that made it, as long as that lives.
+    """A reference to an object, which stays in the store, or in its actor, while anybody has one.
 
     Args:
         reference: Ray's, to an array or a tensor, ``(nbytes,)`` of uint8.
@@ -166,12 +164,7 @@ class HeldObjects:
 
 
 class ObjectDecoder:
-    """Decodes messages with objects beside them, in one thread at a time.
-
-    Args:
-        kinds: see :class:`~stages.remote.codec.Decoder`.
-        held: see :class:`ObjectBytes`.
-    """
+    """Decodes messages with objects beside them, in one thread at a time."""
 
     def __init__(self, kinds: Any, held: HeldObjects | None = None) -> None:
         self._held = held
@@ -180,11 +173,7 @@ class ObjectDecoder:
         self._found: list[ObjectBytes] = []
 
     def decode(self, content: bytes, references: Sequence[Any]) -> Any:
-        """Decode a message. A worker fetches at once what is in other actors.
-
-        Raises:
-            ValueError: it is no message of these types.
-        """
+        """Decode a message, or raise ``ValueError``; fetch at once what is in other actors."""
         self._references = references
         try:
             message = self._decoder.decode(content)

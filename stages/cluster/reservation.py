@@ -97,11 +97,7 @@ class Reservation:
 
     @classmethod
     def of(cls, address: str | None, placements: Mapping[str, Placement]) -> Reservation:
-        """Join a cluster for it, or start one; see :func:`~stages.cluster.membership.join`.
-
-        Raises:
-            ValueError: as for both. Nothing is left.
-        """
+        """Join a cluster for it, or start one; see :func:`~stages.cluster.membership.join`."""
         membership = join(address)
         try:
             return cls(membership, placements)
@@ -140,12 +136,7 @@ class Reservation:
         return ActorConnection(actor, self._membership.held, spec.label, listener)
 
     def _check_there(self, index: int, begun_s: float) -> None:
-        """Check that a bundle that was lost with its node has a place on another one, or gets one.
-
-        Args:
-            index: of the bundle.
-            begun_s: since when an actor waits for it, by the monotonic clock.
-        """
+        """Check that a bundle that was lost with its node has a place, or soon gets one."""
         nodes = [node for node in ray.nodes() if node["Alive"]]
         try:
             _check_fits(self._needs[index], self._selectors[index], nodes)
@@ -166,11 +157,7 @@ class Reservation:
     def _check_placed_together(
         self, lost: Collection[int], nodes: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Check that there is a place for all bundles that were lost: Ray gives none a place alone.
-
-        Raises:
-            NoPlaceError: one of them has none; says whose.
-        """
+        """Check that all lost bundles have a place: Ray gives none of them a place alone."""
         for (name, _), each in self._bundles.items():
             if each not in lost:
                 continue

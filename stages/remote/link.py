@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from array import array
 from collections import OrderedDict
@@ -310,14 +309,8 @@ class RemoteLink(StageLink):
 
     @property
     def has_work(self) -> bool:
-        """Whether any worker has said something, or has said nothing for too long."""
-        return bool(self._events) or any(port.inbox for port in self._ports) or self._is_stalled()
-
-    @property
-    def time_to_work(self) -> float | None:
-        """Seconds after which a silent worker counts as dead; None if none has anything to do."""
-        time_s = min((self._lives[each].time_to_stall() for each in self._busy()), default=math.inf)
-        return max(0.0, time_s) if time_s < math.inf else None
+        """Whether any worker has said something."""
+        return bool(self._events) or any([port.inbox for port in self._ports])
 
     def check_idle(self) -> bool:
         """Whether every worker has said that nothing moves, with all that was sent to it."""
@@ -325,7 +318,8 @@ class RemoteLink(StageLink):
             self._has_moved = False
             return False
         # A worker's other stages have had commands, too.
-        return all(self._idle_at[each] == self._lives[each].num_commands for each in self._busy())
+        busy = {attempt.replica for attempt in self._attempts.values()}
+        return all(self._idle_at[each] == self._lives[each].num_commands for each in busy)
 
     def close(self) -> None:
         """The workers are the stage's to end."""
@@ -362,8 +356,6 @@ class RemoteLink(StageLink):
 
     def events(self) -> list[Event]:
         """See :class:`~stages.worker.stage_link.StageLink`."""
-        for replica in self._busy():
-            self._lives[replica].check_alive()
         self._listen()
         events, self._events = self._events, []
         self._has_moved |= bool(events)
@@ -555,10 +547,3 @@ class RemoteLink(StageLink):
     def _forget(self, attempt: Attempt) -> None:
         self._attempts.pop(attempt.enter.request_id, None)
         self._by_ticket.pop(attempt.ticket, None)
-
-    def _busy(self) -> set[int]:
-        """The replicas that have requests."""
-        return {attempt.replica for attempt in self._attempts.values()}
-
-    def _is_stalled(self) -> bool:
-        return any(self._lives[replica].time_to_stall() <= 0 for replica in self._busy())

@@ -6,7 +6,6 @@ Here is also the connection to a worker in a process; one to an actor is in ``st
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -139,12 +138,7 @@ class Connect(Protocol):
 
 
 class ProcessConnection(Connection):
-    """One worker in a process, and the channel to it.
-
-    Args:
-        process: that runs :func:`stages.remote.worker.worker_main`.
-        on_message, on_end: see :class:`Connect`.
-    """
+    """A process that runs :func:`stages.remote.worker.worker_main`, and the channel to it."""
 
     def __init__(
         self,
@@ -273,8 +267,7 @@ class WorkerSupervisor:
     Args:
         spec: what the workers build.
         connect: starts one.
-        stall_timeout_s: seconds without a sign of life after which a worker that has something to
-            do counts as dead.
+        stall_timeout_s: seconds without a sign of life after which a worker counts as dead.
 
     Attributes:
         spec: as given.
@@ -306,7 +299,11 @@ class WorkerSupervisor:
         self._heard_at, self._has_spoken = time.monotonic(), False
         self._settings: dict[tuple[str, str], Call] = {}
         self.on_event: Callable[[], object] = lambda: None
-        self._timer: threading.Timer | None = None
+        self._start_at: float | None = None  # when the next worker is due
+        self._is_due = threading.Event()
+        self._watch = threading.Thread(
+            target=self._watch_worker, name=f"watch {spec.label}"[:60], daemon=True
+        )
         self.facts: Mapping[str, StageFacts] | None = None
         # What the workers that have ended counted, and what the present one reported last.
         self._ended = {stage.name: StageStats() for stage in spec.stages}
@@ -335,6 +332,8 @@ class WorkerSupervisor:
             self._heard_at = time.monotonic()
             self._has_spoken = False
             self._is_connected.clear()
+            if self._watch.ident is None:
+                self._watch.start()
         try:
             connection = self._connect(
                 self.spec,
@@ -360,12 +359,7 @@ class WorkerSupervisor:
         Raises:
             ValueError: a stage cannot be built, or the worker has ended; says which.
         """
-        while True:
-            try:
-                self._first_built.result(_LOOK_S)
-                return
-            except TimeoutError:  # one that hangs says nothing for ever
-                self.check_alive()
+        self._first_built.result()
 
     def send(self, generation: int, commands: Commands) -> None:
         """Send commands to the worker of a number.
@@ -397,8 +391,7 @@ class WorkerSupervisor:
 
         Args:
             stage: its name; None for all.
-            method: see :class:`~stages.remote.worker.WorkerCalls`.
-            arguments: of it.
+            method, arguments: see :class:`~stages.remote.worker.WorkerCalls`.
             is_setting: whether workers that are started later are to get it as well.
             timeout_s: how long to wait at most; None as long as it takes.
 
@@ -417,13 +410,7 @@ class WorkerSupervisor:
             self._send_over(self._connection, message)
         except WorkerGone:
             self._fail_calls("its worker is being started again", number)
-        if timeout_s is not None:
-            return answer.result(timeout_s)
-        while True:
-            try:
-                return answer.result(_LOOK_S)
-            except TimeoutError:
-                self.check_alive()
+        return answer.result(timeout_s)
 
     def call_when_up(
         self, stage: str, method: str, *arguments: Any, is_setting: bool = False
@@ -438,8 +425,7 @@ class WorkerSupervisor:
             try:
                 return self.call(stage, method, *arguments, is_setting=is_setting)
             except WorkerEndedError:
-                while not self._is_settled.wait(_LOOK_S):
-                    self.check_alive()
+                self._is_settled.wait()
                 if not self.is_up:
                     raise
 
@@ -484,25 +470,27 @@ class WorkerSupervisor:
             if (answer := self._answers.pop(number, None)) is not None:
                 answer.set_exception(WorkerEndedError(f"{self.spec.called}: {reason}"))
 
-    def time_to_stall(self) -> float:
-        """Seconds after which a worker that says nothing counts as dead; inf without one."""
-        return self._heard_at + self._patience_s - time.monotonic()
-
-    @property
-    def _patience_s(self) -> float:
-        """How long a worker may be silent; before its first message, for longer."""
-        connection = self._connection
-        if connection is None:  # one that is not there cannot be silent
-            return math.inf
-        first_s = 0.0 if self._has_spoken else connection.start_patience_s
-        return max(self._stall_timeout_s, first_s)
-
-    def check_alive(self) -> None:
-        """End a worker that has said nothing for too long."""
-        connection, patience_s = self._connection, self._patience_s
-        if connection is not None and self.time_to_stall() <= 0:
-            self._heard_at = time.monotonic()
-            connection.kill(f"gave no sign of life for {patience_s:g} s")
+    def _watch_worker(self) -> None:
+        """Start the next worker when it is due, and kill one that is silent, until the end."""
+        while not self._is_closed:
+            connection, start_at = self._connection, self._start_at
+            now_s = time.monotonic()
+            if start_at is not None and start_at <= now_s:
+                self._start_at = None
+                self.start()
+            elif connection is not None:
+                # One that has not spoken yet has longer.
+                first_s = 0.0 if self._has_spoken else connection.start_patience_s
+                patience_s = max(self._stall_timeout_s, first_s)
+                if now_s - self._heard_at > patience_s:
+                    self._heard_at = now_s
+                    connection.kill(f"gave no sign of life for {patience_s:g} s")
+            begin_s = time.monotonic()
+            due = self._start_at
+            self._is_due.wait(_LOOK_S if due is None else min(_LOOK_S, max(0.0, due - begin_s)))
+            self._is_due.clear()
+            if time.monotonic() - begin_s > 2 * _LOOK_S:  # this process was stopped itself
+                self._heard_at = time.monotonic()
 
     def close(self) -> None:
         """End the worker, and start no more. May be called again."""
@@ -510,9 +498,7 @@ class WorkerSupervisor:
             self._is_closed, self.is_up = True, False
             self._is_settled.set()
             connection, self._connection = self._connection, None
-            timer = self._timer
-        if timer is not None:
-            timer.cancel()
+        self._is_due.set()
         if connection is not None:
             connection.close(_GRACE_S)
         self._fail_calls("the stage is closed")
@@ -616,20 +602,14 @@ class WorkerSupervisor:
                 _logger.warning("the worker of %s %s; %s", self.spec.called, reason, plan)
             tries = min(self.num_starts, MOST_STARTS + 10)
             delay_s = min(_FIRST_DELAY_S * 2**tries, _LONGEST_DELAY_S)
-            self._timer = threading.Timer(delay_s, self.start)
-            self._timer.daemon = True
-            self._timer.start()
+            self._start_at = time.monotonic() + delay_s
+            self._is_due.set()
 
 
 def start_workers(
     specs: Sequence[WorkerSpec], connect: Connect, stall_timeout_s: float
 ) -> list[WorkerSupervisor]:
     """Start workers side by side, and wait until all have built their stages.
-
-    Args:
-        specs: what they are to build.
-        connect: starts one.
-        stall_timeout_s: see :class:`WorkerSupervisor`.
 
     Raises:
         ValueError: a stage cannot be built, or its worker has ended; none is left running.

@@ -111,17 +111,23 @@ class Preparations(Generic[OwnerT, T]):
     @property
     def has_ready(self) -> bool:
         """Whether :meth:`take` would give anything now."""
+        if not self._ended and not self._done:
+            return False
         return any([self._is_ready(each) for each in self._all_done()])
 
     @property
     def time_to_ready(self) -> float | None:
         """Seconds after which something that is done is ready; None if that is not known."""
+        if not self._done and not self._ended:
+            return None
         groups = [self._groups[e.group] for e in self._all_done() if e.group in self._groups]
         times = [group.deadline - time.monotonic() for group in groups]
         return max(0.0, min(times)) if times else None
 
     def take(self) -> list[tuple[OwnerT, Future[T]]]:
         """Take those that are ready, in the order in which they were submitted."""
+        if not self._ended and not self._done:
+            return []
         ready = [each for each in self._all_done() if self._is_ready(each)]
         for each in ready:
             self._done.remove(each)
