@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from engine import Engine
 from engine.interface.arguments import check_argument, check_sampling_argument
-from engine.interface.config import EngineConfig, EngineSettings
+from engine.interface.config import EngineConfig
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.settings import Settings
 from stages.engine_stage import EngineStage
@@ -142,17 +142,8 @@ class AutoregressiveStage(EngineStage):
                 "it was given an engine that exists, which stays in this process: give it the "
                 "EngineConfig"
             )
-        given = {
-            "kind": "autoregressive",
-            "model": self._config.model,
-            "part": self._config.part,
-            "engine": EngineSettings(**self._config.model_dump(exclude={"model", "part"})),
-            "sampling": self._sampling,
-            "outputs": self.outputs,
-            "inputs": self.inputs,
-            "final_output": self.final_output,
-        }
-        return AutoregressiveStageConfig.model_validate(given)
+        own = {"sampling": self._sampling, "outputs": self.outputs}
+        return self._configuration(AutoregressiveStageConfig, self._config, **own)
 
     def _build_engine(self) -> LLMEngine:
         from engine import LLMEngine  # only here: configurations are checked without torch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from engine import SamplingParams, TextPrompt
 from engine.interface.arguments import check_argument
-from engine.interface.config import EngineConfig, EngineSettings
+from engine.interface.config import EngineConfig
 from engine.interface.outputs import OutputDelta
 from engine.interface.settings import Settings
 from engine.models.registry import FAMILIES
@@ -114,18 +114,12 @@ class EncoderStage(EngineStage):
         """See :class:`~stages.stage.Stage`."""
         if self.built_of is not None or type(self) is not EncoderStage:
             return super().configuration()
-        given = {
-            "kind": "encoder",
-            "model": self._config.model,
-            "part": self._config.part,
-            "engine": EngineSettings(**self._config.model_dump(exclude={"model", "part"})),
+        own = {
             "pooling": self._given_pooling,
             "normalize": self._given_normalize,
             "outputs": self.outputs,
-            "inputs": self.inputs,
-            "final_output": self.final_output,
         }
-        return EncoderStageConfig.model_validate(given)
+        return self._configuration(EncoderStageConfig, self._config, **own)
 
     def _build_engine(self) -> EncoderEngine | LLMEngine:
         # Only here: configurations are checked without torch.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from engine import FinishReason
+from engine.interface.config import EngineConfig, GeneratorConfig
 from engine.interface.log_fields import package_logger
 from engine.interface.outputs import OutputDelta
 from stages.stage import Prepared, Stage, StageOutput, StageRequest, StageStats
+from stages.stage_config import StageConfig
 from stages.stage_output import OutputAccumulator
 
 if TYPE_CHECKING:
@@ -43,6 +45,21 @@ class EngineStage(Stage):
         super().__init__(name, **graph)
         # Of requests of a caller that drives the stage itself.
         self._accumulators: dict[str, OutputAccumulator] = {}
+
+    def _configuration(
+        self, kind: type[StageConfig], config: EngineConfig | GeneratorConfig, **own: Any
+    ) -> StageConfig:
+        """The configuration of such a stage, which was made of arguments: its engine's, and own."""
+        settings = type(kind.model_fields["engine"].default)
+        given = {
+            "kind": get_args(kind.model_fields["kind"].annotation)[0],
+            "model": config.model,
+            "part": config.part,
+            "engine": settings(**config.model_dump(include=set(settings.model_fields))),
+            "inputs": self.inputs,
+            "final_output": self.final_output,
+        }
+        return kind.model_validate(given | own)
 
     def _build_engine(self) -> Engine[Any]:
         """Build the engine that the stage was configured with.

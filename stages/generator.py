@@ -102,17 +102,8 @@ class GeneratorStage(EngineStage):
         """See :class:`~stages.stage.Stage`."""
         if self.built_of is not None or type(self) is not GeneratorStage:
             return super().configuration()
-        own = {"model", "part", "generation"}
-        given = {
-            "kind": "generator",
-            "model": self._config.model,
-            "part": self._config.part,
-            "engine": GeneratorSettings(**self._config.model_dump(exclude=own)),
-            "generation": self._config.generation,
-            "inputs": self.inputs,
-            "final_output": self.final_output,
-        }
-        return GeneratorStageConfig.model_validate(given)
+        own = {"generation": self._config.generation}
+        return self._configuration(GeneratorStageConfig, self._config, **own)
 
     def _build_engine(self) -> GeneratorEngine:
         from engine import GeneratorEngine  # only here: configurations are checked without torch

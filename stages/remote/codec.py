@@ -233,8 +233,7 @@ class Decoder:
 
     Args:
         kinds: the type of a message, or the union of them.
-        find: from the references that ``share`` of the other side gave to what they stand for;
-            None where nothing is shared.
+        find: what a reference stands for; None where nothing is shared.
     """
 
     def __init__(self, kinds: Any, find: Find | None = None) -> None:

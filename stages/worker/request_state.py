@@ -1,25 +1,115 @@
-"""One request in one stage."""
+"""One request in one stage, and how its output is cut into the chunks of its streamed edges."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from engine import Prompt
-from stages.stage import StageRequest
+from engine.interface.outputs import OutputDelta
+from stages.stage import Stage, StageOutput, StageRequest
 from stages.stage_output import OutputAccumulator
-from stages.worker.chunk_cutter import ChunkCutter
-from stages.worker.messages import Enter
+from stages.worker.messages import Chunk, Enter, StreamedEdge, StreamPlace
 
-__all__ = ["RequestState"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["ChunkCutter", "RequestState"]
+
+
+@dataclass(slots=True)
+class ChunkCutter:
+    """One request on one streamed edge, in the source's worker.
+
+    A chunk is due when the source has generated ``chunk_size`` tokens since the one before, or is
+    done. It holds all that is new. The newest token's forward pass is still to come, so that rows
+    lag by one, and the last token of all never has one. With a prompt of 3 tokens and a
+    ``chunk_size`` of 2::
+
+        sequence      p0 p1 p2 t0 t1 t2 t3 t4
+        row           r0 r1 r2 r3 r4 r5 r6  -
+
+        after t1     |r0 r1 r2 r3|                t0 t1    next_token = 2, next_row = 4
+        after t3                 |r4 r5|          t2 t3    next_token = 4, next_row = 6
+        t4, done                       |r6|       t4
+
+    Tokens and rows of a chunk fit together, so a source that cannot hand out the rows at that
+    moment, such as one that has just given its blocks back, makes the chunk wait for its next
+    output; nothing is lost or handed on twice.
+
+    Attributes:
+        source: the stage that the chunks come from.
+        edge: where they go.
+        next_token: how many generated tokens have been handed on.
+        next_row: how many rows have.
+        outstanding: chunks that the consumer has not taken yet.
+        is_open: whether the consumer takes any more.
+    """
+
+    source: Stage
+    edge: StreamedEdge
+    next_token: int = 0
+    next_row: int = 0
+    outstanding: int = 0
+    is_open: bool = True
+
+    @classmethod
+    def at(cls, source: Stage, edge: StreamedEdge, place: StreamPlace) -> ChunkCutter:
+        """One that goes on where another one stood."""
+        begun = (place.next_token, place.next_row, place.outstanding, place.is_open)
+        return cls(source, edge, *begun)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more chunks should come for now."""
+        return self.is_open and self.outstanding >= self.edge.max_pending
+
+    def cut(self, delta: OutputDelta, so_far: OutputAccumulator) -> Chunk | None:
+        """Take the next chunk off what the source has made so far; None if none is due.
+
+        Args:
+            delta: the newest of the source.
+            so_far: all its deltas.
+
+        Raises:
+            Exception: whatever the source raises when it is asked for its rows.
+        """
+        if not self.is_open or delta.failure is not None:
+            return None
+        if delta.finished:
+            tensors = {name: rows[self.next_row :] for name, rows in delta.tensors.items()}
+            return self._take(so_far.output(), tensors)
+        num_tokens = len(so_far.token_ids)
+        if num_tokens - self.next_token < self.edge.chunk_size:
+            return None
+        num_rows = delta.num_prompt_tokens + num_tokens - 1 - self.next_row
+        rows = self._partial_tensors(delta.request_id, num_rows)
+        return None if rows is None else self._take(so_far.output(), rows)
+
+    def _partial_tensors(self, request_id: str, num_rows: int) -> Mapping[str, Tensor] | None:
+        """The next rows of a live request; None if the source does not have them now."""
+        if self.source.outputs == ():
+            return {}
+        tensors = self.source.partial_tensors(request_id, self.next_row)
+        if not tensors or any(rows.shape[0] < num_rows for rows in tensors.values()):
+            return None
+        return {name: rows[:num_rows] for name, rows in tensors.items()}
+
+    def _take(self, output: StageOutput, tensors: Mapping[str, Tensor]) -> Chunk:
+        first_row = self.next_row
+        token_ids = output.token_ids[self.next_token :]
+        self.next_token += len(token_ids)
+        self.next_row += max((rows.shape[0] for rows in tensors.values()), default=0)
+        self.outstanding += 1
+        piece = replace(output, token_ids=token_ids, tensors=tensors)
+        return Chunk(self.edge.consumer, piece, first_row)
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request in one stage.
-
-    ::
+    """One request in one stage. ::
 
         entered ──► made ready ──► inside ──► rests, goes on ──► out
 

@@ -1,7 +1,4 @@
-"""A link, by which an orchestrator reaches a stage wherever the stage runs.
-
-A stage that runs elsewhere is known here by its description and by the state of its workers.
-"""
+"""A link, by which an orchestrator reaches a stage wherever it runs, and the state of workers."""
 
 from __future__ import annotations
 
@@ -18,11 +15,7 @@ __all__ = ["DistantStage", "StageLink", "WorkerState", "why_lost"]
 
 
 class DistantStage(Stage):
-    """A stage that workers run, and that is reached by a link of its own.
-
-    It answers what a stage is asked between requests (its facts, counters and settings);
-    ``add_request`` and ``step`` are its worker's.
-    """
+    """A stage that workers run, and that is reached by a link of its own."""
 
     @property
     @abstractmethod
@@ -53,10 +46,7 @@ class WorkerState:
 
 
 def why_lost(workers: Sequence[WorkerState]) -> str | None:
-    """Why a stage takes no requests, in words that follow its name.
-
-    Args:
-        workers: of the stage, by replica.
+    """Why a stage with such workers takes no requests, in words that follow its name.
 
     Returns:
         None if any of them takes requests, or will without anybody's help.

@@ -21,12 +21,7 @@ _MOST_EVENTS = 1_000
 
 
 class TracedWorker(StageWorker):
-    """Runs a stage as a :class:`StageWorker` does, and reports it ahead of its events.
-
-    Args:
-        stage, transform, edges: see there.
-        replica: which of the stage's workers it is.
-    """
+    """Runs a stage as a :class:`StageWorker` does, and reports it ahead of its events."""
 
     def __init__(
         self,
@@ -132,14 +127,7 @@ class StageTracer:
     def commanded(
         self, command: Command, start_s: float, end_s: float, state: RequestState | None
     ) -> None:
-        """Take note of a command that was done.
-
-        Args:
-            command: that came.
-            start_s: when it came.
-            end_s: when it was done.
-            state: of the request that it was about; None if it is not here any more.
-        """
+        """Note a command that was done, with the state of its request, if that is still here."""
         request_id = command.request_id
         if isinstance(command, Enter):
             self._entered(command, start_s, end_s)
@@ -168,15 +156,7 @@ class StageTracer:
         events: Sequence[Event],
         states: Mapping[str, RequestState],
     ) -> None:
-        """Take note of a turn.
-
-        Args:
-            start_s: when it began.
-            end_s: when it was over.
-            moved: the requests that its step moved, by their tickets.
-            events: what came of it.
-            states: of all requests that the worker has now.
-        """
+        """Note a turn: the requests that its step moved, by ticket, its events, all states."""
         # What was let in, or paused, was so before the stage's step.
         for request_id, state in states.items():
             if (track := self._tracks.get(request_id)) is not None:

@@ -15,7 +15,6 @@ from engine.interface.placed_error import described
 from engine.interface.sampling_params import RequestSeeds
 from stages.stage import Prepared, Stage, StageOutput, StageRequest, Transform, TransformContext
 from stages.stage_output import OutputAccumulator
-from stages.worker.chunk_cutter import ChunkCutter
 from stages.worker.guarded_stage import GuardedStage
 from stages.worker.messages import (
     Abort,
@@ -34,7 +33,7 @@ from stages.worker.messages import (
     StreamPlace,
 )
 from stages.worker.preparations import Preparations, is_light
-from stages.worker.request_state import RequestState
+from stages.worker.request_state import ChunkCutter, RequestState
 from stages.worker.stage_link import StageLink
 
 __all__ = ["StageWorker", "num_tensor_bytes"]
