@@ -55,30 +55,30 @@ class _Shipment:
     """The large contents of one message: new ones, and segments that are passed on."""
 
     def __init__(self) -> None:
-        self._contents: list[NDArray[np.uint8]] = []
+        self.contents: list[NDArray[np.uint8]] = []
         self._nbytes = 0
-        self._numbers: dict[Descriptor, int] = {}  # the segment of new contents comes last
+        self.numbers: dict[Descriptor, int] = {}  # the segment of new contents comes last
 
     def share(self, content: NDArray[np.uint8] | Tensor | RemoteBytes) -> Reference | None:
         """See :data:`stages.remote.codec.Share`."""
         if isinstance(content, SharedBytes) and (file := content.segment.file) is not None:
-            number = self._numbers.setdefault(file, len(self._numbers))
+            number = self.numbers.setdefault(file, len(self.numbers))
             return Reference(number, content.nbytes, content.offset)
         if content.nbytes <= INLINE_BYTES:
             return None
-        self._contents.append(plain_bytes(content))
+        self.contents.append(plain_bytes(content))
         start = aligned(self._nbytes)
         self._nbytes = start + content.nbytes
         return Reference(-1, content.nbytes, start)
 
     def files(self) -> list[Descriptor]:
-        """Descriptors of all segments.
+        """The descriptors of all segments.
 
         Raises:
             OSError: a limit of the system is reached.
         """
-        new = [Segment.write(self._contents).file] if self._contents else []
-        return [file for file in (*self._numbers, *new) if file is not None]
+        new = [Segment.write(self.contents).file] if self.contents else []
+        return [file for file in (*self.numbers, *new) if file is not None]
 
 
 class FrameReader:
@@ -213,31 +213,35 @@ class Channel:
             ChannelClosed: the peer is gone, or the channel is closed.
             ValueError: it holds what messages do not know, or is too large; nothing is sent.
         """
-        self._check_open()
         shipment = _Shipment()
         content = encode(message, shipment.share)
-        try:
-            files = shipment.files()
-        except OSError as error:
-            _LOG.debug("no shared memory for a message: %s", error)
-            content, files = encode(message), []
+        files: list[Descriptor] = []
+        if shipment.contents or shipment.numbers:
+            try:
+                files = shipment.files()
+            except OSError as error:
+                _LOG.debug("no shared memory for a message: %s", error)
+                content = encode(message)
         if len(content) > _MOST_BYTES:
             raise ValueError(
                 f"a message of {len(content)} bytes: {_MOST_BYTES} are the most that are sent at "
                 "once"
             )
         with self._changed:
-            self._check_open()
-            for start in range(_MOST_FDS, len(files), _MOST_FDS):  # beside frames of nothing
-                self._put(_HEADER.pack(PROTOCOL_VERSION, 0, 0), files[start - _MOST_FDS : start])
-            rest = files[(len(files) - 1) // _MOST_FDS * _MOST_FDS :] if files else files
-            self._put(_HEADER.pack(PROTOCOL_VERSION, len(files), len(content)) + content, rest)
+            if self._closed is not None:
+                self._check_open()
+            num_files = len(files)
+            while len(files) > _MOST_FDS:  # beside frames of nothing
+                self._put(_HEADER.pack(PROTOCOL_VERSION, 0, 0), files[:_MOST_FDS])
+                files = files[_MOST_FDS:]
+            self._put(_HEADER.pack(PROTOCOL_VERSION, num_files, len(content)) + content, files)
             if not self._has_sender:
-                self._flush(socket.MSG_DONTWAIT)
+                self._flush()
             if self._waiting and not self._has_sender:
                 self._has_sender = True
                 threading.Thread(target=self._send_rest, name="channel sender", daemon=True).start()
-            self._check_open()
+            if self._closed is not None:
+                self._check_open()
 
     def wait_until_sent(self, timeout_s: float) -> bool:
         """Wait until the peer's socket has all that was sent; whether it has.
@@ -287,18 +291,15 @@ class Channel:
         self._waiting.append((memoryview(content), files))
         self.queued_bytes += len(content)
 
-    def _flush(self, flags: int) -> None:
+    def _flush(self) -> None:
         """Send what the socket has room for; under the lock."""
-        while self._waiting:
-            content, files = self._waiting[0]
-            try:
-                num_sent = self._send_piece(content, files, flags)
-            except BlockingIOError:
-                return
-            except OSError:  # what it has sent before is still to be read
-                self._end_sending()
-                return
-            self._note_sent(num_sent)
+        try:
+            while self._waiting:
+                self._note_sent(self._send_piece(*self._waiting[0], socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._end_sending()
 
     def _send_rest(self) -> None:
         """Send as the peer reads, until nothing waits."""

@@ -162,9 +162,11 @@ class Commands(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Events(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What happened in one turn of a worker, by stage."""
+    """What happened in one turn of a worker, by stage, with the counters of stages that are done
+    with a request: should the worker die, its work has been counted."""
 
     events: Mapping[str, tuple[Event | Traced, ...]]
+    stats: Mapping[str, StageStats] = {}
 
 
 class Idle(msgspec.Struct, frozen=True, tag=True, array_like=True):

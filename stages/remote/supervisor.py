@@ -524,6 +524,7 @@ class WorkerSupervisor:
                 relay(message)
                 return
             case Events():
+                self._latest.update(message.stats)
                 for name, events in message.events.items():
                     self.ports[name].inbox.append((generation, events))
                 self.on_event()

@@ -291,12 +291,14 @@ class WorkerLoop:
         return has_any
 
     def _emit(self, traces: dict[str, list[Traced]], events: dict[str, list[Event]]) -> None:
-        ended = {name for name, of_stage in events.items() if any(map(_is_end, of_stage))}
-        if ended:  # before the end is emitted: should this process die, its work has been counted
-            self._send_counts(ended)
+        stats = {
+            name: self._workers[name].stage.stats()
+            for name, of_stage in events.items()
+            if any([isinstance(e, Output) and e.delta and e.delta.finished for e in of_stage])
+        }
         names = [name for name in self._workers if name in traces or name in events]
         try:
-            self._send(Events({n: (*traces.get(n, ()), *events.get(n, ())) for n in names}))
+            self._send(Events({n: (*traces.get(n, ()), *events.get(n, ())) for n in names}, stats))
         except (MemoryError, ValueError):
             # Something does not fit into shared memory, or is no type that can be sent.
             for name, of_stage in events.items():
@@ -328,11 +330,6 @@ class WorkerLoop:
             if not self._has_changed:
                 self._changed.wait(longest_s)
             self._has_changed = False
-
-
-def _is_end(event: Event) -> bool:
-    """Whether a stage has put out the last of a request."""
-    return isinstance(event, Output) and event.delta is not None and event.delta.finished
 
 
 def worker_main(sock: socket.socket, argument: bytes) -> None:
