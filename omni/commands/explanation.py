@@ -166,9 +166,9 @@ def _inline_lines(config: PipelineConfig) -> list[str]:
 
 
 def _processes(config: PipelineConfig, cores: int) -> list[str]:
-    threads = resolve_threads(config, cores)
+    threads = resolve_threads(config.placements, cores)
     boxes = []
-    for worker, names in stages_by_worker(config):
+    for worker, names in stages_by_worker(config.placements):
         stage = config.stages[names[0]]
         if stage.placement.worker is None:
             workers = _many(stage.placement.replicas, "process", "processes")

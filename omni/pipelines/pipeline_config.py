@@ -32,6 +32,7 @@ from omni.pipelines.runtime_config import (
 from omni.pipelines.voices import Voices
 from omni.seeded.checkpoints import SEEDED_MODELS, SEEDED_PREFIX, resolve_model
 from stages import StageConfig
+from stages.placement import Placement
 from stages.stage_config import parse_stage_config
 from stages.transforms.registry import is_custom, locate_transform
 
@@ -172,6 +173,11 @@ class PipelineConfig(Settings):
             for name, stage in self.stages.items()
             if stage.inputs is not None and is_custom(stage.inputs.transform)
         }
+
+    @property
+    def placements(self) -> dict[str, Placement]:
+        """Where each stage runs."""
+        return {name: stage.placement for name, stage in self.stages.items()}
 
     def topological_order(self) -> list[str]:
         """Name the stages so that each comes after all that feed it; else in the file's order."""

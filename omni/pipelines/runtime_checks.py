@@ -24,7 +24,7 @@ def check_runtime(config: PipelineConfig) -> None:
     if config.runtime.kind == "ray":
         check_cluster(config.runtime.address)
     else:
-        check_devices({name: stage.placement for name, stage in config.stages.items()})
+        check_devices(config.placements)
 
 
 def cuda_devices() -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol, Self, get_args
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -262,17 +262,7 @@ def check_address(address: str) -> None:
         raise ValueError(f"must be host:port or auto, got {address[:80]!r}; such as 127.0.0.1:6379")
 
 
-class _Placed(Protocol):
-    @property
-    def placement(self) -> Placement: ...
-
-
-class _HasStages(Protocol):
-    @property
-    def stages(self) -> Mapping[str, _Placed]: ...
-
-
-def resolve_threads(config: _HasStages, cores: int) -> dict[str, int]:
+def resolve_threads(placements: Mapping[str, Placement], cores: int) -> dict[str, int]:
     """Share a machine's cores out among the workers of a pipeline.
 
     Stages that say how many threads they want have them; stages that share a worker take turns, so
@@ -283,9 +273,8 @@ def resolve_threads(config: _HasStages, cores: int) -> dict[str, int]:
     Returns:
         For every stage the threads of each of its workers, while it steps there.
     """
-    placements = {name: stage.placement for name, stage in config.stages.items()}
     threads = {name: each.threads for name, each in placements.items() if each.threads is not None}
-    workers = [names for _, names in stages_by_worker(config)]
+    workers = [names for _, names in stages_by_worker(placements)]
     taken = 0
     open_workers = []
     for names in workers:
@@ -304,14 +293,14 @@ def resolve_threads(config: _HasStages, cores: int) -> dict[str, int]:
     return {name: threads[name] for name in placements}
 
 
-def stages_by_worker(config: _HasStages) -> list[tuple[str, list[str]]]:
+def stages_by_worker(placements: Mapping[str, Placement]) -> list[tuple[str, list[str]]]:
     """The name of each worker, and its stages in their order.
 
     Returns:
         Those that stages share by name, and those that have the name of their only stage.
     """
     workers: dict[tuple[bool, str], list[str]] = {}
-    for name, stage in config.stages.items():
-        worker = stage.placement.worker
+    for name, placement in placements.items():
+        worker = placement.worker
         workers.setdefault((worker is None, worker or name), []).append(name)
     return [(name, stages) for (_, name), stages in workers.items()]

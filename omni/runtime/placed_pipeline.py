@@ -163,7 +163,7 @@ def _connect(config: PipelineConfig) -> tuple[Connect, Callable[[], object]]:
     from stages.cluster.direct_transport import check_transport
     from stages.cluster.reservation import Reservation
 
-    placements = {name: stage.placement for name, stage in config.stages.items()}
+    placements = config.placements
     if config.runtime.direct_transport is not None:
         has_gpus = any(placement.reserved_gpus for placement in placements.values())
         check_transport(config.runtime.direct_transport, has_gpus=has_gpus)
@@ -189,10 +189,10 @@ def _worker_specs(config: PipelineConfig, *, is_traced: bool = False) -> list[Wo
     if config.runtime.kind == "ray":
         threads = {name: each.placement.actor_threads for name, each in config.stages.items()}
     else:
-        threads = resolve_threads(config, available_cores())
+        threads = resolve_threads(config.placements, available_cores())
     order = config.topological_order()
     specs = []
-    for worker, names in stages_by_worker(config):
+    for worker, names in stages_by_worker(config.placements):
         first = config.stages[names[0]].placement
         open_names = [name for name in names if config.stages[name].placement.threads is None]
         count = max(threads[name] for name in open_names or names)

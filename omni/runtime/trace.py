@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import mmap
 import os
 import time
 from collections import OrderedDict, deque
@@ -100,7 +99,6 @@ class Trace:
             raise OSError(errno.EINVAL, "is there and no regular file", str(self.path))
         self._file = self._aside.open("wb", buffering=0)
         self._unwritten = bytearray(b"[")
-        self._length = 1
         self._separator = "\n"
         self._start_s = self._written_s = time.monotonic()
         self._order = {name: place for place, name in enumerate(stages)}
@@ -150,7 +148,7 @@ class Trace:
             TraceError: it could not be written; what was written is left under its other name.
         """
         if not self._file.closed:
-            self._append("\n]\n")
+            self._unwritten += b"\n]\n"
             self._flush()
             try:
                 self._file.close()
@@ -272,30 +270,12 @@ class Trace:
         return request.track
 
     def _write(self, event: Mapping[str, Any]) -> None:
-        self._append(self._separator + json.dumps(event, separators=(",", ":")))
+        self._unwritten += (self._separator + json.dumps(event, separators=(",", ":"))).encode()
         self._separator = ",\n"
         now_s = time.monotonic()
         if len(self._unwritten) >= _MOST_UNWRITTEN or now_s - self._written_s >= _WRITTEN_AFTER_S:
             self._written_s = now_s
             self._flush()
-
-    def _append(self, text: str) -> None:
-        """Add to what is to be written, in one page of the file.
-
-        A process that is killed while it writes leaves whole pages, so that viewers can read what
-        is there if no event crosses from one to the next. Spaces fill what is left of a page; an
-        event that is longer than one crosses all the same.
-
-            | [ {...}, {...}, {...}      | , {...}, {...}, {...}    | , {...} ]
-              page 0              spaces   page 1            spaces   page 2
-        """
-        content = text.encode()
-        left = -self._length % mmap.PAGESIZE
-        if left < len(content) <= mmap.PAGESIZE:
-            self._unwritten += b" " * left
-            self._length += left
-        self._unwritten += content
-        self._length += len(content)
 
     def _flush(self) -> None:
         """Write what has come; a full disk ends the trace and nothing else."""

@@ -394,7 +394,7 @@ def test_cores_are_shared_out_among_all_workers(
 ) -> None:
     not_said: dict[str, Any] = {f"{name}_threads": None for name in STAGES}
     config = speech(**IN_PROCESSES, **(not_said | placements))
-    assert tuple(resolve_threads(config, cores).values()) == threads
+    assert tuple(resolve_threads(config.placements, cores).values()) == threads
 
 
 def test_a_run_may_go_on_elsewhere() -> None:

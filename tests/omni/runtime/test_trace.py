@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import json
-import mmap
 import signal
 import subprocess
 import sys
@@ -286,21 +285,6 @@ def test_a_run_that_is_killed_leaves_what_viewers_can_read(tmp_path: Path) -> No
     check_trace(events)
     assert len(events) > 1_000
     assert not file.exists()
-
-
-@pytest.mark.parametrize("length", (1, 100, 300, 600))
-def test_a_page_ends_where_an_event_ends(tmp_path: Path, length: int) -> None:
-    """Whoever is killed while it writes leaves whole pages."""
-    file = tmp_path / "out.json"
-    with Trace(file, ["a"]) as trace:
-        for number in range(100):
-            event = StageEvent("step", number, number + 1, "ä" * length, {"of": number})
-            trace.take("a", Traced((event,), 0, this_clock(), number))
-    read_trace(file)
-    content = file.read_bytes()
-    assert len(content) > 2 * mmap.PAGESIZE
-    for end in range(mmap.PAGESIZE, len(content), mmap.PAGESIZE):
-        check_trace(read_prefix(content[:end].decode("utf-8")))
 
 
 class Full:
