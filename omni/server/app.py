@@ -13,7 +13,7 @@ from functools import cache
 from http import HTTPStatus
 from importlib import resources
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
@@ -39,9 +39,7 @@ from omni.server.pipeline_route import list_recent, run_pipeline
 from omni.server.serving.guard import Guard
 from omni.server.serving.pipeline_server import PipelineServer, PipelineState, ServedPipeline
 from omni.server.serving.request_body import ApiModel, read_json
-
-if TYPE_CHECKING:
-    from stages.worker.stage_link import WorkerState
+from stages.worker.stage_link import WorkerState
 
 __all__ = ["create_app"]
 

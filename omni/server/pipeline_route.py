@@ -12,22 +12,21 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from engine import Waveform
+from engine.interface.outputs import OutputDelta
 from engine.interface.placed_error import KeyPath, PlacedError
 from engine.interface.settings import dotted
 from omni.requests.request import OmniAccumulator, OmniRequest
 from omni.requests.request_line import RequestLine
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import DONE, PipelineResponse, event
+from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
 from omni.server.serving.request_body import read_json
+from stages import StageOutput
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from engine import Waveform
-    from engine.interface.outputs import OutputDelta
-    from omni.server.serving.client import Client
-    from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
-    from stages import StageOutput
 
 __all__ = ["list_recent", "run_pipeline"]
 

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.json import Encoder
 
+from engine import SamplingParams, TokenLogprobs
+from engine.interface.outputs import CompletionDelta, OutputDelta
 from omni.server.openai.tools import ToolCall
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.pipeline_response import event
+from omni.server.serving.pipeline_server import ServedPipeline
+from stages import Completion, StageOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from engine import SamplingParams, TokenLogprobs
-    from engine.interface.outputs import CompletionDelta, OutputDelta
     from omni.pipelines.pipeline import Pipeline
-    from omni.server.serving.pipeline_server import ServedPipeline
-    from stages import Completion, StageOutput
 
 __all__ = [
     "Answer",

@@ -6,11 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 from starlette.responses import Response
 
+from engine import FinishReason, Waveform
+from engine.interface.outputs import OutputDelta
 from omni.server.openai.answers import (
     Answer,
     AssistantMessage,
@@ -28,22 +29,17 @@ from omni.server.openai.answers import (
     usage_of,
     usage_so_far,
 )
-from omni.server.openai.chat_request import StreamOptions, chat_prompt, merge_sampling
+from omni.server.openai.chat_request import ChatRequest, StreamOptions, chat_prompt, merge_sampling
 from omni.server.openai.speech import (
     check_voice,
     sound_of,
     speaking_stage,
 )
 from omni.server.openai.tools import ToolCall, ToolCallParser, check_tools
+from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import DONE, PipelineResponse
-
-if TYPE_CHECKING:
-    from engine import FinishReason, Waveform
-    from engine.interface.outputs import OutputDelta
-    from omni.server.openai.chat_request import ChatRequest
-    from omni.server.serving.client import Client
-    from omni.server.serving.pipeline_server import PipelineServer
-    from omni.server.serving.response_stream import ResponseStream
+from omni.server.serving.pipeline_server import PipelineServer
+from omni.server.serving.response_stream import ResponseStream
 
 __all__ = ["Chat", "read_completion"]
 

@@ -12,15 +12,15 @@ from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 from engine import ChatPrompt, Prompt, SamplingParams, TextPrompt, TokensPrompt
 from engine.interface.placed_error import PlacedError, suggest
 from engine.interface.settings import explain_validation_error
+from omni.requests.request import OmniRequest
 from omni.server.openai.tools import FunctionTool, NamedTool, RequestedCall, call_grammar
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.client import Client
 from omni.server.serving.request_body import ApiModel, check_part, decoded, fetched
 from omni.server.serving.url_fetcher import UrlFetcher
 
 if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
-    from omni.requests.request import OmniRequest
-    from omni.server.serving.client import Client
 
 __all__ = [
     "ChatRequest",

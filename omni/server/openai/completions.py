@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
+from engine.interface.outputs import CompletionDelta, OutputDelta
 from omni.server.openai.answers import (
     Answer,
     Choice,
@@ -24,15 +24,16 @@ from omni.server.openai.answers import (
     usage_of,
     usage_so_far,
 )
-from omni.server.openai.chat_request import StreamOptions, merge_sampling, prompts_of
+from omni.server.openai.chat_request import (
+    CompletionRequest,
+    StreamOptions,
+    merge_sampling,
+    prompts_of,
+)
+from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import DONE, PipelineResponse
-
-if TYPE_CHECKING:
-    from engine.interface.outputs import CompletionDelta, OutputDelta
-    from omni.server.openai.chat_request import CompletionRequest
-    from omni.server.serving.client import Client
-    from omni.server.serving.pipeline_server import PipelineServer
-    from stages import Completion, StageOutput
+from omni.server.serving.pipeline_server import PipelineServer
+from stages import Completion, StageOutput
 
 __all__ = ["Completions"]
 

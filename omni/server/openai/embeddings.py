@@ -12,13 +12,13 @@ from starlette.responses import Response
 from omni.server.openai.answers import as_json
 from omni.server.openai.chat_request import PromptList, RequestFields, merge_sampling, prompts_of
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import PipelineResponse
+from omni.server.serving.pipeline_server import PipelineServer
+from stages import StageOutput
 
 if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
-    from omni.server.serving.client import Client
-    from omni.server.serving.pipeline_server import PipelineServer
-    from stages import StageOutput
 
 __all__ = ["Embeddings", "EmbeddingsRequest"]
 

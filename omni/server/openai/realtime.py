@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from engine import AudioPrompt, ChatPrompt
+from engine import AudioPrompt, ChatPrompt, SamplingParams
 from engine.interface.log_fields import package_logger
 from omni.server.openai.answers import TokenCount, text_stage
 from omni.server.openai.chat_request import merge_sampling
@@ -39,14 +39,13 @@ from omni.server.openai.realtime_events import (
 )
 from omni.server.openai.speech import SpokenPieces, check_voice, speaking_stage
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.client import Client
+from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
 from omni.server.serving.request_body import decoded
 from omni.server.serving.response_stream import ResponseStream, Update
 
 if TYPE_CHECKING:
-    from engine import SamplingParams
     from omni.pipelines.pipeline import Pipeline
-    from omni.server.serving.client import Client
-    from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
 
 __all__ = ["RealtimeSession", "merged_options", "talk"]
 

@@ -8,23 +8,23 @@ from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
 from starlette.responses import Response
 
 from engine import ChatPrompt, Waveform
 from omni.server.openai.chat_request import StageFields, merge_sampling
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import PipelineResponse
+from omni.server.serving.pipeline_server import PipelineServer
+from stages import StageOutput
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from engine.media.sound_file import Resampler
     from omni.pipelines.pipeline import Pipeline
-    from omni.server.serving.client import Client
-    from omni.server.serving.pipeline_server import PipelineServer
-    from stages import StageOutput
 
 __all__ = ["Speech", "SpeechRequest", "SpokenPieces", "check_voice", "sound_of", "speaking_stage"]
 

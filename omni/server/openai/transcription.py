@@ -11,26 +11,24 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field, ValidationError, model_validator
 from starlette.datastructures import UploadFile
+from starlette.requests import Request
 from starlette.responses import Response
 
-from engine import AudioPrompt, AudioTask, ExplicitEncoderDecoderPrompt
+from engine import AudioPrompt, AudioTask, ExplicitEncoderDecoderPrompt, WindowStart
 from engine.interface.placed_error import PlacedError
 from engine.interface.settings import explain_validation_error
 from engine.media.media_source import MediaSource
 from omni.server.openai.answers import as_event, as_json
 from omni.server.openai.chat_request import merge_sampling
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import DONE, PipelineResponse
+from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
 from omni.server.serving.request_body import ApiModel
+from stages import StageOutput
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
-
-    from engine import WindowStart
     from omni.pipelines.pipeline import Pipeline
-    from omni.server.serving.client import Client
-    from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
-    from stages import StageOutput
 
 __all__ = [
     "TIMESTAMP",

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from engine import Prompt, SamplingParams
 from omni.requests.request import OmniRequest
-
-if TYPE_CHECKING:
-    from engine import Prompt, SamplingParams
 
 __all__ = ["Client"]
 

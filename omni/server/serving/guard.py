@@ -16,23 +16,19 @@ from dataclasses import replace
 from functools import lru_cache
 from http import HTTPStatus
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.interface.log_fields import package_logger
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-    from omni.server.serving.pipeline_server import PipelineServer
-    from omni.server.serving.settings import ServerLimits
+from omni.server.serving.pipeline_server import PipelineServer
+from omni.server.serving.settings import ServerLimits
 
 __all__ = ["ArrivingBodies", "ArrivingBody", "Guard"]
 

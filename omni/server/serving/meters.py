@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import (
@@ -15,15 +15,12 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from omni.server.serving.request_records import RecentRequests, RequestRecord
-
-if TYPE_CHECKING:
-    from omni.requests.request import OmniDelta
-    from omni.server.serving.admission_queue import AdmissionQueue
-    from omni.server.serving.client import Client
-    from omni.server.serving.request_records import RequestSpans
-    from stages import StageStats
-    from stages.worker.stage_link import WorkerState
+from omni.requests.request import OmniDelta
+from omni.server.serving.admission_queue import AdmissionQueue
+from omni.server.serving.client import Client
+from omni.server.serving.request_records import RecentRequests, RequestRecord, RequestSpans
+from stages import StageStats
+from stages.worker.stage_link import WorkerState
 
 __all__ = ["Meters", "RequestMeter", "StageMeters"]
 

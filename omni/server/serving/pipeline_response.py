@@ -6,20 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from engine.interface.log_fields import package_logger
+from omni.requests.request import OmniRequest
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.client import Client
+from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.response_stream import ResponseStream
-
-if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
-
-    from omni.requests.request import OmniRequest
-    from omni.server.serving.client import Client
-    from omni.server.serving.pipeline_server import PipelineServer
 
 __all__ = ["DONE", "PipelineResponse", "event"]
 

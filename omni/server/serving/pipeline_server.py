@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 from engine.interface.log_fields import package_logger
 from engine.interface.placed_error import suggest
+from omni.pipelines.pipeline_config import PipelineConfig
 from omni.server.serving.admission_queue import AdmissionQueue
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.client import Client
 from omni.server.serving.meters import Meters, RequestMeter
 from omni.server.serving.request_records import spans_by_environment
 from omni.server.serving.response_store import ResponseStore
+from omni.server.serving.settings import ServerLimits, ServerSettings
 from omni.server.serving.url_fetcher import UrlFetcher
+from stages import Stage, StageStats
+from stages.worker.stage_link import WorkerState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from omni.pipelines.pipeline_config import PipelineConfig
     from omni.runtime.omni import Omni
-    from omni.server.serving.client import Client
-    from omni.server.serving.settings import ServerLimits, ServerSettings
-    from stages import Stage, StageStats
-    from stages.worker.stage_link import WorkerState
 
 __all__ = ["PipelineServer", "PipelineState", "ServedPipeline"]
 

@@ -6,20 +6,17 @@ import asyncio
 import binascii
 import json
 from base64 import b64decode
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from starlette.requests import Request
 
 from engine.interface.placed_error import PlacedError
 from engine.interface.settings import dotted, explain_validation_error, place_of
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.url_fetcher import UrlFetcher
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from starlette.requests import Request
 
 __all__ = ["ApiModel", "check_part", "decoded", "fetched", "parse_json", "read_json"]
 

@@ -10,20 +10,20 @@ from http import HTTPStatus
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from engine import Waveform
+from engine.interface.outputs import OutputDelta
 from omni.requests.request import OmniAccumulator, OmniDelta, OmniRequest
 from omni.runtime.loop_mail import LoopMail
+from omni.server.serving.admission_queue import QueuePlace
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.client import Client
 from omni.server.serving.meters import RequestMeter
+from omni.server.serving.pipeline_server import ServedPipeline
+from stages import StageOutput
 from stages.stage_output import OutputAccumulator
 
 if TYPE_CHECKING:
-    from engine import Waveform
-    from engine.interface.outputs import OutputDelta
     from omni.runtime.driver import Ticket
-    from omni.server.serving.admission_queue import QueuePlace
-    from omni.server.serving.client import Client
-    from omni.server.serving.pipeline_server import ServedPipeline
-    from stages import StageOutput
 
 __all__ = ["ResponseStream", "Update"]
 
