@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 
 import yaml
@@ -236,53 +236,21 @@ def _box(title: str, lines: Sequence[str]) -> list[str]:
     return [head, *(f"│ {line.ljust(width)} │" for line in lines), f"└{'─' * (width + 2)}┘"]
 
 
-def _count(value: float) -> str:
-    return f"{value:,}"
-
-
-def _bytes(value: float) -> str:
-    return format_bytes(int(value))
-
-
-def _seconds(value: float) -> str:
-    return f"{value:,g} s"
-
-
-_LIMITS: Mapping[str, tuple[str, Callable[[float], str], str]] = {
-    "max_running_requests": (
-        "requests that run at once",
-        _count,
-        "--max-running-requests; else as many as all stages together can run",
-    ),
-    "max_waiting_requests": (
-        "requests that wait behind these",
-        _count,
-        "--max-waiting-requests; one more is answered with 429",
-    ),
-    "max_body_bytes": ("a request's body", _bytes, "--max-body-mib; a larger one gets 413"),
-    "max_arriving_bytes": ("bodies that come at once", _bytes, "four times that; more get 429"),
-    "body_timeout_s": ("a body that stands still", _seconds, "fixed; it then ends with 408"),
-    "max_sessions": ("realtime sessions", _count, "--max-sessions; one more gets an error"),
-    "max_prompts": ("prompts of one request", _count, "fixed"),
-    "request_timeout_s": (
-        "a request, with its waiting",
-        _seconds,
-        "--request-timeout; it then ends with 504",
-    ),
-    "stop_timeout_s": ("what runs when the server stops", _seconds, "--stop-timeout"),
-    "max_url_bytes": ("a file that is fetched", _bytes, "fixed; only with --allow-url-hosts"),
-    "url_timeout_s": ("fetching it", _seconds, "fixed"),
+_MEDIA = {
+    "max_audio_s": "a sound",
+    "max_image_pixels": "pixels of an image",
+    "max_video_s": "a video",
+    "max_video_pixels": "pixels of a video's frames",
+    "max_file_bytes": "a file",
 }
-"""Each of the server's limits: what is bounded, how its value is written, and what sets it."""
+"""What each of a stage's limits of media bounds."""
 
-_MEDIA: Mapping[str, tuple[str, Callable[[float], str]]] = {
-    "max_audio_s": ("a sound", _seconds),
-    "max_image_pixels": ("pixels of an image", _count),
-    "max_video_s": ("a video", _seconds),
-    "max_video_pixels": ("pixels of a video's frames", _count),
-    "max_file_bytes": ("a file", _bytes),
-}
-"""Each of a stage's limits of media: what is bounded, and how its value is written."""
+
+def _written(name: str, value: float) -> str:
+    """A limit, in the unit that its name ends in."""
+    if name.endswith("_bytes"):
+        return format_bytes(int(value))
+    return f"{value:,g} s" if name.endswith("_s") else f"{value:,}"
 
 
 def describe_serving(config: PipelineConfig) -> str:
@@ -291,16 +259,22 @@ def describe_serving(config: PipelineConfig) -> str:
     Media are bounded by the stages that read the user's prompt.
     """
     limits = ServerLimits()
-    values = {name: getattr(limits, name) for name in _LIMITS}
-    values["max_running_requests"] = limits.running_requests(config.stages.values())
-    rows = [(what, write(values[name]), how) for name, (what, write, how) in _LIMITS.items()]
+    values = dict(limits) | {
+        "max_running_requests": limits.running_requests(config.stages.values())
+    }
+    rows = []
+    for name, field in ServerLimits.model_fields.items():
+        rows.append((field.title, _written(name, values[name]), field.description))
+        if name == "max_body_bytes":
+            most = _written("_bytes", limits.max_arriving_bytes)
+            rows.append(("bodies that come at once", most, "four times that; more get 429"))
     for stage, settings in config.stages.items():
         media = getattr(getattr(settings, "engine", None), "media_limits", None)
         if settings.inputs is None and media is not None:
             place = f"stages.{stage}.engine.media_limits"
             rows += [
-                (what, write(getattr(media, name)), f"{place}.{name}")
-                for name, (what, write) in _MEDIA.items()
+                (what, _written(name, getattr(media, name)), f"{place}.{name}")
+                for name, what in _MEDIA.items()
             ]
     whats, shown, _ = zip(*rows, strict=True)
     widths = max(map(len, whats)), max(map(len, shown))

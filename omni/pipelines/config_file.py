@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from engine.interface.arguments import check_argument
 from engine.interface.placed_error import KeyPath, suggest
 from engine.interface.settings import explain_validation_error
+from omni.pipelines.runtime_config import leave_behind, tell
 from omni.pipelines.yaml_document import MAX_CHARS, ConfigError, YamlDocument
 
 __all__ = ["load_config", "parse_overrides", "shipped_configs"]
@@ -33,7 +34,6 @@ def load_config(
     *,
     flag: str = "overrides:",
     labels: Mapping[str, str] | None = None,
-    prepare: Callable[[dict[str, Any], Mapping[str, Any]], None] = lambda data, overrides: None,
 ) -> _Config:
     """Read a YAML file into a model.
 
@@ -46,7 +46,6 @@ def load_config(
             the file's.
         flag: what an error in ``overrides`` names before the place.
         labels: by place in ``overrides``, what an error names instead of both.
-        prepare: may change what the file says, which it is given with ``overrides``.
 
     Raises:
         ConfigError: there is no such file, or something in it or in ``overrides`` is wrong; the
@@ -63,7 +62,7 @@ def load_config(
         raise ConfigError(f"{label}: expected a mapping with 'name' and 'stages'")
     # Through JSON, so that an override does not reach a mapping's other YAML aliases.
     data = json.loads(json.dumps(document.data, default=str))
-    prepare(data, overrides)
+    left = leave_behind(data, overrides)
     lines: dict[KeyPath, int | str] = dict(document.lines)
     for place, value in overrides.items():
         named = (labels or {}).get(place, f"{flag} {place}")
@@ -73,12 +72,14 @@ def load_config(
         lines[keys] = named
     try:
         # From JSON, strict validation still takes a list for a tuple.
-        return model.model_validate_json(
+        read = model.model_validate_json(
             json.dumps(data, default=str), strict=True, context=folders
         )
     except ValidationError as error:
         message = explain_validation_error(error, model, data, source=label, lines=lines)
-    raise ConfigError(message)
+        raise ConfigError(message) from None
+    tell(left)  # only now: where there is a mistake, only that is reported
+    return read
 
 
 def parse_overrides(assignments: Sequence[str]) -> dict[str, Any]:

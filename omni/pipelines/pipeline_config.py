@@ -24,10 +24,8 @@ from omni.pipelines.config_file import load_config
 from omni.pipelines.graph_rules import GraphError, check_graph, sources_of, topological_order
 from omni.pipelines.runtime_config import (
     RuntimeConfig,
-    leave_behind,
     local_config,
     placement_for,
-    tell,
 )
 from omni.pipelines.voices import Voices
 from omni.seeded.checkpoints import SEEDED_MODELS, SEEDED_PREFIX, resolve_model
@@ -101,15 +99,7 @@ class PipelineConfig(Settings):
         labels: Mapping[str, str] | None = None,
     ) -> PipelineConfig:
         """Read a pipeline from a YAML file; see :func:`~omni.pipelines.config_file.load_config`."""
-        left: list[str] = []
-
-        def prepare(data: dict[str, Any], given: Mapping[str, Any]) -> None:
-            left.extend(leave_behind(data, given))
-
-        given = overrides or {}
-        read = load_config(cls, config, given, flag=flag, labels=labels, prepare=prepare)
-        tell(left)  # only now: where there is a mistake, only that is reported
-        return read
+        return load_config(cls, config, overrides or {}, flag=flag, labels=labels)
 
     @model_validator(mode="after")
     def _stages_make_a_pipeline(self) -> PipelineConfig:

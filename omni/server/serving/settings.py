@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
@@ -13,38 +13,62 @@ if TYPE_CHECKING:
 __all__ = ["ServerLimits", "ServerSettings"]
 
 _MIB = 2**20
+_ABOVE_0 = {"gt": 0.0, "allow_inf_nan": False}
+
+
+def _limit(what: str, how: str, **field: Any) -> Any:
+    """A field with what it bounds and what sets it, or follows beyond it, for ``omni explain``."""
+    return Field(title=what, description=how, **field)
 
 
 class ServerLimits(BaseModel):
-    """How much a server takes on, of each pipeline where it says so.
+    """How much a server takes on, of each pipeline where it is about requests.
 
-    Attributes:
-        max_running_requests: handed to a pipeline at once; None: as many as all of its stages
-            together can run.
-        max_waiting_requests: that wait for their turn behind these, per pipeline. One more is
-            answered with status 429.
-        max_body_bytes: of one HTTP request, and of what one realtime session holds.
-        body_timeout_s: for which nothing of a body may come that is not whole.
-        max_sessions: realtime ones that are open at once.
-        max_prompts: that one request may bring, where it may bring several.
-        max_url_bytes: of a file that is fetched from an address in a request.
-        url_timeout_s: of fetching it.
-        request_timeout_s: after which a request is aborted, its waiting included.
-        stop_timeout_s: that running requests are given to finish when the server stops.
+    ``max_body_bytes`` is also of what one realtime session holds, and ``request_timeout_s`` has the
+    time that a request waits in it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    max_running_requests: int | None = Field(default=None, ge=1)
-    max_waiting_requests: int = Field(default=64, ge=0)
-    max_body_bytes: int = Field(default=64 * _MIB, ge=1024)
-    body_timeout_s: float = Field(default=30.0, gt=0.0, allow_inf_nan=False)
-    max_sessions: int = Field(default=64, ge=0)
-    max_prompts: int = Field(default=2048, ge=1)
-    max_url_bytes: int = Field(default=20 * _MIB, ge=1)
-    url_timeout_s: float = Field(default=10.0, gt=0.0, allow_inf_nan=False)
-    request_timeout_s: float = Field(default=600.0, gt=0.0, allow_inf_nan=False)
-    stop_timeout_s: float = Field(default=30.0, ge=0.0, allow_inf_nan=False)
+    max_running_requests: int | None = _limit(
+        "requests that run at once",
+        "--max-running-requests; else as many as all stages together can run",
+        default=None,
+        ge=1,
+    )
+    max_waiting_requests: int = _limit(
+        "requests that wait behind these",
+        "--max-waiting-requests; one more is answered with 429",
+        default=64,
+        ge=0,
+    )
+    max_body_bytes: int = _limit(
+        "a request's body", "--max-body-mib; a larger one gets 413", default=64 * _MIB, ge=1024
+    )
+    body_timeout_s: float = _limit(
+        "a body that stands still", "fixed; it then ends with 408", default=30.0, **_ABOVE_0
+    )
+    max_sessions: int = _limit(
+        "realtime sessions", "--max-sessions; one more gets an error", default=64, ge=0
+    )
+    max_prompts: int = _limit("prompts of one request", "fixed", default=2048, ge=1)
+    request_timeout_s: float = _limit(
+        "a request, with its waiting",
+        "--request-timeout; it then ends with 504",
+        default=600.0,
+        **_ABOVE_0,
+    )
+    stop_timeout_s: float = _limit(
+        "what runs when the server stops",
+        "--stop-timeout",
+        default=30.0,
+        ge=0.0,
+        allow_inf_nan=False,
+    )
+    max_url_bytes: int = _limit(
+        "a file that is fetched", "fixed; only with --allow-url-hosts", default=20 * _MIB, ge=1
+    )
+    url_timeout_s: float = _limit("fetching it", "fixed", default=10.0, **_ABOVE_0)
 
     @property
     def max_arriving_bytes(self) -> int:
