@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.json import Encoder
 
 from engine import SamplingParams, TokenLogprobs
 from engine.interface.outputs import CompletionDelta, OutputDelta
+from omni.server.openai.chat_request import ChatRequest, CompletionRequest, StreamOptions
 from omni.server.openai.tools import ToolCall
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.pipeline_response import event
-from omni.server.serving.pipeline_server import ServedPipeline
+from omni.server.serving.client import Client
+from omni.server.serving.pipeline_response import PipelineResponse, event
+from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
 from stages import Completion, StageOutput
 
 if TYPE_CHECKING:
@@ -34,11 +37,11 @@ __all__ = [
     "ChatAudio",
     "Choice",
     "LogprobWriter",
+    "TextResponse",
     "TokenCount",
     "TokenPlaces",
     "TokenTexts",
     "Usage",
-    "as_event",
     "as_json",
     "completions_of",
     "num_completions",
@@ -393,11 +396,39 @@ class Answer(Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
+class TextResponse(PipelineResponse):
+    """A response of completions: what chats and plain completions have in common."""
+
+    id_prefix: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    """What a part of a stream calls itself."""
+
+    def __init__(
+        self, server: PipelineServer, client: Client, body: ChatRequest | CompletionRequest
+    ) -> None:
+        super().__init__(server, client, body.model, is_streamed=body.stream)
+        self._stage = text_stage(self.stages)
+        self._options = body.stream_options or StreamOptions()
+        self._id = f"{self.id_prefix}-{client.request_id}"
+        self._created = int(time.time())
+
+    def _answer(self, kind: str, choices: list[Choice]) -> Answer:
+        return Answer(
+            id=self._id,
+            object=kind,
+            created=self._created,
+            model=self.pipeline.name,
+            choices=choices,
+        )
+
+    def _event_of(self, choices: list[Choice], usage: Usage | None) -> bytes:
+        """The event of new parts; the usage is null where it is not counted."""
+        chunk = self._answer(self.chunk_kind, choices)
+        if self._options.include_usage:
+            chunk.usage = usage
+        return event(_ENCODER.encode(chunk))
+
+
 def as_json(answer: Struct) -> bytes:
     """Write an answer."""
     return _ENCODER.encode(answer)
-
-
-def as_event(answer: Struct) -> bytes:
-    """Write an answer as a server-sent event."""
-    return event(_ENCODER.encode(answer))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -13,23 +12,20 @@ from starlette.responses import Response
 from engine import FinishReason, Waveform
 from engine.interface.outputs import OutputDelta
 from omni.server.openai.answers import (
-    Answer,
     AssistantMessage,
     ChatAudio,
     Choice,
     LogprobWriter,
+    TextResponse,
     TokenCount,
-    Usage,
-    as_event,
     as_json,
     completions_of,
     num_completions,
     parts_of,
-    text_stage,
     usage_of,
     usage_so_far,
 )
-from omni.server.openai.chat_request import ChatRequest, StreamOptions, chat_prompt, merge_sampling
+from omni.server.openai.chat_request import ChatRequest, chat_prompt, merge_sampling
 from omni.server.openai.speech import (
     check_voice,
     sound_of,
@@ -37,7 +33,7 @@ from omni.server.openai.speech import (
 )
 from omni.server.openai.tools import ToolCall, ToolCallParser, check_tools
 from omni.server.serving.client import Client
-from omni.server.serving.pipeline_response import DONE, PipelineResponse
+from omni.server.serving.pipeline_response import DONE
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.response_stream import ResponseStream
 
@@ -61,17 +57,18 @@ class _Progress:
     count: TokenCount = field(default_factory=TokenCount)
 
 
-class Chat(PipelineResponse):
+class Chat(TextResponse):
     """The response to a chat request."""
 
     prompt_param = "messages"
+    id_prefix = "chatcmpl"
+    chunk_kind = "chat.completion.chunk"
 
     def __init__(self, server: PipelineServer, client: Client, body: ChatRequest) -> None:
-        super().__init__(server, client, body.model, is_streamed=body.stream)
+        super().__init__(server, client, body)
         server.check_room(client, body.model)  # before files are decoded and fetched
         self._body = body
         stages = self.stages
-        self._stage = text_stage(stages)
         self._voice: str | None = None
         if body.audio is not None:
             self._voice = speaking_stage(stages, "modalities")
@@ -81,10 +78,7 @@ class Chat(PipelineResponse):
         self._sampling = merge_sampling(stages, self._stage, fields, body.stages, names)
         self._n = num_completions(stages, self._stage, self._sampling)
         self._logprobs = LogprobWriter(self.pipeline, self._stage) if body.logprobs else None
-        self._options = body.stream_options or StreamOptions()
-        self._id = f"chatcmpl-{client.request_id}"
         self._audio_id = f"audio-{client.request_id}"
-        self._created = int(time.time())
 
     async def whole(self) -> Response:
         """The answer in one piece."""
@@ -129,11 +123,11 @@ class Chat(PipelineResponse):
                 # Together, and the last ones with the end: each piece is a call of the system, and
                 # wakes the client.
                 new = self._new(delta, sound, progress, is_over=update.is_last)
-                piece = b"".join([self._event_of(choice, progress.count) for choice in new])
+                piece = b"".join([self._event(choice, progress.count) for choice in new])
                 if piece and not update.is_last:
                     yield piece
         if self._options.include_usage:
-            piece += as_event(self._chunk([], usage_so_far([progress.count])))
+            piece += self._event_of([], usage_so_far([progress.count]))
         yield piece + DONE
 
     async def _stream(self) -> ResponseStream:
@@ -144,13 +138,13 @@ class Chat(PipelineResponse):
         stages = [self._stage] if self._voice is None else [self._stage, self._voice]
         return self.stream([request], stages)
 
-    def _event_of(self, choice: Choice, count: TokenCount) -> bytes:
+    def _event(self, choice: Choice, count: TokenCount) -> bytes:
         """The event of what is new of one completion."""
         usage = None
         if self._options.counts_each_chunk:
             is_first = isinstance(choice.delta, AssistantMessage) and choice.delta.role is not UNSET
             usage = count.usage_of(None if is_first else choice.index)
-        return as_event(self._chunk([choice], usage))
+        return self._event_of([choice], usage)
 
     def _new(
         self,
@@ -230,21 +224,6 @@ class Chat(PipelineResponse):
             transcript=transcript,
             expires_at=self._created,
             sampling_rate=sound.sampling_rate,
-        )
-
-    def _chunk(self, choices: list[Choice], usage: Usage | None = None) -> Answer:
-        chunk = self._answer("chat.completion.chunk", choices)
-        if self._options.include_usage:
-            chunk.usage = usage  # null where it is not counted
-        return chunk
-
-    def _answer(self, kind: str, choices: list[Choice]) -> Answer:
-        return Answer(
-            id=self._id,
-            object=kind,
-            created=self._created,
-            model=self.pipeline.name,
-            choices=choices,
         )
 
 

@@ -2,59 +2,53 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 
 from starlette.responses import Response
 
 from engine.interface.outputs import CompletionDelta, OutputDelta
 from omni.server.openai.answers import (
-    Answer,
     Choice,
     LogprobWriter,
+    TextResponse,
     TokenCount,
     TokenPlaces,
-    Usage,
-    as_event,
     as_json,
     completions_of,
     num_completions,
     parts_of,
-    text_stage,
     usage_of,
     usage_so_far,
 )
 from omni.server.openai.chat_request import (
     CompletionRequest,
-    StreamOptions,
     merge_sampling,
     prompts_of,
 )
 from omni.server.serving.client import Client
-from omni.server.serving.pipeline_response import DONE, PipelineResponse
+from omni.server.serving.pipeline_response import DONE
 from omni.server.serving.pipeline_server import PipelineServer
 from stages import Completion, StageOutput
 
 __all__ = ["Completions"]
 
 
-class Completions(PipelineResponse):
+class Completions(TextResponse):
     """The response to a request for completions of some prompts, each ``n`` times."""
 
+    id_prefix = "cmpl"
+    chunk_kind = "text_completion"
+
     def __init__(self, server: PipelineServer, client: Client, body: CompletionRequest) -> None:
-        super().__init__(server, client, body.model, is_streamed=body.stream)
+        super().__init__(server, client, body)
         stages = self.stages
         prompts = prompts_of(body.prompt, server.settings.limits.max_prompts, "prompt")
-        self._stage = text_stage(stages)
         fields = body.sampling_fields(body.max_tokens, body.logprobs)
         sampling = merge_sampling(stages, self._stage, fields, body.stages, body.field_names())
         self._n = num_completions(stages, self._stage, sampling)
         self._logprobs = (
             LogprobWriter(self.pipeline, self._stage) if body.logprobs is not None else None
         )
-        self._options = body.stream_options or StreamOptions()
-        self._id = f"cmpl-{client.request_id}"
-        self._created = int(time.time())
         self._requests = [
             body.request(client, prompt, sampling, index) for index, prompt in enumerate(prompts)
         ]
@@ -68,7 +62,7 @@ class Completions(PipelineResponse):
             for index, output in enumerate(outputs)
             for number, written in enumerate(completions_of(output))
         ]
-        answer = self._answer(choices)
+        answer = self._answer(self.chunk_kind, choices)
         answer.usage = usage_of(outputs)
         return Response(as_json(answer), media_type="application/json")
 
@@ -113,18 +107,3 @@ class Completions(PipelineResponse):
         if self._logprobs is not None and places is not None:
             choice.logprobs = self._logprobs.completion(part.logprobs or (), places)
         return choice
-
-    def _event_of(self, choices: list[Choice], usage: Usage | None) -> bytes:
-        answer = self._answer(choices)
-        if self._options.include_usage:
-            answer.usage = usage  # null where it is not counted
-        return as_event(answer)
-
-    def _answer(self, choices: list[Choice]) -> Answer:
-        return Answer(
-            id=self._id,
-            object="text_completion",
-            created=self._created,
-            model=self.pipeline.name,
-            choices=choices,
-        )
