@@ -16,7 +16,7 @@ from omni.server.openai.answers import (
     Choice,
     TokenPlaces,
     TokenTexts,
-    as_event,
+    as_json,
 )
 from tests.support.examples import examples
 from tests.support.tokenizers import TOKENIZERS, byte_level, llama_style, word_piece
@@ -132,9 +132,9 @@ def test_pieces_that_are_bytes_stand_each_where_its_character_does() -> None:
 @example("\u2028é😀")
 def test_no_text_breaks_out_of_its_event(text: str):
     delta = AssistantMessage(content=text, audio=ChatAudio(id="audio-1", transcript=text))
-    event = as_event(
+    event = as_json(
         Answer(id="1", object="o", created=1, model="m", choices=[Choice(index=0, delta=delta)])
     )
-    (choice,) = json.loads(event.removeprefix(b"data: "))["choices"]
+    (choice,) = json.loads(event)["choices"]
     assert choice["delta"]["content"] == choice["delta"]["audio"]["transcript"] == text
-    assert choice["finish_reason"] is None and event.count(b"\n") == 2
+    assert choice["finish_reason"] is None and b"\n" not in event
