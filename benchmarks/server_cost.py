@@ -376,13 +376,13 @@ class _Comparison:
     def _noting_times(self, ask: Callable[[], _Answered]) -> object:
         """Ask over HTTP, and note when each request came to the pipeline."""
         times: list[float] = []
-        submit = self._served.driver.submit
+        submit = self._served._driver.submit
 
         def noting(*given: Any, **options: Any) -> object:
             times.append(time.perf_counter())
             return submit(*given, **options)
 
-        with patch.object(self._served.driver, "submit", noting):
+        with patch.object(self._served._driver, "submit", noting):
             answered = ask()
         self._clients_s = answered.cpu_s
         self._times = [each - times[0] for each in times]

@@ -171,11 +171,6 @@ class Omni:
             async for event in events:
                 yield outputs.next(*event)
 
-    @property
-    def driver(self) -> Driver:
-        """The thread that drives the pipeline, for a server: it takes what is new of requests."""
-        return self._driver
-
     def abort(self, request_id: str) -> None:
         """End a request; its caller gets a last output. Unknown ids are ignored."""
         self._ownership.check()

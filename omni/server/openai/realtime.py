@@ -10,11 +10,11 @@ import asyncio
 import json
 import uuid
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -165,10 +165,8 @@ def _item(
     }
 
 
-class _Send(Protocol):
-    """Sends an event of a kind."""
-
-    async def __call__(self, kind: str, **content: Any) -> None: ...
+_Send: TypeAlias = Callable[..., Awaitable[None]]
+"""Sends an event, given its kind and, by their names, its fields."""
 
 
 class RealtimeResponse:

@@ -28,6 +28,7 @@ from stages.worker.stage_link import WorkerState
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from omni.runtime.driver import Driver
     from omni.runtime.omni import Omni
 
 __all__ = ["PipelineServer", "PipelineState", "ServedPipeline"]
@@ -191,6 +192,11 @@ class ServedPipeline:
     def tokenizer(self, stage: str) -> PreTrainedTokenizerBase | None:
         """The tokenizer of a stage's text; None if it writes none, or brings none."""
         return self._tokenizers[stage]
+
+    @property
+    def driver(self) -> Driver:
+        """The thread that drives the running pipeline, which hands out deltas; 503 as of `omni`."""
+        return self.omni._driver  # no user's: what a delta is may change
 
     @property
     def omni(self) -> Omni:

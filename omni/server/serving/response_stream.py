@@ -132,7 +132,7 @@ class ResponseStream:
 
     async def __aenter__(self) -> Self:
         pipeline = self._pipeline
-        self._driver, self._mail = pipeline.omni.driver, LoopMail.here()
+        self._driver, self._mail = pipeline.driver, LoopMail.here()
         timed = [
             RequestMeter(pipeline.meters, pipeline.name, self._client, each.request_id)
             for each in self._requests

@@ -34,10 +34,6 @@ class _Pipeline:
     sink: Callable[[OmniDelta], object] = lambda _: None
 
     @property
-    def omni(self) -> _Pipeline:
-        return self
-
-    @property
     def driver(self) -> _Pipeline:
         return self
 
