@@ -223,16 +223,17 @@ class Guard:
             await _refuse(refusal, scope, receive, answer.send)
         finally:
             body.let_go()
-            answer.log(scope)
-            self._trace_refusal(scope, client, answer.took_s)
+            ended: ApiError | None = state.get("refusal")
+            answer.log(scope, ended)
+            if ended is not None and not ended.is_recorded:
+                self._trace_refusal(scope, client, ended, answer.took_s)
 
-    def _trace_refusal(self, scope: Scope, client: Client, took_s: float) -> None:
+    def _trace_refusal(
+        self, scope: Scope, client: Client, refusal: ApiError, took_s: float
+    ) -> None:
         """Make a span of what was refused before a pipeline's records began."""
-        spans, refusal = self._server.meters.spans, _refusal_of(scope)
-        method = scope.get("method", "WebSocket")
-        if spans is None or refusal is None or refusal.is_recorded:
-            return
-        if method not in ("POST", "WebSocket"):  # nothing was to be run
+        spans, method = self._server.meters.spans, scope.get("method", "WebSocket")
+        if spans is None or method not in ("POST", "WebSocket"):  # nothing was to be run
             return
         attributes: dict[str, str | int] = {
             "omni.request_id": client.request_id,
@@ -338,8 +339,7 @@ class _Answer:
                 message = {"type": "http.response.body", "body": b"", "more_body": False}
         await self._send(message)
 
-    def log(self, scope: Scope) -> None:
-        refusal = _refusal_of(scope)
+    def log(self, scope: Scope, refusal: ApiError | None) -> None:
         is_refused = refusal is not None and refusal.status < 500
         # As repr: a path, and what a refusal quotes, may hold what looks like a line of the log.
         _logger.log(
@@ -352,11 +352,6 @@ class _Answer:
             self.took_s,
             f": {refusal.message!r:.500}" if refusal is not None else "",
         )
-
-
-def _refusal_of(scope: Scope) -> ApiError | None:
-    found: ApiError | None = scope["state"].get("refusal")
-    return found
 
 
 def _as_api_error(error: Exception, scope: Scope) -> ApiError:
