@@ -330,6 +330,12 @@ def _text_or(other: str, kinds: tuple[type, ...], wanted: str) -> Discriminator:
     )
 
 
+_MAPPING = (dict, BaseModel)
+_Name: TypeAlias = Annotated[str, Field(min_length=1), Tag("text")]
+_URL = _text_or("mapping", _MAPPING, "a file, or a mapping that has it as 'url'")
+_FILE = _text_or("mapping", _MAPPING, "the name of a file, or a mapping that has one as 'file'")
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -396,21 +402,9 @@ class ContentPart(_Strict):
 
     type: Literal["text", "image", "audio", "video", "image_url", "input_audio", "video_url"]
     text: str | None = None
-    image_url: (
-        Annotated[
-            Annotated[str, Field(min_length=1), Tag("text")] | Annotated[ImageUrl, Tag("mapping")],
-            _text_or("mapping", (dict, BaseModel), "a file, or a mapping that has it as 'url'"),
-        ]
-        | None
-    ) = None
+    image_url: Annotated[_Name | Annotated[ImageUrl, Tag("mapping")], _URL] | None = None
     input_audio: InputAudio | None = None
-    video_url: (
-        Annotated[
-            Annotated[str, Field(min_length=1), Tag("text")] | Annotated[VideoUrl, Tag("mapping")],
-            _text_or("mapping", (dict, BaseModel), "a file, or a mapping that has it as 'url'"),
-        ]
-        | None
-    ) = None
+    video_url: Annotated[_Name | Annotated[VideoUrl, Tag("mapping")], _URL] | None = None
 
     @model_validator(mode="after")
     def _carries_what_its_type_says(self) -> ContentPart:
@@ -510,20 +504,12 @@ class PromptForm(_Forms):
         return self
 
 
-_MAPPING = (dict, BaseModel)
 OneSide: TypeAlias = Annotated[
     Annotated[str, Tag("text")] | Annotated[PromptForm, Tag("mapping")],
     _text_or("mapping", _MAPPING, f"a prompt: text, or a mapping with one of {', '.join(FORMS)}"),
 ]
-OneAudio: TypeAlias = Annotated[
-    Annotated[str, Field(min_length=1), Tag("text")] | Annotated[AudioFile, Tag("mapping")],
-    _text_or("mapping", _MAPPING, "the name of a file, or a mapping that has one as 'file'"),
-]
-
-OneVideo: TypeAlias = Annotated[
-    Annotated[str, Field(min_length=1), Tag("text")] | Annotated[VideoFile, Tag("mapping")],
-    _text_or("mapping", _MAPPING, "the name of a file, or a mapping that has one as 'file'"),
-]
+OneAudio: TypeAlias = Annotated[_Name | Annotated[AudioFile, Tag("mapping")], _FILE]
+OneVideo: TypeAlias = Annotated[_Name | Annotated[VideoFile, Tag("mapping")], _FILE]
 
 
 class RequestLine(_Forms):
