@@ -204,10 +204,9 @@ class Driver:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                is_commanded = self._run_commands()
-                if is_commanded or self._orchestrator.has_work:
-                    for output in self._orchestrator.step():
-                        self._deliver(output)
+                self._run_commands()
+                for output in self._orchestrator.step():
+                    self._deliver(output)
             self._run_commands()
             for request_id in tuple(self._live):
                 self._abort(request_id, "the pipeline was closed before it finished")
@@ -240,13 +239,8 @@ class Driver:
             return True
         return not self._commands and (bool(self._live) or not self._busy)
 
-    def _run_commands(self) -> bool:
-        """Run them in order; each stays in the queue until it is done, for ``paused`` to see.
-
-        Returns:
-            Whether there were any.
-        """
-        are_any = bool(self._commands)
+    def _run_commands(self) -> None:
+        """Run them in order; each stays in the queue until it is done, for ``paused`` to see."""
         while self._commands:
             try:
                 self._commands[0]()
@@ -254,7 +248,6 @@ class Driver:
                 with self._changed:
                     self._commands.popleft()
                     self._changed.notify_all()
-        return are_any
 
     def _add(self, ticket: Ticket, group: int | None) -> None:
         if ticket not in self._submitted:  # it has failed with all that was live

@@ -82,6 +82,7 @@ class Orchestrator:
         self._live: dict[str, LiveRequest] = {}
         self._tracer = None if trace is None else LinkTracer(trace)
         self._edges = streamed_edges(pipeline)
+        self._streams_any = any(self._edges.values())
         self._links = {
             name: _link(pipeline, stage, self._edges[name], is_traced=trace is not None)
             for name, stage in pipeline.stages.items()
@@ -186,7 +187,7 @@ class Orchestrator:
             for event in self._events(name):
                 has_moved = True
                 self._take(event, moved)
-        if not has_moved:
+        if not has_moved and self._streams_any:
             self._give_way()
         self._flush()
         return [ended or self._live[each].take_delta() for each, ended in moved.items()]
