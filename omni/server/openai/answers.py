@@ -42,6 +42,7 @@ __all__ = [
     "TokenPlaces",
     "TokenTexts",
     "Usage",
+    "as_event",
     "as_json",
     "completions_of",
     "num_completions",
@@ -426,9 +427,14 @@ class TextResponse(PipelineResponse):
         chunk = self._answer(self.chunk_kind, choices)
         if self._options.include_usage:
             chunk.usage = usage
-        return event(_ENCODER.encode(chunk))
+        return as_event(chunk)
 
 
 def as_json(answer: Struct) -> bytes:
     """Write an answer."""
     return _ENCODER.encode(answer)
+
+
+def as_event(answer: Struct) -> bytes:
+    """Write an answer as a server-sent event."""
+    return event(_ENCODER.encode(answer))
