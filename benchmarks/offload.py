@@ -1,0 +1,129 @@
+"""What blocks on disk save, and what keeping them costs.
+
+    python benchmarks/offload.py [--rounds 7] [--prompt 2000] [--requests 16] [--path FOLDER]
+
+The model is that of ``engine_cpu``. Two comparisons, each by turns in one process:
+
+* reading: the first token of a long prompt that is computed, hit on disk (with its files in the
+  system's page cache, and dropped from it) and hit in the pool;
+* writing: requests of 256 + 64 tokens that share nothing, by an engine with ``offload`` and by one
+  without. Every block that is computed is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from benchmarks.engine_cpu import TokenIds, make_prompts
+from benchmarks.ratios import Ratios
+from engine import EngineConfig, LLMEngine, SamplingParams, TokensPrompt
+from omni.seeded.checkpoints import resolve_model
+
+
+def build(args: argparse.Namespace, path: str | None) -> LLMEngine:
+    offload = None if path is None else {"disk": {"path": path, "bytes": 32 * 2**30}}
+    return LLMEngine(
+        EngineConfig(
+            **{
+                "model": resolve_model(args.model),
+                "dtype": "float32",
+                "device": "cpu",
+                "max_num_seqs": args.requests,
+                "max_num_batched_tokens": 512,
+                "num_blocks": 600,
+                "max_model_len": args.prompt + 100,
+                "offload": offload,
+            }
+        )
+    )
+
+
+def seconds(engine: LLMEngine, prompts: TokenIds, max_tokens: int) -> tuple[float, int]:
+    """How long prompts take, and how many of their tokens are hits."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    started = time.perf_counter()
+    outputs = engine.generate([TokensPrompt(tuple(prompt)) for prompt in prompts], params)
+    return time.perf_counter() - started, sum(output.num_cached_tokens or 0 for output in outputs)
+
+
+def drop_pages(path: str) -> None:
+    """Have the system forget what it holds of files, as far as it does so when asked."""
+    for file in Path(path).rglob("*.block"):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def forget_pool(engine: LLMEngine) -> None:
+    engine._kv.reset_prefix_cache()
+
+
+def reading(args: argparse.Namespace, path: str, engine: LLMEngine) -> None:
+    times: dict[str, list[float]] = {"computed": [], "disk": [], "dropped": [], "pool": []}
+    disk = engine._offloaded.disk if engine._offloaded is not None else None
+    assert disk is not None
+    for number in range(args.rounds):
+        prompts = make_prompts(number + 2, args.prompt, 0)[-1:]
+        for name, values in times.items():
+            if name in ("disk", "dropped"):
+                disk.flush()
+                forget_pool(engine)
+            if name == "dropped":
+                drop_pages(path)
+            took, num_hits = seconds(engine, prompts, 1)
+            assert (num_hits > 0) == (name != "computed"), (name, num_hits)
+            values.append(took)
+    size = sum(file.stat().st_size for file in Path(path).rglob("*.block")) / args.rounds
+    print(f"a prompt of {args.prompt} tokens, {size / 2**20:.0f} MiB of files; seconds, medians")
+    for name, values in times.items():
+        ratio = statistics.median(v / c for v, c in zip(values, times["computed"], strict=True))
+        print(f"  {name:10} {statistics.median(values):.3f}   {ratio:.3f} of computed")
+
+
+def writing(args: argparse.Namespace, with_disk: LLMEngine, without: LLMEngine) -> None:
+    ratios, both = [], ([], [])  # type: tuple[list[float], tuple[list[float], list[float]]]
+    for number in range(args.rounds):
+        order = (with_disk, without) if number % 2 else (without, with_disk)
+        took = {}
+        for engine in order:
+            prompts = make_prompts((number + 2) * args.requests, 256, 0)[-args.requests :]
+            took[id(engine)], num_hits = seconds(engine, prompts, 64)
+            assert not num_hits
+        both[0].append(took[id(with_disk)])
+        both[1].append(took[id(without)])
+        ratios.append(both[0][-1] / both[1][-1])
+    stats = with_disk.stats().offload
+    assert stats is not None
+    print(
+        f"{args.requests} requests of 256 + 64 tokens: {statistics.median(both[0]):.2f} s with disk, "
+        f"{statistics.median(both[1]):.2f} without: {Ratios(ratios)}"
+    )
+    print(f"  {stats.stored} blocks kept, {stats.dropped} dropped, {stats.errors} errors")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--prompt", type=int, default=2000)
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--model", default="seeded:qwen2-benchmark")
+    parser.add_argument("--path", help="a folder on the disk in question; default: a temporary one")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.path) as path:
+        with closing(build(args, path)) as engine, closing(build(args, None)) as without:
+            for each in (engine, without):
+                seconds(each, make_prompts(1, 100, 0), 4)
+            reading(args, path, engine)
+            writing(args, engine, without)
+
+
+if __name__ == "__main__":
+    main()
