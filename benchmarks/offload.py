@@ -39,7 +39,7 @@ def build(args: argparse.Namespace, path: str | None) -> LLMEngine:
                 "max_num_seqs": args.requests,
                 "max_num_batched_tokens": 512,
                 "num_blocks": 600,
-                "max_model_len": args.prompt + 100,
+                "max_model_len": max(args.prompt, 320) + 100,
                 "offload": offload,
             }
         )
@@ -103,7 +103,7 @@ def writing(args: argparse.Namespace, with_disk: LLMEngine, without: LLMEngine) 
     stats = with_disk.stats().offload
     assert stats is not None
     print(
-        f"{args.requests} requests of 256 + 64 tokens: {statistics.median(both[0]):.2f} s with disk, "
+        f"{args.requests} requests of 256 + 64 tokens: {statistics.median(both[0]):.2f} s with, "
         f"{statistics.median(both[1]):.2f} without: {Ratios(ratios)}"
     )
     print(f"  {stats.stored} blocks kept, {stats.dropped} dropped, {stats.errors} errors")
@@ -117,12 +117,15 @@ def main() -> None:
     parser.add_argument("--model", default="seeded:qwen2-benchmark")
     parser.add_argument("--path", help="a folder on the disk in question; default: a temporary one")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.path) as path:
-        with closing(build(args, path)) as engine, closing(build(args, None)) as without:
-            for each in (engine, without):
-                seconds(each, make_prompts(1, 100, 0), 4)
-            reading(args, path, engine)
-            writing(args, engine, without)
+    with (
+        tempfile.TemporaryDirectory(dir=args.path) as path,
+        closing(build(args, path)) as engine,
+        closing(build(args, None)) as without,
+    ):
+        for each in (engine, without):
+            seconds(each, make_prompts(1, 100, 0), 4)
+        reading(args, path, engine)
+        writing(args, engine, without)
 
 
 if __name__ == "__main__":

@@ -318,6 +318,8 @@ class Admission:
             request.num_cached_tokens = prefix.num_tokens
             is_salted = request.cache_salt is not None and not prefix.num_tokens
             request.prefix_miss = "salt" if is_salted and prefix.miss == "unseen" else prefix.miss
+            if request.prefix_miss is not None:
+                self.kv_cache_manager.count_miss(request.prefix_miss, prefix.lacking_group)
         step.add(request, share, runs_encoder=not prefix.encoder_cached)
         return True
 

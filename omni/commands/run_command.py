@@ -170,6 +170,14 @@ def summary_table(
         "hit tokens": [str(stage.cached_tokens) for stage in stats.values()],
         "generated tokens": [str(stage.generated_tokens) for stage in stats.values()],
     }
+    if any(stage.offload for stage in stats.values()):
+        columns["of these from host / disk"] = [
+            f"{stage.offload.host_hit_tokens} / {stage.offload.disk_hit_tokens}"
+            if stage.offload
+            else ""
+            for stage in stats.values()
+        ]
+    columns["not hit further"] = [_misses(stage) for stage in stats.values()]
     if any(stage.encoder_runs or stage.encoder_hits for stage in stats.values()):
         columns["encoder runs / hits"] = [
             f"{stage.encoder_runs} / {stage.encoder_hits}" for stage in stats.values()
@@ -180,6 +188,14 @@ def summary_table(
     for row in zip(stats, *columns.values(), strict=True):
         table.add_row(*row)
     return table
+
+
+def _misses(stats: StageStats) -> str:
+    """Why prefixes were not hit further, the most frequent reason first."""
+    misses = stats.kv.misses if stats.kv is not None else {}
+    return ", ".join(
+        f"{reason} {count}" for reason, count in sorted(misses.items(), key=lambda item: -item[1])
+    )
 
 
 def _format_stage(output: StageOutput) -> Iterator[str]:

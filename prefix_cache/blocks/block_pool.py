@@ -411,7 +411,7 @@ class BlockPool:
     Attributes:
         hash_tables: per group, hash to the block found by it: the newest of that content.
         older: (group id, hash) to held blocks of that content, the newest last; never empty.
-        num_evictions: cached blocks whose content was given up for a new one.
+        evictions: per group, cached blocks whose content was given up for a new one.
 
     Attributes are for reading; only the methods change them.
     """
@@ -419,9 +419,9 @@ class BlockPool:
     def __init__(self, arenas: Sequence[PageArena]) -> None:
         self.arenas = tuple(arenas)
         self.older: dict[tuple[int, BlockHash], list[KVCacheBlock]] = {}
-        self.num_evictions = 0
         self._evicted: OrderedDict[BlockHash, None] = OrderedDict()
         self._arena_of = {g: arena for arena in self.arenas for g in arena.groups}
+        self.evictions = dict.fromkeys(self._arena_of, 0)
         self.hash_tables: dict[int, dict[BlockHash, KVCacheBlock]] = {g: {} for g in self._arena_of}
 
     @classmethod
@@ -450,6 +450,11 @@ class BlockPool:
                 *(PageArena(config.num_host_blocks, {g: 1}) for g in on_host),
             ]
         )
+
+    @property
+    def num_evictions(self) -> int:
+        """Cached blocks of all groups whose content was given up for a new one."""
+        return sum(self.evictions.values())
 
     def null_block(self, group_id: int) -> KVCacheBlock:
         """Block 0 of a group."""
@@ -678,7 +683,7 @@ class BlockPool:
                 if len(self._evicted) > _MOST_EVICTED:
                     self._evicted.popitem(last=False)
                 old.block_hash = None
-                self.num_evictions += 1
+                self.evictions[old.group_id] += 1
 
     def _forget_newest(self, group_id: int, block_hash: BlockHash) -> None:
         """The newest block of a content is evicted; an older one that is held is found from now on.

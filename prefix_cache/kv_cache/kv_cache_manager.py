@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -199,12 +200,28 @@ class GroupStats:
         held: blocks that are in at least one request's table.
         cached: blocks that no request holds, findable by content until they are evicted.
         block_bytes: of one block on the device; 0 for a group of the host.
+        evictions: cached blocks given up for others, since the start.
+        misses: prefixes of admitted requests that ended because the group lacked what it needs to
+            go on, while the tokens' own block was cached.
     """
 
     kind: str
     held: int
     cached: int
     block_bytes: int
+    evictions: int = 0
+    misses: int = 0
+
+    def beside(self, other: GroupStats) -> GroupStats:
+        """Both together, of pools for the same model."""
+        return GroupStats(
+            self.kind,
+            self.held + other.held,
+            self.cached + other.cached,
+            self.block_bytes,
+            self.evictions + other.evictions,
+            self.misses + other.misses,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +241,7 @@ class KVCacheStats:
         nbytes: reserved for the pool on the device; 0 for a pool without memory of its own.
         output_bytes: reserved on the host for the outputs that are mirrored.
         groups: what each group of layers has of it, in their order; none for such a pool.
+        misses: how often a request's prefix was not hit further, by :data:`PrefixMiss`.
     """
 
     num_blocks: int
@@ -236,6 +254,7 @@ class KVCacheStats:
     nbytes: int = 0
     output_bytes: int = 0
     groups: tuple[GroupStats, ...] = ()
+    misses: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of_pool(cls, pool: BlockPool, hit_tokens: int, queried_tokens: int) -> KVCacheStats:
@@ -251,7 +270,13 @@ class KVCacheStats:
             queried_tokens=queried_tokens,
         )
 
-    def in_groups(self, pool: BlockPool, config: KVCacheConfig, output_bytes: int) -> KVCacheStats:
+    def in_groups(
+        self,
+        pool: BlockPool,
+        config: KVCacheConfig,
+        output_bytes: int,
+        group_misses: Mapping[int, int],
+    ) -> KVCacheStats:
         """The same with what each group of layers has of the pool, and the outputs' bytes."""
         of_pool = {g: pages for arena in pool.arenas for g, pages in arena.groups.items()}
         groups = tuple(
@@ -260,6 +285,8 @@ class KVCacheStats:
                 of_pool[index].num_held,
                 len(of_pool[index].cached),
                 group.page_bytes if group.on_device else 0,
+                pool.evictions[index],
+                group_misses.get(index, 0),
             )
             for index, group in enumerate(config.groups)
         )
@@ -279,9 +306,9 @@ class KVCacheStats:
             self.nbytes + other.nbytes,
             self.output_bytes + other.output_bytes,
             tuple(
-                replace(mine, held=mine.held + their.held, cached=mine.cached + their.cached)
-                for mine, their in zip(self.groups, other.groups, strict=True)
+                mine.beside(their) for mine, their in zip(self.groups, other.groups, strict=True)
             ),
+            dict(Counter(self.misses) + Counter(other.misses)),
         )
 
 
@@ -331,6 +358,7 @@ class CachedPrefix:
         stops: where the rest of the prefill should end its chunks.
         encoder_cached: whether all that is wanted of the encoder sequence, if any, is there.
         miss: why it is no longer; None if all that can be hit of these tokens is.
+        lacking_group: whose blocks ended it, if ``miss`` is ``group``.
     """
 
     blocks: tuple[tuple[KVCacheBlock, ...], ...]
@@ -339,6 +367,7 @@ class CachedPrefix:
     stops: ChunkStops | None = None
     encoder_cached: bool = True
     miss: PrefixMiss | None = field(default=None, compare=False)
+    lacking_group: int | None = field(default=None, compare=False)
 
 
 class PendingBlocks:
@@ -456,7 +485,12 @@ class PrefixFinder:
         num_hit_tokens = num_hit_blocks * self._block_size
         stops = self._plan_stops(block_hashes, num_tokens, num_hit_tokens)
         miss = self._miss(block_hashes, num_hit_blocks, end, lacks_rows=lacks_rows)
-        return CachedPrefix(blocks, num_hit_tokens, in_flight, stops, miss=miss)
+        lacking = None
+        if miss == "group":
+            lacking = self._coordinator.lacking_group(block_hashes[: num_hit_blocks + 1])
+        return CachedPrefix(
+            blocks, num_hit_tokens, in_flight, stops, miss=miss, lacking_group=lacking
+        )
 
     def _miss(
         self, block_hashes: Sequence[BlockHash], num_hit_blocks: int, end: int, *, lacks_rows: bool
@@ -525,6 +559,8 @@ class KVCacheManager:
             ``group_id`` as ``mirrored_group_id``, are attributes here too.
         pending: blocks that running requests compute.
         num_resets: how often all content was forgotten.
+        misses: how often a prefix was not hit further, by its reason.
+        group_misses: of these, whose blocks were lacking.
 
     Raises:
         ValueError: without a group that keeps all tokens.
@@ -545,6 +581,8 @@ class KVCacheManager:
         self.num_resets = 0
         self._hit_tokens = 0
         self._queried_tokens = 0
+        self.misses: Counter[str] = Counter()
+        self.group_misses: Counter[int] = Counter()
         self.clear()
 
     def clear(self) -> None:
@@ -797,4 +835,11 @@ class KVCacheManager:
     def stats(self) -> KVCacheStats:
         """Where the blocks are, and how many tokens were found."""
         found = KVCacheStats.of_pool(self.pool, self._hit_tokens, self._queried_tokens)
-        return found.in_groups(self.pool, self.config, self.outputs.nbytes)
+        found = replace(found, misses=dict(self.misses))
+        return found.in_groups(self.pool, self.config, self.outputs.nbytes, self.group_misses)
+
+    def count_miss(self, miss: PrefixMiss, lacking_group: int | None) -> None:
+        """Note why the prefix of a request that was admitted was not hit further."""
+        self.misses[miss] += 1
+        if lacking_group is not None:
+            self.group_misses[lacking_group] += 1

@@ -607,6 +607,15 @@ class KVCacheCoordinator:
         hits = _agree(managers, block_hashes, max_num_tokens, self.block_size)
         return min((len(hit) for hit in hits.values()), default=0) * self.block_size
 
+    def lacking_group(self, block_hashes: Sequence[BlockHash]) -> int | None:
+        """A group without which all these blocks would be a hit, if it lacks any itself."""
+        num_tokens = len(block_hashes) * self.block_size
+        for manager in self._token_managers:
+            hit = manager.find_longest_cache_hit(block_hashes, num_tokens)
+            if len(hit) < len(block_hashes):
+                return manager.group_id
+        return None
+
     def can_finish(
         self,
         num_tokens: int,

@@ -45,6 +45,63 @@ _COUNTERS = (
 )
 
 
+def _evictions(stats: StageStats) -> _Samples:
+    groups = stats.kv.groups if stats.kv is not None else ()
+    return [((str(index), each.kind), each.evictions) for index, each in enumerate(groups)]
+
+
+def _group_misses(stats: StageStats) -> _Samples:
+    groups = stats.kv.groups if stats.kv is not None else ()
+    return [((str(index), each.kind), each.misses) for index, each in enumerate(groups)]
+
+
+def _prefix_misses(stats: StageStats) -> _Samples:
+    misses = stats.kv.misses if stats.kv is not None else {}
+    return [((reason,), count) for reason, count in sorted(misses.items())]
+
+
+def _tier_hits(stats: StageStats) -> _Samples:
+    tiers = ("host", "disk") if stats.kv is not None else ()
+    return [((tier,), getattr(stats.offload, f"{tier}_hit_tokens", 0)) for tier in tiers]
+
+
+def _offloaded(stats: StageStats) -> _Samples:
+    events = ("stored", "dropped", "damaged", "errors") if stats.kv is not None else ()
+    return [((event,), getattr(stats.offload, event, 0)) for event in events]
+
+
+_Samples = list[tuple[tuple[str, ...], float]]
+_LABELLED_COUNTERS: tuple[
+    tuple[str, str, tuple[str, ...], Callable[[StageStats], _Samples]], ...
+] = (
+    (
+        "evictions",
+        "Cached blocks of each group of layers that were given up for others.",
+        ("group", "kind"),
+        _evictions,
+    ),
+    (
+        "prefix_misses",
+        "Requests whose prefix was not hit further, by the reason.",
+        ("reason",),
+        _prefix_misses,
+    ),
+    (
+        "group_misses",
+        "Prefixes that ended as a group of layers lacked what it needs to go on.",
+        ("group", "kind"),
+        _group_misses,
+    ),
+    ("offload_hit_tokens", "Tokens that came back from tiers.", ("tier",), _tier_hits),
+    (
+        "offload_blocks",
+        "Blocks handed to the tiers below the pool, and what became of others.",
+        ("event",),
+        _offloaded,
+    ),
+)
+
+
 class Metered(Protocol):
     """A served pipeline, as far as it is read here."""
 
@@ -84,6 +141,12 @@ class StageMeters(Collector):
             for replica_labels, stats in readings:
                 counter.add_metric(replica_labels, getattr(stats, field))
             yield counter
+        for name, what, labels, samples in _LABELLED_COUNTERS:
+            counter = CounterMetricFamily(f"omni_stage_{name}", what, None, (*_STAGE, *labels))
+            for replica_labels, stats in readings:
+                for more, value in samples(stats):
+                    counter.add_metric((*replica_labels, *more), value)
+            yield counter
         for name, what, labels, samples in _GAUGES:
             gauge = GaugeMetricFamily(f"omni_stage_{name}", what, None, (*_STAGE, *labels))
             for replica_labels, stats in readings:
@@ -98,9 +161,6 @@ class StageMeters(Collector):
                 for replica, worker in enumerate(workers):
                     up.add_metric([pipeline.name, stage, str(replica)], worker.state == "up")
         yield up
-
-
-_Samples = list[tuple[tuple[str, ...], float]]
 
 
 def _pages(stats: StageStats) -> _Samples:
@@ -123,6 +183,8 @@ def _cache_bytes(stats: StageStats) -> _Samples:
         sizes += [("kv", stats.kv.nbytes), ("stage_outputs", stats.kv.output_bytes)]
     if stats.encoder_cache is not None:
         sizes.append(("encoder", stats.encoder_cache.nbytes))
+    if stats.offload is not None:
+        sizes += [("host", stats.offload.host_bytes), ("disk", stats.offload.disk_bytes)]
     return [((cache,), size) for cache, size in sizes]
 
 

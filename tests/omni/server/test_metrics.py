@@ -105,6 +105,9 @@ def test_memory_is_told_by_cache_and_by_group_of_layers(told: Samples) -> None:
     assert of_stage(told, "group_blocks", "writer", group="1", state="cached") > 0
     for cache in ("kv", "stage_outputs"):
         assert of_stage(told, "cache_bytes", "writer", cache=cache) > 0
+    assert of_stage(told, "evictions_total", "writer", group="1") == 0
+    assert of_stage(told, "group_misses_total", "writer", group="0") >= 0
+    assert of_stage(told, "offload_hit_tokens_total", "writer", tier="disk") == 0
     speech = {"model": "omni_speech", "stage": "thinker", "cache": "encoder"}
     assert any(dict(labels).items() >= speech.items() for labels in told["omni_stage_cache_bytes"])
 

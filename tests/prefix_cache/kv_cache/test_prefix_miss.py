@@ -79,9 +79,13 @@ def test_a_block_without_rows_that_are_wanted_lacks_rows():
 
 
 def test_a_block_that_another_group_cannot_go_on_from_lacks_a_group():
-    config = mixed_config({"mamba": 1, "full": 1}, 40, BLOCK_SIZE)
+    config = mixed_config({"full": 1, "mamba": 1}, 40, BLOCK_SIZE)
     manager = KVCacheManager(config, max_num_batched_tokens=64)
     admit(manager, "a", LONGER)
     manager.publish("a", hashes_of(LONGER, BLOCK_SIZE), len(LONGER))
     prefix = find(manager, [*PROMPT[:8], 7, 8, 9])
     assert (prefix.num_tokens, prefix.miss) == (0, "group")
+    assert prefix.lacking_group == 1
+    manager.count_miss("group", prefix.lacking_group)
+    stats = manager.stats()
+    assert stats.misses == {"group": 1} and [group.misses for group in stats.groups] == [0, 1]
