@@ -149,7 +149,7 @@ class ResponseStream:
         ]
         for running in self._running:
             if running.place.admitted.done():
-                self._begin(running)
+                self._admitted(running, running.place.admitted)
             else:
                 running.place.admitted.add_done_callback(partial(self._admitted, running))
         return self
@@ -199,7 +199,7 @@ class ResponseStream:
         return [each.output().stages for each in whole]
 
     def _admitted(self, running: _Running, admitted: asyncio.Future[None]) -> None:
-        """Begin a request that had to wait."""
+        """Begin a request, unless a stage has lost its workers since the request came in."""
         if running.is_over or admitted.cancelled():
             return
         try:
