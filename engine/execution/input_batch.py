@@ -323,13 +323,11 @@ class GroupInputs:
     Attributes:
         block_table: ``(num_reqs, K)`` int32 of the scheduled requests, in the step's order; cut
             to the longest of them.
-        block_table_indices: ``(num_tokens,)`` into the flattened persistent table; of
-            cross-attention groups per encoder token that this step brings.
-        slot_mapping: likewise, where each token's entry is written.
+        slot_mapping: ``(num_tokens,)`` where each token's entry is written; of cross-attention
+            groups per encoder token that this step brings.
     """
 
     block_table: npt.NDArray[np.int32]
-    block_table_indices: IntArray
     slot_mapping: IntArray
 
 
@@ -338,9 +336,7 @@ class StepInputs:
     """One step's inputs, on the host.
 
     Attributes:
-        request_indices: ``(num_tokens,)`` table row of each token.
         positions: ``(num_tokens,)`` place of each token in its own sequence.
-        token_indices: ``(num_tokens,)`` into the flattened token table.
         token_ids: ``(num_tokens,)`` input ids.
         query_start_loc: ``(num_reqs + 1,)`` where each request's tokens start.
         seq_lens: ``(num_reqs,)`` computed tokens plus this step's.
@@ -348,9 +344,7 @@ class StepInputs:
         encoder_lens: ``(num_reqs,)`` encoder tokens that each request's tokens see.
     """
 
-    request_indices: IntArray
     positions: IntArray
-    token_indices: IntArray
     token_ids: IntArray
     query_start_loc: IntArray
     seq_lens: IntArray
@@ -478,9 +472,7 @@ class InputBatch:
         encoder = np.asarray(encoder_lens or [0] * len(rows), dtype=np.int64)
         arriving = np.asarray(num_arriving or [0] * len(rows), dtype=np.int64)
         return StepInputs(
-            request_indices=request_indices,
             positions=positions,
-            token_indices=token_indices,
             token_ids=self._token_ids.reshape(-1)[token_indices],
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
@@ -521,6 +513,5 @@ class InputBatch:
         longest = -(-int(seq_lens.max()) // block_size)
         return GroupInputs(
             block_table=table[rows, :longest],
-            block_table_indices=block_table_indices,
             slot_mapping=block_numbers * block_size + positions % block_size,
         )

@@ -55,7 +55,6 @@ from prefix_cache import (
     KVCacheGroup,
     KVCacheManager,
     KVCacheSpec,
-    OffloadedBlocks,
     PagedMemory,
     SwapSpace,
     check_integrity,
@@ -71,22 +70,6 @@ logger = package_logger(__name__)
 _WARM_UP_SEQS, _WARM_UP_LEN, _WARM_UP_TOKENS = 2, 3, 5
 # Positions that a checkpoint may ask tables for, unless a user asks for more.
 _LONGEST_UNASKED = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """What an engine is made of."""
-
-    tokenizer: PreTrainedTokenizerBase | None
-    limits: InputLimits
-    memory_plan: MemoryPlan
-    input_processor: InputProcessor
-    kv_cache_manager: KVCacheManager
-    scheduler: Scheduler
-    model_runner: ModelRunner
-    swap_space: SwapSpace | None
-    offloaded: OffloadedBlocks | None
-    encoder_cache_manager: EncoderCacheManager | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,66 +118,6 @@ class _Choices:
         return replace(self, attention=attention)
 
 
-def build_engine_parts(config: EngineConfig, output_names: Collection[str] | None) -> EngineParts:
-    """Load the checkpoint and reserve the memory."""
-    choices = _Choices.of(config)
-    checkpoint, model = choices.checkpoint, _load_model(config, choices)
-    choices = choices.with_heads_of(model, config)
-    tokenizer = _tokenizer(config, checkpoint)
-    kv_config, plan = _plan(config, model, choices)
-    manager = KVCacheManager(
-        kv_config,
-        enable_prefix_caching=config.enable_prefix_caching,
-        output_names=output_names,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-    )
-    swap_space = swap_memory = None
-    if config.preemption == "swap":
-        num_blocks = config.num_swap_blocks or kv_config.num_large_pages
-        swap_space = SwapSpace(manager, num_blocks)
-        swap_memory = PagedMemory(swap_space.config)
-    items = None  # of rows of images and the like, for a model whose prompts show any
-    if model.placeholders:
-        row_bytes = model.hidden_size * choices.dtype.itemsize
-        items = EncoderCacheManager(EncoderCache(config.encoder_cache_bytes), row_bytes)
-    memory = PagedMemory(kv_config, choices.device)
-    offloaded = build_offloaded_blocks(config, checkpoint, manager, memory, choices.attention)
-    runner = ModelRunner(
-        model,
-        kv_cache_manager=manager,
-        memory=memory,
-        swap_memory=swap_memory,
-        backends=_attention_backends(kv_config, choices),
-        input_batch=_input_batch(config, kv_config, model, choices.max_model_len),
-        device=choices.device,
-        max_num_batched_tokens=max(config.max_num_batched_tokens, _WARM_UP_TOKENS),
-        encoder_cache=items.cache if items is not None else None,
-    )
-    _check_output_names(output_names, runner.warm_up(), manager)
-    limits = _input_limits(config, model, manager, choices, tokenizer)
-    sources = PromptSources(
-        checkpoint, model, tokenizer, limits, config.encoder_cache_bytes, config.media_limits
-    )
-    return EngineParts(
-        tokenizer=tokenizer,
-        limits=limits,
-        memory_plan=replace(
-            plan,
-            stage_output_bytes=manager.outputs.nbytes_by_name,
-            encoder_cache_bytes=config.encoder_cache_bytes if items is not None else 0,
-            swap_bytes=swap_memory.nbytes if swap_memory is not None else 0,
-            offload=config.offload,
-        ),
-        input_processor=_input_processor(config, sources, manager),
-        kv_cache_manager=manager,
-        scheduler=_scheduler(config, manager, swap_space, offloaded, items),
-        model_runner=runner,
-        swap_space=swap_space,
-        offloaded=offloaded,
-        encoder_cache_manager=items,
-    )
-
-
 def _load_model(config: EngineConfig, choices: _Choices) -> CausalModel:
     if choices.device.type == "cpu":
         keep_freed_memory()
@@ -211,13 +134,6 @@ def _load_model(config: EngineConfig, choices: _Choices) -> CausalModel:
     )
 
 
-def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
-    if not find_family(checkpoint).reads_text:
-        return None
-    remote, whole = config.trust_remote_code, checkpoint.whole_config
-    return load_tokenizer(checkpoint.path, trust_remote_code=remote, config=whole)
-
-
 def _plan(
     config: EngineConfig, model: CausalModel, choices: _Choices
 ) -> tuple[KVCacheConfig, MemoryPlan]:
@@ -232,25 +148,6 @@ def _plan(
         ),
         device=choices.device,
         attention=choices.attention,
-    )
-
-
-def _scheduler(
-    config: EngineConfig,
-    manager: KVCacheManager,
-    swap_space: SwapSpace | None,
-    offloaded: OffloadedBlocks | None,
-    items: EncoderCacheManager | None,
-) -> Scheduler:
-    return Scheduler(
-        manager,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_encoder_tokens=config.max_num_encoder_tokens,
-        swap_space=swap_space,
-        offloaded=offloaded,
-        encoder_cache_manager=items,
     )
 
 
@@ -291,22 +188,6 @@ def _input_limits(
         dtype=choices.dtype,
         max_prompt_chars=max_prompt_chars(tokenizer, longest, config.limits.max_prompt_chars),
         requests=config.limits,
-    )
-
-
-def _input_batch(
-    config: EngineConfig, kv_config: KVCacheConfig, model: CausalModel, max_model_len: int
-) -> InputBatch:
-    """The tables, with room for the warm-up."""
-    return InputBatch(
-        max_num_seqs=max(config.max_num_seqs, _WARM_UP_SEQS),
-        max_model_len=max(max_model_len, _WARM_UP_LEN),
-        block_sizes=[group.spec.block_size for group in kv_config.groups],
-        max_encoder_lens={
-            group_id: model.max_encoder_len
-            for group_id, group in enumerate(kv_config.groups)
-            if isinstance(group.spec, CrossAttentionSpec)
-        },
     )
 
 
@@ -363,59 +244,6 @@ def _check_output_names(
         )
 
 
-def run_prompts(
-    engine: Engine[RequestOutput],
-    prompts: Prompt | Sequence[Prompt],
-    sampling: SamplingParams | Sequence[SamplingParams] | None,
-) -> list[RequestOutput]:
-    """See :meth:`~engine.llm.llm_engine.LLMEngine.generate`."""
-    _check_free(engine, "generate")
-    batch = _as_list(prompts)
-    for prompt in batch:
-        _check_whole(prompt)
-    if sampling is None or isinstance(sampling, SamplingParams):
-        params = [sampling] * len(batch)
-    else:
-        if isinstance(sampling, Mapping):
-            check_sampling_argument(sampling)
-        wanted = "SamplingParams, or a list of one for each prompt"
-        check_argument("sampling", sampling, Sequence, wanted)
-        params = list(sampling)
-    if len(params) != len(batch):
-        raise ValueError(f"got {len(batch)} prompts but {len(params)} sampling parameters")
-    ids = [f"generate-{index}" for index in range(len(batch))]
-    done: dict[str, RequestOutput] = {}
-    has_entered = engine.ownership.enter()
-    try:
-        for request_id, prompt, param in zip(ids, batch, params, strict=True):
-            engine.add_request(request_id, prompt, param)
-        while len(done) < len(ids):
-            done.update({o.request_id: o for o in engine.step() if o.finished})
-    finally:
-        for request_id in ids:
-            engine.abort(request_id)
-        if has_entered:
-            engine.ownership.leave()
-    return [done[request_id] for request_id in ids]
-
-
-def stream_prompt(
-    engine: Engine[RequestOutput], prompt: Prompt, sampling: SamplingParams | None
-) -> Iterator[RequestOutput]:
-    """See :meth:`~engine.llm.llm_engine.LLMEngine.stream`."""
-    _check_free(engine, "stream")
-    _check_whole(prompt)
-    request_id = "stream"
-    engine.add_request(request_id, prompt, sampling)
-    try:
-        while request_id in engine.live_request_ids:
-            for output in engine.step():
-                if output.request_id == request_id:
-                    yield output
-    finally:
-        engine.abort(request_id)
-
-
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     given: object = prompts
     if isinstance(prompts, Prompt):
@@ -469,20 +297,32 @@ class LLMEngine(Engine[RequestOutput]):
     ) -> None:
         check_argument("config", config, EngineConfig, "an EngineConfig", "EngineConfig(model={})")
         check_names("output_names", output_names, or_none=True)
-        parts = build_engine_parts(config, output_names)
         self.config = config
-        self.tokenizer = parts.tokenizer
-        self.memory_plan = parts.memory_plan
-        self.hidden_size: int = parts.limits.hidden_size
-        self.dtype = parts.limits.dtype
-        self.max_model_len = parts.limits.max_model_len
-        self._inputs = parts.input_processor
-        self._kv = parts.kv_cache_manager
-        self._scheduler = parts.scheduler
-        self._runner = parts.model_runner
-        self._swap = parts.swap_space
-        self._offloaded = parts.offloaded
-        self._encoder_cache_manager = parts.encoder_cache_manager
+        choices = _Choices.of(config)
+        checkpoint, model = choices.checkpoint, _load_model(config, choices)
+        choices = choices.with_heads_of(model, config)
+        self.hidden_size: int = model.hidden_size
+        self.dtype, self.max_model_len = choices.dtype, choices.max_model_len
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        if find_family(checkpoint).reads_text:
+            remote, whole = config.trust_remote_code, checkpoint.whole_config
+            path = checkpoint.path
+            self.tokenizer = load_tokenizer(path, trust_remote_code=remote, config=whole)
+        kv_config, plan = _plan(config, model, choices)
+        self._kv = KVCacheManager(
+            kv_config,
+            enable_prefix_caching=config.enable_prefix_caching,
+            output_names=output_names,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        memory = PagedMemory(kv_config, choices.device)
+        self._hold_pages(config, choices, model, memory, plan)
+        emitted = self._runner.warm_up()
+        _check_output_names(output_names, emitted, self._kv)
+        limits = _input_limits(config, model, self._kv, choices, self.tokenizer)
+        media = config.encoder_cache_bytes, config.media_limits
+        sources = PromptSources(checkpoint, model, self.tokenizer, limits, *media)
+        self._inputs = _input_processor(config, sources, self._kv)
         self._output_processor = OutputProcessor(
             self._scheduler,
             self._runner,
@@ -490,11 +330,76 @@ class LLMEngine(Engine[RequestOutput]):
             frozenset(output_names or ()),
             self._inputs.next_sequence,
         )
+        self.memory_plan = replace(
+            self.memory_plan, stage_output_bytes=self._kv.outputs.nbytes_by_name
+        )
         self._live: dict[str, RequestGroup] = self._output_processor.groups
         self._num_steps = 0
         self._busy_s = 0.0
         for line in self.memory_plan.lines():
             logger.info("%s: %s", config.model, line)
+
+    def _hold_pages(
+        self,
+        config: EngineConfig,
+        choices: _Choices,
+        model: CausalModel,
+        memory: PagedMemory,
+        plan: MemoryPlan,
+    ) -> None:
+        """Set up what decides about the pages, and what runs the model over them."""
+        manager, kv_config = self._kv, self._kv.config
+        self._swap: SwapSpace | None = None
+        swap_memory: PagedMemory | None = None
+        if config.preemption == "swap":
+            self._swap = SwapSpace(manager, config.num_swap_blocks or kv_config.num_large_pages)
+            swap_memory = PagedMemory(self._swap.config)
+        # Holds rows of images and the like, for a model whose prompts show any.
+        self._encoder_cache_manager: EncoderCacheManager | None = None
+        encoder_cache: EncoderCache | None = None
+        if model.placeholders:
+            row_bytes = model.hidden_size * choices.dtype.itemsize
+            encoder_cache = EncoderCache(config.encoder_cache_bytes)
+            self._encoder_cache_manager = EncoderCacheManager(encoder_cache, row_bytes)
+        self._offloaded = build_offloaded_blocks(
+            config, choices.checkpoint, manager, memory, choices.attention
+        )
+        self._scheduler = Scheduler(
+            manager,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_encoder_tokens=config.max_num_encoder_tokens,
+            swap_space=self._swap,
+            offloaded=self._offloaded,
+            encoder_cache_manager=self._encoder_cache_manager,
+        )
+        self._runner = ModelRunner(
+            model,
+            kv_cache_manager=manager,
+            memory=memory,
+            swap_memory=swap_memory,
+            backends=_attention_backends(kv_config, choices),
+            input_batch=InputBatch(
+                max_num_seqs=max(config.max_num_seqs, _WARM_UP_SEQS),
+                max_model_len=max(choices.max_model_len, _WARM_UP_LEN),
+                block_sizes=[group.spec.block_size for group in kv_config.groups],
+                max_encoder_lens={
+                    group_id: model.max_encoder_len
+                    for group_id, group in enumerate(kv_config.groups)
+                    if isinstance(group.spec, CrossAttentionSpec)
+                },
+            ),
+            device=choices.device,
+            max_num_batched_tokens=max(config.max_num_batched_tokens, _WARM_UP_TOKENS),
+            encoder_cache=encoder_cache,
+        )
+        self.memory_plan: MemoryPlan = replace(
+            plan,
+            encoder_cache_bytes=0 if encoder_cache is None else config.encoder_cache_bytes,
+            swap_bytes=0 if swap_memory is None else swap_memory.nbytes,
+            offload=config.offload,
+        )
 
     def _prepare(self, new: NewRequest) -> RequestGroup:
         """Prepare text, chat messages, token ids, embeddings, or what a model speaks.
@@ -678,7 +583,34 @@ class LLMEngine(Engine[RequestOutput]):
             ValueError: a prompt cannot run (nothing has run then) or is only a first chunk, the
                 lengths differ, or other requests are live.
         """
-        return run_prompts(self, prompts, sampling)
+        _check_free(self, "generate")
+        batch = _as_list(prompts)
+        for prompt in batch:
+            _check_whole(prompt)
+        if sampling is None or isinstance(sampling, SamplingParams):
+            params = [sampling] * len(batch)
+        else:
+            if isinstance(sampling, Mapping):
+                check_sampling_argument(sampling)
+            wanted = "SamplingParams, or a list of one for each prompt"
+            check_argument("sampling", sampling, Sequence, wanted)
+            params = list(sampling)
+        if len(params) != len(batch):
+            raise ValueError(f"got {len(batch)} prompts but {len(params)} sampling parameters")
+        ids = [f"generate-{index}" for index in range(len(batch))]
+        done: dict[str, RequestOutput] = {}
+        has_entered = self.ownership.enter()
+        try:
+            for request_id, prompt, param in zip(ids, batch, params, strict=True):
+                self.add_request(request_id, prompt, param)
+            while len(done) < len(ids):
+                done.update({o.request_id: o for o in self.step() if o.finished})
+        finally:
+            for request_id in ids:
+                self.abort(request_id)
+            if has_entered:
+                self.ownership.leave()
+        return [done[request_id] for request_id in ids]
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None
@@ -689,7 +621,17 @@ class LLMEngine(Engine[RequestOutput]):
             ValueError: the prompt cannot run or is only a first chunk, or other requests are live;
                 see :meth:`generate`.
         """
-        yield from stream_prompt(self, prompt, sampling)
+        _check_free(self, "stream")
+        _check_whole(prompt)
+        request_id = "stream"
+        self.add_request(request_id, prompt, sampling)
+        try:
+            while request_id in self._live:
+                for output in self.step():
+                    if output.request_id == request_id:
+                        yield output
+        finally:
+            self.abort(request_id)
 
     @property
     def enable_prefix_caching(self) -> bool:

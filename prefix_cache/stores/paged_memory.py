@@ -88,6 +88,8 @@ class PagedMemory:
         self.nbytes = config.num_large_pages * config.large_page_bytes
         # Zeros, not empty: kernels may read the null block, and NaN * 0 is not 0.
         self.buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        # Per group, the block size, and rows between the end of a block and the next page.
+        self._extra_rows: dict[int, tuple[int, int]] = {}
 
     def layer(self, group_id: int, layer_index: int) -> LayerKVCache:
         """The views of the ``layer_index``-th layer of an attention group."""
@@ -171,9 +173,12 @@ class PagedMemory:
         Returns:
             ``(num_tokens,)`` of the same type and device.
         """
-        block_size = self._attention_spec(group_id).block_size
-        extra_rows_per_page = (self._chunks_per_page(group_id) - 1) * block_size
-        return slot_mapping + (slot_mapping // block_size) * extra_rows_per_page
+        if group_id not in self._extra_rows:
+            block_size = self._attention_spec(group_id).block_size
+            extra_rows = (self._chunks_per_page(group_id) - 1) * block_size
+            self._extra_rows[group_id] = block_size, extra_rows
+        block_size, extra_rows = self._extra_rows[group_id]
+        return slot_mapping + (slot_mapping // block_size) * extra_rows
 
     def _chunks_per_page(self, group_id: int) -> int:
         group = self.config.groups[group_id]
