@@ -196,7 +196,7 @@ class ModelInputBuilder:
             self._positions(step, scheduled),
             encoded,
             _follows_encoder(step, scheduled, self.device),
-            _shows_item(step, scheduled, self.device),
+            None if self.encoder_cache is None else _shows_item(step, scheduled, self.device),
         )
 
     def _sync_tables(self, item: ScheduledRequest) -> None:

@@ -34,15 +34,15 @@ class log_fields:
     """Have what is logged within, in this thread, carry a stage and a request; to be used once."""
 
     # Entered around every call of a stage: several times cheaper than a generator's context.
-    __slots__ = ("_fields", "_token")
+    __slots__ = ("_token", "fields")
 
     def __init__(self, stage: str, request_id: str | None = None) -> None:
-        self._fields = LogFields(stage, _of_process.replica, request_id)
+        self.fields = LogFields(stage, _of_process.replica, request_id)
 
     def __enter__(self) -> None:
-        self._token = _FIELDS.set(self._fields)
+        self._token = _FIELDS.set(self.fields)
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         _FIELDS.reset(self._token)
 
 

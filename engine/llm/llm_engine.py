@@ -292,6 +292,8 @@ class LLMEngine(Engine[RequestOutput]):
         ValueError: the checkpoint, a limit or an output name does not work out; says how to fix it.
     """
 
+    memory_plan: MemoryPlan
+
     def __init__(
         self, config: EngineConfig, *, output_names: Collection[str] | None = None
     ) -> None:
@@ -394,7 +396,7 @@ class LLMEngine(Engine[RequestOutput]):
             max_num_batched_tokens=max(config.max_num_batched_tokens, _WARM_UP_TOKENS),
             encoder_cache=encoder_cache,
         )
-        self.memory_plan: MemoryPlan = replace(
+        self.memory_plan = replace(
             plan,
             encoder_cache_bytes=0 if encoder_cache is None else config.encoder_cache_bytes,
             swap_bytes=0 if swap_memory is None else swap_memory.nbytes,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from math import inf
 
 import torch
 from torch import Tensor
@@ -61,12 +60,6 @@ class RequestTimes:
     first_scheduled: float | None = None
     first_token: float | None = None
     finished: float | None = None
-
-    def metrics(self, num_preemptions: int, prefix_miss: PrefixMiss | None) -> RequestMetrics:
-        """The same as durations since the arrival."""
-        moments = (self.first_scheduled, self.first_token, self.finished)
-        queue_s, first_token_s, total_s = [t if t is None else t - self.arrival for t in moments]
-        return RequestMetrics(queue_s, first_token_s, total_s, num_preemptions, prefix_miss)
 
 
 @dataclass(slots=True, eq=False)
@@ -281,10 +274,6 @@ class EndedSequences:
         """The rows of all sequences, one after the other."""
         return {name: torch.cat(parts) for name, parts in self._rows.items()}
 
-    def times(self, last: RequestTimes) -> RequestTimes:
-        """From the beginning of the first sequence to the end of the last."""
-        return replace(self.first.times, finished=last.finished)
-
 
 @dataclass(slots=True)
 class CompletionState:
@@ -314,12 +303,6 @@ class CompletionState:
     def first(self) -> Request:
         """Its first sequence."""
         return self.request if self.ended is None else self.ended.first
-
-    @property
-    def times(self) -> RequestTimes:
-        """From the beginning of the first sequence on."""
-        times = self.request.times
-        return times if self.ended is None else self.ended.times(times)
 
     def output(self, index: int) -> CompletionOutput:
         """All of it now; takes the text's growth since the last call."""
@@ -419,21 +402,22 @@ class RequestGroup:
             prompt_token_ids=self._prompt_token_ids(first),
             encoder_prompt_token_ids=(encoder and encoder.token_ids) or None,
             encoder_prompt=None if encoder is None else encoder.text,
-            metrics=self._metrics(self._count_preemptions()),
+            metrics=self._metrics(),
         )
 
     def delta(self) -> OutputDelta:
         """What is new since the last call."""
         lead, finished = self.completions[0], self.finished
-        first, new = lead.first, lead.delta(0)
+        first = lead.request if lead.ended is None else lead.ended.first
+        new = lead.delta(0)
         others: tuple[CompletionDelta, ...] = ()
         if len(self.completions) > 1:
             deltas = (each.delta(index) for index, each in enumerate(self.completions[1:], 1))
             others = tuple(each for each in deltas if each.token_ids or each.finish_reason)
-        num_preemptions = self._count_preemptions()
+        num_preemptions = sum([each.request.num_preemptions for each in self.completions])
         metrics, encoder_ids = None, None
         if finished or others or num_preemptions != self._num_preemptions:
-            metrics = self._metrics(num_preemptions)
+            metrics = self._metrics()
             encoder_ids = (first.encoder_input and first.encoder_input.token_ids) or None
             self._num_preemptions = num_preemptions
         return OutputDelta(
@@ -460,11 +444,16 @@ class RequestGroup:
             self._prompt_ids = tuple(first.token_ids[: first.num_prompt_tokens])
         return self._prompt_ids
 
-    def _count_preemptions(self) -> int:
-        return sum([completion.request.num_preemptions for completion in self.completions])
-
-    def _metrics(self, num_preemptions: int) -> RequestMetrics:
-        """Of the completion that ends last; of those that run, the first."""
-        ends = [each.request.times.finished or inf for each in self.completions]
-        times = self.completions[ends.index(max(ends))].times
-        return times.metrics(num_preemptions, self.completions[0].first.prefix_miss)
+    def _metrics(self) -> RequestMetrics:
+        """Of the completion that ends last; of those that run, the first. From the arrival on."""
+        num_preemptions, slowest = 0, self.completions[0]
+        for each in self.completions:
+            num_preemptions += each.request.num_preemptions
+            end, latest = each.request.times.finished, slowest.request.times.finished
+            if latest is not None and (end is None or end > latest):
+                slowest = each
+        times, finished = slowest.first.times, slowest.request.times.finished
+        moments = (times.first_scheduled, times.first_token, finished)
+        queue_s, first_token_s, total_s = [t if t is None else t - times.arrival for t in moments]
+        miss = self.completions[0].first.prefix_miss
+        return RequestMetrics(queue_s, first_token_s, total_s, num_preemptions, miss)

@@ -226,8 +226,16 @@ class SamplingState:
             self.logits_processor.apply(logits, self._generated)
 
     def next_uniform(self) -> float:
-        """The number in ``(0, 1]`` that draws the next token; asking again gives it again."""
-        return _uniform(self._seed, self.num_generated)
+        """The number in ``(0, 1]`` that draws the next token; asking again gives it again.
+
+        There is no stream to keep: a request that was preempted and computed again, or that runs
+        beside other requests, meets the same number at the same position. Neighbouring seeds and
+        positions are as independent as BLAKE2b can make them.
+        """
+        message = self._seed.to_bytes(8, "little") + self.num_generated.to_bytes(8, "little")
+        digest = hashlib.blake2b(message, digest_size=8).digest()
+        number = int.from_bytes(digest, "little") >> (64 - _UNIFORM_BITS)
+        return (number + 1) * 2.0**-_UNIFORM_BITS
 
 
 _Mask: TypeAlias = NDArray[np.int64] | None
@@ -244,7 +252,7 @@ def _masks(
     early = always | set(params.stop_token_ids)
     if not params.ignore_eos:
         # A tokenizer may know more ids than the model's head.
-        early.update(i for i in eos_token_ids if i < vocab_size)
+        early.update([i for i in eos_token_ids if i < vocab_size])
     first = (early if params.min_tokens else always) | set(begin_suppress_token_ids)
     if len(first) >= vocab_size:
         raise ValueError(
@@ -273,18 +281,6 @@ def _check_ids(params: SamplingParams, vocab_size: int) -> None:
                     (name,),
                     f"{name} holds {token_id}, but the vocabulary has ids 0 to {vocab_size - 1}",
                 )
-
-
-def _uniform(seed: int, position: int) -> float:
-    """The number that draws one token.
-
-    There is no stream to keep: a request that was preempted and computed again, or that runs
-    beside other requests, meets the same number at the same position. Neighbouring seeds and
-    positions are as independent as BLAKE2b can make them.
-    """
-    message = seed.to_bytes(8, "little") + position.to_bytes(8, "little")
-    digest = hashlib.blake2b(message, digest_size=8).digest()
-    return ((int.from_bytes(digest, "little") >> (64 - _UNIFORM_BITS)) + 1) * 2.0**-_UNIFORM_BITS
 
 
 class BadWords:

@@ -527,8 +527,10 @@ class Scheduler:
         self._schedule_running(step)
         # After a preemption none is let in, lest the two take turns; unless none is left to run.
         if not step.scheduled or all(request.is_paused for request in step.preempted):
-            self._admission.swap_in(step)
-            if not any(r.can_run_from(r.num_computed_tokens) for r in self._queues.swapped):
+            swapped = self._queues.swapped
+            if swapped:
+                self._admission.swap_in(step)
+            if not swapped or not any(r.can_run_from(r.num_computed_tokens) for r in swapped):
                 self._admission.admit_waiting(step)
 
     def _schedule_isolated(self, step: StepPlan) -> None:

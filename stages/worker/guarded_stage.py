@@ -436,27 +436,19 @@ class GuardedStage:
         return Blamed(self.stage.name, request_id)
 
 
-class Blamed:
-    """A context whose errors become one that names a stage; to be used once."""
+class Blamed(log_fields):
+    """Log fields that also turn errors within into one that names the stage; to be used once."""
 
-    # Entered at every output of every request: several times cheaper than a generator's context.
-    __slots__ = ("_fields", "_request_id", "_stage")
+    __slots__ = ()
 
-    def __init__(self, stage: str, request_id: str) -> None:
-        self._stage, self._request_id = stage, request_id
-        self._fields = log_fields(stage, request_id)
-
-    def __enter__(self) -> None:
-        self._fields.__enter__()
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        stage, request_id = self.fields.stage, self.fields.request_id
         try:
             if isinstance(error, ValueError):
-                raise ValueError(f"stage {self._stage!r}: {error}") from error
+                raise ValueError(f"stage {stage!r}: {error}") from error
             if isinstance(error, Exception):  # a user's transform or stage may raise anything
                 message = "stage %r failed on request %r"
-                _logger.error(message, self._stage, self._request_id, exc_info=error)
-                kind = type(error).__name__
-                raise ValueError(f"stage {self._stage!r}: {kind}: {error}") from error
+                _logger.error(message, stage, request_id, exc_info=error)
+                raise ValueError(f"stage {stage!r}: {type(error).__name__}: {error}") from error
         finally:
-            self._fields.__exit__()
+            super().__exit__(kind, error, _)
