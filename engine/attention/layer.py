@@ -60,7 +60,6 @@ class StateLayer:
 
     Args:
         layer_name: unique in the model, for example ``"layers.0.mamba"``.
-        spec: what the layer keeps per sequence.
     """
 
     def __init__(self, layer_name: str, spec: MambaSpec) -> None:
@@ -109,7 +108,6 @@ class StateLayer:
         """Keep the states after this step.
 
         Args:
-            step: the same as in :meth:`read`.
             states: ``(num_reqs, *shape)`` each, in the order of the spec.
         """
         metadata = self.metadata(step)
@@ -125,7 +123,6 @@ class Attention:
 
     Args:
         layer_name: unique in the model, for example ``"layers.3.self_attn"``.
-        spec: what the layer keeps per token.
         scale: factor on the scores before the softmax.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
 

@@ -192,7 +192,6 @@ def soft_capped_attention(
     Args:
         query: ``(batch, queries, num_heads, head_dim)``.
         keys: ``(batch, keys, num_kv_heads, head_dim)``; grouped heads are not repeated.
-        values: as ``keys``.
         mask: added to the capped scores; broadcast to ``(batch, num_kv_heads, num_heads per
             num_kv_heads, queries, keys)``. None: every query sees every key.
         scale: factor on the scores before they are capped.
@@ -307,7 +306,6 @@ class LayerCall(NamedTuple):
     Attributes:
         query: ``(num_tokens, num_heads, head_dim)``.
         key: ``(num_written, num_kv_heads, head_dim)``; not repeated for grouped heads.
-        value: as ``key``.
         kv_cache: this layer's views; rows of ``metadata.row_mapping`` are overwritten.
         metadata: the same object that ``begin_step`` got.
         scoring: how this layer's products become scores.

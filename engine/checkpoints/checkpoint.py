@@ -280,7 +280,6 @@ class Checkpoint:
     """A model folder, or one of several models in it.
 
     Attributes:
-        path: the folder.
         config: the transformers config; of the part, if this is one.
         generation_config: from ``generation_config.json``, or None where there is none.
         part: which of several models this is. Its weights go by their names in the part, and no
@@ -309,7 +308,6 @@ class Checkpoint:
         Args:
             model: folder, hub id (``organisation/name``), or a name that a package brings, such as
                 ``seeded:<name>``.
-            part: which model, if it holds several.
             revision: branch, tag or commit on the hub.
             trust_remote_code: whether the config may come with its own Python code.
             parts_of: the models that a folder with such a ``config.json`` holds; none if it is
@@ -397,7 +395,6 @@ class Checkpoint:
 
         Args:
             name: in the whole checkpoint, its part's prefix included.
-            indices: of the rows.
 
         Returns:
             ``(len(indices), width)`` on the CPU, in the type it is stored in.

@@ -454,9 +454,6 @@ class EncoderEngine(Engine[EncoderOutput]):
         pooling: see :data:`engine.encoder.sentence_layout.Pooling`.
 
     Attributes:
-        tokenizer: of the checkpoint, or None.
-        max_model_len: longest input.
-        memory_plan: what it reserved.
         pooling: what ``auto`` has become.
 
     Raises:

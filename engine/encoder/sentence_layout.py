@@ -69,7 +69,6 @@ def pool(pooling: Pooling, rows: Tensor, pooler: nn.Module | None) -> Tensor:
     """Pool the rows of one input.
 
     Args:
-        pooling: what :func:`resolve_pooling` gave.
         rows: ``(n, hidden)`` on the CPU.
         pooler: ``(1, n, hidden) -> (1, D)``, on any device.
 

@@ -153,7 +153,6 @@ class FiniteStep:
 
     Attributes:
         rows: ``name -> (num_tokens, ...)``.
-        filled: those that the step has filled.
         sum: of all that is looked at, a scalar on its device.
     """
 
@@ -198,7 +197,6 @@ class SampledToken:
     """What a step chose for one request, or why the request failed in it.
 
     Attributes:
-        request: the request that it is for.
         token_id: the chosen token; None if the request failed.
         error: why it failed: no token could be chosen, or its rows are not finite.
     """
@@ -267,7 +265,6 @@ class ModelRunner:
             One entry for each request that samples, and for each that failed alone.
 
         Raises:
-            SwapError: copying pages failed.
             ValueError: an encoder or a tower gave rows that are not finite.
             Exception: whatever the model raises.
         """

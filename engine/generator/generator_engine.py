@@ -257,15 +257,8 @@ class GeneratorEngine(Engine[GeneratorOutput]):
     Nothing is kept from one request for another. One thread drives it. Every call
     leaves the engine consistent, also one that raises.
 
-    Args:
-        config: what to run, and how.
-
     Attributes:
-        config: the same.
         speakers: names of the checkpoint's voices.
-        sampling_rate: of the waveforms.
-        samples_per_code: of the waveforms.
-        max_codes: of the longest utterance.
 
     Raises:
         ValueError: the checkpoint is no generator, lacks voices, or the window is too wide for it.

@@ -279,7 +279,6 @@ class ImageEncoderInputs(EncoderInputMaker):
     Args:
         processor: of the checkpoint: images to tensors with a batch dimension.
         feature_names: which of the processor's tensors the encoder takes.
-        limits: how much of a file is read.
     """
 
     modality = "image"
@@ -363,9 +362,7 @@ class DecoderPromptRule:
     here it is a part of the prompt, and costs no step.
 
     Args:
-        config: of the checkpoint.
         generation_config: names tokens that the config may lack.
-        limits: what a prompt has to stay within.
 
     Attributes:
         start_token_id: ``<DEC>``.
@@ -481,7 +478,6 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
 
     Args:
         encoder_inputs: makes what makes the encoder's inputs, from what a checkpoint brings.
-        decoder_rule: says what the decoder begins with.
         text_is_for_decoder: whether a lone text or lone ids are the decoder's prompt, and the
             encoder is left out; else they are the encoder's.
 

@@ -34,7 +34,6 @@ class InputProcessor:
 
     Args:
         prompts: resolves the prompts of the kind of model.
-        eos_token_ids: the ids that end a sequence.
         seed: of the generator that seeds requests without one.
         generation: the checkpoint's ``generation_config.json``; empty where there is none.
 

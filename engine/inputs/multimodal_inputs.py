@@ -198,7 +198,6 @@ class VideoFeatureMaker(FeatureMaker):
 
     Attributes:
         processor: of the checkpoint, for images; None if it brings none: tensors only.
-        limits: how much of a file is read.
     """
 
     processor: Any = None
@@ -347,7 +346,6 @@ class ImageFeatureMaker(FeatureMaker):
 
     Attributes:
         names: which of the processor's tensors the tower takes.
-        limits: how much of a file is read.
     """
 
     processor: Any
@@ -412,7 +410,6 @@ def load_feature_makers(
 
     Args:
         towers: of the model, by what they make rows of.
-        limits: how much of a file is read.
         trust_remote_code: whether processors may come with their own Python code.
     """
     trust = {"trust_remote_code": trust_remote_code}

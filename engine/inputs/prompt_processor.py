@@ -98,7 +98,6 @@ class PromptContent:
     """A prompt, resolved.
 
     Attributes:
-        token_ids: what the sequence begins with.
         spans: what block hashes cover beside the token ids.
         embeds: ``(num_tokens, hidden_size)`` in the place of the token ids; or None.
         encoder_input: what the encoder gets, if the model has one.
@@ -129,10 +128,7 @@ class PromptSources:
     """What a prompt processor is made from.
 
     Attributes:
-        checkpoint: of the model.
         model: the loaded model, of which a processor asks what it needs to know.
-        tokenizer: of the checkpoint, or None.
-        limits: what a request has to stay within.
         encoder_cache_bytes: what the rows of images and the like may take.
         media_limits: how much of a picture, a sound or a video is read.
     """
@@ -155,7 +151,6 @@ class PromptProcessor(ABC):
         takes_chunks: whether prompts may come in chunks, by :meth:`extend`.
         modalities: what prompts are made of: text, image, audio, video.
         speakers: voices that prompts choose from; None if the model does not speak.
-        is_encoder_decoder: whether prompts have two sides.
     """
 
     suppress_token_ids: tuple[int, ...] = ()
@@ -171,7 +166,6 @@ class PromptProcessor(ABC):
         """Resolve a prompt, or the first chunk of one.
 
         Args:
-            prompt: what the user gave.
             cache_salt: part of the hashes of what is no token: it is shared only within one salt.
 
         Raises:

@@ -60,7 +60,6 @@ class InputLimits:
         vocab_size: ids of prompts run from 0 to this.
         num_logits: ids that can be generated, from 0 to this; an image's placeholder may lie
             beyond it. 0 for a checkpoint that cannot generate.
-        usable_tokens: tokens that the whole pool holds.
         dtype: type of prompt embeddings inside the model.
         max_prompt_chars: of a prompt's text, see :func:`~engine.text.tokenizer.max_prompt_chars`.
     """
@@ -114,7 +113,6 @@ class FitCheck:
     """Works out how long a request may get, and refuses it if it can never run.
 
     Args:
-        limits: what a request has to stay within.
         kv_cache: says what the tokens of an encoder take beside those of the decoder; None where
             no encoder has any.
     """
@@ -142,7 +140,6 @@ class FitCheck:
         """How long the sequence of a request may get.
 
         Args:
-            params: how many tokens are to follow it.
             positions: where tokens lie on several axes; None where places are indices.
 
         Raises:
@@ -328,7 +325,6 @@ def truncated(
     Args:
         prompt: of text, chat messages, token ids or embeddings.
         limits: of a longer text no more than ``max_prompt_chars`` are read, from the kept end.
-        keeps_end: whether the last ones are kept.
 
     Raises:
         ValueError: the prompt is of another form, shows items, or cannot be tokenized.

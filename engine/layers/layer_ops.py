@@ -211,7 +211,6 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Args:
         x: ``(num_tokens, num_heads, head_dim)``; may be a view; channels past ``rotary_dim`` stay.
         cos: as :class:`RotaryEmbedding` gives it.
-        sin: as :class:`RotaryEmbedding` gives it.
 
     Returns:
         ``x``.

@@ -301,7 +301,6 @@ class RecurrentConfig:
 
     Attributes:
         activation: after the convolution, by transformers' name.
-        conv_bias: whether the convolution has a bias.
         projection_bias: whether the projections in and out have biases.
     """
 

@@ -284,7 +284,6 @@ class LLMEngine(Engine[RequestOutput]):
     """Runs one decoder: paged KV cache, continuous batching, prefix caching, mirrored outputs.
 
     Args:
-        config: what to run and with how much.
         output_names: mirror only these per-token outputs; None mirrors all that the model emits,
             an empty collection none.
 
@@ -547,8 +546,6 @@ class LLMEngine(Engine[RequestOutput]):
 
         Args:
             request_id: of a live request; of several completions the first counts.
-            first_row: place in its sequence.
-            names: outputs wanted; None means all.
 
         Returns:
             ``name -> (num_computed_tokens - first_row, ...)`` on the CPU. Empty while there are no
@@ -575,7 +572,6 @@ class LLMEngine(Engine[RequestOutput]):
         Needs the engine to itself: the outputs of others would be lost between its steps.
 
         Args:
-            prompts: one or several.
             sampling: for all, or one per prompt.
 
         Returns:

@@ -33,7 +33,6 @@ class OutputProcessor:
         declared_outputs: tensors without which a request has failed.
         next_sequence: makes the sequence that follows on one that has ended.
         groups: the live requests by the user's ids, oldest first.
-        stats: what their prompts add up to.
         num_generated_tokens: likewise; counted apart, since every step adds to it.
     """
 

@@ -168,9 +168,6 @@ def image_features(
 ) -> BatchFeature:
     """Open an image and run a checkpoint's processor: tensors with a batch dimension.
 
-    Args:
-        image: see :func:`open_image`.
-
     Raises:
         ValueError: it cannot be read, or not be processed.
     """

@@ -87,7 +87,6 @@ class WavHeader:
     Attributes:
         num_bytes: of all samples; None in a file that was written as a stream, which cannot know.
         frame_bytes: of one sample of all channels.
-        rate: samples per second of each channel.
     """
 
     begin: int

@@ -92,7 +92,6 @@ def read_frames(
     """Decode some frames, one after the other.
 
     Args:
-        info: what :func:`probe_video` found.
         limits: how many pixels they may have together.
 
     Yields:

@@ -37,7 +37,6 @@ class ModelSettings:
 
     Attributes:
         dtype: of weights, activations and the KV cache.
-        device: of the same.
         block_size: tokens per block of the KV cache.
         max_model_len: longest sequence that will run, in tokens.
         ops: what computes norms, gates and rotations.
@@ -88,8 +87,6 @@ class GeneratorModel(nn.Module):
         causal      sound depends on earlier codes alone; a state goes from chunk to chunk
 
     Attributes:
-        device: where it runs.
-        sampling_rate: samples per second.
         samples_per_code: of sound, for each place (a row of codes, where codebooks are several).
         max_codes: places of the longest utterance.
         num_codes: codes are below this.
@@ -130,10 +127,6 @@ class GeneratorModel(nn.Module):
         self, chunks: Sequence[CodeChunk], params: GenerationParams
     ) -> tuple[Tensor, Sequence[Any]]:
         """Make sound of chunks of one length, each of another utterance.
-
-        Args:
-            chunks: at least one.
-            params: how.
 
         Returns:
             ``(len(chunks), n * samples_per_code)`` float32 on the CPU, in -1 to 1, and for each
@@ -229,7 +222,6 @@ class CausalModel(nn.Module):
         Args:
             inputs_embeds: ``(num_tokens, hidden_size)``.
             positions: ``(num_tokens,)`` int64, each token's place in its own sequence.
-            step: attention metadata of this step.
 
         Returns:
             Named outputs; ``"hidden_states"`` ``(num_tokens, hidden_size)`` after the final norm

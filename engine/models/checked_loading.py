@@ -75,7 +75,6 @@ class Places:
     """Where a model wants the tensors of its checkpoint.
 
     Attributes:
-        targets: by the names of the checkpoint.
         ignored: names that may be stored although nothing needs them.
     """
 
@@ -92,7 +91,6 @@ def load_checked(
     """Build a model and load its weights.
 
     Args:
-        device: where the model is to be.
         build: makes the model with any weights; is called for ``meta`` first.
 
     Raises:

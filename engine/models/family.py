@@ -40,7 +40,6 @@ class ModelFamily:
     ``omni_pipeline.model_families`` that loads to the declaration.
 
     Attributes:
-        name: of the family, for messages.
         architectures: class names by which ``config.json`` asks for it; no two families share one.
         build: makes the model, before its weights are loaded.
         generator: loads the model that makes sound of codec tokens.

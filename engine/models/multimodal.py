@@ -145,7 +145,6 @@ class MultiModalModel(CausalModel):
         """Places of a prompt's tokens, where a token's index in its sequence is not its place.
 
         Args:
-            prompt_ids: the expanded prompt.
             multimodal_inputs: its items in the order of their offsets.
 
         Returns:

@@ -60,7 +60,6 @@ class MultiModalInput:
         tower's output  | rows_before | length | rows_after |      num_rows of them
 
     Attributes:
-        modality: what it is.
         offset: first placeholder position in the expanded prompt.
         length: placeholder tokens, one for each of its rows.
         content_hash: digest of everything that the tower's output depends on.

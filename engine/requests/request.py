@@ -76,9 +76,7 @@ class Request:
     Attributes:
         request_id: unique among the engine's live requests.
         token_ids: prompt and output. Positions that ``prompt_embeds`` covers hold 0.
-        num_prompt_tokens: how many of them are the prompt.
         prompt_embeds: ``(num_prompt_tokens, hidden_size)`` in the model's type, or None.
-        params: how tokens are chosen.
         max_num_tokens: prompt and output together stop here.
         queue_key: sort key of the queues: priority, lower first, then order of arrival.
         cache_salt: blocks are shared only within one salt.
@@ -230,8 +228,6 @@ class EndedSequences:
 
     Attributes:
         first: the first of them, from when it began.
-        text: what the tokens say.
-        token_ids: of all of them.
         logprobs: one entry per token, if they are asked for.
         windows: where the window of each of them begins.
     """
@@ -280,7 +276,6 @@ class CompletionState:
     """One of a request's ``n`` completions.
 
     Attributes:
-        request: the sequence that computes it now.
         ended: what those before it have come to, where it takes several: no other tokens are
             emitted.
         finish_reason: None while it runs.
@@ -348,10 +343,8 @@ class RequestGroup:
 
     Attributes:
         request_id: the user's.
-        completions: in order of their index.
         has_prompt_ids: whether the prompt came as ids or text, not as embeddings.
         error: why the request failed, or None.
-        finished: whether every completion has ended.
     """
 
     request_id: str

@@ -198,13 +198,8 @@ class MemoryPlan:
     """What an engine reserves.
 
     Attributes:
-        device: where weights and pages are.
-        dtype: element type of both.
-        weights_bytes: the model.
         num_blocks: blocks of the pool (with several groups, large pages), the null block included.
-        block_size: tokens per block.
         page_bytes: one of these blocks (or large pages).
-        max_model_len: longest sequence.
         stage_output_bytes: per mirrored tensor, the host's ``(num_blocks, block_size, D)`` store.
         attention: the backend that computes attention; None in an engine without a KV cache.
         kv_cache: the groups of layers, and what they cost; None likewise.
@@ -369,7 +364,6 @@ class ModelNeeds:
     """What a loaded model asks of the memory.
 
     Attributes:
-        dtype: element type of weights and pages.
         max_encoder_len: most encoder tokens that a sequence may bring.
     """
 

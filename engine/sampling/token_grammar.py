@@ -65,8 +65,6 @@ class GrammarCompiler:
 
     Args:
         tokenizer: None of a model that writes no text.
-        eos_token_ids: the ids that end a sequence.
-        vocab_size: logits of the model.
     """
 
     def __init__(

@@ -60,7 +60,6 @@ class ItemShare:
     """A chunk, cut to the items whose rows it can have.
 
     Attributes:
-        num_tokens: how many tokens can run; may be 0.
         to_encode: items that towers have to encode for them.
     """
 

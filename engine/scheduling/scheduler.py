@@ -95,7 +95,6 @@ class StepPlan:
     """A step in the making.
 
     Attributes:
-        num_tokens: what is left of the token budget.
         encoding_budget: what towers or the encoder may still run.
         scheduled: see :class:`SchedulerOutput`, as for the fields below.
     """

@@ -63,16 +63,9 @@ class DecoderConfig:
     """A Hugging Face config, normalised: every family's defaults are filled in.
 
     Attributes:
-        hidden_size: width of the residual stream.
-        intermediate_size: width inside the MLP.
         layers: what is particular to each layer; as many as there are layers.
-        num_heads: query heads.
         num_kv_heads: key and value heads; divides ``num_heads``.
-        head_dim: channels per head.
-        vocab_size: rows of the embedding.
-        max_position_embeddings: the longest sequence.
         activation: of the MLP, by transformers' name.
-        rms_norm_eps: of every norm.
         tie_word_embeddings: whether the head is the embedding matrix.
         attention_scale: factor on the scores before the softmax.
         attention_softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
@@ -445,9 +438,6 @@ def build_decoder(
     """Build a decoder, its weights not yet loaded.
 
     Args:
-        read_config: of the family.
-        config: a config of that family.
-        settings: types, places and lengths.
         has_head: False for a headless checkpoint.
         make_rotary: takes what :class:`RotaryEmbedding` takes.
 
@@ -474,7 +464,6 @@ def decoder_family(
     """Declare a family of plain decoders.
 
     Args:
-        name: of the family.
         architectures: with a head (``...ForCausalLM``) and without.
         read_config: all that the family differs in.
         is_base: whether other families may build on it, with rows in the place of embeddings:

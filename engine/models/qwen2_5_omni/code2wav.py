@@ -127,7 +127,6 @@ def neighbour_attention(
     Where there are few blocks, all their scores under a mask cost less.
 
     Args:
-        module: has ``config.block_size``.
         query: ``(B, heads, n, head_dim)``.
         attention_mask: ``(3,)`` bool on the CPU, whether a block sees each of ``NEIGHBOURS``;
             itself it always does.

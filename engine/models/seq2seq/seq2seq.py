@@ -124,7 +124,6 @@ class Seq2SeqConfig:
     Attributes:
         hidden_size: width of the decoder's stream and of the encoder's rows.
         num_heads: of the decoder's attention, self and cross.
-        vocab_size: rows of the embedding, and logits.
         activation: of the MLP, by transformers' name.
         rms_norm: whether norms neither shift nor centre.
         norm_first: whether a part's norm comes before it, or after its result was added.
