@@ -292,6 +292,8 @@ class LLMEngine(Engine[RequestOutput]):
     """
 
     memory_plan: MemoryPlan
+    _swap: SwapSpace | None
+    _encoder_cache_manager: EncoderCacheManager | None
 
     def __init__(
         self, config: EngineConfig, *, output_names: Collection[str] | None = None
@@ -350,14 +352,12 @@ class LLMEngine(Engine[RequestOutput]):
     ) -> None:
         """Set up what decides about the pages, and what runs the model over them."""
         manager, kv_config = self._kv, self._kv.config
-        self._swap: SwapSpace | None = None
-        swap_memory: PagedMemory | None = None
+        self._swap = swap_memory = None
         if config.preemption == "swap":
             self._swap = SwapSpace(manager, config.num_swap_blocks or kv_config.num_large_pages)
             swap_memory = PagedMemory(self._swap.config)
         # Holds rows of images and the like, for a model whose prompts show any.
-        self._encoder_cache_manager: EncoderCacheManager | None = None
-        encoder_cache: EncoderCache | None = None
+        self._encoder_cache_manager = encoder_cache = None
         if model.placeholders:
             row_bytes = model.hidden_size * choices.dtype.itemsize
             encoder_cache = EncoderCache(config.encoder_cache_bytes)
