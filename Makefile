@@ -2,6 +2,7 @@
 # make run      three spoken questions and their answers, what caches save, what to try next
 # make test     lint and types beside the tests; .ci/run calls this one
 # make docs     the documentation's site, in site/; make test builds it too, to check its links
+# make test-clients  clients that nobody here wrote against omni serve, in an environment of their own
 # make bench    the benchmarks of benchmarks/, printed
 # make train-spoken-sums  train the checkpoint of spoken_sums: hours, and Debian's espeak-ng and flite
 # make torture  the scripts of torture/: faults and hostile inputs, for hours
@@ -15,6 +16,7 @@
 
 PYTHON ?=
 VENV := .venv
+CLIENTS := .venv-clients
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
 # Read from the constraints, so that the version stands in one place.
@@ -30,7 +32,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := test
-.PHONY: install run test lint pytest docs bench torture train-spoken-sums clean which-python
+.PHONY: install run test test-clients lint pytest docs bench torture train-spoken-sums clean which-python
 
 install: $(STAMP)
 
@@ -84,6 +86,14 @@ test: $(STAMP)
 	$(MAKE) --no-print-directory pytest; tests=$$?; \
 	wait $$lint && exit $$tests
 
+$(CLIENTS)/.installed: clients/requirements.txt
+	@test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet --requirement $<
+	@touch $@
+
+test-clients: $(STAMP) $(CLIENTS)/.installed
+	$(CLIENTS)/bin/python -m pytest -c clients/pytest.ini clients
+
 bench: $(STAMP)
 	$(BIN)/python benchmarks/stage_output_cache.py
 	$(BIN)/python benchmarks/engine_cpu.py
@@ -102,4 +112,4 @@ train-spoken-sums: $(STAMP)
 	$(BIN)/python -m training.spoken_sums
 
 clean:
-	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,129 @@
+"""LangChain, OpenAI's Agents SDK, litellm, instructor and llm."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import instructor
+import litellm
+import openai
+import pytest
+from agents import Agent, ModelSettings, Runner, function_tool
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, ConfigDict
+
+
+class Day(BaseModel):
+    """A day of the week."""
+
+    model_config = ConfigDict(extra="forbid")
+    is_market: bool
+
+
+@tool
+def add(exact: bool) -> str:
+    """Adds."""
+    return f"42, {exact}"
+
+
+class TestLangChain:
+    """Structured output in each of its ways, tools, and streams."""
+
+    @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+    def test_structured_output(self, method: Any) -> None:
+        model = ChatOpenAI(model="chat").with_structured_output(Day, method=method)
+        assert isinstance(model.invoke("Which day?"), Day)
+
+    def test_json_mode(self) -> None:
+        model = ChatOpenAI(model="chat").bind(response_format={"type": "json_object"})
+        assert str(model.invoke("JSON, please.").content).startswith("{")
+
+    def test_structured_output_by_responses(self) -> None:
+        model = ChatOpenAI(model="chat", use_responses_api=True).with_structured_output(Day)
+        assert isinstance(model.invoke("Which day?"), Day)
+
+    def test_a_tool_and_its_result(self) -> None:
+        model = ChatOpenAI(model="chat")
+        asked: list[Any] = [HumanMessage("Add.")]
+        forced = model.bind_tools([add], tool_choice="add", strict=True)
+        answer = forced.invoke(asked)
+        (call,) = answer.tool_calls
+        asked += [answer, ToolMessage(add.invoke(call["args"]), tool_call_id=call["id"])]
+        assert model.bind_tools([add]).invoke(asked).content
+        chunks = [part for part in forced.stream("Add.") if part.tool_call_chunks]
+        assert chunks[0].tool_call_chunks[0]["name"] == "add"
+
+
+class TestAgents:
+    """OpenAI's Agents SDK with its default model, which is of the Responses API."""
+
+    def test_an_output_type(self) -> None:
+        agent = Agent(name="day", instructions="Be brief.", model="chat", output_type=Day)
+        result = asyncio.run(Runner.run(agent, "Which day?"))
+        assert isinstance(result.final_output, Day)
+
+    def test_a_tool(self) -> None:
+        called: list[bool] = []
+
+        @function_tool
+        def look(exact: bool) -> str:
+            """Looks."""
+            called.append(exact)
+            return "42"
+
+        agent = Agent(
+            name="tool",
+            model="chat",
+            tools=[look],
+            tool_use_behavior="stop_on_first_tool",
+            model_settings=ModelSettings(tool_choice="required", parallel_tool_calls=False),
+        )
+        assert asyncio.run(Runner.run(agent, "Look.")).final_output == "42" and len(called) == 1
+
+    def test_a_stream(self) -> None:
+        async def stream() -> tuple[int, Any]:
+            agent = Agent(name="day", model="chat", output_type=Day)
+            result = Runner.run_streamed(agent, "Which day?")
+            events = [event async for event in result.stream_events()]
+            return len(events), result.final_output
+
+        num_events, output = asyncio.run(stream())
+        assert num_events > 5 and isinstance(output, Day)
+
+
+def test_litellm() -> None:
+    asked: Any = {"model": "openai/chat", "messages": [{"role": "user", "content": "Which day?"}]}
+    answer = litellm.completion(response_format=Day, **asked)
+    Day.model_validate_json(answer.choices[0].message.content)
+    parts = list(litellm.completion(stream=True, **asked))
+    assert "".join(part.choices[0].delta.content or "" for part in parts)
+
+
+def test_instructor() -> None:
+    client = instructor.from_openai(openai.OpenAI())
+    asked: Any = [{"role": "user", "content": "Which day?"}]
+    assert isinstance(
+        client.chat.completions.create(model="chat", response_model=Day, messages=asked), Day
+    )
+
+
+def test_llm(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    (tmp_path / "extra-openai-models.yaml").write_text(
+        f"- model_id: omni\n  model_name: chat\n  api_base: {url}\n  api_key_name: openai\n"
+        "  supports_schema: true\n"
+    )
+    command = [str(Path(sys.executable).with_name("llm")), "-m", "omni", "--key", "none"]
+    done = subprocess.run(
+        [*command, "--schema", '{"type": "object", "properties": {"a": {"type": "boolean"}}, '
+         '"required": ["a"], "additionalProperties": false}', "Which?"],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in ('{"a": true}', '{"a": false}')

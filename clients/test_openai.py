@@ -1,0 +1,87 @@
+"""The official client: chats, tools, forms, responses, sound."""
+
+from __future__ import annotations
+
+import base64
+import io
+import wave
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel, ConfigDict
+
+ADD: Any = {
+    "type": "object",
+    "properties": {"exact": {"type": "boolean"}},
+    "required": ["exact"],
+    "additionalProperties": False,
+}
+
+
+class Day(BaseModel):
+    """A form of text."""
+
+    model_config = ConfigDict(extra="forbid")
+    is_market: bool
+
+
+@pytest.fixture
+def client() -> openai.OpenAI:
+    return openai.OpenAI()
+
+
+def test_a_sum_is_answered_by_voice_and_in_text(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="spoken_sums",
+        messages=[{"role": "user", "content": "twelve plus thirty"}],
+        modalities=["text", "audio"],
+        audio={"voice": "alloy", "format": "wav"},
+    )
+    message = answer.choices[0].message
+    assert message.content and "12 + 30" in message.content and message.audio
+    with wave.open(io.BytesIO(base64.b64decode(message.audio.data))) as sound:
+        assert sound.getnframes() / sound.getframerate() > 0.3
+
+
+def test_what_is_said_is_heard(client: openai.OpenAI) -> None:
+    said = client.audio.speech.create(
+        model="spoken_sums", voice="alloy", input="8 * 4", response_format="wav"
+    )
+    assert said.content[:4] == b"RIFF"
+    heard = client.audio.transcriptions.create(
+        model="spoken_sums", file=("said.wav", said.content), response_format="text"
+    )
+    assert isinstance(heard, str) and heard.strip()
+
+
+def test_a_stream_adds_up(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}]}
+    whole = client.chat.completions.create(**asked)
+    parts = client.chat.completions.create(stream=True, **asked)
+    text = "".join(part.choices[0].delta.content or "" for part in parts)
+    assert text == whole.choices[0].message.content
+
+
+def test_a_tool_is_called(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(
+        model="chat",
+        messages=[{"role": "user", "content": "Add."}],
+        tools=[{"type": "function", "function": {"name": "add", "parameters": ADD}}],
+        tool_choice={"type": "function", "function": {"name": "add"}},
+    ) as stream:
+        choice = stream.get_final_completion().choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
+    assert choice.message.tool_calls[0].function.name == "add"
+
+
+def test_a_form_is_parsed_in_chats_and_responses(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "Which day?"}]
+    chat = client.chat.completions.parse(model="chat", messages=messages, response_format=Day)
+    assert isinstance(chat.choices[0].message.parsed, Day)
+    response = client.responses.parse(model="chat", input="Which day?", text_format=Day)
+    assert isinstance(response.output_parsed, Day)
+
+
+def test_models_are_listed(client: openai.OpenAI) -> None:
+    assert {model.id for model in client.models.list()} == {"chat", "spoken_sums"}
