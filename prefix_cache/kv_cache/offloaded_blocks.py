@@ -219,7 +219,7 @@ class OffloadedBlocks:
         if self.manager.config.groups[group_id].on_device:
             pages = self.memory.read_pages(group_id, [block.block_id for block, _, _ in blocks])
         else:
-            pages = torch.empty((len(blocks), 0), dtype=torch.uint8)
+            pages = [torch.empty(0, dtype=torch.uint8)] * len(blocks)
         for (block, block_hash, rest), page in zip(blocks, pages, strict=True):
             num_rows = min(rest, size)
             rows = self._read_rows(group_id, block, num_rows)

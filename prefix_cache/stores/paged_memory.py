@@ -148,14 +148,20 @@ class PagedMemory:
         moved = pages.index_select(0, sources).to(target.buffer.device)
         target.buffer.view(-1, page_bytes).index_copy_(0, targets, moved)
 
-    def read_pages(self, group_id: int, page_ids: Sequence[int]) -> Tensor:
-        """Content of pages, ``(len(page_ids), content_bytes)`` uint8 on the CPU, copied."""
+    def read_pages(self, group_id: int, page_ids: Sequence[int]) -> Sequence[Tensor]:
+        """Content of pages, ``(content_bytes,)`` uint8 each: views on a CPU, else copied to it.
+
+        Torch would copy them by several threads, and wait for those that others keep from a core.
+        """
         group = self.config.groups[group_id]
         pages = self.buffer.view(-1, group.page_bytes)[:, : group.content_bytes]
-        return pages.index_select(0, torch.tensor(page_ids, device=pages.device)).cpu()
+        if pages.is_cpu:
+            return [pages[page_id] for page_id in page_ids]
+        index = torch.tensor(page_ids, device=pages.device)
+        return list(pages.index_select(0, index).cpu())
 
     def write_page(self, group_id: int, page_id: int, content: Tensor) -> None:
-        """Fill a page with what :meth:`read_pages` gave, ``(content_bytes,)``."""
+        """Fill a page with the content of one."""
         group = self.config.groups[group_id]
         self.buffer.view(-1, group.page_bytes)[page_id, : group.content_bytes] = content
 

@@ -567,3 +567,32 @@ def test_plain_strings_are_requests(proving: Omni, requests: Any) -> None:
 def test_what_is_no_omni_or_no_request_is_told(proving: Any, requests: Any, message: str) -> None:
     with Omni(Pipeline([FakeStage("a")])) as own, pytest.raises(ValueError, match=message):
         verify(own if proving is None else proving, requests)
+
+
+def test_tiers_below_a_small_pool_change_nothing(
+    seeded: Callable[[str], str], tmp_path: Path
+) -> None:
+    """The pool has room for one request, so that what is hit comes from disk."""
+    config = EngineConfig(
+        model=seeded("gemma2"),
+        num_blocks=33,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=1,
+        max_model_len=64,
+        offload={"disk": {"path": str(tmp_path), "bytes": 2**26}},
+    )
+    stage = AutoregressiveStage(
+        "writer",
+        config,
+        sampling=SamplingParams(temperature=0.0, max_tokens=6),
+        final_output=("text", "tensors"),
+    )
+    requests = [
+        OmniRequest(TokensPrompt(tuple(range(first, first + 40))), f"r{first}")
+        for first in (20, 100, 200, 300)
+    ]
+    with Omni(Pipeline([stage])) as omni:
+        report = verify(omni, requests)
+        offload = omni.stats()["writer"].offload
+    assert report.equal, report.differences
+    assert report.has_hits and offload is not None and offload.disk_hit_tokens > 0

@@ -61,7 +61,7 @@ class Cache:
             if self.manager.config.groups[group_id].on_device:
                 for block_hash, block in table.items():
                     page = self.memory.read_pages(group_id, [block.block_id])
-                    found[group_id, block_hash] = page.numpy().tobytes()
+                    found[group_id, block_hash] = page[0].numpy().tobytes()
         return found
 
     def compute(self) -> dict[tuple[int, bytes], bytes]:
@@ -194,9 +194,13 @@ def test_running_requests_keep_their_blocks(tmp_path: Path) -> None:
     other = hashes_of(range(100, 120), BLOCK_SIZE)
     assert cache.manager.allocate_slots("other", 20, block_hashes=other)
     held = [cache.manager.block_ids("other", group_id) for group_id in (0, 1)]
-    before = [cache.memory.read_pages(group_id, ids) for group_id, ids in enumerate(held)]
+    before = [
+        [page.clone() for page in cache.memory.read_pages(group_id, ids)]
+        for group_id, ids in enumerate(held)
+    ]
     assert cache.fetch() == (True, 32)
     for group_id, ids in enumerate(held):
         assert cache.manager.block_ids("other", group_id) == ids
-        assert torch.equal(cache.memory.read_pages(group_id, ids), before[group_id])
+        for now, then in zip(cache.memory.read_pages(group_id, ids), before[group_id], strict=True):
+            assert torch.equal(now, then)
     cache.offloaded.close()

@@ -87,7 +87,7 @@ class SharedFolder(RuleBasedStateMachine):
     def damage(self, place: int, how: str) -> None:
         for user in self.users:
             user.flush(PATIENCE_S)
-        files = files_of(self.folder)
+        files = [file for file in files_of(self.folder) if file.stat().st_size]
         if not files:
             return
         file = files[place % len(files)]
