@@ -6,12 +6,17 @@ one ends. Nothing is left in ``/dev/shm``. ::
 
     segment   |aaaaaaaa|bbb.|cccccccccccc|      each content begins at a multiple of 64 bytes
 
+Fresh pages cost several times what a copy does, so a sender keeps some segments to write them
+again. Each message has the memory by an open file of its own, which holds a lock on it: the system
+gives that up when the last descriptor and mapping of it is gone, in whatever process.
+
 A reader gets handles, which know shape, dtype and size. The tensor is made on demand, over the
 memory itself, which stays for as long as a tensor, a view or a handle of it does.
 """
 
 from __future__ import annotations
 
+import fcntl
 import math
 import mmap
 import os
@@ -30,6 +35,7 @@ from torch import Tensor
 __all__ = ["RemoteBytes", "Segment", "SharedBytes", "SharedTensor", "SharedTensors", "aligned"]
 
 _ALIGNMENT = 64
+_MOST_KEPT, _MOST_KEPT_BYTES = 16, 256 * 2**20
 _MOST_OPEN = 256
 """Segments that this process has received and keeps open. Descriptors are scarce."""
 
@@ -95,16 +101,19 @@ class Segment:
         Raises:
             OSError: a limit of the system is reached.
         """
-        segment = cls(_unnamed_file())
-        file, start = segment._file, 0
-        assert file is not None
+        memory, start = _kept_memory(sum(content.nbytes for content in contents)), 0
         for content in contents:
             rest, at = content.data, start
             while rest:
-                num_written = os.pwrite(file.fd, rest, at)
+                num_written = os.pwrite(memory.fd, rest, at)
                 rest, at = rest[num_written:], at + num_written
             start = aligned(at)
-        segment.size = at
+        if not hasattr(os, "memfd_create"):
+            return cls(os.dup(memory.fd))
+        segment = cls(os.open(f"/proc/self/fd/{memory.fd}", os.O_RDWR | os.O_CLOEXEC))
+        assert segment._file is not None
+        fcntl.flock(segment._file.fd, fcntl.LOCK_SH)
+        _keep(memory)
         return segment
 
     @classmethod
@@ -148,6 +157,37 @@ class Segment:
 
 
 _received: deque[weakref.ref[Segment]] = deque()
+_kept: deque[Descriptor] = deque()
+_keeping = threading.Lock()
+
+
+def _kept_memory(nbytes: int) -> Descriptor:
+    """Memory that has been written before, of about that size, and that nobody has; else new."""
+    with _keeping:
+        for memory in _kept:
+            if nbytes <= os.fstat(memory.fd).st_size <= 4 * nbytes and _is_free(memory):
+                _kept.remove(memory)
+                return memory
+    return Descriptor(_unnamed_file())
+
+
+def _is_free(memory: Descriptor) -> bool:
+    try:
+        fcntl.flock(memory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(memory.fd, fcntl.LOCK_UN)
+    return True
+
+
+def _keep(memory: Descriptor) -> None:
+    """Keep memory to write it again, and as much as may be kept of what was before."""
+    with _keeping:
+        _kept.append(memory)
+        sizes = [os.fstat(each.fd).st_size for each in _kept]
+        while len(_kept) > _MOST_KEPT or sum(sizes) > _MOST_KEPT_BYTES:
+            _kept.popleft()
+            del sizes[0]
 
 
 def _unnamed_file() -> int:

@@ -6,6 +6,7 @@ import gc
 import mmap
 import os
 import tempfile
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stages.remote import shared_memory
 from stages.remote.shared_memory import (
     Segment,
     SharedBytes,
@@ -50,7 +52,32 @@ def test_contents_are_where_their_alignment_says(contents: list[bytes]):
         assert start % 64 == 0
         assert SharedBytes(segment, start, len(content)).array().tobytes() == content
         start += len(content)
-    assert segment.size == start
+    assert segment.size >= start
+
+
+def inode(segment: Segment) -> int:
+    return os.fstat(descriptor_of(segment)).st_ino
+
+
+def test_memory_is_written_again_only_when_nobody_has_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shared_memory, "_kept", deque())
+    first = segment_of(b"first")
+    number = inode(first)
+    passed_on = Segment(os.dup(descriptor_of(first)))
+    assert inode(segment_of(b"other")) != number
+    del first
+    gc.collect()
+    assert inode(segment_of(b"other")) != number, "it was passed on"
+    array = SharedBytes(passed_on, 0, 5).array()
+    del passed_on
+    gc.collect()
+    assert inode(segment_of(b"other")) != number, "it is mapped"
+    assert array.tobytes() == b"first"
+    del array
+    gc.collect()
+    held = [segment_of(b"other") for _ in range(3)]
+    assert number in map(inode, held)
+    assert len(set(map(inode, held))) == 3
 
 
 def test_a_segment_is_closed_with_its_last_reference():
@@ -72,7 +99,7 @@ def test_a_detached_segment_keeps_its_content_and_no_descriptor():
         each.detach()
         gc.collect()
         assert not is_open(fd) and each.file is None
-        assert each.content.tobytes() == b"content"
+        assert each.content.tobytes().startswith(b"content")
     assert np.shares_memory(kept, mapped.content)
 
 
@@ -80,7 +107,8 @@ def test_no_more_segments_stay_open_than_some_hundreds():
     sent = [segment_of(b"%d" % n) for n in range(300)]
     received = [Segment.received(os.dup(descriptor_of(each))) for each in sent]
     assert sum(each.file is not None for each in received) == 256
-    assert [each.content.tobytes() for each in received] == [b"%d" % n for n in range(300)]
+    contents = [each.content.tobytes() for each in received]
+    assert all(content.startswith(b"%d" % n) for n, content in enumerate(contents))
 
 
 def test_where_there_is_no_room_for_a_mapping_the_reader_is_told(monkeypatch: pytest.MonkeyPatch):
@@ -91,9 +119,9 @@ def test_where_there_is_no_room_for_a_mapping_the_reader_is_told(monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(mmap, "mmap", fail)
-        with pytest.raises(MemoryError, match="no room to map 7 bytes: .*Cannot allocate"):
+        with pytest.raises(MemoryError, match="no room to map .* bytes: .*Cannot allocate"):
             _ = segment.content
-    assert segment.content.tobytes() == b"content"
+    assert segment.content.tobytes().startswith(b"content")
 
 
 def test_without_memfd_a_file_without_a_name_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -101,7 +129,7 @@ def test_without_memfd_a_file_without_a_name_does(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     segment = segment_of(b"content")
     assert list(tmp_path.iterdir()) == []
-    assert segment.content.tobytes() == b"content"
+    assert segment.content.tobytes().startswith(b"content")
 
 
 def test_a_shared_tensor_is_the_memory_itself_and_lets_go_of_it_with_its_last_view():
@@ -121,7 +149,7 @@ def test_a_shared_tensor_is_the_memory_itself_and_lets_go_of_it_with_its_last_vi
 def test_shared_tensors_are_of_any_type(dtype: torch.dtype):
     wanted = torch.tensor([0, 1, 0, 1]).to(dtype)
     segment = Segment.write([wanted.view(torch.uint8).numpy()])
-    made = SharedTensor(SharedBytes(segment, 0, segment.size), dtype, (4,)).tensor()
+    made = SharedTensor(SharedBytes(segment, 0, wanted.nbytes), dtype, (4,)).tensor()
     assert made.dtype == dtype and torch.equal(made, wanted)
 
 
@@ -143,6 +171,7 @@ def test_shared_tensors_are_mapped_when_they_are_asked_for():
 @pytest.mark.parametrize(("offset", "nbytes"), [(-1, 4), (0, 8), (7, 1), (6, -4), (2**70, 4)])
 def test_bytes_outside_of_a_segment_are_refused(offset: int, nbytes: int):
     segment = segment_of(b"content")
+    segment.size = 7
     with pytest.raises(ValueError, match="are not in a segment of 7"):
         SharedBytes(segment, offset, nbytes)
 
