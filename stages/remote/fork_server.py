@@ -299,14 +299,8 @@ def start_worker(target: str, argument: bytes, *, threads: int, name: str) -> Wo
         name: of the process.
 
     Raises:
-        ValueError: the target is not written like that, or there is not one thread at least.
         RuntimeError: no process can be started.
     """
-    module, _, function = target.partition(":")
-    if not module or not function.isidentifier():
-        raise ValueError(f"target must be 'package.module:function', got {target!r}")
-    if threads < 1:
-        raise ValueError(f"threads must be at least 1, got {threads}")
     order = _Order(
         target,
         argument,

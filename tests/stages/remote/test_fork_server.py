@@ -284,15 +284,6 @@ def test_messages_and_tensors_reach_a_worker_and_come_back(start: Callable[..., 
     assert channel.join(PATIENCE_S)
 
 
-@pytest.mark.parametrize(
-    ("target", "threads", "told"),
-    [("module", 1, "'package.module:function', got 'module'"), ("a:b", 0, "at least 1, got 0")],
-)
-def test_what_cannot_be_started_is_refused(target: str, threads: int, told: str):
-    with pytest.raises(ValueError, match=told):
-        start_worker(target, b"", threads=threads, name="a")
-
-
 def test_without_a_python_to_start_the_reason_is_told(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_server", None)
     monkeypatch.setattr(sys, "executable", "/no/such/python")
