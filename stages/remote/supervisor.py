@@ -82,8 +82,7 @@ class Connection(ABC):
     """One worker's life, and the way to it. All methods may be called from any thread.
 
     Attributes:
-        start_patience_s: seconds that it has at least until its first sign of life; while it builds
-            its stage it gives such signs.
+        start_patience_s: seconds without a sign of life that it has at least until it is built.
         has_no_place: whether it ended since there is no place for it at present.
     """
 
@@ -296,7 +295,7 @@ class WorkerSupervisor:
         self.num_starts = 0
         self._call_numbers = count()
         self._answers: dict[int, Future[Any]] = {}
-        self._heard_at, self._has_spoken = time.monotonic(), False
+        self._heard_at = time.monotonic()
         self._settings: dict[tuple[str, str], Call] = {}
         self.on_event: Callable[[], object] = lambda: None
         self._start_at: float | None = None  # when the next worker is due
@@ -330,7 +329,6 @@ class WorkerSupervisor:
             self.num_starts += 1
             self.num_commands = 0
             self._heard_at = time.monotonic()
-            self._has_spoken = False
             self._is_connected.clear()
             if self._watch.ident is None:
                 self._watch.start()
@@ -479,9 +477,8 @@ class WorkerSupervisor:
                 self._start_at = None
                 self.start()
             elif connection is not None:
-                # One that has not spoken yet has longer.
-                first_s = 0.0 if self._has_spoken else connection.start_patience_s
-                patience_s = max(self._stall_timeout_s, first_s)
+                start_s = 0.0 if self.is_up else connection.start_patience_s
+                patience_s = max(self._stall_timeout_s, start_s)
                 if now_s - self._heard_at > patience_s:
                     self._heard_at = now_s
                     connection.kill(f"gave no sign of life for {patience_s:g} s")
@@ -507,7 +504,7 @@ class WorkerSupervisor:
         """Take what a worker says, in its connection's thread."""
         if generation != self._generation:
             return
-        self._heard_at, self._has_spoken = time.monotonic(), True
+        self._heard_at = time.monotonic()
         match message:
             case Returned():
                 self._resolve(message)
