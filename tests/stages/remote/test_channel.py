@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from stages.remote import channel as channel_module
+from stages.remote import shared_memory
 from stages.remote.channel import PROTOCOL_VERSION, Channel, ChannelClosed
 from stages.remote.codec import Reference, encode
 from stages.remote.shared_memory import SharedTensor, SharedTensors
@@ -70,8 +71,9 @@ def segments() -> int:
 
 
 @pytest.fixture
-def nothing_left() -> Iterator[None]:
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing of a test stays open; threads of other tests may open and close files meanwhile."""
+    monkeypatch.setattr(shared_memory, "_MOST_KEPT", 0)
     gc.collect()
     before = segments()
     yield
