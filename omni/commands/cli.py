@@ -232,10 +232,14 @@ def _load(
     )
     if not isinstance(options, RunOptions | VerifyOptions):
         return pipeline
-    from omni.commands.flag_settings import with_sampling, with_speaker
-
-    pipeline = with_sampling(pipeline, options.max_tokens, options.temperature)
-    return pipeline if speaker is None else with_speaker(pipeline, speaker)
+    pipeline = options.with_sampling(pipeline)
+    if speaker is None:
+        return pipeline
+    if not speaker:
+        raise ValueError("--speaker must not be empty")
+    pipeline = pipeline.model_copy(update={"speaker": speaker})
+    pipeline.check_speaker()  # of stages whose checkpoints are here
+    return pipeline
 
 
 def _check_voices(pipeline: PipelineConfig, options: ValidateOptions) -> None:

@@ -15,6 +15,7 @@ from omni.commands.command import CommandOptions
 
 if TYPE_CHECKING:
     from engine import EncoderPrompt, Prompt
+    from omni.pipelines.pipeline_config import PipelineConfig
     from omni.requests.request import OmniRequest
 
 __all__ = [
@@ -282,6 +283,40 @@ class SamplingFlags:
             help="Of every stage that samples, where a request does not say; 0 is greedy.",
         ),
     ] = None
+
+    def with_sampling(self, pipeline: PipelineConfig) -> PipelineConfig:
+        """Change how every stage samples that does.
+
+        Raises:
+            ValueError: a value is wrong, or does not go with what a stage has, or no stage samples.
+        """
+        from pydantic import ValidationError  # only here: help need not wait for it
+
+        from engine.interface.settings import explain_validation_error
+
+        given = {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        changes = {field: value for field, value in given.items() if value is not None}
+        if not changes:
+            return pipeline
+        flags = " ".join(f"--{field.replace('_', '-')} {value}" for field, value in changes.items())
+        stages = dict(pipeline.stages)
+        sampling = {name: stage.own_sampling for name, stage in stages.items()}
+        if not any(sampling.values()):
+            raise ValueError(f"{flags}: no stage of the pipeline {pipeline.name!r} samples")
+        for name, own in sampling.items():
+            if own is None:
+                continue
+            if "sampling" not in type(stages[name]).model_fields:
+                kind = stages[name].kind
+                raise ValueError(f"{flags}: stage {name!r}, of kind {kind!r}, has no 'sampling'")
+            values = own.model_dump() | changes
+            try:
+                changed = type(own).model_validate(values)
+            except ValidationError as error:
+                message = explain_validation_error(error, type(own), values).replace("\n", "; ")
+                raise ValueError(f"{flags}: stage {name!r}: {message}") from error
+            stages[name] = stages[name].model_copy(update={"sampling": changed})
+        return pipeline.model_copy(update={"stages": stages})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
