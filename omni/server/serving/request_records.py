@@ -16,13 +16,12 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from opentelemetry.trace import Span, Tracer
-
 from engine.interface.log_fields import package_logger
 from omni.requests.request import StageTime
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span, Tracer
 
 __all__ = ["RecentRequests", "RequestRecord", "RequestSpans", "spans_by_environment"]
 

@@ -33,6 +33,9 @@ class _Pipeline:
     queue: AdmissionQueue = field(default_factory=lambda: AdmissionQueue(1, 1))
     sink: Callable[[OmniDelta], object] = lambda _: None
 
+    def check_stages(self) -> None:
+        """All have workers."""
+
     @property
     def driver(self) -> _Pipeline:
         return self
