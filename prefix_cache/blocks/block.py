@@ -191,7 +191,7 @@ class IntegrityError(RuntimeError):
 
 
 EvictionKey = tuple[int, int]
-"""Priority, then time of last use: what compares smaller is evicted first."""
+"""Priority and time of last use: of one priority, what compares smaller is evicted first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -207,6 +207,7 @@ class KVCacheBlock:
         generation: how often the block id was handed out; 0 means never. What was written for an
             earlier generation is not this block's content.
         key: when it was last given back; meaningful while no table holds it.
+        is_reused: whether its content was found since, or is computed a second time.
     """
 
     block_id: int
@@ -216,6 +217,7 @@ class KVCacheBlock:
     block_hash: BlockHash | None = None
     generation: int = 0
     key: EvictionKey = (0, 0)
+    is_reused: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -17,6 +17,16 @@ stay while requests hold them, and are found again when the newest is evicted::
     hash ──► newest (held, or cached)      content that no table holds is kept once: an older block
       └────► older ones (all held)         that is given back is free, the newest counts as used now
 
+What is evicted next? Cached content is of three kinds, each in order of its last use::
+
+    low      inside of a sequence: windows and states that a hit needs only if it ends just there
+    high     what any request that begins alike can use
+    reused   the same, if it was found before, or computed again
+
+The kind goes first that has most pages for its share of the arena. Shares are equal at the start;
+when a request misses what was evicted within the last turnover of the pool, its kind gets a larger
+share. A long scan fills and empties ``high`` only, and what is hot stays in ``reused``.
+
 Large pages of one memory, shared by the groups that have pages there.
 
 A large page goes through these states; blocks follow inside of it::
@@ -47,10 +57,26 @@ from torch import Tensor
 from prefix_cache.blocks.block import BlockHash, EvictionKey, KVCacheBlock, LargePage
 from prefix_cache.specs.kv_cache_spec import KVCacheConfig
 
-__all__ = ["HIGH_PRIORITY", "LOW_PRIORITY", "BlockPool", "EvictionQueue", "GroupPages", "PageArena"]
+__all__ = [
+    "HIGH_PRIORITY",
+    "LOW_PRIORITY",
+    "REUSED_PRIORITY",
+    "BlockPool",
+    "EvictionQueue",
+    "GroupPages",
+    "PageArena",
+]
 
-NUM_PRIORITIES = 2
-"""Priority 0 is evicted before anything of priority 1, whatever their times."""
+LOW_PRIORITY = 0
+"""For content inside of a sequence that a hit needs only if it ends just there."""
+HIGH_PRIORITY = 1
+"""For content that any request which begins alike can use."""
+REUSED_PRIORITY = 2
+"""For content of high priority that was of use before."""
+_NUM_PRIORITIES = 3
+
+_PAGES_OF_REWARD = 4
+_LEAST_SHARE = 1e-3
 
 
 class _Evictable(Protocol):
@@ -64,11 +90,15 @@ class EvictionQueue(Generic[T]):
     """Members by their key. Keys must grow within a priority from one ``append`` to the next.
 
     Every operation is O(1), removal from the middle, as by a hit, included.
+
+    Args:
+        order: all priorities, those evicted first before others; read at each call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, order: Sequence[int] = tuple(range(_NUM_PRIORITIES))) -> None:
+        self._order = order
         self._queues: tuple[OrderedDict[int, T], ...] = tuple(
-            OrderedDict() for _ in range(NUM_PRIORITIES)
+            OrderedDict() for _ in range(_NUM_PRIORITIES)
         )
 
     def __len__(self) -> int:
@@ -76,8 +106,8 @@ class EvictionQueue(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """From what is evicted first to what is evicted last."""
-        for queue in self._queues:
-            yield from queue.values()
+        for priority in self._order:
+            yield from self._queues[priority].values()
 
     def __contains__(self, member: T) -> bool:
         return id(member) in self._queues[member.key[0]]
@@ -85,10 +115,14 @@ class EvictionQueue(Generic[T]):
     @property
     def first(self) -> T | None:
         """What is evicted next, or None."""
-        for queue in self._queues:
-            if queue:
+        for priority in self._order:
+            if queue := self._queues[priority]:
                 return next(iter(queue.values()))
         return None
+
+    def count(self, priority: int) -> int:
+        """Members of a priority."""
+        return len(self._queues[priority])
 
     def append(self, member: T) -> None:
         """Put a member last in its priority."""
@@ -117,7 +151,7 @@ class GroupPages:
     blocks_per_page: int
     generations: Tensor
     null_block: KVCacheBlock
-    cached: EvictionQueue[KVCacheBlock] = field(default_factory=EvictionQueue)
+    cached: EvictionQueue[KVCacheBlock]
     held_with_free: dict[int, LargePage] = field(default_factory=dict)
     unheld_with_free: dict[int, LargePage] = field(default_factory=dict)
     num_spare: int = 0
@@ -142,6 +176,7 @@ class PageArena:
         groups: what each group has here.
         free_pages: large pages of no group; the last is next, so that untouched memory stays so.
         unheld: large pages with content that no table holds a block of.
+        shares: per priority, how much of the arena its content may have before it goes first.
 
     Attributes are for reading; only the methods change them.
 
@@ -156,13 +191,16 @@ class PageArena:
             )
         self.pages = [LargePage(page_id) for page_id in range(num_pages)]
         self.free_pages = self.pages[:0:-1]
-        self.unheld: EvictionQueue[LargePage] = EvictionQueue()
+        self.shares = [1 / _NUM_PRIORITIES] * _NUM_PRIORITIES
+        self._order = list(range(_NUM_PRIORITIES))
+        self.unheld: EvictionQueue[LargePage] = EvictionQueue(self._order)
         self.groups = {
             group_id: GroupPages(
                 group_id,
                 ratio,
                 torch.zeros(num_pages * ratio, dtype=torch.int64),
                 KVCacheBlock(0, group_id, None),
+                EvictionQueue(self._order),
             )
             for group_id, ratio in blocks_per_page.items()
         }
@@ -215,9 +253,10 @@ class PageArena:
         if page is None and may_take_page and self.free_pages:
             page = self._split(self.free_pages.pop(), group)
         if page is None:
+            self._sort_priorities()
             block = self._oldest_block(group, may_take_page)
             oldest_page = self.unheld.first if may_take_page else None
-            if block is None or (oldest_page is not None and oldest_page.key < block.key):
+            if block is None or (oldest_page and self._rank(oldest_page) < self._rank(block)):
                 if oldest_page is None:
                     raise RuntimeError(f"group {group_id} has no block to give: check first")
                 evicted = list(oldest_page.cached)
@@ -230,6 +269,7 @@ class PageArena:
         if block is None:
             raise RuntimeError(f"group {group_id} has no block to give: check first")
         self.hold(block)
+        block.is_reused = False
         block.generation += 1
         self._generations[group_id][block.block_id] = block.generation
         return block, evicted
@@ -306,17 +346,16 @@ class PageArena:
         if page.free:
             group.unheld_with_free[page.page_id] = page
 
-    def demote(self, block: KVCacheBlock, priority: int) -> None:
-        """A cached block waits with another priority, last in it; unless it does already."""
-        if block.key[0] == priority:
-            return
+    def requeue(self, block: KVCacheBlock, priority: int) -> None:
+        """A cached block waits with a priority, last in it."""
         page, group = _page_of(block), self.groups[block.group_id]
+        is_renewed = block.key[0] == priority
         self._time += 1
         group.cached.remove(block)
         block.key = (priority, self._time)
         group.cached.append(block)
         if page.num_held == 0:
-            self._update_priority(page)
+            self._update_priority(page, renew=is_renewed)
 
     def drop_content(self, block: KVCacheBlock) -> None:
         """A cached block lost its hash: it becomes free, and its page with it if that was all."""
@@ -332,10 +371,24 @@ class PageArena:
             group.unheld_with_free[page.page_id] = page
             self._update_priority(page)
 
-    def _update_priority(self, page: LargePage) -> None:
-        """An unheld page waits with the highest priority of its content; keep it if that stays."""
+    def reward(self, priority: int, weight: float) -> None:
+        """Content of a priority was evicted too early: let it have more of the arena."""
+        self.shares[priority] += _PAGES_OF_REWARD * weight / len(self.pages)
+        total = sum(self.shares)
+        self.shares = [max(share / total, _LEAST_SHARE) for share in self.shares]
+
+    def _sort_priorities(self) -> None:
+        """Evict first of the priority that has most in proportion to its share."""
+        self._order.sort(key=lambda each: (-self.unheld.count(each) / self.shares[each], each))
+
+    def _rank(self, member: _Evictable) -> EvictionKey:
+        priority, time = member.key
+        return self._order.index(priority), time
+
+    def _update_priority(self, page: LargePage, *, renew: bool = False) -> None:
+        """An unheld page waits with the highest priority of its content, in its place if it can."""
         priority = max(block.key[0] for block in page.cached)
-        if priority != page.key[0]:
+        if renew or priority != page.key[0]:
             self.unheld.remove(page)
             self._time += 1
             page.key = (priority, self._time)
@@ -393,11 +446,8 @@ def _page_of(block: KVCacheBlock) -> LargePage:
     return block.large_page
 
 
-LOW_PRIORITY = 0
-"""For content that a later hit hardly needs: it is evicted before all other content."""
-HIGH_PRIORITY = 1
 _MOST_EVICTED = 2**16
-"""Hashes of evicted blocks that are remembered, those of about a million tokens."""
+"""Evicted blocks that are remembered, those of about a million tokens."""
 
 
 class BlockPool:
@@ -419,7 +469,8 @@ class BlockPool:
     def __init__(self, arenas: Sequence[PageArena]) -> None:
         self.arenas = tuple(arenas)
         self.older: dict[tuple[int, BlockHash], list[KVCacheBlock]] = {}
-        self._evicted: OrderedDict[BlockHash, None] = OrderedDict()
+        # The priority that each had, and the count of evictions then.
+        self._evicted: OrderedDict[tuple[int, BlockHash], tuple[int, int]] = OrderedDict()
         self._arena_of = {g: arena for arena in self.arenas for g in arena.groups}
         self.evictions = dict.fromkeys(self._arena_of, 0)
         self.hash_tables: dict[int, dict[BlockHash, KVCacheBlock]] = {g: {} for g in self._arena_of}
@@ -483,9 +534,17 @@ class BlockPool:
         """Find a block by content. No reference is taken: valid until the next allocation."""
         return self.hash_tables[group_id].get(block_hash)
 
-    def was_evicted(self, block_hash: BlockHash) -> bool:
+    def was_evicted(self, group_id: int, block_hash: BlockHash) -> bool:
         """Whether a block of this content is known to have been evicted; one may be there again."""
-        return block_hash in self._evicted
+        return (group_id, block_hash) in self._evicted
+
+    def miss(self, group_id: int, block_hash: BlockHash, weight: float) -> None:
+        """Note that a block, perhaps one that was evicted, would have made a hit longer."""
+        evicted = self._evicted.get((group_id, block_hash))
+        if evicted is not None:
+            arena = self._arena_of[group_id]
+            if self.num_evictions - evicted[1] < len(arena.pages):
+                arena.reward(evicted[0], weight)
 
     def can_allocate(
         self, needs: Mapping[int, int], prefix: Sequence[Sequence[KVCacheBlock]] = ()
@@ -565,6 +624,7 @@ class BlockPool:
         """
         if block.large_page is None:
             raise ValueError("the null block cannot be held")
+        block.is_reused = True
         if block.ref_cnt:
             block.ref_cnt += 1
             return
@@ -590,15 +650,24 @@ class BlockPool:
                 raise ValueError(f"block {block.block_id} is released, but not held")
             if block.ref_cnt > 1:
                 block.ref_cnt -= 1
-            elif self.older and block.block_hash is not None:
-                self._release_one_of_several(block, block.block_hash, priority)
+                continue
+            is_reused = priority == HIGH_PRIORITY and block.is_reused
+            own_priority = REUSED_PRIORITY if is_reused else priority
+            if self.older and block.block_hash is not None:
+                self._release_one_of_several(block, block.block_hash, own_priority)
             else:
-                self._arena_of[block.group_id].release(block, priority)
+                self._arena_of[block.group_id].release(block, own_priority)
 
     def demote(self, block: KVCacheBlock) -> None:
         """Let a cached block be evicted before others; one that is held, or free, is left alone."""
-        if block.ref_cnt == 0 and block.block_hash is not None:
-            self._arena_of[block.group_id].demote(block, LOW_PRIORITY)
+        cached = block.ref_cnt == 0 and block.block_hash is not None
+        if cached and block.key[0] != LOW_PRIORITY:
+            self._arena_of[block.group_id].requeue(block, LOW_PRIORITY)
+
+    def renew(self, block: KVCacheBlock, block_hash: BlockHash) -> None:
+        """Let a block count as given back now, if it still waits with this content."""
+        if block.ref_cnt == 0 and block.block_hash == block_hash:
+            self._arena_of[block.group_id].requeue(block, block.key[0])
 
     def publish(self, block: KVCacheBlock, block_hash: BlockHash) -> None:
         """Let a held block be found by its content. Call it after its rows are written.
@@ -618,6 +687,7 @@ class BlockPool:
             return
         found = self.hash_tables[block.group_id]
         older = found.get(block_hash)
+        block.is_reused = older is not None or self.was_evicted(block.group_id, block_hash)
         if older is not None:
             if older.ref_cnt:
                 self.older.setdefault((block.group_id, block_hash), []).append(older)
@@ -679,7 +749,7 @@ class BlockPool:
         for old in evicted:
             if old.block_hash is not None:
                 self._forget_newest(old.group_id, old.block_hash)
-                self._evicted[old.block_hash] = None
+                self._evicted[old.group_id, old.block_hash] = (old.key[0], self.num_evictions)
                 if len(self._evicted) > _MOST_EVICTED:
                     self._evicted.popitem(last=False)
                 old.block_hash = None

@@ -359,6 +359,7 @@ class CachedPrefix:
         encoder_cached: whether all that is wanted of the encoder sequence, if any, is there.
         miss: why it is no longer; None if all that can be hit of these tokens is.
         lacking_group: whose blocks ended it, if ``miss`` is ``group``.
+        num_seen_tokens: how much the prompt has in common with what is, or was lately, cached.
     """
 
     blocks: tuple[tuple[KVCacheBlock, ...], ...]
@@ -368,6 +369,7 @@ class CachedPrefix:
     encoder_cached: bool = True
     miss: PrefixMiss | None = field(default=None, compare=False)
     lacking_group: int | None = field(default=None, compare=False)
+    num_seen_tokens: int = field(default=0, compare=False)
 
 
 class PendingBlocks:
@@ -483,13 +485,20 @@ class PrefixFinder:
         end = min(max_num_tokens // self._block_size, len(block_hashes))
         in_flight = num_hit_blocks < end and block_hashes[num_hit_blocks] in self._pending
         num_hit_tokens = num_hit_blocks * self._block_size
-        stops = self._plan_stops(block_hashes, num_tokens, num_hit_tokens)
+        num_seen_tokens = self._num_seen(block_hashes, num_hit_blocks, end) * self._block_size
+        stops = self._plan_stops(num_tokens, num_hit_tokens, num_seen_tokens)
         miss = self._miss(block_hashes, num_hit_blocks, end, lacks_rows=lacks_rows)
         lacking = None
         if miss == "group":
             lacking = self._coordinator.lacking_group(block_hashes[: num_hit_blocks + 1])
         return CachedPrefix(
-            blocks, num_hit_tokens, in_flight, stops, miss=miss, lacking_group=lacking
+            blocks,
+            num_hit_tokens,
+            in_flight,
+            stops,
+            miss=miss,
+            lacking_group=lacking,
+            num_seen_tokens=num_seen_tokens,
         )
 
     def _miss(
@@ -503,7 +512,7 @@ class PrefixFinder:
             return "last_token" if is_cached else "short" if end == 0 else None
         if is_cached:
             return "rows" if lacks_rows else "group"
-        return "evicted" if pool.was_evicted(following[0]) else "unseen"
+        return "evicted" if pool.was_evicted(self._outputs.group_id, following[0]) else "unseen"
 
     def _with_encoder(self, prefix: CachedPrefix, encoder: EncoderBlocks) -> CachedPrefix:
         blocks = list(prefix.blocks)
@@ -517,15 +526,31 @@ class PrefixFinder:
         in_flight = prefix.in_flight or encoder.hashes[0] in self._pending
         return replace(prefix, in_flight=in_flight, encoder_cached=False)
 
+    def _num_seen(self, block_hashes: Sequence[BlockHash], first: int, end: int) -> int:
+        """Blocks, ``first`` at least, that are cached or remembered as evicted.
+
+        So much an earlier request had in common with this one, so others may too.
+        """
+        pool, group_id = self._coordinator.pool, self._outputs.group_id
+        found = pool.hash_tables[group_id]
+        return next(
+            (
+                index
+                for index in range(first, end)
+                if block_hashes[index] not in found
+                and not pool.was_evicted(group_id, block_hashes[index])
+            ),
+            end,
+        )
+
     def _plan_stops(
-        self, block_hashes: Sequence[BlockHash], num_tokens: int, num_hit_tokens: int
+        self, num_tokens: int, num_hit_tokens: int, num_seen_tokens: int
     ) -> ChunkStops | None:
         """Where states of this request are worth keeping: none without recurrent layers."""
         if not self._coordinator.state_managers:
             return None
         last = (num_tokens - 1) // self._block_size * self._block_size
-        parting = self._coordinator.longest_hit_but_for_states(block_hashes, num_tokens - 1)
-        ends = sorted({end for end in (parting, last) if end > num_hit_tokens})
+        ends = sorted({end for end in (num_seen_tokens, last) if end > num_hit_tokens})
         return ChunkStops(self._block_size, tuple(ends))
 
 
@@ -721,6 +746,10 @@ class KVCacheManager:
             self.coordinator.keep_stops(request_id, prefix.stops if prefix is not None else None)
             if self._enable_prefix_caching:
                 num_hit_tokens = prefix.num_tokens if prefix is not None else 0
+                if prefix is not None and prefix.num_seen_tokens > num_hit_tokens:
+                    self.coordinator.keep_parting(
+                        request_id, block_hashes, num_hit_tokens, prefix.num_seen_tokens
+                    )
                 self.pending.add(request_id, block_hashes[num_hit_tokens // self.block_size :])
                 if encoder is not None and not (prefix is not None and prefix.encoder_cached):
                     self.pending.add(request_id, encoder.hashes)

@@ -54,10 +54,12 @@ class SingleTypeKVCacheManager(ABC):
         block_tables: request id to its blocks; for reading only.
         follows_tokens: whether the group's blocks are those of the request's tokens; if not
             (cross-attention), token prefixes are none of its business.
+        keeps_all: whether a hit needs all blocks from the start.
         keeps_states: whether a hit needs a state that is kept at its very end (recurrent layers).
     """
 
     follows_tokens: ClassVar[bool] = True
+    keeps_all: ClassVar[bool] = False
     keeps_states: ClassVar[bool] = False
 
     def __init__(
@@ -74,6 +76,10 @@ class SingleTypeKVCacheManager(ABC):
         self._num_published: dict[str, int] = {}
         # Leading blocks per request that came from a hit: others are likely to want them again.
         self._num_adopted: dict[str, int] = {}
+        # Per request, the blocks with which others can go on where it parts from them.
+        self.parting: dict[str, tuple[int, int]] = {}
+        # What requests have given back of these and of their hits, with the hashes of then.
+        self._shared: dict[str, list[tuple[KVCacheBlock, BlockHash]]] = {}
         # Leading blocks per request that were given back already, or were never held.
         self._num_released: dict[str, int] = {}
 
@@ -155,8 +161,8 @@ class SingleTypeKVCacheManager(ABC):
     def release_unneeded(self, request_id: str, num_computed_tokens: int) -> None:
         """Give back the blocks that no later token of the request can need.
 
-        Their content is evicted first, as only a request that ends where they do could use it; but
-        what was found by a hit was of use already, and waits with the rest.
+        Their content has low priority, as only a request that ends where they do could use it; but
+        for what was found by a hit, or is where the request parts from others.
         """
         table = self.block_tables.get(request_id)
         if table is None:
@@ -165,11 +171,26 @@ class SingleTypeKVCacheManager(ABC):
         first = self._num_released[request_id]
         if end <= first:
             return
-        adopted = max(first, min(self._num_adopted.get(request_id, 0), end))
-        self.pool.release(table[first:adopted], HIGH_PRIORITY)
-        self.pool.release(table[adopted:end], LOW_PRIORITY)
+        begin, stop = self.parting.get(request_id, (0, 0))
+        adopted = self._num_adopted.get(request_id, 0)
+        for index in range(first, end):
+            if index < adopted or begin <= index < stop:
+                self._release_shared(request_id, table[index])
+            else:
+                self.pool.release(table[index : index + 1], LOW_PRIORITY)
         table[first:end] = [self.null_block] * (end - first)
         self._num_released[request_id] = end
+
+    def _release_shared(self, request_id: str, block: KVCacheBlock) -> None:
+        """Give back a block that others need beside what the request still holds.
+
+        It counts as used until the request ends: the one is worth nothing without the other.
+        """
+        if block is self.null_block:
+            return
+        if block.block_hash is not None:
+            self._shared.setdefault(request_id, []).append((block, block.block_hash))
+        self.pool.release([block], HIGH_PRIORITY)
 
     def adopt(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
         """Begin a request's table with the blocks of a hit, taking one reference to each.
@@ -195,7 +216,10 @@ class SingleTypeKVCacheManager(ABC):
         del self.block_tables[request_id]
         del self._num_published[request_id], self._num_released[request_id]
         self._num_adopted.pop(request_id, None)
+        self.parting.pop(request_id, None)
         self.pool.release(reversed(table))
+        for block, block_hash in self._shared.pop(request_id, ()):
+            self.pool.renew(block, block_hash)
 
     def block_ids(self, request_id: str, first: int = 0, end: int | None = None) -> list[int]:
         """Ids of the blocks ``[first, end)`` of a request's table. ``ValueError`` if unknown."""
@@ -238,6 +262,8 @@ class FullAttentionManager(SingleTypeKVCacheManager):
 
     It also serves host-only groups, whose block ids place the outputs of every token.
     """
+
+    keeps_all = True
 
     def find_longest_cache_hit(
         self, block_hashes: Sequence[BlockHash], max_num_tokens: int
@@ -390,7 +416,7 @@ class MambaManager(SingleTypeKVCacheManager):
         13            -  -  B  C         A; B is lost, it never was the state after a full block
 
     A hit is a state kept at its very end, so steps of a prefill should end where hits are likely;
-    see :meth:`keep`. Other states are evicted first, but for the request's latest.
+    see :meth:`keep`. Other states have low priority, but for the request's latest.
     """
 
     keeps_states = True
@@ -475,7 +501,7 @@ class MambaManager(SingleTypeKVCacheManager):
         """Give back the state that the request has moved on from.
 
         While it is the last one at the end of a block it is what the next turn of a conversation
-        would continue; once there is a later one it is evicted first, unless it was to be kept.
+        would continue; once there is a later one its priority is low, unless it was to be kept.
         """
         table = self.block_tables.get(request_id)
         if table is None:
@@ -485,7 +511,10 @@ class MambaManager(SingleTypeKVCacheManager):
             block, block_hash = table[index], table[index].block_hash
             if block is self.null_block:
                 continue
-            self.pool.release([block], HIGH_PRIORITY)
+            if index in self._kept.get(request_id, ()):
+                self._release_shared(request_id, block)
+            else:
+                self.pool.release([block], HIGH_PRIORITY)
             if block_hash is None:
                 continue
             self._demote_latest(request_id)
@@ -596,17 +625,6 @@ class KVCacheCoordinator:
         hits = _agree(self._token_managers, block_hashes, max_num_tokens, self.block_size)
         return tuple([tuple(hits.get(m.group_id, ())) for m in self.managers])
 
-    def longest_hit_but_for_states(
-        self, block_hashes: Sequence[BlockHash], max_num_tokens: int
-    ) -> int:
-        """Tokens of the longest prefix that all groups but the recurrent ones can serve.
-
-        So much an earlier request had in common, others may too: a state is worth keeping there.
-        """
-        managers = [m for m in self._token_managers if not m.keeps_states]
-        hits = _agree(managers, block_hashes, max_num_tokens, self.block_size)
-        return min((len(hit) for hit in hits.values()), default=0) * self.block_size
-
     def lacking_group(self, block_hashes: Sequence[BlockHash]) -> int | None:
         """A group without which all these blocks would be a hit, if it lacks any itself."""
         num_tokens = len(block_hashes) * self.block_size
@@ -687,6 +705,49 @@ class KVCacheCoordinator:
         num_held = -(-num_tokens // self.block_size) * self.block_size
         self._settled[request_id] = (num_held, next_release)
         return True
+
+    def keep_parting(
+        self, request_id: str, block_hashes: Sequence[BlockHash], hit_tokens: int, seen_tokens: int
+    ) -> None:
+        """Note how much a request has in common with earlier ones, if it did not hit all of it.
+
+        What was missing gets a weight: by how many blocks it made the hit shorter.
+
+        Args:
+            block_hashes: of the request.
+            hit_tokens: of its hit.
+            seen_tokens: that are cached in the groups that keep all, or were lately.
+        """
+        num_hit, num_seen = hit_tokens // self.block_size, seen_tokens // self.block_size
+        num_found = num_seen
+        for manager in self._token_managers:
+            first = manager.first_needed_block(num_seen * self.block_size)
+            manager.parting[request_id] = first, num_seen
+            if not manager.keeps_all:
+                continue
+            missing = self._missing(manager, block_hashes, num_hit, num_seen)
+            for index in missing:
+                self.pool.miss(manager.group_id, block_hashes[index], 1.0)
+            num_found = min([num_found, *missing])
+        if num_found == num_hit:
+            return
+        for manager in self._token_managers:
+            if not manager.keeps_all:
+                first = manager.first_needed_block(num_found * self.block_size)
+                missing = self._missing(manager, block_hashes, first, num_found)
+                for index in missing:
+                    weight = (num_found - num_hit) / len(missing)
+                    self.pool.miss(manager.group_id, block_hashes[index], weight)
+
+    def _missing(
+        self,
+        manager: SingleTypeKVCacheManager,
+        block_hashes: Sequence[BlockHash],
+        first: int,
+        end: int,
+    ) -> list[int]:
+        lookup, group_id = self.pool.lookup, manager.group_id
+        return [i for i in range(first, end) if lookup(group_id, block_hashes[i]) is None]
 
     def keep_stops(self, request_id: str, stops: ChunkStops | None) -> None:
         """Note where a request's prefill should end its chunks; states are kept there."""

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefix_cache import BlockHash, BlockPool, KVCacheBlock, KVCacheManager, check_pool_integrity
-from prefix_cache.blocks.block_pool import HIGH_PRIORITY, LOW_PRIORITY, EvictionQueue, PageArena
-from tests.support.tiny_kv_cache import cached_ids, hashes_of, mixed_config
+from prefix_cache import BlockHash, BlockPool, KVCacheBlock, check_pool_integrity
+from prefix_cache.blocks.block_pool import (
+    HIGH_PRIORITY,
+    LOW_PRIORITY,
+    REUSED_PRIORITY,
+    EvictionQueue,
+    PageArena,
+)
 
 
 def digest(index: int) -> BlockHash:
-    return BlockHash(bytes([index]) * 32)
+    return BlockHash(index.to_bytes(32))
 
 
 def ids(blocks) -> list[int]:
@@ -85,11 +92,11 @@ def test_a_copy_that_was_worth_more_keeps_its_priority():
     older, newest = several_of_one_content(pool, 2)
     pool.release([newest], HIGH_PRIORITY)
     pool.release([older], LOW_PRIORITY)
-    assert newest.key[0] == HIGH_PRIORITY
+    assert newest.key[0] == REUSED_PRIORITY
     older, newest = several_of_one_content(pool, 2)
     pool.release([newest], LOW_PRIORITY)
     pool.release([older], HIGH_PRIORITY)
-    assert newest.key[0] == HIGH_PRIORITY
+    assert newest.key[0] == REUSED_PRIORITY
     check_pool_integrity(pool, [])
 
 
@@ -125,12 +132,19 @@ def found(pool: BlockPool, num_groups: int) -> set[tuple[int, int]]:
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["use", "demote"]),
+        st.sampled_from(["use", "demote", "renew"]),
         st.integers(0, 11),
         st.sampled_from([LOW_PRIORITY, HIGH_PRIORITY]),
     ),
     max_size=30,
 )
+
+
+def next_evicted(order: dict[tuple[int, int], tuple[int, int]]) -> tuple[int, int]:
+    """The oldest of the priority that has most blocks; of two with as many, the lower one."""
+    counts = Counter(priority for priority, _ in order.values())
+    most = min(counts, key=lambda priority: (-counts[priority], priority))
+    return min((key for key in order if order[key][0] == most), key=order.__getitem__)
 
 
 @given(events=EVENTS, takers=st.lists(st.integers(0, 2), min_size=1, max_size=12))
@@ -145,16 +159,19 @@ def test_pages_of_one_block_go_in_exactly_one_order_whoever_takes_them(events, t
         if event == "use":
             pool.touch(block)
             pool.release([block], priority)
-            order[index % 3, index] = (priority, time)
+            order[index % 3, index] = (REUSED_PRIORITY if priority else LOW_PRIORITY, time)
+        elif event == "renew":
+            pool.renew(block, digest(index))
+            order[index % 3, index] = (order[index % 3, index][0], time)
         else:
             pool.demote(block)
-            if order[index % 3, index][0] == HIGH_PRIORITY:
+            if order[index % 3, index][0] != LOW_PRIORITY:
                 order[index % 3, index] = (LOW_PRIORITY, time)
     blocks = []
     for count, group_id in enumerate(takers, start=1):
         blocks += pool.allocate({group_id: 1})[group_id]
-        survivors = sorted(order, key=order.__getitem__)[count:]
-        assert found(pool, 3) == set(survivors)
+        del order[next_evicted(order)]
+        assert found(pool, 3) == set(order)
         assert pool.num_evictions == count
     check_pool_integrity(pool, [blocks])
 
@@ -205,29 +222,48 @@ def test_a_demoted_page_goes_before_an_older_one():
     assert found(pool, 2) == {(0, 1), (0, 2)}
 
 
-def test_what_a_window_has_left_behind_goes_before_anything_a_request_kept():
-    config = mixed_config({"full": 1, "sliding": 1}, 40, BLOCK_SIZE, reach=6)
-    manager = KVCacheManager(config)
-    old, new = list(range(24)), list(range(50, 74))
-    for token_ids in (old, new):
-        hashes = hashes_of(token_ids, BLOCK_SIZE)
-        for end in range(4, 25, 4):
-            assert manager.allocate_slots("a", end, num_computed_tokens=end - 4)
-            manager.publish("a", hashes, end)
-        manager.free("a")
-    pool = manager.pool
+def test_content_that_was_of_use_outlives_a_scan_of_ten_times_the_pool():
+    pool = BlockPool.uniform(31)
+    put(pool, 0, list(range(10)))
+    for index in range(10):
+        block = pool.lookup(0, digest(index))
+        pool.touch(block)
+        pool.release([block])
+    for index in range(100, 400, 3):
+        put(pool, 0, [index, index + 1, index + 2])
+    assert found(pool, 1) >= {(0, index) for index in range(10)}
 
-    def left(token_ids: list[int], group_id: int) -> list[int]:
-        hashes = enumerate(hashes_of(token_ids, BLOCK_SIZE))
-        return [i for i, block_hash in hashes if pool.lookup(group_id, block_hash) is not None]
 
-    assert len(cached_ids(pool, 0)) == len(cached_ids(pool, 1)) == 12
-    # At 20 computed tokens the window had left blocks 0 to 2; 3 to 5 were held to the end.
-    num_free = len(pool.arenas[0].free_pages)
-    blocks = pool.allocate({0: num_free + 6})[0]
-    assert [left(t, 0) for t in (old, new)] == [[0, 1, 2, 3, 4, 5]] * 2
-    assert [left(t, 1) for t in (old, new)] == [[3, 4, 5]] * 2
-    # Next is the older request, from its tail.
-    blocks += pool.allocate({0: 2})[0]
-    assert [left(old, 0), left(old, 1)] == [[0, 1, 2, 3], [3, 4, 5]]
-    pool.release(blocks)
+def test_what_is_missed_is_kept_longer_from_then_on():
+    def survivors(missed: int) -> int:
+        """Blocks of low priority that are left when as many of high priority have come."""
+        pool = BlockPool.uniform(31)
+        put(pool, 0, list(range(60, 90)), LOW_PRIORITY)
+        put(pool, 0, list(range(10)))
+        for index in range(60, 60 + missed):
+            pool.miss(0, digest(index), 1.0)
+        for index in range(10, 40):
+            put(pool, 0, [index])
+        return sum(pool.lookup(0, digest(index)) is not None for index in range(60, 90))
+
+    assert survivors(0) < survivors(1) <= survivors(8)
+
+
+def test_what_was_evicted_long_ago_is_not_missed():
+    pool = BlockPool.uniform(5)
+    put(pool, 0, [0], LOW_PRIORITY)
+    for index in range(1, 12):
+        put(pool, 0, [index])
+    shares = tuple(pool.arenas[0].shares)
+    pool.miss(0, digest(0), 1.0)
+    assert tuple(pool.arenas[0].shares) == shares
+    pool.miss(0, digest(7), 1.0)
+    assert tuple(pool.arenas[0].shares) != shares
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 100)), max_size=200))
+def test_no_kind_of_content_ever_loses_all_of_its_share(misses):
+    arena = PageArena(9, {0: 1})
+    for priority, weight in misses:
+        arena.reward(priority, weight)
+        assert sum(arena.shares) == pytest.approx(1, abs=0.01) and min(arena.shares) > 0

@@ -128,6 +128,15 @@ class PagesMachine(RuleBasedStateMachine):
         if block is not None:
             self.pool.demote(block)
 
+    @rule(index=INDICES, group=INDICES, weight=st.floats(0, 9))
+    def miss(self, index: int, group: int, weight: float) -> None:
+        content = digest(index % 12)
+        block = self.pool.lookup(group % self.num_groups, content)
+        if block is None:
+            self.pool.miss(group % self.num_groups, content, weight)
+        else:
+            self.pool.renew(block, content)
+
     @rule(really=st.integers(0, 9))
     def reset(self, really: int) -> None:
         if really == 9:
@@ -199,7 +208,9 @@ class PagesMachine(RuleBasedStateMachine):
             queues = [[page.key for page in arena.unheld]]
             queues += [[block.key for block in group.cached] for group in arena.groups.values()]
             for keys in queues:
-                assert keys == sorted(keys), "the order of eviction is the order of keys"
+                for priority in range(3):
+                    own = [key for key in keys if key[0] == priority]
+                    assert own == sorted(own), "of one priority, the oldest is evicted first"
 
     @invariant()
     def content_is_found_as_long_as_any_block_of_it_is_there(self) -> None:

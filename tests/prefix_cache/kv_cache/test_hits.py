@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefix_cache import BlockHash, BlockPool
+from prefix_cache import BlockHash, BlockPool, KVCacheManager, LargePage, PageArena, check_integrity
+from prefix_cache.blocks.block_pool import LOW_PRIORITY
 from prefix_cache.layer_types.coordinator import KVCacheCoordinator
 from tests.support.tiny_kv_cache import GROUP_MIXES, hashes_of, mixed_config
 
@@ -84,22 +85,6 @@ def test_a_hit_is_the_longest_that_every_group_can_serve(mix, data):
             assert hit[group_id] == ()
 
 
-@pytest.mark.parametrize("mix", ["jamba", "all"])
-@given(data=st.data())
-def test_states_are_worth_keeping_where_all_other_groups_hit(mix, data):
-    layers = GROUP_MIXES[mix]
-    cached = [data.draw(CACHED) if kind != "cross" else set() for kind in layers]
-    cap = data.draw(st.integers(0, NUM_BLOCKS * BLOCK_SIZE))
-    coordinator, _ = coordinator_with(layers, 5, cached)
-    others = [(g, kind) for g, kind in enumerate(layers) if kind not in ("cross", "mamba")]
-    longest = max(
-        length
-        for length in range(cap // BLOCK_SIZE + 1)
-        if all(needed(kind, length, 5) <= cached[g] for g, kind in others)
-    )
-    assert coordinator.longest_hit_but_for_states(HASHES, cap) == longest * BLOCK_SIZE
-
-
 @given(size=st.integers(1, 7), missing=st.sets(st.integers(0, 3)))
 def test_an_encoder_output_is_found_whole_or_not_at_all(size, missing):
     config = mixed_config({"cross": 1, "full": 1}, 9, BLOCK_SIZE)
@@ -112,3 +97,67 @@ def test_an_encoder_output_is_found_whole_or_not_at_all(size, missing):
             pool.publish(block, key)
     whole = not missing & set(range(len(keys)))
     assert cross.find_longest_cache_hit(keys, size) == (blocks if whole else [])
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=12), min_size=1, max_size=12),
+    mix=st.sampled_from(["full", "gemma", "jamba"]),
+)
+def test_what_earlier_requests_had_in_common_is_known_after_its_eviction_too(prompts, mix):
+    manager = KVCacheManager(mixed_config(GROUP_MIXES[mix], 8, BLOCK_SIZE))
+    seen: set[tuple[int, ...]] = set()
+    for index, token_ids in enumerate(prompts):
+        hashes = hashes_of(token_ids, BLOCK_SIZE)
+        prefix = manager.find_cached_prefix(hashes, len(token_ids))
+        ends = range(BLOCK_SIZE, len(token_ids), BLOCK_SIZE)
+        known = [end for end in ends if tuple(token_ids[:end]) in seen]
+        assert prefix.num_tokens <= prefix.num_seen_tokens == max(known, default=0)
+        if manager.allocate_slots(
+            str(index),
+            len(token_ids),
+            num_computed_tokens=prefix.num_tokens,
+            prefix=prefix,
+            block_hashes=hashes,
+        ):
+            manager.publish(str(index), hashes, len(token_ids))
+            manager.free(str(index))
+            seen |= {tuple(token_ids[: n * BLOCK_SIZE]) for n in range(1, len(hashes) + 1)}
+        check_integrity(manager)
+
+
+def test_where_requests_part_the_window_stays_for_the_third():
+    manager = KVCacheManager(mixed_config({"full": 1, "sliding": 1}, 60, BLOCK_SIZE, reach=4))
+    common = list(range(100, 112))
+
+    def serve(request_id: str, end: list[int]) -> int:
+        token_ids = [*common, *end]
+        hashes = hashes_of(token_ids, BLOCK_SIZE)
+        prefix = manager.find_cached_prefix(hashes, len(token_ids))
+        computed = prefix.num_tokens
+        while computed < len(token_ids):
+            assert manager.allocate_slots(
+                request_id,
+                computed + BLOCK_SIZE,
+                num_computed_tokens=computed,
+                prefix=prefix if computed == prefix.num_tokens else None,
+                block_hashes=hashes,
+            )
+            computed += BLOCK_SIZE
+            manager.publish(request_id, hashes, computed)
+        manager.free(request_id)
+        return prefix.num_tokens
+
+    def lose_low_priority() -> None:
+        pages = manager.pool.arenas[0]
+        pages.shares[LOW_PRIORITY] = 1e-9
+        blocks = manager.pool.allocate({0: len(pages.free_pages) + len(low(pages))})[0]
+        manager.pool.release(blocks)
+
+    def low(pages: PageArena) -> list[LargePage]:
+        return [page for page in pages.unheld if page.key[0] == LOW_PRIORITY]
+
+    assert serve("a", list(range(200, 212))) == 0
+    lose_low_priority()
+    assert serve("b", list(range(300, 312))) == 0, "the window at its end is gone"
+    lose_low_priority()
+    assert serve("c", list(range(400, 412))) == len(common)

@@ -1,9 +1,9 @@
 """Any sequence of events, against a model that keeps token lists and counts by brute force.
 
 The model knows no hashes, reference counts, generations or queues: it keeps for each prefix the
-blocks that were published for it, for each block the rows written since it was handed out, and the
-cached blocks in the order in which they were given back. A prefix is found as long as any block of
-its content is there, held or cached; of those that nobody holds, one is kept.
+blocks that were published for it, for each block the rows written since it was handed out, and
+which blocks are cached. A prefix is found as long as any block of its content is there, held or
+cached; of those that nobody holds, one is kept.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         self.live: dict[str, Live] = {}
         self.published: dict[tuple[int, ...], list[int]] = {}  # the newest last
         self.rows: dict[int, list[set[str]]] = {}
-        self.cached: list[int] = []  # least recently used first
+        self.cached: set[int] = set()
         self.num_evictions = 0
         self.num_requests = 0
 
@@ -96,12 +96,12 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         return {block_id for request in self.live.values() for block_id in request.table}
 
     def expect_new_blocks(self, table: list[int], num_old: int, num_free: int) -> None:
-        """Blocks without content are taken first, then the least recently used."""
+        """Blocks without content are taken first."""
         new = table[num_old:]
-        num_evicted = max(0, len(new) - (num_free - len(self.cached)))
-        evicted, self.cached = self.cached[:num_evicted], self.cached[num_evicted:]
-        assert set(evicted) <= set(new) and not set(new) & set(self.cached)
-        self.num_evictions += num_evicted
+        evicted = self.cached.intersection(new)
+        assert len(evicted) == max(0, len(new) - (num_free - len(self.cached)))
+        self.cached -= evicted
+        self.num_evictions += len(evicted)
         for blocks in self.published.values():
             blocks[:] = [block_id for block_id in blocks if block_id not in evicted]
         for block_id in new:
@@ -175,7 +175,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         if not fits:
             assert self.snapshot() == before
             return None
-        self.cached = [block_id for block_id in self.cached if block_id not in hit]
+        self.cached.difference_update(hit)
         table = self.manager.block_ids(request_id)
         assert table[: len(hit)] == hit
         self.expect_new_blocks(table, len(hit), num_free)
@@ -244,7 +244,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
             content = tuple(request.token_ids[: (index + 1) * BLOCK_SIZE])
             blocks = self.published.setdefault(content, [])
             blocks.append(request.table[index])
-            for older in set(blocks) & set(self.cached):
+            for older in self.cached.intersection(blocks):
                 self.cached.remove(older)
                 blocks.remove(older)
             request.num_published = index + 1
@@ -262,8 +262,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
                 blocks.remove(block_id)
                 if newest in held:
                     continue
-                self.cached.remove(newest)
-            self.cached.append(newest)
+            self.cached.add(newest)
 
     def check_outputs(self, request: Live, request_id: str) -> None:
         """Every row computed so far, cached or not, is right; a tensor lacking a row is absent."""
@@ -303,7 +302,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         check_integrity(self.manager)
         stats = self.manager.stats()
         assert stats.held == len(self.held())
-        assert cached_ids(self.manager.pool) == self.cached
+        assert sorted(cached_ids(self.manager.pool)) == sorted(self.cached)
         assert stats.evictions == self.num_evictions
         pool = self.manager.pool
         assert {block.block_id for block in pool.hash_tables[0].values()} == {

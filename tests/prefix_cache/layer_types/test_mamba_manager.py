@@ -152,8 +152,8 @@ def test_intermediate_states_go_first_and_the_latest_serves_the_next_turn():
         start = model.go_on("a", turn[:length], start, length - start)
     model.manager.free("a")
     assert model.kept(turn) == [8, 12, 16, 20, 24]
-    evict(model.manager, 3)
-    assert model.kept(turn) == [8, 24], "the end of the prompt, and of the request"
+    evict(model.manager, 2)
+    assert model.kept(turn) == [8, 20, 24], "the end of the prompt, and of the request"
     assert model.serve("b", [*turn, 1, 2, 3], [64]).num_tokens == 24
 
 
