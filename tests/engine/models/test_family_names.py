@@ -21,7 +21,8 @@ EXEMPT = {
     MODELS / "registry.py": "the table that lists the families",
     ROOT / "omni/seeded": "writes checkpoints of all families, by transformers' names of them",
     ROOT / "omni/commands/demo.py": "shows a shipped pipeline, and its stages by name",
-    ROOT / "omni/commands/demo.py": "the same of others",
+    ROOT / "omni/pipelines/pipeline_config.py": "names formats of tool calls as the field does",
+    ROOT / "omni/server/openai/tools.py": "the same, and reads them",
 }
 NO_NAMES = {"decoders", "hybrids", "seq2seq", "family"}
 """Folders of several families, and what a declaration is called."""
