@@ -24,7 +24,14 @@ _ROLES: dict[str, type[FakeSpeechStage]] = {
 
 @register_stage_kind
 class FakeSpeechConfig(StageConfig):
-    """One of :mod:`tests.support.fake_speech`'s stages: the one that it is named after."""
+    """One of :mod:`tests.support.fake_speech`'s stages: the one that it is named after.
+
+    Attributes:
+        tail: tokens after the last unit of its input; negative ones cannot be built.
+        pause_s: how long each of its steps takes, in seconds.
+        logs: a warning that it logs of every request.
+        outputs: tensors that it hands on; None for what its consumers need.
+    """
 
     takes_chunks: ClassVar[bool] = True
     gives_chunks: ClassVar[bool] = True

@@ -25,9 +25,9 @@ ADDRESS = "address"
 _NUM_NODES = 3
 
 _STORE_BYTES = 128 * 2**20
-_MOST_INLINE_BYTES = 512
-"""Of what Ray sends along instead of placing it into a store; by itself it takes 200 times that,
-which is more than the rows of tests have."""
+_MOST_INLINE_BYTES = 32 * 2**10
+"""Of what Ray sends along instead of placing it into a store: more than a heartbeat with all its
+counters, and less than the rows of tests. By itself Ray takes three times that."""
 
 _LOOKED_EACH_MS = 20
 """A read that has missed that its object has come looks again after that long. By itself Ray takes

@@ -18,7 +18,11 @@ TOKENIZING = "tokenizing"
 
 @register_stage_kind
 class TokenizingConfig(StageConfig):
-    """As a user would write it."""
+    """As a user would write it.
+
+    Attributes:
+        lexicon: the checkpoint with the tokenizer.
+    """
 
     kind: Literal["tokenizing"]
     lexicon: ModelReference
