@@ -340,7 +340,7 @@ class Responses(Chat):
         writer, count = self._writer, TokenCount()
         (parser,) = self._tool_parsers()
         is_cut = has_ended = False
-        yield writer.begin()
+        piece = writer.begin()  # sent with the first text: until then a failure has a status
         async with await self._stream() as stream:
             async for update in stream.updates():
                 delta = update.of(self._stage)
@@ -349,13 +349,15 @@ class Responses(Chat):
                 count.add(delta)
                 ends = delta.finish_reason is not None and not has_ended
                 words, calls = read_completion(delta.text or "", parser, is_last=ends)
-                if piece := writer.add(words, calls):
+                piece += writer.add(words, calls)
+                if piece:
                     yield piece
+                    piece = b""
                 if ends:
                     has_ended, is_cut = True, delta.finish_reason == "length"
-        end = writer.end(is_cut, usage_so_far([count]))
+        piece += writer.end(is_cut, usage_so_far([count]))
         self._keep()
-        yield end
+        yield piece
 
     def _keep(self) -> None:
         if not self._request.store:

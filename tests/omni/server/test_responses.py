@@ -206,6 +206,7 @@ def test_the_client_parses_a_form(client: openai.OpenAI) -> None:
             "input",
             "should be a JSON object in a string",
         ),
+        ({"input": "x " * 4_000}, "input", "writer"),
         ({"instrctions": "x"}, "instrctions", "did you mean 'instructions'?"),
     ],
 )
