@@ -2,7 +2,7 @@
 # make run      three spoken questions and their answers, what caches save, what to try next
 # make test     lint and types beside the tests; .ci/run calls this one
 # make docs     the documentation's site, in site/; make test builds it too, to check its links
-# make test-clients  clients that nobody here wrote against omni serve, in an environment of their own
+# make test-clients  third-party clients against omni serve, in an environment of their own
 # make bench    the benchmarks of benchmarks/, printed
 # make train-spoken-sums  train the checkpoint of spoken_sums: hours, and Debian's espeak-ng and flite
 # make torture  the scripts of torture/: faults and hostile inputs, for hours

@@ -11,12 +11,12 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from engine.interface.placed_error import PlacedError
 from engine.interface.settings import Settings
 
-__all__ = ["StructuredOutput"]
+__all__ = ["JSON_STYLE", "StructuredOutput"]
 
 _LONGEST = 65_536
 """Characters of a grammar: 10 times as many take seconds to read."""
 
-_JSON_STYLE: Any = {
+JSON_STYLE: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
@@ -30,7 +30,7 @@ class StructuredOutput(Settings):
     """The form that a request's text is held to, token by token: one of these fields.
 
     Every token that would leave the form is masked, and the text may end only where it is complete
-    (so a text that ``max_tokens`` cuts short is not). Forms are read by llguidance.
+    (so a text that ``max_tokens`` cuts short may be incomplete). llguidance reads the forms.
 
     Attributes:
         json_schema: a JSON Schema, as a mapping or as text. The JSON is on one line, as
@@ -101,4 +101,4 @@ class StructuredOutput(Settings):
             alternatives = " | ".join(json.dumps(each) for each in self.choice)
             return LLMatcher.grammar_from_lark(f"start: {alternatives}")
         schema = self.json_schema if self.json_schema is not None else '{"type": "object"}'
-        return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_STYLE)
+        return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)

@@ -1,4 +1,4 @@
-"""Tensors in shared memory: written once by their sender, mapped by whoever reads them.
+"""Tensors in shared memory: written once by their sender, mapped by each process that reads them.
 
 All that one message holds of large content is one segment. A segment has no name: its file
 descriptor travels with the message, and it is gone with the last process that has it, however that
@@ -162,7 +162,7 @@ _keeping = threading.Lock()
 
 
 def _kept_memory(nbytes: int) -> Descriptor:
-    """Memory that has been written before, of about that size, and that nobody has; else new."""
+    """Reusable memory of about that size that no process holds any more; new memory if none."""
     with _keeping:
         for memory in _kept:
             if nbytes <= os.fstat(memory.fd).st_size <= 4 * nbytes and _is_free(memory):

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Literal
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field, field_validator
 
+from engine.interface.structured_output import JSON_STYLE
 from omni.pipelines.pipeline_config import ToolFormat
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import ApiModel
@@ -44,7 +45,6 @@ __all__ = [
 
 _MOST_TOOLS = 128
 _LONGEST_PYTHON = 65_536
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class FunctionParts(ApiModel):
@@ -155,7 +155,7 @@ def call_grammar(tools: Sequence[FunctionTool], *, several: bool) -> str:
         function = tool.function
         begin = f'{{"name": {json.dumps(function.name)}, "arguments": '
         schema = function.parameters or {"type": "object", "additionalProperties": False}
-        styled = json.dumps({"x-guidance": _JSON_STYLE} | schema)
+        styled = json.dumps({"x-guidance": JSON_STYLE} | schema)
         lines += [f'{call}: {json.dumps(begin)} {call}_args "}}"', f"{call}_args: %json {styled}"]
     return "\n".join(lines)
 
