@@ -34,6 +34,7 @@ from engine.checkpoints.config_file import (
     load_generation_config,
     read_config_file,
 )
+from engine.checkpoints.quantized_weight import Target
 from engine.files.json_file import file_inside, read_json_object
 
 __all__ = ["ENTRY_POINTS", "Checkpoint", "CheckpointPart", "WeightFiles", "folder_of_source"]
@@ -78,7 +79,7 @@ class WeightFiles:
             for name in members:
                 yield name, file.get_tensor(name)
 
-    def check(self, expected: Mapping[str, Tensor]) -> None:
+    def check(self, expected: Mapping[str, Target]) -> None:
         """Compare headers with the places that weights are meant for; reads no weights.
 
         Args:
@@ -409,12 +410,12 @@ class Checkpoint:
         return [name for name in self.weight_files if name not in targets]
 
     def check_weights(
-        self, targets: Mapping[str, Tensor], *, ignored: Collection[str] = frozenset()
+        self, targets: Mapping[str, Target], *, ignored: Collection[str] = frozenset()
     ) -> None:
         """Compare what is stored with its places, by the headers alone.
 
         Args:
-            targets: tensor name to the tensor that will receive it; it may be on ``meta``.
+            targets: tensor name to what will receive it; it may be on ``meta``.
             ignored: names that may be in the checkpoint without having a place.
 
         Raises:
@@ -434,14 +435,14 @@ class Checkpoint:
         self._whole.check({f"{prefix}{name}": tensor for name, tensor in targets.items()})
 
     def load_into(
-        self, targets: Mapping[str, Tensor], *, ignored: Collection[str] = frozenset()
+        self, targets: Mapping[str, Target], *, ignored: Collection[str] = frozenset()
     ) -> None:
         """Copy every tensor to its place, converting type and device on the way.
 
         At any time at most one tensor of the checkpoint is in memory beside the targets.
 
         Args:
-            targets: tensor name to the tensor (or slice) that receives it.
+            targets: tensor name to the tensor, slice or part of a weight that receives it.
             ignored: names that may be in the checkpoint without having a place.
 
         Raises:

@@ -259,6 +259,8 @@ class EngineSettings(Settings):
         trust_remote_code: run code that the checkpoint brings; off unless asked for.
         dtype: element type of weights, activations and cache; ``auto`` takes the checkpoint's on
             CUDA and float32 on a CPU, where half types are slow unless it has AVX512-BF16 or AMX.
+        quantization: round the decoder's matrices, as they are loaded, to 8 bits with a scale for
+            each output, or to 4 bits with a scale and an offset for 32 weights.
         device: ``auto`` takes CUDA when there is one.
         attention_backend: ``auto`` takes xformers on CUDA, native on a CPU (C kernels, compiled on
             first use, for norms and activations too), torch where those cannot run.
@@ -290,6 +292,7 @@ class EngineSettings(Settings):
     revision: str | None = None
     trust_remote_code: bool = False
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Literal["int8", "int4"] | None = None
     device: str = "auto"
     attention_backend: Literal["auto", "native", "torch", "xformers", "reference"] = "auto"
     block_size: int = Field(default=16, ge=1)

@@ -12,9 +12,10 @@ from engine.layers.layer_ops import (
     RMSNorm,
     RotaryEmbedding,
     apply_rotary,
+    can_pack,
     rope_frequencies,
 )
-from engine.layers.linear import GatedMLP, Linear, PlainMLP, SparseMoE, can_pack
+from engine.layers.linear import GatedMLP, Linear, PlainMLP, SparseMoE
 from engine.layers.mamba import Mamba2Config, Mamba2Mixer, MambaConfig, MambaMixer, PackedLayout
 
 __all__ = [

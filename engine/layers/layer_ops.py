@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from engine.checkpoints.quantized_weight import QuantizedWeight, Target
 from engine.native import NativeKernels
 
 __all__ = [
@@ -36,12 +37,15 @@ __all__ = [
     "RMSNorm",
     "RotaryEmbedding",
     "apply_rotary",
+    "can_pack",
     "rope_frequencies",
 ]
 
 # Of a table of cosines and sines: what is made on the way to it takes little memory.
 _ROWS_AT_ONCE = 2**14
 _MOST_CHANNELS = 2**16
+# Quantized ones that torch multiplies at once, dequantized.
+_WEIGHTS_AT_ONCE = 2**22
 
 
 def rope_frequencies(
@@ -222,6 +226,20 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x
 
 
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether :meth:`Linear.pack` is possible, and worth it, for weights of this kind.
+
+    Plain products of 4 to 64 rows (the decode of a batch) reach a fraction of the memory bound
+    on CPUs; a packed layout makes them 1.5 to 2 times faster. It replaces the plain matrix, since
+    a second copy of every weight would cost more than it brings.
+    """
+    return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
+
+
+def _linear(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
 class PackedWeight(NamedTuple):
     """A weight ``(out_features, in_features)`` in another layout.
 
@@ -232,13 +250,16 @@ class PackedWeight(NamedTuple):
 
     multiply: Callable[[Tensor, Tensor | None], Tensor]
     nbytes: int
+    out_features: int
 
 
 class LayerOps:
     """Any device and type, with torch."""
 
     def pack_weight(self, weight: Tensor) -> PackedWeight:
-        """A float32 weight ``(out, in)`` on a CPU, in oneDNN's layout for decode steps."""
+        """A weight ``(out, in)``; float32 on a CPU in oneDNN's layout for decode steps."""
+        if not can_pack(weight.device, weight.dtype):
+            return PackedWeight(partial(_linear, weight), weight.nbytes, len(weight))
         # No row count is given: the layout is then good for any number of rows.
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         # The overload itself: it would be looked for at every call.
@@ -248,7 +269,31 @@ class LayerOps:
             output: Tensor = linear(x, packed, bias, "none", [], "")
             return output
 
-        return PackedWeight(multiply, weight.nbytes)
+        return PackedWeight(multiply, weight.nbytes, len(weight))
+
+    def pack_quantized(self, weight: QuantizedWeight) -> PackedWeight:
+        """A quantized weight, of which some rows at a time are dequantized to be multiplied."""
+        layout, bits, width = weight.layout, weight.bits, weight.shape[1]
+        codes, scales, offsets = weight.codes, weight.scales, weight.offsets
+        if bits == 4:
+            codes = F.pad(codes, (0, width % 2))
+            codes = codes[:, ::2] | codes[:, 1::2] << 4
+        step = max(_WEIGHTS_AT_ONCE // width, 1)
+
+        def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
+            parts = []
+            pieces = (codes.split(step), scales.split(step), offsets.split(step))
+            for some, scale, offset in zip(*pieces, strict=True):
+                if bits == 4:
+                    some = torch.stack((some & 15, some >> 4), dim=-1).flatten(1)[:, :width]
+                piece = QuantizedWeight(some, scale, offset, *layout)
+                plain = piece.dequantize(x.dtype)
+                parts.append(F.linear(x, plain))
+            output = torch.cat(parts, dim=-1)
+            return output if bias is None else output.add_(bias)
+
+        nbytes = codes.nbytes + scales.nbytes + offsets.nbytes
+        return PackedWeight(multiply, nbytes, len(codes))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in float32."""
@@ -291,7 +336,7 @@ class NativeLayerOps(LayerOps):
         packed = self._kernels.pack_linear(weight)
         if packed is None:
             return super().pack_weight(weight)
-        return PackedWeight(partial(self._kernels.linear, packed), packed.nbytes)
+        return PackedWeight(partial(self._kernels.linear, packed), packed.nbytes, len(weight))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See :class:`LayerOps`."""
@@ -403,7 +448,7 @@ class HeadNorm(nn.Module):
         self.eps = eps
         self.offset = offset
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """The first row of each kind; :meth:`finish_loading` copies it to the others."""
         yield f"{prefix}q_norm.weight", self.weight.data[0]
         yield f"{prefix}k_norm.weight", self.weight.data[self.num_query_heads]

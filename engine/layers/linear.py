@@ -1,27 +1,20 @@
-"""A linear layer that fuses several checkpoint matrices and can pack its weight for the CPU."""
+"""A linear layer that fuses several checkpoint matrices, whatever form they are held in."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.checkpoints.config_file import activation_of
+from engine.checkpoints.quantized_weight import QuantizationScheme, QuantizedWeight, Target
 from engine.layers.layer_ops import LayerOps, PackedWeight
 
-__all__ = ["GatedMLP", "Linear", "PlainMLP", "SparseMoE", "can_pack"]
-
-
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether :meth:`Linear.pack` is possible, and worth it, for weights of this kind.
-
-    Plain products of 4 to 64 rows (the decode of a batch) reach a fraction of the memory bound
-    on CPUs; a packed layout makes them 1.5 to 2 times faster. It replaces the plain matrix, since
-    a second copy of every weight would cost more than it brings.
-    """
-    return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
+__all__ = ["GatedMLP", "Linear", "PlainMLP", "SparseMoE"]
 
 
 class Linear(nn.Module):
@@ -32,6 +25,17 @@ class Linear(nn.Module):
         W  ┌ q_proj ┐   (out_features, in_features), C-contiguous: each part is a slice of rows,
            ├ k_proj ┤   so that a checkpoint tensor is copied straight to its place
            └ v_proj ┘
+
+    W is held in one of these forms, and this class is the only place that knows which:
+
+    * plain, the parameter ``weight``;
+    * packed by :meth:`pack`, once it is loaded;
+    * quantized: after :meth:`hold_quantized`, each part takes what a checkpoint has of it, a plain
+      matrix or a :class:`QuantizedWeight`, and packs it at once. Parts that come in different
+      layouts (as in GGUF files) are multiplied one after the other.
+
+    Whatever it is, ``LayerOps`` makes a :class:`PackedWeight` of it: a new format of files needs
+    a reader that makes quantized weights, and nothing here.
 
     Args:
         parts: checkpoint name of each matrix to its number of rows, in order.
@@ -53,6 +57,7 @@ class Linear(nn.Module):
         self.parts = dict(parts)
         self.in_features = in_features
         self.out_features = sum(self.parts.values())
+        self._is_shared = weight is not None
         if weight is None:
             values = torch.empty(self.out_features, in_features, dtype=dtype, device=device)
             weight = nn.Parameter(values, requires_grad=False)
@@ -63,18 +68,44 @@ class Linear(nn.Module):
             # Zeros stay where a part has no bias.
             values = torch.zeros(self.out_features, dtype=dtype, device=device)
             self.bias = nn.Parameter(values, requires_grad=False)
-        self._packed: PackedWeight | None = None
+        self._packed: list[PackedWeight] = []
+        self._quantized: _QuantizedParts | None = None
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint names under ``prefix``, each with the slice that its tensor is copied to."""
-        if self.weight is None:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        """Checkpoint names under ``prefix``, each with the place that its tensor is copied to."""
+        if self.weight is None and self._quantized is None:
             raise RuntimeError("the weight is packed already; load before packing")
         start = 0
         for part, rows in self.parts.items():
-            yield f"{prefix}{part}.weight", self.weight.data[start : start + rows]
+            place: Target
+            if self.weight is not None:
+                place = self.weight.data[start : start + rows]
+            else:
+                place = _PartTarget(self, part, torch.Size((rows, self.in_features)))
+            yield f"{prefix}{part}.weight", place
             if self.bias is not None and part in self.biased_parts:
                 yield f"{prefix}{part}.bias", self.bias.data[start : start + rows]
             start += rows
+
+    def hold_quantized(self, scheme: QuantizationScheme | None, ops: LayerOps) -> None:
+        """Take the weight in a quantized form; call before it is loaded.
+
+        A matrix is packed as soon as it has come: one at a time is in memory as it is stored.
+        A shared matrix stays for its other users, and is quantized when it is packed.
+
+        Args:
+            scheme: for matrices that come plain; None leaves those as they are. Matrices that come
+                quantized keep their codes.
+        """
+        assert self.weight is not None
+        self._quantized = _QuantizedParts(scheme, ops, self.weight.device, self.weight.dtype, {})
+        if not self._is_shared:
+            self.weight = None
+
+    def hold(self, part: str, weight: Tensor | QuantizedWeight) -> None:
+        """Take one of the matrices, which is packed once its last sibling is there."""
+        assert self._quantized is not None
+        self._packed += self._quantized.take(part, weight, tuple(self.parts))
 
     def pack(self, ops: LayerOps | None = None) -> None:
         """Replace the weight by a layout that a CPU multiplies faster; see :func:`can_pack`.
@@ -83,20 +114,104 @@ class Linear(nn.Module):
         """
         if self.weight is None:
             return
-        self._packed = (ops or LayerOps()).pack_weight(self.weight.data)
+        if self._quantized is None:
+            self._packed = [(ops or LayerOps()).pack_weight(self.weight.data)]
+        else:
+            self._packed = self._quantized.pack(self.weight.data)
         self.weight = None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether :meth:`hold_quantized` was called."""
+        return self._quantized is not None
+
+    @property
+    def scheme(self) -> QuantizationScheme | None:
+        """By which plain matrices are quantized, if they are."""
+        return None if self._quantized is None else self._quantized.scheme
 
     @property
     def nbytes(self) -> int:
         """Bytes of weight and bias."""
-        return sum(t.nbytes for t in (self.weight, self._packed, self.bias) if t is not None)
+        plain = sum(t.nbytes for t in (self.weight, self.bias) if t is not None)
+        return plain + sum(packed.nbytes for packed in self._packed)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(rows, in_features)`` to ``(rows, out_features)``."""
-        if self._packed is None:
+        if not self._packed:
             # weight is only None once packed
             return F.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
-        return self._packed.multiply(x, self.bias)
+        if len(self._packed) == 1:
+            return self._packed[0].multiply(x, self.bias)
+        biases: Sequence[Tensor | None] = [None] * len(self._packed)
+        if self.bias is not None:
+            biases = self.bias.split([packed.out_features for packed in self._packed])
+        pairs = zip(self._packed, biases, strict=True)
+        return torch.cat([packed.multiply(x, bias) for packed, bias in pairs], dim=-1)
+
+
+@dataclass(slots=True)
+class _QuantizedParts:
+    """What has come so far of a weight that is held quantized.
+
+    Attributes:
+        came: matrices that wait for their siblings.
+    """
+
+    scheme: QuantizationScheme | None
+    ops: LayerOps
+    device: torch.device
+    dtype: torch.dtype
+    came: dict[str, Tensor | QuantizedWeight]
+
+    def take(
+        self, part: str, weight: Tensor | QuantizedWeight, parts: Sequence[str]
+    ) -> list[PackedWeight]:
+        """Packed weights of all parts, in their order, once the last one has come."""
+        weight = weight.to(self.device)
+        if isinstance(weight, Tensor):
+            plain = weight.to(self.dtype)
+            weight = plain if self.scheme is None else self.scheme.quantize(plain)
+        self.came[part] = weight
+        if self.came.keys() != set(parts):
+            return []
+        came = [self.came[name] for name in parts]
+        self.came = {}
+        packed = []
+        for layout, group in groupby(came, lambda x: isinstance(x, QuantizedWeight) and x.layout):
+            if layout:
+                stack = QuantizedWeight.stacked(list(group))  # type: ignore[arg-type]
+                packed.append(self.ops.pack_quantized(stack))
+            else:
+                packed.append(self.ops.pack_weight(torch.cat(list(group))))  # type: ignore[arg-type]
+        return packed
+
+    def pack(self, weight: Tensor) -> list[PackedWeight]:
+        """Of a matrix that was loaded plain, for others need it so."""
+        return self.take("", weight, ("",))
+
+
+@dataclass(frozen=True, slots=True)
+class _PartTarget:
+    """The place of one matrix of a :class:`Linear` that holds its weight quantized."""
+
+    linear: Linear
+    part: str
+    shape: torch.Size
+
+    @property
+    def nbytes(self) -> int:
+        """As it will be held."""
+        scheme = self.linear.scheme
+        return scheme.nbytes(*self.shape) if scheme is not None else self.shape.numel() // 2
+
+    def is_floating_point(self) -> bool:
+        """See :class:`Target`."""
+        return True
+
+    def copy_(self, source: Tensor | QuantizedWeight, /) -> None:
+        """Give it to the product."""
+        self.linear.hold(self.part, source)
 
 
 class PlainMLP(nn.Module):
@@ -127,7 +242,7 @@ class PlainMLP(nn.Module):
         self.down = Linear(intermediate_size, down, bias=bias, dtype=dtype, device=device)
         self.activation = activation_of(activation)
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the slice that its tensor is copied to."""
         yield from self.up.targets(prefix)
         yield from self.down.targets(prefix)
@@ -204,7 +319,7 @@ class SparseMoE(nn.Module):
             for _ in range(num_experts)
         )
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the slice that its tensor is copied to."""
         yield from self.router.targets(prefix)
         for index, expert in enumerate(self.experts):

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from engine.attention.layer import AttentionStep, StateLayer
 from engine.checkpoints.config_file import activation_of
+from engine.checkpoints.quantized_weight import Target
 from engine.layers.layer_ops import LayerOps, RMSNorm
 from engine.layers.linear import Linear
 from engine.resources.device import are_finite
@@ -260,7 +261,7 @@ class CausalConv(nn.Module):
         kernel_size, channels = self.taps.shape
         return kernel_size - 1, channels
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
         yield f"{prefix}weight", self.taps.data.T.unsqueeze(1)
         if self.bias is not None:
@@ -357,7 +358,7 @@ class RecurrentMixer(nn.Module):
         kept = (StateTensor(self.conv.state_shape, dtype), StateTensor(state_shape, torch.float32))
         self.state = StateLayer(layer_name, MambaSpec(block_size, kept))
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
         for module in self.children():
             if isinstance(module, Linear):
@@ -477,7 +478,7 @@ class MambaMixer(RecurrentMixer):
         d = torch.empty(inner, dtype=torch.float32, device=device)
         self.d = nn.Parameter(d, requires_grad=False)
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
         yield from super().targets(prefix)
         yield f"{prefix}dt_layernorm.weight", self.dt_norm.weight.data
@@ -687,7 +688,7 @@ class Mamba2Mixer(RecurrentMixer):
         self.a, self.d, self.dt_bias = (nn.Parameter(v, requires_grad=False) for v in per_head)
         self.norm = GatedNorm(config, dtype, device)
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
         yield from super().targets(prefix)
         yield f"{prefix}norm.weight", self.norm.weight.data

@@ -130,6 +130,7 @@ def _load_model(config: EngineConfig, choices: _Choices) -> CausalModel:
             max(choices.max_model_len, _WARM_UP_LEN),
             # One choice for attention and layers: with backend torch, neither runs native kernels.
             NativeLayerOps(load_kernels()) if choices.attention == "native" else LayerOps(),
+            quantization=config.quantization,
         ),
     )
 

@@ -6,15 +6,16 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NoReturn, Protocol, TypedDict, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, TypedDict, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from engine.attention.layer import Attention, AttentionStep, StateLayer
+from engine.checkpoints.quantized_weight import QuantizationScheme, Target
 from engine.interface.config import GenerationParams
-from engine.layers import LayerOps, Linear
+from engine.layers import LayerOps, Linear, SparseMoE
 from engine.requests.encoder_input import EncoderInput, Modality, MultiModalInput
 
 __all__ = ["CausalModel", "CodeChunk", "GeneratorModel", "ModelSettings"]
@@ -44,6 +45,7 @@ class ModelSettings:
             ``ValueError`` for one that no family declares.
         pack_weights: whether to hold weights in the CPU library's own layout, which is faster for
             batches and the same up to rounding; None: where that is possible.
+        quantization: how products' weights are quantized as they are loaded; None: not at all.
     """
 
     dtype: torch.dtype
@@ -53,6 +55,7 @@ class ModelSettings:
     ops: LayerOps = field(default_factory=LayerOps)
     decoder_config_of: Callable[[PreTrainedConfig], Callable[[PreTrainedConfig], Any]] = _unknown
     pack_weights: bool | None = None
+    quantization: Literal["int8", "int4"] | None = None
 
     @property
     def tensor_options(self) -> TensorOptions:
@@ -177,13 +180,27 @@ class CausalModel(nn.Module):
     placeholders: Mapping[Modality, int] = MappingProxyType({})
 
     @abstractmethod
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names, each with the tensor (or slice) that receives it.
 
         Args:
             prefix: of every name but the head's: ``"model."``, or nothing in headless
                 checkpoints.
         """
+
+    def hold_quantized(self, scheme: QuantizationScheme | None) -> None:
+        """Have products take their weights quantized; call before loading.
+
+        Routers of experts stay plain: a rounded choice is another choice.
+
+        Args:
+            scheme: for weights that come plain; None leaves those so.
+        """
+        modules = list(self.modules())
+        routers = [module.router for module in modules if isinstance(module, SparseMoE)]
+        for module in modules:
+            if isinstance(module, Linear) and module not in routers:
+                module.hold_quantized(scheme, self.ops)
 
     def finish_loading(self, *, pack_weights: bool) -> None:
         """Derive what is derived from loaded weights; call once, after the last copy.
@@ -196,7 +213,7 @@ class CausalModel(nn.Module):
             pack_weights: whether to pack every product's weight for the CPU.
         """
         for module in self.modules():
-            if isinstance(module, Linear) and pack_weights:
+            if isinstance(module, Linear) and (pack_weights or module.is_quantized):
                 module.pack(self.ops)
             elif module is not self and isinstance(module, _Derived):
                 module.finish_loading()

@@ -31,10 +31,11 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.config_file import CONFIG_FILE, describe
+from engine.checkpoints.quantized_weight import Target
 from engine.resources.memory_plan import require_memory
 
 __all__ = ["Places", "load_checked", "told_of_config"]
@@ -78,7 +79,7 @@ class Places:
         ignored: names that may be stored although nothing needs them.
     """
 
-    targets: Mapping[str, Tensor]
+    targets: Mapping[str, Target]
     ignored: frozenset[str] = frozenset()
 
 

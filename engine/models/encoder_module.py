@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from engine.checkpoints.quantized_weight import Target
 from engine.models.base import CausalModel, ModelSettings
 from engine.requests.encoder_input import EncoderInput, EncoderView
 
@@ -37,7 +38,7 @@ class EncoderModule(nn.Module):
     module: PreTrainedModel
     max_len: int
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
         for name, tensor in self.module.state_dict().items():
             yield f"{prefix}{name}", tensor
@@ -86,7 +87,7 @@ class TextEncoder(EncoderModule):
         self.vocab_size = embedding.shape[0]
         self.max_len = max_len
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """All but the shared embedding."""
         shared = f"{prefix}embed_tokens.weight"
         return (target for target in super().targets(prefix) if target[0] != shared)

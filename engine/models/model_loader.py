@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from engine.checkpoints.checkpoint import Checkpoint
+from engine.checkpoints.quantized_weight import SCHEMES
 from engine.layers import can_pack
 from engine.models.base import CausalModel, GeneratorModel, ModelSettings
 from engine.models.checked_loading import Places, load_checked, told_of_config
@@ -93,11 +94,15 @@ def load_model(checkpoint: Checkpoint, settings: ModelSettings) -> CausalModel:
             f"{settings.device}"
         )
     settings = replace(settings, decoder_config_of=FAMILIES.decoder_config_of)
+
+    def build_on(device: torch.device) -> CausalModel:
+        model: CausalModel = build(checkpoint, replace(settings, device=device))
+        if settings.quantization is not None:
+            model.hold_quantized(SCHEMES[settings.quantization])
+        return model
+
     model: CausalModel = load_checked(
-        checkpoint,
-        settings.device,
-        lambda device: build(checkpoint, replace(settings, device=device)),
-        partial(_places, checkpoint),
+        checkpoint, settings.device, build_on, partial(_places, checkpoint)
     )
     pack = packable if settings.pack_weights is None else settings.pack_weights
     model.finish_loading(pack_weights=pack)

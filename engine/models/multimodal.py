@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.layer import AttentionStep
+from engine.checkpoints.quantized_weight import QuantizationScheme, Target
 from engine.inputs.multimodal_inputs import AudioInVideo
 from engine.models.base import CausalModel
 from engine.requests.encoder_input import Modality, MultiModalInput
@@ -37,7 +38,7 @@ class ItemTower(nn.Module):
     feature_names: tuple[str, ...]
 
     @abstractmethod
-    def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Target]]:
         """Names of the checkpoint's ``stored`` ones, each with the tensor that receives it."""
 
     @abstractmethod
@@ -109,11 +110,15 @@ class MultiModalModel(CausalModel):
         self.max_position_embeddings = decoder.max_position_embeddings
         self._stored = stored
 
-    def targets(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str = "") -> Iterator[tuple[str, Target]]:
         """See :meth:`CausalModel.targets`; the names that the checkpoint has tell all prefixes."""
         for tower in self.towers.values():
             yield from tower.targets(self._stored)
         yield from decoder_targets(self.decoder, self._stored)
+
+    def hold_quantized(self, scheme: QuantizationScheme | None) -> None:
+        """See :meth:`CausalModel.hold_quantized`; the towers stay as transformers has them."""
+        self.decoder.hold_quantized(scheme)
 
     def finish_loading(self, *, pack_weights: bool) -> None:
         """See :meth:`CausalModel.finish_loading`; the towers stay as transformers has them."""
@@ -169,7 +174,7 @@ class MultiModalModel(CausalModel):
         return self.decoder.compute_logits(hidden_states)
 
 
-def decoder_targets(decoder: CausalModel, stored: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+def decoder_targets(decoder: CausalModel, stored: Collection[str]) -> Iterator[tuple[str, Target]]:
     """A decoder's places under the names that a checkpoint of decoder and tower has.
 
     Published folders keep the decoder under ``language_model.model.`` with its head beside it,

@@ -5,11 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
-from torch import Tensor
 
 from engine.interface.config import EngineConfig, OffloadSettings
 from prefix_cache import (
@@ -55,7 +54,12 @@ def free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def require_memory(tensors: Iterable[Tensor], device: torch.device, owner: str) -> None:
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+def require_memory(tensors: Iterable[_Sized], device: torch.device, owner: str) -> None:
     """See to it that there is room for tensors before any is made.
 
     Args:

@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig
 
 from engine.attention.layer import Attention, AttentionStep
 from engine.checkpoints.checkpoint import Checkpoint
+from engine.checkpoints.quantized_weight import Target
 from engine.layers import GatedMLP, HeadNorm, Linear, RMSNorm, RotaryEmbedding, rope_frequencies
 from engine.models.base import CausalModel, ModelSettings
 from engine.models.family import ModelFamily, has_head
@@ -218,7 +219,7 @@ class SelfAttention(nn.Module):
         scale, softcap = config.attention_scale, config.attention_softcap
         self.attention = Attention(f"layers.{index}.self_attn", spec, scale, softcap)
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
         yield from self.qkv.targets(prefix)
         if self.head_norm is not None:
@@ -276,7 +277,7 @@ class DecoderLayer(nn.Module):
             self.attention_output_norm = build_norm(config, settings)
             self.mlp_output_norm = build_norm(config, settings)
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
         yield from self.self_attention.targets(f"{prefix}self_attn.")
         yield from self.mlp.targets(f"{prefix}mlp.")
@@ -368,7 +369,7 @@ class DecoderModel(CausalModel):
             parts = {self.head_name: config.vocab_size}
             self.head = Linear(config.hidden_size, parts, weight=shared, **options)
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
         yield f"{prefix}embed_tokens.weight", self.embedding.data
         for index, layer in enumerate(self.layers):

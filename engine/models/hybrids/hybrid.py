@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from engine.attention.layer import AttentionStep
+from engine.checkpoints.quantized_weight import Target
 from engine.layers import (
     GatedMLP,
     Mamba2Mixer,
@@ -57,7 +58,7 @@ class HybridLayer(nn.Module):
         self.input_norm = build_norm(config, settings)
         self.pre_ff_norm = build_norm(config, settings)
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
         mixer_name = "self_attn" if isinstance(self.mixer, SelfAttention) else "mamba"
         yield f"{prefix}input_layernorm.weight", self.input_norm.weight.data

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlavaConfig, PreTrainedConfig
 from transformers.models.llava.modeling_llava import LlavaModel
 
 from engine.checkpoints.checkpoint import Checkpoint
+from engine.checkpoints.quantized_weight import Target
 from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import build_decoder
@@ -52,7 +53,7 @@ class LlavaTower(ItemTower):
         self.rows: int = (vision.image_size // vision.patch_size) ** 2
         self.rows += self.strategy == "full"
 
-    def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Target]]:
         """See :meth:`ItemTower.targets`."""
         # Some exports put the tower in a module of its own, and all in one of theirs.
         root = unique_prefix(stored, "multi_modal_projector.linear_1.weight")

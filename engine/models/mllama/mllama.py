@@ -31,6 +31,7 @@ from transformers import PreTrainedConfig
 from transformers.models.mllama.modeling_mllama import MllamaVisionModel
 
 from engine.attention.layer import Attention, AttentionStep
+from engine.checkpoints.quantized_weight import Target
 from engine.inputs.encoder_decoder_inputs import (
     DecoderPromptRule,
     EncoderDecoderPromptProcessor,
@@ -74,7 +75,7 @@ class ImageLayer(nn.Module):
         )
         self.attention = Attention(f"layers.{index}.cross_attn", spec, config.attention_scale)
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
         for linear in (self.query, self.key_value, self.output):
             yield from linear.targets(f"{prefix}cross_attn.")
@@ -159,7 +160,7 @@ class ImageEncoder(EncoderModule):
             _TILES: (1, vision.max_num_tiles),
         }
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """The tower's and the projection's weights."""
         yield from super().targets(f"{prefix}vision_model.")
         yield from self.projector.targets(prefix)
@@ -229,7 +230,7 @@ class MllamaModel(EncoderDecoderModel, DecoderModel):
         layers.sort(key=lambda layer: isinstance(layer, ImageLayer))
         self.attention_layers = [layer.attention for layer in layers]
 
-    def targets(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str = "") -> Iterator[tuple[str, Target]]:
         """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
         yield from self.encoder.targets(prefix)
         yield from super().targets(f"{prefix}language_model.model.")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from engine.attention.layer import AttentionStep
+from engine.checkpoints.quantized_weight import Target
 from engine.layers import Linear, MultiAxisRotaryEmbedding
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import DecoderModel, build_rotary
@@ -56,7 +57,7 @@ class Qwen2_5OmniTalker(DecoderModel):
         projection = {"thinker_to_talker_proj": config.hidden_size}
         self.projection = Linear(config.embedding_size, projection, bias=True, **options)
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
         yield from super().targets(prefix)
         yield from self.projection.targets("")

@@ -39,6 +39,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
 
 from engine.attention.layer import AttentionStep
 from engine.checkpoints.checkpoint import Checkpoint
+from engine.checkpoints.quantized_weight import Target
 from engine.inputs.multimodal_inputs import AudioInVideo
 from engine.models.base import ModelSettings
 from engine.models.encoder_module import build_empty
@@ -67,7 +68,7 @@ class AudioTower(ItemTower):
         self.module = build_empty(Qwen2_5OmniAudioEncoder, audio, settings)
         self.num_mel_bins: int = audio.num_mel_bins
 
-    def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Target]]:
         """See :meth:`ItemTower.targets`."""
         prefix = unique_prefix(stored, "audio_bos_eos_token.weight")
         for name, tensor in self.module.state_dict().items():

@@ -54,6 +54,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 
 from engine.checkpoints.checkpoint import Checkpoint
+from engine.checkpoints.quantized_weight import Target
 from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
 from engine.layers import MultiAxisRotaryEmbedding
 from engine.models.base import ModelSettings
@@ -90,7 +91,7 @@ class ImageTower(ItemTower):
         self.merge_size: int = vision.spatial_merge_size
         self.patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
 
-    def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Target]]:
         """See :meth:`ItemTower.targets`."""
         prefix = unique_prefix(stored, "patch_embed.proj.weight")
         for name, tensor in self.module.state_dict().items():

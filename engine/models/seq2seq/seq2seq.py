@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from engine.attention.layer import Attention, AttentionStep
+from engine.checkpoints.quantized_weight import Target
 from engine.layers import GatedMLP, LayerNorm, Linear, PlainMLP, RMSNorm
 from engine.models.base import ModelSettings
 from engine.models.encoder_module import EncoderDecoderModel, EncoderModule
@@ -212,7 +213,7 @@ class DecoderAttention(nn.Module):
         bias = [name for name in names if name in config.projection_biases]
         return Linear(config.hidden_size, sizes, bias=bias, **options)
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
         for module in self.children():
             if isinstance(module, Linear):
@@ -279,7 +280,7 @@ class Seq2SeqLayer(nn.Module):
         self.cross_norm = build_norm(config, settings)
         self.mlp_norm = build_norm(config, settings)
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
         names = self.names
         yield from self.self_attention.targets(f"{prefix}{names.self_attention.part}")
@@ -377,7 +378,7 @@ class Seq2SeqModel(EncoderDecoderModel):
             self.embedding_name = names.head
         self.ignored_weights = {*names.embeddings, *names.ignored}
 
-    def targets(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    def targets(self, prefix: str = "") -> Iterator[tuple[str, Target]]:
         """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
         names = self.config.names
         yield f"{prefix}{self.embedding_name}", self.embedding.data

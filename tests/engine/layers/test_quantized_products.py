@@ -1,0 +1,97 @@
+"""Products with weights of 8 and 4 bits against the product with the dequantized matrix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.checkpoints.quantized_weight import SCHEMES, QuantizedWeight
+from engine.layers import LayerOps, Linear, NativeLayerOps
+from engine.models.base import CausalModel, ModelSettings
+from engine.models.model_loader import load_model
+from engine.native import load_kernels
+from omni.seeded.language_models import build_causal_lm
+from tests.support.native_kernels import needs_kernels
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["torch", pytest.param("native", marks=needs_kernels)])
+def ops(request: pytest.FixtureRequest) -> LayerOps:
+    return LayerOps() if request.param == "torch" else NativeLayerOps(load_kernels())
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    """Within the 5e-3, relative to the whole, that a layer may differ."""
+    assert actual.shape == expected.shape
+    assert (actual - expected).norm() <= 5e-3 * expected.norm()
+
+
+@pytest.mark.parametrize(("name", "error"), [("int8", 0.01), ("int4", 0.1)])
+@pytest.mark.parametrize("width", [1, 31, 32, 100])
+def test_codes_are_the_nearest_to_a_weight(name: str, error: float, width: int):
+    weight = normal(6, width) * torch.tensor([1e-6, 1e-2, 1, 1e4, 0, 1])[:, None]
+    held = SCHEMES[name].quantize(weight)
+    rounded = held.dequantize()
+    # Half a step, and what scales and offsets of eleven bits add.
+    steps = held.scales.repeat_interleave(held.group_size, dim=1)[:, :width]
+    allowed = steps / 2 + weight.abs().amax(1, keepdim=True) / 500
+    assert bool(((rounded - weight).abs() <= allowed).all())
+    assert (rounded - weight).norm() <= error * weight.norm()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 70])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_product_of_parts_equals_that_with_dequantized_weights(
+    scheme: str, rows: int, ops: LayerOps
+):
+    sizes = {"a": 8, "b": 39, "c": 17}
+    linear = Linear(72, sizes, bias=True, dtype=torch.float32, device=CPU)
+    linear.hold_quantized(SCHEMES[scheme], ops)
+    places = dict(linear.targets(""))
+    plain = {name: normal(n, 72, seed=n) for name, n in sizes.items()}
+    biases = [normal(n, seed=n + 1) for n in sizes.values()]
+    for name, bias in zip(("c", "a", "b"), (biases[2], *biases), strict=False):
+        places[f"{name}.weight"].copy_(plain[name])
+        places[f"{name}.bias"].copy_(bias)
+    x = normal(rows, 100)[:, :72]
+    matrix = torch.cat([SCHEMES[scheme].quantize(w).dequantize() for w in plain.values()])
+    assert_near(linear(x), F.linear(x, matrix, torch.cat(biases)))
+    assert linear.nbytes < 0.5 * matrix.nbytes
+
+
+def test_parts_may_come_in_layouts_of_their_own(ops: LayerOps):
+    linear = Linear(64, {"a": 32, "b": 32, "c": 16}, dtype=torch.float32, device=CPU)
+    linear.hold_quantized(None, ops)
+    codes = torch.arange(32 * 64, dtype=torch.uint8).view(32, 64) % 16
+    a = QuantizedWeight(codes, normal(32, 2), normal(32, 2, seed=1), 32, 4)
+    b = QuantizedWeight(codes * 4, normal(32, 4), normal(32, 4, seed=2), 16, 8)
+    c = normal(16, 64, seed=3)
+    for name, came in (("a", a), ("b", b), ("c", c)):
+        linear.hold(name, came)
+    x = normal(3, 64, seed=4)
+    assert_near(linear(x), F.linear(x, torch.cat([a.dequantize(), b.dequantize(), c])))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "jamba"])
+def test_a_model_holds_its_products_quantized(family: str, tmp_path: Path):
+    folder = build_causal_lm(tmp_path, family, num_layers=2, with_tokenizer=False)
+
+    def load(quantization: str | None) -> CausalModel:
+        settings = ModelSettings(torch.float32, CPU, 4, 96, quantization=quantization)  # type: ignore[arg-type]
+        return load_model(Checkpoint.open(folder), settings)
+
+    plain, int8, int4 = load(None), load("int8"), load("int4")
+    assert plain.weight_nbytes > int8.weight_nbytes > int4.weight_nbytes
+    hidden = normal(5, plain.hidden_size)
+    expected = plain.compute_logits(hidden)
+    assert (int8.compute_logits(hidden) - expected).norm() < 0.02 * expected.norm()
