@@ -84,8 +84,8 @@ class StageConfig(Settings):
 
     Attributes:
         kind: which kind of stage this is; it decides which other keys there are.
-        model: folder, hub id, or ``seeded:<name>`` for a small checkpoint that is built on first
-            use.
+        model: folder, ``.gguf`` file, hub id, or ``seeded:<name>`` for a small checkpoint that is
+            built on first use.
         part: which model of a checkpoint that holds several, by its name there.
         inputs: the stages that feed this one; without it the stage gets the user's prompt.
         final_output: what the user gets of this stage; kinds redeclare which forms they have.

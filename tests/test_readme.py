@@ -98,6 +98,7 @@ NOT_RUN_HERE = {
     "arecord": "records sound",
     "omni demo": "tests/omni/commands/test_demo.py runs it",
     "omni run qwen": "needs the published checkpoint",
+    "omni run examples/smollm2": "needs a package of 98 MB; tests/examples runs it where it is",
     "omni serve": "serves until it is stopped; tests/omni/server runs it",
     "OTEL_": "the same; tests/omni/server/test_request_spans.py runs it",
     "curl": "asks that server",

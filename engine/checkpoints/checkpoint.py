@@ -34,7 +34,13 @@ from engine.checkpoints.config_file import (
     load_generation_config,
     read_config_file,
 )
+from engine.checkpoints.gguf_checkpoint import (
+    GGUFWeights,
+    gguf_config,
+    gguf_generation_config,
+)
 from engine.checkpoints.quantized_weight import Target
+from engine.files.gguf_header import GGUFHeader, find_gguf, read_gguf_header
 from engine.files.json_file import file_inside, read_json_object
 
 __all__ = ["ENTRY_POINTS", "Checkpoint", "CheckpointPart", "WeightFiles", "folder_of_source"]
@@ -278,14 +284,16 @@ _WANTED_FILES += ["*_Dense/model.safetensors"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model folder, or one of several models in it.
+    """A model folder, one of several models in it, or a GGUF file.
 
     Attributes:
+        path: the folder, or the file.
         config: the transformers config; of the part, if this is one.
         generation_config: from ``generation_config.json``, or None where there is none.
         part: which of several models this is. Its weights go by their names in the part, and no
             others are seen.
         trust_remote_code: whether its processors may come with their own Python code.
+        gguf: what a GGUF file says of itself; None of a folder.
     """
 
     path: Path
@@ -293,6 +301,7 @@ class Checkpoint:
     generation_config: GenerationConfig | None
     part: CheckpointPart | None = None
     trust_remote_code: bool = False
+    gguf: GGUFHeader | None = None
 
     @classmethod
     def open(
@@ -304,11 +313,11 @@ class Checkpoint:
         trust_remote_code: bool = False,
         parts_of: Callable[[Mapping[str, Any]], Sequence[CheckpointPart]] = lambda config: (),
     ) -> Checkpoint:
-        """Open a folder, or a model of the Hugging Face hub (downloaded to its usual cache).
+        """Open a folder, a GGUF file, or a model of the Hugging Face hub (put into its cache).
 
         Args:
-            model: folder, hub id (``organisation/name``), or a name that a package brings, such as
-                ``seeded:<name>``.
+            model: folder, file or folder with a GGUF file, hub id (``organisation/name``), or a
+                name that a package brings, such as ``seeded:<name>``.
             revision: branch, tag or commit on the hub.
             trust_remote_code: whether the config may come with its own Python code.
             parts_of: the models that a folder with such a ``config.json`` holds; none if it is
@@ -320,6 +329,11 @@ class Checkpoint:
                 elsewhere, or a value of its configs cannot be. Names file and key.
         """
         path = _locate(str(model), revision, trust_remote_code)
+        if (file := find_gguf(path)) is not None:
+            find_part((), part, file)
+            header = read_gguf_header(file)
+            generation = gguf_generation_config(header)
+            return cls(file, gguf_config(header), generation, gguf=header)
         check_files(path, _WANTED_FILES)
         parts = parts_of(read_config_file(path))
         config = load_config(path, trust_remote_code=trust_remote_code)
@@ -329,6 +343,20 @@ class Checkpoint:
             config = getattr(config, found.config_name)
             generation_config = generation_config if found.has_generation_config else None
         return cls(path, config, generation_config, found, trust_remote_code)
+
+    @property
+    def config_file(self) -> Path:
+        """The file that the config was made of."""
+        return self.path / CONFIG_FILE if self.gguf is None else self.path
+
+    @property
+    def stored(self) -> str | None:
+        """How weights are stored, in words; None where that is how they are held."""
+        if self.gguf is None:
+            return None
+        formats = GGUFWeights(self.gguf).formats
+        counts = ", ".join(f"{count} tensors of {kind}" for kind, count in formats.items())
+        return f"GGUF: {counts}; blocks are dequantized on load"
 
     @property
     def architecture(self) -> str:
@@ -341,7 +369,7 @@ class Checkpoint:
             return self.part.architecture
         architectures = getattr(self.config, "architectures", None)
         if not architectures:
-            raise ValueError(f"{self.path / CONFIG_FILE} states no architectures")
+            raise ValueError(f"{self.config_file} states no architectures")
         return str(architectures[0])
 
     @property
@@ -374,8 +402,8 @@ class Checkpoint:
         return "" if self.part is None else self.part.prefix
 
     @cached_property
-    def _whole(self) -> WeightFiles:
-        return WeightFiles(self.path)
+    def _whole(self) -> WeightFiles | GGUFWeights:
+        return WeightFiles(self.path) if self.gguf is None else GGUFWeights(self.gguf)
 
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Read tensors one by one, on the CPU, in the type they are stored in.
@@ -455,10 +483,13 @@ class Checkpoint:
 
 def _locate(model: str, revision: str | None, trust_remote_code: bool) -> Path:
     path = Path(model).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
     if path.is_file():
-        raise ValueError(f"model {model!r} is a file; a checkpoint is a folder with a config.json")
+        raise ValueError(
+            f"model {model!r} is a file; a checkpoint is a folder with a config.json, or a "
+            ".gguf file"
+        )
     folder = folder_of_source(model)
     if folder is not None:
         return folder

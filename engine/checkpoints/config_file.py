@@ -39,10 +39,12 @@ __all__ = [
     "activation_of",
     "check_activation",
     "check_files",
+    "check_generation",
     "describe",
     "hidden_progress_bars",
     "load_config",
     "load_generation_config",
+    "make_config",
     "quiet_config_log",
     "read_config_file",
 ]
@@ -447,13 +449,32 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
     Raises:
         ValueError: transformers does not know it, or a value of it cannot be; names the file.
     """
+
+    def load() -> PreTrainedConfig:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
+        )
+        return config
+
+    return _checked_config(folder / CONFIG_FILE, load)
+
+
+def make_config(file: Path, content: Mapping[str, Any]) -> PreTrainedConfig:
+    """Make a config of transformers of what another kind of file says of its model.
+
+    Raises:
+        ValueError: transformers does not know it, or a value of it cannot be; names the file.
+    """
+    check_content(file, content)
+    values = dict(content)
+    model_type = values.pop("model_type")
+    return _checked_config(file, lambda: AutoConfig.for_model(model_type, **values))
+
+
+def _checked_config(file: Path, load: Callable[[], PreTrainedConfig]) -> PreTrainedConfig:
     try:
         with quiet_config_log():
-            config: PreTrainedConfig = AutoConfig.from_pretrained(
-                folder,
-                trust_remote_code=trust_remote_code,
-                local_files_only=not trust_remote_code,
-            )
+            config = load()
         # The file's choice could be code that is fetched from the hub.
         config._attn_implementation = None
         config._experts_implementation = None
@@ -461,7 +482,7 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
         return config
     # Values of a wrong kind make transformers' classes raise whatever they stumble over.
     except Exception as error:
-        raise ValueError(f"{folder / CONFIG_FILE} cannot be used: {describe(error)}") from error
+        raise ValueError(f"{file} cannot be used: {describe(error)}") from error
 
 
 def load_generation_config(folder: Path) -> GenerationConfig | None:

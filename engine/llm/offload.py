@@ -19,7 +19,7 @@ from prefix_cache import DiskTier, HostTier, KVCacheManager, OffloadedBlocks, Pa
 __all__ = ["build_offloaded_blocks"]
 
 _PACKAGES = Path(__file__).parents[2]
-_LIBRARIES = ("torch", "transformers", "numpy")
+_LIBRARIES = ("torch", "transformers", "numpy", "gguf")
 _WEIGHTS_AND_CODE = frozenset({".safetensors", ".json", ".py"})
 
 
@@ -76,7 +76,7 @@ def _fingerprint(
 
 def _file_digests(folder: Path) -> Iterator[str]:
     """Name and digest of every file of weights, settings and code; read by several threads."""
-    files = [file for file in folder.rglob("*") if file.suffix in _WEIGHTS_AND_CODE]
+    files = [file for file in folder.rglob("*") if file.suffix in _WEIGHTS_AND_CODE] or [folder]
     with ThreadPoolExecutor() as threads:
         for file, digest in zip(files, threads.map(_digest, files), strict=True):
             yield f"{file.relative_to(folder).as_posix()} {digest}"

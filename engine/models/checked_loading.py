@@ -34,7 +34,7 @@ import transformers
 from torch import nn
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.checkpoints.config_file import CONFIG_FILE, describe
+from engine.checkpoints.config_file import describe
 from engine.checkpoints.quantized_weight import Target
 from engine.resources.memory_plan import require_memory
 
@@ -123,5 +123,6 @@ def told_of_config(checkpoint: Checkpoint) -> Iterator[None]:
         raise
     # Values that do not go together make transformers' modules raise whatever they stumble over.
     except Exception as error:
-        file = checkpoint.path / CONFIG_FILE
-        raise ValueError(f"{file} asks for what cannot be: {describe(error)}") from error
+        raise ValueError(
+            f"{checkpoint.config_file} asks for what cannot be: {describe(error)}"
+        ) from error

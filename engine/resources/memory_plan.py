@@ -210,6 +210,8 @@ class MemoryPlan:
         encoder_cache_bytes: most that towers' rows may take; 0 for a model without towers.
         swap_bytes: host memory for pages of swapped requests.
         offload: where blocks go that the pool may evict, with their most bytes; None for nowhere.
+        stored: how the checkpoint's weights are stored, in words, where that is not how they are
+            held.
     """
 
     device: str
@@ -225,6 +227,7 @@ class MemoryPlan:
     encoder_cache_bytes: int = 0
     swap_bytes: int = 0
     offload: OffloadSettings | None = None
+    stored: str | None = None
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -251,6 +254,7 @@ class MemoryPlan:
         """The plan for people, a line per reservation."""
         return [
             f"weights        {format_bytes(self.weights_bytes)} ({self.dtype} on {self.device})",
+            *([f"  stored as    {self.stored}"] if self.stored else []),
             *self._pool_lines(),
             *(self.kv_cache.lines() if self.kv_cache else []),
             *([f"attention      {self.attention}"] if self.attention else []),

@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from engine.files.gguf_header import find_gguf, read_gguf_header
 from engine.files.json_file import read_json_object
 from engine.interface.ownership import turn_of
 from engine.text.job_processes import JobProcesses
@@ -564,7 +565,7 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     config: PreTrainedConfig | None = None,
 ) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a checkpoint folder; None when it brings none.
+    """Load the tokenizer of a checkpoint folder or GGUF file; None when it brings none.
 
     Its chat template is that of the checkpoint's processor, where this has one.
 
@@ -576,14 +577,24 @@ def load_tokenizer(
         ValueError: the folder is not there, or its tokenizer cannot be loaded.
     """
     folder = Path(model_path)
-    if not folder.is_dir():
+    gguf = find_gguf(folder)
+    if gguf is not None and "tokenizer.ggml.tokens" not in read_gguf_header(gguf).metadata:
+        return None
+    if gguf is None and not folder.is_dir():
         raise ValueError(f"cannot load a tokenizer: {folder} is no folder")
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if gguf is None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            folder, config=config, trust_remote_code=trust_remote_code, local_files_only=True
-        )
+        tokenizer: PreTrainedTokenizerBase
+        if gguf is not None:
+            # What AutoTokenizer takes as well, after it has read the file twice more.
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(
+                gguf.parent, gguf_file=gguf.name, local_files_only=True
+            )
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, config=config, trust_remote_code=trust_remote_code, local_files_only=True
+            )
         # The first call settles how it cuts and pads. Later ones only read, and several
         # threads may make them at once.
         tokenizer("a")
@@ -600,7 +611,7 @@ def load_tokenizer(
         )
     if not (trust_remote_code or encodes_as_the_library(tokenizer)):
         _refuse_patterns(folder, tokenizer)
-    template = processor_chat_template(folder)
+    template = processor_chat_template(folder) if gguf is None else None
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer

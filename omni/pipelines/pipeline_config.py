@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from engine.files.gguf_header import find_gguf
 from engine.interface.placed_error import PlacedError, suggest
 from engine.interface.settings import Settings, explain_validation_error
 from omni.pipelines.config_file import load_config
@@ -233,15 +234,18 @@ def _locate_model(reference: str, base_dir: Path | None) -> str:
         path = Path(reference).expanduser()
         candidates = [path] if base_dir is None or path.is_absolute() else [base_dir / path, path]
         folder = next((candidate for candidate in candidates if candidate.exists()), None)
-        has_config = folder is not None and (folder / "config.json").is_file()
+        is_checkpoint = folder is not None and (
+            (folder / "config.json").is_file() or find_gguf(folder) is not None
+        )
     # No path can be so, or be so long, or there is no such home.
     except (OSError, RuntimeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"no such folder: {reference[:80]!r}: {reason}") from error
     if folder is not None:
-        if not has_config:
+        if not is_checkpoint:
             raise ValueError(
-                f"{str(folder)!r} is no checkpoint: a folder with a config.json is needed"
+                f"{str(folder)!r} is no checkpoint: a folder with a config.json, or a .gguf file, "
+                "is needed"
             )
         return str(folder)
     if reference.startswith((".", "~", "/")) or not _HUB_ID.fullmatch(reference):

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from engine.files.gguf_header import find_gguf, read_gguf_header
 from engine.files.json_file import read_json_object
 from engine.interface.log_fields import package_logger
 from engine.interface.placed_error import PlacedError, suggest
@@ -122,16 +123,19 @@ _MAX_BYTES = 10_000_000
 
 
 def local_config(model: str) -> Mapping[str, Any] | None:
-    """Read the ``config.json`` of a model, if that takes neither a network nor building it.
+    """Read what a model says of itself, if that takes neither a network nor building it.
 
     Returns:
-        Its content; None where it is not here or cannot be read, which loading the model will tell.
+        The content of its ``config.json``, or the kind of model by a GGUF file; None where it is
+        not here or cannot be read, which loading the model will tell.
     """
     if model.startswith(SEEDED_PREFIX):
         seeded = SEEDED_MODELS.get(model.removeprefix(SEEDED_PREFIX))
         return None if seeded is None else seeded.says
-    file = Path(model, _FILE) if Path(model).is_dir() else _cached(model)
     try:
+        if (gguf := find_gguf(Path(model))) is not None:
+            return {"model_type": read_gguf_header(gguf).architecture}
+        file = Path(model, _FILE) if Path(model).is_dir() else _cached(model)
         return None if file is None else read_json_object(file, most_bytes=_MAX_BYTES)
     except (OSError, ValueError):
         return None

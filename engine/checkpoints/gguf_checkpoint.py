@@ -1,0 +1,293 @@
+"""A GGUF file as a checkpoint: config and weights, by transformers' names.
+
+llama.cpp's converter renames tensors, turns the rows of some, and writes the config as metadata.
+What transformers knows of that is used: its table of metadata keys, and its functions that undo
+changes of values. Blocks become values tensor by tensor, by the ``gguf`` package.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from engine.checkpoints.config_file import check_generation, make_config
+from engine.checkpoints.quantized_weight import Target
+from engine.files.gguf_header import GGUFHeader, GGUFTensor
+
+__all__ = ["GGUFWeights", "gguf_config", "gguf_generation_config"]
+
+_ROPE_FACTORS = "rope_freqs.weight"
+_TOKENIZER = "tokenizer.ggml."
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+_READABLE = (*_PLAIN, *_BLOCKS, "IQ4_NL", "IQ4_XS")
+_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_NAMES_IN_LAYERS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# Of models that normalise what attention and MLP put out as well.
+_NORM_BETWEEN = "pre_feedforward_layernorm"
+# Keys behind the architecture that transformers' table lacks for some.
+_MORE_KEYS = {
+    "attention.key_length": "head_dim",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "rope.freq_base_swa": "rope_local_base_freq",
+}
+# Models of so many layers scale scores by hidden size and heads; it stands in their files' names.
+_LAYERS_SCALED_BY_WIDTH = (46, 62)
+
+
+def gguf_config(header: GGUFHeader) -> PreTrainedConfig:
+    """Make the config of transformers that a file's metadata describes.
+
+    Raises:
+        ValueError: the architecture is not known, or a value is missing, cannot be, or asks for
+            what is not supported; names the file and the key.
+    """
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    architecture = header.architecture
+    # Such files hold the text model alone of those that see or hear.
+    kind = next((t for t in (f"{architecture}_text", architecture) if t in CONFIG_MAPPING), "")
+    if architecture not in GGUF_CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(
+            f"{header.path}: transformers cannot make a config of the architecture "
+            f"{architecture!r}; it knows {', '.join(sorted(GGUF_CONFIG_MAPPING))}"
+        )
+    content: dict[str, Any] = {}
+    table: Mapping[str, Any] = GGUF_CONFIG_MAPPING
+    for key, field in {**table[architecture], **_MORE_KEYS}.items():
+        value = _number(header, f"{architecture}.{key}")
+        if field is not None and value is not None:
+            content[field] = value
+    for name in ("bos", "eos", "padding"):
+        if (token_id := _number(header, f"{_TOKENIZER}{name}_token_id")) is not None:
+            content[f"{name.removesuffix('ding')}_token_id"] = token_id
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ValueError(f"{header.path} lacks the weights token_embd.weight")
+    content |= {
+        "model_type": kind,
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]],
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "dtype": _usual_type(header),
+    }
+    if "blk.0.attn_q.bias" in header.tensors:
+        content["attention_bias"] = True
+    if "blk.0.ffn_up.bias" in header.tensors:
+        content["mlp_bias"] = True
+    _add_rope(header, content)
+    config = make_config(header.path, content)
+    if hasattr(config, "query_pre_attn_scalar"):
+        width = config.hidden_size // config.num_attention_heads
+        by_width = config.num_hidden_layers in _LAYERS_SCALED_BY_WIDTH
+        config.query_pre_attn_scalar = width if by_width else config.head_dim
+    if _ROPE_FACTORS in header.tensors:
+        _set_rope_factors(header, config)
+    return config
+
+
+def _number(header: GGUFHeader, key: str) -> Any:
+    value = header.metadata.get(key)
+    if value is not None and not isinstance(value, int | float):
+        raise ValueError(f"{header.path}: {key} must be one number, got {value!r:.80}")
+    return value
+
+
+def _usual_type(header: GGUFHeader) -> str | None:
+    """Of the numbers that most of the file is; None of quantized ones."""
+    sizes: Counter[str] = Counter()
+    for tensor in header.tensors.values():
+        sizes[tensor.type_name] += tensor.nbytes
+    dtype = _PLAIN.get(max(sizes, key=sizes.__getitem__, default=""))
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _add_rope(header: GGUFHeader, content: dict[str, Any]) -> None:
+    place = f"{header.architecture}.rope"
+    hidden, heads = content.get("hidden_size"), content.get("num_attention_heads")
+    head_dim = content.get("head_dim") or (hidden // heads if hidden and heads else None)
+    for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
+        width = _number(header, f"{header.architecture}.{key}")
+        if width not in (None, head_dim):
+            raise ValueError(
+                f"{header.path}: {header.architecture}.{key} is {width}, but heads are "
+                f"{head_dim} wide; models that turn a part of each head are not supported"
+            )
+    kind = header.metadata.get(f"{place}.scaling.type", "none")
+    factor = _number(header, f"{place}.scaling.factor")
+    if kind == "none":
+        return
+    if kind not in ("linear", "yarn") or factor is None:
+        raise ValueError(
+            f"{header.path}: {place}.scaling.type must be none, or linear or yarn with a "
+            f"{place}.scaling.factor; got {kind!r:.80} and {factor!r}"
+        )
+    content["rope_scaling"] = {"rope_type": kind, "factor": float(factor)}
+    if kind == "yarn":
+        original = _number(header, f"{place}.scaling.original_context_length")
+        content["rope_scaling"]["original_max_position_embeddings"] = original
+
+
+def _set_rope_factors(header: GGUFHeader, config: PreTrainedConfig) -> None:
+    """State the rope parameters that give the factors on wave lengths that a file stores.
+
+    Raises:
+        ValueError: none of those that llama.cpp's converter turns into such factors do.
+    """
+    factors = torch.from_numpy(GGUFWeights(header).values(_ROPE_FACTORS)).float()
+    parameters = dict(config.rope_parameters)
+    config.rope_parameters = parameters | {
+        "rope_type": "llama3",
+        "factor": float(factors.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    width = 2 * len(scaled)
+    plain = parameters["rope_theta"] ** -(torch.arange(0, width, 2) / width)
+    if factors.shape != scaled.shape or not torch.allclose(plain / factors, scaled, rtol=1e-3):
+        raise ValueError(
+            f"{header.path}: {_ROPE_FACTORS} are not the factors of rope parameters that are known"
+        )
+
+
+def gguf_generation_config(header: GGUFHeader) -> GenerationConfig:
+    """The tokens that begin and end a text, by the metadata."""
+    ids = {
+        name: _number(header, f"{_TOKENIZER}{name}_token_id")
+        for name in ("bos", "eos", "eot", "eom", "padding")
+    }
+    ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
+    content = {"bos_token_id": ids["bos"], "pad_token_id": ids["padding"]}
+    content |= {"eos_token_id": list(dict.fromkeys(ends)) or None}
+    check_generation(header.path, content)
+    return GenerationConfig(**content)
+
+
+@dataclass(frozen=True)
+class GGUFWeights:
+    """The weights of a GGUF file, by transformers' names."""
+
+    header: GGUFHeader
+
+    @cached_property
+    def files(self) -> Mapping[str, str]:
+        """Tensor name to the name of the file."""
+        return dict.fromkeys(self._stored, self.header.path.name)
+
+    @property
+    def formats(self) -> Mapping[str, int]:
+        """How many tensors are of each type, the most frequent first."""
+        counts = Counter(tensor.type_name for tensor in self.header.tensors.values())
+        return dict(counts.most_common())
+
+    @cached_property
+    def _stored(self) -> Mapping[str, str]:
+        """Names in the file by transformers' names; those that nobody knows stay as they are."""
+        has_output_norms = any(".post_ffw_norm." in name for name in self.header.tensors)
+        names = _NAMES_IN_LAYERS | ({"ffn_norm": _NORM_BETWEEN} if has_output_norms else {})
+        stored = {}
+        for name in self.header.tensors:
+            if name == _ROPE_FACTORS:
+                continue
+            stem, _, suffix = name.rpartition(".")
+            given = _NAMES.get(stem)
+            if stem.startswith("blk."):
+                _, layer, rest = (*stem.split(".", 2), "")[:3]
+                given = names.get(rest) and f"model.layers.{layer}.{names[rest]}"
+            stored[name if given is None else f"{given}.{suffix}"] = name
+        return stored
+
+    @cached_property
+    def _undo(self) -> Callable[[Any, str], Any]:
+        """Undoes what the converter did to the values of a tensor, if anything."""
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+        config = gguf_config(self.header)
+        kind = TENSOR_PROCESSORS.get(self.header.architecture, TensorProcessor)
+        processor = kind(config=config.to_dict())
+        return lambda values, name: processor.process(values, name).weights
+
+    def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Read tensors one by one, on the CPU, blocks as float32 values.
+
+        Raises:
+            ValueError: a tensor is not there, or cannot be read.
+        """
+        for name in names:
+            stored = self._name(name)
+            yield name, torch.from_numpy(self._undo(self.values(stored), stored))
+
+    def check(self, expected: Mapping[str, Target]) -> None:
+        """Compare the header with the places that weights are meant for; reads no weights.
+
+        Raises:
+            ValueError: a tensor is not there, differs in shape, or is of a type that cannot be
+                turned into values.
+        """
+        for name, target in expected.items():
+            stored = self._tensor(name)
+            if stored.shape != tuple(target.shape):
+                raise ValueError(
+                    f"{name} in {self.header.path} has shape {stored.shape}; "
+                    f"its metadata asks for {tuple(target.shape)}"
+                )
+            if stored.type_name not in _READABLE:
+                raise ValueError(
+                    f"{name} in {self.header.path} is of the type {stored.type_name}, which is "
+                    f"not supported; supported are {', '.join(_READABLE)}"
+                )
+
+    def rows(self, name: str, indices: Sequence[int]) -> Tensor:
+        """Read single rows of a matrix; only checkpoints of several models ask for that.
+
+        Raises:
+            ValueError: always, as such a file holds one.
+        """
+        raise ValueError(f"{self.header.path} holds one model, and no rows of others ({name})")
+
+    def _name(self, name: str) -> str:
+        if name not in self._stored:
+            raise ValueError(f"{self.header.path} lacks the weights {name}")
+        return self._stored[name]
+
+    def _tensor(self, name: str) -> GGUFTensor:
+        return self.header.tensors[self._name(name)]
+
+    def values(self, name: str) -> Any:
+        """The array of a tensor by its name in the file: its numbers; blocks become float32."""
+        from gguf import GGMLQuantizationType, dequantize
+
+        tensor = self.header.tensors[name]
+        content = np.fromfile(self.header.path, np.uint8, tensor.nbytes, offset=tensor.start)
+        if tensor.type_name in ("F32", "F16"):
+            kind = np.dtype("<f4" if tensor.type_name == "F32" else "<f2")
+            return content.view(kind).reshape(tensor.shape)
+        rows = content.reshape(*tensor.shape[:-1], -1)
+        return dequantize(rows, GGMLQuantizationType[tensor.type_name]).reshape(tensor.shape)

@@ -1,0 +1,260 @@
+"""Reads the header of an untrusted GGUF file: its metadata, and where its tensors lie.
+
+::
+
+    magic, version, counts      24 bytes
+    metadata                    key, type, value; values may be arrays
+    tensors                     name, dimensions, type, offset
+    padding to the alignment
+    data                        the tensors' values, or blocks of quantized ones
+
+The ``gguf`` package knows the types and turns blocks into values. It takes whatever memory a header
+asks for, so headers are read here: every count, length and place is compared with the file's size
+and with what files of this kind hold, before anything is made of it.
+
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+__all__ = ["GGUFHeader", "GGUFTensor", "find_gguf", "read_gguf_header"]
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+# Published headers have some 50 entries, a few thousand tensors and 16 MiB of vocabulary.
+_MOST_ENTRIES, _MOST_TENSORS, _MOST_HEADER_BYTES = 2**12, 2**16, 2**26
+_MOST_NAME_BYTES, _MOST_STRING_BYTES, _MOST_ITEMS = 2**10, 2**22, 2**22
+_MOST_DIMENSIONS, _MOST_ALIGNMENT = 4, 2**16
+# Longer arrays, such as a vocabulary's scores, are left as their lengths.
+_SHORT = 2**10
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
+_SCALARS[12] = "d"
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """Where a tensor is stored.
+
+    Attributes:
+        shape: outermost dimension first, as torch has it.
+        type_name: of its values or blocks, such as ``Q4_K``.
+        block_size: values in a block; 1 where it is no quantized type.
+        start: of its bytes in the file.
+    """
+
+    shape: tuple[int, ...]
+    type_name: str
+    block_size: int
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFHeader:
+    """What a file says of itself.
+
+    Attributes:
+        metadata: by key. Of an array of strings, and of a long one, its length.
+        tensors: by name, in the file's order.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GGUFTensor]
+
+    @property
+    def architecture(self) -> str:
+        """What kind of model it holds, by the name that such files have for it.
+
+        Raises:
+            ValueError: it does not say.
+        """
+        architecture = self.metadata.get("general.architecture")
+        if not isinstance(architecture, str):
+            raise ValueError(
+                f"{self.path} states no general.architecture; it must be a name, "
+                f"got {architecture!r}"
+            )
+        return architecture
+
+
+def find_gguf(model: Path) -> Path | None:
+    """The GGUF file that a path names, or that a folder without safetensors holds; else None.
+
+    Raises:
+        ValueError: the folder holds several.
+    """
+    if model.is_file():
+        return model if model.suffix == ".gguf" else None
+    if not model.is_dir() or any(model.glob("*.safetensors")):
+        return None
+    files = sorted(file for file in model.glob("*.gguf") if file.is_file())
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:8])
+        raise ValueError(f"{model} holds several GGUF files ({names}): name one of them as model")
+    return files[0] if files else None
+
+
+def read_gguf_header(path: Path) -> GGUFHeader:
+    """Read and check the header of a GGUF file; touches no tensor's data.
+
+    Raises:
+        ValueError: it is no such file, is cut off or damaged, or asks for what cannot be; names
+            the file and what is wrong.
+    """
+    try:
+        with path.open("rb") as file:
+            if path.stat().st_size < 24:
+                raise ValueError("it is cut off: a header alone takes 24 bytes")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                return _Reader(content).header(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} is no GGUF file that can be used: {error}") from error
+
+
+class _Reader:
+    """Walks over a header; ``ValueError`` where it cannot go on."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self._content, self._place = content, 0
+
+    def header(self, path: Path) -> GGUFHeader:
+        magic = self._take(4, "the magic bytes")
+        if magic != _MAGIC:
+            raise ValueError(f"it must begin with {_MAGIC!r}, got {magic!r}")
+        (version,) = self._numbers("I", "the version")
+        if version not in _VERSIONS:
+            hint = ": it is big-endian" if version & 0xFFFF == 0 else ""
+            raise ValueError(f"its version must be 2 or 3, got {version}{hint}")
+        num_tensors, num_entries = self._numbers("QQ", "the counts")
+        _at_most("the number of tensors", num_tensors, _MOST_TENSORS)
+        _at_most("the number of metadata entries", num_entries, _MOST_ENTRIES)
+        metadata: dict[str, Any] = {}
+        for _ in range(num_entries):
+            key = self._string("a metadata key", _MOST_NAME_BYTES)
+            if key in metadata:
+                raise ValueError(f"the key {key!r} is there twice")
+            (kind,) = self._numbers("I", key)
+            metadata[key] = self._value(key, kind)
+        if metadata.get("split.count", 0) not in (0, 1):
+            raise ValueError(
+                f"it is one of {metadata['split.count']} parts; join them to one file first "
+                "(gguf-split --merge)"
+            )
+        places = self._places(num_tensors)
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 1 <= alignment <= _MOST_ALIGNMENT:
+            alignment = 0
+        if alignment == 0 or alignment & (alignment - 1):
+            raise ValueError(
+                "general.alignment must be a power of two up to "
+                f"{_MOST_ALIGNMENT}, got {metadata['general.alignment']!r}"
+            )
+        start = -(-self._place // alignment) * alignment
+        tensors = {
+            name: self._tensor(name, *place, start, alignment) for name, place in places.items()
+        }
+        return GGUFHeader(path, metadata, tensors)
+
+    def _places(self, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
+        """Shape, type and offset of each tensor, by name."""
+        places = {}
+        for _ in range(count):
+            name = self._string("a tensor's name", _MOST_NAME_BYTES)
+            if name in places:
+                raise ValueError(f"the tensor {name!r} is there twice")
+            (num_dimensions,) = self._numbers("I", name)
+            if not 1 <= num_dimensions <= _MOST_DIMENSIONS:
+                raise ValueError(f"{name!r} must have 1 to 4 dimensions, got {num_dimensions}")
+            shape = self._numbers("Q" * num_dimensions, name)[::-1]
+            places[name] = (shape, *self._numbers("IQ", name))
+        return places
+
+    def _tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        type_number: int,
+        offset: int,
+        start: int,
+        alignment: int,
+    ) -> GGUFTensor:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        try:
+            kind = GGMLQuantizationType(type_number)
+        except ValueError:
+            raise ValueError(f"{name} is of the type {type_number}, which is not known") from None
+        block_size, block_bytes = GGML_QUANT_SIZES[kind]
+        if 0 in shape or shape[-1] % block_size:
+            raise ValueError(
+                f"{name} has shape {shape}; its rows must hold blocks of {block_size} values, "
+                f"as {kind.name} has them"
+            )
+        num_bytes = prod(shape) // block_size * block_bytes
+        if offset % alignment:
+            raise ValueError(f"{name} lies at {offset}, which must be a multiple of {alignment}")
+        if start + offset + num_bytes > len(self._content):
+            raise ValueError(
+                f"{name} of shape {shape} needs the bytes {start + offset} to "
+                f"{start + offset + num_bytes}, but the file has {len(self._content)}"
+            )
+        return GGUFTensor(shape, kind.name, block_size, start + offset, num_bytes)
+
+    def _value(self, key: str, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self._numbers(_SCALARS[kind], key)[0]
+        if kind == _STRING:
+            return self._string(key, _MOST_STRING_BYTES)
+        if kind != _ARRAY:
+            raise ValueError(f"{key} is of the type {kind}, which is not known")
+        item_kind, count = self._numbers("IQ", key)
+        _at_most(f"the length of {key}", count, _MOST_ITEMS)
+        if item_kind in _SCALARS:
+            if count <= _SHORT:
+                return list(self._numbers(_SCALARS[item_kind] * count, key))
+            self._take(count * struct.calcsize(_SCALARS[item_kind]), key)
+        elif item_kind == _STRING:
+            for _ in range(count):
+                self._take(self._length(key, _MOST_STRING_BYTES), key)
+        else:
+            raise ValueError(f"{key} is an array of the type {item_kind}, which is not supported")
+        return count
+
+    def _string(self, what: str, most: int) -> str:
+        return self._take(self._length(what, most), what).decode("utf-8")
+
+    def _length(self, what: str, most: int) -> int:
+        (length,) = self._numbers("Q", what)
+        _at_most(f"the length of {what}", length, most)
+        return int(length)
+
+    def _numbers(self, formats: str, what: str) -> tuple[Any, ...]:
+        packed = f"<{formats}"
+        return struct.unpack(packed, self._take(struct.calcsize(packed), what))
+
+    def _take(self, length: int, what: str) -> bytes:
+        end = self._place + length
+        if end > len(self._content):
+            raise ValueError(
+                f"it is cut off: {what} ends at {end}, but the file has {len(self._content)} bytes"
+            )
+        if end > _MOST_HEADER_BYTES:
+            raise ValueError(f"its header has more than {_MOST_HEADER_BYTES} bytes")
+        taken = self._content[self._place : end]
+        self._place = end
+        return taken
+
+
+def _at_most(what: str, value: int, most: int) -> None:
+    if value > most:
+        raise ValueError(f"{what} must be at most {most}, got {value}")
