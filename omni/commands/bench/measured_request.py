@@ -17,6 +17,7 @@ METRICS: Mapping[str, str] = {
     "between_tokens": "between tokens",
     "per_token": "per token",
     "first_audio": "first audio",
+    "audio_gap": "longest gap in sound",
     "real_time_factor": "real-time factor",
     "end_to_end": "end to end",
 }
@@ -51,6 +52,9 @@ class MeasuredRequest:
         text_times: when each piece of the answer came that had text in it.
         first_audio_time: when the first piece with sound came; None if none did.
         audio_s: seconds of sound in the answer.
+        audio_gap: longest time, in seconds, for which a player that starts with the first piece
+            would have had nothing to play before more sound came; None if there was no sound.
+        stages: when the request entered each stage; empty if the target does not report it.
         prompt_tokens: as the target counts them; None if it does not.
         cached_tokens: those of them that its cache had; likewise.
         completion_tokens: of the answer; likewise.
@@ -64,6 +68,9 @@ class MeasuredRequest:
     text_times: list[float] = field(default_factory=list)
     first_audio_time: float | None = None
     audio_s: float = 0.0
+    audio_gap: float | None = None
+    stages: dict[str, float] = field(default_factory=dict)
+    _played_until: float = field(default=math.nan, repr=False)
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
@@ -79,9 +86,16 @@ class MeasuredRequest:
 
     def audio(self, seconds: float) -> None:
         """Note a piece with so much sound in it."""
-        if self.first_audio_time is None:
-            self.first_audio_time = self.now()
+        now = self.now()
+        if self.first_audio_time is None or self.audio_gap is None:
+            self.first_audio_time, self.audio_gap, self._played_until = now, 0.0, now
+        self.audio_gap = max(self.audio_gap, now - self._played_until)
+        self._played_until = max(self._played_until, now) + seconds
         self.audio_s += seconds
+
+    def enter(self, stage: str, seconds_ago: float) -> None:
+        """Note that the request has entered a stage; only the first note of each counts."""
+        self.stages.setdefault(stage, self.now() - seconds_ago)
 
     def usage(self, prompt: int | None, cached: int | None, completion: int | None) -> None:
         """Note the target's own counts of tokens; None for one that it does not give."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from contextlib import aclosing
 from functools import partial
@@ -79,6 +80,8 @@ class PipelineTarget:
 
     def _note(self, output: OmniOutput, num_tokens: int, record: MeasuredRequest) -> int:
         """Record what is new; returns how many tokens the answer has now."""
+        for each in output.timeline:
+            record.enter(each.stage, time.monotonic() - each.entered_s)
         written = output.stages.get(self._text_stage or "")
         if written is not None:
             before, num_tokens = num_tokens, len(written.token_ids)

@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _PLOT_COLUMNS = 3
+_CONTINUITY_LIMITS_MS = (50, 100, 200)
 _THROUGHPUTS = {
     "requests": ("requests per second", "requests/s", ".3g"),
     "output_tokens": ("tokens per second", "tokens/s", ".1f"),
@@ -215,6 +216,11 @@ class LevelReport(LoadLevel):
         latencies: by the names of :data:`METRICS`, of the requests that were answered.
             ``between_tokens`` is of all gaps of all answers, as vLLM's inter-token latency; all
             others have one value per request. A measure without any value is missing.
+        continuity: ``C50``, ``C100`` and ``C200``: the share of the answers with sound that never
+            ran dry by more than 50, 100, 200 ms, played from their first piece on; empty without
+            sound.
+        stage_starts: by stage, seconds until the request entered it; empty where the target does
+            not report stages.
         rejection: seconds until a request was refused with status 429.
         num_good: requests that kept all limits; None without limits.
         generator: figures of the sender.
@@ -226,6 +232,8 @@ class LevelReport(LoadLevel):
     tokens: TokenTotals
     audio_s: float
     latencies: dict[str, Distribution]
+    continuity: dict[str, float]
+    stage_starts: dict[str, Distribution]
     rejection: Distribution | None
     num_good: int | None
     generator: GeneratorReport
@@ -254,6 +262,8 @@ class LevelReport(LoadLevel):
             tokens=tokens,
             audio_s=audio_s,
             latencies=_latencies(answered),
+            continuity=_continuity(answered),
+            stage_starts=_stage_starts(answered),
             rejection=Distribution.of(
                 record.end_to_end
                 for record in run.records
@@ -280,6 +290,24 @@ def _latencies(answered: Sequence[MeasuredRequest]) -> dict[str, Distribution]:
         if distribution is not None:
             found[name] = distribution
     return found
+
+
+def _continuity(answered: Sequence[MeasuredRequest]) -> dict[str, float]:
+    gaps = [each.audio_gap for each in answered if each.audio_gap is not None]
+    return {
+        f"C{limit}": sum(gap <= limit / 1000 for gap in gaps) / len(gaps)
+        for limit in _CONTINUITY_LIMITS_MS
+        if gaps
+    }
+
+
+def _stage_starts(answered: Sequence[MeasuredRequest]) -> dict[str, Distribution]:
+    starts: dict[str, list[float]] = {}
+    for record in answered:
+        for name, entered in record.stages.items():
+            starts.setdefault(name, []).append(entered - record.sent)
+    found = {name: Distribution.of(values) for name, values in starts.items()}
+    return {name: each for name, each in found.items() if each is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,9 +358,11 @@ def failure_lines(report: BenchReport) -> Iterator[str]:
 
 
 def report_tables(report: BenchReport) -> Iterator[Table]:
-    """Yield tables of what was answered, of its times, and of the sender's own figures."""
+    """Yield tables of what was answered, of its sound and times, and of the sender's figures."""
     if report.levels:
         yield _answered(report.levels)
+        if any(level.continuity for level in report.levels):
+            yield _playback(report.levels)
         yield _times(report.levels)
         yield _sender(report.levels)
 
@@ -354,7 +384,19 @@ def _answered(levels: Sequence[LevelReport]) -> Table:
         rows[heading] = [format(value, form) for value in values]
     rows["prompt tokens"] = [_known(level.tokens.prompt, "d") for level in levels]
     rows["hits"] = [_known(level.tokens.hit_rate, ".0%") for level in levels]
-    table = Table(title="answered", title_justify="left")
+    return _columns("answered", rows)
+
+
+def _playback(levels: Sequence[LevelReport]) -> Table:
+    rows = {"load": [level.label for level in levels]}
+    for limit in _CONTINUITY_LIMITS_MS:
+        name = f"C{limit}"
+        rows[name] = [_known(level.continuity.get(name), ".0%") for level in levels]
+    return _columns("sound that never ran dry by more than 50, 100, 200 ms", rows)
+
+
+def _columns(title: str, rows: Mapping[str, Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left")
     for heading in rows:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in zip(*rows.values(), strict=True):
@@ -380,6 +422,8 @@ def _times(levels: Sequence[LevelReport]) -> Table:
     for level in levels:
         for name, heading in METRICS.items():
             _add(table, level, heading, level.latencies.get(name))
+        for stage, found in level.stage_starts.items():
+            _add(table, level, f"{stage} entered", found)
         _add(table, level, "until status 429", level.rejection)
         table.add_section()
     return table

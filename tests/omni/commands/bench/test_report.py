@@ -91,6 +91,21 @@ def rejecting() -> Send:
     return send
 
 
+def speaking_in_pieces(*waits: float) -> Send:
+    """Pieces of 1 s of sound, each after so many seconds."""
+
+    async def send(record: MeasuredRequest) -> str:
+        record.send()
+        record.enter("thinker", 0.0)
+        for wait in waits:
+            await asyncio.sleep(wait)
+            record.enter("talker", 0.5)
+            record.audio(1.0)
+        return ""
+
+    return send
+
+
 def run_of(sends: list[Send]) -> LevelRun:
     run = LevelRun(LoadLevel(concurrency=1), LoadAmount(len(sends)))
     run_virtually(run.run(line_source(sends)))
@@ -123,6 +138,7 @@ def test_a_level_sums_up_what_was_answered_and_counts_the_rest_by_kind(
         "between_tokens": 1.5,
         "per_token": 1.5,
         "first_audio": 4.0,
+        "audio_gap": 0.0,
         "real_time_factor": 2.0,
         "end_to_end": 5.0,
     }
@@ -131,9 +147,27 @@ def test_a_level_sums_up_what_was_answered_and_counts_the_rest_by_kind(
     assert report.generator.cpu_share == 0.5
 
 
+def test_a_player_runs_dry_when_a_piece_comes_after_the_last_was_played():
+    # Before the third piece 2 s had been heard and 2.125 s had passed; the fourth comes early, and
+    # what it leaves in store covers half of the wait for the fifth.
+    sends = [
+        speaking_in_pieces(5.0, 0.5, 1.625, 0.5, 1.5625),
+        speaking_in_pieces(2.0, 1.0, 1.0),
+        speaking_in_pieces(1.0, 1.0625),
+        speaking_in_pieces(1.0, 2.0),
+    ]
+    run = run_of(sends)
+    assert [each.audio_gap for each in run.records] == [0.125, 0.0, 0.0625, 1.0]
+    report = LevelReport.of(run, {})
+    assert report.continuity == {"C50": 0.25, "C100": 0.5, "C200": 0.75}
+    starts = {name: each.p50 for name, each in report.stage_starts.items()}
+    assert starts == {"thinker": 0.0, "talker": 1.0}, "each is entered once"
+
+
 def test_a_level_of_failures_alone_has_no_times_and_can_be_written():
     report = LevelReport.of(run_of([rejecting()]), {"end_to_end": 9})
     assert report.latencies == {} and report.num_good == 0
+    assert report.continuity == {} and report.stage_starts == {}
     written = json.loads(json.dumps(asdict(report), allow_nan=False))
     assert written["requests"]["rejected"] == 1 and written["throughput_per_s"]["requests"] == 0
 
