@@ -1,9 +1,11 @@
 """This engine against transformers on the same weights, in one process, in turns.
 
     python benchmarks/engine_cpu.py [--rounds 3] [--requests 16] [--prompt 256] [--generate 64]
+        [--model qwen2-benchmark | qwen3_moe-benchmark] [--sides "cache on" ...]
 
 The model is a seeded Qwen2 of about 0.1 B parameters (hidden 768, 12 layers, 12 heads over 4,
-intermediate 2048, vocabulary 32,000, fp32, tied). Sides:
+intermediate 2048, vocabulary 32,000, fp32, tied), or a Qwen3 of 0.3 B with 64 experts of width 256
+in each of 12 layers, 8 of which a token uses (hidden 512). Sides:
 
 * ``generate``: transformers, all requests in one padded batch;
 * ``continuous``: transformers' continuous batching (skip it with ``--no-continuous``);
@@ -82,6 +84,14 @@ def build_engine(
         ),
         output_names=None if mirror else (),
     )
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "cache off": {"caching": False},
+    "cache on": {},
+    "no mirror": {"mirror": False},
+    "torch only": {"attention": "torch"},
+}
 
 
 def engine_side(engine: LLMEngine, num_tokens: int) -> Callable[[TokenIds], TokenIds]:
@@ -240,24 +250,21 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--no-continuous", action="store_true")
+    parser.add_argument("--model", default="qwen2-benchmark")
+    parser.add_argument("--sides", nargs="*", default=list(ENGINES), choices=ENGINES)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
-    checkpoint = str(Path(resolve_model("seeded:qwen2-benchmark")))
+    checkpoint = str(Path(resolve_model(f"seeded:{args.model}")))
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     sides = {"generate": generate_side(model, args.generate)}
     if not args.no_continuous:
         sides["continuous"] = continuous_side(model, args.generate)
     sides |= {
-        name: engine_side(engine, args.generate)
-        for name, engine in {
-            "cache off": build_engine(checkpoint, args, caching=False),
-            "cache on": build_engine(checkpoint, args),
-            "no mirror": build_engine(checkpoint, args, mirror=False),
-            "torch only": build_engine(checkpoint, args, attention="torch"),
-        }.items()
+        name: engine_side(build_engine(checkpoint, args, **ENGINES[name]), args.generate)
+        for name in args.sides
     }
     console = Console()
     for run in sides.values():  # threads, kernels and allocators warm up

@@ -3,6 +3,7 @@
 Imports attention, native, and the prefix cache.
 """
 
+from engine.layers.experts import ExpertsConfig, SparseMoE
 from engine.layers.layer_ops import (
     HeadNorm,
     LayerNorm,
@@ -15,10 +16,11 @@ from engine.layers.layer_ops import (
     can_pack,
     rope_frequencies,
 )
-from engine.layers.linear import GatedMLP, Linear, PlainMLP, SparseMoE
+from engine.layers.linear import GatedMLP, Linear, PlainMLP
 from engine.layers.mamba import Mamba2Config, Mamba2Mixer, MambaConfig, MambaMixer, PackedLayout
 
 __all__ = [
+    "ExpertsConfig",
     "GatedMLP",
     "HeadNorm",
     "LayerNorm",

@@ -246,11 +246,16 @@ class PackedWeight(NamedTuple):
     Attributes:
         multiply: ``(rows, in_features)`` and a bias or None to ``x W^T + b``, the same as with the
             plain matrix but for rounding.
+        multiply_groups: with several :attr:`panels`, rows and how many of them are each weight's:
+            all products at once. None where that is not faster than one by one.
+        panels: the weight, as ``multiply_groups`` takes it.
     """
 
     multiply: Callable[[Tensor, Tensor | None], Tensor]
     nbytes: int
     out_features: int
+    multiply_groups: Callable[[Sequence[Tensor], Tensor, Sequence[int]], Tensor] | None = None
+    panels: Tensor | None = None
 
 
 class LayerOps:
@@ -336,7 +341,8 @@ class NativeLayerOps(LayerOps):
         packed = self._kernels.pack_linear(weight)
         if packed is None:
             return super().pack_weight(weight)
-        return PackedWeight(partial(self._kernels.linear, packed), packed.nbytes, len(weight))
+        multiply, together = partial(self._kernels.linear, packed), self._kernels.linear_groups
+        return PackedWeight(multiply, packed.nbytes, len(weight), together, packed)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See :class:`LayerOps`."""

@@ -14,7 +14,7 @@ from engine.checkpoints.config_file import activation_of
 from engine.checkpoints.quantized_weight import QuantizationScheme, QuantizedWeight, Target
 from engine.layers.layer_ops import LayerOps, PackedWeight
 
-__all__ = ["GatedMLP", "Linear", "PlainMLP", "SparseMoE"]
+__all__ = ["GatedMLP", "Linear", "PlainMLP", "multiply_groups"]
 
 
 class Linear(nn.Module):
@@ -214,6 +214,25 @@ class _PartTarget:
         self.linear.hold(self.part, source)
 
 
+def multiply_groups(linears: Sequence[Linear], x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Map the first ``sizes[0]`` rows by the first layer, those that follow by the next, and so on.
+
+    Args:
+        linears: at least one, of one shape, without biases.
+        x: ``(sum of sizes, in_features)``.
+
+    Returns:
+        ``(sum of sizes, out_features)``.
+    """
+    packed = [each._packed[0] for each in linears if len(each._packed) == 1]
+    panels = [each.panels for each in packed if each.panels is not None]
+    together = packed[0].multiply_groups if len(panels) == len(linears) else None
+    if together is None:
+        rows = x.split(list(sizes))
+        return torch.cat([each(mine) for each, mine in zip(linears, rows, strict=True)])
+    return together(panels, x.contiguous(), sizes)
+
+
 class PlainMLP(nn.Module):
     """``down(act(up(x)))``.
 
@@ -279,66 +298,4 @@ class GatedMLP(PlainMLP):
     def forward(self, x: Tensor) -> Tensor:
         """``(rows, hidden_size)`` to the same shape."""
         output: Tensor = self.down(self.ops.gate(self.up(x), self.activation))
-        return output
-
-
-class SparseMoE(nn.Module):
-    """``sum over the top k experts e of softmax(router(x))[e] * e(x)``.
-
-    The weights are those of the softmax over all experts, not made to add up to one again.
-    Source: Jiang et al., "Mixtral of Experts", 2024, but for that.
-
-    Raises:
-        ValueError: more experts per token than there are, or an unknown activation.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        num_experts: int,
-        num_experts_per_token: int,
-        activation: str,
-        dtype: torch.dtype,
-        device: torch.device,
-        ops: LayerOps | None = None,
-    ) -> None:
-        super().__init__()
-        if not 1 <= num_experts_per_token <= num_experts:
-            raise ValueError(
-                f"a token takes 1 to {num_experts} experts, as many as there are; "
-                f"num_experts_per_tok is {num_experts_per_token}"
-            )
-        self.num_experts_per_token = num_experts_per_token
-        self.router = Linear(hidden_size, {"router": num_experts}, dtype=dtype, device=device)
-        self.experts = nn.ModuleList(
-            GatedMLP(
-                hidden_size, intermediate_size, activation, dtype=dtype, device=device, ops=ops
-            )
-            for _ in range(num_experts)
-        )
-
-    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names under ``prefix``, each with the slice that its tensor is copied to."""
-        yield from self.router.targets(prefix)
-        for index, expert in enumerate(self.experts):
-            if isinstance(expert, GatedMLP):
-                yield from expert.targets(f"{prefix}experts.{index}.")
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``(rows, hidden_size)`` to the same shape; each expert runs once, over its rows."""
-        scores = self.router(x).softmax(dim=-1, dtype=torch.float32)
-        weights, chosen = scores.topk(self.num_experts_per_token, dim=-1)
-        # Choices sorted by expert: those of one expert lie side by side.
-        choices = chosen.flatten().argsort(stable=True)
-        rows = choices // self.num_experts_per_token
-        weights = weights.flatten()[choices].to(x.dtype).unsqueeze(1)
-        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
-        output = torch.zeros_like(x)
-        for expert, mine, share in zip(
-            self.experts, rows.split(counts), weights.split(counts), strict=True
-        ):
-            if len(mine):
-                output.index_add_(0, mine, expert(x.index_select(0, mine)) * share)
         return output

@@ -197,7 +197,8 @@ class CausalModel(nn.Module):
             scheme: for weights that come plain; None leaves those so.
         """
         modules = list(self.modules())
-        routers = [module.router for module in modules if isinstance(module, SparseMoE)]
+        mixtures = [module for module in modules if isinstance(module, SparseMoE)]
+        routers = [router for mixture in mixtures for router in mixture.routers]
         for module in modules:
             if isinstance(module, Linear) and module not in routers:
                 module.hold_quantized(scheme, self.ops)

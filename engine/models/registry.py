@@ -67,6 +67,10 @@ _TABLE = (
     FamilyRow("decoders.ministral", ("MinistralForCausalLM", "MinistralModel")),
     FamilyRow("decoders.qwen2", ("Qwen2ForCausalLM", "Qwen2Model"), base_type="qwen2"),
     FamilyRow("decoders.qwen3", ("Qwen3ForCausalLM", "Qwen3Model"), base_type="qwen3"),
+    FamilyRow(
+        "decoders.qwen3_moe", ("Qwen3MoeForCausalLM", "Qwen3MoeModel"), base_type="qwen3_moe"
+    ),
+    FamilyRow("decoders.mixtral", ("MixtralForCausalLM", "MixtralModel"), base_type="mixtral"),
     FamilyRow("decoders.gemma2", ("Gemma2ForCausalLM", "Gemma2Model")),
     # The text model alone: Gemma3Model is the one that sees images.
     FamilyRow("decoders.gemma3", ("Gemma3ForCausalLM", "Gemma3TextModel")),

@@ -118,6 +118,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "omni_gated_silu": [c_void_p] * 2 + [c_int64] * 2 + [c_int],
     "omni_rotate": [c_void_p, c_int64, c_void_p, c_void_p] + [c_int64] * 4 + [c_int],
     "omni_linear": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, c_void_p, c_int],
+    "omni_linear_groups": [*[c_void_p] * 4, *[c_int64] * 3, c_void_p, c_int64, c_int],
     "omni_write_kv": [*[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 3, *[c_int64] * 2],
     "omni_paged_attention": [
         *(c_void_p, c_int64, c_void_p, c_int64),
@@ -193,6 +194,8 @@ class NativeKernels:
         self._gated_silu = functions.omni_gated_silu
         self._rotate = functions.omni_rotate
         self._linear = functions.omni_linear
+        self._linear_groups = functions.omni_linear_groups
+        self._linear_groups.restype = c_int
         self._write_kv = functions.omni_write_kv
         self._paged_attention = functions.omni_paged_attention
         self._snake = functions.omni_snake
@@ -233,6 +236,35 @@ class NativeKernels:
             *(rows, width, panels * _PANEL, None if copy is None else copy.data_ptr()),
             torch.get_num_threads(),
         )
+        return output
+
+    def linear_groups(self, packed: Sequence[Tensor], x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """One product after the other, over rows that lie side by side, as :meth:`linear` has them.
+
+        Args:
+            packed: what :meth:`pack_linear` made of weights of one shape.
+            x: ``(sum of sizes, in)``: ``sizes[0]`` rows for the first weight, and so on.
+
+        Returns:
+            ``(sum of sizes, out)``.
+        """
+        _require(x=x)
+        panels, width, _ = packed[0].shape
+        if x.shape != (sum(sizes), width) or any(each.shape != packed[0].shape for each in packed):
+            raise ValueError(
+                f"expected {sum(sizes)} rows of {width} and weights of one shape, got "
+                f"{tuple(x.shape)} and {sorted({tuple(each.shape) for each in packed})}"
+            )
+        output = x.new_empty(len(x), panels * _PANEL)
+        copy = torch.empty_like(x) if max(sizes) >= _MANY_ROWS else None
+        weights = (c_void_p * len(packed))(*(each.data_ptr() for each in packed))
+        rows = (c_int64 * len(packed))(*sizes)
+        done = self._linear_groups(
+            *(x.data_ptr(), weights, output.data_ptr(), rows, len(packed), width, panels * _PANEL),
+            *(None if copy is None else copy.data_ptr(), _MANY_ROWS, torch.get_num_threads()),
+        )
+        if not done:
+            raise MemoryError(f"no memory to multiply {len(packed)} groups of rows")
         return output
 
     def rms_norm(

@@ -19,6 +19,7 @@
  *     fetched     | 1st half of 1 | 2nd   | 1st half of 2 | ...
  */
 #include <stdint.h>
+#include <stdlib.h>
 
 #include "team.h"
 
@@ -161,6 +162,26 @@ static void multiply(const void *arguments, int64_t piece) {
     for (int64_t pair = first; pair < last; pair++) multiply_pair(p, begin, end, pair);
 }
 
+/* Cut a product into pieces; `pairs` of panels are multiplied by all products together. Returns how
+ * many pieces it has. */
+static int64_t cut(Product *p, int64_t pairs, int threads) {
+    const int64_t block = (1 << 16) / p->from.in / MAX_ROWS;
+    p->block = block < 4 ? 4 : block;
+    const int64_t blocks = omni_num_pieces(p->given.tiles, p->block);
+    p->size = omni_piece_size(pairs * blocks, 1, threads);
+    p->size = p->size < MOST_PAIRS ? p->size : MOST_PAIRS;
+    p->chunks = omni_num_pieces(p->out / OUTPUTS, p->size);
+    return blocks * p->chunks;
+}
+
+static Product product_of(const float *x, int64_t x_stride, const float *w, const float *bias,
+                          float *y, int64_t rows, int64_t in, int64_t out, float *copy) {
+    const Rows given = {x, x_stride, rows, (rows + MAX_ROWS - 1) / MAX_ROWS, in, 0};
+    Product product = {given, given, w, bias, copy, y, out, 0, 0, 0};
+    if (copy) product.from.x = copy, product.from.copied = 1;
+    return product;
+}
+
 /* x (rows, in), `x_stride` from row to row; y (rows, out) contiguous; out is a multiple of 32;
  * `copy` has room for all of x, or is NULL for few rows.
  *
@@ -168,17 +189,61 @@ static void multiply(const void *arguments, int64_t piece) {
  * panels pass over them. A piece is one block by some pairs of panels. */
 void omni_linear(const float *x, int64_t x_stride, const float *w, const float *bias, float *y,
                  int64_t rows, int64_t in, int64_t out, float *copy, int threads) {
-    const Rows given = {x, x_stride, rows, (rows + MAX_ROWS - 1) / MAX_ROWS, in, 0};
-    Product product = {given, given, w, bias, copy, y, out, 0, 0, 0};
-    if (copy) {
-        product.from.x = copy, product.from.copied = 1;
-        omni_team_run(copy_tile, &product, given.tiles, threads);
+    Product product = product_of(x, x_stride, w, bias, y, rows, in, out, copy);
+    if (copy) omni_team_run(copy_tile, &product, product.given.tiles, threads);
+    omni_team_run(multiply, &product, cut(&product, out / OUTPUTS, threads), threads);
+}
+
+/* Several products, and the first piece of each. */
+typedef struct {
+    const Product *products;
+    const int64_t *first;
+    int64_t count;
+} Groups;
+
+static int64_t group_of(const Groups *g, int64_t piece) {
+    int64_t low = 0, high = g->count;
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        if (g->first[middle] <= piece) low = middle;
+        else high = middle;
     }
-    const int64_t block = (1 << 16) / in / MAX_ROWS, pairs = out / OUTPUTS;
-    product.block = block < 4 ? 4 : block;
-    const int64_t blocks = omni_num_pieces(given.tiles, product.block);
-    product.size = omni_piece_size(pairs * blocks, 1, threads);
-    product.size = product.size < MOST_PAIRS ? product.size : MOST_PAIRS;
-    product.chunks = omni_num_pieces(pairs, product.size);
-    omni_team_run(multiply, &product, blocks * product.chunks, threads);
+    return low;
+}
+
+static void multiply_group(const void *arguments, int64_t piece) {
+    const Groups *g = arguments;
+    const int64_t at = group_of(g, piece);
+    multiply(&g->products[at], piece - g->first[at]);
+}
+
+static void copy_group(const void *arguments, int64_t piece) {
+    const Groups *g = arguments;
+    const Product *p = &g->products[piece];
+    if (p->from.copied)
+        for (int64_t t = 0; t < p->given.tiles; t++) copy_tile(p, t);
+}
+
+/* `count` products, all (rows[g], in) by (out, in), of rows that lie side by side in x (sum, in) and
+ * y (sum, out), both contiguous; `copy` has room for all of x, or is NULL if no group has `many`
+ * rows. All of them are one run of the team: it waits once, not once for each. Returns 0 if there
+ * is no memory. */
+int omni_linear_groups(const float *x, const float *const *w, float *y, const int64_t *rows,
+                       int64_t count, int64_t in, int64_t out, float *copy, int64_t many,
+                       int threads) {
+    Product *products = malloc(count * (sizeof(Product) + sizeof(int64_t)));
+    if (!products) return 0;
+    int64_t *first = (int64_t *)(products + count), pieces = 0;
+    for (int64_t g = 0; g < count; g++) {
+        products[g] = product_of(x, in, w[g], 0, y, rows[g], in, out, rows[g] < many ? 0 : copy);
+        first[g] = pieces;
+        pieces += cut(&products[g], count * (out / OUTPUTS), threads);
+        x += rows[g] * in, y += rows[g] * out;
+        if (copy) copy += rows[g] * in;
+    }
+    const Groups groups = {products, first, count};
+    if (copy) omni_team_run(copy_group, &groups, count, threads);
+    omni_team_run(multiply_group, &groups, pieces, threads);
+    free(products);
+    return 1;
 }

@@ -49,6 +49,17 @@ _QWEN2_BENCHMARK: Mapping[str, Any] = {
 """About 0.1 B parameters, fp32 and tied, for the CPU benchmark. Without a tokenizer, so that both
 sides of the benchmark turn ids into ids and no more."""
 
+_QWEN3_MOE_BENCHMARK: Mapping[str, Any] = {
+    **_QWEN2_BENCHMARK,
+    "hidden_size": 512,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 256,
+}
+"""About 0.3 B parameters, an eighth of whose experts a token uses; for the CPU benchmark."""
+
 BART_BENCHMARK: Mapping[str, Any] = {
     "hidden_size": 512,
     "num_layers": 6,
@@ -102,6 +113,9 @@ SEEDED_MODELS: dict[str, SeededModel] = {
     "qwen2-benchmark": _decoder("qwen2", **_QWEN2_BENCHMARK),
     "qwen2-medium": _decoder("qwen2", **_MEDIUM),
     "qwen3": _decoder("qwen3"),
+    "qwen3_moe": _decoder("qwen3_moe", tied=False),
+    "qwen3_moe-benchmark": _decoder("qwen3_moe", **_QWEN3_MOE_BENCHMARK),
+    "mixtral": _decoder("mixtral", tied=False),
     "llama": _decoder("llama"),
     "llama-untied": _decoder("llama", tied=False, seed=1),
     "llama-medium": _decoder("llama", **_MEDIUM),

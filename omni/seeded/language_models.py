@@ -52,6 +52,17 @@ _HYBRIDS: Mapping[str, Mapping[str, Any]] = {
 }
 """Config fields by transformers' model type, for a stream of any width that 8 divides."""
 
+_EXPERTS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+"""The same of mixtures of experts."""
+
 # With steps of about 0.13, as trained models have them, and rates of exp of these, a state loses
 # between a fortieth and two fifths of itself at a token.
 _STEP = -2.0
@@ -103,8 +114,8 @@ def _family_settings(model_type: str, num_layers: int, head_dim: int) -> dict[st
     """Settings of a small model of a family: several windows fit in a short prompt."""
     if model_type == "mistral":
         return {"sliding_window": None}
-    if model_type in _HYBRIDS:
-        return dict(_HYBRIDS[model_type])
+    if model_type in _HYBRIDS or model_type in _EXPERTS:
+        return dict({**_HYBRIDS, **_EXPERTS}[model_type])
     pattern = _LAYER_PATTERNS.get(model_type)
     if pattern is None:
         return {}

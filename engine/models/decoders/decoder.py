@@ -26,7 +26,16 @@ from transformers import PreTrainedConfig
 from engine.attention.layer import Attention, AttentionStep
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
-from engine.layers import GatedMLP, HeadNorm, Linear, RMSNorm, RotaryEmbedding, rope_frequencies
+from engine.layers import (
+    ExpertsConfig,
+    GatedMLP,
+    HeadNorm,
+    Linear,
+    RMSNorm,
+    RotaryEmbedding,
+    SparseMoE,
+    rope_frequencies,
+)
 from engine.models.base import CausalModel, ModelSettings
 from engine.models.family import ModelFamily, has_head
 from prefix_cache import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
@@ -53,10 +62,12 @@ class LayerKind:
     Attributes:
         window: how many positions a token sees, itself included; None: all before it.
         rope: which of :attr:`DecoderConfig.ropes` turns its heads.
+        experts: what its MLP is a mixture of; None: it is one MLP.
     """
 
     window: int | None = None
     rope: int = 0
+    experts: ExpertsConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +91,7 @@ class DecoderConfig:
         mlp_bias: whether the MLP's projections have biases.
         qk_norm: whether each head of Q and K is normalised before the rotation.
         ropes: the config's sets of rope parameters, by layer type; None where it has only one.
+        mlp_name: what checkpoints call a layer's MLP.
     """
 
     hidden_size: int
@@ -104,6 +116,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     ropes: tuple[str | None, ...] = (None,)
+    mlp_name: str = "mlp"
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -255,10 +268,15 @@ def build_norm(config: DecoderConfig, settings: ModelSettings) -> RMSNorm:
     return RMSNorm(config.hidden_size, norm_eps, offset=offset, ops=ops, **options)
 
 
-def build_mlp(config: DecoderConfig, settings: ModelSettings) -> GatedMLP:
-    """The MLP of a layer."""
-    sizes = (config.hidden_size, config.intermediate_size, config.activation)
-    return GatedMLP(*sizes, bias=config.mlp_bias, ops=settings.ops, **settings.tensor_options)
+def build_mlp(
+    config: DecoderConfig, settings: ModelSettings, experts: ExpertsConfig | None = None
+) -> GatedMLP | SparseMoE:
+    """The MLP of a layer, which may be a mixture of experts."""
+    hidden, options = config.hidden_size, settings.tensor_options
+    if experts is not None:
+        return SparseMoE(hidden, experts, config.activation, ops=settings.ops, **options)
+    sizes = (hidden, config.intermediate_size, config.activation)
+    return GatedMLP(*sizes, bias=config.mlp_bias, ops=settings.ops, **options)
 
 
 class DecoderLayer(nn.Module):
@@ -268,7 +286,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attention = SelfAttention(index, config, settings)
         self.attention = self.self_attention.attention
-        self.mlp = build_mlp(config, settings)
+        experts = config.layers[index].experts
+        self.mlp, self.mlp_name = build_mlp(config, settings, experts), config.mlp_name
         self.input_norm = build_norm(config, settings)
         self.mlp_norm = build_norm(config, settings)
         self.attention_output_norm: RMSNorm | None = None
@@ -280,7 +299,7 @@ class DecoderLayer(nn.Module):
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
         yield from self.self_attention.targets(f"{prefix}self_attn.")
-        yield from self.mlp.targets(f"{prefix}mlp.")
+        yield from self.mlp.targets(f"{prefix}{self.mlp_name}.")
         for name, norm in self._named_norms():
             yield f"{prefix}{name}.weight", norm.weight.data
 

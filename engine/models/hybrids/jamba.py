@@ -8,7 +8,7 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.layers import GatedMLP, MambaConfig, MambaMixer, SparseMoE
+from engine.layers import ExpertsConfig, MambaConfig, MambaMixer
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import DecoderConfig, SelfAttention, build_mlp
 from engine.models.family import ModelFamily, has_head
@@ -30,19 +30,15 @@ def build_jamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
             else _mamba(index, config, settings)
         )
         # One expert is a plain MLP, without a router.
-        feed_forward: GatedMLP | SparseMoE = (
-            build_mlp(decoder, settings)
-            if num_experts == 1
-            else SparseMoE(
-                config.hidden_size,
+        experts = None
+        if num_experts > 1:
+            experts = ExpertsConfig(
+                num_experts,
+                config.num_experts_per_tok,
                 config.intermediate_size,
-                num_experts=num_experts,
-                num_experts_per_token=config.num_experts_per_tok,
-                activation=config.hidden_act,
-                ops=settings.ops,
-                **settings.tensor_options,
+                router="router",
             )
-        )
+        feed_forward = build_mlp(decoder, settings, experts)
         layers.append(HybridLayer(mixer, feed_forward, decoder, settings))
     headed, kernel_size = has_head(checkpoint), config.mamba_d_conv
     return HybridModel(decoder, layers, None, settings, kernel_size=kernel_size, has_head=headed)

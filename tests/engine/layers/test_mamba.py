@@ -1,4 +1,4 @@
-"""Recurrent layers and experts against transformers' modules, whatever the packing."""
+"""Recurrent layers against transformers' modules, whatever the packing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import BambaConfig, JambaConfig
 from transformers.models.bamba.modeling_bamba import BambaMixer
-from transformers.models.jamba.modeling_jamba import JambaMambaMixer, JambaSparseMoeBlock
+from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 
 from engine.attention.layer import AttentionStep
 from engine.attention.metadata import StateMetadata
@@ -23,7 +23,6 @@ from engine.layers import (
     MambaConfig,
     MambaMixer,
     PackedLayout,
-    SparseMoE,
 )
 from engine.layers.mamba import CausalConv, Chunks, SsdInputs, TimeOrder, ssd_scan
 from tests.support.examples import examples
@@ -110,7 +109,7 @@ def pair(kind: str) -> Pair:
     return Pair(mixer, theirs)
 
 
-def copy_weights(ours: Mixer | SparseMoE, theirs: nn.Module) -> None:
+def copy_weights(ours: Mixer, theirs: nn.Module) -> None:
     targets = dict(ours.targets(""))
     weights = theirs.state_dict()
     assert targets.keys() == weights.keys()
@@ -249,48 +248,9 @@ def test_time_order_of_the_example():
     assert order.batch_sizes == (3, 2, 2, 1)
 
 
-@cache
-def experts() -> tuple[SparseMoE, JambaSparseMoeBlock]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(6)
-        theirs = JambaSparseMoeBlock(JAMBA).eval()
-        with torch.no_grad():
-            for parameter in theirs.parameters():
-                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
-    ours = SparseMoE(
-        HIDDEN,
-        JAMBA.intermediate_size,
-        num_experts=JAMBA.num_experts,
-        num_experts_per_token=JAMBA.num_experts_per_tok,
-        activation="silu",
-        dtype=torch.float32,
-        device=CPU,
-    )
-    weights = theirs.state_dict()
-    gate_up, down = weights["experts.gate_up_proj"], weights["experts.down_proj"]
-    targets = dict(ours.targets(""))
-    targets["router.weight"].copy_(weights["router.weight"])
-    for index in range(JAMBA.num_experts):
-        gate, up = gate_up[index].chunk(2)
-        targets[f"experts.{index}.gate_proj.weight"].copy_(gate)
-        targets[f"experts.{index}.up_proj.weight"].copy_(up)
-        targets[f"experts.{index}.down_proj.weight"].copy_(down[index])
-    return ours, theirs
-
-
-@pytest.mark.parametrize("num_tokens", [1, 2, 37])
-@torch.inference_mode()
-def test_experts_equal_transformers(num_tokens: int):
-    ours, theirs = experts()
-    x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(num_tokens))
-    torch.testing.assert_close(ours(x), theirs(x[None])[0], atol=1e-6, rtol=1e-5)
-
-
 def test_sizes_that_do_not_fit_are_refused():
     options = {"dtype": torch.float32, "device": CPU}
     with pytest.raises(ValueError, match="at least 2 tokens, got 1"):
         CausalConv(8, 1, bias=False, **options)
-    with pytest.raises(ValueError, match=r"1 to 4 experts.*num_experts_per_tok is 5"):
-        SparseMoE(8, 8, num_experts=4, num_experts_per_token=5, activation="silu", **options)
     with pytest.raises(ValueError, match="multiple of its groups, got 8 and 3"):
         replace(MAMBA2_CONFIG, num_groups=3)

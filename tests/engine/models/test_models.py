@@ -84,6 +84,7 @@ def test_a_window_that_no_sequence_outgrows_is_full_attention(family: str, tmp_p
         ("ministral", {"sliding_window": None}, "sliding_window is None"),
         ("jamba", {"mamba_d_conv": 1}, "at least 2 tokens, got 1"),
         ("jamba", {"num_experts_per_tok": 9}, "1 to 4 experts.*num_experts_per_tok is 9"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "1 to 8 experts.*num_experts_per_tok is 9"),
         ("jamba", {"hidden_act": "swishy"}, "hidden_act must be one of .*, got 'swishy'"),
         ("jamba", {"num_key_value_heads": 3}, "multiple of num_key_value_heads, got 4 and 3"),
         ("jamba", {"mamba_d_state": 16}, "x_proj.weight in .* has shape"),

@@ -118,6 +118,21 @@ def test_products_are_as_near_to_float64_as_torchs(
     )
 
 
+@pytest.mark.parametrize("sizes", [[1], [2, 1, 14], [3, 200, 1, 65, 64]])
+def test_products_of_groups_are_those_of_each_alone(native_products: None, sizes: list[int]):
+    kernels = load_kernels()
+    weights = [kernels.pack_linear(normal(96, 300, seed=n)) for n in range(len(sizes))]
+    x = normal(sum(sizes), 300, seed=9)
+    packed = [weight for weight in weights if weight is not None]
+    expected = [
+        kernels.linear(weight, rows, None)
+        for weight, rows in zip(packed, x.split(sizes), strict=True)
+    ]
+    assert torch.equal(kernels.linear_groups(packed, x, sizes), torch.cat(expected))
+    with pytest.raises(ValueError, match="weights of one shape"):
+        kernels.linear_groups(packed, x[1:], sizes)
+
+
 @needs_kernels
 def test_products_that_the_kernel_does_not_take_go_to_onednn(
     ops: LayerOps, monkeypatch: pytest.MonkeyPatch

@@ -128,6 +128,27 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba with a wide convolution": ("jamba", {"mamba_d_conv": 7, "hidden_act": "gelu"}),
     "jamba all mamba": ("jamba", {"attn_layer_period": 9, "attn_layer_offset": 8}),
     "jamba all attention": ("jamba", {"attn_layer_period": 1, "attn_layer_offset": 0}),
+    "qwen3 with experts": ("qwen3_moe", {"tied": False}),
+    "qwen3 with experts in some layers": (
+        "qwen3_moe",
+        {
+            "mlp_only_layers": [0],
+            "norm_topk_prob": False,
+            "num_experts_per_tok": 3,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3 with experts in every second layer": (
+        "qwen3_moe",
+        {
+            "decoder_sparse_step": 2,
+            "head_dim": 32,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+        },
+    ),
+    "mixtral": ("mixtral", {"tied": False}),
+    "mixtral sliding": ("mixtral", {"sliding_window": WINDOW, "num_experts_per_tok": 1}),
     "bamba": ("bamba", {"tied": False}),
     "bamba tied, one group": ("bamba", {"mamba_n_groups": 1, "attn_layer_indices": [1, 3]}),
     "bamba with biases": (
@@ -254,8 +275,10 @@ def test_the_layers_that_slide_are_those_of_transformers_and_the_window_matters(
     theirs = AutoModelForCausalLM.from_pretrained(expected.folder, dtype=torch.float32)
     layers = theirs.get_decoder().layers
     windows = [
-        # Mistral's layers do not say: all of them obey the config.
-        WINDOW if theirs.config.model_type == "mistral" else layer.self_attn.sliding_window
+        # Some layers do not say: all of them obey the config.
+        WINDOW
+        if theirs.config.model_type in ("mistral", "mixtral")
+        else layer.self_attn.sliding_window
         for layer in layers
     ]
     engine = engine_of(expected.folder)
@@ -292,7 +315,8 @@ def test_prompts_longer_than_many_windows_in_long_chunks(name: str, tmp_path: Pa
     "name",
     [
         *("qwen2 untied", "qwen3 with biases", "llama 3 rope", "mistral untied", "ministral"),
-        *("gemma2 untied", "gemma3 scaled rope", "jamba", "bamba"),
+        *("gemma2 untied", "gemma3 scaled rope", "jamba", "bamba", "mixtral"),
+        "qwen3 with experts",
     ],
 )
 def test_a_headless_checkpoint_gives_hidden_states(name: str, tmp_path: Path) -> None:

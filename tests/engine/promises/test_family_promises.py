@@ -52,6 +52,7 @@ SOURCES = 3
 POOLS = {"bart": 28, "t5": 28, "t5-gated": 28, "whisper": 90, "mllama": 46}
 SWAPPED = {"qwen2": 20, "gemma2": 36, "jamba": 6}
 RECOMPUTED = {
+    "qwen3_moe": 32,
     "mistral-sliding": 18,
     "qwen2-sliding": 36,
     "ministral": 36,

@@ -43,6 +43,8 @@ def test_every_seeded_name_has_its_builder() -> None:
         "qwen2-untied",
         "qwen2-sliding",
         "qwen3",
+        "qwen3_moe",
+        "mixtral",
         "llama",
         "mistral",
         "mistral-sliding",
