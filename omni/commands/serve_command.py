@@ -65,6 +65,14 @@ class ServeOptions(RuntimeFlags, CommandOptions):
             "given several times.",
         ),
     ] = None
+    transcriber: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The pipeline, one of those served, that writes down what is said in realtime "
+            "sessions; models that only read are spoken to by it.",
+        ),
+    ] = None
     max_running_requests: Annotated[
         int | None,
         typer.Option(
@@ -137,6 +145,7 @@ def _settings(options: ServeOptions) -> ServerSettings:
         "api_keys": tuple(SecretStr(key.strip()) for key in keys if options.api_keys or key),
         "allow_url_hosts": tuple(options.allow_url_hosts or ()),
         "allow_origins": tuple(options.allow_origins or ()),
+        "transcriber": options.transcriber,
         "limits": ServerLimits(
             max_running_requests=options.max_running_requests,
             max_waiting_requests=options.max_waiting_requests,

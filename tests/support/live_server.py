@@ -34,6 +34,7 @@ class LiveServer:
         allow_url_hosts: Sequence[str] = (),
         is_ready: bool = True,
         apart: bool = False,
+        transcriber: str | None = None,
         **limits: float,
     ) -> None:
         loaded = [PipelineConfig.load(each) if isinstance(each, str) else each for each in configs]
@@ -42,6 +43,7 @@ class LiveServer:
             api_keys=tuple(map(SecretStr, api_keys)),
             allow_origins=tuple(allow_origins),
             allow_url_hosts=tuple(allow_url_hosts),
+            transcriber=transcriber,
             limits=ServerLimits(**limits),
         )
         self.pipelines = PipelineServer(loaded, settings, apart=apart)

@@ -189,20 +189,8 @@ class Chat(TextResponse):
 
     def _tool_parsers(self) -> list[ToolCallParser | None]:
         """What reads calls of tools out of each completion."""
-        body = self._body
-        names = [tool.function.name for tool in body.offered_tools]
         form = self.pipeline.config.tool_parser
-        return [
-            ToolCallParser(
-                names,
-                form,
-                is_required=body.required_tools is not None,
-                most=None if body.parallel_tool_calls else 1,
-            )
-            if names
-            else None
-            for _ in range(self._n)
-        ]
+        return [self._body.tool_parser(form) for _ in range(self._n)]
 
     def _text_choice(self, index: int, text: str) -> Choice:
         delta = AssistantMessage(content=text)

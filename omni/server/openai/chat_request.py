@@ -12,8 +12,15 @@ from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 from engine import ChatPrompt, Prompt, SamplingParams, TextPrompt, TokensPrompt
 from engine.interface.placed_error import PlacedError, suggest
 from engine.interface.settings import explain_validation_error
+from omni.pipelines.pipeline_config import ToolFormat
 from omni.requests.request import OmniRequest
-from omni.server.openai.tools import FunctionTool, NamedTool, RequestedCall, call_grammar
+from omni.server.openai.tools import (
+    FunctionTool,
+    NamedTool,
+    RequestedCall,
+    ToolCallParser,
+    call_grammar,
+)
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
 from omni.server.serving.request_body import ApiModel, check_part, decoded, fetched
@@ -512,6 +519,12 @@ class ChatRequest(SamplingFields):
             name = self.tool_choice.function.name
             return [tool for tool in self.offered_tools if tool.function.name == name]
         return self.offered_tools if self.tool_choice == "required" else None
+
+    def tool_parser(self, form: ToolFormat) -> ToolCallParser | None:
+        """What reads calls out of one completion; None where no tools are offered."""
+        names = [tool.function.name for tool in self.offered_tools]
+        is_required, most = self.required_tools is not None, None if self.parallel_tool_calls else 1
+        return ToolCallParser(names, form, is_required=is_required, most=most) if names else None
 
     def template_values(self) -> dict[str, Any]:
         """Return further values for the chat template."""

@@ -1,7 +1,10 @@
 """A realtime session: text and sound in, text and sound out, over one WebSocket.
 
-A session keeps its conversation; each of its responses runs as one request, planned by the
-client's options and by what the pipeline's stages can do.
+A session keeps its conversation; each of its responses runs as one request, and so does each
+transcription of what the user says. With turn detection, speech makes items of itself::
+
+    sound ─► buffer ─► begins: the answer that is being given ends ─► ends: item ─► response
+                                                                              └──► transcription
 """
 
 from __future__ import annotations
@@ -9,366 +12,61 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from base64 import b64encode
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from engine import AudioPrompt, ChatPrompt, SamplingParams
+from engine import AudioPrompt
 from engine.interface.log_fields import package_logger
-from omni.server.openai.answers import TokenCount, text_stage
-from omni.server.openai.chat_request import merge_sampling
+from omni.server.openai.realtime_conversation import (
+    Conversation,
+    ConversationItem,
+    Part,
+    new_item_id,
+)
 from omni.server.openai.realtime_events import (
     AppendAudio,
+    AudioFormat,
     Cancel,
     ClearAudio,
     CommitAudio,
     CreateItem,
     CreateResponse,
-    Item,
+    DeleteItem,
+    InputTranscription,
+    OneResponse,
     ResponseOptions,
+    RetrieveItem,
     SessionUpdate,
+    TruncateItem,
+    TurnDetection,
     UpdateSession,
     event_id_of,
+    in_older_names,
     parse_event,
 )
-from omni.server.openai.speech import SpokenPieces, check_voice, speaking_stage
+from omni.server.openai.realtime_response import RealtimeResponse, merged_options, plan_response
+from omni.server.openai.realtime_sound import InputSound, Sound, SpeechTurn
+from omni.server.openai.transcription import words_of
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
 from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
 from omni.server.serving.request_body import decoded
-from omni.server.serving.response_stream import ResponseStream, Update
 
-if TYPE_CHECKING:
-    from omni.pipelines.pipeline import Pipeline
-
-__all__ = ["RealtimeSession", "merged_options", "talk"]
-
+__all__ = ["RealtimeSession", "talk"]
 
 _logger = package_logger(__name__)
-
-_Messages = tuple[Mapping[str, Any], ...]
-_Sounds = tuple[tuple[bytes, int], ...]
-"""Samples of 16 bits, and how many a second."""
-
-
-class Conversation:
-    """The items of a session, and the buffer of sound that comes in, in at most ``max_bytes``."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._buffer = bytearray()
-        self._messages: list[dict[str, Any]] = []
-        self._sounds: list[tuple[bytes, int]] = []
-
-    def append(self, samples: bytes) -> None:
-        """Add to the buffer."""
-        self._take(len(samples))
-        self._buffer += samples
-
-    def clear(self) -> None:
-        """Empty the buffer."""
-        self._num_bytes -= len(self._buffer)
-        self._buffer.clear()
-
-    def commit(self, rate: int) -> Mapping[str, Any]:
-        """Make an item of the buffer."""
-        if not self._buffer:
-            raise ApiError.bad_request(
-                "nothing was appended to the buffer of sound",
-                code="input_audio_buffer_commit_empty",
-            )
-        _check_whole(self._buffer)
-        self._sounds.append((bytes(self._buffer), rate))
-        self._buffer.clear()
-        self._messages.append({"role": "user", "content": [{"type": "audio"}]})
-        return _item("user", [{"type": "input_audio"}])
-
-    async def add(self, item: Item, rate: int) -> Mapping[str, Any]:
-        """Add an item."""
-        parts: list[dict[str, Any]] = []
-        sounds: list[tuple[bytes, int]] = []
-        size = 0
-        for index, part in enumerate(item.content):
-            if part.audio is not None:
-                samples = await decoded(part.audio, f"item.content[{index}].audio")
-                _check_whole(samples)
-                sounds.append((samples, rate))
-                parts.append({"type": "audio"})
-                size += len(samples)
-            else:
-                text = part.text or ""
-                parts.append({"type": "text", "text": text})
-                size += len(text)
-        self._take(size)
-        self._sounds += sounds
-        # Plain text where nothing else is said: not every template knows parts.
-        is_text = len(parts) == 1 and "text" in parts[0]
-        content: Any = parts[0]["text"] if is_text else parts
-        self._messages.append({"role": item.role, "content": content})
-        described = [part.model_dump(exclude_none=True, exclude={"audio"}) for part in item.content]
-        return _item(item.role, described, item.id)
-
-    def answered(self, text: str) -> None:
-        """Add the assistant's answer."""
-        self._num_bytes += len(text)
-        self._messages.append({"role": "assistant", "content": text})
-
-    def history(self, instructions: str | None) -> tuple[_Messages, _Sounds]:
-        """Return all messages, for the next answer, and the sounds in them in their order."""
-        if not self._messages:
-            raise ApiError.bad_request("the conversation has no items; there is nothing to answer")
-        first = [{"role": "system", "content": instructions}] if instructions else []
-        return (*first, *self._messages), tuple(self._sounds)
-
-    def _take(self, num_bytes: int) -> None:
-        if self._num_bytes + num_bytes > self._max_bytes:
-            raise ApiError.bad_request(
-                f"the session would hold {self._num_bytes + num_bytes} bytes of text and sound, "
-                f"of at most {self._max_bytes}; begin another",
-                code="session_full",
-            )
-        self._num_bytes += num_bytes
-
-
-def _check_whole(samples: bytes | bytearray) -> None:
-    if len(samples) % 2:
-        raise ApiError.bad_field(
-            "audio", f"samples of 16 bits have two bytes each, got {len(samples)} bytes"
-        )
-
-
-def _prompt(messages: _Messages, sounds: _Sounds) -> ChatPrompt:
-    audio = [
-        AudioPrompt(np.frombuffer(samples, "<i2").astype(np.float32) / 2**15, rate)
-        for samples, rate in sounds
-    ]
-    return ChatPrompt(messages, multi_modal_data={"audio": tuple(audio)} if audio else {})
-
-
-def _item(
-    role: str, content: list[dict[str, Any]], item_id: str | None = None, status: str = "completed"
-) -> Mapping[str, Any]:
-    return {
-        "id": item_id or f"item_{uuid.uuid4().hex[:24]}",
-        "object": "realtime.item",
-        "type": "message",
-        "status": status,
-        "role": role,
-        "content": content,
-    }
-
-
-_Send: TypeAlias = Callable[..., Awaitable[None]]
-"""Sends an event, given its kind and, by their names, its fields."""
-
-
-class RealtimeResponse:
-    """One answer to a conversation; a whole answer is added to it.
-
-    Attributes:
-        id: by which events name it.
-        is_over: whether it is whole or has failed, so that it cannot be cancelled any more, though
-            its end may still have to be sent.
-    """
-
-    def __init__(
-        self,
-        pipeline: ServedPipeline,
-        client: Client,
-        conversation: Conversation,
-        options: ResponseOptions,
-        number: int,
-        send: _Send,
-    ) -> None:
-        self._pipeline = pipeline
-        self._client = client
-        self._conversation = conversation
-        self._number = number
-        self._plan = plan_response(pipeline.omni.pipeline, options, "response")
-        self._history = conversation.history(options.instructions)
-        self._sound = SpokenPieces(self._plan.output_rate)
-        self._send = send
-        self._speaks = self._plan.voice is not None
-        self._text_kind = "output_audio_transcript" if self._speaks else "output_text"
-        self.id = f"resp_{client.request_id}_{number}"
-        item_id = f"item_{client.request_id}_{number}"
-        self._place = {
-            "response_id": self.id, "item_id": item_id, "output_index": 0, "content_index": 0,
-        }  # fmt: skip
-        self.is_over = False
-        self._text = ""
-        self._count = TokenCount()
-
-    async def run(self, timeout_s: float) -> None:
-        """Answer, and send it as it comes; failures, too, are events."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._answer()
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
-        except TimeoutError:
-            message = (
-                f"the response was not done after {timeout_s:g} s, the server's limit, and was "
-            )
-            error = ApiError(HTTPStatus.GATEWAY_TIMEOUT, message + "aborted", code="timeout")
-            await self._fail(error)
-        except ApiError as error:
-            await self._fail(error)
-        except Exception:  # the session goes on
-            _logger.exception("a response broke")
-            await self._fail(ApiError.internal())
-
-    async def _answer(self) -> None:
-        place, send = self._place, self._send
-        await send("response.created", response=self.described("in_progress"))
-        await send("response.output_item.added", **place, item=self._answer_item("in_progress"))
-        # Sounds are twice as large in a prompt, and made in a thread.
-        prompt = await asyncio.to_thread(_prompt, *self._history)
-        plan = self._plan
-        request = self._client.request(
-            prompt, plan.sampling, index=self._number, speaker=plan.speaker
-        )
-        stages = [plan.writer] if plan.voice is None else [plan.writer, plan.voice]
-        async with ResponseStream(
-            self._pipeline, self._client, [request], "conversation", stages
-        ) as stream:
-            async for update in stream.updates():
-                await self._send_new(update)
-        await self._send_sound(self._sound.rest())
-        self.is_over = True
-        self._conversation.answered(self._text)
-        if self._speaks:
-            await send("response.output_audio.done", **place)
-        text = {"transcript" if self._speaks else "text": self._text}
-        await send(f"response.{self._text_kind}.done", **place, **text)
-        await send("response.output_item.done", **place, item=self._answer_item("completed"))
-        await send("response.done", response=self.described("completed"))
-
-    def cancel(self) -> None:
-        """End it; what was sent until then is part of the conversation."""
-        if self._text and not self.is_over:
-            self._conversation.answered(self._text)
-        self.is_over = True
-
-    async def _fail(self, error: ApiError) -> None:
-        self.is_over = True
-        await self._send("error", error={**error.to_object()["error"], "event_id": None})
-        await self._send("response.done", response=self.described("failed", error))
-
-    def described(self, status: str, error: ApiError | None = None) -> Mapping[str, Any]:
-        """Describe the response as events do."""
-        details = None
-        if error is not None:
-            details = {"type": "failed", "error": {"type": error.kind, "code": error.code}}
-        elif status == "cancelled":
-            details = {"type": "cancelled", "reason": "client_cancelled"}
-        has_begun = self._text or status == "completed"
-        return {
-            "id": self.id,
-            "object": "realtime.response",
-            "status": status,
-            "status_details": details,
-            "output": [self._answer_item(status)] if has_begun else [],
-            "usage": self._usage(),
-        }
-
-    async def _send_new(self, update: Update) -> None:
-        delta = update.of(self._plan.writer)
-        if delta is not None:
-            self._count.add(delta)
-            if delta.text:
-                self._text += delta.text
-                kind = f"response.{self._text_kind}.delta"
-                await self._send(kind, **self._place, delta=delta.text)
-        sound = update.sound(self._plan.voice)
-        if sound is not None:
-            await self._send_sound(self._sound.of(sound))
-
-    async def _send_sound(self, samples: bytes) -> None:
-        if samples:
-            delta, rate = b64encode(samples).decode(), self._sound.rate
-            await self._send("response.output_audio.delta", **self._place, delta=delta, rate=rate)
-
-    def _answer_item(self, status: str) -> Mapping[str, Any]:
-        part = {"type": "output_text", "text": self._text}
-        if self._speaks:
-            part = {"type": "output_audio", "transcript": self._text}
-        status = status if status == "completed" else "incomplete"
-        content = [part] if self._text else []
-        return _item("assistant", content, str(self._place["item_id"]), status)
-
-    def _usage(self) -> Mapping[str, Any] | None:
-        count = self._count
-        if not count.written:
-            return None
-        return {
-            "input_tokens": count.prompt,
-            "output_tokens": count.written.get(0, 0),
-            "total_tokens": count.prompt + count.written.get(0, 0),
-            "input_token_details": {"cached_tokens": count.cached},
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class ResponsePlan:
-    """The way in which a pipeline is to answer.
-
-    Attributes:
-        writer: the stage whose text answers.
-        voice: the stage whose sound answers; None where text alone is wanted.
-        speaker: whose voice; None leaves it to the pipeline.
-        output_rate: samples a second of the sound that is sent; None: as it is made.
-        sampling: by stage.
-    """
-
-    writer: str
-    voice: str | None
-    speaker: str | None
-    output_rate: int | None
-    sampling: Mapping[str, SamplingParams]
-
-
-def plan_response(pipeline: Pipeline, options: ResponseOptions, place: str) -> ResponsePlan:
-    """Find out how to answer with options at a place of an event: ``session`` or ``response``."""
-    writer = text_stage(pipeline)
-    output = options.audio.output if options.audio is not None else None
-    speaker = output.voice if output is not None else None
-    is_spoken = options.output_modalities == ["audio"]
-    # Of a pipeline that speaks, before it has to; to others clients may name any.
-    if is_spoken or pipeline.voices.speaks:
-        check_voice(pipeline, speaker, f"{place}.audio.output.voice")
-    voice = None
-    if is_spoken:
-        voice = speaking_stage(pipeline, f"{place}.output_modalities")
-    fields: dict[str, int] = {}
-    if pipeline.stages[writer].sampling is not None:
-        fields["n"] = 1  # whatever the stage's own is
-    if isinstance(options.max_output_tokens, int):
-        fields["max_tokens"] = options.max_output_tokens
-    names = {"max_tokens": f"{place}.max_output_tokens"}
-    others = options.stages or {}
-    sampling = merge_sampling(pipeline, writer, fields, others, names, f"{place}.stages")
-    if writer in sampling and sampling[writer].n != 1:
-        at = f"{place}.stages.{writer}.n"
-        raise ApiError.bad_field(at, "a conversation goes on in one way only")
-    rate = output.format.rate if output is not None and output.format is not None else None
-    return ResponsePlan(writer, voice, speaker if voice is not None else None, rate, sampling)
-
 
 _UNSUPPORTED_DATA = 1003
 _POLICY_VIOLATION = 1008
 _TRY_AGAIN_LATER = 1013
-_INPUT_RATE = 24_000
 _SMALL = 1 << 16
 """Characters that are parsed at once; more go to another thread."""
+_OLDER_API = "realtime=v1"
 
 
 async def talk(websocket: WebSocket) -> None:
@@ -377,10 +75,13 @@ async def talk(websocket: WebSocket) -> None:
     await websocket.accept(subprotocol="realtime" if "realtime" in offered else None)
     server: PipelineServer = websocket.state.server
     model = websocket.query_params.get("model", "")
+    is_older = _OLDER_API in websocket.headers.get("openai-beta", "")
+    is_older |= "openai-beta.realtime-v1" in offered
     try:
         with server.session():
             client: Client = websocket.state.client
-            await RealtimeSession(websocket, server, server.find(model), client).run()
+            pipeline = server.find(model)
+            await RealtimeSession(websocket, server, pipeline, client, is_older=is_older).run()
     except ApiError as error:
         websocket.state.refusal = error
         is_full = error.status is HTTPStatus.TOO_MANY_REQUESTS
@@ -396,7 +97,11 @@ def _suppress_gone() -> AbstractContextManager[None]:
 
 
 class RealtimeSession:
-    """One client's session with one pipeline. Its end aborts its own request, and nothing else."""
+    """One client's session with one pipeline. Its end aborts its own requests, and nothing else.
+
+    Args:
+        is_older: whether the client knows the names of OpenAI's beta.
+    """
 
     def __init__(
         self,
@@ -404,18 +109,25 @@ class RealtimeSession:
         server: PipelineServer,
         pipeline: ServedPipeline,
         client: Client,
+        *,
+        is_older: bool = False,
     ) -> None:
-        # Without any options it can answer, or there is no session.
-        plan_response(pipeline.omni.pipeline, ResponseOptions(), "session")
         self._websocket = websocket
+        self._server = server
         self._limits = server.settings.limits
         self._pipeline = pipeline
         self._client = client
-        self._options = ResponseOptions()
+        self._is_older = is_older
+        self._options = _first_options(server, pipeline)
+        # Without any options it can answer, or there is no session.
+        plan_response(pipeline.omni.pipeline, self._options, "session")
         self._conversation = Conversation(self._limits.max_body_bytes)
+        self._input = InputSound(*self._input_options(self._options))
+        self._speech_id = new_item_id()
         self._answer: asyncio.Task[None] | None = None
         self._response: RealtimeResponse | None = None
-        self._num_responses = 0
+        self._transcriptions: set[asyncio.Task[None]] = set()
+        self._num_requests = 0
 
     async def run(self) -> None:
         """Handle events until the client goes."""
@@ -432,7 +144,10 @@ class RealtimeSession:
                     return
                 await self._take(text)
         finally:
+            for task in self._transcriptions:
+                task.cancel()
             await self._stop_answer()
+            await asyncio.gather(*self._transcriptions, return_exceptions=True)
 
     async def _take(self, text: str) -> None:
         """Handle one event; one that is wrong is answered by an error, and changes nothing."""
@@ -446,24 +161,42 @@ class RealtimeSession:
                     self._update(event.session)
                     await self._send("session.updated", session=self._session())
                 case AppendAudio() as event:
-                    self._conversation.append(await decoded(event.audio, "audio"))
+                    await self._hear(await decoded(event.audio, "audio"))
                 case CommitAudio():
-                    item = self._conversation.commit(self._input_rate)
-                    await self._send("input_audio_buffer.committed", item_id=item["id"])
-                    await self._send("conversation.item.added", item=item)
+                    await self._commit(self._input.take())
                 case ClearAudio():
-                    self._conversation.clear()
+                    self._input.clear()
                     await self._send("input_audio_buffer.cleared")
-                case CreateItem() as event:
-                    item = await self._conversation.add(event.item, self._input_rate)
-                    await self._send("conversation.item.added", item=item)
                 case CreateResponse() as event:
                     self._begin_answer(event.response)
                 case Cancel() as event:
                     await self._cancel(event.response_id)
+                case _ as event:
+                    await self._change_items(event)
         except ApiError as error:
-            event_id = event_id_of(text) if len(text) <= _SMALL else None
-            await self._send("error", error={**error.to_object()["error"], "event_id": event_id})
+            await self._send_error(error, event_id_of(text) if len(text) <= _SMALL else None)
+
+    async def _change_items(
+        self, event: CreateItem | RetrieveItem | DeleteItem | TruncateItem
+    ) -> None:
+        """Handle an event about an item of the conversation."""
+        match event:
+            case CreateItem():
+                item = await ConversationItem.of(event.item, self._input.form)
+                await self._add(item, event.previous_item_id)
+            case RetrieveItem():
+                item = self._conversation.find(event.item_id)
+                shown = await asyncio.to_thread(item.described, with_sound=True)
+                await self._send("conversation.item.retrieved", item=shown)
+            case DeleteItem():
+                self._conversation.delete(event.item_id)
+                await self._send("conversation.item.deleted", item_id=event.item_id)
+            case TruncateItem():
+                self._conversation.truncate(event.item_id, event.audio_end_ms / 1000)
+                await self._send(
+                    "conversation.item.truncated", item_id=event.item_id, content_index=0,
+                    audio_end_ms=event.audio_end_ms,
+                )  # fmt: skip
 
     def _update(self, session: SessionUpdate) -> None:
         if session.model not in (None, self._pipeline.name):
@@ -472,82 +205,205 @@ class RealtimeSession:
         if session.stages is not None:  # all of them, so that one can be taken back
             options = options.model_copy(update={"stages": session.stages})
         plan_response(self._pipeline.omni.pipeline, options, "session")
+        self._transcriber(options)
+        self._input.change(*self._input_options(options))
         self._options = options
 
-    def _begin_answer(self, options: ResponseOptions) -> None:
+    async def _hear(self, content: bytes) -> None:
+        """Take sound, and do what follows from the turns of speech in it."""
+        self._conversation.check_room(len(self._input) + len(content))
+        self._input.append(content)
+        async for turn in self._input.turns():
+            await self._turn(turn)
+
+    async def _turn(self, turn: SpeechTurn) -> None:
+        detection, item_id = self._input.detection, self._speech_id
+        if turn.sound is None:
+            await self._send(
+                "input_audio_buffer.speech_started", audio_start_ms=turn.at_ms, item_id=item_id
+            )
+            if detection.interrupt_response:
+                await self._end_answer("turn_detected")
+            return
+        await self._send(
+            "input_audio_buffer.speech_stopped", audio_end_ms=turn.at_ms, item_id=item_id
+        )
+        try:
+            await self._commit(turn.sound)
+            if detection.create_response:
+                self._begin_answer(OneResponse())
+        except ApiError as error:  # the client has asked for nothing, so it is no event's
+            await self._send_error(error, None)
+
+    async def _commit(self, sound: Sound) -> None:
+        """Make an item of sound."""
+        item_id, self._speech_id = self._speech_id, new_item_id()
+        last = self._conversation.items[-1].id if self._conversation.items else None
+        item = ConversationItem(id=item_id, role="user", parts=[Part("input_audio", sound=sound)])
+        await self._send("input_audio_buffer.committed", item_id=item_id, previous_item_id=last)
+        await self._add(item, None)
+
+    async def _add(self, item: ConversationItem, previous_id: str | None) -> None:
+        """Add an item to the conversation, and begin to write down the sounds in it."""
+        before = self._conversation.add(item, previous_id)
+        transcriber = self._transcriber(self._options)
+        shown = item.described()
+        await self._send("conversation.item.added", previous_item_id=before, item=shown)
+        await self._send("conversation.item.done", previous_item_id=before, item=shown)
+        for index, part in enumerate(item.parts):
+            if part.sound is not None and transcriber is not None:
+                task = asyncio.create_task(self._transcribe(transcriber, item.id, index, part))
+                part.transcription = task
+                self._transcriptions.add(task)
+                task.add_done_callback(self._transcriptions.discard)
+
+    async def _transcribe(
+        self, pipeline: ServedPipeline, item_id: str, index: int, part: Part
+    ) -> None:
+        """Write down what is said in a part of an item, and send it as it comes."""
+        kind, sound = "conversation.item.input_audio_transcription", part.sound
+        place = {"item_id": item_id, "content_index": index}
+        wanted = _wanted_transcription(self._options)
+        language = wanted.language if wanted is not None else None
+        assert sound is not None
+        samples = np.frombuffer(sound.samples, "<i2").astype(np.float32) / 2**15
+        prompt = AudioPrompt(samples, sound.rate, language=language)
+        number, self._num_requests = self._num_requests, self._num_requests + 1
+        error = None
+        try:
+            async with asyncio.timeout(self._limits.request_timeout_s):
+                async for words in words_of(pipeline, self._client, prompt, number):
+                    part.text += words
+                    await self._send(f"{kind}.delta", **place, delta=words)
+        except ApiError as why:
+            error = why
+        except TimeoutError:
+            error = ApiError(HTTPStatus.GATEWAY_TIMEOUT, "it took too long", code="timeout")
+        except Exception:  # the session goes on
+            _logger.exception("a transcription broke")
+            error = ApiError.internal()
+        part.text = part.text.strip()
+        self._conversation.count(len(part.text))
+        if error is not None:
+            await self._send(f"{kind}.failed", **place, error=error.to_object()["error"])
+            return
+        usage = {"type": "duration", "seconds": sound.seconds}
+        await self._send(f"{kind}.completed", **place, transcript=part.text, usage=usage)
+
+    def _transcriber(self, options: ResponseOptions) -> ServedPipeline | None:
+        """The pipeline that writes down what the user says; None where nobody wants that."""
+        wanted = _wanted_transcription(options)
+        if wanted is None or not wanted.model:
+            return None
+        name = wanted.model
+        if name not in self._server.pipelines:
+            if self._server.settings.transcriber is None:
+                raise ApiError.bad_field(
+                    "session.audio.input.transcription.model",
+                    f"no pipeline {name!r:.80} is served, and none was started as --transcriber",
+                )
+            name = self._server.settings.transcriber
+        return self._server.find(name)
+
+    def _begin_answer(self, options: OneResponse) -> None:
         if self._answer is not None and not self._answer.done():
             raise ApiError(
                 HTTPStatus.CONFLICT,
                 "a response is being given already; cancel it, or wait for its end",
                 code="conversation_already_has_active_response",
             )
+        number, self._num_requests = self._num_requests, self._num_requests + 1
         self._response = RealtimeResponse(
             self._pipeline,
             self._client,
             self._conversation,
             merged_options(self._options, options),
-            self._num_responses,
+            number,
             self._send,
         )
-        self._num_responses += 1
         self._answer = asyncio.create_task(self._response.run(self._limits.request_timeout_s))
 
     async def _cancel(self, response_id: str | None) -> None:
-        response, answer = self._response, self._answer
-        if answer is None or response is None or response.is_over:
+        response = self._response
+        if self._answer is None or response is None or response.is_over:
             raise ApiError.bad_request("no response is being given", code="no_active_response")
         if response_id not in (None, response.id):
             message = f"{response_id!r:.80} is not being given, but {response.id!r}"
             raise ApiError.bad_field("response_id", message, "no_active_response")
+        await self._end_answer("client_cancelled")
+
+    async def _end_answer(self, reason: str) -> None:
+        """End the answer that is being given, if there is one."""
+        response, answer = self._response, self._answer
+        if answer is None or response is None or response.is_over:
+            return
+        response.cancel(reason)
         await self._stop_answer()
-        response.cancel()  # where it had not even begun
         if answer.cancelled():
-            await self._send("response.done", response=response.described("cancelled"))
+            await response.send_cancelled()
 
     async def _stop_answer(self) -> None:
         if self._answer is not None:
             self._answer.cancel()
             await asyncio.gather(self._answer, return_exceptions=True)
 
+    async def _send_error(self, error: ApiError, event_id: str | None) -> None:
+        await self._send("error", error={**error.to_object()["error"], "event_id": event_id})
+
     async def _send(self, kind: str, **content: Any) -> None:
         """Send an event; nothing where the client has gone, as the next message says."""
+        event: Mapping[str, Any] | None
         event = {"type": kind, "event_id": f"event_{uuid.uuid4().hex}", **content}
-        with _suppress_gone():
-            await self._websocket.send_text(json.dumps(event))
+        if self._is_older:
+            event = in_older_names(event)
+        if event is not None:
+            with _suppress_gone():
+                await self._websocket.send_text(json.dumps(event))
 
-    @property
-    def _input_rate(self) -> int:
-        audio = self._options.audio
-        given = audio.input.format if audio is not None and audio.input is not None else None
-        rate = given.rate if given is not None else None
-        return _INPUT_RATE if rate is None else rate
+    def _input_options(self, options: ResponseOptions) -> tuple[AudioFormat, TurnDetection]:
+        audio = options.audio.input if options.audio is not None else None
+        form = audio.format if audio is not None else None
+        detection = audio.turn_detection if audio is not None else None
+        return form or AudioFormat(), detection or TurnDetection(type="none")
 
     def _session(self) -> Mapping[str, Any]:
+        options = self._options.model_dump(exclude_none=True)
+        audio = options["audio"]
+        for direction in ("input", "output"):
+            form = audio.setdefault(direction, {}).setdefault("format", {"type": "audio/pcm"})
+            form.setdefault("rate", AudioFormat.model_validate(form).sampling_rate)
+        if self._input.detection.type == "none":
+            audio["input"]["turn_detection"] = None
+        if not audio["input"].get("transcription", {}).get("model"):
+            audio["input"]["transcription"] = None
         return {
             "type": "realtime",
             "object": "realtime.session",
             "id": f"sess_{self._client.request_id}",
             "model": self._pipeline.name,
-            "output_modalities": ["text"],
-            **self._options.model_dump(exclude_none=True),
+            "instructions": "",
+            "tools": [],
+            "tool_choice": "auto",
+            "max_output_tokens": "inf",
+            **options,
         }
 
 
-def merged_options(before: ResponseOptions, change: ResponseOptions) -> ResponseOptions:
-    """Lay a change over options; of ``audio``, too, what is not named remains."""
-    merged = _laid_over(
-        before.model_dump(exclude_none=True),
-        change.model_dump(exclude_unset=True, exclude_none=True, exclude={"type", "model"}),
-        depth=2,  # down to the fields of a stage's sampling, and of one direction of sound
+def _wanted_transcription(options: ResponseOptions) -> InputTranscription | None:
+    audio = options.audio.input if options.audio is not None else None
+    return audio.transcription if audio is not None else None
+
+
+def _first_options(server: PipelineServer, pipeline: ServedPipeline) -> OneResponse:
+    """The options of a session that has said nothing: those of OpenAI's, as far as it can."""
+    speaks = any("audio" in stage.final_output for stage in pipeline.omni.pipeline.stages.values())
+    hears = "audio" in pipeline.describe()["modalities"]["input"]
+    transcriber = server.settings.transcriber
+    audio: dict[str, Any] = {}
+    if hears or transcriber is not None:
+        audio["turn_detection"] = TurnDetection()
+    if not hears and transcriber is not None:
+        audio["transcription"] = InputTranscription(model=transcriber)
+    return OneResponse.model_validate(
+        {"audio": {"input": audio}, "output_modalities": ["audio" if speaks else "text"]}
     )
-    return ResponseOptions.model_validate(merged)
-
-
-def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    both = below.keys() & above.keys() if depth else ()
-    deeper = {
-        key: _laid_over(below[key], above[key], depth - 1)
-        for key in both
-        if isinstance(below[key], dict) and isinstance(above[key], dict)
-    }
-    return {**below, **above, **deeper}

@@ -1,48 +1,134 @@
-"""What a client of a realtime session may say."""
+"""The events of a realtime session: what a client may say, and what older clients hear.
+
+OpenAI renamed events and fields when the API left its beta. The newer names are the server's own;
+the older ones of a session's options are taken as well, and a client that says by a header that it
+knows only these is answered in them.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from engine.interface.placed_error import PlacedError
+from omni.server.openai.chat_request import ChatRequest
+from omni.server.openai.responses import FunctionToolParts, NamedFunction
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import ApiModel, check_part, parse_json
 
 __all__ = [
     "AppendAudio",
+    "AudioFormat",
     "Cancel",
     "ClearAudio",
     "CommitAudio",
     "CreateItem",
     "CreateResponse",
+    "DeleteItem",
     "Item",
+    "OneResponse",
     "ResponseOptions",
+    "RetrieveItem",
     "SessionUpdate",
+    "TruncateItem",
+    "TurnDetection",
     "UpdateSession",
     "event_id_of",
+    "in_older_names",
     "parse_event",
 ]
 
 _Rate = Annotated[int, Field(ge=1000, le=384_000)]
+_Milliseconds = Annotated[int, Field(ge=0, le=60_000)]
+_PCM_RATE, _TELEPHONE_RATE = 24_000, 8_000
 
 
-class _Format(ApiModel):
-    type: Literal["audio/pcm"]
+class AudioFormat(ApiModel):
+    """Samples of 16 bits, or those of telephones: G.711's µ-law and A-law, 8,000 a second."""
+
+    type: Literal["audio/pcm", "audio/pcmu", "audio/pcma"] = "audio/pcm"
     rate: _Rate | None = None
+
+    @model_validator(mode="after")
+    def _telephones_have_one_rate(self) -> AudioFormat:
+        if self.type != "audio/pcm" and self.rate not in (None, _TELEPHONE_RATE):
+            raise PlacedError(
+                ("rate",), f"{self.type} has 8000 samples a second, got {self.rate}; leave it out"
+            )
+        return self
+
+    @property
+    def sampling_rate(self) -> int:
+        """Samples a second."""
+        return self.rate or (_PCM_RATE if self.type == "audio/pcm" else _TELEPHONE_RATE)
+
+
+class TurnDetection(ApiModel):
+    """How the end of what the user says is found; ``none`` leaves it to ``commit``.
+
+    ``semantic_vad`` does as ``server_vad`` does, and waits for longer or shorter silence by its
+    ``eagerness``.
+
+    Attributes:
+        threshold: the probability from which a sound is speech.
+        prefix_padding_ms: of sound before the speech, which is kept.
+        silence_duration_ms: which ends it.
+        create_response: whether an answer begins then.
+        interrupt_response: whether speech ends an answer that is being given.
+    """
+
+    not_supported: ClassVar = {"idle_timeout_ms": ()}
+
+    type: Literal["server_vad", "semantic_vad", "none"] = "server_vad"
+    threshold: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    prefix_padding_ms: _Milliseconds = 300
+    silence_duration_ms: _Milliseconds = 500
+    create_response: bool = True
+    interrupt_response: bool = True
+    eagerness: Literal["low", "medium", "high", "auto"] = "auto"
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds of silence that end what was said."""
+        waits = {"low": 1.0, "medium": 0.6, "high": 0.3, "auto": 0.6}
+        is_semantic = self.type == "semantic_vad"
+        return waits[self.eagerness] if is_semantic else self.silence_duration_ms / 1000
+
+
+class InputTranscription(ApiModel):
+    """By which pipeline what the user says is written down; an empty name: by none."""
+
+    not_supported: ClassVar = {
+        "prompt": ("",), "delay": (), "keywords": (), "languages": (),
+    }  # fmt: skip
+
+    model: str = ""
+    language: str | None = Field(default=None, min_length=1)
 
 
 class _AudioIn(ApiModel):
-    not_supported: ClassVar = {"turn_detection": (), "transcription": (), "noise_reduction": ()}
+    not_supported: ClassVar = {"noise_reduction": ()}
 
-    format: _Format | None = None
+    format: AudioFormat | None = None
+    turn_detection: TurnDetection | None = None
+    transcription: InputTranscription | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_turns_off(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        off: dict[str, dict[str, str]] = {"turn_detection": {"type": "none"}, "transcription": {}}
+        return data | {key: off[key] for key in off.keys() & data.keys() if data[key] is None}
 
 
 class _AudioOut(ApiModel):
     not_supported: ClassVar = {"speed": (1, 1.0)}
 
-    format: _Format | None = None
+    format: AudioFormat | None = None
     voice: str | None = Field(default=None, min_length=1)
 
 
@@ -51,30 +137,44 @@ class _Audio(ApiModel):
     output: _AudioOut | None = None
 
 
+_OLDER_FORMATS = {"pcm16": "audio/pcm", "g711_ulaw": "audio/pcmu", "g711_alaw": "audio/pcma"}
+_OLDER_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "modalities": ("output_modalities",),
+    "voice": ("audio", "output", "voice"),
+    "speed": ("audio", "output", "speed"),
+    "input_audio_format": ("audio", "input", "format"),
+    "output_audio_format": ("audio", "output", "format"),
+    "turn_detection": ("audio", "input", "turn_detection"),
+    "input_audio_transcription": ("audio", "input", "transcription"),
+    "input_audio_noise_reduction": ("audio", "input", "noise_reduction"),
+    "max_response_output_tokens": ("max_output_tokens",),
+}
+"""Older names of options, and where these stand now."""
+
+
 class ResponseOptions(ApiModel):
     """Options of one response, or of every response of a session; absent ones remain as they are.
 
     Attributes:
         instructions: of the system, before all items.
         output_modalities: ``text``, or ``audio`` with its text.
-        audio: at which rates sound comes (24,000 samples a second where none is named) and goes
-            (the pipeline's own), by whose voice.
+        audio: how sound comes and goes (as 24,000 samples of 16 bits a second where nothing is
+            named), by whose voice, and how the end of what the user says is found.
         max_output_tokens: of the text; ``inf`` leaves it to the stage.
+        temperature: of the text.
+        tools: functions that the answer may ask to be called.
         stages: sampling parameters by stage, as in chats.
     """
 
     not_supported: ClassVar = {
-        "tools": (),
-        "tool_choice": ("auto", "none"),
-        "conversation": ("auto",),
-        "input": (),
         "prompt": (),
         "tracing": (),
         "include": (),
         "truncation": ("auto", "disabled"),
         "reasoning": (),
+        "conversation": ("auto",),
+        "input": (),
     }
-    without_effect: ClassVar = frozenset(("metadata",))
 
     instructions: str | None = None
     output_modalities: (
@@ -82,7 +182,52 @@ class ResponseOptions(ApiModel):
     ) = None
     audio: _Audio | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | Literal["inf"] | None = None
+    temperature: float | None = None
+    tools: list[FunctionToolParts] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
     stages: dict[str, dict[str, Any]] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_newer_names(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        newer = {key: value for key, value in data.items() if key not in _OLDER_OPTIONS}
+        for key in _OLDER_OPTIONS.keys() & data.keys():
+            value = data[key]
+            if key.endswith("audio_format"):
+                if value not in _OLDER_FORMATS:
+                    known = ", ".join(_OLDER_FORMATS)
+                    raise PlacedError((key,), f"should be one of {known}, got {value!r:.80}")
+                value = {"type": _OLDER_FORMATS[value]}
+            elif key == "modalities" and isinstance(value, list):
+                value = ["audio"] if "audio" in value else value
+            *path, name = _OLDER_OPTIONS[key]
+            place = newer
+            for step in path:
+                inner = place.get(step)
+                place[step] = place = dict(inner) if isinstance(inner, dict) else {}
+            place[name] = value
+        return newer
+
+    def as_chat(self) -> ChatRequest:
+        """What they ask of the text, as a chat asks for it."""
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        functions = [tool.model_dump(exclude={"type"}) for tool in self.tools or ()]
+        limit = self.max_output_tokens if isinstance(self.max_output_tokens, int) else None
+        asked = {
+            "model": "",
+            "messages": [{"role": "user", "content": ""}],
+            "max_completion_tokens": limit,
+            "temperature": self.temperature,
+            "tools": [{"type": "function", "function": each} for each in functions],
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
+        return ChatRequest.model_validate(asked, strict=True)
 
 
 class SessionUpdate(ResponseOptions):
@@ -93,11 +238,20 @@ class SessionUpdate(ResponseOptions):
 
 
 class ItemPart(ApiModel):
-    """A part of an item: text, or sound as samples of 16 bits in base64."""
+    """A part of an item: text, or sound in base64, in the session's format."""
 
-    type: Literal["input_text", "input_audio", "output_text"]
+    without_effect: ClassVar = frozenset(("transcript",))
+
+    type: Literal["input_text", "input_audio", "output_text", "text"]
     text: str | None = None
     audio: str | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _what_was_spoken_is_text(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("type") in ("output_audio", "audio"):
+            return {"type": "output_text", "text": data.get("transcript")}
+        return data
 
     @model_validator(mode="after")
     def _has_what_it_names(self) -> ItemPart:
@@ -107,22 +261,46 @@ class ItemPart(ApiModel):
 
 
 class Item(ApiModel):
-    """One turn of the conversation."""
+    """One turn of the conversation, a call that an answer asked for, or what a call returned."""
 
     without_effect: ClassVar = frozenset(("object", "status"))
 
-    type: Literal["message"]
+    type: Literal["message", "function_call", "function_call_output"]
     id: str | None = Field(default=None, min_length=1, max_length=64)
-    role: Literal["system", "user", "assistant"]
-    content: Annotated[list[ItemPart], Field(min_length=1)]
+    role: Literal["system", "user", "assistant"] | None = None
+    content: Annotated[list[ItemPart], Field(min_length=1)] | None = None
+    call_id: str | None = Field(default=None, min_length=1)
+    name: str | None = Field(default=None, min_length=1)
+    arguments: str | None = None
+    output: str | None = None
 
     @model_validator(mode="after")
-    def _only_users_are_heard(self) -> Item:
-        for index, part in enumerate(self.content):
+    def _has_what_its_type_has(self) -> Item:
+        wanted = {
+            "message": ("role", "content"),
+            "function_call": ("call_id", "name", "arguments"),
+            "function_call_output": ("call_id", "output"),
+        }[self.type]
+        for name in ("role", "content", "call_id", "name", "arguments", "output"):
+            check_part(self, (name,), name if name in wanted else "", f"an item {self.type!r}")
+        try:
+            arguments = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            message = f"should be a JSON object in a string, got {self.arguments!r:.80}"
+            raise PlacedError(("arguments",), message)
+        for index, part in enumerate(self.content or ()):
             if part.type == "input_audio" and self.role != "user":
                 place = ("content", index, "type")
                 raise PlacedError(place, f"input_audio is for items of users, not {self.role!r}")
         return self
+
+
+class OneResponse(ResponseOptions):
+    """Options of one response; ``metadata`` is given back with it."""
+
+    metadata: dict[str, Any] | None = None
 
 
 class _Event(ApiModel):
@@ -137,7 +315,7 @@ class UpdateSession(_Event):
 
 
 class AppendAudio(_Event):
-    """Add samples of 16 bits, in base64, to the buffer of sound."""
+    """Add sound in the session's format, in base64, to the buffer of sound."""
 
     type: Literal["input_audio_buffer.append"]
     audio: str = Field(min_length=1)
@@ -156,19 +334,42 @@ class ClearAudio(_Event):
 
 
 class CreateItem(_Event):
-    """Add an item to the end of the conversation."""
-
-    not_supported: ClassVar = {"previous_item_id": ()}
+    """Add an item to the conversation: behind another one, behind ``root``, or at its end."""
 
     type: Literal["conversation.item.create"]
+    previous_item_id: str | None = None
     item: Item
+
+
+class _AboutItem(_Event):
+    item_id: str = Field(min_length=1)
+
+
+class RetrieveItem(_AboutItem):
+    """Ask for an item, its sound included."""
+
+    type: Literal["conversation.item.retrieve"]
+
+
+class DeleteItem(_AboutItem):
+    """Take an item out of the conversation."""
+
+    type: Literal["conversation.item.delete"]
+
+
+class TruncateItem(_AboutItem):
+    """Leave of a spoken answer what was heard of it."""
+
+    type: Literal["conversation.item.truncate"]
+    content_index: Literal[0]
+    audio_end_ms: int = Field(ge=0)
 
 
 class CreateResponse(_Event):
     """Answer the conversation."""
 
     type: Literal["response.create"]
-    response: ResponseOptions = ResponseOptions()
+    response: OneResponse = OneResponse()
 
 
 class Cancel(_Event):
@@ -179,7 +380,16 @@ class Cancel(_Event):
 
 
 ClientEvent = (
-    UpdateSession | AppendAudio | CommitAudio | ClearAudio | CreateItem | CreateResponse | Cancel
+    UpdateSession
+    | AppendAudio
+    | CommitAudio
+    | ClearAudio
+    | CreateItem
+    | RetrieveItem
+    | DeleteItem
+    | TruncateItem
+    | CreateResponse
+    | Cancel
 )
 """Any event of a client."""
 
@@ -216,3 +426,50 @@ def event_id_of(text: str) -> str | None:
         return parse_json(text, _NamedEvent).event_id
     except ApiError:
         return None
+
+
+_OLDER_EVENTS = {
+    "conversation.item.added": "conversation.item.created",
+    "response.output_text.delta": "response.text.delta",
+    "response.output_text.done": "response.text.done",
+    "response.output_audio.delta": "response.audio.delta",
+    "response.output_audio.done": "response.audio.done",
+    "response.output_audio_transcript.delta": "response.audio_transcript.delta",
+    "response.output_audio_transcript.done": "response.audio_transcript.done",
+}
+_OLDER_PARTS = {"output_text": "text", "output_audio": "audio"}
+
+
+def in_older_names(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The event as clients of the beta know it; None of one that they do not know."""
+    if event["type"] == "conversation.item.done":
+        return None
+    older = {key: _in_older_parts(value) for key, value in event.items() if key != "session"}
+    older["type"] = _OLDER_EVENTS.get(event["type"], event["type"])
+    return older | ({"session": _older_session(event["session"])} if "session" in event else {})
+
+
+def _in_older_parts(value: Any) -> Any:
+    """The items in a field of an event, with the older kinds of their parts."""
+    if isinstance(value, list):
+        return [_in_older_parts(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    older = {key: _in_older_parts(each) for key, each in value.items()}
+    return older | (
+        {"type": _OLDER_PARTS.get(value["type"], value["type"])} if "type" in value else {}
+    )
+
+
+def _older_session(session: Mapping[str, Any]) -> Mapping[str, Any]:
+    left_out = ("type", "audio", "output_modalities", "max_output_tokens")
+    older = {key: value for key, value in session.items() if key not in left_out}
+    formats = {newer: name for name, newer in _OLDER_FORMATS.items()}
+    for name, path in _OLDER_OPTIONS.items():
+        value: Any = session
+        for step in path:
+            value = value.get(step) if isinstance(value, dict) else None
+        if name.endswith("audio_format"):
+            value = formats[value["type"]]
+        older[name] = ["text", "audio"] if value == ["audio"] else value
+    return older

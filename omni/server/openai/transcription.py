@@ -25,6 +25,7 @@ from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import DONE, PipelineResponse
 from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
 from omni.server.serving.request_body import ApiModel
+from omni.server.serving.response_stream import ResponseStream
 from stages import StageOutput
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ __all__ = [
     "TranscriptionRequest",
     "read_transcription",
     "segments_of",
+    "words_of",
 ]
 
 TIMESTAMP = re.compile(r"<\|\d+\.\d\d\|>")
@@ -295,6 +297,20 @@ class Transcription(PipelineResponse):
         pieces = self._tokenizer.convert_ids_to_tokens(list(output.prompt_token_ids))
         found = (_LANGUAGE.fullmatch(piece or "") for piece in pieces)
         return next((match[1] for match in found if match is not None), None)
+
+
+async def words_of(
+    pipeline: ServedPipeline, client: Client, prompt: AudioPrompt, number: int
+) -> AsyncIterator[str]:
+    """Yield what is said in a sound as it is written; ``number`` is of the client's request."""
+    stage = _hearing_stage(pipeline.omni.pipeline)
+    spoken = ExplicitEncoderDecoderPrompt(prompt)
+    request = client.request(spoken, {}, index=number)
+    async with ResponseStream(pipeline, client, [request], "audio", [stage]) as stream:
+        async for update in stream.updates():
+            delta = update.of(stage)
+            if delta is not None and delta.text:
+                yield TIMESTAMP.sub("", delta.text)
 
 
 def _hearing_stage(pipeline: Pipeline) -> str:

@@ -270,6 +270,12 @@ class PipelineServer:
             self.pipelines[config.name] = ServedPipeline(
                 config, settings.limits, self.meters, apart=apart
             )
+        transcriber = settings.transcriber
+        if transcriber is not None and transcriber not in self.pipelines:
+            raise ValueError(
+                f"the transcriber {transcriber!r} is none of the pipelines that are served"
+                f"{suggest(transcriber, self.pipelines)}"
+            )
         limits = settings.limits
         self.fetcher = UrlFetcher(
             settings.allow_url_hosts,

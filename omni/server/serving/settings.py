@@ -96,6 +96,8 @@ class ServerSettings(BaseModel):
         api_keys: of which a request must bring one; none lets everybody in.
         allow_url_hosts: from which files may be fetched whose addresses stand in requests.
         allow_origins: web pages on other hosts that may ask, such as ``https://example.org``.
+        transcriber: the pipeline that writes down what is said in realtime sessions that name none
+            that is served.
         limits: see :class:`ServerLimits`.
     """
 
@@ -106,6 +108,7 @@ class ServerSettings(BaseModel):
     api_keys: tuple[SecretStr, ...] = ()
     allow_url_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
+    transcriber: str | None = None
     limits: ServerLimits = ServerLimits()
 
     @field_validator("api_keys")

@@ -19,8 +19,9 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from omni import AudioPrompt, ChatPrompt, OmniRequest
-from omni.server.openai.realtime import RealtimeSession, merged_options
+from omni.server.openai.realtime import RealtimeSession
 from omni.server.openai.realtime_events import ResponseOptions
+from omni.server.openai.realtime_response import merged_options
 from omni.server.serving.client import Client
 from tests.support.encoder_decoder_requests import tone
 from tests.support.gated_stage import GATES, GatedStage, gated_pipeline
@@ -60,14 +61,18 @@ class Talk:
         kind = "output_text" if role == "assistant" else "input_text"
         item = {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
         self.say("conversation.item.create", item=item)
-        assert self.hear()["type"] == "conversation.item.added"
+        self.until("conversation.item.done")
 
 
 @pytest.fixture
 def talk(running: LiveServer) -> Iterator[Talk]:
     with connect(address(running, "omni_speech")) as socket:
         talk = Talk(socket)
-        assert talk.hear()["type"] == "session.created"
+        session = talk.hear()["session"]
+        assert session["output_modalities"] == ["audio"]
+        assert session["audio"]["input"]["turn_detection"]["type"] == "server_vad"
+        talk.say("session.update", session={"type": "realtime", "output_modalities": ["text"]})
+        talk.until("session.updated")
         yield talk
     running.check_nothing_is_left()
 
@@ -115,7 +120,7 @@ def test_sound_is_heard_and_answered_by_voice(running: LiveServer, talk: Talk):
         piece = b64encode(content[begin : begin + 4000]).decode()
         talk.say("input_audio_buffer.append", audio=piece)
     talk.say("input_audio_buffer.commit")
-    talk.until("conversation.item.added")
+    talk.until("conversation.item.done")
     talk.say("response.create")
     heard = talk.until("response.done")
     sound = AudioPrompt(samples.astype(np.float32) / 2**15, 16_000)
@@ -191,7 +196,7 @@ def test_a_connection_that_closes_aborts_its_own_request_alone(running: LiveServ
             talk.until("session.created")
             talk.text("hello")
             talk.say("response.create")
-            talk.until("response.output_item.added")
+            talk.until("response.created")
         wait_until(lambda: len(stage.held) == 2)
         leaving.close()
         wait_until(lambda: len(stage.held) == 1)
@@ -217,7 +222,11 @@ def test_a_connection_that_closes_aborts_its_own_request_alone(running: LiveServ
             "should be",
         ),
         ({"type": "session.update", "session": {"model": "other"}}, "session.model", "changed"),
-        ({"type": "session.update", "session": {"tools": [{}]}}, "session.tools", "not supported"),
+        (
+            {"type": "session.update", "session": {"prompt": {"id": "x"}}},
+            "session.prompt",
+            "not supported",
+        ),
         (
             {"type": "session.update", "session": {"output_modalities": []}},
             "session.output_modalities",
@@ -464,7 +473,7 @@ def test_an_answer_that_has_ended_cannot_be_cancelled_while_its_end_is_told(
             await asyncio.sleep(0)
         slow_one.says.put_nowait({"type": "websocket.disconnect"})
         await task
-        said = [each["role"] for each in session._conversation.history(None)[0]]
+        said = [each.role for each in session._conversation.items]
         assert said == (["user"] if slow == "error" else ["user", "assistant"])
         return slow_one
 

