@@ -3,6 +3,7 @@
 # make test     lint and types beside the tests; .ci/run calls this one
 # make docs     the documentation's site, in site/; make test builds it too, to check its links
 # make test-clients  third-party clients against omni serve, in an environment of their own
+# make interpret  kernels for GPUs, without one: every case run as Python, and compiled, for 20 minutes
 # make bench    the benchmarks of benchmarks/, printed
 # make train-spoken-sums  train the checkpoint of spoken_sums: hours, and Debian's espeak-ng and flite
 # make torture  the scripts of torture/: faults and hostile inputs, for hours
@@ -32,7 +33,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := test
-.PHONY: install run test test-clients lint pytest docs bench torture train-spoken-sums clean which-python
+.PHONY: install run test test-clients lint pytest docs interpret bench torture train-spoken-sums clean which-python
 
 install: $(STAMP)
 
@@ -93,6 +94,11 @@ $(CLIENTS)/.installed: clients/requirements.txt
 
 test-clients: $(STAMP) $(CLIENTS)/.installed
 	$(CLIENTS)/bin/python -m pytest -c clients/pytest.ini clients
+
+interpret: $(STAMP)
+	$(BIN)/python -m pytest -q --numprocesses=$(WORKERS) tests/engine/attention/every_triton_case.py
+	$(BIN)/python -m tests.support.compiled_kernels 90
+	$(BIN)/python -m tests.support.compiled_kernels 80
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/stage_output_cache.py

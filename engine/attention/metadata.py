@@ -241,6 +241,8 @@ class AttentionMetadata:
         window: how many positions a token sees at most, itself included; None: all before it.
         chunk_size: tokens see their own chunk of so many positions only; None: no chunks.
         causal: query tokens end their sequence and see none behind; False: they see all of it.
+        on_device: ``query_start_loc`` and ``seq_lens`` on the device, for kernels that look them
+            up; None where nobody asks for them.
     """
 
     query_start_loc: Tensor
@@ -253,6 +255,7 @@ class AttentionMetadata:
     window: int | None = None
     chunk_size: int | None = None
     causal: bool = True
+    on_device: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
         if not self.causal and (self.window is not None or self.chunk_size is not None):

@@ -6,10 +6,12 @@ from collections.abc import Collection
 
 import torch
 
+from engine.attention.kernel_backend import KernelBackend
 from engine.attention.metadata import AttentionBackend
 from engine.attention.native_backend import NativeBackend
 from engine.attention.reference import ReferenceBackend
 from engine.attention.torch_backend import TorchBackend
+from engine.attention.triton_backend import TritonBackend
 from engine.attention.xformers_backend import XformersBackend
 from engine.interface.log_fields import package_logger
 
@@ -17,7 +19,7 @@ __all__ = ["get_backend", "resolve_backend_name"]
 
 _BACKENDS: dict[str, type[AttentionBackend]] = {
     backend.name: backend
-    for backend in (NativeBackend, TorchBackend, XformersBackend, ReferenceBackend)
+    for backend in (NativeBackend, TorchBackend, TritonBackend, XformersBackend, ReferenceBackend)
 }
 BACKEND_NAMES = ("auto", *_BACKENDS)
 
@@ -33,7 +35,7 @@ def resolve_backend_name(
 ) -> str:
     """The backend that a name stands for: ``"auto"`` takes the fastest that can run.
 
-    That is xformers on CUDA, native on a CPU, and torch where those cannot run; on CUDA a warning
+    That is triton on CUDA, native on a CPU, and torch where those cannot run; on CUDA a warning
     says why.
 
     Args:
@@ -48,13 +50,13 @@ def resolve_backend_name(
             f"unknown attention backend {name!r}; known are {', '.join(BACKEND_NAMES)}"
         )
     device = torch.device(device)
-    best = "xformers" if device.type == "cuda" else "native"
+    best = "triton" if device.type == "cuda" else "native"
     chosen = _BACKENDS[best if name == "auto" else name]
     try:
         chosen.check_support(device, dtype, block_size)
-        if chosen is XformersBackend:
+        if issubclass(chosen, KernelBackend):
             for head_dim in head_dims:
-                XformersBackend.probe(device, dtype, block_size, head_dim)
+                chosen.probe(device, dtype, block_size, head_dim)
     except ValueError as error:
         if name != "auto":
             raise
@@ -77,8 +79,9 @@ def get_backend(
     """
     device = torch.device(device)
     name = resolve_backend_name(name, device, dtype, block_size)
+    backend = _BACKENDS[name]
+    if issubclass(backend, KernelBackend):
+        return backend(device, dtype, block_size)
     if name == "reference":
         return ReferenceBackend()
-    if name == "xformers":
-        return XformersBackend(device, dtype, block_size)
     return NativeBackend(device, dtype) if name == "native" else TorchBackend(device, dtype)

@@ -21,20 +21,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from engine.attention.kernel_backend import KernelBackend, check_capability
 from engine.attention.metadata import (
-    AttentionBackend,
     AttentionMetadata,
     LayerCall,
-    Scoring,
     chunk_bounds,
     first_visible,
     visible_blocks,
     write_kv,
 )
 from engine.attention.torch_backend import TorchBackend
-from engine.interface.placed_error import described
-from engine.resources.device import on_device, require_finite
-from prefix_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroup, PagedMemory
 
 if TYPE_CHECKING:
     from xformers.ops.fmha.attn_bias import (
@@ -194,10 +190,9 @@ def decode_bias(
 _DTYPES = (torch.float16, torch.bfloat16)
 # Keys that split-K reads at once; a page must hold a whole number of such tiles.
 _KEY_TILES = (64, 32, 16)
-_MIN_CAPABILITY = (8, 0)
 
 
-class XformersBackend(AttentionBackend):
+class XformersBackend(KernelBackend):
     """Attention on NVIDIA GPUs of compute capability 8.0 and later, in half precision."""
 
     name: ClassVar[str] = "xformers"
@@ -222,55 +217,7 @@ class XformersBackend(AttentionBackend):
         if dtype not in _DTYPES:
             raise ValueError(f"the xformers backend needs float16 or bfloat16, got {dtype}")
         _key_tile(block_size)
-        capability = torch.cuda.get_device_capability(device)
-        if capability < _MIN_CAPABILITY:
-            raise ValueError(
-                f"the xformers backend needs compute capability 8.0 or later, "
-                f"{device} has {capability[0]}.{capability[1]}"
-            )
-
-    @classmethod
-    @cache
-    def probe(
-        cls, device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int
-    ) -> None:
-        """Attend to a few zeros, in a decode and a prefill: only the kernels know if they run.
-
-        Raises:
-            ValueError: with the reason that xformers or Triton gave.
-        """
-        try:
-            with on_device(device), torch.inference_mode():
-                cls._attend_to_zeros(device, dtype, block_size, head_dim)
-        except Exception as error:  # a missing package, library or compiler, or a refused input
-            reason = " ".join(described(error).split())
-            raise ValueError(
-                f"the xformers backend cannot run with {dtype}, block_size {block_size} and heads "
-                f"of {head_dim} on {device}: {reason}"
-            ) from error
-
-    @classmethod
-    def _attend_to_zeros(
-        cls, device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int
-    ) -> None:
-        group = KVCacheGroup(("probe",), FullAttentionSpec(block_size, 1, head_dim, dtype))
-        memory = PagedMemory(KVCacheConfig(3, (group,)), device)
-        slots = torch.tensor((block_size + 1, 2 * block_size + 1, 2 * block_size + 2))
-        metadata = AttentionMetadata(
-            query_start_loc=torch.tensor((0, 1, 3), dtype=torch.int32),
-            seq_lens=torch.tensor((2, 3), dtype=torch.int32),
-            block_table=torch.tensor(((1,), (2,)), dtype=torch.int32, device=device),
-            slot_mapping=slots.to(device),
-            row_mapping=memory.row_mapping(0, slots).to(device),
-            num_decodes=1,
-            block_size=block_size,
-        )
-        query = torch.zeros(3, 2, head_dim, dtype=dtype, device=device)
-        key = query[:, :1]
-        backend = cls(device, dtype, block_size)
-        backend.begin_step(metadata)
-        call = LayerCall(query, key, key, memory.layer(0, 0), metadata, Scoring(1.0))
-        require_finite({"outputs": backend.forward(call)})
+        check_capability(cls.name, device)
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Forget the step before; see :meth:`_prepare`."""

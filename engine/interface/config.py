@@ -262,7 +262,7 @@ class EngineSettings(Settings):
         quantization: round the decoder's matrices, as they are loaded, to 8 bits with a scale for
             each output, or to 4 bits with a scale and an offset for 32 weights.
         device: ``auto`` takes CUDA when there is one.
-        attention_backend: ``auto`` takes xformers on CUDA, native on a CPU (C kernels, compiled on
+        attention_backend: ``auto`` takes triton on CUDA, native on a CPU (C kernels, compiled on
             first use, for norms and activations too), torch where those cannot run.
         block_size: tokens per KV block.
         num_blocks: blocks in the pool, the null block included, or large pages in models whose
@@ -294,7 +294,9 @@ class EngineSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Literal["int8", "int4"] | None = None
     device: str = "auto"
-    attention_backend: Literal["auto", "native", "torch", "xformers", "reference"] = "auto"
+    attention_backend: Literal["auto", "native", "torch", "triton", "xformers", "reference"] = (
+        "auto"
+    )
     block_size: int = Field(default=16, ge=1)
     num_blocks: int | None = Field(default=None, ge=2)
     memory_fraction: float = Field(default=0.5, gt=0.0, le=1.0)

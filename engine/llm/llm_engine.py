@@ -107,9 +107,9 @@ class _Choices:
         return cls(checkpoint, device, dtype, attention, max_model_len)
 
     def with_heads_of(self, model: CausalModel, config: EngineConfig) -> _Choices:
-        """Decide between xformers and torch once more: not every head suits the kernels."""
+        """Decide between kernels and torch once more: not every head suits the kernels."""
         attention = self.attention
-        if attention == "xformers":
+        if attention in ("triton", "xformers"):
             head_dims = {layer.spec.head_dim for layer in model.attention_layers}
             attention = resolve_backend_name(
                 config.attention_backend, self.device, self.dtype, config.block_size, head_dims

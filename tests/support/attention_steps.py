@@ -9,9 +9,25 @@ from torch import Tensor
 
 from engine.attention.metadata import AttentionBackend, AttentionMetadata, LayerCall, Scoring
 from prefix_cache import PagedMemory
-from tests.support.paged_batch import layer_of, memory_that_holds, metadata_for, random_block_table
+from tests.support.paged_batch import (
+    cross_metadata_for,
+    layer_of,
+    memory_that_holds,
+    metadata_for,
+    random_block_table,
+    to_device,
+)
 
-__all__ = ["BOUNDS", "NUM_LAYERS", "SHAPES", "Bounds", "Shape", "bounded_metadata", "run_steps"]
+__all__ = [
+    "BOUNDS",
+    "NUM_LAYERS",
+    "SHAPES",
+    "Bounds",
+    "Shape",
+    "bounded_metadata",
+    "run_cross_step",
+    "run_steps",
+]
 
 NUM_LAYERS = 3
 
@@ -108,11 +124,14 @@ def run_steps(
     softcap: float | None = None,
     seed: int = 0,
     bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> tuple[Tensor, Tensor]:
     """Two steps over one memory, so that nothing of the first survives in the second.
 
     All pages hold NaN but those that a query can see: what a window has passed, what no
-    request owns, the null page.
+    request owns, the null page. Numbers are drawn on the CPU, whatever the device.
     """
     generator = torch.Generator().manual_seed(seed)
     # Follows the width as in models, so that scores, and with them rounding, do not grow with it;
@@ -120,17 +139,17 @@ def run_steps(
     # Soft caps are to bend scores, not only to touch them.
     scale = (0.8 if softcap is None else 8.0) * shape.head_dim**-0.5
     scoring = Scoring(scale, softcap, bias)
-    memory, num_blocks = memory_that_holds(shape.seq_lens, shape, NUM_LAYERS)
+    memory, num_blocks = memory_that_holds(shape.seq_lens, shape, NUM_LAYERS, dtype, device)
     outputs = []
     for _ in range(2):
         table = random_block_table(shape.seq_lens, shape.block_size, num_blocks, generator)
-        _fill_visible(memory, table, shape, bounds, generator)
-        metadata = bounded_metadata(memory, table, shape, bounds)
+        _fill_visible(memory, table, shape, bounds, generator, dtype)
+        metadata = to_device(bounded_metadata(memory, table, shape, bounds), device)
         backend.begin_step(metadata)
         for index in range(NUM_LAYERS):
             heads = shape.num_heads + 2 * shape.num_kv_heads
             qkv = torch.randn(metadata.num_tokens, heads, shape.head_dim, generator=generator)
-            query, key, value = qkv.split(
+            query, key, value = qkv.to(device, dtype).split(
                 (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1
             )
             layer = layer_of(memory, index)
@@ -138,16 +157,54 @@ def run_steps(
     return torch.cat(outputs), memory.buffer
 
 
+def run_cross_step(
+    backend: AttentionBackend,
+    query_lens: tuple[int, ...],
+    encoder_lens: tuple[int, ...],
+    block_size: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Tensor:
+    """Attention without causality over what all encoders give in the step; the rest holds NaN.
+
+    But for the null page, which the engine keeps at zero and some kernels read.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = Shape(query_lens, encoder_lens, block_size, 8, 2, 64)
+    memory, num_blocks = memory_that_holds(encoder_lens, shape, 1, dtype, device)
+    memory.buffer.view(dtype).fill_(float("nan"))
+    memory.clear_null_page()
+    table = random_block_table(encoder_lens, block_size, num_blocks, generator)
+    written = (True,) * len(encoder_lens)
+    metadata = cross_metadata_for(memory, query_lens, encoder_lens, written, table)
+    metadata = to_device(metadata, device)
+    query = torch.randn(sum(query_lens), 8, 64, generator=generator).to(device, dtype)
+    # Values below 1: what is compared is the sum, not how coarse the type is far from 0.
+    rows = torch.randn(2, sum(encoder_lens), 2, 64, generator=generator) / 4
+    key, value = rows.to(device, dtype)
+    backend.begin_step(metadata)
+    layer = layer_of(memory, 0)
+    return backend.forward(LayerCall(query, key, value, layer, metadata, Scoring(0.125)))
+
+
 def _fill_visible(
-    memory: PagedMemory, table: Tensor, shape: Shape, bounds: Bounds, generator: torch.Generator
+    memory: PagedMemory,
+    table: Tensor,
+    shape: Shape,
+    bounds: Bounds,
+    generator: torch.Generator,
+    dtype: torch.dtype,
 ) -> None:
     """NaN everywhere, numbers in visible blocks; the table forgets every other passed block."""
-    pages = memory.buffer.view(torch.float32).view(-1, memory.config.groups[0].page_bytes // 4)
+    numbers_of_page = memory.config.groups[0].page_bytes // dtype.itemsize
+    pages = memory.buffer.view(dtype).view(-1, numbers_of_page)
     pages.fill_(float("nan"))
     for request, (query_len, seq_len) in enumerate(
         zip(shape.query_lens, shape.seq_lens, strict=True)
     ):
         first = bounds.first_visible(seq_len - query_len) // shape.block_size
         for block in table[request, first : -(-seq_len // shape.block_size)].tolist():
-            pages[block].normal_(0.0, 3.0, generator=generator)
+            numbers = torch.empty(pages.shape[1]).normal_(0.0, 3.0, generator=generator)
+            pages[block] = numbers.to(pages.device, pages.dtype)
         table[request, :first:2] = 0

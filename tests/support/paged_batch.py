@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -24,6 +25,7 @@ __all__ = [
     "metadata_for",
     "paged_memory",
     "random_block_table",
+    "to_device",
     "with_garbage",
 ]
 
@@ -54,7 +56,11 @@ class _Heads(Protocol):
 
 
 def memory_that_holds(
-    lengths: Sequence[int], shape: _Heads, num_layers: int
+    lengths: Sequence[int],
+    shape: _Heads,
+    num_layers: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> tuple[PagedMemory, int]:
     """Memory of as many blocks as sequences take, the null block and one to spare; how many."""
     num_blocks = 2 + sum(-(-length // shape.block_size) for length in lengths)
@@ -64,6 +70,8 @@ def memory_that_holds(
         num_layers=num_layers,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
+        dtype=dtype,
+        device=device,
     )
     return memory, num_blocks
 
@@ -145,6 +153,16 @@ def cross_metadata_for(
         num_decodes=sum(length == 1 for length in query_lens),
         block_size=block_size,
         causal=False,
+    )
+
+
+def to_device(metadata: AttentionMetadata, device: str) -> AttentionMetadata:
+    """The same step, with what a device reads on it."""
+    return replace(
+        metadata,
+        block_table=metadata.block_table.to(device),
+        slot_mapping=metadata.slot_mapping.to(device),
+        row_mapping=metadata.row_mapping.to(device),
     )
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from engine.attention.layer import Attention, AttentionStep
 from engine.attention.metadata import AttentionBackend, LayerCall, Scoring
-from engine.attention.reference import ReferenceBackend
 from engine.attention.registry import get_backend
 from prefix_cache import CrossAttentionSpec, LayerKVCache
 from tests.support.examples import examples
@@ -256,48 +255,3 @@ def test_metadata_without_causality_has_no_windows():
     metadata = cross_metadata_for(memory, [3], [6], [False], table)
     with pytest.raises(ValueError, match="no windows or chunks, got window=3"):
         dataclasses.replace(metadata, window=3)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kind", ["encoder", "cross", "cross decodes"])
-@pytest.mark.parametrize("block_size", [16, 64])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_xformers_kernels_equal_the_reference_on_cuda(
-    kind: str, block_size: int, dtype: torch.dtype
-):
-    pytest.importorskip("xformers", exc_type=ImportError)
-    query_lens, lens = {
-        "encoder": ((1, 17, 130), (1, 17, 130)),
-        "cross": ((1, 1, 5, 40), (70, 0, 33, 0)),
-        "cross decodes": ((1, 1, 1), (1, 65, 300)),
-    }[kind]
-    outputs = []
-    for backend in (get_backend("xformers", "cuda", dtype, block_size), ReferenceBackend()):
-        generator = torch.Generator().manual_seed(0)
-        memory = paged_memory(
-            num_blocks=40,
-            block_size=block_size,
-            num_layers=1,
-            num_kv_heads=2,
-            head_dim=64,
-            dtype=dtype,
-            device="cuda",
-        )
-        table = random_block_table(lens, block_size, 40, generator)
-        on_cpu = cross_metadata_for(memory, query_lens, lens, [True] * len(lens), table)
-        metadata = dataclasses.replace(
-            on_cpu,
-            block_table=on_cpu.block_table.cuda(),
-            slot_mapping=on_cpu.slot_mapping.cuda(),
-            row_mapping=on_cpu.row_mapping.cuda(),
-        )
-        query = torch.randn(sum(query_lens), 8, 64, generator=generator).to("cuda", dtype)
-        # Values below 1: what is compared is the sum, not how coarse the type is far from 0.
-        key, value = torch.randn(2, sum(lens), 2, 64, generator=generator).to("cuda", dtype) / 4
-        backend.begin_step(metadata)
-        layer = layer_of(memory, 0)
-        outputs.append(
-            backend.forward(LayerCall(query, key, value, layer, metadata, Scoring(0.125)))
-        )
-    torch.testing.assert_close(outputs[0], outputs[1], atol=2e-3, rtol=2e-3)

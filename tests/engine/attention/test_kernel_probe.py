@@ -1,4 +1,4 @@
-"""An engine asks the kernels of xformers whether they run, for the heads of its model."""
+"""An engine asks the kernels of a backend whether they run, for the heads of its model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from engine import EngineConfig, LLMEngine, SamplingParams
+from engine.attention import triton_backend
+from engine.attention.kernel_backend import KernelBackend
 from engine.attention.registry import get_backend, resolve_backend_name
+from engine.attention.triton_backend import TritonBackend
 from engine.attention.xformers_backend import XformersBackend
 from engine.llm import llm_engine
 from tests.support.import_graph import ROOT
@@ -23,7 +26,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A GPU on which xformers is there and runs nothing, as where its ``_C.so`` does not load."""
+    """A GPU where packages are there and run nothing, as where a library does not load."""
     reason = "xFormers wasn't build with CUDA support"
 
     def refuse(*_: object) -> None:
@@ -32,7 +35,9 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "_exchange_device", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", lambda _: 0)
-    monkeypatch.setattr(XformersBackend, "_attend_to_zeros", refuse)
+    monkeypatch.setattr(triton_backend, "find_spec", lambda _: object())
+    monkeypatch.setattr(KernelBackend, "_attend_to_zeros", refuse)
+    KernelBackend.probe.cache_clear()
     return reason
 
 
@@ -55,16 +60,49 @@ def test_auto_falls_back_to_torch_with_one_warning(refused: str, caplog: pytest.
     assert refused in caplog.text
 
 
-def test_a_backend_asked_for_by_name_is_refused_with_the_reason(refused: str):
+@pytest.mark.parametrize("name", ["triton", "xformers"])
+def test_a_backend_asked_for_by_name_is_refused_with_the_reason(refused: str, name: str):
     with pytest.raises(ValueError, match=rf"block_size 32 and heads of 64 on cuda: .*{refused}"):
-        get_backend("xformers", CUDA, torch.float16, 32)
+        get_backend(name, CUDA, torch.float16, 32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "head_dims", "reason"),
+    [
+        (torch.float64, 16, (64,), "needs float16, bfloat16 or float32, got torch.float64"),
+        (torch.float16, 8, (64,), "needs a block_size of at least 16, got 8"),
+        (torch.float16, 16, (64, 320), "heads have at most 256 numbers, got 320"),
+    ],
+)
+def test_triton_says_what_it_needs(
+    refused: str,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    block_size: int,
+    head_dims: tuple[int, ...],
+    reason: str,
+):
+    monkeypatch.setattr(KernelBackend, "_attend_to_zeros", lambda *_: None)
+    with pytest.raises(ValueError, match=reason):
+        resolve_backend_name("triton", CUDA, dtype, block_size, head_dims)
+
+
+def test_triton_says_that_it_is_not_installed(refused: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(triton_backend, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="needs the package triton, which is not installed"):
+        get_backend("triton", CUDA, torch.float16, 16)
+
+
+def test_triton_runs_on_no_cpu():
+    with pytest.raises(ValueError, match="the triton backend runs on CUDA devices only, not on cp"):
+        get_backend("triton", CPU, torch.float32, 16)
 
 
 def test_heads_of_all_sizes_are_asked_about(refused: str, monkeypatch: pytest.MonkeyPatch):
     asked: list[int] = []
-    monkeypatch.setattr(XformersBackend, "probe", lambda *needs: asked.append(needs[-1]))
+    monkeypatch.setattr(TritonBackend, "probe", lambda *needs: asked.append(needs[-1]))
     name = resolve_backend_name("auto", CUDA, torch.bfloat16, 16, head_dims=(80, 128))
-    assert (name, asked) == ("xformers", [80, 128])
+    assert (name, asked) == ("triton", [80, 128])
 
 
 def test_an_engine_asks_again_for_the_heads_of_its_model(
@@ -74,7 +112,7 @@ def test_an_engine_asks_again_for_the_heads_of_its_model(
 
     def resolve(*needs: object) -> str:
         asked.append(needs[4] if len(needs) > 4 else ())  # type: ignore[arg-type]
-        return "torch" if len(needs) > 4 else "xformers"
+        return "torch" if len(needs) > 4 else "triton"
 
     monkeypatch.setattr(llm_engine, "resolve_backend_name", resolve)
     engine = LLMEngine(EngineConfig(model=seeded("qwen2"), num_blocks=16, device="cpu"))

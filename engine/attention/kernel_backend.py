@@ -1,0 +1,77 @@
+"""Backends whose kernels are compiled for a device: asked themselves whether they run."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import cache
+
+import torch
+
+from engine.attention.metadata import AttentionBackend, AttentionMetadata, LayerCall, Scoring
+from engine.interface.placed_error import described
+from engine.resources.device import on_device, require_finite
+from prefix_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroup, PagedMemory
+
+__all__ = ["KernelBackend", "check_capability"]
+
+_MIN_CAPABILITY = (8, 0)
+
+
+def check_capability(backend: str, device: torch.device) -> None:
+    """Raise ``ValueError`` for an NVIDIA GPU that is older than its kernels."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _MIN_CAPABILITY:
+        raise ValueError(
+            f"the {backend} backend needs compute capability 8.0 or later, "
+            f"{device} has {capability[0]}.{capability[1]}"
+        )
+
+
+class KernelBackend(AttentionBackend):
+    """A backend of which only its kernels know whether they run, by :meth:`probe`."""
+
+    @abstractmethod
+    def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int) -> None: ...
+
+    @classmethod
+    @cache
+    def probe(
+        cls, device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int
+    ) -> None:
+        """Attend to a few zeros, in a decode and a prefill.
+
+        Raises:
+            ValueError: with the reason that the kernels or their compiler gave.
+        """
+        try:
+            with on_device(device), torch.inference_mode():
+                cls._attend_to_zeros(device, dtype, block_size, head_dim)
+        except Exception as error:  # a missing package, library or compiler, or a refused input
+            reason = " ".join(described(error).split())
+            raise ValueError(
+                f"the {cls.name} backend cannot run with {dtype}, block_size {block_size} and "
+                f"heads of {head_dim} on {device}: {reason}"
+            ) from error
+
+    @classmethod
+    def _attend_to_zeros(
+        cls, device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int
+    ) -> None:
+        group = KVCacheGroup(("probe",), FullAttentionSpec(block_size, 1, head_dim, dtype))
+        memory = PagedMemory(KVCacheConfig(3, (group,)), device)
+        slots = torch.tensor((block_size + 1, 2 * block_size + 1, 2 * block_size + 2))
+        metadata = AttentionMetadata(
+            query_start_loc=torch.tensor((0, 1, 3), dtype=torch.int32),
+            seq_lens=torch.tensor((2, 3), dtype=torch.int32),
+            block_table=torch.tensor(((1,), (2,)), dtype=torch.int32, device=device),
+            slot_mapping=slots.to(device),
+            row_mapping=memory.row_mapping(0, slots).to(device),
+            num_decodes=1,
+            block_size=block_size,
+        )
+        query = torch.zeros(3, 2, head_dim, dtype=dtype, device=device)
+        key = query[:, :1]
+        backend = cls(device, dtype, block_size)
+        backend.begin_step(metadata)
+        call = LayerCall(query, key, key, memory.layer(0, 0), metadata, Scoring(1.0))
+        require_finite({"outputs": backend.forward(call)})
