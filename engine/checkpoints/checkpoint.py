@@ -13,17 +13,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
@@ -39,164 +36,12 @@ from engine.checkpoints.gguf_checkpoint import (
     gguf_config,
     gguf_generation_config,
 )
-from engine.checkpoints.quantized_weight import Target
+from engine.checkpoints.packed_files import PackedFiles, PackedFormat
+from engine.checkpoints.quantized_weight import QuantizedWeight, Target
+from engine.checkpoints.weight_files import WeightFiles, listed
 from engine.files.gguf_header import GGUFHeader, find_gguf, read_gguf_header
-from engine.files.json_file import file_inside, read_json_object
 
-__all__ = ["ENTRY_POINTS", "Checkpoint", "CheckpointPart", "WeightFiles", "folder_of_source"]
-
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
-_PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-# Of safetensors, with the types of torch. Others are integers, or parts of quantized weights,
-# which mean nothing without their scales.
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-_LISTED = 8
-
-
-@dataclass(frozen=True)
-class WeightFiles:
-    """The weights of a checkpoint, in one file or in several that an index names."""
-
-    folder: Path
-
-    @cached_property
-    def files(self) -> Mapping[str, str]:
-        """Tensor name to the name of the file that holds it; reads one header at most.
-
-        Raises:
-            ValueError: there are no safetensors weights, the index is malformed, or a file that
-                it names is not there or not in the folder.
-        """
-        if (self.folder / _INDEX_FILE).is_file():
-            return self._read_index()
-        if not (self.folder / _SINGLE_FILE).is_file():
-            raise ValueError(self._no_weights_message())
-        with self._opened(_SINGLE_FILE) as file:
-            return dict.fromkeys(file.keys(), _SINGLE_FILE)
-
-    def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Read tensors one by one, on the CPU, in the type they are stored in.
-
-        Raises:
-            ValueError: a tensor is not there, or a file is damaged.
-        """
-        for file, members in self._by_file(names):
-            for name in members:
-                yield name, file.get_tensor(name)
-
-    def check(self, expected: Mapping[str, Target]) -> None:
-        """Compare headers with the places that weights are meant for; reads no weights.
-
-        Args:
-            expected: by name, what will receive the tensor. The type of its numbers may differ.
-
-        Raises:
-            ValueError: a tensor is not there, differs in shape, or does not hold
-                floating-point numbers; or a file is damaged.
-        """
-        for file, members in self._by_file(expected):
-            for name in members:
-                stored, target = file.get_slice(name), expected[name]
-                shape, kind = tuple(stored.get_shape()), stored.get_dtype()
-                if shape != tuple(target.shape):
-                    raise ValueError(
-                        f"{name} in {self.folder} has shape {shape}; "
-                        f"its config asks for {tuple(target.shape)}"
-                    )
-                if target.is_floating_point() and kind not in _FLOATS:
-                    raise ValueError(
-                        f"{name} in {self.folder / self.files[name]} is of the type {kind}; "
-                        f"weights must be of {', '.join(sorted(_FLOATS))} (quantized ones are not "
-                        "supported)"
-                    )
-
-    def rows(self, name: str, indices: Sequence[int]) -> Tensor:
-        """Read single rows of a matrix, and nothing else of it.
-
-        Returns:
-            ``(len(indices), width)`` on the CPU, in the type it is stored in.
-
-        Raises:
-            ValueError: there is no such matrix, or it has no such row.
-        """
-        for file, _ in self._by_file([name]):
-            matrix = file.get_slice(name)
-            shape = matrix.get_shape()
-            if len(shape) != 2:
-                raise ValueError(f"{name} in {self.folder} must be a matrix, its shape is {shape}")
-            wrong = [index for index in indices if not 0 <= index < shape[0]]
-            if wrong:
-                raise ValueError(
-                    f"{name} in {self.folder} has rows 0 to {shape[0] - 1}, asked for {wrong}"
-                )
-            rows = torch.cat([matrix[index : index + 1] for index in indices])
-        return rows
-
-    def _by_file(self, names: Collection[str]) -> Iterator[tuple[Any, list[str]]]:
-        """Each file, open, with those of the tensors that it holds."""
-        missing = [name for name in names if name not in self.files]
-        if missing:
-            raise ValueError(f"{self.folder} lacks the weights {listed(missing)}")
-        by_file: dict[str, list[str]] = {}
-        for name in names:
-            by_file.setdefault(self.files[name], []).append(name)
-        for file_name, members in by_file.items():
-            with self._opened(file_name) as file:
-                held = set(file.keys())
-                lacking = [name for name in members if name not in held]
-                if lacking:
-                    raise ValueError(
-                        f"{self.folder / _INDEX_FILE} says that {file_name} holds "
-                        f"{listed(lacking)}, which it does not"
-                    )
-                yield file, members
-
-    @contextmanager
-    def _opened(self, name: str) -> Iterator[Any]:
-        path = file_inside(self.folder, name)
-        try:
-            with open_safetensors(path) as file:
-                yield file
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is no readable safetensors file: {error}") from error
-
-    def _read_index(self) -> dict[str, str]:
-        index = self.folder / _INDEX_FILE
-        weight_map = read_json_object(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{index} is no index of shards: weight_map must be an object")
-        for name, file in weight_map.items():
-            if not isinstance(file, str):
-                raise ValueError(
-                    f"{index} is no index of shards: {name} must be in a file, got {file!r}"
-                )
-        shards = sorted(set(weight_map.values()))
-        for name in shards:
-            try:
-                file_inside(self.folder, name)
-            except ValueError as error:
-                raise ValueError(f"{index} names the shard {name!r}: {error}") from error
-        return weight_map
-
-    def _no_weights_message(self) -> str:
-        pickled = sorted(f.name for f in self.folder.iterdir() if f.suffix in _PICKLED_SUFFIXES)
-        message = f"{self.folder} has neither {_SINGLE_FILE} nor {_INDEX_FILE}"
-        if pickled:
-            message += f"; its weights are pickled ({listed(pickled)}), convert them to safetensors"
-        return message
-
-
-def open_safetensors(path: Path) -> Any:
-    """Open a file, whose header is checked."""
-    return safe_open(path, framework="pt", device="cpu")
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    shown = ", ".join(names[:_LISTED])
-    more = len(names) - _LISTED
-    return f"{shown} and {more} more" if more > 0 else shown
+__all__ = ["ENTRY_POINTS", "Checkpoint", "CheckpointPart", "folder_of_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +139,7 @@ class Checkpoint:
             others are seen.
         trust_remote_code: whether its processors may come with their own Python code.
         gguf: what a GGUF file says of itself; None of a folder.
+        packed: how weights are quantized in safetensors; None where they are plain.
     """
 
     path: Path
@@ -302,6 +148,7 @@ class Checkpoint:
     part: CheckpointPart | None = None
     trust_remote_code: bool = False
     gguf: GGUFHeader | None = None
+    packed: PackedFormat | None = None
 
     @classmethod
     def open(
@@ -335,14 +182,16 @@ class Checkpoint:
             generation = gguf_generation_config(header)
             return cls(file, gguf_config(header), generation, gguf=header)
         check_files(path, _WANTED_FILES)
-        parts = parts_of(read_config_file(path))
+        content = read_config_file(path)
+        packed = PackedFormat.of(path / CONFIG_FILE, content)
+        parts = parts_of(content)
         config = load_config(path, trust_remote_code=trust_remote_code)
         found = find_part(parts, part, path)
         generation_config = load_generation_config(path)
         if found is not None:
             config = getattr(config, found.config_name)
             generation_config = generation_config if found.has_generation_config else None
-        return cls(path, config, generation_config, found, trust_remote_code)
+        return cls(path, config, generation_config, found, trust_remote_code, packed=packed)
 
     @property
     def config_file(self) -> Path:
@@ -351,12 +200,19 @@ class Checkpoint:
 
     @property
     def stored(self) -> str | None:
-        """How weights are stored, in words; None where that is how they are held."""
+        """How quantized weights are stored, in words; None of plain ones."""
         if self.gguf is None:
-            return None
-        formats = GGUFWeights(self.gguf).formats
-        counts = ", ".join(f"{count} tensors of {kind}" for kind, count in formats.items())
-        return f"GGUF: {counts}; blocks are dequantized on load"
+            return None if self.packed is None else str(self.packed)
+        counts = (f"{count} {kind}" for kind, count in GGUFWeights(self.gguf).formats.items())
+        return f"GGUF, tensors of {', '.join(counts)}"
+
+    def require_plain(self) -> None:
+        """``ValueError`` where only a folder of plain weights is of use."""
+        if self.stored is not None:
+            raise ValueError(
+                f"{self.path} is stored as {self.stored}; only decoders take that: name a "
+                "checkpoint of plain weights"
+            )
 
     @property
     def architecture(self) -> str:
@@ -403,10 +259,13 @@ class Checkpoint:
 
     @cached_property
     def _whole(self) -> WeightFiles | GGUFWeights:
-        return WeightFiles(self.path) if self.gguf is None else GGUFWeights(self.gguf)
+        if self.gguf is not None:
+            return GGUFWeights(self.gguf)
+        packed = self.packed
+        return WeightFiles(self.path) if packed is None else PackedFiles(self.path, format=packed)
 
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Read tensors one by one, on the CPU, in the type they are stored in.
+        """Read tensors one by one, on the CPU, in their type; of quantized ones the values.
 
         Args:
             names: which; all by default.
@@ -416,8 +275,9 @@ class Checkpoint:
         """
         prefix = self._prefix
         wanted = self.weight_files.keys() if names is None else names
-        for name, tensor in self._whole.tensors([f"{prefix}{name}" for name in wanted]):
-            yield name.removeprefix(prefix), tensor
+        for name, stored in self._whole.tensors([f"{prefix}{name}" for name in wanted]):
+            plain = stored.dequantize() if isinstance(stored, QuantizedWeight) else stored
+            yield name.removeprefix(prefix), plain
 
     def rows_of_whole(self, name: str, indices: Sequence[int]) -> Tensor:
         """Read single rows of a matrix, which may be another part's, and nothing else of it.
@@ -477,8 +337,12 @@ class Checkpoint:
             ValueError: see :meth:`check_weights`; nothing has been copied then.
         """
         self.check_weights(targets, ignored=ignored)
-        for name, tensor in self.weights(targets):
-            targets[name].copy_(tensor)
+        prefix = self._prefix
+        for name, stored in self._whole.tensors([f"{prefix}{name}" for name in targets]):
+            target = targets[name.removeprefix(prefix)]
+            if isinstance(stored, QuantizedWeight) and isinstance(target, Tensor):
+                stored = stored.dequantize()
+            target.copy_(stored)  # type: ignore[arg-type]
 
 
 def _locate(model: str, revision: str | None, trust_remote_code: bool) -> Path:

@@ -217,9 +217,6 @@ _STATED: Kinds = (
         "left out: another file that takes this one's place is not supported",
         lambda value: False,
     ),
-    _kind(
-        "quantization_config", "left out: quantized weights are not supported", lambda value: False
-    ),
 )
 # Fields of configs that transformers has made.
 _FIELDS: Kinds = (

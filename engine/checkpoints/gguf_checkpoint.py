@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.checkpoints.config_file import check_generation, make_config
-from engine.checkpoints.quantized_weight import Target
+from engine.checkpoints.quantized_weight import QuantizedWeight, Stored, Target
 from engine.files.gguf_header import GGUFHeader, GGUFTensor
 
 __all__ = ["GGUFWeights", "gguf_config", "gguf_generation_config"]
@@ -29,6 +29,17 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _TOKENIZER = "tokenizer.ggml."
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+# Those that are held as codes: bits, values of a group, and what zero is as a code, if a number is.
+_HELD: Mapping[str, tuple[Literal[4, 8], int, int | None]] = {
+    "Q4_0": (4, 32, 8),
+    "Q4_1": (4, 32, None),
+    "Q5_0": (8, 32, 16),
+    "Q5_1": (8, 32, None),
+    "Q8_0": (8, 32, 128),
+    "Q4_K": (4, 32, None),
+    "Q5_K": (8, 32, None),
+    "Q6_K": (8, 16, 32),
+}
 _READABLE = (*_PLAIN, *_BLOCKS, "IQ4_NL", "IQ4_XS")
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _NAMES_IN_LAYERS = {
@@ -234,15 +245,22 @@ class GGUFWeights:
         processor = kind(config=config.to_dict())
         return lambda values, name: processor.process(values, name).weights
 
-    def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Read tensors one by one, on the CPU, blocks as float32 values.
+    def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Stored]]:
+        """Read tensors one by one, on the CPU; blocks as codes, or as float32 values.
 
         Raises:
             ValueError: a tensor is not there, or cannot be read.
         """
         for name in names:
             stored = self._name(name)
-            yield name, torch.from_numpy(self._undo(self.values(stored), stored))
+            tensor, values = self.header.tensors[stored], self.values(stored)
+            if tensor.type_name not in _HELD or len(tensor.shape) != 2:
+                yield name, torch.from_numpy(self._undo(values, stored))
+                continue
+            bits, size, _ = _HELD[tensor.type_name]
+            arrays = self._codes(tensor, values)
+            codes, scales, offsets = (torch.from_numpy(self._undo(a, stored)) for a in arrays)
+            yield name, QuantizedWeight(codes, scales, offsets, size, bits)
 
     def check(self, expected: Mapping[str, Target]) -> None:
         """Compare the header with the places that weights are meant for; reads no weights.
@@ -271,6 +289,33 @@ class GGUFWeights:
             ValueError: always, as such a file holds one.
         """
         raise ValueError(f"{self.header.path} holds one model, and no rows of others ({name})")
+
+    def _codes(self, tensor: GGUFTensor, values: Any) -> tuple[Any, Any, Any]:
+        """Codes, scales and offsets of the groups of a matrix whose values are known."""
+        from gguf.quants import Q4_K
+
+        bits, size, zero = _HELD[tensor.type_name]
+        content = np.fromfile(self.header.path, np.uint8, tensor.nbytes, offset=tensor.start)
+        blocks = content.reshape(values.size // tensor.block_size, -1)
+
+        def half(place: int) -> Any:
+            return blocks[:, place : place + 2].copy().view("<f2").astype(np.float32)
+
+        if tensor.type_name == "Q6_K":
+            scales = half(208) * blocks[:, 192:208].view(np.int8)
+        elif tensor.type_name.endswith("_K"):
+            of_scales, of_minima = Q4_K.get_scale_min(blocks[:, 4:16])
+            scales, offsets = half(0) * of_scales, -half(2) * of_minima
+        else:
+            scales, offsets = half(0), half(2)
+        if zero is not None:
+            offsets = -zero * scales
+        shape = (len(values), values.shape[1] // size, 1)
+        scales, offsets = scales.reshape(shape), offsets.reshape(shape)
+        with np.errstate(all="ignore"):  # codes of a scale of 0 are 0; no number becomes one
+            codes = np.rint((values.reshape(*shape[:2], size) - offsets) / scales)
+        codes = np.nan_to_num(codes, posinf=0, neginf=0).clip(0, 2**bits - 1).astype(np.uint8)
+        return codes.reshape(values.shape), scales[..., 0], offsets[..., 0]
 
     def _name(self, name: str) -> str:
         if name not in self._stored:

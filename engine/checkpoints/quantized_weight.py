@@ -26,12 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["SCHEMES", "QuantizationScheme", "QuantizedWeight", "Target"]
+__all__ = ["SCHEMES", "QuantizationScheme", "QuantizedWeight", "Stored", "Target"]
 
 # Weights that are quantized, or dequantized, at once.
 _AT_ONCE = 1 << 22
@@ -120,6 +120,10 @@ class QuantizedWeight:
         scales = self.scales.repeat_interleave(size, dim=1)[:, :width]
         offsets = self.offsets.repeat_interleave(size, dim=1)[:, :width]
         return torch.addcmul(offsets, self.codes.float(), scales).to(dtype)
+
+
+Stored: TypeAlias = Tensor | QuantizedWeight
+"""What a checkpoint has of a weight."""
 
 
 @dataclass(frozen=True, slots=True)

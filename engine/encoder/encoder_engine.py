@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.checkpoints.checkpoint import WeightFiles
 from engine.checkpoints.config_file import describe, hidden_progress_bars
+from engine.checkpoints.weight_files import WeightFiles
 from engine.encoder.sentence_layout import Pooling, pool, resolve_pooling
 from engine.inputs.prompt_processor import refuse_items
 from engine.inputs.prompt_tokens import InputLimits, check_whole_input, resolve_prompt, truncated
@@ -480,6 +480,7 @@ class EncoderEngine(Engine[EncoderOutput]):
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
         )
+        checkpoint.require_plain()
         # Says what is wrong with the weight files, if anything is, before they are loaded.
         checkpoint.weight_files  # noqa: B018
         device = resolve_device(config.device)

@@ -77,11 +77,11 @@ class Linear(nn.Module):
             raise RuntimeError("the weight is packed already; load before packing")
         start = 0
         for part, rows in self.parts.items():
-            place: Target
-            if self.weight is not None:
-                place = self.weight.data[start : start + rows]
-            else:
-                place = _PartTarget(self, part, torch.Size((rows, self.in_features)))
+            plain = None if self.weight is None else self.weight.data[start : start + rows]
+            shape = torch.Size((rows, self.in_features))
+            place: Target = _PartTarget(self, part, shape, plain)
+            if plain is not None and self._quantized is None:
+                place = plain
             yield f"{prefix}{part}.weight", place
             if self.bias is not None and part in self.biased_parts:
                 yield f"{prefix}{part}.bias", self.bias.data[start : start + rows]
@@ -91,7 +91,8 @@ class Linear(nn.Module):
         """Take the weight in a quantized form; call before it is loaded.
 
         A matrix is packed as soon as it has come: one at a time is in memory as it is stored.
-        A shared matrix stays for its other users, and is quantized when it is packed.
+        A shared matrix stays for its other users, beside its codes where it comes quantized; else
+        it is quantized when it is packed.
 
         Args:
             scheme: for matrices that come plain; None leaves those as they are. Matrices that come
@@ -112,7 +113,8 @@ class Linear(nn.Module):
 
         Results differ from the plain product by rounding only.
         """
-        if self.weight is None:
+        if self.weight is None or self._packed:
+            self.weight = None
             return
         if self._quantized is None:
             self._packed = [(ops or LayerOps()).pack_weight(self.weight.data)]
@@ -193,25 +195,34 @@ class _QuantizedParts:
 
 @dataclass(frozen=True, slots=True)
 class _PartTarget:
-    """The place of one matrix of a :class:`Linear` that holds its weight quantized."""
+    """The place of one matrix of a :class:`Linear` that holds its weight quantized.
+
+    Attributes:
+        plain: where others look for the matrix, if it is shared.
+    """
 
     linear: Linear
     part: str
     shape: torch.Size
+    plain: Tensor | None
 
     @property
     def nbytes(self) -> int:
         """As it will be held."""
-        scheme = self.linear.scheme
-        return scheme.nbytes(*self.shape) if scheme is not None else self.shape.numel() // 2
+        scheme, shared = self.linear.scheme, 0 if self.plain is None else self.plain.nbytes
+        held = scheme.nbytes(*self.shape) if scheme is not None else self.shape.numel() // 2
+        return held + shared
 
     def is_floating_point(self) -> bool:
         """See :class:`Target`."""
         return True
 
     def copy_(self, source: Tensor | QuantizedWeight, /) -> None:
-        """Give it to the product."""
-        self.linear.hold(self.part, source)
+        """Give it to the product, and its values to others."""
+        if self.plain is None or isinstance(source, QuantizedWeight):
+            self.linear.hold(self.part, source)
+        if self.plain is not None:
+            self.plain.copy_(source if isinstance(source, Tensor) else source.dequantize())
 
 
 def multiply_groups(linears: Sequence[Linear], x: Tensor, sizes: Sequence[int]) -> Tensor:

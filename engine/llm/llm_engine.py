@@ -401,7 +401,7 @@ class LLMEngine(Engine[RequestOutput]):
             encoder_cache_bytes=0 if encoder_cache is None else config.encoder_cache_bytes,
             swap_bytes=0 if swap_memory is None else swap_memory.nbytes,
             offload=config.offload,
-            stored=choices.checkpoint.stored,
+            stored=choices.checkpoint.stored and f"{choices.checkpoint.stored}; {model.held}",
         )
 
     def _prepare(self, new: NewRequest) -> RequestGroup:

@@ -220,6 +220,13 @@ class CausalModel(nn.Module):
                 module.finish_loading()
 
     @property
+    def held(self) -> str:
+        """How products hold weights that are stored quantized, in words."""
+        linears = [module for module in self.modules() if isinstance(module, Linear)]
+        is_quantized = any(linear.is_quantized for linear in linears)
+        return "multiplied as codes" if is_quantized else "dequantized on load"
+
+    @property
     def weight_nbytes(self) -> int:
         """Bytes of all weights as they are held, packed ones included, shared ones once."""
         linears = [module for module in self.modules() if isinstance(module, Linear)]

@@ -390,7 +390,11 @@ class DecoderModel(CausalModel):
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
-        yield f"{prefix}embed_tokens.weight", self.embedding.data
+        embedding: Target = self.embedding.data
+        tied = self.head if self.config.tie_word_embeddings else None
+        if tied is not None and tied.is_quantized and len(self.embedding) == self.vocab_size:
+            ((_, embedding),) = tied.targets("")
+        yield f"{prefix}embed_tokens.weight", embedding
         for index, layer in enumerate(self.layers):
             yield from layer.targets(f"{prefix}layers.{index}.")  # type: ignore[operator]
         yield f"{prefix}{self.final_norm_name}.weight", self.final_norm.weight.data

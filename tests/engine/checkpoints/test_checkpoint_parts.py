@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from engine import ChatPrompt, EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from engine.checkpoints import checkpoint
+from engine.checkpoints import weight_files
 from engine.generator.generator_engine import GeneratorEngine
 from engine.interface.config import GeneratorConfig
 from engine.models.model_loader import open_checkpoint
@@ -71,9 +71,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Counter[str], Count
     """How often each tensor was read whole, and how many single rows of each."""
     whole: Counter[str] = Counter()
     rows: Counter[str] = Counter()
-    plain = checkpoint.open_safetensors
+    plain = weight_files.open_safetensors
     monkeypatch.setattr(
-        checkpoint, "open_safetensors", lambda path: _CountingFile(plain(path), whole, rows)
+        weight_files, "open_safetensors", lambda path: _CountingFile(plain(path), whole, rows)
     )
     yield whole, rows
 

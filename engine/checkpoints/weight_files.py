@@ -1,0 +1,180 @@
+"""The safetensors weights of a checkpoint, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.checkpoints.quantized_weight import Stored, Target
+from engine.files.json_file import file_inside, read_json_object
+
+__all__ = ["WeightFiles", "listed"]
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+# Of safetensors, with the types of torch. Others are integers.
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_LISTED = 8
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The weights of a checkpoint, in one file or in several that an index names."""
+
+    folder: Path
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """Name of each weight to that of the file that holds it."""
+        return self.stored
+
+    @cached_property
+    def stored(self) -> Mapping[str, str]:
+        """Tensor name to the name of the file that holds it; reads one header at most.
+
+        Raises:
+            ValueError: there are no safetensors weights, the index is malformed, or a file that
+                it names is not there or not in the folder.
+        """
+        if (self.folder / _INDEX_FILE).is_file():
+            return self._read_index()
+        if not (self.folder / _SINGLE_FILE).is_file():
+            raise ValueError(self._no_weights_message())
+        with self._opened(_SINGLE_FILE) as file:
+            return dict.fromkeys(file.keys(), _SINGLE_FILE)
+
+    def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Stored]]:
+        """Read weights one by one, on the CPU, in the type they are stored in.
+
+        Raises:
+            ValueError: a tensor is not there, or a file is damaged.
+        """
+        for file, members in self._by_file(names):
+            for name in members:
+                yield name, file.get_tensor(name)
+
+    def check(self, expected: Mapping[str, Target]) -> None:
+        """Compare headers with the places that weights are meant for; reads no weights.
+
+        Args:
+            expected: by name, what will receive the tensor. The type of its numbers may differ.
+
+        Raises:
+            ValueError: a tensor is not there, differs in shape, or does not hold
+                floating-point numbers; or a file is damaged.
+        """
+        for name, (shape, kind) in self.headers(expected):
+            target = expected[name]
+            if shape != tuple(target.shape):
+                raise ValueError(
+                    f"{name} in {self.folder} has shape {shape}; "
+                    f"its config asks for {tuple(target.shape)}"
+                )
+            if target.is_floating_point() and kind not in _FLOATS:
+                raise ValueError(
+                    f"{name} in {self.folder / self.stored[name]} is of the type {kind}; weights "
+                    f"must be of {', '.join(sorted(_FLOATS))}, or have a quantization_config"
+                )
+
+    def headers(self, names: Collection[str]) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
+        """Shape and type of stored tensors."""
+        for file, members in self._by_file(names):
+            for name in members:
+                stored = file.get_slice(name)
+                yield name, (tuple(stored.get_shape()), stored.get_dtype())
+
+    def rows(self, name: str, indices: Sequence[int]) -> Tensor:
+        """Read single rows of a matrix, and nothing else of it.
+
+        Returns:
+            ``(len(indices), width)`` on the CPU, in the type it is stored in.
+
+        Raises:
+            ValueError: there is no such matrix, or it has no such row.
+        """
+        for file, _ in self._by_file([name]):
+            matrix = file.get_slice(name)
+            shape = matrix.get_shape()
+            if len(shape) != 2:
+                raise ValueError(f"{name} in {self.folder} must be a matrix, its shape is {shape}")
+            wrong = [index for index in indices if not 0 <= index < shape[0]]
+            if wrong:
+                raise ValueError(
+                    f"{name} in {self.folder} has rows 0 to {shape[0] - 1}, asked for {wrong}"
+                )
+            rows = torch.cat([matrix[index : index + 1] for index in indices])
+        return rows
+
+    def _by_file(self, names: Collection[str]) -> Iterator[tuple[Any, list[str]]]:
+        """Each file, open, with those of the tensors that it holds."""
+        missing = [name for name in names if name not in self.stored]
+        if missing:
+            raise ValueError(f"{self.folder} lacks the weights {listed(missing)}")
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.stored[name], []).append(name)
+        for file_name, members in by_file.items():
+            with self._opened(file_name) as file:
+                held = set(file.keys())
+                lacking = [name for name in members if name not in held]
+                if lacking:
+                    raise ValueError(
+                        f"{self.folder / _INDEX_FILE} says that {file_name} holds "
+                        f"{listed(lacking)}, which it does not"
+                    )
+                yield file, members
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[Any]:
+        path = file_inside(self.folder, name)
+        try:
+            with open_safetensors(path) as file:
+                yield file
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is no readable safetensors file: {error}") from error
+
+    def _read_index(self) -> dict[str, str]:
+        index = self.folder / _INDEX_FILE
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index} is no index of shards: weight_map must be an object")
+        for name, file in weight_map.items():
+            if not isinstance(file, str):
+                raise ValueError(
+                    f"{index} is no index of shards: {name} must be in a file, got {file!r}"
+                )
+        shards = sorted(set(weight_map.values()))
+        for name in shards:
+            try:
+                file_inside(self.folder, name)
+            except ValueError as error:
+                raise ValueError(f"{index} names the shard {name!r}: {error}") from error
+        return weight_map
+
+    def _no_weights_message(self) -> str:
+        pickled = sorted(f.name for f in self.folder.iterdir() if f.suffix in _PICKLED_SUFFIXES)
+        message = f"{self.folder} has neither {_SINGLE_FILE} nor {_INDEX_FILE}"
+        if pickled:
+            message += f"; its weights are pickled ({listed(pickled)}), convert them to safetensors"
+        return message
+
+
+def open_safetensors(path: Path) -> Any:
+    """Open a file, whose header is checked."""
+    return safe_open(path, framework="pt", device="cpu")
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    shown = ", ".join(names[:_LISTED])
+    more = len(names) - _LISTED
+    return f"{shown} and {more} more" if more > 0 else shown
