@@ -25,7 +25,8 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' $(CONSTRAINTS))
 # What omni needs, and what tests, linters and the documentation need beside it.
 OMNI := $(VENV)/.omni
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+# Modules are compiled when they are first imported: most never are, and it would take half the time.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile
 # Strict: a link that leads nowhere is an error. (With --quiet it would not be.)
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
