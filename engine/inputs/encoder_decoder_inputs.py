@@ -73,16 +73,30 @@ class InputWindows:
     Attributes:
         features: ``(rows, frames)``.
         make: from ``(rows, window)`` to an input.
+        spans: the frames, from one to another, in which there is something to hear; None: all.
     """
 
     features: Tensor
     window: int
     make: Callable[[Tensor], EncoderInput]
+    spans: Sequence[tuple[int, int]] | None = None
 
     @property
     def num_frames(self) -> int:
         """Of the whole input."""
         return int(self.features.shape[-1])
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether there is nothing to hear."""
+        return self.spans is not None and not self.spans
+
+    def next_begin(self, frame: int) -> int:
+        """Where the window behind a frame begins; ``num_frames`` where there is none."""
+        if self.spans is None:
+            return frame
+        ahead = (max(frame, begin) for begin, end in self.spans if end > frame)
+        return next(ahead, self.num_frames)
 
     def at(self, begin: int) -> EncoderInput:
         """The window that begins at a frame, filled up with zeros where the input ends in it."""
@@ -214,8 +228,11 @@ class AudioEncoderInputs(EncoderInputMaker):
         encoder: EncoderSide,
         extractor: SpectrogramExtractor,
         limits: MediaLimits | None = None,
+        *,
+        vad: bool = False,
     ) -> None:
         super().__init__(encoder)
+        self._vad = vad
         self._extractor = extractor
         self._reader = SampleReader.of(extractor, limits)
         self._window = int(extractor.n_samples)
@@ -244,17 +261,22 @@ class AudioEncoderInputs(EncoderInputMaker):
     ) -> EncoderInput | InputWindows:
         """Read, resample and extract, however long it is."""
         samples = self._read(prompt, self._reader.of_any_length())
-        if len(samples) <= self._window:
+        spans = None
+        if isinstance(prompt, AudioPrompt) and (self._vad if prompt.vad is None else prompt.vad):
+            samples, spans = _speech_alone(samples, self._reader.rate)
+        if len(samples) <= self._window and (spans is None or spans):
             return self._of_samples(samples, cache_salt)
+        hop = int(self._extractor.hop_length)
         whole = self._extract(samples, truncation=False, padding="longest")
-        window = self._window // int(self._extractor.hop_length)
+        window = self._window // hop
         windows = InputWindows(
             whole,
             window,
             lambda part: self._of_features({"input_features": part}, cache_salt),
+            spans and [(begin // hop, -(-end // hop)) for begin, end in spans],
         )
         # A few samples more than a window are no frame more.
-        return windows if windows.num_frames > window else windows.at(0)
+        return windows if windows.num_frames > window or windows.is_silent else windows.at(0)
 
     def _read(self, prompt: EncoderPrompt | None, reader: SampleReader) -> NDArray[np.float32]:
         if not isinstance(prompt, AudioPrompt):
@@ -271,6 +293,19 @@ class AudioEncoderInputs(EncoderInputMaker):
             )
         features: Tensor = made["input_features"][0]
         return features
+
+
+def _speech_alone(
+    samples: NDArray[np.float32], rate: int
+) -> tuple[NDArray[np.float32], list[tuple[int, int]]]:
+    """The same samples with silence in the place of all that is no speech, and where speech is."""
+    from engine.media.voice_detector import spoken_spans  # of a package that few models need
+
+    spans = spoken_spans(samples, rate)
+    heard = np.zeros_like(samples)
+    for begin, end in spans:
+        heard[begin:end] = samples[begin:end]
+    return heard, spans
 
 
 class ImageEncoderInputs(EncoderInputMaker):
@@ -349,6 +384,18 @@ def describe_prompt(prompt: object) -> str:
             return f"a {type(prompt).__name__}"
 
 
+@dataclass(frozen=True, slots=True)
+class _EndAtOnce:
+    """Lets nothing follow but the end."""
+
+    end_token_id: int
+
+    def apply(self, logits: Tensor, generated: Sequence[int]) -> None:
+        """See :class:`LogitsProcessor`."""
+        logits.fill_(-torch.inf)
+        logits[self.end_token_id] = 0
+
+
 class DecoderPromptRule:
     """How transformers' ``generate`` begins the decoder's sequence, for most models.
 
@@ -410,6 +457,10 @@ class DecoderPromptRule:
     def logits_processor(self, encoder: EncoderPrompt | None) -> LogitsProcessor | None:
         """What the kind of model asks of the output of a request, or None."""
         return None
+
+    def end_at_once(self) -> LogitsProcessor:
+        """What makes an output empty."""
+        return _EndAtOnce(self._first_named("eos_token_id", "bos_token_id"))
 
     def across(
         self, windows: InputWindows, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
@@ -515,22 +566,26 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
         encoder, decoder = self._split(prompt)
         entry: EncoderInput | None = None
         continuation: Continuation | None = None
+        is_silent = False
         if encoder is not None or not self._text_is_for_decoder:
             made = self._encoder_inputs.make_windows(encoder, cache_salt=cache_salt)
-            if isinstance(made, InputWindows):
-                encoder, continuation = self._decoder_rule.across(made, encoder, decoder)
-                entry = made.at(0)
-            else:
+            if isinstance(made, EncoderInput):
                 entry = made
-        token_ids = self._decoder_rule.prompt_ids(encoder, decoder)
+            elif made.is_silent:
+                entry, is_silent = made.at(0), True
+            else:
+                encoder, continuation = self._decoder_rule.across(made, encoder, decoder)
+                entry = made.at(made.next_begin(0))
+        rule = self._decoder_rule
+        token_ids = rule.prompt_ids(encoder, decoder)
         return PromptContent(
             token_ids,
             () if entry is None else encoder_spans(entry),
             encoder_input=entry,
             encoder_view=self._encoder.encoder_view(entry, token_ids),
-            logits_processor=self._decoder_rule.logits_processor(encoder),
+            logits_processor=rule.end_at_once() if is_silent else rule.logits_processor(encoder),
             continuation=continuation,
-            prompt_choice=self._decoder_rule.prompt_choice(encoder, decoder),
+            prompt_choice=rule.prompt_choice(encoder, decoder),
         )
 
     def _split(self, prompt: Prompt) -> tuple[EncoderPrompt | None, DecoderPrompt | None]:

@@ -131,6 +131,7 @@ class PromptSources:
         model: the loaded model, of which a processor asks what it needs to know.
         encoder_cache_bytes: what the rows of images and the like may take.
         media_limits: how much of a picture, a sound or a video is read.
+        vad: whether an encoder of speech hears speech alone.
     """
 
     checkpoint: Checkpoint
@@ -139,6 +140,7 @@ class PromptSources:
     limits: InputLimits
     encoder_cache_bytes: int
     media_limits: MediaLimits = field(default_factory=MediaLimits)
+    vad: bool = False
 
 
 class PromptProcessor(ABC):

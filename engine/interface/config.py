@@ -284,6 +284,8 @@ class EngineSettings(Settings):
             words and ends of sequences from the checkpoint's ``generation_config.json``; ``ignore``
             runs it as if it had no such file.
         media_limits: how much of a picture, a sound or a video is read.
+        vad: whether an encoder of speech hears speech alone, found by the voice detector of the
+            extra ``serve``, unless a prompt says otherwise: noise, music and silence give no text.
         enable_prefix_caching: reuse what earlier requests computed. Never changes what comes out.
         limits: what one request may ask for, at most.
         seed: of the engine's own generator, which seeds requests that bring no seed.
@@ -310,6 +312,7 @@ class EngineSettings(Settings):
     offload: OffloadSettings | None = None
     generation_config: Literal["auto", "ignore"] = "auto"
     media_limits: MediaLimits = MediaLimits()
+    vad: bool = False
     enable_prefix_caching: bool = True
     limits: RequestLimits = RequestLimits()
     seed: int = Field(default=0, ge=0)

@@ -159,9 +159,9 @@ class AudioPrompt:
 
     By itself, to a decoder that hears, it is a user's chat message that holds nothing else.
 
-    The last three say what the decoder is asked for; None leaves it to the checkpoint's generation
-    config. Where that names no language, the model finds out which one is spoken. They cannot stand
-    beside an explicit decoder prompt, nor in :data:`MultiModalData`.
+    Language, task and timestamps say what the decoder is asked for; None leaves it to the
+    checkpoint's generation config. Where that names no language, the model finds out which one is
+    spoken. They cannot stand beside an explicit decoder prompt, nor in :data:`MultiModalData`.
 
     A recording that is longer than the model's window is transcribed window after window, each from
     where the text of the one before ended. For that timestamps are written, which count from the
@@ -174,6 +174,8 @@ class AudioPrompt:
         language: spoken language, as a code or a name: ``"fr"``, ``"french"``.
         task: see :data:`AudioTask`.
         timestamps: whether the text is to be interspersed with tokens of time.
+        vad: whether only speech is heard, found by a voice detector: all else is silence, and a
+            recording without any gives no text. None: as the engine's setting of that name.
     """
 
     audio: str | Path | bytes | Tensor | NDArray[Any]
@@ -181,6 +183,7 @@ class AudioPrompt:
     language: str | None = None
     task: AudioTask | None = None
     timestamps: bool | None = None
+    vad: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -240,6 +240,8 @@ class SamplingParams(Settings):
         stop: strings that end the text; they are not part of it.
         stop_token_ids: token ids that end the text.
         ignore_eos: go on past the checkpoint's end-of-sequence tokens.
+        max_repeats: end the text, as if it had come to ``max_tokens``, where its last tokens, up to
+            20 of them, stand there more often than this in a row: a model in a loop. None: never.
         logprobs: report so many likeliest tokens' log-probabilities and the chosen one's; or None.
         suppress_token_ids: never choose these.
         logit_bias: numbers from -100 to 100 by token id, each added to its token's logit before
@@ -265,6 +267,7 @@ class SamplingParams(Settings):
     stop: Annotated[tuple[str, ...], Field(fail_fast=True)] = ()
     stop_token_ids: TokenIds = ()
     ignore_eos: bool = False
+    max_repeats: int | None = Field(default=None, ge=1)
     logprobs: int | None = Field(default=None, ge=0)
     suppress_token_ids: TokenIds = ()
     logit_bias: LogitBias = TokenBias({})

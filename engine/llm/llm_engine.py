@@ -324,7 +324,7 @@ class LLMEngine(Engine[RequestOutput]):
         emitted = self._runner.warm_up()
         _check_output_names(output_names, emitted, self._kv)
         limits = _input_limits(config, model, self._kv, choices, self.tokenizer)
-        media = config.encoder_cache_bytes, config.media_limits
+        media = config.encoder_cache_bytes, config.media_limits, config.vad
         sources = PromptSources(checkpoint, model, self.tokenizer, limits, *media)
         self._inputs = _input_processor(config, sources, self._kv)
         self._output_processor = OutputProcessor(

@@ -185,6 +185,8 @@ class OutputProcessor:
         reason = request.text.append(token_id)
         if reason is None and request.num_tokens >= request.max_num_tokens:
             reason = FinishReason.LENGTH
+        if reason is None and _repeats(request):
+            reason = FinishReason.LENGTH
         if reason is None:
             self.model_runner.append_token(request, token_id)
         else:
@@ -236,3 +238,20 @@ class OutputProcessor:
         self.groups.pop(group.request_id, None)
         for completion in group.completions:
             self._group_of.pop(completion.request.request_id, None)
+
+
+_LONGEST_LOOP = 20
+"""Tokens."""
+
+
+def _repeats(request: Request) -> bool:
+    """Whether its last tokens stand there more often in a row than its parameters allow."""
+    most, token_ids = request.params.max_repeats, request.token_ids
+    if most is None:
+        return False
+    longest = (len(token_ids) - request.num_prompt_tokens) // (most + 1)
+    for length in range(1, min(_LONGEST_LOOP, longest) + 1):
+        last = token_ids[-length * (most + 1) :]
+        if last[length:] == last[:-length]:
+            return True
+    return False

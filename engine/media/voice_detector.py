@@ -14,12 +14,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DETECTOR_RATE", "SpeechTurns", "TurnSettings", "VoiceDetector", "spoken_spans"]
+from engine.media.sound_file import Resampler
+
+__all__ = [
+    "DETECTOR_RATE",
+    "WINDOW",
+    "SpeechTurns",
+    "TurnSettings",
+    "VoiceDetector",
+    "spoken_spans",
+]
 
 DETECTOR_RATE = 16_000
 """Samples a second of what the detector takes."""
 
-_WINDOW = 512
+WINDOW = 512
+"""Samples that it judges at a time."""
 _RELEASE = 0.15
 """Speech goes on while its probability is at most this much below the threshold."""
 _ONSET = 2
@@ -47,9 +57,9 @@ class VoiceDetector:
     def feed(self, samples: NDArray[np.float32]) -> Iterator[float]:
         """Take samples, ``(n,)`` in -1 to 1; yield the probability of each window that is whole."""
         samples = np.concatenate([self._rest, samples], dtype=np.float32)
-        whole = len(samples) // _WINDOW * _WINDOW
+        whole = len(samples) // WINDOW * WINDOW
         self._rest = samples[whole:]
-        for window in samples[:whole].reshape(-1, _WINDOW):
+        for window in samples[:whole].reshape(-1, WINDOW):
             yield float(self._detector.process(np.ctypeslib.as_ctypes(window)))
 
     def reset(self) -> None:
@@ -94,7 +104,7 @@ class SpeechTurns:
             the stream. An end lies ``silence_s`` behind the last sound of speech.
         """
         for probability in self._detector.feed(samples):
-            self._num_fed += _WINDOW
+            self._num_fed += WINDOW
             if probability >= self.settings.threshold - self.is_speaking * _RELEASE:
                 self._num_voiced += 1
                 self._last_voiced = self._num_fed
@@ -103,7 +113,7 @@ class SpeechTurns:
             silence = self._num_fed - self._last_voiced
             if not self.is_speaking and self._num_voiced == _ONSET:
                 self.is_speaking = True
-                self.begin = self._num_fed - _ONSET * _WINDOW
+                self.begin = self._num_fed - _ONSET * WINDOW
                 yield True, self.begin
             elif self.is_speaking and silence >= self.settings.silence_s * DETECTOR_RATE:
                 self.is_speaking = False
@@ -128,21 +138,27 @@ _PADDING_S = 0.3
 """Left around a span, so that no consonant is lost."""
 
 
-def spoken_spans(samples: NDArray[np.float32]) -> list[tuple[int, int]]:
+def spoken_spans(samples: NDArray[np.float32], rate: int) -> list[tuple[int, int]]:
     """Find the speech of a recording.
 
     Args:
-        samples: mono, ``(n,)`` of :data:`DETECTOR_RATE` in -1 to 1.
+        samples: mono, ``(n,)`` of a rate, in -1 to 1.
 
     Returns:
         Where each span begins and ends, in samples, in order; spans do not overlap.
     """
+    if rate != DETECTOR_RATE:
+        resampler = Resampler(rate, DETECTOR_RATE)
+        resampler.feed(samples)
+        scale = rate / DETECTOR_RATE
+        spans = spoken_spans(resampler.finish("the sound"), DETECTOR_RATE)
+        return [(round(begin * scale), round(end * scale)) for begin, end in spans]
     turns = SpeechTurns(TurnSettings(silence_s=_PAUSE_S))
     padding, pause = (round(each * DETECTOR_RATE) for each in (_PADDING_S, _PAUSE_S))
-    spans: list[tuple[int, int]] = []
+    spans = []
     for begins, at in (*turns.feed(samples), *turns.finish()):
         if begins:
             spans.append((max(0, at - padding), len(samples)))
-        elif at < len(samples) - _WINDOW:
+        elif at < len(samples) - WINDOW:
             spans[-1] = spans[-1][0], at - pause + padding
     return spans

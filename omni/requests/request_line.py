@@ -146,6 +146,7 @@ def _encoder_prompt(line: RequestLine, files: RequestFiles) -> EncoderPrompt | N
             language=entry.language,
             task=entry.task,
             timestamps=entry.timestamps,
+            vad=entry.vad,
         )
     if line.images is not None:
         (image,) = line.images
@@ -445,17 +446,19 @@ class AudioFile(_Strict):
         language: spoken in it.
         task: whether to write what is said, or the same in English.
         timestamps: whether to write when it is said.
+        vad: whether speech alone is heard.
     """
 
     file: str = Field(min_length=1)
     language: str | None = Field(default=None, min_length=1)
     task: AudioTask | None = None
     timestamps: bool | None = None
+    vad: bool | None = None
 
     @property
     def wishes(self) -> list[str]:
         """The keys that ask something of a speech model."""
-        return self._given("language", "task", "timestamps")
+        return self._given("language", "task", "timestamps", "vad")
 
 
 class VideoFile(_Strict):

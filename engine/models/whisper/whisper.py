@@ -90,7 +90,7 @@ class SpeechWindows:
                 return Sequel(len(tokens))  # a stop token of the user's ends all of it
             tokens.pop()
         num_kept, num_frames = self._split(tokens)
-        begin = self.begin + num_frames
+        begin = self.windows.next_begin(self.begin + num_frames)
         if begin >= self.windows.num_frames:
             return Sequel(num_kept)
         return Sequel(num_kept, self.windows.at(begin), replace(self, begin=begin))
@@ -214,7 +214,7 @@ class WhisperPromptRule(DecoderPromptRule):
             # Says that there are none.
             self._with_timestamps([self.start_token_id], True)
         end = self._first_named("eos_token_id", "bos_token_id")
-        return asked, SpeechWindows(windows, 0, int(without) + 1, end)
+        return asked, SpeechWindows(windows, windows.next_begin(0), int(without) + 1, end)
 
     def _wants_timestamps(self, encoder: EncoderPrompt | None) -> bool:
         asked = encoder.timestamps if isinstance(encoder, AudioPrompt) else None
@@ -368,7 +368,7 @@ def build_whisper(checkpoint: Checkpoint, settings: ModelSettings) -> Seq2SeqMod
 def _speech_inputs(sources: PromptSources) -> AudioEncoderInputs:
     path, trust = sources.checkpoint.path, sources.checkpoint.trust_remote_code
     extractor = load_extractor(path, trust_remote_code=trust)
-    return AudioEncoderInputs(sources.model, extractor, sources.media_limits)
+    return AudioEncoderInputs(sources.model, extractor, sources.media_limits, vad=sources.vad)
 
 
 FAMILY = ModelFamily(

@@ -180,6 +180,7 @@ class SamplingFields(StageFields):
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
+    max_repeats: int | None = None
     suppress_token_ids: list[int] | None = None
     logit_bias: dict[str, Any] | None = None
     truncate_prompt_tokens: int | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -14,7 +15,13 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine import AudioPrompt, AudioTask, ExplicitEncoderDecoderPrompt, WindowStart
+from engine import (
+    AudioPrompt,
+    AudioTask,
+    ExplicitEncoderDecoderPrompt,
+    TokenLogprobs,
+    WindowStart,
+)
 from engine.interface.placed_error import PlacedError
 from engine.interface.settings import explain_validation_error
 from engine.media.media_source import MediaSource
@@ -49,7 +56,11 @@ _TIMESTAMP_S = 0.02
 class TranscriptionSegment(Struct, kw_only=True):
     """The words between two times, in seconds of the recording.
 
-    ``seek`` is where the window begins that they were heard in, in hundredths of a second.
+    Attributes:
+        seek: where the window begins that they were heard in, in hundredths of a second.
+        avg_logprob: of the window's tokens.
+        compression_ratio: of the window's text, by zlib; that of a loop is large.
+        no_speech_prob: that nobody speaks between these times, by the voice detector.
     """
 
     id: int
@@ -58,6 +69,10 @@ class TranscriptionSegment(Struct, kw_only=True):
     end: float
     text: str
     tokens: list[int]
+    temperature: float = 0.0
+    avg_logprob: float = 0.0
+    compression_ratio: float = 0.0
+    no_speech_prob: float = 0.0
 
 
 def segments_of(
@@ -65,6 +80,7 @@ def segments_of(
     windows: Sequence[WindowStart],
     duration_s: float | None,
     tokenizer: Any,
+    logprobs: Sequence[TokenLogprobs] = (),
 ) -> list[TranscriptionSegment]:
     """Cut a transcription at its timestamps; text that no timestamp ends goes to its window's end.
 
@@ -73,17 +89,21 @@ def segments_of(
         windows: where each begins; none for a recording that takes one.
         duration_s: of the recording; None if it is not known.
         tokenizer: the model's.
+        logprobs: of all tokens, if they are known.
     """
     starts = [(each.first_token, each.begin_s) for each in windows] or [(0, 0.0)]
     found: list[TranscriptionSegment] = []
     ends = [*starts[1:], (len(token_ids), duration_s)]
     for (first, begin), (last, end) in zip(starts, ends, strict=True):
+        whole = tokenizer.decode(token_ids[first:last], skip_special_tokens=True).encode()
+        likely = [each.logprob for each in logprobs[first:last]] or [0.0]
         for start, stop, ids in _between(token_ids[first:last], begin, end, tokenizer):
             text = str(tokenizer.decode(ids, skip_special_tokens=True))
             found.append(
                 TranscriptionSegment(
                     id=len(found), seek=round(begin * 100), start=start, end=stop, text=text,
-                    tokens=ids,
+                    tokens=ids, avg_logprob=sum(likely) / len(likely),
+                    compression_ratio=len(whole) / len(zlib.compress(whole)),
                 )
             )  # fmt: skip
     return found
@@ -112,6 +132,10 @@ def _between(
         yield start, max(start, end if end is not None else start), ids
 
 
+_UNLIMITED_S = 1e6
+"""Of a recording that the model has read already."""
+_MOST_REPEATS = 8
+"""Of the same words in a row, where the stage says nothing about it: more are a loop."""
 _MOST_FIELDS = 20
 """Of a form, and as many files."""
 
@@ -120,13 +144,15 @@ _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 
 
 class TranscriptionRequest(ApiModel):
-    """The fields of a form beside its file; without ``language`` the model finds it out."""
+    """The fields of a form beside its file; without ``language`` the model finds it out.
+
+    ``vad`` is whether speech alone is heard; OpenAI's name for that is ``chunking_strategy: auto``.
+    """
 
     not_supported: ClassVar = {
         "timestamp_granularities[]": ("segment",),
         "prompt": ("",),
         "include[]": (),
-        "chunking_strategy": (),
     }
 
     model: str
@@ -134,6 +160,8 @@ class TranscriptionRequest(ApiModel):
     response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] = "json"
     temperature: float | None = None
     stream: bool = False
+    vad: bool | None = None
+    chunking_strategy: Literal["auto"] | None = None
 
     @model_validator(mode="after")
     def _streams_text(self) -> TranscriptionRequest:
@@ -235,13 +263,21 @@ class Transcription(PipelineResponse):
         self._audio = audio
         self._stage = _hearing_stage(self.stages)
         self._tokenizer: Any = _tokenizer(self.pipeline, self._stage)
-        fields = {} if body.temperature is None else {"temperature": body.temperature}
+        own = self.stages.stages[self._stage].sampling
+        fields: dict[str, Any] = {}
+        if own is not None and own.max_repeats is None:
+            fields["max_repeats"] = _MOST_REPEATS
+        if body.temperature is not None:
+            fields["temperature"] = body.temperature
+        if body.response_format == "verbose_json":
+            fields["logprobs"] = 0
         prompt = AudioPrompt(
             audio,
             language=body.language,
             # Checkpoints that know one task only take none.
             task=None if task == "transcribe" and body.language is None else task,
             timestamps=True if body.wants_segments else None,
+            vad=True if body.chunking_strategy is not None else body.vad,
         )
         self._request = client.request(
             ExplicitEncoderDecoderPrompt(prompt),
@@ -287,9 +323,12 @@ class Transcription(PipelineResponse):
         from engine.media.sound_file import stated_duration
 
         answer.duration = await asyncio.to_thread(stated_duration, source)
-        answer.segments = segments_of(
-            output.token_ids, output.windows, answer.duration, self._tokenizer
-        )
+        found = output.token_ids, output.windows, answer.duration, self._tokenizer
+        answer.segments = segments_of(*found, output.logprobs or ())
+        if self._body.response_format == "verbose_json":
+            await asyncio.to_thread(_look_for_speech, source, answer.segments)
+            for segment in answer.segments:
+                segment.temperature = self._body.temperature or 0.0
         return answer
 
     def _detected(self, output: StageOutput) -> str | None:
@@ -299,13 +338,27 @@ class Transcription(PipelineResponse):
         return next((match[1] for match in found if match is not None), None)
 
 
+def _look_for_speech(source: MediaSource, segments: Sequence[TranscriptionSegment]) -> None:
+    """Find out for each segment how likely it is that nobody speaks in it."""
+    from engine.media.sound_file import LongestSound, read_sound
+    from engine.media.voice_detector import DETECTOR_RATE, WINDOW, VoiceDetector
+
+    samples, _ = read_sound(source, longest=LongestSound(_UNLIMITED_S), rate=DETECTOR_RATE)
+    speech = [*VoiceDetector().feed(samples), 0.0]
+    for segment in segments:
+        begin, end = (int(at * DETECTOR_RATE / WINDOW) for at in (segment.start, segment.end))
+        segment.no_speech_prob = 1.0 - max(speech[begin : max(begin, end) + 1], default=0.0)
+
+
 async def words_of(
     pipeline: ServedPipeline, client: Client, prompt: AudioPrompt, number: int
 ) -> AsyncIterator[str]:
     """Yield what is said in a sound as it is written; ``number`` is of the client's request."""
     stage = _hearing_stage(pipeline.omni.pipeline)
     spoken = ExplicitEncoderDecoderPrompt(prompt)
-    request = client.request(spoken, {}, index=number)
+    fields = {"max_repeats": _MOST_REPEATS}
+    sampling = merge_sampling(pipeline.omni.pipeline, stage, fields, {}, {})
+    request = client.request(spoken, sampling, index=number)
     async with ResponseStream(pipeline, client, [request], "audio", [stage]) as stream:
         async for update in stream.updates():
             delta = update.of(stage)

@@ -183,9 +183,10 @@ class ResponseStream:
                 last = running.last
                 if last is None:
                     continue
-                if last.error is not None:
+                is_done = bool(self._stages) and self._stages <= running.done
+                if last.error is not None and not is_done:
                     raise self._refusal(last.error, is_refused=last.refused)
-                is_last = last.finished or (self._stages and self._stages <= running.done)
+                is_last = last.finished or is_done
                 if is_last:
                     unfinished.discard(index)
                 yield Update(index, running.take(last), bool(is_last))

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 from urllib.parse import urlencode
 
+import numpy as np
 import openai
 import pytest
 from starlette.requests import Request
 
-from omni import AudioPrompt, OmniRequest
+from omni import AudioPrompt, OmniRequest, SamplingParams
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.server.openai.transcription import TranscriptionRequest, _clock, read_transcription
+from omni.server.openai.transcription import (
+    TIMESTAMP,
+    TranscriptionRequest,
+    _clock,
+    read_transcription,
+)
 from omni.server.serving.api_error import ApiError
 from tests.support.live_server import LiveServer
 from tests.support.media_requests import in_python, sound
@@ -52,6 +59,24 @@ def test_speech_is_written_down(hearing: LiveServer, client: Any, kind: str):
         times = [time for each in answer.segments for time in (each.start, each.end)]
         assert times == list(accumulate(times, max)), "segments follow each other"
         assert "<|" not in answer.text
+
+
+def test_a_client_can_tell_what_to_trust(hearing: LiveServer, client: Any):
+    asked = {"model": "transcribe_then_summarize", "file": ("a.wav", sound(seconds=1.0))}
+    answer = client.audio.transcriptions.create(response_format="verbose_json", **asked)
+    sampling = {"transcriber": SamplingParams(temperature=0.0, max_tokens=32, logprobs=0)}
+    prompt = AudioPrompt(sound(seconds=1.0), timestamps=True)
+    output = in_python(
+        hearing, "transcribe_then_summarize", OmniRequest(prompt, sampling=sampling)
+    ).stages["transcriber"]
+    mean = float(np.mean([each.logprob for each in output.logprobs]))
+    for segment in answer.segments:
+        assert segment.avg_logprob == pytest.approx(mean, abs=1e-3)
+        assert segment.no_speech_prob > 0.9, "it is a tone"
+        whole = TIMESTAMP.sub("", output.text).encode()
+        assert segment.compression_ratio == pytest.approx(len(whole) / len(zlib.compress(whole)))
+    for wish in ({"chunking_strategy": "auto"}, {"extra_body": {"vad": "true"}}):
+        assert client.audio.transcriptions.create(**asked, **wish).text == ""
 
 
 @pytest.mark.parametrize("kind", ["srt", "vtt"])
