@@ -28,6 +28,7 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +46,7 @@ from prefix_cache import (
     SlidingWindowSpec,
     StateTensor,
     extend_block_hashes,
+    partial_block_hash,
 )
 from prefix_cache.blocks.block_pool import LOW_PRIORITY
 
@@ -79,6 +81,17 @@ class Job:
     def name(self) -> str:
         """Its id at a manager."""
         return str(self.index)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all its output is known."""
+        return self.num_known > len(self.tokens)
+
+    def partial_hash(self, block_size: int, num_tokens: int) -> BlockHash | None:
+        """Hash of its first tokens, if they end inside of a block."""
+        if num_tokens % block_size == 0:
+            return None
+        return partial_block_hash(self.hashes, self.tokens[:num_tokens], block_size)
 
 
 @dataclass(frozen=True)
@@ -152,7 +165,8 @@ class Ours:
     def admit(self, job: Job, chunk: int) -> int | None:
         """See :class:`Cache`."""
         hashes = job.hashes[: job.num_known // self.manager.block_size]
-        prefix = self.manager.find_cached_prefix(hashes, job.num_known)
+        partial_hash = partial(job.partial_hash, self.manager.block_size)
+        prefix = self.manager.find_cached_prefix(hashes, job.num_known, None, partial_hash)
         if prefix.in_flight:
             return -1
         if not self.manager.can_finish(job.num_known, prefix=prefix, headroom=self.num_running):
@@ -189,6 +203,9 @@ class Ours:
     def free(self, job: Job) -> None:
         """See :class:`Cache`."""
         self.num_running -= 1
+        if job.has_ended:
+            partial_hash = partial(job.partial_hash, self.manager.block_size)
+            self.manager.publish_partial(job.name, job.hashes, partial_hash, job.num_computed)
         self.manager.free(job.name)
 
 
@@ -500,7 +517,7 @@ def play(trace: Trace, kinds: Sequence[str], side: Side) -> list[Job]:
             cache.computed(job)
             if end == job.num_known:
                 job.num_known += 1
-            if job.num_known > len(job.tokens):
+            if job.has_ended:
                 running.remove(job)
                 cache.free(job)
     return jobs

@@ -14,6 +14,7 @@ from prefix_cache.blocks.block import (
     LargePage,
     content_hash,
     extend_block_hashes,
+    partial_block_hash,
     whole_input_block_hashes,
     whole_input_hash,
 )
@@ -29,12 +30,10 @@ from prefix_cache.kv_cache.kv_cache_manager import (
     ENCODER_HIDDEN_STATES,
     CachedPrefix,
     EncoderBlocks,
-    GroupStats,
     KVCacheManager,
-    KVCacheStats,
     PendingBlocks,
-    PrefixMiss,
 )
+from prefix_cache.kv_cache.kv_cache_stats import GroupStats, KVCacheStats, PrefixMiss
 from prefix_cache.kv_cache.offloaded_blocks import OffloadedBlocks
 from prefix_cache.kv_cache.swap_space import SwapSpace
 from prefix_cache.layer_types.coordinator import (
@@ -125,6 +124,7 @@ __all__ = [
     "needed_bytes",
     "one_size_groups",
     "pad_pages",
+    "partial_block_hash",
     "request_bytes",
     "spec_in_words",
     "whole_input_block_hashes",

@@ -11,7 +11,8 @@ and values of every block that the step has filled. That is all that others can 
   and norms make NaN or infinity of every number that is not finite, up to the last layer;
 - blocks of earlier steps were looked at in theirs.
 
-A block that is not full yet is looked at when it is; until then its request alone reads it.
+A block that is not full yet is looked at when it is, or when its request ends inside of it and
+leaves it to others; until then its request alone reads it.
 """
 
 from __future__ import annotations
@@ -112,6 +113,11 @@ class PageContents:
                 pages = layer.chunks.unflatten(0, (-1, layer.chunks_per_page))
                 self._specs[group_id] = group.spec
                 self._pages[group_id] = pages[:, : 2 * len(group.layer_names)].flatten(1)
+
+    @property
+    def token_groups(self) -> list[int]:
+        """The groups whose pages are those of a request's tokens."""
+        return [g for g, spec in self._specs.items() if not isinstance(spec, CrossAttentionSpec)]
 
     def filled(self, step: StepInputs, runs_encoder: Sequence[bool]) -> list[FilledPage]:
         """The pages that a step fills; those of an encoder's input all at once.
@@ -377,6 +383,19 @@ class ModelRunner:
         """Forget every request, and find again the outputs that the manager is to mirror."""
         self._batch.clear()
         self.warm_up()
+
+    @torch.inference_mode()
+    def is_finite(self, request: Request) -> bool:
+        """Whether the keys and values in the block that a running request has ended in are."""
+        index, num_rest = divmod(request.num_computed_tokens, self._kv.block_size)
+        if not num_rest:
+            return True
+        pages = [
+            FilledPage(0, group_id, self._kv.block_ids(request.request_id, group_id, index)[0])
+            for group_id in self._contents.token_groups
+        ]
+        with on_device(self._device):
+            return are_finite(self._contents.numbers(pages))
 
     def append_token(self, request: Request, token_id: int) -> None:
         """Tell the tables the token that was accepted for a request."""

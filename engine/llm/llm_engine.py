@@ -313,13 +313,14 @@ class LLMEngine(Engine[RequestOutput]):
             path = checkpoint.path
             self.tokenizer = load_tokenizer(path, trust_remote_code=remote, config=whole)
         kv_config, plan = _plan(config, model, choices)
+        memory = PagedMemory(kv_config, choices.device)
         self._kv = KVCacheManager(
             kv_config,
             enable_prefix_caching=config.enable_prefix_caching,
             output_names=output_names,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            memory=memory,
         )
-        memory = PagedMemory(kv_config, choices.device)
         self._hold_pages(config, choices, model, memory, plan)
         emitted = self._runner.warm_up()
         _check_output_names(output_names, emitted, self._kv)

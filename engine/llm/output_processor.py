@@ -66,6 +66,7 @@ class OutputProcessor:
     def abort(self, request_id: str) -> None:
         """Drop a request and free what it holds; an unknown id is ignored."""
         for request in self.live(request_id):
+            self._keep_partial(request)
             self._release(request)
         if request_id in self.groups:
             self._forget(self.groups[request_id])
@@ -204,6 +205,8 @@ class OutputProcessor:
         missing = self.declared_outputs - tensors.keys()
         if missing:
             group.error = f"the model did not emit {', '.join(sorted(missing))} for every token"
+        else:
+            self._keep_partial(request)
         self._release(request)
         ended = group.completion_of(request).ended
         if request.continuation is not None and ended is not None:
@@ -220,6 +223,13 @@ class OutputProcessor:
         following = self.next_sequence(request, sequel)
         group.completion_of(request).request = following
         self.scheduler.add(following)
+
+    def _keep_partial(self, request: Request) -> None:
+        """Let who goes on from just here, as a conversation's next turn does, find all of it."""
+        if request.status is not RequestStatus.RUNNING:
+            return  # it holds no blocks
+        if self.kv_cache_manager.enable_prefix_caching and self.model_runner.is_finite(request):
+            self.scheduler.publish_partial(request)
 
     def _release(self, request: Request) -> None:
         self.scheduler.finish(request)

@@ -38,6 +38,7 @@ from prefix_cache import (
     EncoderBlocks,
     PrefixMiss,
     extend_block_hashes,
+    partial_block_hash,
 )
 
 __all__ = ["Request", "RequestGroup", "RequestStatus", "RequestTimes"]
@@ -216,6 +217,24 @@ class Request:
         extend_block_hashes(
             self.block_hashes,
             self.token_ids if self.streamed_rows is None else self.token_ids[:num_known],
+            block_size,
+            spans=(*self.spans, *rows),
+            salt=self.cache_salt,
+        )
+
+    def partial_hash(self, block_size: int, num_tokens: int) -> BlockHash | None:
+        """Hash of its first tokens, which end inside of a block; None if they are not known.
+
+        Those that end with a block have none of this kind.
+        """
+        first = num_tokens // block_size * block_size
+        if first == num_tokens or num_tokens > self.num_known_tokens:
+            return None
+        self.extend_hashes(block_size)
+        rows = () if self.streamed_rows is None else self.streamed_rows.spans(first, num_tokens)
+        return partial_block_hash(
+            self.block_hashes,
+            self.token_ids[:num_tokens],
             block_size,
             spans=(*self.spans, *rows),
             salt=self.cache_salt,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 
 from engine.interface.log_fields import package_logger
@@ -231,12 +232,15 @@ class Admission:
     def _share(self, request: Request, num_tokens: int, step: StepPlan) -> ItemShare:
         return self.queues.hold_items(request, num_tokens, step.encoding_budget)
 
-    def _find_prefix(self, request: Request) -> CachedPrefix:
+    def _find_prefix(self, request: Request, *, whole_blocks: bool = False) -> CachedPrefix:
         """What a waiting request would begin with."""
         if self.kv_cache_manager.enable_prefix_caching:
             request.extend_hashes(self.block_size)
         return self.kv_cache_manager.find_cached_prefix(
-            request.block_hashes, request.num_tokens, request.encoder_blocks
+            request.block_hashes,
+            request.num_tokens,
+            request.encoder_blocks,
+            None if whole_blocks else partial(request.partial_hash, self.block_size),
         )
 
     def consider(self, request: Request, step: StepPlan) -> bool:
@@ -285,16 +289,17 @@ class Admission:
     def _admit(self, request: Request, prefix: CachedPrefix, step: StepPlan) -> bool:
         """Let a request in if all of its tokens fit, and a block stays for each running request.
 
-        Otherwise it would be preempted right away.
+        Otherwise it would be preempted right away. A partial block is not copied where it would
+            lack room, nor in a step that moves pages: a copy is written at once, and a page that a
+            request has left is still to be copied.
         """
-        encoder = request.encoder_blocks
-        if not self.kv_cache_manager.can_finish(
-            request.num_tokens,
-            prefix=prefix,
-            num_encoder_tokens=encoder.num_tokens if encoder is not None else 0,
-            headroom=len(self.queues.running),
-        ):
+        can_finish = self._can_finish(request, prefix)
+        if prefix.partial is not None and (step.page_moves or not can_finish):
+            prefix = self._find_prefix(request, whole_blocks=True)
+            can_finish = self._can_finish(request, prefix)
+        if not can_finish:
             return False
+        encoder = request.encoder_blocks
         num_tokens = min(request.num_known_tokens - prefix.num_tokens, step.num_tokens)
         if prefix.stops is not None:
             num_tokens = prefix.stops.clip(prefix.num_tokens, num_tokens, request.num_tokens)
@@ -321,6 +326,15 @@ class Admission:
                 self.kv_cache_manager.count_miss(request.prefix_miss, prefix.lacking_group)
         step.add(request, share, runs_encoder=not prefix.encoder_cached)
         return True
+
+    def _can_finish(self, request: Request, prefix: CachedPrefix) -> bool:
+        encoder = request.encoder_blocks
+        return self.kv_cache_manager.can_finish(
+            request.num_tokens,
+            prefix=prefix,
+            num_encoder_tokens=encoder.num_tokens if encoder is not None else 0,
+            headroom=len(self.queues.running),
+        )
 
 
 logger = package_logger(__name__)
@@ -481,6 +495,15 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that has been validated."""
         self._queues.add(request)
+
+    def publish_partial(self, request: Request) -> None:
+        """Let the block that a running request has ended in be found; it is to finish next."""
+        self._kv.publish_partial(
+            request.request_id,
+            request.block_hashes,
+            partial(request.partial_hash, self._block_size),
+            request.num_computed_tokens,
+        )
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is, and give back what it holds."""

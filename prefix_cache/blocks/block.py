@@ -32,6 +32,7 @@ __all__ = [
     "LargePage",
     "content_hash",
     "extend_block_hashes",
+    "partial_block_hash",
     "whole_input_block_hashes",
     "whole_input_hash",
 ]
@@ -115,10 +116,7 @@ def extend_block_hashes(
     if len(hashes) == num_full_blocks:
         return
     parent = hashes[-1] if hashes else _root_hash(salt, lora_name)
-    # The order in which spans are listed says nothing about the content.
-    to_come = deque(
-        sorted(spans, key=lambda span: (span.offset, span.length, span.kind, span.content_hash))
-    )
+    to_come = deque(sorted(spans, key=_span_order))
     overlapping: list[ContentSpan] = []
     first, end_of_all = len(hashes) * block_size, num_full_blocks * block_size
     ids = struct.pack(f"<{end_of_all - first}q", *token_ids[first:end_of_all])
@@ -129,13 +127,66 @@ def extend_block_hashes(
                 overlapping.append(to_come.popleft())
             overlapping = [span for span in overlapping if span.end > start]
         own_ids = ids[(start - first) * 8 : (end - first) * 8]
-        fields = [b"block", parent, struct.pack("<QQ", block_size, len(overlapping)), own_ids]
-        for span in overlapping:
-            fields += _length_prefixed(span.kind.encode()), _length_prefixed(span.content_hash)
-            fields.append(struct.pack("<qq", span.offset - start, span.length))
-        # Every field has a fixed size or its length before it, so no two contents encode alike.
-        parent = BlockHash(hashlib.sha256(b"".join(fields)).digest())
+        parent = _hash_of(b"block", parent, own_ids, overlapping, start, block_size)
         hashes.append(parent)
+
+
+def partial_block_hash(
+    hashes: Sequence[BlockHash],
+    token_ids: Sequence[int] | NDArray[np.integer],
+    block_size: int,
+    *,
+    spans: Sequence[ContentSpan] = (),
+    salt: str | None = None,
+    lora_name: str | None = None,
+) -> BlockHash:
+    """Hash of the last block of a sequence that ends inside of it; that of no full block.
+
+    Args:
+        hashes: of the sequence's full blocks; more are ignored.
+        token_ids: all of the sequence.
+
+    The others are as for :func:`extend_block_hashes`.
+
+    Raises:
+        ValueError: if the sequence ends with a block, or the hash of one before is not given.
+    """
+    num_full, num_rest = divmod(len(token_ids), block_size)
+    if not num_rest or len(hashes) < num_full:
+        raise ValueError(
+            f"got {len(hashes)} block hashes for {len(token_ids)} tokens, which are {num_full} "
+            f"blocks of {block_size} and {num_rest} tokens; expected hashes of all full blocks, "
+            "and a rest"
+        )
+    start = num_full * block_size
+    own = sorted(
+        (span for span in spans if span.offset < len(token_ids) and span.end > start),
+        key=_span_order,
+    )
+    parent = hashes[num_full - 1] if num_full else _root_hash(salt, lora_name)
+    own_ids = struct.pack(f"<{num_rest}q", *token_ids[start:])
+    return _hash_of(b"partial", parent, own_ids, own, start, num_rest)
+
+
+def _span_order(span: ContentSpan) -> tuple[int, int, str, bytes]:
+    """The order in which spans are listed says nothing about the content."""
+    return span.offset, span.length, span.kind, span.content_hash
+
+
+def _hash_of(
+    kind: bytes,
+    parent: BlockHash,
+    own_ids: bytes,
+    spans: Sequence[ContentSpan],
+    start: int,
+    num_tokens: int,
+) -> BlockHash:
+    """Every field has a fixed size or its length before it, so no two contents encode alike."""
+    fields = [kind, parent, struct.pack("<QQ", num_tokens, len(spans)), own_ids]
+    for span in spans:
+        fields += _length_prefixed(span.kind.encode()), _length_prefixed(span.content_hash)
+        fields.append(struct.pack("<qq", span.offset - start, span.length))
+    return BlockHash(hashlib.sha256(b"".join(fields)).digest())
 
 
 def whole_input_hash(

@@ -669,6 +669,13 @@ class BlockPool:
         if block.ref_cnt == 0 and block.block_hash == block_hash:
             self._arena_of[block.group_id].requeue(block, block.key[0])
 
+    def forget(self, block: KVCacheBlock, block_hash: BlockHash) -> None:
+        """Let a block be free, if it still waits with this content."""
+        if block.ref_cnt == 0 and block.block_hash == block_hash:
+            self._forget_newest(block.group_id, block_hash)
+            block.block_hash = None
+            self._arena_of[block.group_id].drop_content(block)
+
     def publish(self, block: KVCacheBlock, block_hash: BlockHash) -> None:
         """Let a held block be found by its content. Call it after its rows are written.
 

@@ -7,31 +7,29 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from prefix_cache.blocks.block import BlockHash, KVCacheBlock, whole_input_block_hashes
 from prefix_cache.blocks.block_pool import BlockPool
+from prefix_cache.kv_cache.kv_cache_stats import KVCacheStats, PrefixMiss
+from prefix_cache.kv_cache.partial_blocks import PartialBlocks, PartialHash, PartialHit
 from prefix_cache.layer_types.coordinator import ChunkStops, KVCacheCoordinator
 from prefix_cache.specs.kv_cache_spec import (
     FullAttentionSpec,
     HostOnlySpec,
     KVCacheConfig,
-    spec_in_words,
 )
+from prefix_cache.stores.paged_memory import PageCopy, PagedMemory
 from prefix_cache.stores.stage_output_cache import StageOutputCache
 
 __all__ = [
     "ENCODER_HIDDEN_STATES",
     "CachedPrefix",
     "EncoderBlocks",
-    "GroupStats",
     "KVCacheManager",
-    "KVCacheStats",
     "PendingBlocks",
-    "PrefixMiss",
     "SavedRows",
 ]
 
@@ -192,143 +190,6 @@ def _first_complete_group(config: KVCacheConfig) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupStats:
-    """What one group of layers has of the pool.
-
-    Attributes:
-        kind: what its layers keep, in words.
-        held: blocks that are in at least one request's table.
-        cached: blocks that no request holds, findable by content until they are evicted.
-        block_bytes: of one block on the device; 0 for a group of the host.
-        evictions: cached blocks given up for others, since the start.
-        misses: prefixes of admitted requests that ended because the group lacked what it needs to
-            go on, while the tokens' own block was cached.
-    """
-
-    kind: str
-    held: int
-    cached: int
-    block_bytes: int
-    evictions: int = 0
-    misses: int = 0
-
-    def beside(self, other: GroupStats) -> GroupStats:
-        """Both together, of pools for the same model."""
-        return GroupStats(
-            self.kind,
-            self.held + other.held,
-            self.cached + other.cached,
-            self.block_bytes,
-            self.evictions + other.evictions,
-            self.misses + other.misses,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class KVCacheStats:
-    """A snapshot. ``free + held + cached + 1 (null) == num_blocks``.
-
-    These count large pages of the device; with one group of layers those are its blocks.
-
-    Attributes:
-        num_blocks: of the pool, the null block included.
-        free: pages without content.
-        held: pages of which a block is in at least one request's table.
-        cached: pages that no request holds, with blocks findable by content until they are evicted.
-        evictions: cached blocks given up for others, since the start.
-        hit_tokens: tokens that admitted requests found cached, since the start.
-        queried_tokens: tokens in full blocks of admitted requests, since the start.
-        nbytes: reserved for the pool on the device; 0 for a pool without memory of its own.
-        output_bytes: reserved on the host for the outputs that are mirrored.
-        groups: what each group of layers has of it, in their order; none for such a pool.
-        misses: how often a request's prefix was not hit further, by :data:`PrefixMiss`.
-    """
-
-    num_blocks: int
-    free: int
-    held: int
-    cached: int
-    evictions: int
-    hit_tokens: int
-    queried_tokens: int
-    nbytes: int = 0
-    output_bytes: int = 0
-    groups: tuple[GroupStats, ...] = ()
-    misses: Mapping[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of_pool(cls, pool: BlockPool, hit_tokens: int, queried_tokens: int) -> KVCacheStats:
-        """Where the pages are now; the counts of tokens are the caller's."""
-        device = pool.arenas[0]
-        return cls(
-            num_blocks=len(device.pages),
-            free=len(device.free_pages),
-            held=len(device.pages) - 1 - device.num_available,
-            cached=len(device.unheld),
-            evictions=pool.num_evictions,
-            hit_tokens=hit_tokens,
-            queried_tokens=queried_tokens,
-        )
-
-    def in_groups(
-        self,
-        pool: BlockPool,
-        config: KVCacheConfig,
-        output_bytes: int,
-        group_misses: Mapping[int, int],
-    ) -> KVCacheStats:
-        """The same with what each group of layers has of the pool, and the outputs' bytes."""
-        of_pool = {g: pages for arena in pool.arenas for g, pages in arena.groups.items()}
-        groups = tuple(
-            GroupStats(
-                spec_in_words(group.spec),
-                of_pool[index].num_held,
-                len(of_pool[index].cached),
-                group.page_bytes if group.on_device else 0,
-                pool.evictions[index],
-                group_misses.get(index, 0),
-            )
-            for index, group in enumerate(config.groups)
-        )
-        nbytes = config.num_large_pages * config.large_page_bytes
-        return replace(self, nbytes=nbytes, output_bytes=output_bytes, groups=groups)
-
-    def beside(self, other: KVCacheStats) -> KVCacheStats:
-        """Both pools together, of engines that run the same model."""
-        return KVCacheStats(
-            self.num_blocks + other.num_blocks,
-            self.free + other.free,
-            self.held + other.held,
-            self.cached + other.cached,
-            self.evictions + other.evictions,
-            self.hit_tokens + other.hit_tokens,
-            self.queried_tokens + other.queried_tokens,
-            self.nbytes + other.nbytes,
-            self.output_bytes + other.output_bytes,
-            tuple(
-                mine.beside(their) for mine, their in zip(self.groups, other.groups, strict=True)
-            ),
-            dict(Counter(self.misses) + Counter(other.misses)),
-        )
-
-
-PrefixMiss: TypeAlias = Literal[
-    "off", "short", "last_token", "salt", "unseen", "evicted", "group", "rows"
-]
-"""Why a prefix was not hit further, by the block at which the hit ended.
-
-- ``off``: prefix caching is switched off.
-- ``short``: the prompt has no full block before its last token.
-- ``last_token``: the block is cached, but ends with the prompt's last token, which is always run.
-- ``salt``: nothing begins like the prompt under its ``cache_salt``; other salts are not searched.
-- ``unseen``: the block is not cached, nor known to have been.
-- ``evicted``: it was cached, and gave way to others.
-- ``group``: it is cached, but not what another group of layers (windows, states) needs to go on.
-- ``rows``: it is cached without rows of an output that is wanted.
-"""
-
-
-@dataclass(frozen=True, slots=True)
 class EncoderBlocks:
     """The encoder sequence of a request, as cross-attention keeps it.
 
@@ -353,13 +214,15 @@ class CachedPrefix:
 
     Attributes:
         blocks: per group, what holds the prefix; of cross-attention all the encoder's, or none.
-        num_tokens: its length, whole blocks, at most one token less than the prompt.
+        num_tokens: its length, at most one token less than the prompt; whole blocks, and those of
+            ``partial``.
         in_flight: a running request computes the next block, or the encoder's, now: wait a step.
         stops: where the rest of the prefill should end its chunks.
         encoder_cached: whether all that is wanted of the encoder sequence, if any, is there.
         miss: why it is no longer; None if all that can be hit of these tokens is.
         lacking_group: whose blocks ended it, if ``miss`` is ``group``.
         num_seen_tokens: how much the prompt has in common with what is, or was lately, cached.
+        partial: the block that it ends in, to be copied; None: it ends with a block.
     """
 
     blocks: tuple[tuple[KVCacheBlock, ...], ...]
@@ -370,6 +233,12 @@ class CachedPrefix:
     miss: PrefixMiss | None = field(default=None, compare=False)
     lacking_group: int | None = field(default=None, compare=False)
     num_seen_tokens: int = field(default=0, compare=False)
+    partial: PartialHit | None = None
+
+    @property
+    def sources(self) -> Mapping[int, KVCacheBlock]:
+        """Per group, the block to be copied."""
+        return self.partial.sources if self.partial is not None else {}
 
 
 class PendingBlocks:
@@ -429,9 +298,14 @@ class PrefixFinder:
     """
 
     def __init__(
-        self, coordinator: KVCacheCoordinator, outputs: MirroredOutputs, pending: PendingBlocks
+        self,
+        coordinator: KVCacheCoordinator,
+        outputs: MirroredOutputs,
+        pending: PendingBlocks,
+        partial_blocks: PartialBlocks,
     ) -> None:
         self._coordinator = coordinator
+        self._partial_blocks = partial_blocks
         self._outputs = outputs
         self._pending = pending
         self._block_size = coordinator.block_size
@@ -442,10 +316,16 @@ class PrefixFinder:
         return CachedPrefix(blocks, 0, in_flight=False, encoder_cached=encoder_cached, miss=miss)
 
     def find(
-        self, block_hashes: Sequence[BlockHash], num_tokens: int, encoder: EncoderBlocks | None
+        self,
+        block_hashes: Sequence[BlockHash],
+        num_tokens: int,
+        encoder: EncoderBlocks | None,
+        partial_hash: PartialHash | None,
     ) -> CachedPrefix:
         """See :meth:`KVCacheManager.find_cached_prefix`."""
         prefix = self._find_tokens(block_hashes, num_tokens)
+        if partial_hash is not None and not prefix.in_flight:
+            prefix = self._with_partial(prefix, block_hashes, num_tokens, partial_hash)
         return prefix if encoder is None else self._with_encoder(prefix, encoder)
 
     def check(
@@ -463,6 +343,7 @@ class PrefixFinder:
             blocks = prefix.blocks[manager.group_id]
             pairs = zip(blocks, expected, strict=False)
             current = all([b.large_page is None or b.block_hash == h for b, h in pairs])
+            current = current and (prefix.partial is None or prefix.partial.is_current)
             if not current or len(blocks) not in (0, len(expected)):
                 raise ValueError(
                     f"the prefix of {prefix.num_tokens} tokens is not (or no longer) cached "
@@ -513,6 +394,33 @@ class PrefixFinder:
         if is_cached:
             return "rows" if lacks_rows else "group"
         return "evicted" if pool.was_evicted(self._outputs.group_id, following[0]) else "unseen"
+
+    def _with_partial(
+        self,
+        prefix: CachedPrefix,
+        block_hashes: Sequence[BlockHash],
+        num_tokens: int,
+        partial_hash: PartialHash,
+    ) -> CachedPrefix:
+        """The same, or a longer one that ends inside of a block."""
+        hit = self._partial_blocks.find(block_hashes, prefix.num_tokens, num_tokens, partial_hash)
+        if hit is None:
+            return prefix
+        num_hit_blocks = hit.num_tokens // self._block_size
+        end = min((num_tokens - 1) // self._block_size, len(block_hashes))
+        is_all = hit.num_tokens == num_tokens - 1
+        return replace(
+            prefix,
+            blocks=hit.blocks,
+            num_tokens=hit.num_tokens,
+            in_flight=num_hit_blocks < end and block_hashes[num_hit_blocks] in self._pending,
+            stops=self._plan_stops(num_tokens, hit.num_tokens, prefix.num_seen_tokens),
+            miss=None
+            if is_all
+            else self._miss(block_hashes, num_hit_blocks, end, lacks_rows=False),
+            lacking_group=None,
+            partial=hit,
+        )
 
     def _with_encoder(self, prefix: CachedPrefix, encoder: EncoderBlocks) -> CachedPrefix:
         blocks = list(prefix.blocks)
@@ -576,6 +484,7 @@ class KVCacheManager:
         enable_prefix_caching: whether prefixes are found and published; all else is the same.
         output_names: mirror these output tensors only; ``None`` mirrors all that are per token.
         max_num_batched_tokens: most tokens of a request that a step runs; None: no limit.
+        memory: the pages, of which partial blocks are copied; None where no model runs.
 
     Attributes:
         pool: all blocks.
@@ -598,8 +507,10 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         output_names: Collection[str] | None = None,
         max_num_batched_tokens: int | None = None,
+        memory: PagedMemory | None = None,
     ) -> None:
         self.config = config
+        self._memory = memory
         self._max_chunk = max_num_batched_tokens or _NO_LIMIT
         self._output_names = output_names
         self._enable_prefix_caching = enable_prefix_caching
@@ -620,7 +531,12 @@ class KVCacheManager:
         self.stage_outputs = self.outputs.stage_outputs
         self.encoder_outputs = self.outputs.encoder_outputs
         self.pending = PendingBlocks()
-        self._finder = PrefixFinder(self.coordinator, self.outputs, self.pending)
+        self._partial_blocks = PartialBlocks(
+            self.coordinator, self.stage_outputs, self.mirrored_group_id
+        )
+        self._finder = PrefixFinder(
+            self.coordinator, self.outputs, self.pending, self._partial_blocks
+        )
         # Requests that live, each with the number of resets that came before its content.
         self._resets_before: dict[str, int] = {}
 
@@ -661,6 +577,7 @@ class KVCacheManager:
         block_hashes: Sequence[BlockHash],
         num_tokens: int,
         encoder: EncoderBlocks | None = None,
+        partial_hash: PartialHash | None = None,
     ) -> CachedPrefix:
         """The longest prefix whose state *and* whose wanted output rows are cached.
 
@@ -671,10 +588,11 @@ class KVCacheManager:
             num_tokens: of the sequence. At least its last token is left to compute, because
                 sampling needs that token's logits.
             encoder: the request's encoder sequence; found whole or not at all.
+            partial_hash: of the sequence; None finds whole blocks only.
         """
         if not self._enable_prefix_caching:
             return self._finder.nothing("off", encoder_cached=encoder is None)
-        return self._finder.find(block_hashes, num_tokens, encoder)
+        return self._finder.find(block_hashes, num_tokens, encoder, partial_hash)
 
     def clip_chunk(self, request_id: str, start: int, num_tokens: int, total: int) -> int:
         """How many of ``num_tokens`` tokens a living request should run; :class:`ChunkStops`."""
@@ -693,9 +611,12 @@ class KVCacheManager:
 
         Changes nothing.
         """
-        prefix_blocks = prefix.blocks if prefix is not None else ()
         return self.coordinator.can_finish(
-            num_tokens, prefix_blocks, num_encoder_tokens=num_encoder_tokens, headroom=headroom
+            num_tokens,
+            prefix.blocks if prefix is not None else (),
+            sources=prefix.sources if prefix is not None else {},
+            num_encoder_tokens=num_encoder_tokens,
+            headroom=headroom,
         )
 
     def allocate_slots(
@@ -709,6 +630,9 @@ class KVCacheManager:
         block_hashes: Sequence[BlockHash] = (),
     ) -> bool:
         """Grow the request's block tables to hold ``num_tokens``, or take nothing at all.
+
+        The partial block of a prefix is copied at once, with its rows: pages that requests have
+        left must not be waiting to be copied themselves.
 
         Args:
             request_id: an unknown one begins to live here.
@@ -737,25 +661,51 @@ class KVCacheManager:
             request_id,
             num_tokens,
             prefix_blocks,
+            sources=prefix.sources if prefix is not None else {},
             num_computed_tokens=num_computed_tokens,
             num_encoder_tokens=encoder.num_tokens if encoder is not None else 0,
         ):
             return False
+        if prefix is not None and prefix.partial is not None:
+            self._copy(request_id, prefix.partial)
         if is_new:
             self._resets_before[request_id] = self.num_resets
             self.coordinator.keep_stops(request_id, prefix.stops if prefix is not None else None)
             if self._enable_prefix_caching:
-                num_hit_tokens = prefix.num_tokens if prefix is not None else 0
-                if prefix is not None and prefix.num_seen_tokens > num_hit_tokens:
-                    self.coordinator.keep_parting(
-                        request_id, block_hashes, num_hit_tokens, prefix.num_seen_tokens
-                    )
-                self.pending.add(request_id, block_hashes[num_hit_tokens // self.block_size :])
-                if encoder is not None and not (prefix is not None and prefix.encoder_cached):
-                    self.pending.add(request_id, encoder.hashes)
-                self._hit_tokens += num_hit_tokens
-                self._queried_tokens += len(block_hashes) * self.block_size
+                self._note_prefix(request_id, prefix, block_hashes, encoder)
         return True
+
+    def _note_prefix(
+        self,
+        request_id: str,
+        prefix: CachedPrefix | None,
+        block_hashes: Sequence[BlockHash],
+        encoder: EncoderBlocks | None,
+    ) -> None:
+        """Note what a new request has found, and what it computes now."""
+        num_hit_tokens = prefix.num_tokens if prefix is not None else 0
+        if prefix is not None and prefix.num_seen_tokens > num_hit_tokens:
+            self.coordinator.keep_parting(
+                request_id, block_hashes, num_hit_tokens, prefix.num_seen_tokens
+            )
+        self.pending.add(request_id, block_hashes[num_hit_tokens // self.block_size :])
+        if encoder is not None and not (prefix is not None and prefix.encoder_cached):
+            self.pending.add(request_id, encoder.hashes)
+        self._hit_tokens += num_hit_tokens
+        self._queried_tokens += max(len(block_hashes) * self.block_size, num_hit_tokens)
+
+    def _copy(self, request_id: str, hit: PartialHit) -> None:
+        """Fill the block behind a request's prefix with the partial block that was found."""
+        num_full, num_rest = divmod(hit.num_tokens, self.block_size)
+        for group_id, source in hit.sources.items():
+            (target,) = self.block_ids(request_id, group_id, num_full)[:1]
+            if self._memory is not None and self.config.groups[group_id].on_device:
+                copy = PageCopy(group_id, (source.block_id,), (target,))
+                self._memory.copy_pages(copy, self._memory)
+            if group_id == self.mirrored_group_id:
+                rows = self.stage_outputs.gather([source.block_id], num_rest)
+                slots = self.stage_outputs.slots(torch.tensor([target]))[:num_rest]
+                self.stage_outputs.write(slots, rows)
 
     def publish(
         self, request_id: str, block_hashes: Sequence[BlockHash], num_computed_tokens: int
@@ -778,6 +728,27 @@ class KVCacheManager:
         self.coordinator.publish(request_id, block_hashes, num_computed_tokens)
         num_full_blocks = num_computed_tokens // self.block_size
         self.pending.remove(request_id, islice(block_hashes, num_full_blocks))
+
+    def publish_partial(
+        self,
+        request_id: str,
+        block_hashes: Sequence[BlockHash],
+        partial_hash: PartialHash,
+        num_computed_tokens: int,
+    ) -> None:
+        """Let the block that a request has ended in be found; it is to be freed next.
+
+        Args:
+            partial_hash: of the request.
+
+        The others are as for :meth:`publish`, which comes first.
+        """
+        is_current = self.resets_before(request_id) == self.num_resets
+        if not (is_current and self._enable_prefix_caching):
+            return
+        block_hash = partial_hash(num_computed_tokens)
+        if block_hash is not None:
+            self._partial_blocks.publish(request_id, block_hashes, block_hash, num_computed_tokens)
 
     def publish_encoder(self, request_id: str, encoder: EncoderBlocks) -> None:
         """Let a request's encoder sequence be found, after its keys and values are written."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 from prefix_cache.blocks.block import BlockHash, KVCacheBlock, LargePage
@@ -31,6 +32,8 @@ __all__ = [
     "SingleTypeKVCacheManager",
     "SlidingWindowManager",
 ]
+
+_NONE: Mapping[int, KVCacheBlock] = MappingProxyType({})
 
 NEVER = 2**62
 """More tokens than any request has."""
@@ -98,6 +101,21 @@ class SingleTypeKVCacheManager(ABC):
         Returns:
             One block per ``block_size`` tokens of the hit; the null block where none is needed.
         """
+
+    def find_hit_of(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> list[KVCacheBlock]:
+        """The blocks of a hit of just ``num_tokens``, none if one that it needs is not cached.
+
+        Args:
+            block_hashes: of all of its blocks, the last one full or not.
+        """
+        first = self.first_needed_block(num_tokens)
+        hit = [self.null_block] * first
+        for block_hash in block_hashes[first:]:
+            block = self.pool.lookup(self.group_id, block_hash)
+            if block is None:
+                return []
+            hit.append(block)
+        return hit
 
     def max_blocks(self, num_tokens: int) -> int:
         """Most blocks that a request of ``num_tokens`` ever holds at once. Changes nothing."""
@@ -586,6 +604,7 @@ class KVCacheCoordinator:
         max_num_batched_tokens: most tokens of a request that a step runs.
 
     Attributes:
+        token_managers: of the groups that follow the tokens.
         stops: per request whose states are kept, where its prefill should end its chunks.
 
     Raises:
@@ -606,7 +625,7 @@ class KVCacheCoordinator:
         )
         self.state_managers = [m for m in self.managers if isinstance(m, MambaManager)]
         self.encoder_managers = [m for m in self.managers if not m.follows_tokens]
-        self._token_managers = [m for m in self.managers if m.follows_tokens]
+        self.token_managers = [m for m in self.managers if m.follows_tokens]
         # Per request, tokens that its tables hold, and computed tokens at which blocks can be
         # given back: below both there is nothing to do, which is so in most decode steps.
         self._settled: dict[str, tuple[int, int]] = {}
@@ -622,13 +641,13 @@ class KVCacheCoordinator:
         Returns:
             As many blocks for every group that follows the tokens, null ones where it needs none.
         """
-        hits = _agree(self._token_managers, block_hashes, max_num_tokens, self.block_size)
+        hits = _agree(self.token_managers, block_hashes, max_num_tokens, self.block_size)
         return tuple([tuple(hits.get(m.group_id, ())) for m in self.managers])
 
     def lacking_group(self, block_hashes: Sequence[BlockHash]) -> int | None:
         """A group without which all these blocks would be a hit, if it lacks any itself."""
         num_tokens = len(block_hashes) * self.block_size
-        for manager in self._token_managers:
+        for manager in self.token_managers:
             hit = manager.find_longest_cache_hit(block_hashes, num_tokens)
             if len(hit) < len(block_hashes):
                 return manager.group_id
@@ -639,6 +658,7 @@ class KVCacheCoordinator:
         num_tokens: int,
         prefix_blocks: Sequence[Sequence[KVCacheBlock]] = (),
         *,
+        sources: Mapping[int, KVCacheBlock] = _NONE,
         num_encoder_tokens: int = 0,
         headroom: int = 0,
     ) -> bool:
@@ -649,6 +669,7 @@ class KVCacheCoordinator:
         Args:
             num_tokens: in all.
             prefix_blocks: of a hit that the request would adopt first, per group.
+            sources: per group, the block behind them that it would copy.
             num_encoder_tokens: for cross-attention.
             headroom: blocks that must be left over in every group that grows.
         """
@@ -662,7 +683,7 @@ class KVCacheCoordinator:
             else:
                 num_found = len(prefix_blocks[manager.group_id]) if prefix_blocks else 0
                 needs[manager.group_id] = manager.max_blocks(num_encoder_tokens) - num_found
-        return self.pool.can_allocate(needs, prefix_blocks)
+        return self.pool.can_allocate(needs, (*prefix_blocks, tuple(sources.values())))
 
     def allocate(
         self,
@@ -670,12 +691,14 @@ class KVCacheCoordinator:
         num_tokens: int,
         prefix_blocks: Sequence[Sequence[KVCacheBlock]] = (),
         *,
+        sources: Mapping[int, KVCacheBlock] = _NONE,
         num_computed_tokens: int = 0,
         num_encoder_tokens: int = 0,
     ) -> bool:
         """Adopt the prefix and grow all tables to ``num_tokens``, or change no table's length.
 
         Either way, blocks that later tokens than the computed ones cannot need go back first.
+        Per group, ``sources`` has the block to be copied to the one behind the prefix.
 
         Returns:
             Whether there were enough blocks.
@@ -692,16 +715,27 @@ class KVCacheCoordinator:
         for manager in self.managers:
             num_prefix = len(prefix_blocks[manager.group_id]) if prefix_blocks else 0
             wanted = num_tokens if manager.follows_tokens else num_encoder_tokens
-            needs[manager.group_id] = manager.num_blocks_needed(request_id, wanted, num_prefix)
-        if not self.pool.can_allocate(needs, prefix_blocks):
+            copies = int(manager.group_id in sources)
+            needed = manager.num_blocks_needed(request_id, wanted, num_prefix + copies)
+            needs[manager.group_id] = copies + needed
+        if not self.pool.can_allocate(needs, (*prefix_blocks, tuple(sources.values()))):
             return False
         # Adopt in every group first: a new block for one must not evict the prefix of another.
         for manager, blocks in zip(self.managers, prefix_blocks, strict=False):
             manager.adopt(request_id, blocks)
+        for source in sources.values():
+            self.pool.touch(source)
         near = {m.group_id: m.last_page(request_id) for m in self.managers if needs[m.group_id]}
         blocks_of = self.pool.allocate(needs, near) if near else {}
+        # Whoever goes on from the copy later finds its full block.
+        self.pool.release(sources.values(), LOW_PRIORITY)
         for manager in self.managers:
-            manager.extend(request_id, blocks_of.get(manager.group_id, ()), num_tokens)
+            blocks = blocks_of.get(manager.group_id, [])
+            if manager.group_id in sources:
+                num_held = len(prefix_blocks[manager.group_id]) + 1
+                manager.extend(request_id, blocks[:1], num_held * self.block_size)
+                blocks = blocks[1:]
+            manager.extend(request_id, blocks, num_tokens)
         num_held = -(-num_tokens // self.block_size) * self.block_size
         self._settled[request_id] = (num_held, next_release)
         return True
@@ -720,7 +754,7 @@ class KVCacheCoordinator:
         """
         num_hit, num_seen = hit_tokens // self.block_size, seen_tokens // self.block_size
         num_found = num_seen
-        for manager in self._token_managers:
+        for manager in self.token_managers:
             first = manager.first_needed_block(num_seen * self.block_size)
             manager.parting[request_id] = first, num_seen
             if not manager.keeps_all:
@@ -731,7 +765,7 @@ class KVCacheCoordinator:
             num_found = min([num_found, *missing])
         if num_found == num_hit:
             return
-        for manager in self._token_managers:
+        for manager in self.token_managers:
             if not manager.keeps_all:
                 first = manager.first_needed_block(num_found * self.block_size)
                 missing = self._missing(manager, block_hashes, first, num_found)
@@ -768,7 +802,7 @@ class KVCacheCoordinator:
         self, request_id: str, block_hashes: Sequence[BlockHash], num_computed_tokens: int
     ) -> None:
         """Let full and computed blocks be found, in every group that follows the tokens."""
-        for manager in self._token_managers:
+        for manager in self.token_managers:
             manager.publish(request_id, block_hashes, num_computed_tokens)
 
     def free(self, request_id: str) -> None:

@@ -1,14 +1,15 @@
 """Random request streams, and what each request has to say whatever else happens.
 
-A stream adds requests with shared prefixes (token ids and embeddings mixed), steps, aborts, pauses
-and resumes, on a pool so small that blocks are evicted and requests preempted. Whatever happens, a
+A stream adds requests with shared prefixes (token ids and embeddings mixed), goes on with what one
+has said so far, as a conversation's next turn does, steps, aborts, pauses and resumes, on a pool so
+small that blocks are evicted and requests preempted. Whatever happens, a
 request that finishes has to say what it says alone in an engine without cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -47,7 +48,10 @@ LONGEST_PROMPT = 80
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of a stream: the first ``length`` tokens of a family, then a tail of its own."""
+    """One request of a stream: the first ``length`` tokens of a family, then a tail of its own.
+
+    Behind them comes what was ``said`` since, by the model and to it: not behind embeddings.
+    """
 
     family: int
     length: int
@@ -57,6 +61,13 @@ class Ask:
     seeded: bool
     priority: int
     salt: str | None
+    said: tuple[int, ...] = field(default=(), kw_only=True)
+
+    def next_turn(self, output: RequestOutput, number: int) -> Ask:
+        """The same and what has come of it, cut at the end or with more behind it."""
+        reply = output.outputs[0].token_ids
+        new = (30 + number,) * (number % 4)
+        return replace(self, said=(*self.said, *reply[: len(reply) - number % 5 // 4], *new))
 
     @property
     def params(self) -> SamplingParams:
@@ -76,7 +87,7 @@ class Ask:
             tail = torch.full((self.tail % 3, 64), 0.1 * self.tail)
             return EmbedsPrompt(torch.cat([rows, tail]))
         ids = torch.randint(10, 700, (LONGEST_PROMPT,), generator=generator).tolist()
-        return TokensPrompt((*ids[: self.length], *[20 + self.tail] * (self.tail % 3)))
+        return TokensPrompt((*ids[: self.length], *[20 + self.tail] * (self.tail % 3), *self.said))
 
 
 Script = list[tuple[str, Ask | int]]
@@ -106,11 +117,12 @@ def asks_of(
 
 
 def streams_of(asks: st.SearchStrategy[Ask], *, max_size: int) -> st.SearchStrategy[Script]:
-    """Streams that add such requests, step, abort, pause and resume."""
+    """Streams that add such requests and next turns of them, step, abort, pause and resume."""
     return st.lists(
         st.one_of(
             st.tuples(st.just("add"), asks),
             st.tuples(st.just("step"), st.integers(1, 3)),
+            st.tuples(st.just("turn"), st.integers(0, 40)),
             st.tuples(st.just("abort"), st.integers(0, 30)),
             st.tuples(st.sampled_from(["pause", "pause", "resume"]), st.integers(0, 12)),
         ),
@@ -206,6 +218,7 @@ def _played(
 ) -> dict[str, RequestOutput]:
     done: dict[str, RequestOutput] = {}
     streamed: dict[str, str] = {}
+    moved: dict[str, tuple[Ask, RequestOutput]] = {}
 
     def step() -> None:
         for output in engine.step():
@@ -213,6 +226,7 @@ def _played(
             completion = output.outputs[0]
             streamed[output.request_id] = streamed.get(output.request_id, "") + completion.delta
             assert streamed[output.request_id] == completion.text
+            moved[output.request_id] = live[output.request_id], output
             if output.finished:
                 ask = live.pop(output.request_id)
                 done[output.request_id] = output
@@ -220,6 +234,12 @@ def _played(
         engine.check_integrity()
 
     for number, (event, argument) in enumerate(script):
+        if event == "turn" and isinstance(argument, int) and moved:
+            before, output = tuple(moved.values())[argument % len(moved)]
+            argument = before.next_turn(output, argument)
+            length = output.num_prompt_tokens + len(output.outputs[0].token_ids) + 3
+            if length + before.max_tokens > engine.max_model_len:
+                continue
         if isinstance(argument, Ask):
             request_id = f"r{number}"
             engine.add_request(

@@ -40,6 +40,7 @@ from tests.support.request_stream import (
     Ask,
     Script,
     alone_with,
+    assert_same,
     run_stream,
     scripts,
 )
@@ -356,14 +357,18 @@ def test_models_without_full_attention_get_a_group_on_the_host(family: Family) -
 @pytest.mark.parametrize(
     "family", [(name, "recompute") for name in RECOMPUTED], indirect=True, ids="-".join
 )
-def test_a_conversation_hits_what_its_last_turn_left(family: Family) -> None:
-    """Turn after turn, all but the last block's tokens are found, windows and states included."""
-    family.engine.reset_prefix_cache()
-    history = Ask(0, 40, 0, 9, False, False, 0, None)
-    first = family.engine.generate(history.prompt, history.params)[0]
-    ids = (*first.prompt_token_ids, *first.outputs[0].token_ids, 33, 34, 35)
-    second = family.engine.generate(TokensPrompt(ids), history.params)[0]
-    # The first turn computed all of its tokens but the last.
-    computed = len(first.prompt_token_ids) + 8
-    assert second.num_cached_tokens == computed // BLOCK_SIZE * BLOCK_SIZE
-    family.engine.check_integrity()
+@pytest.mark.parametrize("length", [3, 40, 42])
+def test_a_conversation_goes_on_from_the_last_token_of_its_last_turn(
+    family: Family, length: int
+) -> None:
+    """Turn after turn, all but the last token is found, in a block that is not full as well."""
+    engine = family.engine
+    engine.reset_prefix_cache()
+    ask = Ask(0, length, 0, 6, False, False, 0, None)
+    for turn in range(3):
+        (output,) = engine.generate([ask.prompt], [ask.params])
+        # The last turn computed all of its tokens but the last, and three came behind it.
+        assert output.num_cached_tokens == (output.num_prompt_tokens - 4 if turn else 0)
+        assert_same(output, family.alone.answer(ask), family.alone.atol)
+        ask = ask.next_turn(output, 3)
+    engine.check_integrity()

@@ -20,9 +20,9 @@ def looked_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     lengths: list[int] = []
     find = KVCacheManager.find_cached_prefix
 
-    def noting(self: KVCacheManager, hashes, num_tokens, encoder=None):
+    def noting(self: KVCacheManager, hashes, num_tokens, *args):
         lengths.append(num_tokens)
-        return find(self, hashes, num_tokens, encoder)
+        return find(self, hashes, num_tokens, *args)
 
     monkeypatch.setattr(KVCacheManager, "find_cached_prefix", noting)
     return lengths

@@ -1,0 +1,153 @@
+"""Blocks inside of which a sequence ended: found whole, and copied for who goes on from there.
+
+A request that ends leaves its last block, which is full as a rule only by chance, under a hash of
+all of its tokens. A sequence that begins with just these goes on behind the last of them::
+
+    turn 1    | a a a a | b b b b | c c . . |          found by hash(a a a a, b b b b, c c)
+    turn 2    | a a a a | b b b b | c c d d | d d . .
+                                    a copy: what is cached stays as it is, for others
+
+What is found is what every group had when the turn ended: keys and values of ``c c``, and in
+recurrent layers the state after the last token. That state is of use at no other length, so a
+partial block is found by a sequence that has all of its tokens and more, or not at all.
+
+A page for half a block's tokens is dear, and most requests are not gone on with. So of a full pool
+only a small part keeps partial blocks, those of the requests that ended last.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from prefix_cache.blocks.block import BlockHash, KVCacheBlock
+from prefix_cache.layer_types.coordinator import KVCacheCoordinator
+from prefix_cache.stores.stage_output_cache import StageOutputCache
+
+__all__ = ["PartialBlocks", "PartialHash", "PartialHit"]
+
+PartialHash: TypeAlias = Callable[[int], BlockHash | None]
+"""Hash of a sequence's first tokens, so many, that end inside of a block; None: not known yet."""
+
+_MOST_PARENTS = 2**16
+_SHARE = 32
+"""One page of so many may hold a partial block."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartialHit:
+    """A prefix that ends inside of a block. No reference is held.
+
+    Attributes:
+        num_tokens: of the prefix.
+        blocks: per group, its full blocks, as those of any hit.
+        sources: per group that follows the tokens, the partial block, which is to be copied.
+        block_hash: of the partial block.
+    """
+
+    num_tokens: int
+    blocks: tuple[tuple[KVCacheBlock, ...], ...]
+    sources: Mapping[int, KVCacheBlock]
+    block_hash: BlockHash
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the partial block is cached still."""
+        return all(block.block_hash == self.block_hash for block in self.sources.values())
+
+
+class PartialBlocks:
+    """The partial blocks of one pool, by what comes before them.
+
+    Args:
+        coordinator: has the tables and the pool.
+        rows: mirrored beside the blocks of a group; a hit must have all that are wanted.
+        rows_group_id: that group, which keeps all tokens.
+    """
+
+    def __init__(
+        self, coordinator: KVCacheCoordinator, rows: StageOutputCache, rows_group_id: int
+    ) -> None:
+        self._coordinator = coordinator
+        self._rows = rows
+        self._rows_group_id = rows_group_id
+        # By the hash of the last full block, how many tokens there may be behind it.
+        self._lengths: OrderedDict[bytes, set[int]] = OrderedDict()
+        self._blocks: deque[tuple[KVCacheBlock, BlockHash]] = deque()
+        num_pages = len(coordinator.pool.arenas[0].pages)
+        self._most_blocks = max(num_pages // _SHARE, 2 * len(coordinator.token_managers))
+
+    def publish(
+        self,
+        request_id: str,
+        block_hashes: Sequence[BlockHash],
+        block_hash: BlockHash,
+        num_tokens: int,
+    ) -> None:
+        """Let the block that a request's ``num_tokens`` computed tokens end in be found.
+
+        The request is to compute nothing more.
+        """
+        num_full, num_rest = divmod(num_tokens, self._coordinator.block_size)
+        pool = self._coordinator.pool
+        for manager in self._coordinator.token_managers:
+            block = manager.table(request_id)[num_full]
+            pool.publish(block, block_hash)
+            self._blocks.append((block, block_hash))
+        while len(self._blocks) > self._most_blocks:
+            pool.forget(*self._blocks.popleft())
+        parent = block_hashes[num_full - 1] if num_full else b""
+        self._lengths.setdefault(parent, set()).add(num_rest)
+        self._lengths.move_to_end(parent)
+        if len(self._lengths) > _MOST_PARENTS:
+            self._lengths.popitem(last=False)
+
+    def find(
+        self,
+        block_hashes: Sequence[BlockHash],
+        num_hit_tokens: int,
+        num_tokens: int,
+        partial_hash: PartialHash,
+    ) -> PartialHit | None:
+        """The longest prefix, shorter than ``num_tokens``, that ends inside of a block.
+
+        Args:
+            block_hashes: of the sequence's full blocks.
+            num_hit_tokens: whole blocks that are found anyway; None that is shorter is looked for.
+        """
+        size = self._coordinator.block_size
+        found = self._coordinator.pool.hash_tables[self._rows_group_id]
+        first = last = num_hit_tokens // size
+        end = min((num_tokens - 1) // size, len(block_hashes))
+        while last < end and block_hashes[last] in found:
+            last += 1
+        for num_full in range(last, first - 1, -1):
+            parent = block_hashes[num_full - 1] if num_full else b""
+            for num_rest in sorted(self._lengths.get(parent, ()), reverse=True):
+                length = num_full * size + num_rest
+                block_hash = partial_hash(length) if length < num_tokens else None
+                if block_hash is not None and block_hash in found:
+                    hit = self._hit([*block_hashes[:num_full], block_hash], length)
+                    if hit is not None:
+                        return hit
+        return None
+
+    def _hit(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> PartialHit | None:
+        """The hit of just these blocks, the last of them partial, if every group has it."""
+        hits = {
+            manager.group_id: manager.find_hit_of(block_hashes, num_tokens)
+            for manager in self._coordinator.token_managers
+        }
+        if not all(hits.values()):
+            return None
+        row_blocks = [block.block_id for block in hits[self._rows_group_id]]
+        if self._rows.num_valid_rows(row_blocks) < num_tokens:
+            return None
+        return PartialHit(
+            num_tokens,
+            tuple(tuple(hits.get(m.group_id, ())[:-1]) for m in self._coordinator.managers),
+            {group_id: blocks[-1] for group_id, blocks in hits.items()},
+            block_hashes[-1],
+        )
