@@ -12,6 +12,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Where a test does ask for threads, those that wait do not hold a core.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
+# Read when Triton is imported, by whomever: kernels run as Python where no GPU of NVIDIA is.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ["TRITON_INTERPRET"] = "1"
+
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import suppress

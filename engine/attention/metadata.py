@@ -35,6 +35,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from engine.resources.device import upload_tensor
 from prefix_cache import LayerKVCache
 
 __all__ = [
@@ -126,7 +127,7 @@ def visible_blocks(
     last = (seq_lens.long() - 1) // block_size
     columns = first[:, None] + torch.arange(int((last - first).max()) + 1)
     columns = torch.minimum(columns, last[:, None])
-    return block_table.gather(1, columns.to(block_table.device))
+    return block_table.gather(1, upload_tensor(columns, block_table.device))
 
 
 class Scoring(NamedTuple):

@@ -63,7 +63,7 @@ from engine.attention.metadata import (
     visible_blocks,
     write_kv,
 )
-from engine.resources.device import are_finite
+from engine.resources.device import are_finite, upload_tensor
 from prefix_cache import LayerKVCache
 
 __all__ = [
@@ -273,7 +273,7 @@ class _DecodeBucket:
 
     def mask_with(self, bias: Tensor, num_kv_heads: int) -> Tensor:
         """``(B, num_kv_heads, heads per kv head, keys)``: the mask and the bias of each key."""
-        newest = self.newest.to(bias.device)
+        newest = upload_tensor(self.newest, bias.device)
         distances = newest[:, None] - torch.arange(self.mask.shape[-1], device=bias.device)
         by_head: Tensor = bias_at(bias, distances).unflatten(0, (num_kv_heads, -1))
         return by_head.permute(2, 0, 1, 3).to(self.mask.dtype) + self.mask
@@ -331,16 +331,17 @@ class TorchBackend(AttentionBackend):
         if len(members) < metadata.num_decodes:
             on_cpu = torch.tensor(members)
             first, seq_lens = first[on_cpu], metadata.seq_lens[on_cpu]
-            index = on_cpu.to(self._device)
+            index = upload_tensor(on_cpu, self._device)
             block_table = metadata.block_table.index_select(0, index)
         block_size = metadata.block_size
         pages = visible_blocks(block_table, first, seq_lens, block_size)
         positions = (first // block_size * block_size)[:, None]
         positions = positions + torch.arange(pages.shape[1] * block_size)
         hidden = (positions < first[:, None]) | (positions >= seq_lens[:, None])
-        mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+        mask.masked_fill_(upload_tensor(hidden, self._device), float("-inf"))
         newest = seq_lens - 1 - positions[:, 0]
-        return _DecodeBucket(index, pages.flatten(), mask[:, None, None].to(self._device), newest)
+        return _DecodeBucket(index, pages.flatten(), mask[:, None, None], newest)
 
     def forward(self, call: LayerCall) -> Tensor:
         """See :meth:`AttentionBackend.forward`."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from torch import Tensor
 from engine.attention.metadata import AttentionMetadata, StateMetadata
 from engine.models.base import CausalModel
 from engine.requests.request import Request
+from engine.resources.device import upload
 from engine.scheduling.scheduler import ScheduledRequest
 from prefix_cache import (
     AttentionSpec,
@@ -48,19 +49,51 @@ GroupMetadata = AttentionMetadata | StateMetadata | None
 """None for a group without layers."""
 
 
-def build_step_metadata(
-    inputs: StepInputs, memory: PagedMemory, device: torch.device
-) -> list[GroupMetadata]:
-    """One entry per group of ``memory``'s config, on the device where that says so."""
-    shared = _Shared.of(inputs)
-    metadata: list[GroupMetadata] = []
+def step_arrays(inputs: StepInputs, memory: PagedMemory) -> dict[str, npt.NDArray[Any]]:
+    """What the layers of all groups read on the device, for :func:`build_step_metadata`."""
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "query_start_loc": inputs.query_start_loc.astype(np.int32),
+        "seq_lens": inputs.seq_lens.astype(np.int32),
+        "encoder_lens": inputs.encoder_lens.astype(np.int32),
+    }
     for group_id, group in enumerate(inputs.groups):
         spec = memory.config.groups[group_id].spec
         if isinstance(spec, AttentionSpec):
-            row_mapping = memory.row_mapping(group_id, group.slot_mapping)
-            metadata.append(_attention(shared, group, row_mapping, spec, device))
+            of_group: dict[str, npt.NDArray[Any]] = {
+                "block_table": group.block_table,
+                "slot_mapping": group.slot_mapping,
+                "row_mapping": memory.row_mapping(group_id, group.slot_mapping),
+            }
         elif isinstance(spec, MambaSpec):
-            metadata.append(_states(inputs, shared, group, spec, device))
+            of_group = _state_pages(inputs, group, spec)
+        else:
+            continue
+        arrays |= {f"{group_id} {name}": array for name, array in of_group.items()}
+    return arrays
+
+
+def build_step_metadata(
+    inputs: StepInputs, memory: PagedMemory, tensors: Mapping[str, Tensor]
+) -> list[GroupMetadata]:
+    """One entry per group of ``memory``'s config.
+
+    Args:
+        tensors: the :func:`step_arrays`, on the device.
+    """
+    shared = _Shared.of(inputs)
+    metadata: list[GroupMetadata] = []
+    for group_id, group in enumerate(memory.config.groups):
+        own = {
+            name.partition(" ")[2]: tensor
+            for name, tensor in tensors.items()
+            if name.startswith(f"{group_id} ")
+        }
+        if isinstance(group.spec, AttentionSpec):
+            metadata.append(_attention(shared, group.spec, own, tensors))
+        elif isinstance(group.spec, MambaSpec):
+            starts, count = shared.query_start_loc, shared.num_decodes
+            pages = own["read_pages"], own["write_pages"]
+            metadata.append(StateMetadata(starts, count, *pages, own.get("has_state")))
         else:
             metadata.append(None)
     return metadata
@@ -91,29 +124,30 @@ class _Shared(NamedTuple):
 
 def _attention(
     shared: _Shared,
-    group: GroupInputs,
-    row_mapping: IntArray,
     spec: AttentionSpec,
-    device: torch.device,
+    own: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
 ) -> AttentionMetadata:
     is_cross = isinstance(spec, CrossAttentionSpec)
+    lengths = "encoder_lens" if is_cross else "seq_lens"
     return AttentionMetadata(
         query_start_loc=shared.query_start_loc,
         seq_lens=shared.encoder_lens if is_cross else shared.seq_lens,
-        block_table=torch.from_numpy(group.block_table).to(device, non_blocking=True),
-        slot_mapping=torch.from_numpy(group.slot_mapping).to(device, non_blocking=True),
-        row_mapping=torch.from_numpy(row_mapping).to(device, non_blocking=True),
+        block_table=own["block_table"],
+        slot_mapping=own["slot_mapping"],
+        row_mapping=own["row_mapping"],
         num_decodes=shared.num_decodes,
         block_size=spec.block_size,
         window=spec.window if isinstance(spec, SlidingWindowSpec) else None,
         chunk_size=spec.chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None,
         causal=not is_cross,
+        on_device=(tensors["query_start_loc"], tensors[lengths]),
     )
 
 
-def _states(
-    inputs: StepInputs, shared: _Shared, group: GroupInputs, spec: MambaSpec, device: torch.device
-) -> StateMetadata:
+def _state_pages(
+    inputs: StepInputs, group: GroupInputs, spec: MambaSpec
+) -> dict[str, npt.NDArray[Any]]:
     """The pages of each request's last computed token, and of this step's last token."""
     computed, seq_lens = inputs.num_computed_tokens, inputs.seq_lens
     has_state = computed > 0
@@ -121,13 +155,8 @@ def _states(
     table = group.block_table.astype(np.int64)
     read = table[requests, np.maximum(computed - 1, 0) // spec.block_size]
     write = table[requests, (seq_lens - 1) // spec.block_size]
-    return StateMetadata(
-        query_start_loc=shared.query_start_loc,
-        num_decodes=shared.num_decodes,
-        read_pages=torch.from_numpy(np.where(has_state, read, 0)).to(device),
-        write_pages=torch.from_numpy(write).to(device),
-        has_state=None if has_state.all() else torch.from_numpy(has_state).to(device),
-    )
+    pages = {"read_pages": np.where(has_state, read, 0), "write_pages": write}
+    return pages if has_state.all() else pages | {"has_state": has_state}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,6 +165,8 @@ class ModelInputs:
 
     Attributes:
         step: what was cut from the tables, on the host.
+        metadata: per group of the memory; None for groups without layers.
+        extra: what else was uploaded with the step, by name.
         embeds: ``(num_tokens, hidden_size)``.
         positions: int64, ``(num_tokens,)`` or ``(axes, num_tokens)``.
         encoded: rows that the encoder of an encoder-decoder gave in this step, or None.
@@ -143,8 +174,10 @@ class ModelInputs:
     """
 
     step: StepInputs
+    metadata: Sequence[GroupMetadata]
     embeds: Tensor
     positions: Tensor
+    extra: Mapping[str, Tensor]
     encoded: Tensor | None = None
     follows_encoder: Tensor | None = None
     shows_item: Tensor | None = None
@@ -188,15 +221,34 @@ class ModelInputBuilder:
         step: StepInputs,
         scheduled: Sequence[ScheduledRequest] = (),
         encoded: Tensor | None = None,
+        extra: Mapping[str, npt.NDArray[Any]] | None = None,
     ) -> ModelInputs:
-        """Make what the model gets; the towers' rows that the step shows are in the cache."""
+        """Make what the model gets; the towers' rows that the step shows are in the cache.
+
+        All that comes of the host's tables goes to the device in one copy.
+
+        Args:
+            extra: arrays for which the caller has a use on the device.
+        """
+        arrays = step_arrays(step, self.memory) | {
+            "token_ids": step.token_ids,
+            "positions": _positions(step, scheduled),
+        }
+        marks = {
+            "follows_encoder": _follows_encoder(step, scheduled),
+            "shows_item": None if self.encoder_cache is None else _shows_item(step, scheduled),
+        }
+        arrays |= {name: array for name, array in marks.items() if array is not None}
+        tensors = upload(arrays | dict(extra or {}), self.device)
         return ModelInputs(
             step,
-            self._embeds(step, scheduled),
-            self._positions(step, scheduled),
+            build_step_metadata(step, self.memory, tensors),
+            self._embeds(tensors["token_ids"], step, scheduled),
+            tensors["positions"],
+            {name: tensors[name] for name in extra or {}},
             encoded,
-            _follows_encoder(step, scheduled, self.device),
-            None if self.encoder_cache is None else _shows_item(step, scheduled, self.device),
+            tensors.get("follows_encoder"),
+            tensors.get("shows_item"),
         )
 
     def _sync_tables(self, item: ScheduledRequest) -> None:
@@ -222,14 +274,15 @@ class ModelInputBuilder:
             if is_new and end % size and isinstance(group.spec, AttentionSpec):
                 self.memory.clear_page(group_id, block_ids[-1])
 
-    def _embeds(self, step: StepInputs, scheduled: Sequence[ScheduledRequest]) -> Tensor:
+    def _embeds(
+        self, token_ids: Tensor, step: StepInputs, scheduled: Sequence[ScheduledRequest]
+    ) -> Tensor:
         """Embeddings of the step's tokens, ``(num_tokens, hidden_size)``.
 
         Token ids and given embeddings meet here: every position is looked up, then the positions
         that a prompt gave as embeddings, or that show an image, are overwritten, and rows that
         come beside the tokens are added. So all kinds share a batch.
         """
-        token_ids = torch.from_numpy(step.token_ids).to(self.device, non_blocking=True)
         embeds = self.model.embed(token_ids)
         for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
             request = item.request
@@ -265,26 +318,27 @@ class ModelInputBuilder:
                 begin, end = max(first, item.offset), min(stop, item.end)
                 chunk[begin - first : end - first] = rows[item.rows_in(first, stop)]
 
-    def _positions(self, step: StepInputs, scheduled: Sequence[ScheduledRequest]) -> Tensor:
-        """Where tokens lie, int64: ``(num_tokens,)``, or ``(axes, num_tokens)``.
 
-        On several axes, a token that nothing else is said of has its index on each of them.
-        """
-        positions = torch.from_numpy(step.positions)
-        for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
-            placed, first = item.request.positions, item.request.num_computed_tokens
-            if placed is None:
-                continue
-            if positions.ndim == 1:
-                positions = positions.repeat(placed.table.shape[0], 1)
-            stop = start + item.num_tokens
-            positions[:, start:stop] = placed.cut(first, first + item.num_tokens)
-        return positions.to(self.device, non_blocking=True)
+def _positions(step: StepInputs, scheduled: Sequence[ScheduledRequest]) -> IntArray:
+    """Where tokens lie: ``(num_tokens,)``, or ``(axes, num_tokens)``.
+
+    On several axes, a token that nothing else is said of has its index on each of them.
+    """
+    positions = step.positions
+    for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
+        placed, first = item.request.positions, item.request.num_computed_tokens
+        if placed is None:
+            continue
+        if positions.ndim == 1:
+            positions = np.tile(positions, (placed.table.shape[0], 1))
+        stop = start + item.num_tokens
+        positions[:, start:stop] = placed.cut(first, first + item.num_tokens).numpy()
+    return positions
 
 
 def _follows_encoder(
-    step: StepInputs, scheduled: Sequence[ScheduledRequest], device: torch.device
-) -> Tensor | None:
+    step: StepInputs, scheduled: Sequence[ScheduledRequest]
+) -> npt.NDArray[np.bool_] | None:
     """Per token, whether it comes after its request's encoder input; None if all do."""
     views = [item.request.encoder_view for item in scheduled]
     if not any(views):
@@ -293,24 +347,24 @@ def _follows_encoder(
     if not any(starts):
         return None
     first = np.repeat(starts, step.seq_lens - step.num_computed_tokens)
-    return torch.from_numpy(step.positions >= first).to(device)
+    return step.positions >= first
 
 
 def _shows_item(
-    step: StepInputs, scheduled: Sequence[ScheduledRequest], device: torch.device
-) -> Tensor | None:
+    step: StepInputs, scheduled: Sequence[ScheduledRequest]
+) -> npt.NDArray[np.bool_] | None:
     """Per token, whether an item's row stands in its place; None if none does."""
-    marks: Tensor | None = None
+    marks: npt.NDArray[np.bool_] | None = None
     for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
         first = item.request.num_computed_tokens
         stop = first + item.num_tokens
         for shown in item.request.multimodal_inputs:
             if shown.overlaps(first, stop):
                 if marks is None:
-                    marks = torch.zeros(len(step.token_ids), dtype=torch.bool)
+                    marks = np.zeros(len(step.token_ids), dtype=np.bool_)
                 begin, end = max(first, shown.offset), min(stop, shown.end)
                 marks[start + begin - first : start + end - first] = True
-    return None if marks is None else marks.to(device)
+    return marks
 
 
 IntArray = npt.NDArray[np.int64]

@@ -24,6 +24,7 @@ from itertools import starmap
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.layer import AttentionStep
@@ -33,13 +34,12 @@ from engine.execution.input_batch import (
     ModelInputBuilder,
     ModelInputs,
     StepInputs,
-    build_step_metadata,
 )
 from engine.interface.outputs import TokenLogprobs
 from engine.models.base import CausalModel
 from engine.requests.request import Request
-from engine.resources.device import are_finite, on_device, total
-from engine.sampling.sampler import Sampler, SamplingState
+from engine.resources.device import are_finite, on_device, total, upload
+from engine.sampling.sampler import Sampler
 from engine.scheduling.scheduler import ScheduledRequest, SchedulerOutput
 from prefix_cache import (
     ENCODER_HIDDEN_STATES,
@@ -51,6 +51,10 @@ from prefix_cache import (
 )
 
 __all__ = ["FilledPage", "ModelRunner", "PageContents", "SampledToken", "SwapError"]
+
+
+# Names of what goes to the device, and comes from it, beside what models take and give.
+_SAMPLED, _FINITE = "rows to sample", "sum of what was made"
 
 
 class HostCopy:
@@ -138,19 +142,40 @@ class PageContents:
                 found += [FilledPage(place, group_id, page_id) for page_id in ids]
         return found
 
-    def numbers(self, pages: Sequence[FilledPage]) -> list[Tensor]:
-        """Keys and values of pages: views on a CPU; on other devices few kernels gather them."""
+    def numbers(
+        self, pages: Sequence[FilledPage], indices: Mapping[str, Tensor] | None = None
+    ) -> list[Tensor]:
+        """Keys and values of pages: views on a CPU; on other devices few kernels gather them.
+
+        Args:
+            indices: the pages' :func:`page_indices`, where they are on the device already.
+        """
         if not pages:
             return []
-        if self._pages[pages[0].group_id].is_cpu:
+        device = self._pages[pages[0].group_id].device
+        if device.type == "cpu":
             return [self._pages[page.group_id][page.page_id] for page in pages]
-        gathered = []
-        for group_id, contents in self._pages.items():
-            ids = [page.page_id for page in pages if page.group_id == group_id]
-            if ids:
-                index = torch.tensor(ids, device=contents.device)
-                gathered.append(contents.index_select(0, index))
-        return gathered
+        if indices is None:
+            indices = upload(page_indices(pages), device)
+        return [
+            contents.index_select(0, indices[name])
+            for group_id, contents in self._pages.items()
+            if (name := _filled(group_id)) in indices
+        ]
+
+
+def page_indices(pages: Sequence[FilledPage]) -> dict[str, NDArray[np.int64]]:
+    """The ids of pages, per group that has any."""
+    return {
+        _filled(group_id): np.array(
+            [page.page_id for page in pages if page.group_id == group_id], dtype=np.int64
+        )
+        for group_id in {page.group_id for page in pages}
+    }
+
+
+def _filled(group_id: int) -> str:
+    return f"pages filled in group {group_id}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,14 +194,19 @@ class FiniteStep:
 
     @classmethod
     def of(
-        cls, rows: Mapping[str, Tensor], contents: PageContents, filled: Sequence[FilledPage]
+        cls,
+        rows: Mapping[str, Tensor],
+        contents: PageContents,
+        filled: Sequence[FilledPage],
+        indices: Mapping[str, Tensor],
     ) -> FiniteStep:
-        """Queue the sum behind what makes the rows."""
-        return cls(rows, contents, filled, total([*rows.values(), *contents.numbers(filled)]))
+        """Queue the sum behind what makes the rows; the indices are those of the pages."""
+        numbers = contents.numbers(filled, indices)
+        return cls(rows, contents, filled, total([*rows.values(), *numbers]))
 
-    def errors(self, query_start_loc: Sequence[int]) -> dict[int, str]:
+    def errors(self, sum_on_host: float, query_start_loc: Sequence[int]) -> dict[int, str]:
         """What is wrong with the requests of which something is not finite; as a rule nothing."""
-        if math.isfinite(self.sum.item()):
+        if math.isfinite(sum_on_host):
             return {}
         found: dict[int, list[str]] = {}
         for name, rows in self.rows.items():
@@ -289,17 +319,23 @@ class ModelRunner:
         encoded = self._run_encoder(step, output.scheduled) if any(runs_encoder) else None
         if self._encoder_cache is not None:
             self._run_towers(output.scheduled, self._encoder_cache)
-        tensors = self._forward(self._inputs.build(step, output.scheduled, encoded))
+        filled = self._contents.filled(step, runs_encoder)
+        samples = [place for place, item in enumerate(output.scheduled) if item.samples]
+        extra = {_SAMPLED: step.query_start_loc[1:][samples] - 1} | page_indices(filled)
+        inputs = self._inputs.build(step, output.scheduled, encoded, extra)
+        tensors = self._forward(inputs)
         mirrored = self._mirrored(tensors)
-        self._host_copy.start(mirrored)
         rows = mirrored | {"hidden_states": tensors["hidden_states"]}
         # Whether all that the step made is finite is asked now, and the answer read at the end.
-        filled = self._contents.filled(step, runs_encoder)
-        check = FiniteStep.of(rows, self._contents, filled)
-        sampled = self._sample(step, output.scheduled, tensors["hidden_states"])
-        self._write_outputs(step)
-        # Asked only now that the sampler has waited for the device anyway.
-        errors = check.errors(step.query_start_loc.tolist())
+        check = FiniteStep.of(rows, self._contents, filled, inputs.extra)
+        self._host_copy.start(mirrored | {_FINITE: check.sum[None]})
+        sampling = [output.scheduled[place].request for place in samples]
+        sampled = self._sample(tensors["hidden_states"], inputs.extra[_SAMPLED], sampling)
+        # Asked for only now that the sampler has waited for the device anyway.
+        on_host = self._host_copy.finish()
+        finite_sum = on_host.pop(_FINITE).item()
+        self._write_outputs(step, on_host)
+        errors = check.errors(finite_sum, step.query_start_loc.tolist())
         if not errors:
             return sampled
         failed = {output.scheduled[place].request: error for place, error in errors.items()}
@@ -344,10 +380,10 @@ class ModelRunner:
         mirrors = self._kv.stage_outputs.mirrors
         return {name: rows for name, rows in tensors.items() if mirrors(name)}
 
-    def _write_outputs(self, step: StepInputs) -> None:
-        """Mirror the tensors that ``HostCopy`` was started with. Publishing comes after this."""
+    def _write_outputs(self, step: StepInputs, rows: Mapping[str, Tensor]) -> None:
+        """Mirror tensors that are on the host. Publishing comes after this."""
         slot_mapping = torch.from_numpy(step.groups[self._kv.mirrored_group_id].slot_mapping)
-        self._kv.stage_outputs.write(slot_mapping, self._host_copy.finish())
+        self._kv.stage_outputs.write(slot_mapping, rows)
 
     @torch.inference_mode()
     def warm_up(self) -> tuple[str, ...]:
@@ -367,7 +403,7 @@ class ModelRunner:
                 if self._model.vocab_size:
                     self._model.compute_logits(tensors["hidden_states"][:1])
             self._host_copy.start(self._mirrored(tensors))
-            self._write_outputs(step)
+            self._write_outputs(step, self._host_copy.finish())
             if self._kv.encoder_outputs is not None:
                 # The store is made now, by a row in the null block, so that it is known.
                 row = tensors["hidden_states"].new_zeros(1, self._model.encoder_hidden_size).cpu()
@@ -427,7 +463,7 @@ class ModelRunner:
             cache.fill(entry.content_hash, rows)
 
     def _forward(self, inputs: ModelInputs) -> dict[str, Tensor]:
-        metadata = build_step_metadata(inputs.step, self._memory, self._device)
+        metadata = inputs.metadata
         for backend, group_metadata in zip(self._backends, metadata, strict=True):
             if backend is not None and isinstance(group_metadata, AttentionMetadata):
                 backend.begin_step(group_metadata)
@@ -441,21 +477,12 @@ class ModelRunner:
         return tensors
 
     def _sample(
-        self, step: StepInputs, scheduled: Sequence[ScheduledRequest], hidden_states: Tensor
+        self, hidden_states: Tensor, rows: Tensor, sampling: Sequence[Request]
     ) -> list[SampledToken]:
         """Logits only for the rows that are sampled; on a CPU they are what costs most."""
-        places: list[int] = []
-        sampling: list[Request] = []
-        states: list[SamplingState] = []
-        for place, item in enumerate(scheduled):
-            if item.samples:
-                places.append(place)
-                sampling.append(item.request)
-                states.append(item.request.next_sampling)
-        if not places:
+        if not sampling:
             return []
-        rows = torch.from_numpy(step.query_start_loc[1:][places] - 1).to(self._device)
         logits = self._model.compute_logits(hidden_states.index_select(0, rows))
-        chosen = self._sampler.sample(logits, states)
+        chosen = self._sampler.sample(logits, [request.next_sampling for request in sampling])
         columns = zip(sampling, chosen.token_ids, chosen.logprobs, chosen.errors, strict=True)
         return list(starmap(SampledToken, columns))

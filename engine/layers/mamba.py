@@ -41,7 +41,7 @@ from engine.checkpoints.config_file import activation_of
 from engine.checkpoints.quantized_weight import Target
 from engine.layers.layer_ops import LayerOps, RMSNorm
 from engine.layers.linear import Linear
-from engine.resources.device import are_finite
+from engine.resources.device import are_finite, upload_tensor
 from prefix_cache import MambaSpec, StateTensor
 
 __all__ = [
@@ -220,7 +220,7 @@ def _owners_and_times(lengths: _IntArray) -> tuple[_IntArray, _IntArray]:
 
 
 def _on(device: torch.device, indices: _IntArray) -> Tensor:
-    return torch.from_numpy(indices).to(device, non_blocking=True)
+    return upload_tensor(torch.from_numpy(indices), device)
 
 
 class CausalConv(nn.Module):

@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -33,6 +34,7 @@ from torch import Tensor, inf
 from engine.interface.outputs import TokenLogprobs
 from engine.interface.placed_error import PlacedError
 from engine.interface.sampling_params import SamplingParams
+from engine.resources.device import upload
 from engine.sampling.token_grammar import TokenGrammar, apply_grammars
 
 __all__ = [
@@ -344,7 +346,8 @@ def apply_biases(logits: Tensor, states: Sequence[SamplingState]) -> None:
         return
     places = _places([row for row, _ in biased], [bias.token_ids for _, bias in biased], logits)
     values = np.concatenate([bias.values for _, bias in biased])
-    logits.view(-1)[places] += torch.from_numpy(values).to(logits.device)
+    there = upload({"places": places, "values": values}, logits.device)
+    logits.view(-1)[there["places"]] += there["values"]
 
 
 def apply_masks(logits: Tensor, states: Sequence[SamplingState]) -> None:
@@ -358,7 +361,8 @@ def apply_masks(logits: Tensor, states: Sequence[SamplingState]) -> None:
     ]
     if masked:
         places = _places([row for row, _ in masked], [ids for _, ids in masked], logits)
-        logits.view(-1).index_fill_(0, places, -torch.inf)
+        there = upload({"places": places}, logits.device)
+        logits.view(-1).index_fill_(0, there["places"], -torch.inf)
 
 
 def apply_penalties(logits: Tensor, states: Sequence[SamplingState]) -> None:
@@ -377,32 +381,33 @@ def apply_penalties(logits: Tensor, states: Sequence[SamplingState]) -> None:
     if not penalised:
         return
     ids = [counts.token_ids for _, _, counts in penalised]
-    places = _places([row for row, _, _ in penalised], ids, logits)
+    joined = _places([row for row, _, _ in penalised], ids, logits)
     lengths = [len(row_ids) for row_ids in ids]
 
-    def per_token(values: list[float]) -> Tensor:
-        repeated = np.repeat(np.array(values, dtype=np.float32), lengths)
-        return torch.from_numpy(repeated).to(logits.device)
+    def per_token(values: list[float]) -> NDArray[np.float32]:
+        return np.repeat(np.array(values, dtype=np.float32), lengths)
 
-    repetition = per_token([params.repetition_penalty for _, params, _ in penalised])
-    frequency = per_token([params.frequency_penalty for _, params, _ in penalised])
-    presence = per_token([params.presence_penalty for _, params, _ in penalised])
-    generated = torch.from_numpy(
-        np.concatenate([counts.generated for _, _, counts in penalised])
-    ).to(logits.device)
-
+    places, repetition, frequency, presence, generated = upload(
+        {
+            "places": joined,
+            "repetition": per_token([params.repetition_penalty for _, params, _ in penalised]),
+            "frequency": per_token([params.frequency_penalty for _, params, _ in penalised]),
+            "presence": per_token([params.presence_penalty for _, params, _ in penalised]),
+            "generated": np.concatenate([counts.generated for _, _, counts in penalised]),
+        },
+        logits.device,
+    ).values()
     values = logits.view(-1)[places]
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * generated + presence * (generated > 0)
     logits.view(-1)[places] = values
 
 
-def _places(rows: list[int], ids: list[NDArray[np.int64]], logits: Tensor) -> Tensor:
+def _places(rows: list[int], ids: list[NDArray[np.int64]], logits: Tensor) -> NDArray[np.int64]:
     vocab_size = logits.shape[1]
-    joined = np.concatenate(
+    return np.concatenate(
         [row * vocab_size + row_ids for row, row_ids in zip(rows, ids, strict=True)]
     )
-    return torch.from_numpy(joined).to(logits.device)
 
 
 # Top-p nearly always keeps fewer tokens than this; a full sort costs some ten times more.
@@ -420,22 +425,33 @@ def shape_distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tens
         ``(n, vocab)`` float64 logits; what is not to be drawn is minus infinity.
     """
 
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+    looked = _FIRST_LOOK
+    while True:
+        shaped, is_enough = _shape(logits, params, looked)
+        if is_enough is None or bool(is_enough.all()):
+            return shaped
+        looked = logits.shape[1]
 
+
+def _shape(
+    logits: Tensor, params: Sequence[SamplingParams], looked: int
+) -> tuple[Tensor, Tensor | None]:
+    """See :func:`shape_distribution`, and :func:`keep_top_p` for what comes beside it."""
+    asked = np.array([(p.temperature, p.min_p, p.top_k, p.top_p) for p in params])
+    there = upload({"asked": asked, "top_k": asked[:, 2].astype(np.int64)}, logits.device)
+    temperature, min_p, _, top_p = there["asked"].split(1, dim=1)
     shaped = logits.double()
     # The largest becomes 0 first: a tiny temperature then overflows to minus infinity only.
     shaped = shaped - shaped.amax(dim=-1, keepdim=True)
-    asked = [(p.temperature, p.min_p, p.top_k, p.top_p) for p in params]
-    temperature, min_p, top_k, top_p = map(list, zip(*asked, strict=True))
-    shaped /= column(temperature)
-    if any(min_p):
-        shaped = keep_min_p(shaped, column(min_p))
-    if any(top_k):
-        shaped = keep_top_k(shaped, top_k)
-    if min(top_p) < 1.0:
-        shaped = keep_top_p(shaped, column(top_p))
-    return shaped
+    shaped /= temperature
+    if asked[:, 1].any():
+        shaped = keep_min_p(shaped, min_p)
+    most = int(asked[:, 2].max())
+    if most:
+        shaped = keep_top_k(shaped, there["top_k"][:, None], most)
+    if asked[:, 3].min() < 1.0:
+        return keep_top_p(shaped, top_p, looked)
+    return shaped, None
 
 
 def keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
@@ -443,39 +459,46 @@ def keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
     return logits.masked_fill(logits < min_p.log(), -torch.inf)
 
 
-def keep_top_k(logits: Tensor, top_k: Sequence[int]) -> Tensor:
-    """Keep each row's ``top_k`` largest, and what equals the smallest of these."""
-    vocab_size = logits.shape[1]
-    kept = torch.tensor([min(k, vocab_size) for k in top_k], device=logits.device)[:, None]
-    largest = logits.topk(min(max(top_k), vocab_size), dim=-1).values
-    threshold = largest.gather(1, (kept - 1).clamp(min=0))
-    return logits.masked_fill((logits < threshold) & (kept > 0), -torch.inf)
+def keep_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
+    """Keep each row's ``top_k`` largest, at most ``most``, and what equals the smallest of these.
+
+    Rows of 0 keep all.
+    """
+    most = min(most, logits.shape[1])
+    largest = logits.topk(most, dim=-1).values
+    threshold = largest.gather(1, (top_k - 1).clamp(0, most - 1))
+    return logits.masked_fill((logits < threshold) & (top_k > 0), -torch.inf)
 
 
-def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
+def keep_top_p(logits: Tensor, top_p: Tensor, looked: int) -> tuple[Tensor, Tensor]:
     """Keep the likeliest tokens until their probability reaches ``top_p`` (nucleus sampling).
 
     The token that crosses the border is kept, and so is what equals it.
+
+    Args:
+        looked: how many of the largest are looked at.
+
+    Returns:
+        The logits, and per row whether that was enough: else keep more than these.
     """
     vocab_size = logits.shape[1]
     wanted = top_p * logits.exp().cumsum(dim=-1)[:, -1:]
     limited = top_p < 1.0
-    size = min(_FIRST_LOOK, vocab_size)
-    while True:
-        largest = logits.topk(size, dim=-1).values
-        reached = largest.exp().cumsum(dim=-1)
-        if size == vocab_size or bool(((reached[:, -1:] >= wanted) | ~limited).all()):
-            break
-        size = vocab_size
+    size = min(looked, vocab_size)
+    largest = logits.topk(size, dim=-1).values
+    reached = largest.exp().cumsum(dim=-1)
+    is_enough = (reached[:, -1:] >= wanted) | ~limited
+    if size == vocab_size:
+        is_enough = torch.ones_like(is_enough)
     last_kept = (reached < wanted).sum(dim=-1, keepdim=True).clamp(max=size - 1)
     threshold = largest.gather(1, last_kept)
-    return logits.masked_fill((logits < threshold) & limited, -torch.inf)
+    return logits.masked_fill((logits < threshold) & limited, -torch.inf), is_enough
 
 
 def draw(logits: Tensor, uniforms: Sequence[float]) -> Tensor:
     """Draw one token per row by inverting the cumulative distribution, in order of ids."""
     reached = logits.exp().cumsum(dim=-1)
-    share = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None]
+    share = upload({"share": np.array(uniforms)}, logits.device)["share"][:, None]
     return torch.searchsorted(reached, share * reached[:, -1:]).squeeze(-1)
 
 
@@ -532,57 +555,110 @@ class Sampler:
                     state.apply_logits_processor(adjusted[row])
             apply_grammars(adjusted, [state.grammar for state in states])
             apply_penalties(adjusted, states)
-        largest, greedy = adjusted.max(dim=-1)
-        token_ids: list[int | None] = greedy.tolist()
+        chosen = _Chosen.of(logits, adjusted, states, _FIRST_LOOK)
+        if not all(chosen.is_enough):
+            chosen = _Chosen.of(logits, adjusted, states, logits.shape[1])
+        return chosen.output(states)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What the device chose, on the host: per row, but for the lists that say otherwise.
+
+    Attributes:
+        largest: of the row's logits; NaN as soon as one is.
+        is_enough: whether what top-p looked at was; see :func:`keep_top_p`.
+        reported: rows that ask for log-probabilities; the other lists are of these.
+    """
+
+    token_ids: list[float]
+    largest: list[float]
+    is_enough: list[float]
+    reported: list[int]
+    logprobs: list[float]
+    top_ids: list[list[float]]
+    top_logprobs: list[list[float]]
+
+    @classmethod
+    def of(
+        cls, logits: Tensor, adjusted: Tensor, states: Sequence[SamplingState], looked: int
+    ) -> _Chosen:
+        """Queue all of it, and wait for it once.
+
+        Args:
+            logits: of the model, for log-probabilities.
+            adjusted: what is chosen from.
+        """
+        params = [state.params for state in states]
+        random = [row for row, each in enumerate(params) if each.temperature]
+        reported = [row for row, each in enumerate(params) if each.logprobs is not None]
+        largest, token_ids = adjusted.max(dim=-1)
+        is_enough: Tensor | None = None
+        if random:
+            rows = _Rows.of(random, adjusted)
+            shaped, is_enough = _shape(
+                rows.select(adjusted), [params[row] for row in random], looked
+            )
+            drawn = draw(shaped, [states[row].next_uniform() for row in random])
+            # Of a row that is not finite, which fails, nothing can be drawn.
+            token_ids = rows.replace(token_ids, drawn.clamp(max=adjusted.shape[1] - 1))
+        parts = [token_ids, largest, *([] if is_enough is None else [is_enough.squeeze(1)])]
+        num_top = 0
+        if reported:
+            rows = _Rows.of(reported, logits)
+            logprobs = torch.log_softmax(rows.select(logits).float(), dim=-1)
+            num_top = min(max(params[row].logprobs or 0 for row in reported), logits.shape[1])
+            top = logprobs.topk(num_top, dim=-1)
+            of_chosen = logprobs.gather(1, rows.select(token_ids)[:, None])
+            parts += [of_chosen.flatten(), top.indices.flatten(), top.values.flatten()]
+        # Numbers of 64 bits hold ids and float32 alike.
+        read = torch.cat([part.double() for part in parts]).tolist()
+        sizes = [len(states)] * 2 + [0 if is_enough is None else len(random)]
+        sizes += [len(reported), len(reported) * num_top, len(reported) * num_top]
+        ends = list(accumulate(sizes))
+        pieces = [read[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        tops = [
+            [piece[i * num_top : (i + 1) * num_top] for i in range(len(reported))]
+            for piece in pieces[4:]
+        ]
+        return cls(pieces[0], pieces[1], pieces[2], reported, pieces[3], *tops)
+
+    def output(self, states: Sequence[SamplingState]) -> SamplerOutput:
+        """Per row its token, or why there is none."""
+        token_ids: list[int | None] = [int(each) for each in self.token_ids]
         errors: list[str | None] = [None] * len(states)
         logprobs: list[TokenLogprobs | None] = [None] * len(states)
-        random: list[int] = []
-        reported: list[int] = []
-        for row, value in enumerate(largest.tolist()):
-            params = states[row].params
+        for row, value in enumerate(self.largest):
             if not math.isfinite(value):
                 errors[row] = _row_error(row, value, states[row].grammar)
                 token_ids[row] = None
-                continue
-            if params.temperature:
-                random.append(row)
-            if params.logprobs is not None:
-                reported.append(row)
-        if random:
-            uniforms = [states[row].next_uniform() for row in random]
-            asked = [states[row].params for row in random]
-            drawn = draw(shape_distribution(_select(adjusted, random), asked), uniforms)
-            for row, token_id in zip(random, drawn.tolist(), strict=True):
-                token_ids[row] = token_id
-        if reported:
-            _report_logprobs(logits, states, token_ids, reported, logprobs)
+        for index, row in enumerate(self.reported):
+            token_id = token_ids[row]
+            if token_id is not None:
+                count = states[row].params.logprobs
+                ids = map(int, self.top_ids[index][:count])
+                likeliest = zip(ids, self.top_logprobs[index][:count], strict=True)
+                logprobs[row] = TokenLogprobs(token_id, self.logprobs[index], tuple(likeliest))
         return SamplerOutput(token_ids, logprobs, errors)
 
 
-def _report_logprobs(
-    logits: Tensor,
-    states: Sequence[SamplingState],
-    token_ids: Sequence[int | None],
-    rows: list[int],
-    result: list[TokenLogprobs | None],
-) -> None:
-    """Fill in log-probabilities of the unmodified logits, for the rows that ask for them."""
-    logprobs = torch.log_softmax(_select(logits, rows).float(), dim=-1)
-    chosen_ids = [token_ids[row] or 0 for row in rows]
-    counts = [states[row].params.logprobs or 0 for row in rows]
-    places = torch.tensor(chosen_ids, device=logits.device)[:, None]
-    chosen = logprobs.gather(1, places).squeeze(1).tolist()
-    top = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)
-    top_ids, top_values = top.indices.tolist(), top.values.tolist()
-    for index, (row, token_id, count) in enumerate(zip(rows, chosen_ids, counts, strict=True)):
-        likeliest = zip(top_ids[index][:count], top_values[index][:count], strict=True)
-        result[row] = TokenLogprobs(token_id, chosen[index], tuple(likeliest))
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some rows of a batch, on its device; all of them where there is no index."""
 
+    index: Tensor | None
 
-def _select(logits: Tensor, rows: list[int]) -> Tensor:
-    if len(rows) == logits.shape[0]:
-        return logits
-    return logits.index_select(0, torch.tensor(rows, device=logits.device))
+    @classmethod
+    def of(cls, rows: list[int], batch: Tensor) -> _Rows:
+        if len(rows) == len(batch):
+            return cls(None)
+        return cls(upload({"rows": np.array(rows)}, batch.device)["rows"])
+
+    def select(self, batch: Tensor) -> Tensor:
+        return batch if self.index is None else batch.index_select(0, self.index)
+
+    def replace(self, batch: Tensor, rows: Tensor) -> Tensor:
+        return rows if self.index is None else batch.index_copy(0, self.index, rows)
 
 
 def _row_error(row: int, largest: float, grammar: TokenGrammar | None) -> str:

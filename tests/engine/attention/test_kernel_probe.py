@@ -93,7 +93,8 @@ def test_triton_says_that_it_is_not_installed(refused: str, monkeypatch: pytest.
         get_backend("triton", CUDA, torch.float16, 16)
 
 
-def test_triton_runs_on_no_cpu():
+def test_triton_runs_on_no_cpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="the triton backend runs on CUDA devices only, not on cp"):
         get_backend("triton", CPU, torch.float32, 16)
 

@@ -20,15 +20,15 @@ from engine.attention.triton_backend import TritonBackend
 from tests.engine.attention.test_attention_cross import CrossShape, assert_steps_equal_brute_force
 from tests.support.attention_steps import BOUNDS, Bounds, Shape, run_steps
 from tests.support.import_graph import ROOT
-from tests.support.interpreted_triton import interpret
+from tests.support.interpreted_triton import need_interpreter
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpret(monkeypatch)
+def interpreted() -> None:
+    need_interpreter()
 
 
 def assert_equals_the_reference(
