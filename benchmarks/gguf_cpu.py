@@ -96,7 +96,7 @@ def ours(engine: LLMEngine, prompts: Sequence[Sequence[int]], count: int) -> flo
     engine.reset_prefix_cache()
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
     started = time.perf_counter()
-    engine.generate([TokensPrompt(ids) for ids in prompts], params)
+    engine.generate([TokensPrompt(tuple(ids)) for ids in prompts], params)
     return time.perf_counter() - started
 
 

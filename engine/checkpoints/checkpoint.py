@@ -291,7 +291,7 @@ class Checkpoint:
         Raises:
             ValueError: there is no such matrix, or it has no such row.
         """
-        return self._whole.rows(name, indices)
+        return WeightFiles(self.path).rows(name, indices)
 
     def unplaced(self, targets: Collection[str]) -> list[str]:
         """Names of the stored tensors that are not among the targets."""

@@ -8,14 +8,13 @@ changes of values. Blocks become values tensor by tensor, by the ``gguf`` packag
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -26,7 +25,6 @@ from engine.files.gguf_header import GGUFHeader, GGUFTensor
 __all__ = ["GGUFWeights", "gguf_config", "gguf_generation_config"]
 
 _ROPE_FACTORS = "rope_freqs.weight"
-_TOKENIZER = "tokenizer.ggml."
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 # Those that are held as codes: bits, values of a group, and what zero is as a code, if a number is.
@@ -88,15 +86,12 @@ def gguf_config(header: GGUFHeader) -> PreTrainedConfig:
             f"{header.path}: transformers cannot make a config of the architecture "
             f"{architecture!r}; it knows {', '.join(sorted(GGUF_CONFIG_MAPPING))}"
         )
-    content: dict[str, Any] = {}
+    content = _token_ids(header)
     table: Mapping[str, Any] = GGUF_CONFIG_MAPPING
     for key, field in {**table[architecture], **_MORE_KEYS}.items():
         value = _number(header, f"{architecture}.{key}")
         if field is not None and value is not None:
             content[field] = value
-    for name in ("bos", "eos", "padding"):
-        if (token_id := _number(header, f"{_TOKENIZER}{name}_token_id")) is not None:
-            content[f"{name.removesuffix('ding')}_token_id"] = token_id
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise ValueError(f"{header.path} lacks the weights token_embd.weight")
@@ -107,10 +102,9 @@ def gguf_config(header: GGUFHeader) -> PreTrainedConfig:
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": _usual_type(header),
     }
-    if "blk.0.attn_q.bias" in header.tensors:
-        content["attention_bias"] = True
-    if "blk.0.ffn_up.bias" in header.tensors:
-        content["mlp_bias"] = True
+    for key, tensor in (("attention_bias", "attn_q"), ("mlp_bias", "ffn_up")):
+        if f"blk.0.{tensor}.bias" in header.tensors:
+            content[key] = True
     _add_rope(header, content)
     config = make_config(header.path, content)
     if hasattr(config, "query_pre_attn_scalar"):
@@ -130,11 +124,9 @@ def _number(header: GGUFHeader, key: str) -> Any:
 
 
 def _usual_type(header: GGUFHeader) -> str | None:
-    """Of the numbers that most of the file is; None of quantized ones."""
-    sizes: Counter[str] = Counter()
-    for tensor in header.tensors.values():
-        sizes[tensor.type_name] += tensor.nbytes
-    dtype = _PLAIN.get(max(sizes, key=sizes.__getitem__, default=""))
+    """Of the numbers of the largest tensor; None of a quantized one."""
+    largest = max(header.tensors.values(), key=lambda tensor: tensor.nbytes)
+    dtype = _PLAIN.get(largest.type_name)
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
@@ -170,8 +162,11 @@ def _set_rope_factors(header: GGUFHeader, config: PreTrainedConfig) -> None:
     Raises:
         ValueError: none of those that llama.cpp's converter turns into such factors do.
     """
-    factors = torch.from_numpy(GGUFWeights(header).values(_ROPE_FACTORS)).float()
-    parameters = dict(config.rope_parameters)
+    parameters, tensor = dict(config.rope_parameters), header.tensors[_ROPE_FACTORS]
+    theta, width = parameters.get("rope_theta"), 2 * tensor.shape[0]
+    if tensor.type_name != "F32" or len(tensor.shape) != 1 or theta is None:
+        raise ValueError(f"{header.path}: {_ROPE_FACTORS} must be a row of F32 for one base")
+    factors = torch.from_numpy(GGUFWeights(header).values(_ROPE_FACTORS))
     config.rope_parameters = parameters | {
         "rope_type": "llama3",
         "factor": float(factors.max()),
@@ -180,8 +175,7 @@ def _set_rope_factors(header: GGUFHeader, config: PreTrainedConfig) -> None:
         "original_max_position_embeddings": 8192,
     }
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    width = 2 * len(scaled)
-    plain = parameters["rope_theta"] ** -(torch.arange(0, width, 2) / width)
+    plain = theta ** -(torch.arange(0, width, 2) / width)
     if factors.shape != scaled.shape or not torch.allclose(plain / factors, scaled, rtol=1e-3):
         raise ValueError(
             f"{header.path}: {_ROPE_FACTORS} are not the factors of rope parameters that are known"
@@ -190,15 +184,16 @@ def _set_rope_factors(header: GGUFHeader, config: PreTrainedConfig) -> None:
 
 def gguf_generation_config(header: GGUFHeader) -> GenerationConfig:
     """The tokens that begin and end a text, by the metadata."""
-    ids = {
-        name: _number(header, f"{_TOKENIZER}{name}_token_id")
-        for name in ("bos", "eos", "eot", "eom", "padding")
-    }
-    ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
-    content = {"bos_token_id": ids["bos"], "pad_token_id": ids["padding"]}
-    content |= {"eos_token_id": list(dict.fromkeys(ends)) or None}
-    check_generation(header.path, content)
-    return GenerationConfig(**content)
+    return GenerationConfig(**_token_ids(header))
+
+
+def _token_ids(header: GGUFHeader) -> dict[str, Any]:
+    names = ("bos", "padding", "eos", "eot", "eom")
+    first, padding, *ends = (_number(header, f"tokenizer.ggml.{n}_token_id") for n in names)
+    ids: dict[str, Any] = {"bos_token_id": first, "pad_token_id": padding}
+    ids["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None)) or None
+    check_generation(header.path, ids)
+    return ids
 
 
 @dataclass(frozen=True)
@@ -281,14 +276,6 @@ class GGUFWeights:
                     f"{name} in {self.header.path} is of the type {stored.type_name}, which is "
                     f"not supported; supported are {', '.join(_READABLE)}"
                 )
-
-    def rows(self, name: str, indices: Sequence[int]) -> Tensor:
-        """Read single rows of a matrix; only checkpoints of several models ask for that.
-
-        Raises:
-            ValueError: always, as such a file holds one.
-        """
-        raise ValueError(f"{self.header.path} holds one model, and no rows of others ({name})")
 
     def _codes(self, tensor: GGUFTensor, values: Any) -> tuple[Any, Any, Any]:
         """Codes, scales and offsets of the groups of a matrix whose values are known."""

@@ -1,13 +1,5 @@
 """Reads the header of an untrusted GGUF file: its metadata, and where its tensors lie.
 
-::
-
-    magic, version, counts      24 bytes
-    metadata                    key, type, value; values may be arrays
-    tensors                     name, dimensions, type, offset
-    padding to the alignment
-    data                        the tensors' values, or blocks of quantized ones
-
 The ``gguf`` package knows the types and turns blocks into values. It takes whatever memory a header
 asks for, so headers are read here: every count, length and place is compared with the file's size
 and with what files of this kind hold, before anything is made of it.
@@ -32,11 +24,10 @@ _VERSIONS = (2, 3)
 # Published headers have some 50 entries, a few thousand tensors and 16 MiB of vocabulary.
 _MOST_ENTRIES, _MOST_TENSORS, _MOST_HEADER_BYTES = 2**12, 2**16, 2**26
 _MOST_NAME_BYTES, _MOST_STRING_BYTES, _MOST_ITEMS = 2**10, 2**22, 2**22
-_MOST_DIMENSIONS, _MOST_ALIGNMENT = 4, 2**16
+_MOST_DIMENSIONS, _ALIGNMENTS = 4, (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 # Longer arrays, such as a vocabulary's scores, are left as their lengths.
 _SHORT = 2**10
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
-_SCALARS[12] = "d"
+_SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
 
 
@@ -80,10 +71,7 @@ class GGUFHeader:
         """
         architecture = self.metadata.get("general.architecture")
         if not isinstance(architecture, str):
-            raise ValueError(
-                f"{self.path} states no general.architecture; it must be a name, "
-                f"got {architecture!r}"
-            )
+            raise ValueError(f"{self.path}: general.architecture is {architecture!r}, no name")
         return architecture
 
 
@@ -146,23 +134,17 @@ class _Reader:
             (kind,) = self._numbers("I", key)
             metadata[key] = self._value(key, kind)
         if metadata.get("split.count", 0) not in (0, 1):
-            raise ValueError(
-                f"it is one of {metadata['split.count']} parts; join them to one file first "
-                "(gguf-split --merge)"
-            )
+            raise ValueError(f"it is one of {metadata['split.count']} parts; join them first")
         places = self._places(num_tensors)
         alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or not 1 <= alignment <= _MOST_ALIGNMENT:
-            alignment = 0
-        if alignment == 0 or alignment & (alignment - 1):
-            raise ValueError(
-                "general.alignment must be a power of two up to "
-                f"{_MOST_ALIGNMENT}, got {metadata['general.alignment']!r}"
-            )
+        if alignment not in _ALIGNMENTS:
+            raise ValueError(f"general.alignment must be one of {_ALIGNMENTS}, got {alignment!r}")
         start = -(-self._place // alignment) * alignment
-        tensors = {
-            name: self._tensor(name, *place, start, alignment) for name, place in places.items()
-        }
+        tensors = {}
+        for name, (shape, number, offset) in places.items():
+            if offset % alignment:
+                raise ValueError(f"{name} lies at {offset}, no multiple of {alignment}")
+            tensors[name] = self._tensor(name, shape, number, start + offset)
         return GGUFHeader(path, metadata, tensors)
 
     def _places(self, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
@@ -179,21 +161,13 @@ class _Reader:
             places[name] = (shape, *self._numbers("IQ", name))
         return places
 
-    def _tensor(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        type_number: int,
-        offset: int,
-        start: int,
-        alignment: int,
-    ) -> GGUFTensor:
+    def _tensor(self, name: str, shape: tuple[int, ...], number: int, start: int) -> GGUFTensor:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         try:
-            kind = GGMLQuantizationType(type_number)
+            kind = GGMLQuantizationType(number)
         except ValueError:
-            raise ValueError(f"{name} is of the type {type_number}, which is not known") from None
+            raise ValueError(f"{name} is of the type {number}, which is not known") from None
         block_size, block_bytes = GGML_QUANT_SIZES[kind]
         if 0 in shape or shape[-1] % block_size:
             raise ValueError(
@@ -201,14 +175,12 @@ class _Reader:
                 f"as {kind.name} has them"
             )
         num_bytes = prod(shape) // block_size * block_bytes
-        if offset % alignment:
-            raise ValueError(f"{name} lies at {offset}, which must be a multiple of {alignment}")
-        if start + offset + num_bytes > len(self._content):
+        if start + num_bytes > len(self._content):
             raise ValueError(
-                f"{name} of shape {shape} needs the bytes {start + offset} to "
-                f"{start + offset + num_bytes}, but the file has {len(self._content)}"
+                f"{name} of shape {shape} ends at {start + num_bytes}, but the file has "
+                f"{len(self._content)} bytes"
             )
-        return GGUFTensor(shape, kind.name, block_size, start + offset, num_bytes)
+        return GGUFTensor(shape, kind.name, block_size, start, num_bytes)
 
     def _value(self, key: str, kind: int) -> Any:
         if kind in _SCALARS:
