@@ -71,13 +71,12 @@ class PackedFormat:
         stated = config.get("quantization_config")
         if stated is None:
             return None
-        if not isinstance(stated, dict) or stated.get("quant_method") not in _METHODS:
-            method = stated.get("quant_method") if isinstance(stated, dict) else stated
+        method = stated.get("quant_method") if isinstance(stated, dict) else stated
+        place = f"{file}: quantization_config"
+        if not isinstance(stated, dict) or not isinstance(method, str) or method not in _METHODS:
             raise ValueError(
-                f"{file}: quantization_config.quant_method must be one of "
-                f"{', '.join(_METHODS)}, got {method!r:.80}"
+                f"{place}.quant_method must be one of {', '.join(_METHODS)}, got {method!r:.80}"
             )
-        method, place = stated["quant_method"], f"{file}: quantization_config"
         weights: Mapping[str, Any] = stated
         if method == "compressed-tensors":
             weights = {"format": stated.get("format"), **_only_group(place, stated)}
@@ -89,12 +88,12 @@ class PackedFormat:
         bits: Any = weights.get("num_bits", weights.get("bits", weights.get("w_bit", 4)))
         size = weights.get("group_size", weights.get("q_group_size", -1))
         size = None if size in (None, -1) else size
-        if bits not in ((4,) if method == "awq" else (4, 8)):
+        if not isinstance(bits, int) or bits not in ((4,) if method == "awq" else (4, 8)):
             raise ValueError(f"{place}: weights must have 4 or 8 bits (AWQ: 4), got {bits!r:.80}")
         if size is not None and not (isinstance(size, int) and 1 <= size <= 2**16):
             raise ValueError(f"{place}: group_size must be -1 or 1 to 65536, got {size!r:.80}")
         is_less = method == "gptq" and stated.get("checkpoint_format", "gptq") != "gptq_v2"
-        return cls(method, bits, size, int(is_less))
+        return cls(method, 4 if bits == 4 else 8, size, int(is_less))
 
     def __str__(self) -> str:
         groups = "a scale a row" if self.group_size is None else f"groups of {self.group_size}"
@@ -108,13 +107,13 @@ class PackedFormat:
     def shapes(self, out: int, width: int) -> Mapping[str, tuple[int, ...]]:
         """Of the tensors of a matrix."""
         n = 32 // self.bits
+        shapes: dict[str, tuple[int, ...]] = {"groups": (width,), "shape": (2,)}
         groups = -(-width // (self.group_size or width))
         if self.method == "compressed-tensors":
-            shapes = {"codes": (out, -(-width // n)), "scales": (out, groups), "shape": (2,)}
-            return {**shapes, "zeros": (-(-out // n), groups), "groups": (width,)}
+            shapes |= {"zeros": (-(-out // n), groups), "scales": (out, groups)}
+            return {**shapes, "codes": (out, -(-width // n))}
         codes = (width // n, out) if self.method == "gptq" else (width, out // n)
-        shapes = {"codes": codes, "zeros": (groups, out // n), "scales": (groups, out)}
-        return {**shapes, "groups": (width,)}
+        return {**shapes, "codes": codes, "zeros": (groups, out // n), "scales": (groups, out)}
 
     def unpack(self, packed: Tensor, axis: int, size: int) -> Tensor:
         """The whole numbers in int32, whose number along an axis is ``size``."""
@@ -174,9 +173,7 @@ class PackedFiles(WeightFiles):
             shape, parts = tuple(expected[name].shape), self._parts(name)
             if len(shape) != 2:
                 raise ValueError(f"{name} in {self.folder} is packed, but of shape {shape}")
-            needed = {"codes", "scales"} | (
-                {"shape"} if "shape" in self.format.suffixes else {"zeros"}
-            )
+            needed = {"codes", "scales", "shape" if "shape" in self.format.suffixes else "zeros"}
             if lacking := needed - parts.keys():
                 raise ValueError(f"{name} in {self.folder} lacks its {', '.join(sorted(lacking))}")
             shapes = self.format.shapes(*shape)

@@ -99,7 +99,9 @@ def test_damaged_parts_are_told_by_name(damage: str, source: Path, tmp_path: Pat
 CONFIGS: list[tuple[Any, str]] = [
     ("gptq", "quant_method must be one of"),
     ({"quant_method": "bitsandbytes"}, "got 'bitsandbytes'"),
+    ({"quant_method": ["gptq"]}, "quant_method must be one of"),
     ({"quant_method": "gptq", "bits": 3}, "got 3"),
+    ({"quant_method": "gptq", "bits": 4.0}, "got 4.0"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 10**9}, "group_size must be"),
     ({"quant_method": "gptq", "bits": 4, "group_size": "all"}, "group_size must be"),
     ({"quant_method": "awq", "bits": 8}, "AWQ: 4"),
