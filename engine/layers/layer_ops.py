@@ -344,6 +344,16 @@ class NativeLayerOps(LayerOps):
         multiply, together = partial(self._kernels.linear, packed), self._kernels.linear_groups
         return PackedWeight(multiply, packed.nbytes, len(weight), together, packed)
 
+    def pack_quantized(self, weight: QuantizedWeight) -> PackedWeight:
+        """See :class:`LayerOps`; groups that the kernel does not take are multiplied by torch."""
+        packed = self._kernels.pack_quantized(
+            weight.codes, weight.scales, weight.offsets, weight.group_size, weight.bits
+        )
+        if packed is None:
+            return super().pack_quantized(weight)
+        nbytes = packed.codes.nbytes + packed.factors.nbytes
+        return PackedWeight(partial(self._kernels.quantized, packed), nbytes, len(weight.codes))
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See :class:`LayerOps`."""
         return self._kernels.rms_norm(x.contiguous(), weight, eps)

@@ -24,12 +24,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.files.disk_cache import CacheFolderError, DiskCache, cache_root
 from prefix_cache import LayerKVCache
 
-__all__ = ["NativeBuildError", "NativeKernels", "PagedSpans", "compile_kernels", "find_compiler"]
+__all__ = [
+    "NativeBuildError",
+    "NativeKernels",
+    "PackedCodes",
+    "PagedSpans",
+    "compile_kernels",
+    "find_compiler",
+]
 
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.[ch]")))
 # Not -ffast-math: linking with it makes the whole process flush denormals to zero.
@@ -119,6 +127,9 @@ _SIGNATURES: dict[str, list[Any]] = {
     "omni_rotate": [c_void_p, c_int64, c_void_p, c_void_p] + [c_int64] * 4 + [c_int],
     "omni_linear": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, c_void_p, c_int],
     "omni_linear_groups": [*[c_void_p] * 4, *[c_int64] * 3, c_void_p, c_int64, c_int],
+    "omni_quantized": [
+        *(c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 4, c_int, c_int, c_void_p, c_int)
+    ],
     "omni_write_kv": [*[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 3, *[c_int64] * 2],
     "omni_paged_attention": [
         *(c_void_p, c_int64, c_void_p, c_int64),
@@ -136,6 +147,30 @@ _PANEL = 16
 _MANY_ROWS = 65
 # Of each filter that snake.c knows.
 _SNAKE_TAPS = 12
+
+
+# Inputs that share a scale in quantized.c, the largest that divides a group is taken.
+_BLOCKS = (128, 64, 32, 16)
+# Of the largest scale or offset of an output, as float16.
+_HALF_EXPONENT = 15
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCodes:
+    """A quantized weight as quantized.c reads it.
+
+    Attributes:
+        codes: ``(panels, blocks, bytes)`` uint8: panels of 16 outputs, an even number of them.
+        factors: ``(outputs of all panels,)`` float32.
+        shape: ``(out, in)``.
+        block: inputs of a block.
+    """
+
+    codes: Tensor
+    factors: Tensor
+    shape: tuple[int, int]
+    block: int
+    bits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +211,7 @@ class NativeKernels:
 
     Attributes:
         has_linear: whether :meth:`linear` is fast on this processor (AVX-512).
+        has_vnni: whether :meth:`quantized` multiplies whole numbers (AVX512-VNNI), or floats.
 
     Raises:
         NativeBuildError: the library does not load into this process.
@@ -199,7 +235,9 @@ class NativeKernels:
         self._write_kv = functions.omni_write_kv
         self._paged_attention = functions.omni_paged_attention
         self._snake = functions.omni_snake
+        self._quantized = functions.omni_quantized
         self.has_linear = bool(functions.omni_has_linear())
+        self.has_vnni = bool(functions.omni_has_vnni())
 
     def pack_linear(self, weight: Tensor) -> Tensor | None:
         """Lay a weight ``(out, in)`` out for :meth:`linear`; None if it does not take this one.
@@ -223,11 +261,7 @@ class NativeKernels:
             x = x.contiguous()
         rows, width = x.shape
         panels, in_features, _ = packed.shape
-        if x.dtype != torch.float32 or not x.is_cpu or width != in_features:
-            raise ValueError(
-                f"expected float32 rows of {in_features} on a CPU, got {x.dtype} rows of {width} "
-                f"on {x.device}"
-            )
+        _require_float_rows(x, in_features)
         output = x.new_empty(rows, panels * _PANEL)
         copy = x.new_empty(rows, width) if rows >= _MANY_ROWS else None
         added = None if bias is None else bias.data_ptr()
@@ -265,6 +299,61 @@ class NativeKernels:
         )
         if not done:
             raise MemoryError(f"no memory to multiply {len(packed)} groups of rows")
+        return output
+
+    def pack_quantized(
+        self, codes: Tensor, scales: Tensor, offsets: Tensor, group_size: int, bits: int
+    ) -> PackedCodes | None:
+        """Lay a quantized weight out for :meth:`quantized`; None if it does not take its groups.
+
+        Args:
+            codes: ``(out, in)`` uint8, below ``2**bits``; bits are 4 or 8.
+            scales: ``(out, groups)`` float32.
+            offsets: the same; a weight is ``code * scale + offset``.
+        """
+        out, width = codes.shape
+        block = next((n for n in _BLOCKS if group_size % n == 0), None)
+        if group_size >= width:
+            block = _BLOCKS[0]
+        if block is None or not codes.is_cpu:
+            return None
+        rows, blocks = -out % (2 * _PANEL), -(-width // block)
+        # One power of two for each output leaves float16 28 bits of exponent for its groups.
+        top = torch.maximum(scales.abs(), offsets.abs()).amax(1)
+        factors = torch.ldexp(torch.ones(out), torch.frexp(top)[1] - _HALF_EXPONENT)
+        header = torch.stack((scales, offsets), dim=1).div_(factors[:, None, None]).half()
+        header = header.repeat_interleave(-(-group_size // block), dim=2)[..., :blocks]
+        header = F.pad(header, (0, 0, 0, 0, 0, rows)).unflatten(0, (-1, _PANEL))
+        codes = F.pad(codes, (0, blocks * block - width, 0, rows))
+        codes = codes.view(-1, _PANEL, blocks, block // 8, 2, 4)
+        if bits == 4:
+            codes = codes[..., :1, :] | codes[..., 1:, :] << 4
+        # From (panel, output, block, step, ...) to (panel, block, step, output, ...).
+        laid_out = codes.flatten(3, 4).permute(0, 2, 3, 1, 4).flatten(2)
+        bytes_of = header.permute(0, 3, 2, 1).contiguous().view(torch.uint8).flatten(2)
+        packed = torch.cat((bytes_of, laid_out), dim=2)
+        return PackedCodes(packed, F.pad(factors, (0, rows)), (out, width), block, bits)
+
+    def quantized(self, packed: PackedCodes, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x W^T + b`` for ``x`` ``(rows, in)``, whose rows may be a stride apart.
+
+        Args:
+            packed: what :meth:`pack_quantized` made of W.
+            bias: ``(out,)`` or None.
+        """
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        (rows, width), (out, in_features) = x.shape, packed.shape
+        _require_float_rows(x, in_features)
+        output = x.new_empty(rows, out)
+        blocks = packed.codes.shape[1]
+        scratch = x.new_empty(rows * (blocks * (packed.block + 1) + 1))
+        self._quantized(
+            *(x.data_ptr(), x.stride(0), packed.codes.data_ptr(), packed.factors.data_ptr()),
+            *(None if bias is None else bias.data_ptr(), output.data_ptr()),
+            *(rows, width, out, packed.block, packed.bits, self.has_vnni, scratch.data_ptr()),
+            torch.get_num_threads(),
+        )
         return output
 
     def rms_norm(
@@ -447,6 +536,14 @@ def _require(**tensors: Tensor) -> None:
                 f"{name} must be contiguous float32 on a CPU, got {tensor.dtype} on "
                 f"{tensor.device}, strides {tensor.stride()}"
             )
+
+
+def _require_float_rows(x: Tensor, width: int) -> None:
+    if x.dtype != torch.float32 or not x.is_cpu or x.shape[-1] != width:
+        raise ValueError(
+            f"expected float32 rows of {width} on a CPU, got {x.dtype} rows of {x.shape[-1]} "
+            f"on {x.device}"
+        )
 
 
 def _require_rows(**tensors: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,17 @@ from tests.support.native_kernels import needs_kernels
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["torch", pytest.param("native", marks=needs_kernels)])
+NATIVE = [pytest.param(way, marks=needs_kernels) for way in ("native", "native-floats")]
+
+
+@pytest.fixture(params=["torch", *NATIVE])
 def ops(request: pytest.FixtureRequest) -> LayerOps:
-    return LayerOps() if request.param == "torch" else NativeLayerOps(load_kernels())
+    """Each way to multiply: with torch, and the kernels with whole numbers and with floats."""
+    if request.param == "torch":
+        return LayerOps()
+    kernels = copy(load_kernels())
+    kernels.has_vnni = kernels.has_vnni and request.param == "native"
+    return NativeLayerOps(kernels)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -80,6 +89,18 @@ def test_parts_may_come_in_layouts_of_their_own(ops: LayerOps):
         linear.hold(name, came)
     x = normal(3, 64, seed=4)
     assert_near(linear(x), F.linear(x, torch.cat([a.dequantize(), b.dequantize(), c])))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_row_that_is_not_finite_spoils_itself_alone(scheme: str, ops: LayerOps):
+    weight = SCHEMES[scheme].quantize(normal(40, 96))
+    x = normal(5, 96, seed=1)
+    expected = F.linear(x, weight.dequantize())
+    x[1, 3], x[3, 90], x[4] = torch.nan, torch.inf, 0
+    product = ops.pack_quantized(weight).multiply(x, None)
+    assert not product[[1, 3]].isfinite().any()
+    assert_near(product[[0, 2]], expected[[0, 2]])
+    assert not product[4].any()
 
 
 @pytest.mark.parametrize("family", ["qwen2", "jamba"])

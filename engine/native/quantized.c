@@ -1,0 +1,289 @@
+/* y = x W^T + b where W is codes of 8 or 4 bits in blocks, w = factor (scale * code + offset).
+ *
+ * Sixteen outputs are a panel, a stream of blocks; a tile is up to six rows of x by two panels:
+ *
+ *     block   | 16 scales | 16 offsets | codes, 64 bytes for every 4 (8 bits) or 8 (4 bits) inputs |
+ *               float16     float16      | output 0: input 0 1 2 3 | output 1: input 0 1 2 3 | ...
+ *                                          4 bits: inputs 4 to 7 are the upper halves of the bytes
+ *
+ * Scales and offsets are relative to a power of two of each output, `factor`.
+ *
+ * With VNNI, a row of x is rounded to 16 bits by its largest value, and is multiplied in two halves
+ * of 8 bits: q = 256 high + low. Sums of a block are exact. A row's largest value is at most
+ * sqrt(in) times its root mean square, so that this rounds by less than 1e-3 for 10,000 inputs, a
+ * share of what rounding weights does; 8 bits would round as roughly. Elsewhere codes become floats
+ * on the way. Either way a tile unpacks codes once for all its rows.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#include "team.h"
+
+#define INLINE static inline __attribute__((always_inline))
+#define LANES 16
+#define MAX_ROWS 6
+#define HEADER (4 * LANES) /* bytes of a block's scales and offsets */
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t hvec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+int omni_has_vnni(void) {
+#ifdef __AVX512VNNI__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* See omni_quantized. */
+typedef struct {
+    const float *x;
+    int64_t x_stride, rows, in;
+    const uint8_t *w;
+    int64_t blocks, block, out;
+    int bits;
+    const float *factors, *bias;
+    float *y;
+    int halves;        /* whether x is multiplied in halves of 8 bits */
+    void *laid_out;    /* x (rows, blocks * block), floats or, four by four, high and low halves */
+    float *sums;       /* (rows, blocks) of x, in steps */
+    float *steps;      /* (rows) what the laid out x is multiples of */
+    int64_t together;  /* rows that one piece multiplies */
+    int64_t chunks;    /* pieces of these rows */
+    int64_t size;      /* pairs of panels of a piece */
+    int64_t rows_size; /* rows that one piece lays out */
+} Product;
+
+INLINE int64_t block_bytes(const Product *p) { return HEADER + p->block * LANES * p->bits / 8; }
+
+static void lay_out_floats(const Product *p, int64_t row) {
+    float *to = (float *)p->laid_out + row * p->blocks * p->block;
+    memcpy(to, p->x + row * p->x_stride, sizeof(float) * (size_t)p->in);
+    memset(to + p->in, 0, sizeof(float) * (size_t)(p->blocks * p->block - p->in));
+    for (int64_t b = 0; b < p->blocks; b++, to += p->block) {
+        float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < p->block; i++) sum += to[i];
+        p->sums[row * p->blocks + b] = sum;
+    }
+    p->steps[row] = 1.0f;
+}
+
+#ifdef __AVX512VNNI__
+/* Sixteen of `left` floats, zeros past the end. */
+INLINE __m512 load_some(const float *x, int64_t left) {
+    return _mm512_maskz_loadu_ps(left < LANES ? (__mmask16)((1 << left) - 1) : 0xffff, x);
+}
+
+static void lay_out_halves(const Product *p, int64_t row) {
+    const float *x = p->x + row * p->x_stride;
+    __m512 top = _mm512_setzero_ps(), all = top;
+    for (int64_t i = 0; i < p->in; i += LANES) {
+        const __m512 size = _mm512_abs_ps(load_some(x + i, p->in - i));
+        top = _mm512_max_ps(top, size);
+        all = _mm512_add_ps(all, size);
+    }
+    /* What is not finite makes the row's products NaN; what is this small counts as nothing. */
+    const float most = _mm512_reduce_max_ps(top), sum = _mm512_reduce_add_ps(all);
+    const int is_finite = sum - sum == 0.0f, counts = is_finite && most > 1e-30f;
+    p->steps[row] = is_finite ? most / 32512.0f : NAN;
+    const __m512 per_step = _mm512_set1_ps(counts ? 32512.0f / most : 0.0f);
+    __m128i *to = (__m128i *)((int8_t *)p->laid_out + 2 * row * p->blocks * p->block);
+    for (int64_t b = 0; b < p->blocks; b++) {
+        __m512i total = _mm512_setzero_si512();
+        for (int64_t i = b * p->block; i < (b + 1) * p->block; i += LANES, to += 2) {
+            const int64_t left = p->in > i && counts ? p->in - i : 0;
+            const __m512 scaled = _mm512_mul_ps(load_some(x + i, left), per_step);
+            const __m512i q = _mm512_cvtps_epi32(scaled);
+            const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
+            const __m128i high = _mm512_cvtepi32_epi8(upper), low = _mm512_cvtepi32_epi8(q);
+            total = _mm512_add_epi32(total, q);
+            _mm_storeu_si128(to, _mm_unpacklo_epi32(high, low));
+            _mm_storeu_si128(to + 1, _mm_unpackhi_epi32(high, low));
+        }
+        p->sums[row * p->blocks + b] = (float)_mm512_reduce_add_epi32(total);
+    }
+}
+#endif
+
+static void lay_out_rows(const void *arguments, int64_t piece) {
+    const Product *p = arguments;
+    const int64_t first = piece * p->rows_size, last = first + p->rows_size;
+    for (int64_t row = first; row < last && row < p->rows; row++)
+#ifdef __AVX512VNNI__
+        if (p->halves)
+            lay_out_halves(p, row);
+        else
+#endif
+            lay_out_floats(p, row);
+}
+
+/* Sixteen float16 to floats: the exponent's bias differs by 112. */
+INLINE vec from_half(const uint8_t *at) {
+#ifdef __AVX512F__
+    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
+#endif
+    const ivec bits = __builtin_convertvector(*(const hvec *)at, ivec);
+    return (vec)((bits & 0x8000) << 16 | (bits & 0x7fff) << 13) * 0x1p112f;
+}
+
+/* Codes of sixteen outputs, of the four inputs of one step: each byte of a lane one input. */
+INLINE ivec codes_of(const uint8_t *codes, int64_t step, int bits) {
+    if (bits == 8) return *(const ivec *)(codes + step * 64);
+    const ivec both = *(const ivec *)(codes + step / 2 * 64);
+    return (step % 2 ? both >> 4 : both) & 0x0f0f0f0f;
+}
+
+/* `rows` and `bits` are constants where these are inlined, so that sums stay in registers. */
+INLINE void dot_floats(int rows, int bits, const Product *p, const uint8_t *const codes[2],
+                       int64_t row, int64_t b, vec sum[MAX_ROWS][2]) {
+    const int64_t width = p->blocks * p->block;
+    const float *x = (const float *)p->laid_out + row * width + b * p->block;
+    for (int64_t step = 0; step < p->block / 4; step += bits == 4 ? 2 : 1)
+        for (int part = 0; part < (bits == 4 ? 2 : 1); part++) {
+            const ivec first = codes_of(codes[0], step + part, bits);
+            const ivec second = codes_of(codes[1], step + part, bits);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                const vec low = __builtin_convertvector(first >> 8 * j & 255, vec);
+                const vec high = __builtin_convertvector(second >> 8 * j & 255, vec);
+#pragma GCC unroll 6
+                for (int r = 0; r < rows; r++) {
+                    const float value = x[r * width + (step + part) * 4 + j];
+                    sum[r][0] += value * low;
+                    sum[r][1] += value * high;
+                }
+            }
+        }
+}
+
+#ifdef __AVX512VNNI__
+/* Four products in each lane of two panels. Of the intrinsic, gcc 12 spills what is summed. */
+INLINE void add_products(__m512i sums[2], __m512i first, __m512i second, const int32_t *x) {
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums[0]) : "v"(first), "m"(*x));
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums[1]) : "v"(second), "m"(*x));
+}
+
+INLINE void dot_halves(int rows, int bits, const Product *p, const uint8_t *const codes[2],
+                       int64_t row, int64_t b, vec sum[MAX_ROWS][2]) {
+    const int64_t width = p->blocks * p->block / 2; /* in fours of bytes */
+    const int32_t *x = (const int32_t *)p->laid_out + row * width + b * p->block / 2;
+    __m512i high[MAX_ROWS][2], low[MAX_ROWS][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+        high[r][0] = high[r][1] = low[r][0] = low[r][1] = _mm512_setzero_si512();
+    for (int64_t step = 0; step < p->block / 4; step += bits == 4 ? 2 : 1) {
+        __builtin_prefetch(codes[0] + 8192 + step * 8 * bits, 0, 2);
+        __builtin_prefetch(codes[1] + 8192 + step * 8 * bits, 0, 2);
+#pragma GCC unroll 2
+        for (int part = 0; part < (bits == 4 ? 2 : 1); part++) {
+            const __m512i first = (__m512i)codes_of(codes[0], step + part, bits);
+            const __m512i second = (__m512i)codes_of(codes[1], step + part, bits);
+#pragma GCC unroll 6
+            for (int r = 0; r < rows; r++) {
+                const int32_t *at = x + r * width + (step + part) * 2;
+                add_products(high[r], first, second, at);
+                add_products(low[r], first, second, at + 1);
+            }
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; v++)
+            sum[r][v] = (vec)_mm512_cvtepi32_ps(
+                _mm512_add_epi32(_mm512_slli_epi32(high[r][v], 8), low[r][v]));
+}
+#endif
+
+/* Rows from `row` on by the two panels at `w`. */
+INLINE void tile(int rows, int bits, int halves, const Product *p, const uint8_t *w, int64_t row,
+                 int64_t pair) {
+    const int64_t bytes = block_bytes(p);
+    const uint8_t *panels[2] = {w, w + p->blocks * bytes};
+    vec total[MAX_ROWS][2];
+    for (int r = 0; r < rows; r++) total[r][0] = total[r][1] = (vec){0};
+    for (int64_t b = 0; b < p->blocks; b++) {
+        const uint8_t *codes[2] = {panels[0] + HEADER, panels[1] + HEADER};
+        vec sum[MAX_ROWS][2];
+        for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (vec){0};
+        /* Registers are for the sums of a block: totals are kept in memory meanwhile. */
+        if (rows > 4) __asm__ volatile("" : : "r"(total) : "memory");
+#ifdef __AVX512VNNI__
+        if (halves)
+            dot_halves(rows, bits, p, codes, row, b, sum);
+        else
+#endif
+            dot_floats(rows, bits, p, codes, row, b, sum);
+        for (int v = 0; v < 2; v++) {
+            const vec scale = from_half(panels[v]), offset = from_half(panels[v] + 2 * LANES);
+            for (int r = 0; r < rows; r++) {
+                total[r][v] += sum[r][v] * scale;
+                total[r][v] += offset * p->sums[(row + r) * p->blocks + b];
+            }
+            panels[v] += bytes;
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < 2; v++) {
+            const int64_t first = pair * 2 * LANES + v * LANES, left = p->out - first;
+            total[r][v] *= *(const vec *)(p->factors + first) * p->steps[row + r];
+            float *y = p->y + (row + r) * p->out + first;
+            for (int64_t i = 0; i < LANES && i < left; i++)
+                y[i] = total[r][v][i] + (p->bias ? p->bias[first + i] : 0.0f);
+        }
+}
+
+#define CASE(n)                                                                                  \
+    case n:                                                                                      \
+        if (p->bits == 4)                                                                        \
+            p->halves ? tile(n, 4, 1, p, w, row, pair) : tile(n, 4, 0, p, w, row, pair);         \
+        else                                                                                     \
+            p->halves ? tile(n, 8, 1, p, w, row, pair) : tile(n, 8, 0, p, w, row, pair);         \
+        break;
+
+static void multiply(const void *arguments, int64_t piece) {
+    const Product *p = arguments;
+    const int64_t begin = piece / p->chunks * p->together, first = piece % p->chunks * p->size;
+    const int64_t end = begin + p->together < p->rows ? begin + p->together : p->rows;
+    const int64_t pairs = omni_num_pieces(p->out, 2 * LANES);
+    const int64_t last = first + p->size < pairs ? first + p->size : pairs;
+    const int64_t tiles = omni_num_pieces(end - begin, MAX_ROWS);
+    for (int64_t pair = first; pair < last; pair++) {
+        const uint8_t *w = p->w + pair * 2 * p->blocks * block_bytes(p);
+        for (int64_t t = 0; t < tiles; t++) {
+            const int64_t row = begin + (end - begin) * t / tiles;
+            switch (begin + (end - begin) * (t + 1) / tiles - row) {
+                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+            }
+        }
+    }
+}
+
+/* x (rows, in), `x_stride` from row to row; y (rows, out) contiguous; w and factors are of panels
+ * that fill pairs; `block` is 16 to 128. `scratch` has room for 4 bytes of every input of every
+ * row, `in` rounded up to blocks, and behind it for every block of every row, and every row. */
+void omni_quantized(const float *x, int64_t x_stride, const uint8_t *w, const float *factors,
+                    const float *bias, float *y, int64_t rows, int64_t in, int64_t out,
+                    int64_t block, int bits, int halves, void *scratch, int threads) {
+    const int64_t blocks = omni_num_pieces(in, block), pairs = omni_num_pieces(out, 2 * LANES);
+    Product p = {x,       x_stride, rows, in, w, blocks, block, out, bits, factors, bias, y,
+                 halves,  scratch,  NULL, NULL, 0, 0, 0, 0};
+    p.sums = (float *)scratch + rows * blocks * block;
+    p.steps = p.sums + rows * blocks;
+    p.rows_size = omni_piece_size(rows, 16384 / (blocks * block) + 1, threads);
+    omni_team_run(lay_out_rows, &p, omni_num_pieces(rows, p.rows_size), threads);
+    /* Rows of which the second-level cache holds all inputs while panels pass over them. */
+    const int64_t fitting = (1 << 18) / (blocks * block) / MAX_ROWS * MAX_ROWS;
+    p.together = fitting > 4 * MAX_ROWS ? fitting : 4 * MAX_ROWS;
+    const int64_t groups = omni_num_pieces(rows, p.together);
+    p.size = omni_piece_size(pairs * groups, 1, threads);
+    p.size = p.size < pairs ? p.size : pairs;
+    p.chunks = omni_num_pieces(pairs, p.size);
+    omni_team_run(multiply, &p, groups * p.chunks, threads);
+}
