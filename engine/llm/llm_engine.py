@@ -40,7 +40,7 @@ from engine.models.model_loader import (
 from engine.native import load_kernels
 from engine.requests.request import RequestGroup, RequestStatus
 from engine.resources.device import keep_freed_memory, resolve_device, resolve_dtype
-from engine.resources.memory_plan import MemoryPlan, ModelNeeds, plan_memory
+from engine.resources.memory_plan import MemoryPlan, ModelNeeds, plan_memory, step_bytes
 from engine.scheduling.request_queues import EncoderCacheManager
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from engine.text.tokenizer import eos_token_ids, load_tokenizer, max_prompt_chars
@@ -146,6 +146,8 @@ def _plan(
             dtype=choices.dtype,
             max_model_len=choices.max_model_len,
             max_encoder_len=model.max_encoder_len,
+            step_bytes=step_bytes(config, model.hidden_size, model.vocab_size, choices.dtype)
+            + config.encoder_cache_bytes * bool(model.placeholders),
         ),
         device=choices.device,
         attention=choices.attention,

@@ -31,6 +31,7 @@ __all__ = [
     "report_kv_cache",
     "require_memory",
     "resolve_num_blocks",
+    "step_bytes",
 ]
 
 
@@ -313,8 +314,11 @@ def resolve_num_blocks(
     pages_for: Callable[[int, int], int],
     max_model_len: int,
     device: torch.device,
+    step_bytes: int = 0,
 ) -> int:
     """Enough for every seat at full length, within the share of free memory that is allowed.
+
+    On a GPU no less than what a step takes stays free; a CPU's memory is not only this program's.
 
     Args:
         config: what the user set; a ``num_blocks`` of his is taken as it is, if it fits.
@@ -329,12 +333,18 @@ def resolve_num_blocks(
     """
     per_sequence = pages_for(max_model_len, 1)
     if config.num_blocks is None:
-        budget = int(free_bytes(device) * config.memory_fraction)
-        wanted = pages_for(max_model_len, config.max_num_seqs) + 1
-        num_pages = min(wanted, budget // page_bytes)
+        free = free_bytes(device)
+        budget = int(free * config.memory_fraction)
         limit = f"memory_fraction {config.memory_fraction} of the free memory "
         limit += f"({format_bytes(budget)})"
         remedy = "raise memory_fraction"
+        if device.type != "cpu" and free - step_bytes < budget:
+            budget = max(free - step_bytes, 0)
+            limit = f"the free memory but for {format_bytes(step_bytes)} that a step takes "
+            limit += f"({format_bytes(budget)})"
+            remedy = "lower max_num_batched_tokens or max_num_seqs"
+        wanted = pages_for(max_model_len, config.max_num_seqs) + 1
+        num_pages = min(wanted, budget // page_bytes)
     else:
         num_pages = config.num_blocks
         _check_free(num_pages, page_bytes, config.memory_fraction, device)
@@ -373,6 +383,7 @@ class ModelNeeds:
 
     Attributes:
         max_encoder_len: most encoder tokens that a sequence may bring.
+        step_bytes: what a step takes beside weights and pages; see :func:`step_bytes`.
     """
 
     groups: tuple[KVCacheGroup, ...]
@@ -380,6 +391,21 @@ class ModelNeeds:
     dtype: torch.dtype
     max_model_len: int
     max_encoder_len: int = 0
+    step_bytes: int = 0
+
+
+# Rows of the hidden size that lie beside each other in a layer at most: the residual, what was
+# normalized, a fused gate and up of some five times the width each, and their product.
+_ROWS_PER_TOKEN = 24
+# Per logit: the model's, a copy that penalties change, and four of float64 to draw from.
+_BYTES_PER_LOGIT = 4 + 4 + 4 * 8
+
+
+def step_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, dtype: torch.dtype) -> int:
+    """What the largest step takes on a device beside weights and pages, by rule of thumb."""
+    per_token = _ROWS_PER_TOKEN * hidden_size * dtype.itemsize
+    per_request = _BYTES_PER_LOGIT * vocab_size
+    return config.max_num_batched_tokens * per_token + config.max_num_seqs * per_request
 
 
 def plan_memory(
@@ -407,6 +433,7 @@ def plan_memory(
             lambda num_tokens, count: probe.pages_for(num_tokens, num_encoder_tokens, count),
             max_model_len,
             device,
+            needs.step_bytes,
         ),
         needs.groups,
         # Host memory is taken as it is written to, so there is room for every seat.

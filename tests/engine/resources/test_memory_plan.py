@@ -15,6 +15,7 @@ from engine.resources.memory_plan import (
     format_bytes,
     plan_memory,
     report_kv_cache,
+    step_bytes,
 )
 from prefix_cache import (
     CrossAttentionSpec,
@@ -50,6 +51,29 @@ def planned(
         device=torch.device("cpu"),
         attention="torch",
     )
+
+
+def test_a_pool_on_a_gpu_leaves_what_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * 2**30, 80 * 2**30))
+
+    def num_blocks(memory_fraction: float) -> int:
+        config = EngineConfig(model="none", memory_fraction=memory_fraction)
+        taken = step_bytes(config, 3584, 152064, torch.bfloat16)
+        assert taken == 2048 * 24 * 3584 * 2 + 16 * 40 * 152064
+        needs = ModelNeeds((group(FULL, 28),), 0, torch.bfloat16, 32768, step_bytes=taken)
+        cuda = torch.device("cuda:0")
+        cache, _ = plan_memory(config, needs, device=cuda, attention="triton")
+        free = 10 * 2**30 - cache.num_large_pages * cache.large_page_bytes
+        assert free >= taken
+        return cache.num_large_pages
+
+    assert num_blocks(1.0) > num_blocks(0.9) > num_blocks(0.5)
+    config = EngineConfig(model="none", memory_fraction=1.0)
+    needs = ModelNeeds((group(FULL, 28),), 0, torch.bfloat16, 32768, step_bytes=20 * 2**30)
+    with pytest.raises(
+        ValueError, match=r"free memory but for 20.0 GiB that a step .*fit: lower max_"
+    ):
+        plan_memory(config, needs, device=torch.device("cuda:0"), attention="triton")
 
 
 def free_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
