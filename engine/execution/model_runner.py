@@ -400,6 +400,10 @@ class ModelRunner:
             step = self._batch.prepare(["warm-up 0", "warm-up 1"], [0, 0], [3, 2])
             with on_device(self._device):
                 tensors = self._forward(self._inputs.build(step))
+                if self._device.type == "cuda":
+                    # Steps of decodes alone have kernels of their own, compiled on first use.
+                    decodes = self._batch.prepare(["warm-up 0", "warm-up 1"], [2, 1], [1, 1])
+                    self._forward(self._inputs.build(decodes))
                 if self._model.vocab_size:
                     self._model.compute_logits(tensors["hidden_states"][:1])
             self._host_copy.start(self._mirrored(tensors))

@@ -14,10 +14,11 @@ Layer", 2017.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.checkpoints.config_file import activation_of
@@ -100,6 +101,8 @@ class SparseMoE(nn.Module):
             mlp(config.intermediate_size, config.names) for _ in range(config.num_experts)
         ]
         self.expert_modules = nn.ModuleList(self.experts)
+        # Of the experts' opening and closing products; made when a GPU first wants them.
+        self._stacks: tuple[Tensor | None, ...] | None = None
         self.shared: GatedMLP | None = None
         if config.shared_size:
             self.shared = mlp(config.shared_size, ("gate_proj", "up_proj", "down_proj"))
@@ -122,18 +125,45 @@ class SparseMoE(nn.Module):
         of_choice = chosen.flatten()
         # Choices sorted by expert: those of one expert lie side by side.
         order = of_choice.argsort(stable=True)
-        counts = of_choice.bincount(minlength=len(self.experts)).tolist()
-        experts = [self.experts[index] for index, count in enumerate(counts) if count]
-        sizes = [count for count in counts if count]
         rows = x.index_select(0, order // per_token)
-        opened = multiply_groups([expert.up for expert in experts], rows, sizes)
-        gated = self.ops.gate(opened, self.activation)
-        closed = multiply_groups([expert.down for expert in experts], gated, sizes)
+        closed = self._run_on_device(rows, of_choice) if x.is_cuda else None
+        if closed is None:
+            closed = self._run_by_counts(rows, of_choice)
         output = torch.empty_like(closed).index_copy_(0, order, closed)
         mixed = output.view(len(x), per_token, -1).mul_(weights.unsqueeze(2)).sum(dim=1)
         if self.shared is not None:
             mixed += self.shared(x).mul_(self.shared_gate(x).sigmoid())
         return mixed
+
+    def _run_by_counts(self, rows: Tensor, of_choice: Tensor) -> Tensor:
+        """Each expert over its own of the rows, which are sorted by expert; counts are read."""
+        counts = of_choice.bincount(minlength=len(self.experts)).tolist()
+        experts = [self.experts[index] for index, count in enumerate(counts) if count]
+        sizes = [count for count in counts if count]
+        opened = multiply_groups([expert.up for expert in experts], rows, sizes)
+        gated = self.ops.gate(opened, self.activation)
+        return multiply_groups([expert.down for expert in experts], gated, sizes)
+
+    def _run_on_device(self, rows: Tensor, of_choice: Tensor) -> Tensor | None:
+        """The same without reading how many rows each expert has; None where no kernel does so.
+
+        CUDA's grouped products are of bfloat16, in rows of a multiple of 16 bytes.
+        """
+        if self._stacks is None:
+            self._stacks = tuple(
+                _stacked([getattr(expert, name) for expert in self.experts])
+                for name in ("up", "down")
+            )
+        up, down = self._stacks
+        if up is None or down is None or rows.dtype != torch.bfloat16:
+            return None
+        counts = of_choice.new_zeros(len(self.experts)).scatter_add_(
+            0, of_choice, torch.ones_like(of_choice)
+        )
+        ends = counts.cumsum(0).to(torch.int32)
+        opened = F.grouped_mm(rows, up.transpose(1, 2), offs=ends)
+        gated = self.ops.gate(opened, self.activation)
+        return F.grouped_mm(gated, down.transpose(1, 2), offs=ends)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and numbers of each row's experts, ``(rows, num_experts_per_token)`` both."""
@@ -142,3 +172,15 @@ class SparseMoE(nn.Module):
         if self.config.normalize:
             weights /= weights.sum(dim=-1, keepdim=True)
         return weights.to(x.dtype), chosen
+
+
+def _stacked(linears: Sequence[Linear]) -> Tensor | None:
+    """All weights in one tensor, of which they become views; None if some are packed, or narrow."""
+    weights = [linear.weight for linear in linears if linear.weight is not None]
+    first = weights[0] if len(weights) == len(linears) else None
+    if first is None or any(size * first.element_size() % 16 for size in first.shape):
+        return None
+    stack = torch.stack([weight.data for weight in weights])
+    for weight, view in zip(weights, stack, strict=True):
+        weight.data = view
+    return stack

@@ -196,6 +196,17 @@ def _wants_cuda(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
+# They look into memory, past the wrapper.
+_NUMBERS = (
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+)
+
+
 class _Rules(TorchFunctionMode):
     """What asks for a device by name, and what would look through a wrapper."""
 
@@ -208,11 +219,11 @@ class _Rules(TorchFunctionMode):
             return args[0]
         if func in (Tensor.to, Tensor.cpu, Tensor.cuda):
             return _move(func, args, kwargs)
-        if func in (Tensor.tolist, Tensor.numpy) and _is_there(args[0]):
-            if func is Tensor.numpy:
-                raise RuntimeError("numpy() of a tensor on CUDA")
+        if func is Tensor.numpy and _is_there(args[0]):
+            raise RuntimeError("numpy() of a tensor on CUDA")
+        if func in _NUMBERS and _is_there(args[0]):
             crossings.note(BLOCKING_READ)
-            return args[0].content.tolist()
+            return func(args[0].content)
         if func is torch.cuda.is_available:
             return True
         pins = kwargs.pop("pin_memory", False)

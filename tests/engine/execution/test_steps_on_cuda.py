@@ -83,8 +83,9 @@ def test_decodes_on_cuda_wait_once_a_step_and_give_the_cpus_tokens(
 
         crossings.clear()
         assert run(engine, params, after_step) == expected
-    _, *decodes = steps
-    assert len(decodes) == 3
+    # Of requests that end, the blocks that they end in are looked at as well.
+    _, *decodes, _ = steps
+    assert len(decodes) == 2
     for crossed in decodes:
         assert crossed[BLOCKING_UPLOAD] == 0
         # The sampled tokens; when they are there, so are the rows, and what is awaited.

@@ -26,6 +26,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 from engine.layers import ExpertsConfig, Linear, NativeLayerOps, SparseMoE
 from engine.native import load_kernels
 from tests.support.native_kernels import needs_kernels
+from tests.support.pretended_cuda import pretended_cuda
 
 HIDDEN, WIDTH = 32, 64
 CPU = torch.device("cpu")
@@ -118,6 +119,28 @@ def test_an_expert_runs_over_its_own_rows_and_no_other_is_read(
     torch.testing.assert_close(ours(x), expected, atol=1e-6, rtol=1e-5)
     assert ran == {index: count for index, count in enumerate(counts) if count}
     assert 0 < len(ran) < 5
+
+
+@torch.inference_mode()
+def test_on_cuda_nobody_waits_for_how_many_rows_an_expert_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, _ = experts("with a shared one")
+    config = KINDS["with a shared one"][1]
+    here = SparseMoE(HIDDEN, config, "silu", dtype=torch.bfloat16, device=CPU)
+    here.load_state_dict(ours.state_dict())
+    x = rows(37).bfloat16()
+    expected = here(x)
+    with pretended_cuda(monkeypatch) as crossings:
+        cuda = torch.device("cuda:0")
+        there = SparseMoE(HIDDEN, config, "silu", dtype=torch.bfloat16, device=cuda)
+        for target, source in zip(there.parameters(), here.parameters(), strict=True):
+            target.copy_(source)
+        x = x.to(cuda)
+        crossings.clear()
+        mixed = there(x)
+        assert not crossings.places
+        torch.testing.assert_close(mixed.cpu(), expected)
 
 
 @needs_kernels
