@@ -36,7 +36,8 @@ from urllib.parse import urlsplit
 
 from benchmarks.lean_sender import LeanSender
 from benchmarks.served import MemoryWatch, Served
-from omni.commands.bench.load import LevelRun, LoadAmount, LoadLevel, line_source, made_up_text
+from omni.commands.bench.flags import BenchFlags
+from omni.commands.bench.load import LevelRun, LoadLevel, line_source, made_up_text
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
 from omni.commands.bench.report import LevelReport
 
@@ -97,12 +98,12 @@ async def _overload(served: Served, given: argparse.Namespace, wrong: list[str])
     expected = [await send(MeasuredRequest(0.0)) for send in sends]
     checked = [partial(_answer_is, send, text) for send, text in zip(sends, expected, strict=True)]
     before = await _first_token(checked)
-    capacity = await _run(checked, LoadLevel(concurrency=8), LoadAmount(128))
+    capacity = await _run(checked, LoadLevel(concurrency=8), 128)
     rate = capacity.throughput_per_s["requests"]
     print(f"capacity: {rate:.1f} requests/s; overload: {_OVERLOAD * rate:.1f}")
-    amount = LoadAmount(10**9, duration_s=given.seconds, seed=given.seed)
+    flags = BenchFlags(duration=given.seconds, seed=given.seed)
     with MemoryWatch(served) as watch:
-        report = await _run(checked, LoadLevel(rate=_OVERLOAD * rate), amount)
+        report = await _run(checked, LoadLevel(rate=_OVERLOAD * rate), 10**9, flags)
     after = await _first_token(checked)
     _tell(report, rate, wrong)
     early, late = watch.peaks()
@@ -138,15 +139,17 @@ async def _answer_is(send: Send, text: str, record: MeasuredRequest) -> str:
     return answer
 
 
-async def _run(sends: Sequence[Send], level: LoadLevel, amount: LoadAmount) -> LevelReport:
-    run = LevelRun(level, amount)
+async def _run(
+    sends: Sequence[Send], level: LoadLevel, number: int, flags: BenchFlags | None = None
+) -> LevelReport:
+    run = LevelRun(level, number, flags or BenchFlags())
     await run.run(line_source(sends))
     return LevelReport.of(run, {})
 
 
 async def _first_token(sends: Sequence[Send]) -> float:
     """Median seconds of the first token of requests that run alone."""
-    report = await _run(sends, LoadLevel(concurrency=1), LoadAmount(16))
+    report = await _run(sends, LoadLevel(concurrency=1), 16)
     return report.latencies["first_token"].p50
 
 

@@ -27,13 +27,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.served import Served
-from omni.commands.bench.http_target import HttpSettings, HttpTarget
+from omni.commands.bench.flags import BenchFlags
+from omni.commands.bench.http_target import HttpTarget
 from omni.commands.bench.load import (
-    LoadAmount,
     LoadLevel,
-    MadeUpShape,
     Measurement,
-    MeasurementPlan,
 )
 from omni.commands.bench.report import LevelReport
 
@@ -67,12 +65,17 @@ def main() -> None:
 def _measured(
     served: Served, given: argparse.Namespace, levels: Sequence[LoadLevel], *, seed: int
 ) -> list[LevelReport]:
-    shape = MadeUpShape(prompt_tokens=given.prompt_tokens, sampling={"max_tokens": 32}, seed=seed)
-    plan = MeasurementPlan(levels, LoadAmount(given.requests, seed=seed), 4, shape)
+    flags = BenchFlags(
+        url=served.url,
+        speech=True,
+        prompt_tokens=given.prompt_tokens,
+        max_tokens=32,
+        seed=seed,
+    )
 
     async def run() -> Measurement:
-        measurement = Measurement(plan)
-        async with HttpTarget(HttpSettings(served.url, speech=True)) as target:
+        measurement = Measurement(levels, flags, given.requests)
+        async with HttpTarget(flags) as target:
             await measurement.run(target)
         return measurement
 

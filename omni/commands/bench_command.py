@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import os
 import resource
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from omni.commands.bench.load import (
-    LoadAmount,
-    MadeUpForm,
-    MadeUpShape,
-    Measurement,
-    MeasurementPlan,
-    RequestLines,
-    parse_levels,
-)
+from omni.commands.bench.load import Measurement, RequestLines, parse_levels
 from omni.commands.bench.report import (
     BenchReport,
     LevelReport,
@@ -35,22 +26,18 @@ from omni.commands.options import BenchOptions
 from omni.commands.run_progress import RunProgress
 
 if TYPE_CHECKING:
-    from omni.commands.bench.http_target import HttpSettings
+    from omni.commands.bench.http_target import HttpTarget
     from omni.commands.bench.measured_request import LoadTarget
     from omni.pipelines.pipeline_config import PipelineConfig
 
 __all__ = ["run_bench"]
 
-_KEY_VARIABLE = "OMNI_API_KEY"
-_USUAL_REQUESTS, _USUAL_PROMPT_TOKENS, _USUAL_MAX_TOKENS = 32, 128, 64
-_ENDLESS = 10**9
 _MOST_DESCRIPTORS = 65_536
 _TABLE_WIDTH = 110
 """The width of tables that go into a file or a pipe."""
 
 _OF_URL = ("model", "api_key", "speech", "voice")
 _OF_PIPELINE = ("runtime", "address", "overrides")
-_TEXT_ENDPOINTS = (None, "chat", "completions")
 _OF_TEXT = ("max_tokens", "ignore_eos", "temperature", "turns")
 _OF_MADE_UP = (
     *("prompt_tokens", "max_tokens", "ignore_eos", "temperature"),
@@ -60,18 +47,6 @@ _OF_LINES = "is about requests that are made up; the lines of --input say it the
 _FLAGS = {"overrides": "--set", "input_file": "--input"}
 _NOT_SETTINGS = {"api_key", "json", "plot", "verbose", "quiet", "debug"}
 _DEFAULTS = {each.name: each.default for each in fields(BenchOptions)}
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """The flags, checked as far as that can be done before anything runs."""
-
-    plan: MeasurementPlan
-    limits: Mapping[str, float]
-    lines: RequestLines | None
-    server: HttpSettings | None
-    num_requests: int | None
-    """Requests of all levels together; None where time ends them."""
 
 
 def run_bench(options: BenchOptions, load_config: Callable[[str], PipelineConfig]) -> bool:
@@ -85,28 +60,51 @@ def run_bench(options: BenchOptions, load_config: Callable[[str], PipelineConfig
             first request is refused.
         Stopped: it was interrupted; what was measured has been printed.
     """
-    wanted = _checked(options)
+    _check(options)
+    levels = parse_levels(options.concurrency, options.rate)
+    limits = {} if options.goodput is None else parse_goodput(options.goodput)
+    server = _server(options) if options.url is not None else None
+    lines = None if options.input_file is None else RequestLines(options.input_file)
+    num_conversations = options.num_conversations(None if lines is None else len(lines))
     if options.config is not None:
         config = load_config(options.config)
-        target = f"{config.name}, in process"
+        name = f"{config.name}, in process"
     else:
-        config = None
-        target = " at ".join(filter(None, (options.model, options.url)))
-    progress = RunProgress(wanted.num_requests, 0, shown=not options.quiet)
+        name = " at ".join(filter(None, (options.model, options.url)))
+    total = num_conversations * options.turns * len(levels) if options.duration is None else None
+    progress = RunProgress(total, 0, shown=not options.quiet)
     measurement = Measurement(
-        wanted.plan, on_begin=progress.begin, on_end=lambda _: progress.advance()
+        levels,
+        options,
+        num_conversations,
+        on_begin=progress.begin,
+        on_end=lambda _: progress.advance(),
     )
+
+    async def measure(target: LoadTarget) -> None:
+        await measurement.run(target, None if lines is None else lines.prepared(target))
+
+    async def measure_server(server: HttpTarget) -> None:
+        _allow_many_connections()
+        async with server:
+            await measure(server)
+
     interrupt: KeyboardInterrupt | None = None
     try:
         with progress:
-            if config is not None:
-                _measure_pipeline(measurement, config, wanted)
+            if server is not None:
+                run_interruptibly(measure_server(server))
             else:
-                run_interruptibly(_measure_server(measurement, wanted))
+                # Only here: what measures a server need not wait for torch.
+                from omni.commands.bench.pipeline_target import PipelineTarget
+                from omni.runtime.omni import Omni
+
+                with Omni(config) as omni:
+                    run_interruptibly(measure(PipelineTarget(omni, config)))
     except KeyboardInterrupt as caught:
         interrupt = caught
-    levels = [LevelReport.of(run, wanted.limits) for run in measurement.runs]
-    report = BenchReport(target, _settings(options), levels, interrupt is None)
+    reports = [LevelReport.of(run, limits) for run in measurement.runs]
+    report = BenchReport(name, _settings(options), reports, interrupt is None)
     _print(report, options)
     if interrupt is not None:
         done = sum(len(run.records) for run in measurement.runs)
@@ -115,35 +113,12 @@ def run_bench(options: BenchOptions, load_config: Callable[[str], PipelineConfig
     return not report.has_failures
 
 
-def _measure_pipeline(measurement: Measurement, config: PipelineConfig, wanted: _Wanted) -> None:
-    # Only here: what measures a server need not wait for torch.
-    from omni.commands.bench.pipeline_target import PipelineTarget
-    from omni.runtime.omni import Omni
-
-    with Omni(config) as omni:
-        run_interruptibly(_measure(measurement, PipelineTarget(omni, config), wanted))
-
-
-async def _measure_server(measurement: Measurement, wanted: _Wanted) -> None:
-    from omni.commands.bench.http_target import HttpTarget
-
-    assert wanted.server is not None
-    _allow_many_connections()
-    async with HttpTarget(wanted.server) as target:
-        await _measure(measurement, target, wanted)
-
-
 def _allow_many_connections() -> None:
     """Take as many descriptors as may be had: a request in flight has one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-async def _measure(measurement: Measurement, target: LoadTarget, wanted: _Wanted) -> None:
-    sends = None if wanted.lines is None else wanted.lines.prepared(target)
-    await measurement.run(target, sends)
 
 
 def _print(report: BenchReport, options: BenchOptions) -> None:
@@ -161,7 +136,7 @@ def _print(report: BenchReport, options: BenchOptions) -> None:
         save_plot(report, options.plot)
 
 
-def _checked(options: BenchOptions) -> _Wanted:
+def _check(options: BenchOptions) -> None:
     """Find mistakes in the flags."""
     if (options.config is None) == (options.url is None):
         raise ValueError("give either a pipeline or --url")
@@ -169,7 +144,7 @@ def _checked(options: BenchOptions) -> _Wanted:
         _refuse(options, _OF_URL, "goes together with --url")
     else:
         _refuse(options, _OF_PIPELINE, "is about a pipeline in this process, not about --url")
-    if options.endpoint not in _TEXT_ENDPOINTS:
+    if not options.is_text:
         _check_endpoint(options)
     elif options.input_file is not None:
         _refuse(options, ("endpoint",), _OF_LINES)
@@ -178,27 +153,13 @@ def _checked(options: BenchOptions) -> _Wanted:
     for flag, path, suffix in (("--json", options.json, ""), ("--plot", options.plot, ".svg")):
         if path is not None:
             _check_file(flag, path, suffix)
-    levels = parse_levels(options.concurrency, options.rate)
     if options.plot is not None and find_spec("matplotlib") is None:
         raise _missing("--plot", "matplotlib")
-    limits = {} if options.goodput is None else parse_goodput(options.goodput)
-    server = _server(options) if options.url is not None else None
-    shape = _shape(options)
-    lines = None if options.input_file is None else RequestLines(options.input_file)
-    num_conversations = _num_conversations(options, lines)
-    total = num_conversations * options.turns * len(levels)
-    return _Wanted(
-        MeasurementPlan(
-            levels,
-            LoadAmount(num_conversations, options.duration, options.timeout, options.seed),
-            options.warmup,
-            shape,
-        ),
-        limits,
-        lines,
-        server,
-        total if options.duration is None else None,
-    )
+    if options.shared_prefix_tokens >= options.made_up_tokens:
+        raise ValueError(
+            f"--shared-prefix-tokens ({options.shared_prefix_tokens}) must be fewer than "
+            f"--prompt-tokens ({options.made_up_tokens}): each request has words of its own too"
+        )
 
 
 def _check_endpoint(options: BenchOptions) -> None:
@@ -237,47 +198,12 @@ def _missing(flag: str, package: str | None) -> ValueError:
     )
 
 
-def _server(options: BenchOptions) -> HttpSettings:
+def _server(options: BenchOptions) -> HttpTarget:
     try:
-        from omni.commands.bench.http_target import HttpSettings
+        from omni.commands.bench.http_target import HttpTarget
     except ImportError as error:
         raise _missing("--url", error.name) from error
-    key = options.api_key or os.environ.get(_KEY_VARIABLE, "").split(",")[0].strip() or None
-    assert options.url is not None
-    return HttpSettings(
-        options.url, options.model, key, options.speech, options.voice, options.endpoint or "chat"
-    )
-
-
-def _shape(options: BenchOptions) -> MadeUpShape:
-    sampling: dict[str, Any] = {"max_tokens": options.max_tokens or _USUAL_MAX_TOKENS}
-    if options.endpoint not in _TEXT_ENDPOINTS:
-        sampling = {}
-    if options.ignore_eos:
-        sampling["ignore_eos"] = True
-    if options.temperature is not None:
-        sampling["temperature"] = options.temperature
-    form: MadeUpForm = "text"
-    if options.endpoint in _TEXT_ENDPOINTS:
-        form = "completions" if options.endpoint == "completions" else "chat"
-    return MadeUpShape(
-        form=form,
-        prompt_tokens=options.prompt_tokens or _USUAL_PROMPT_TOKENS,
-        shared_prefix_tokens=options.shared_prefix_tokens,
-        num_prefixes=options.prefixes,
-        num_turns=options.turns,
-        sampling=sampling,
-        seed=options.seed,
-    )
-
-
-def _num_conversations(options: BenchOptions, lines: RequestLines | None) -> int:
-    requests = options.requests
-    if requests is None:
-        if options.duration is not None:
-            return _ENDLESS
-        requests = _USUAL_REQUESTS if lines is None else len(lines)
-    return math.ceil(requests / options.turns)
+    return HttpTarget(options)
 
 
 def _settings(options: BenchOptions) -> dict[str, Any]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import binascii
 import json
 import mimetypes
+import os
 import ssl
 from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Self
 from urllib.parse import urlencode, urlsplit
 from urllib.request import url2pathname
 
@@ -21,12 +22,12 @@ import httpx2
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
+from omni.commands.bench.flags import BenchFlags
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
 from omni.requests.request_line import AudioFile, ChatMessage, ContentPart, RequestLine, parse_line
 
 __all__ = [
     "AnswerEvents",
-    "HttpSettings",
     "HttpTarget",
     "OpenAICall",
     "openai_call",
@@ -253,56 +254,11 @@ def _count(value: Any) -> int | None:
     raise ValueError(f"a count of tokens is {value!r}")
 
 
-Endpoint: TypeAlias = Literal[
-    "chat", "completions", "speech", "embeddings", "transcriptions", "realtime"
-]
-"""Endpoints that can be requested; all but the first two from servers alone."""
-
 _CHAT, _COMPLETIONS = "/chat/completions", "/completions"
 _EVENTS, _JSON, _SOUND = "text/event-stream", "application/json", "audio/"
 _UNSUPPORTED = ("prompt_embeds", "encoder_prompt", "decoder_prompt")
 _SOUND_FORMATS = {".mpeg": "mp3", **{f".{each}": each for each in ("wav", "mp3", "flac", "ogg")}}
 _LIST_KEYS = {"image": "images", "audio": "audio", "video": "videos"}
-
-
-@dataclass(frozen=True, slots=True)
-class HttpSettings:
-    """A server, and what is requested of it.
-
-    Attributes:
-        url: of the server, with or without ``/v1``.
-        model: its name there; None: the only one that it has.
-        api_key: sent as a bearer token; None sends none.
-        speech: whether chats are to be answered by sound as well, streamed as pcm16.
-        voice: of the sound; None leaves it to the server.
-        endpoint: that is requested; a line itself is either for chats or for completions.
-    """
-
-    url: str
-    model: str | None = None
-    api_key: str | None = field(default=None, repr=False)
-    speech: bool = False
-    voice: str | None = None
-    endpoint: Endpoint = "chat"
-
-    def __post_init__(self) -> None:
-        try:
-            parts = urlsplit(self.url)
-            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            good = False
-        if not good or parts.query or parts.fragment:
-            raise ValueError(f"--url: must be such as http://localhost:8000, got {self.url!r:.200}")
-        if self.voice is not None and not self.speech and self.endpoint != "speech":
-            raise ValueError("--voice goes together with --speech, or with --endpoint speech")
-        if self.speech and self.endpoint not in ("chat", "realtime"):
-            raise ValueError(f"--speech is about chats and realtime, not about {self.endpoint}")
-
-    @property
-    def base_url(self) -> str:
-        """The URL up to ``/v1``."""
-        url = self.url.rstrip("/")
-        return url if url.endswith("/v1") else f"{url}/v1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,9 +278,7 @@ class OpenAICall:
     read: Callable[[httpx2.Response, MeasuredRequest], Awaitable[str]]
 
 
-def openai_call(
-    data: Mapping[str, Any], folder: Path, settings: HttpSettings, model: str
-) -> OpenAICall:
+def openai_call(data: Mapping[str, Any], folder: Path, flags: BenchFlags, model: str) -> OpenAICall:
     """Make a request of a line.
 
     Args:
@@ -332,39 +286,39 @@ def openai_call(
             for batches, with ``url`` and ``body``. Sampling fields without a stage are the body's
             own; those of named stages stand under ``stages``, which this project's server knows.
         folder: where the files are that the line names; they become part of the body.
-        settings: of the server.
+        flags: on the server, and what is requested of it.
         model: of the server.
 
     Raises:
         ValueError: the line is wrong, the API has no form for it, or a file does not exist.
     """
-    if settings.endpoint in ("chat", "completions"):
-        return _streamed(data, folder, settings, model)
+    if flags.is_text:
+        return _streamed(data, folder, flags, model)
     line = parse_line(data)
-    if settings.endpoint == "transcriptions":
+    if flags.endpoint == "transcriptions":
         return _transcription(line, folder, model)
-    fields = {"model": model, "input": _only_text(line, settings.endpoint)}
-    if settings.endpoint == "embeddings":
+    fields = {"model": model, "input": _only_text(line, flags.endpoint)}
+    if flags.endpoint == "embeddings":
         return OpenAICall("/embeddings", {"json": fields}, _JSON, read_document)
     fields["response_format"] = "wav"  # the one format that has its sampling rate in it
-    voice = settings.voice or line.speaker
+    voice = flags.voice or line.speaker
     if voice is not None:
         fields["voice"] = voice
     return OpenAICall("/audio/speech", {"json": fields}, _SOUND, read_sound)
 
 
-def realtime_events(data: Mapping[str, Any], settings: HttpSettings) -> list[Mapping[str, Any]]:
+def realtime_events(data: Mapping[str, Any], flags: BenchFlags) -> list[Mapping[str, Any]]:
     """The events by which a text is said over ``/v1/realtime``.
 
     Raises:
         ValueError: the line is wrong, or has more than a text.
     """
     session: dict[str, Any] = {"type": "realtime", "output_modalities": ["text"]}
-    if settings.speech:
+    if flags.speech:
         session["output_modalities"] = ["audio"]
-        if settings.voice is not None:
-            session["audio"] = {"output": {"voice": settings.voice}}
-    said = {"type": "input_text", "text": _only_text(parse_line(data), settings.endpoint)}
+        if flags.voice is not None:
+            session["audio"] = {"output": {"voice": flags.voice}}
+    said = {"type": "input_text", "text": _only_text(parse_line(data), flags.endpoint)}
     item = {"type": "message", "role": "user", "content": [said]}
     return [
         {"type": "session.update", "session": session},
@@ -373,7 +327,7 @@ def realtime_events(data: Mapping[str, Any], settings: HttpSettings) -> list[Map
     ]
 
 
-def _only_text(line: RequestLine, endpoint: str) -> str:
+def _only_text(line: RequestLine, endpoint: str | None) -> str:
     others = (line.images, line.audio, line.videos)
     has_others = line.sampling or any(each is not None for each in others)
     if not isinstance(line.prompt, str) or has_others:
@@ -399,16 +353,14 @@ def _transcription(line: RequestLine, folder: Path, model: str) -> OpenAICall:
     return OpenAICall(path, form, _JSON, read_document)
 
 
-def _streamed(
-    data: Mapping[str, Any], folder: Path, settings: HttpSettings, model: str
-) -> OpenAICall:
+def _streamed(data: Mapping[str, Any], folder: Path, flags: BenchFlags, model: str) -> OpenAICall:
     path, given = _of_batch(data) if "body" in data else _of_line(parse_line(data), folder)
     fields: dict[str, Any] = {**given, "model": model, "stream": True}
     fields["stream_options"] = {"include_usage": True}
-    if path == _CHAT and settings.speech:
+    if path == _CHAT and flags.speech:
         fields.setdefault("modalities", ["text", "audio"])
     if "audio" in fields.get("modalities", ()):
-        voice = {} if settings.voice is None else {"voice": settings.voice}
+        voice = {} if flags.voice is None else {"voice": flags.voice}
         fields["audio"] = {**voice, **fields.get("audio", {}), "format": "pcm16"}
     elif "audio" in fields:  # a voice, but the answer is text
         del fields["audio"]
@@ -522,17 +474,30 @@ _MOST_MESSAGE_BYTES = 64 * 2**20
 class HttpTarget:
     """A server, used in ``async with``, which checks that it can be reached.
 
+    Args:
+        flags: on the server: ``url``, with or without ``/v1``; ``model``, its name there; the
+            ``api_key``, which is sent as a bearer token, else the first of ``$OMNI_API_KEY``.
+
+    Attributes:
+        base_url: the URL up to ``/v1``.
+        model: the one that is asked for, or, once it is entered, the only one that there is.
+
     Raises:
-        ValueError: on entering: the server cannot be reached, refuses the key, or does not have
-            the model; names the flag.
+        ValueError: the URL is none, or flags do not go together; and on entering: the server cannot
+            be reached, refuses the key, or does not have the model; names the flag.
     """
 
     answering_stage: str | None = None
 
-    def __init__(self, settings: HttpSettings) -> None:
-        self.settings = settings
-        self.model = settings.model or ""
-        key = settings.api_key
+    def __init__(self, flags: BenchFlags) -> None:
+        self._flags = flags
+        self.base_url = _base_url(flags.url or "")
+        if flags.voice is not None and not flags.speech and flags.endpoint != "speech":
+            raise ValueError("--voice goes together with --speech, or with --endpoint speech")
+        if flags.speech and flags.endpoint not in (None, "chat", "realtime"):
+            raise ValueError(f"--speech is about chats and realtime, not about {flags.endpoint}")
+        self.model = flags.model or ""
+        key = flags.api_key or os.environ.get("OMNI_API_KEY", "").split(",")[0].strip() or None
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._client = httpx2.AsyncClient(
             headers=self._headers,
@@ -557,12 +522,12 @@ class HttpTarget:
 
     def prepare(self, line: Mapping[str, Any], folder: Path) -> Send:
         """Make a request; see :class:`~omni.commands.bench.measured_request.LoadTarget`."""
-        if self.settings.endpoint == "realtime":
-            events = [json.dumps(event) for event in realtime_events(line, self.settings)]
+        if self._flags.endpoint == "realtime":
+            events = [json.dumps(event) for event in realtime_events(line, self._flags)]
             return partial(self._talk, events)
-        call = openai_call(line, folder, self.settings, self.model)
+        call = openai_call(line, folder, self._flags, self.model)
         accept = f"{call.answer_type}*" if call.answer_type.endswith("/") else call.answer_type
-        url = self.settings.base_url + call.path
+        url = self.base_url + call.path
         request = self._client.build_request("POST", url, headers={"accept": accept}, **call.body)
         request.read()  # the parts of a form, so that it can be sent again
         return partial(self._send, request, call)
@@ -604,7 +569,7 @@ class HttpTarget:
 
     async def _talk(self, events: Sequence[str], record: MeasuredRequest) -> str:
         """Say a text over a WebSocket, whose connection is part of the time, as over HTTP."""
-        base = "ws" + self.settings.base_url.removeprefix("http")
+        base = "ws" + self.base_url.removeprefix("http")
         url = f"{base}/realtime?{urlencode({'model': self.model})}"
         answer = RealtimeEvents(record)
         record.send()
@@ -626,10 +591,10 @@ class HttpTarget:
         raise RequestFailure("cut off", "the connection was closed before the answer was complete")
 
     async def _find_model(self) -> str:
-        wanted, url = self.settings.model, self.settings.url
+        wanted, url = self._flags.model, self._flags.url
         try:
             response = await self._client.get(
-                f"{self.settings.base_url}/models",
+                f"{self.base_url}/models",
                 timeout=_CHECK_TIMEOUT_S,
                 # Servers close it after a mistake, when the first request may have taken it.
                 headers={"connection": "close"},
@@ -645,7 +610,7 @@ class HttpTarget:
             if wanted is None:
                 raise ValueError(
                     f"--url {url}: does not list its models (status {response.status_code} for "
-                    f"{self.settings.base_url}/models); name one with --model"
+                    f"{self.base_url}/models); name one with --model"
                 )
             return wanted
         known = ", ".join(names) or "none"
@@ -656,6 +621,17 @@ class HttpTarget:
         if wanted not in names:
             raise ValueError(f"--model: the server has no {wanted!r:.80}; it has {known}")
         return wanted
+
+
+def _base_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or parts.query or parts.fragment:
+        raise ValueError(f"--url: must be such as http://localhost:8000, got {url!r:.200}")
+    return f"{url.rstrip('/').removesuffix('/v1')}/v1"
 
 
 @cache

@@ -7,23 +7,20 @@ import math
 import random
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+from omni.commands.bench.flags import BenchFlags
 from omni.commands.bench.measured_request import LoadTarget, MeasuredRequest, RequestFailure, Send
 from omni.requests.request_file import read_lines
 
 __all__ = [
     "LevelRun",
-    "LoadAmount",
     "LoadLevel",
     "LoadTurns",
-    "MadeUpForm",
-    "MadeUpShape",
     "MadeUpSource",
     "Measurement",
-    "MeasurementPlan",
     "RequestLines",
     "TokenLengths",
     "line_source",
@@ -36,8 +33,6 @@ LoadTurns: TypeAlias = Generator[Send, str | None, None]
 
 LoadSource: TypeAlias = Callable[[int, int], LoadTurns]
 """Begins a conversation, given the level's index (-1 to warm up) and a number from 0 on."""
-
-MadeUpForm: TypeAlias = Literal["chat", "completions", "text"]
 
 _TEXT = """
 about above across again air animal answer around back because before began below book both bring
@@ -102,37 +97,6 @@ def line_source(sends: Sequence[Send]) -> LoadSource:
     return conversation
 
 
-@dataclass(frozen=True, slots=True)
-class MadeUpShape:
-    """The shape of requests that are made up.
-
-    Attributes:
-        form: chat messages, a text to complete, or a text for a model that samples nothing.
-        prompt_tokens: of the first prompt of a conversation, approximately.
-        shared_prefix_tokens: those of them that it shares with others, approximately.
-        num_prefixes: how many such prefixes there are, used in turns.
-        num_turns: of a conversation: each turn repeats all before it, the answers included, and
-            adds as many words as the first turn has beside its prefix.
-        sampling: fields of the stage that answers.
-        seed: of the words.
-    """
-
-    form: MadeUpForm = "chat"
-    prompt_tokens: int = 128
-    shared_prefix_tokens: int = 0
-    num_prefixes: int = 1
-    num_turns: int = 1
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.shared_prefix_tokens >= self.prompt_tokens:
-            raise ValueError(
-                f"--shared-prefix-tokens ({self.shared_prefix_tokens}) must be fewer than "
-                f"--prompt-tokens ({self.prompt_tokens}): each request has words of its own too"
-            )
-
-
 class TokenLengths(NamedTuple):
     """Tokens of a made-up text in a target's tokenizer: of each word, and around all of them."""
 
@@ -164,43 +128,45 @@ class MadeUpSource:
     """Makes conversations up, different ones for every level, so that none hits another's cache."""
 
     def __init__(
-        self, target: LoadTarget, shape: MadeUpShape, lengths: TokenLengths | None = None
+        self, target: LoadTarget, flags: BenchFlags, lengths: TokenLengths | None = None
     ) -> None:
         lengths = lengths or TokenLengths()
         self._target = target
-        self._shape = shape
-        self._prefix_words = lengths.num_words(shape.shared_prefix_tokens)
-        all_words = lengths.num_words(shape.prompt_tokens - lengths.around)
+        self._flags = flags
+        self._is_chat = flags.endpoint in (None, "chat")
+        self._prefix_words = lengths.num_words(flags.shared_prefix_tokens)
+        all_words = lengths.num_words(flags.made_up_tokens - lengths.around)
         self._own_words = max(1, all_words - self._prefix_words)
 
     def conversation(self, level: int, number: int) -> LoadTurns:
-        """A conversation; every ``num_prefixes``-th one of a level has the same prefix."""
-        shape = self._shape
+        """A conversation; every ``prefixes``-th one of a level has the same prefix.
+
+        Each of its turns repeats all before it, the answers included, and adds as many words as the
+        first one has beside its prefix.
+        """
+        flags = self._flags
         prefix = made_up_text(
-            self._prefix_words, shape.seed, level, "prefix", number % shape.num_prefixes
+            self._prefix_words, flags.seed, level, "prefix", number % flags.prefixes
         )
         messages: list[dict[str, str]] = []
         text = ""
-        for turn in range(shape.num_turns):
-            said = made_up_text(self._own_words, shape.seed, level, number, turn)
+        for turn in range(flags.turns):
+            said = made_up_text(self._own_words, flags.seed, level, number, turn)
             if prefix and not turn:
                 said = f"{prefix} {said}"
             messages.append({"role": "user", "content": said})
             text += f" {said}" if turn else said
-            prompt = list(messages) if shape.form == "chat" else text
-            answer = (yield self._prepare(prompt, shape.sampling)) or ""
+            prompt = list(messages) if self._is_chat else text
+            answer = (yield self._prepare(prompt, flags.sampling)) or ""
             messages.append({"role": "assistant", "content": answer})
             text += answer
 
     def probe(self, num_words: int) -> Send:
         """A request of so many words with an answer of one token, whose prompt is measured."""
-        text = made_up_text(num_words, self._shape.seed, "probe", num_words)
-        sampling = {**self._shape.sampling, "max_tokens": 1}
-        is_chat = self._shape.form == "chat"
-        return self._prepare(
-            [{"role": "user", "content": text}] if is_chat else text,
-            sampling if self._shape.form != "text" else {},
-        )
+        text = made_up_text(num_words, self._flags.seed, "probe", num_words)
+        sampling = {**self._flags.sampling, "max_tokens": 1} if self._flags.is_text else {}
+        prompt = [{"role": "user", "content": text}] if self._is_chat else text
+        return self._prepare(prompt, sampling)
 
     def _prepare(self, prompt: object, sampling: Mapping[str, Any]) -> Send:
         line: dict[str, Any] = {"prompt": prompt}
@@ -222,6 +188,7 @@ _PROBE_WORDS = (32, 96)
 """Words of the two prompts whose tokens are counted to find how many a word takes."""
 
 _WARMUP = -1
+_USUAL = BenchFlags()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,27 +253,15 @@ def _numbers(flag: str, text: str) -> list[float]:
     return numbers
 
 
-@dataclass(frozen=True, slots=True)
-class LoadAmount:
-    """The amount of load of a level.
-
-    Attributes:
-        num_conversations: at most.
-        duration_s: after which no conversation begins; None: no such limit.
-        timeout_s: of one request.
-        seed: of arrivals.
-    """
-
-    num_conversations: int
-    duration_s: float | None = None
-    timeout_s: float = 600.0
-    seed: int = 0
-
-
 class LevelRun:
     """One level of load, from its first request to the last answer.
 
     A run that is cancelled keeps what it recorded until then. Its clock is the event loop's.
+
+    Args:
+        num_conversations: that begin at most.
+        flags: on when the last one begins, and how long a request may take.
+        index: of the level; arrivals depend on it and on the seed.
 
     Attributes:
         level: as given.
@@ -321,7 +276,8 @@ class LevelRun:
     def __init__(
         self,
         level: LoadLevel,
-        amount: LoadAmount,
+        num_conversations: int,
+        flags: BenchFlags = _USUAL,
         *,
         index: int = 0,
         on_end: Callable[[MeasuredRequest], object] = lambda _: None,
@@ -331,7 +287,7 @@ class LevelRun:
         self.num_in_flight = 0
         self.loop_lags: list[float] = []
         self.duration_s = self.cpu_s = 0.0
-        self._amount = amount
+        self._num_conversations, self._flags = num_conversations, flags
         self._index = index
         self._on_end = on_end
 
@@ -362,7 +318,7 @@ class LevelRun:
     async def _closed_loop(self, source: LoadSource, concurrency: int) -> None:
         conversations = self._conversations(source)
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(concurrency, self._amount.num_conversations)):
+            for _ in range(min(concurrency, self._num_conversations)):
                 group.create_task(self._client(conversations))
 
     async def _client(self, conversations: Iterator[LoadTurns]) -> None:
@@ -372,7 +328,7 @@ class LevelRun:
             scheduled = self._now()
 
     async def _open_loop(self, source: LoadSource, rate: float) -> None:
-        chance = random.Random(f"{self._amount.seed} {self._index}")
+        chance = random.Random(f"{self._flags.seed} {self._index}")
         scheduled = self._now()
         async with asyncio.TaskGroup() as group:
             for conversation in self._conversations(source):
@@ -383,11 +339,11 @@ class LevelRun:
                 scheduled += chance.expovariate(rate)
 
     def _conversations(self, source: LoadSource) -> Iterator[LoadTurns]:
-        for number in range(self._amount.num_conversations):
+        for number in range(self._num_conversations):
             yield source(self._index, number)
 
     def _goes_on(self, moment: float) -> bool:
-        limit = self._amount.duration_s
+        limit = self._flags.duration
         return limit is None or moment - self._began < limit
 
     async def _hold(self, conversation: LoadTurns, scheduled: float) -> None:
@@ -408,12 +364,12 @@ class LevelRun:
         answer, failure = None, None
         self.num_in_flight += 1
         try:
-            async with asyncio.timeout(self._amount.timeout_s):
+            async with asyncio.timeout(self._flags.timeout):
                 answer = await send(record)
         except RequestFailure as error:
             failure = error
         except TimeoutError:
-            message = f"it was not answered within {self._amount.timeout_s:g} s (--timeout)"
+            message = f"it was not answered within {self._flags.timeout:g} s (--timeout)"
             failure = RequestFailure("timeout", message)
         record.end(failure)
         self.num_in_flight -= 1
@@ -422,28 +378,13 @@ class LevelRun:
         return answer
 
 
-@dataclass(frozen=True, slots=True)
-class MeasurementPlan:
-    """The levels of a measurement, and what each of them sends.
-
-    Attributes:
-        levels: of load, in their order.
-        amount: that each level sends.
-        warmup: requests before the first level, or conversations, which are not counted.
-        shape: of requests that are made up.
-    """
-
-    levels: Sequence[LoadLevel]
-    amount: LoadAmount
-    warmup: int = 0
-    shape: MadeUpShape = field(default_factory=MadeUpShape)
-
-
 class Measurement:
     """Several levels of load on one target, one after the other.
 
     Args:
-        plan: what is sent.
+        levels: of load, in their order.
+        flags: on what is sent.
+        num_conversations: of each level, see :meth:`BenchFlags.num_conversations`.
         on_begin: called before the first request that counts.
         on_end: called with every request that counts, when it has ended.
 
@@ -453,31 +394,35 @@ class Measurement:
 
     def __init__(
         self,
-        plan: MeasurementPlan,
+        levels: Sequence[LoadLevel],
+        flags: BenchFlags,
+        num_conversations: int,
         *,
         on_begin: Callable[[], object] = lambda: None,
         on_end: Callable[[MeasuredRequest], object] = lambda _: None,
     ) -> None:
         self.runs: list[LevelRun] = []
-        self._plan = plan
+        self._levels, self._flags = levels, flags
+        self._num_conversations = num_conversations
         self._on_begin = on_begin
         self._on_end = on_end
 
     async def run(self, target: LoadTarget, sends: Sequence[Send] | None = None) -> None:
         """Measure all levels; ``ValueError``: not even the first requests are answered."""
         source = await self._made_up(target) if sends is None else line_source(sends)
-        if self._plan.warmup:
+        if self._flags.warmup:
             await self._warm_up(source)
         self._on_begin()
-        for index, level in enumerate(self._plan.levels):
+        for index, level in enumerate(self._levels):
             await target.reset_caches()
-            run = LevelRun(level, self._plan.amount, index=index, on_end=self._on_end)
+            run = LevelRun(
+                level, self._num_conversations, self._flags, index=index, on_end=self._on_end
+            )
             self.runs.append(run)
             await run.run(source)
 
     async def _made_up(self, target: LoadTarget) -> LoadSource:
-        shape = self._plan.shape
-        source = MadeUpSource(target, shape)
+        source = MadeUpSource(target, self._flags)
         counts = []
         for words in _PROBE_WORDS:
             record = MeasuredRequest(0.0)
@@ -488,13 +433,15 @@ class Measurement:
             if record.prompt_tokens is None:  # the server counts no tokens; a word is about one
                 return source.conversation
             counts.append((words, record.prompt_tokens))
-        return MadeUpSource(target, shape, TokenLengths.measured(*counts)).conversation
+        lengths = TokenLengths.measured(*counts)
+        return MadeUpSource(target, self._flags, lengths).conversation
 
     async def _warm_up(self, source: LoadSource) -> None:
-        most = max(level.concurrency or 1 for level in self._plan.levels)
-        amount = replace(self._plan.amount, num_conversations=self._plan.warmup, duration_s=None)
-        level = LoadLevel(concurrency=min(most, self._plan.warmup))
-        run = LevelRun(level, amount, index=_WARMUP)
+        most = max(level.concurrency or 1 for level in self._levels)
+        level = LoadLevel(concurrency=min(most, self._flags.warmup))
+        run = LevelRun(
+            level, self._flags.warmup, replace(self._flags, duration=None), index=_WARMUP
+        )
         await run.run(source)
         failures = [record.failure for record in run.records if record.failure is not None]
         if len(failures) == len(run.records):

@@ -20,8 +20,9 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from omni.commands.bench.http_target import HttpSettings, HttpTarget
-from omni.commands.bench.load import LevelRun, LoadAmount, LoadLevel, line_source
+from omni.commands.bench.flags import BenchFlags
+from omni.commands.bench.http_target import HttpTarget
+from omni.commands.bench.load import LevelRun, LoadLevel, line_source
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.server.serving.admission_queue import AdmissionQueue, QueuePlace
@@ -61,12 +62,12 @@ def test_of_far_too_many_requests_some_are_answered_rightly_and_the_others_refus
     small: LiveServer, level: LoadLevel
 ):
     async def overload() -> LevelRun:
-        async with HttpTarget(HttpSettings(small.url)) as target:
+        async with HttpTarget(BenchFlags(url=small.url)) as target:
             lines = [{"prompt": f"The tide of day {number} came in"} for number in range(5)]
             sends = [target.prepare(line, Path()) for line in lines]
             alone = [await send(MeasuredRequest(0.0)) for send in sends]
             assert len(set(alone)) == 5
-            run = LevelRun(level, LoadAmount(150, timeout_s=PATIENCE_S))
+            run = LevelRun(level, 150, BenchFlags(timeout=PATIENCE_S))
             pairs = zip(sends, alone, strict=True)
             await run.run(line_source([partial(checked, send, text) for send, text in pairs]))
             return run

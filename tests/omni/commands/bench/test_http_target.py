@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from omni.commands.bench.http_target import HttpSettings, HttpTarget
+from omni.commands.bench.flags import BenchFlags
+from omni.commands.bench.http_target import HttpTarget
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure
 from tests.support.fake_openai import (
     Break,
@@ -64,7 +65,7 @@ class SteppedRecord(MeasuredRequest):
 async def ask(
     server: FakeOpenAI, line: dict[str, Any] = CHAT, **settings: Any
 ) -> tuple[str, MeasuredRequest]:
-    async with HttpTarget(HttpSettings(server.url, **settings)) as target:
+    async with HttpTarget(BenchFlags(url=server.url, **settings)) as target:
         record = MeasuredRequest(0.0, asyncio.get_running_loop().time)
         text = await target.prepare(line, Path())(record)
         record.end()
@@ -93,7 +94,7 @@ def test_pieces_are_timed_when_they_come_and_what_has_neither_text_nor_sound_is_
             yield usage_piece(7, 4, cached=3)
             yield DONE
 
-        async with FakeOpenAI(answer) as server, HttpTarget(HttpSettings(server.url)) as target:
+        async with FakeOpenAI(answer) as server, HttpTarget(BenchFlags(url=server.url)) as target:
             assert await target.prepare(CHAT, Path())(record) == "One two"
         record.end()
         return record
@@ -211,7 +212,7 @@ def test_an_answer_in_one_piece_is_no_stream_and_a_server_that_is_gone_no_connec
     async def main(is_gone: bool) -> None:
         async with FakeOpenAI(saying(b"{}")) as server:
             server.content_type = "application/json"
-            async with HttpTarget(HttpSettings(server.url)) as target:
+            async with HttpTarget(BenchFlags(url=server.url)) as target:
                 if is_gone:
                     server._server.close()
                     await server._server.wait_closed()
@@ -241,7 +242,7 @@ def test_the_model_is_found_before_anything_is_measured(
     async def main() -> str:
         async with FakeOpenAI(models=models) as server:
             try:
-                async with HttpTarget(HttpSettings(server.url, wanted)) as target:
+                async with HttpTarget(BenchFlags(url=server.url, model=wanted)) as target:
                     return target.model
             except ValueError as error:
                 return str(error)
@@ -253,7 +254,7 @@ def test_a_wrong_key_and_an_address_without_a_server_name_their_flags():
     async def main(status: int, url: str | None = None) -> None:
         async with FakeOpenAI() as server:
             server.status = status
-            async with HttpTarget(HttpSettings(url or server.url)):
+            async with HttpTarget(BenchFlags(url=url or server.url)):
                 pass
 
     with pytest.raises(ValueError, match="see --api-key: as it was told to"):
@@ -263,4 +264,5 @@ def test_a_wrong_key_and_an_address_without_a_server_name_their_flags():
 
 
 def test_an_address_may_end_in_v1():
-    assert HttpSettings("http://x:1/v1/").base_url == HttpSettings("http://x:1").base_url
+    urls = ("http://x:1/v1/", "http://x:1")
+    assert {HttpTarget(BenchFlags(url=each)).base_url for each in urls} == {"http://x:1/v1"}

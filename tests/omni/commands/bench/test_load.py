@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 
+from omni.commands.bench.flags import BenchFlags
 from omni.commands.bench.load import (
     LevelRun,
-    LoadAmount,
     LoadLevel,
     LoadTurns,
-    MadeUpShape,
     MadeUpSource,
     Measurement,
-    MeasurementPlan,
     TokenLengths,
     line_source,
     made_up_text,
@@ -47,7 +45,7 @@ class Answers:
 
 def test_a_closed_loop_keeps_so_many_in_flight_and_sends_all():
     answers = Answers(2.0)
-    run = LevelRun(LoadLevel(concurrency=3), LoadAmount(10))
+    run = LevelRun(LoadLevel(concurrency=3), 10)
     run_virtually(run.run(line_source([answers.send])))
     assert answers.most == 3 and len(run.records) == 10
     assert answers.began == [100.0] * 3 + [102.0] * 3 + [104.0] * 3 + [106.0]
@@ -56,7 +54,7 @@ def test_a_closed_loop_keeps_so_many_in_flight_and_sends_all():
 
 def test_an_open_loop_does_not_wait_for_answers_and_its_gaps_are_exponential():
     answers = Answers(10.0)
-    run = LevelRun(LoadLevel(rate=80.0), LoadAmount(400, seed=3), index=2)
+    run = LevelRun(LoadLevel(rate=80.0), 400, BenchFlags(seed=3), index=2)
     run_virtually(run.run(line_source([answers.send])))
     chance = random.Random("3 2")
     arrivals = [100.0]
@@ -71,7 +69,7 @@ def test_an_open_loop_does_not_wait_for_answers_and_its_gaps_are_exponential():
 
 
 def test_the_senders_own_lateness_is_told_for_every_request_and_for_its_loop():
-    run = LevelRun(LoadLevel(rate=0.01), LoadAmount(20))
+    run = LevelRun(LoadLevel(rate=0.01), 20)
     run_virtually(run.run(line_source([Answers(1.0).send])), lateness=0.125)
     first, *others = (record.send_delay for record in run.records)
     assert first == 0.0, "it waits for no timer"
@@ -82,7 +80,7 @@ def test_the_senders_own_lateness_is_told_for_every_request_and_for_its_loop():
 def test_after_its_time_a_level_sends_no_more_but_waits_for_what_it_sent():
     for level in (LoadLevel(concurrency=2), LoadLevel(rate=1.0)):
         answers = Answers(4.0)
-        run = LevelRun(level, LoadAmount(10**9, duration_s=9.0))
+        run = LevelRun(level, 10**9, BenchFlags(duration=9.0))
         run_virtually(run.run(line_source([answers.send])))
         assert 4 <= len(run.records) == len(answers.began) < 40
         assert max(answers.began) < 109.0 <= 100 + run.duration_s
@@ -105,7 +103,7 @@ class Listening:
 def test_a_conversations_turns_wait_for_each_other():
     answers = Answers(2.0)
     turns = Listening(answers.send)
-    run = LevelRun(LoadLevel(concurrency=1), LoadAmount(2))
+    run = LevelRun(LoadLevel(concurrency=1), 2)
     run_virtually(run.run(turns.conversation))
     assert turns.heard == [None, "yes", "yes"] * 2 and answers.most == 1
     assert len(run.records) == 6
@@ -118,14 +116,14 @@ def test_a_conversation_ends_with_a_turn_that_fails():
         raise RequestFailure("status 500", "no")
 
     turns = Listening(fails)
-    run = LevelRun(LoadLevel(concurrency=1), LoadAmount(2))
+    run = LevelRun(LoadLevel(concurrency=1), 2)
     run_virtually(run.run(turns.conversation))
     assert turns.heard == [None, None]
     assert [record.failure.kind for record in run.records] == ["status 500"] * 2
 
 
 def test_a_request_that_is_not_answered_in_time_is_given_up():
-    run = LevelRun(LoadLevel(concurrency=1), LoadAmount(1, timeout_s=0.01))
+    run = LevelRun(LoadLevel(concurrency=1), 1, BenchFlags(timeout=0.01))
 
     async def never(record: MeasuredRequest) -> str:
         record.send()
@@ -140,7 +138,7 @@ def test_a_request_that_is_not_answered_in_time_is_given_up():
 
 def test_a_run_that_is_cut_short_has_what_was_seen_until_then():
     answers = Answers(2.0)
-    run = LevelRun(LoadLevel(concurrency=2), LoadAmount(100))
+    run = LevelRun(LoadLevel(concurrency=2), 100)
 
     async def cut_short() -> None:
         task = asyncio.ensure_future(run.run(line_source([answers.send])))
@@ -157,7 +155,7 @@ def test_a_mistake_of_the_sender_is_no_failed_request():
     async def mistaken(record: MeasuredRequest) -> str:
         raise ZeroDivisionError
 
-    run = LevelRun(LoadLevel(concurrency=2), LoadAmount(4))
+    run = LevelRun(LoadLevel(concurrency=2), 4)
     with pytest.raises(ZeroDivisionError):
         asyncio.run(run.run(line_source([mistaken])))
 
@@ -194,9 +192,8 @@ class Listener:
         self.num_resets += 1
 
 
-def measured(listener: Listener, shape: MadeUpShape, num: int, **plan: Any) -> Measurement:
-    levels = plan.pop("levels", [LoadLevel(concurrency=1)])
-    measurement = Measurement(MeasurementPlan(levels, LoadAmount(num), shape=shape, **plan))
+def measured(listener: Listener, flags: BenchFlags, num: int, *levels: LoadLevel) -> Measurement:
+    measurement = Measurement(levels or [LoadLevel(concurrency=1)], flags, num)
     asyncio.run(measurement.run(listener))
     return measurement
 
@@ -209,7 +206,7 @@ def texts(listener: Listener) -> list[str]:
 @pytest.mark.parametrize("per_word", [1.0, 1.7, 3.0])
 def test_prompts_have_the_tokens_that_were_asked_for_whatever_the_tokenizer(per_word: float):
     listener = Listener(per_word)
-    measurement = measured(listener, MadeUpShape(prompt_tokens=200), 5)
+    measurement = measured(listener, BenchFlags(warmup=0, prompt_tokens=200), 5)
     lengths = [record.prompt_tokens for record in measurement.runs[0].records]
     assert lengths == pytest.approx([200] * 5, abs=per_word)
 
@@ -217,14 +214,14 @@ def test_prompts_have_the_tokens_that_were_asked_for_whatever_the_tokenizer(per_
 def test_where_nobody_counts_tokens_words_stand_for_them():
     listener = Listener()
     listener.tells = False
-    measured(listener, MadeUpShape(prompt_tokens=50), 2)
+    measured(listener, BenchFlags(warmup=0, prompt_tokens=50), 2)
     _, *prompts = (line["prompt"][0]["content"] for line in listener.lines)
     assert [len(text.split()) for text in prompts] == [50, 50]
 
 
 def test_beginnings_are_shared_in_turns_and_nothing_else():
     listener = Listener()
-    shape = MadeUpShape(prompt_tokens=107, shared_prefix_tokens=60, num_prefixes=2)
+    shape = BenchFlags(warmup=0, prompt_tokens=107, shared_prefix_tokens=60, prefixes=2)
     measured(listener, shape, 6)
     words = [text.split() for text in texts(listener)]
     assert {len(each) for each in words} == {100}
@@ -234,11 +231,11 @@ def test_beginnings_are_shared_in_turns_and_nothing_else():
 
 
 def test_levels_do_not_share_and_the_same_seed_says_the_same():
-    shape = MadeUpShape(prompt_tokens=60, shared_prefix_tokens=20)
+    shape = BenchFlags(warmup=2, prompt_tokens=60, shared_prefix_tokens=20)
     levels = [LoadLevel(concurrency=1), LoadLevel(concurrency=2)]
     listener, again = Listener(), Listener()
     for each in (listener, again):
-        measured(each, shape, 3, levels=levels, warmup=2)
+        measured(each, shape, 3, *levels)
     assert texts(listener) == texts(again)
     assert len({text[:40] for text in texts(listener)}) == 3, "warm-up and two levels"
     assert listener.num_resets == 2, "caches are emptied before every level, where that can be"
@@ -246,7 +243,7 @@ def test_levels_do_not_share_and_the_same_seed_says_the_same():
 
 def test_a_chats_turns_hold_all_that_was_said_before():
     listener = Listener()
-    measured(listener, MadeUpShape(prompt_tokens=40, num_turns=3), 1)
+    measured(listener, BenchFlags(warmup=0, prompt_tokens=40, turns=3), 1)
     first, second, third = (line["prompt"] for line in listener.lines[2:])
     assert [each["role"] for each in third] == ["user", "assistant"] * 2 + ["user"]
     assert third[:3] == second and second[:1] == first
@@ -255,7 +252,7 @@ def test_a_chats_turns_hold_all_that_was_said_before():
 
 def test_plain_texts_turns_are_one_text():
     listener = Listener(stage="writer")
-    shape = MadeUpShape("completions", prompt_tokens=40, num_turns=2, sampling={"max_tokens": 9})
+    shape = BenchFlags(warmup=0, endpoint="completions", prompt_tokens=40, turns=2, max_tokens=9)
     measured(listener, shape, 1)
     first, second = (line["prompt"] for line in listener.lines[2:])
     assert second.startswith(f"{first}answer 3 ")
@@ -266,8 +263,8 @@ def test_what_is_not_answered_at_first_is_told_before_anything_is_measured():
     listener = Listener()
     listener.failure = RequestFailure("status 404", "no such model")
     with pytest.raises(ValueError, match="first request was not answered: status 404: no such mo"):
-        measured(listener, MadeUpShape(), 3)
-    measurement = Measurement(MeasurementPlan([LoadLevel(concurrency=1)], LoadAmount(3), warmup=2))
+        measured(listener, BenchFlags(warmup=0), 3)
+    measurement = Measurement([LoadLevel(concurrency=1)], BenchFlags(warmup=2), 3)
     with pytest.raises(ValueError, match="status 404"):
         asyncio.run(measurement.run(listener, [listener.prepare({}, Path())]))
     assert measurement.runs == []
@@ -275,17 +272,12 @@ def test_what_is_not_answered_at_first_is_told_before_anything_is_measured():
 
 def test_a_server_whose_counts_do_not_grow_is_not_believed():
     with pytest.raises(ValueError, match="96 words are said to be 7 tokens, no more than 32 words"):
-        measured(Listener(per_word=0.0), MadeUpShape(), 1)
-
-
-def test_a_prefix_as_long_as_the_prompt_is_refused():
-    with pytest.raises(ValueError, match=r"--shared-prefix-tokens \(64\) must be fewer than"):
-        MadeUpShape(prompt_tokens=64, shared_prefix_tokens=64)
+        measured(Listener(per_word=0.0), BenchFlags(warmup=0), 1)
 
 
 def test_no_prompt_is_empty_however_much_stands_around_it():
     listener = Listener()
-    source = MadeUpSource(listener, MadeUpShape(prompt_tokens=3), TokenLengths(1.0, 500.0))
+    source = MadeUpSource(listener, BenchFlags(warmup=0, prompt_tokens=3), TokenLengths(1.0, 500.0))
     asyncio.run(next(source.conversation(0, 0))(MeasuredRequest(0.0)))
     assert len(listener.lines[0]["prompt"][0]["content"].split()) == 1
 

@@ -16,8 +16,8 @@ import pytest
 import soundfile
 from websockets.asyncio.server import ServerConnection, serve
 
+from omni.commands.bench.flags import BenchFlags
 from omni.commands.bench.http_target import (
-    HttpSettings,
     HttpTarget,
     OpenAICall,
     openai_call,
@@ -32,7 +32,7 @@ SAME = ("model", "stream", "stream_options")
 
 
 def call(endpoint: Any, line: dict[str, Any], folder: Path = HERE, **settings: Any) -> OpenAICall:
-    return openai_call(line, folder, HttpSettings("http://x", endpoint=endpoint, **settings), "m")
+    return openai_call(line, folder, BenchFlags(endpoint=endpoint, **settings), "m")
 
 
 def said(line: dict[str, Any], folder: Path = HERE) -> tuple[str, dict[str, Any]]:
@@ -283,7 +283,7 @@ def realtime(*events: Any, speech: bool = False) -> tuple[str, MeasuredRequest, 
     async def ask() -> tuple[str, MeasuredRequest]:
         async with serve(talk, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            target = HttpTarget(HttpSettings(url, "m", speech=speech, endpoint="realtime"))
+            target = HttpTarget(BenchFlags(url=url, model="m", speech=speech, endpoint="realtime"))
             record = MeasuredRequest(0.0, asyncio.get_running_loop().time)
             text = await target.prepare({"prompt": "Hi"}, Path())(record)
             record.end()

@@ -10,7 +10,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from omni.commands.bench.load import LevelRun, LoadAmount, LoadLevel, line_source
+from omni.commands.bench.load import LevelRun, LoadLevel, line_source
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
 from omni.commands.bench.report import Distribution, LevelReport, keeps_limits, parse_goodput
 from tests.support.virtual_clock import run_virtually
@@ -107,7 +107,7 @@ def speaking_in_pieces(*waits: float) -> Send:
 
 
 def run_of(sends: list[Send]) -> LevelRun:
-    run = LevelRun(LoadLevel(concurrency=1), LoadAmount(len(sends)))
+    run = LevelRun(LoadLevel(concurrency=1), len(sends))
     run_virtually(run.run(line_source(sends)))
     return run
 
