@@ -20,7 +20,7 @@ __all__ = ["Driver", "Ticket"]
 
 _logger = package_logger(__name__)
 
-Sink: TypeAlias = Callable[[OmniDelta | BaseException], None]
+Sink: TypeAlias = Callable[[OmniDelta | BaseException], object]
 """Gets a request's outputs, in the driver's thread; it must not block. What follows an output that
 is finished, or an exception, does not count: a driver that was interrupted may report again that a
 request is over."""

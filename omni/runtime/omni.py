@@ -26,12 +26,12 @@ from omni.requests.request import (
     as_requests,
 )
 from omni.runtime.driver import Driver, Ticket
-from omni.runtime.loop_mail import LoopMail
 from omni.runtime.orchestrator import Orchestrator
 from omni.runtime.placed_pipeline import build_pipeline, place_pipeline
 from omni.runtime.trace import Trace
 from stages import StageStats
-from stages.worker.stage_link import DistantStage, WorkerState
+from stages.remote.remote_stage import RemoteStage
+from stages.worker.stage_link import WorkerState
 
 __all__ = ["Omni", "OmniOutput", "OmniRequest"]
 
@@ -197,7 +197,7 @@ class Omni:
         return {
             name: stage.worker_states()
             for name, stage in self.pipeline.stages.items()
-            if isinstance(stage, DistantStage)
+            if isinstance(stage, RemoteStage)
         }
 
     def replica_stats(self) -> dict[str, tuple[StageStats, ...]]:
@@ -240,7 +240,8 @@ class Omni:
         events: asyncio.Queue[_Event] = asyncio.Queue()
         running: dict[int, Ticket] = {}
         try:
-            self._submit(batch, partial(LoopMail.here().post, events.put_nowait), running)
+            wake = asyncio.get_running_loop().call_soon_threadsafe
+            self._submit(batch, lambda event: wake(events.put_nowait, event), running)
             while running:
                 if (taken := _take(await events.get(), running)) is not None:
                     yield taken

@@ -15,6 +15,7 @@ from omni.requests.request import OmniDelta, OmniRequest
 from omni.runtime.live_request import LiveRequest, Stream, next_to_lift
 from omni.runtime.trace import LinkTracer, Trace
 from stages import Stage, StageOutput
+from stages.remote.remote_stage import RemoteStage
 from stages.worker.messages import (
     Abort,
     Ack,
@@ -29,7 +30,7 @@ from stages.worker.messages import (
     Output,
     StreamedEdge,
 )
-from stages.worker.stage_link import DistantStage, StageLink, why_lost
+from stages.worker.stage_link import StageLink, why_lost
 from stages.worker.stage_tracer import TracedWorker
 from stages.worker.stage_worker import StageWorker
 
@@ -236,7 +237,7 @@ class Orchestrator:
     def _check_workers(self) -> None:
         """Raise ``ValueError`` where a stage has no worker, before any other does any work."""
         for name, stage in self._pipeline.stages.items():
-            why = why_lost(stage.worker_states()) if isinstance(stage, DistantStage) else None
+            why = why_lost(stage.worker_states()) if isinstance(stage, RemoteStage) else None
             if why is not None:
                 error = f"stage {name!r}: {why}"
                 raise ValueError(error) from RuntimeError(error)  # the request is not at fault
@@ -430,7 +431,7 @@ def _link(
     pipeline: Pipeline, stage: Stage, edges: tuple[StreamedEdge, ...], *, is_traced: bool
 ) -> StageLink:
     """The way to a stage's worker: one in this thread, or the stage's own elsewhere."""
-    if isinstance(stage, DistantStage):
+    if isinstance(stage, RemoteStage):
         return stage.link
     kind = TracedWorker if is_traced else StageWorker
     return kind(stage, pipeline.transforms.get(stage.name), edges)

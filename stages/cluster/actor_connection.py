@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -28,7 +27,7 @@ from stages.remote.messages import WorkerMessage
 from stages.remote.shared_memory import RemoteBytes
 from stages.remote.supervisor import Connection, NoPlaceError, WorkerGone
 
-__all__ = ["ActorConnection", "Listener"]
+__all__ = ["ActorConnection"]
 
 _LOG = package_logger(__name__)
 _EXIT = re.compile(r"Worker exit type: (\w+) Worker exit detail: ([^.\n]*)")
@@ -42,23 +41,14 @@ _CHECKED_EACH_S = 1.0
 """Whether an actor that has not spoken yet still has a place."""
 
 
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """The callbacks for what an actor says.
+class ActorConnection(Connection):
+    """Speaks with an actor, a handle of :class:`~stages.cluster.actor_worker.ActorWorker`.
 
-    Attributes:
-        on_message, on_end: see :class:`~stages.remote.supervisor.Connect`.
+    Args:
+        on_message, on_end: see :data:`~stages.remote.supervisor.Connect`.
         check_there: called from time to time until the actor speaks; raises ``NoPlaceError`` where
             the cluster has no place for it any more, for which Ray would wait without end.
     """
-
-    on_message: Callable[[Any], None]
-    on_end: Callable[[str], None]
-    check_there: Callable[[], None] = lambda: None
-
-
-class ActorConnection(Connection):
-    """Speaks with an actor, a handle of :class:`~stages.cluster.actor_worker.ActorWorker`."""
 
     start_patience_s = 300.0
     """An actor begins with a Python of its own, when there is room for it."""
@@ -68,9 +58,12 @@ class ActorConnection(Connection):
         actor: Any,
         held: HeldObjects,
         label: str,
-        listener: Listener,
+        on_message: Callable[[Any], None],
+        on_end: Callable[[str], None],
+        check_there: Callable[[], None] = lambda: None,
     ) -> None:
-        self._actor, self._held, self._listener = actor, held, listener
+        self._actor, self._held = actor, held
+        self._on_message, self._on_end, self._check_there = on_message, on_end, check_there
         self._decoder = ObjectDecoder(WorkerMessage, held)
         self._hello: Hello | None = None
         self._lock = threading.Lock()  # over all below
@@ -163,13 +156,13 @@ class ActorConnection(Connection):
         self._is_over = True
         self._said = None
         if not is_closed:
-            self._listener.on_end(self._killed_for or reason)
+            self._on_end(self._killed_for or reason)
 
     def _hear_all(self) -> str:
         """Hear what the actor says until the last word; what ended it."""
         while not ray.wait([self._said], timeout=_CHECKED_EACH_S)[0]:
             try:
-                self._listener.check_there()
+                self._check_there()
             except NoPlaceError as error:
                 self.has_no_place = True
                 return f"could not be started: {error}"
@@ -189,7 +182,7 @@ class ActorConnection(Connection):
             offered = self._fetch_offers(sum(map(sum, bundle.is_offered)))
             for content, are_offered in zip(bundle.contents, bundle.is_offered, strict=True):
                 references = [next(offered if each else items) for each in are_offered]
-                self._listener.on_message(self._decoder.decode(content, references))
+                self._on_message(self._decoder.decode(content, references))
             if bundle.ended is not None:
                 return bundle.ended
 

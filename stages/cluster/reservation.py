@@ -18,7 +18,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from stages.cluster.actor_connection import ActorConnection, Listener
+from stages.cluster.actor_connection import ActorConnection
 from stages.cluster.actor_worker import ActorWorker
 from stages.cluster.membership import Membership, join
 from stages.placement import Placement
@@ -108,7 +108,7 @@ class Reservation:
     def connect(
         self, spec: WorkerSpec, on_message: Callable[[Any], None], on_end: Callable[[str], None]
     ) -> Connection:
-        """Start an actor in its bundle; see :class:`~stages.remote.supervisor.Connect`.
+        """Start an actor in its bundle; see :data:`~stages.remote.supervisor.Connect`.
 
         Raises:
             ConnectionError: this process has left the cluster.
@@ -132,8 +132,9 @@ class Reservation:
             ),
             runtime_env={"env_vars": _environment(spec.threads)},
         ).remote(encode(spec))
-        listener = Listener(on_message, on_end, partial(self._check_there, index, begun_s))
-        return ActorConnection(actor, self._membership.held, spec.label, listener)
+        check_there = partial(self._check_there, index, begun_s)
+        held = self._membership.held
+        return ActorConnection(actor, held, spec.label, on_message, on_end, check_there)
 
     def _check_there(self, index: int, begun_s: float) -> None:
         """Check that a bundle that was lost with its node has a place, or soon gets one."""

@@ -126,7 +126,7 @@ class GaveUp(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Call a method of a stage, or of all; see :class:`~stages.remote.worker.WorkerCalls`."""
+    """Call a method of a stage, or of all; see :func:`~stages.remote.worker.answer_call`."""
 
     number: int
     stage: str | None

@@ -11,7 +11,7 @@ from stages.remote.link import RemoteLink
 from stages.remote.supervisor import WorkerSupervisor
 from stages.stage import Stage, StageOutput, StageRequest, StageStats
 from stages.stage_config import StageConfig
-from stages.worker.stage_link import DistantStage, StageLink, WorkerState
+from stages.worker.stage_link import WorkerState
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ def _fact(name: str) -> Any:
     return property(lambda stage: getattr(stage._facts, name))
 
 
-class RemoteStage(DistantStage):
+class RemoteStage(Stage):
     """Answers for a stage what is asked between requests; its workers do the rest.
 
     Args:
@@ -37,6 +37,7 @@ class RemoteStage(DistantStage):
 
     Attributes:
         workers: as given.
+        link: the way to them.
     """
 
     def __init__(
@@ -59,16 +60,11 @@ class RemoteStage(DistantStage):
         self._enable_prefix_caching = self._facts.enable_prefix_caching
         self.workers = tuple(workers)
         (edges,) = (stage.edges for stage in first.spec.stages if stage.name == name)
-        self._link = RemoteLink(name, workers, edges, max_retries)
+        self.link = RemoteLink(name, workers, edges, max_retries)
         self._checked: set[str] = set()
 
-    @property
-    def link(self) -> StageLink:
-        """See :class:`~stages.worker.stage_link.DistantStage`."""
-        return self._link
-
     def worker_states(self) -> tuple[WorkerState, ...]:
-        """See :class:`~stages.worker.stage_link.DistantStage`."""
+        """How its workers are doing, by replica; waits for none of them."""
         return tuple(worker.state for worker in self.workers)
 
     @property
@@ -108,7 +104,7 @@ class RemoteStage(DistantStage):
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether its workers have requests."""
-        return self._link.has_requests
+        return self.link.has_requests
 
     @property
     def enable_prefix_caching(self) -> bool:

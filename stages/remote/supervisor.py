@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from engine.interface.placed_error import PlacedError, described
 from stages.remote.channel import Channel, ChannelClosed
@@ -113,27 +113,15 @@ class Connection(ABC):
         """Have the worker end by itself, and end it if it has not after that many seconds."""
 
 
-class Connect(Protocol):
-    """Starts a worker."""
+Connect: TypeAlias = Callable[
+    [WorkerSpec, Callable[[Any], None], Callable[[str], None]], Connection
+]
+"""Begins to start a worker, which says ``Built`` or ``NotBuilt`` before anything else.
 
-    def __call__(
-        self,
-        spec: WorkerSpec,
-        on_message: Callable[[Any], None],
-        on_end: Callable[[str], None],
-    ) -> Connection:
-        """Begin to start a worker, which says ``Built`` or ``NotBuilt`` before anything else.
-
-        Args:
-            spec: what it is to build.
-            on_message: called with all that it says, in a thread of the connection.
-            on_end: called once, after the last message, with what it died of.
-
-        Raises:
-            OSError: no worker can be started.
-            NoPlaceError: not at present.
-        """
-        ...
+It is given what the worker is to build; ``on_message``, called with all that it says, in a thread
+of the connection; and ``on_end``, called once, after the last message, with what it died of. It
+raises ``OSError`` where no worker can be started, ``NoPlaceError`` where none can be at present.
+"""
 
 
 class ProcessConnection(Connection):
@@ -191,7 +179,7 @@ class ProcessConnection(Connection):
 def connect_process(
     spec: WorkerSpec, on_message: Callable[[Any], None], on_end: Callable[[str], None]
 ) -> Connection:
-    """Start a worker in a process; see :class:`Connect`."""
+    """Start a worker in a process; see :data:`Connect`."""
     process = start_worker(
         _MAIN,
         encode(spec),
@@ -389,7 +377,7 @@ class WorkerSupervisor:
 
         Args:
             stage: its name; None for all.
-            method, arguments: see :class:`~stages.remote.worker.WorkerCalls`.
+            method, arguments: see :func:`~stages.remote.worker.answer_call`.
             is_setting: whether workers that are started later are to get it as well.
             timeout_s: how long to wait at most; None as long as it takes.
 

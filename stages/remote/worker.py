@@ -44,48 +44,34 @@ from stages.worker.messages import Abort, Command, Event, Failed, Output
 from stages.worker.stage_tracer import TracedWorker
 from stages.worker.stage_worker import StageWorker
 
-__all__ = ["Build", "WorkerCalls", "WorkerLoop", "build_stage", "log_fields_of", "worker_main"]
+__all__ = ["Build", "WorkerLoop", "answer_call", "build_stage", "log_fields_of", "worker_main"]
 
 
-class WorkerCalls:
-    """The methods of stages that are called between their steps, and those that only look.
+_AT_ONCE = frozenset(("stats", "describe", "check_sampling"))
+"""Calls that may be answered beside a step. The others change the stage, and wait for it."""
 
-    Args:
-        stages: to ask, by name.
-    """
 
-    AT_ONCE = frozenset(("stats", "describe", "check_sampling"))
-    """Those that may be called beside a step. The others change the stage, and wait for it."""
-
-    def __init__(self, stages: Mapping[str, Stage]) -> None:
-        self._stages = stages
-
-    def answer(self, call: Call) -> Returned:
-        """Call the method; whatever it raises is the answer."""
-        try:
-            if call.stage is None:
-                stats = {name: stage.stats() for name, stage in self._stages.items()}
-                return Returned(call.number, stats=stats)
-            return Returned(call.number, self._value(call))
-        except Exception as error:  # it is raised again at the other end
-            place = error.place if isinstance(error, PlacedError) else ()
-            kind = ValueError if place else type(error)
-            return Returned(
-                call.number, error=str(error), error_type=kind.__name__, error_place=place
-            )
-
-    def _value(self, call: Call) -> Any:
-        assert call.stage is not None, "counters are asked of all"
-        stage = self._stages[call.stage]
+def answer_call(stages: Mapping[str, Stage], call: Call) -> Returned:
+    """Call the method of a stage, or ask all for their counters; what is raised is the answer."""
+    try:
+        if call.stage is None:
+            stats = {name: stage.stats() for name, stage in stages.items()}
+            return Returned(call.number, stats=stats)
+        stage, value = stages[call.stage], None
         match call.method:
             case "describe":
-                return dict(stage.describe())
+                value = dict(stage.describe())
             case "set_enable_prefix_caching":
                 (stage.enable_prefix_caching,) = call.arguments
             case "check_sampling" | "reset_prefix_cache" | "check_integrity":
                 getattr(stage, call.method)(*call.arguments)
             case _:
                 raise RuntimeError(f"a stage has no method {call.method!r} for calls")
+        return Returned(call.number, value)
+    except Exception as error:  # it is raised again at the other end
+        place = error.place if isinstance(error, PlacedError) else ()
+        kind = ValueError if place else type(error)
+        return Returned(call.number, error=str(error), error_type=kind.__name__, error_place=place)
 
 
 def log_fields_of(spec: WorkerSpec) -> LogFields:
@@ -172,7 +158,7 @@ class WorkerLoop:
         self._changed = threading.Condition()
         self._has_changed = False
         self._is_over = False
-        self._calls: WorkerCalls | None = None
+        self._stages: dict[str, Stage] | None = None  # once all are built
         self._workers: dict[str, StageWorker] = {}  # the last stage first
         self._num_commands = 0
         self._was_idle = False
@@ -181,8 +167,8 @@ class WorkerLoop:
 
     def take(self, message: Any) -> None:
         """Take a command or a call, in the connection's thread."""
-        if isinstance(message, Call) and self._calls and message.method in WorkerCalls.AT_ONCE:
-            self._send(self._calls.answer(message))
+        if isinstance(message, Call) and self._stages and message.method in _AT_ONCE:
+            self._send(answer_call(self._stages, message))
             return
         with self._changed:
             if isinstance(message, Commands):
@@ -208,7 +194,7 @@ class WorkerLoop:
                 _logger.debug("%s cannot be built", self._spec.called, exc_info=error)
                 self._send(NotBuilt(str(error)))
                 return
-            self._calls = WorkerCalls({name: each.stage for name, each in self._workers.items()})
+            self._stages = {name: each.stage for name, each in self._workers.items()}
             for worker in self._workers.values():
                 worker.notify(self._wake)
                 worker.prepare_aside()
@@ -281,8 +267,8 @@ class WorkerLoop:
         while self._inbox:
             message = self._inbox.popleft()
             if isinstance(message, Call):
-                assert self._calls is not None
-                self._send(self._calls.answer(message))
+                assert self._stages is not None
+                self._send(answer_call(self._stages, message))
                 continue
             name, command = message
             self._workers[name].send(command)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -25,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeAlias
 
+from engine.interface.placed_error import suggest
 from stages.stage import TransformContext
 
 __all__ = [
@@ -248,8 +248,8 @@ def _neighbour_hint(module_name: str, error: Exception) -> str:
 
 
 def _lacks(subject: str, module: str, function: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(function, names, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    near = suggest(function, names)
+    hint = near if near.endswith("?") else ""  # not all names of a module
     return f"{subject}: module {module!r} has no {function!r}{hint}"
 
 

@@ -7,24 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from stages.stage import Stage
 from stages.trace_events import Traced
 from stages.worker.messages import Command, Event
 
-__all__ = ["DistantStage", "StageLink", "WorkerState", "why_lost"]
-
-
-class DistantStage(Stage):
-    """A stage that workers run, and that is reached by a link of its own."""
-
-    @property
-    @abstractmethod
-    def link(self) -> StageLink:
-        """The way to its workers."""
-
-    @abstractmethod
-    def worker_states(self) -> tuple[WorkerState, ...]:
-        """How its workers are doing, by replica; waits for none of them."""
+__all__ = ["StageLink", "WorkerState", "why_lost"]
 
 
 @dataclass(frozen=True, slots=True)

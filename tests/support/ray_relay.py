@@ -14,7 +14,7 @@ import numpy as np
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from stages.cluster.actor_connection import ActorConnection, Listener
+from stages.cluster.actor_connection import ActorConnection
 from stages.cluster.actor_worker import PROTOCOL_VERSION, ActorWorker, Hello
 from stages.cluster.object_bytes import HeldObjects
 from stages.remote.codec import encode
@@ -90,8 +90,7 @@ class RelayedWorkers:
         end = _FarEnd(self._relay, uuid.uuid4().hex, spec, self._build)
         end.handle.lose(self._loses)
         self._ends.append(end)
-        listener = Listener(on_message, on_end)
-        return _RelayedConnection(end.handle, self.held, spec.label, listener)
+        return _RelayedConnection(end.handle, self.held, spec.label, on_message, on_end)
 
     def join(self) -> None:
         """Wait for the threads of all workers, which have been told to end, or killed."""

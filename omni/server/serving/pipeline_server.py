@@ -224,9 +224,9 @@ def _tokenizer_of(
     config: PipelineConfig, name: str, stage: Stage
 ) -> PreTrainedTokenizerBase | None:
     """Return the stage's own, or, of one whose workers are elsewhere, the same read here."""
-    from stages.worker.stage_link import DistantStage
+    from stages.remote.remote_stage import RemoteStage
 
-    if not isinstance(stage, DistantStage):
+    if not isinstance(stage, RemoteStage):
         return stage.tokenizer
     return config.resolved(name).load_tokenizer() if "text" in stage.final_output else None
 

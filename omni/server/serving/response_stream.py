@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Self
 from engine import Waveform
 from engine.interface.outputs import OutputDelta
 from omni.requests.request import OmniAccumulator, OmniDelta, OmniRequest
-from omni.runtime.loop_mail import LoopMail
 from omni.server.serving.admission_queue import QueuePlace
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
@@ -132,7 +131,7 @@ class ResponseStream:
 
     async def __aenter__(self) -> Self:
         pipeline = self._pipeline
-        self._driver, self._mail = pipeline.driver, LoopMail.here()
+        self._driver, self._loop = pipeline.driver, asyncio.get_running_loop()
         timed = [
             RequestMeter(pipeline.meters, pipeline.name, self._client, each.request_id)
             for each in self._requests
@@ -213,9 +212,10 @@ class ResponseStream:
     def _begin(self, running: _Running) -> None:
         running.meter.begin()
         request, take = running.request, partial(self._take, running)
+        wake = self._loop.call_soon_threadsafe
         try:
             running.ticket = self._driver.submit(
-                request, str(request.request_id), partial(self._mail.post, take)
+                request, str(request.request_id), lambda event: wake(take, event)
             )
         except RuntimeError as error:  # the pipeline is closed, or its driver has crashed
             self._fail(running, error)

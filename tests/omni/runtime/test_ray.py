@@ -15,7 +15,7 @@ import torch
 from engine.interface.log_fields import LogFields
 from omni import Omni, OmniOutput, OmniRequest, verify
 from omni.pipelines.pipeline_config import PipelineConfig
-from stages.cluster.actor_connection import ActorConnection, Listener
+from stages.cluster.actor_connection import ActorConnection
 from stages.cluster.actor_worker import PROTOCOL_VERSION, Bundle, Hello
 from stages.cluster.cluster_address import check_is_ray
 from stages.cluster.object_bytes import HeldObjects
@@ -202,8 +202,7 @@ def test_an_actor_of_another_release_is_refused_in_a_sentence(ray_cluster: Sessi
 
     ended: Queue[str] = Queue()
     actor = ray.remote(num_cpus=0)(Newer).remote()
-    listener = Listener(pytest.fail, ended.put)
-    connection = ActorConnection(actor, HeldObjects(), "writer/0", listener)
+    connection = ActorConnection(actor, HeldObjects(), "writer/0", pytest.fail, ended.put)
     assert ended.get(timeout=PATIENCE_S) == (
         f"speaks version {PROTOCOL_VERSION + 1} of the protocol, and this process version "
         f"{PROTOCOL_VERSION}: all nodes must have the same release of omni-pipeline installed"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ray
 
-from stages.cluster.actor_connection import ActorConnection, Listener
+from stages.cluster.actor_connection import ActorConnection
 from stages.cluster.object_bytes import HeldObjects, ObjectBytes
 from stages.remote.messages import Commands
 
@@ -60,7 +60,8 @@ def test_a_message_without_room_in_the_store_is_no_end_of_its_actor(
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ActorConnection, "_listen", lambda _: None)
-    listener = Listener(lambda _: None, lambda _: None)
-    connection = ActorConnection(_FullStore(), HeldObjects(), "stage", listener)
+    connection = ActorConnection(
+        _FullStore(), HeldObjects(), "stage", lambda _: None, lambda _: None
+    )
     with pytest.raises(MemoryError, match="Ray's object store has no room for"):
         connection.send(Commands("s", ()))
