@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
+from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -57,13 +58,26 @@ class OutputFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        # The process's death unlocks it, however it dies.
+        self._lock = FileLock(
+            self.path / _LOCK, timeout=0, thread_local=False, fallback_to_soft=False
+        )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock: int | None = _locked(self.path / _LOCK)
+            self._lock.acquire()
+        except Timeout:
+            raise ValueError(
+                f"{self.path}: another run is writing into this folder; wait for it, or give "
+                "another --output-dir"
+            ) from None
         except OSError as error:
-            hint = "give an --output-dir that can be made and written to"
-            where = error.filename or str(self.path)
-            raise OSError(error.errno, f"{error.strerror}; {hint}", where) from error
+            if error.errno not in _NO_LOCKS:
+                hint = "give an --output-dir that can be made and written to"
+                where = error.filename or str(self.path)
+                raise OSError(error.errno, f"{error.strerror}; {hint}", where) from error
+            logger.warning(
+                "%s: two runs at once would not be noticed: %s", self.path, error.strerror
+            )
 
     def write(self, place: str, write: Callable[[Path], object]) -> None:
         """Put a file into the folder: whole, or not at all.
@@ -157,18 +171,11 @@ class OutputFolder:
 
     def close(self) -> None:
         """Let other runs have the folder. May be called again."""
-        if self._lock is not None:
+        if self._lock.is_locked:
             # Before the lock is let go: a run that gets it must not lock a file that is removed.
             with suppress(OSError):
                 (self.path / _LOCK).unlink()
-            os.close(self._lock)
-            self._lock = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+            self._lock.release()
 
     def _in_real_folders(self, place: PurePosixPath) -> Path:
         """Make the folders that lead to a place."""
@@ -183,46 +190,6 @@ class OutputFolder:
                 )
                 raise NotADirectoryError(errno.ENOTDIR, message, str(at))
         return at / place.name
-
-
-def _locked(path: Path) -> int:
-    """Open and lock a file, which the process's death unlocks, however it dies.
-
-    Raises:
-        ValueError: another process has it.
-    """
-    import fcntl  # only here: a system without it can still print what it would not write
-
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The run that had the lock may have removed the file since it was opened here.
-            if _is_same_file(descriptor, path):
-                return descriptor
-        except BlockingIOError:
-            os.close(descriptor)
-            raise ValueError(
-                f"{path.parent}: another run is writing into this folder; wait for it, or give "
-                "another --output-dir"
-            ) from None
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                logger.warning(
-                    "%s: two runs at once would not be noticed: %s", path.parent, error.strerror
-                )
-                return descriptor
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-
-
-def _is_same_file(descriptor: int, path: Path) -> bool:
-    try:
-        named = os.lstat(path)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(os.fstat(descriptor), named)
 
 
 JOURNAL = "outputs.partial.jsonl"
@@ -469,13 +436,6 @@ class _Done(NamedTuple):
 
 class OutputWriter:
     """Writes each request's output as soon as it is there, and all in their order in the end.
-
-    ::
-
-        directory/run.json                what is run, to know it again
-        directory/outputs.partial.jsonl   a line per request that is done, as they end
-        directory/outputs.jsonl           in the end, in the requests' order, in its place
-        directory/tensors/, audio/        files that the lines name
 
     A line is written whole, after the files that it names, and handed to the operating system at
     once: however a run ends, its lines are complete and true. Each is a line of ``outputs.jsonl``
