@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,63 +43,70 @@ _COUNTERS = (
     ("transfers", "num_transfers", "Outputs and chunks that other stages handed over."),
     ("transferred_bytes", "transferred_bytes", "Bytes of the tensors in these."),
 )
-
-
-def _evictions(stats: StageStats) -> _Samples:
-    groups = stats.kv.groups if stats.kv is not None else ()
-    return [((str(index), each.kind), each.evictions) for index, each in enumerate(groups)]
-
-
-def _group_misses(stats: StageStats) -> _Samples:
-    groups = stats.kv.groups if stats.kv is not None else ()
-    return [((str(index), each.kind), each.misses) for index, each in enumerate(groups)]
-
-
-def _prefix_misses(stats: StageStats) -> _Samples:
-    misses = stats.kv.misses if stats.kv is not None else {}
-    return [((reason,), count) for reason, count in sorted(misses.items())]
-
-
-def _tier_hits(stats: StageStats) -> _Samples:
-    tiers = ("host", "disk") if stats.kv is not None else ()
-    return [((tier,), getattr(stats.offload, f"{tier}_hit_tokens", 0)) for tier in tiers]
-
-
-def _offloaded(stats: StageStats) -> _Samples:
-    events = ("stored", "dropped", "damaged", "errors") if stats.kv is not None else ()
-    return [((event,), getattr(stats.offload, event, 0)) for event in events]
-
-
-_Samples = list[tuple[tuple[str, ...], float]]
-_LABELLED_COUNTERS: tuple[
-    tuple[str, str, tuple[str, ...], Callable[[StageStats], _Samples]], ...
-] = (
-    (
-        "evictions",
+_GROUP = ("group", "kind")
+_SAMPLED: Mapping[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str, Sequence[str]]] = {
+    "evictions": (
+        CounterMetricFamily,
         "Cached blocks of each group of layers that were given up for others.",
-        ("group", "kind"),
-        _evictions,
+        _GROUP,
     ),
-    (
-        "prefix_misses",
+    "prefix_misses": (
+        CounterMetricFamily,
         "Requests whose prefix was not hit further, by the reason.",
         ("reason",),
-        _prefix_misses,
     ),
-    (
-        "group_misses",
+    "group_misses": (
+        CounterMetricFamily,
         "Prefixes that ended as a group of layers lacked what it needs to go on.",
-        ("group", "kind"),
-        _group_misses,
+        _GROUP,
     ),
-    ("offload_hit_tokens", "Tokens that came back from tiers.", ("tier",), _tier_hits),
-    (
-        "offload_blocks",
+    "offload_hit_tokens": (CounterMetricFamily, "Tokens that came back from tiers.", ("tier",)),
+    "offload_blocks": (
+        CounterMetricFamily,
         "Blocks handed to the tiers below the pool, and what became of others.",
         ("event",),
-        _offloaded,
     ),
-)
+    "running": (GaugeMetricFamily, "Requests in steps.", ()),
+    "waiting": (GaugeMetricFamily, "Requests that wait for a step.", ()),
+    "blocks": (GaugeMetricFamily, "Large pages by state.", ("state",)),
+    "group_blocks": (
+        GaugeMetricFamily,
+        "Blocks of each group of layers by state.",
+        (*_GROUP, "state"),
+    ),
+    "cache_bytes": (GaugeMetricFamily, "Bytes of each cache.", ("cache",)),
+    "hit_rate": (GaugeMetricFamily, "Cached tokens of all tokens of inputs, since the start.", ()),
+}
+"""What :func:`_samples` gives, and the labels of it beside the stage's."""
+
+
+def _samples(stats: StageStats) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    yield "running", (), stats.num_running
+    yield "waiting", (), stats.num_waiting
+    if stats.prompt_tokens:
+        yield "hit_rate", (), stats.cached_tokens / stats.prompt_tokens
+    if (kv := stats.kv) is not None:
+        for index, group in enumerate(kv.groups):
+            labels = (str(index), group.kind)
+            yield "evictions", labels, group.evictions
+            yield "group_misses", labels, group.misses
+            for state in ("held", "cached"):
+                yield "group_blocks", (*labels, state), getattr(group, state)
+        for reason, count in sorted(kv.misses.items()):
+            yield "prefix_misses", (reason,), count
+        for state in ("free", "held", "cached"):
+            yield "blocks", (state,), getattr(kv, state)
+        yield "cache_bytes", ("kv",), kv.nbytes
+        yield "cache_bytes", ("stage_outputs",), kv.output_bytes
+        for tier in ("host", "disk"):
+            yield "offload_hit_tokens", (tier,), getattr(stats.offload, f"{tier}_hit_tokens", 0)
+        for event in ("stored", "dropped", "damaged", "errors"):
+            yield "offload_blocks", (event,), getattr(stats.offload, event, 0)
+    if stats.encoder_cache is not None:
+        yield "cache_bytes", ("encoder",), stats.encoder_cache.nbytes
+    if stats.offload is not None:
+        for tier in ("host", "disk"):
+            yield "cache_bytes", (tier,), getattr(stats.offload, f"{tier}_bytes")
 
 
 class Metered(Protocol):
@@ -141,18 +148,14 @@ class StageMeters(Collector):
             for replica_labels, stats in readings:
                 counter.add_metric(replica_labels, getattr(stats, field))
             yield counter
-        for name, what, labels, samples in _LABELLED_COUNTERS:
-            counter = CounterMetricFamily(f"omni_stage_{name}", what, None, (*_STAGE, *labels))
-            for replica_labels, stats in readings:
-                for more, value in samples(stats):
-                    counter.add_metric((*replica_labels, *more), value)
-            yield counter
-        for name, what, labels, samples in _GAUGES:
-            gauge = GaugeMetricFamily(f"omni_stage_{name}", what, None, (*_STAGE, *labels))
-            for replica_labels, stats in readings:
-                for more, value in samples(stats):
-                    gauge.add_metric((*replica_labels, *more), value)
-            yield gauge
+        families = {
+            name: family(f"omni_stage_{name}", what, None, (*_STAGE, *labels))
+            for name, (family, what, labels) in _SAMPLED.items()
+        }
+        for replica_labels, stats in readings:
+            for name, more, value in _samples(stats):
+                families[name].add_metric((*replica_labels, *more), value)
+        yield from families.values()
         up = GaugeMetricFamily(
             "omni_stage_worker_up", "Whether a worker takes requests.", None, _STAGE
         )
@@ -162,50 +165,6 @@ class StageMeters(Collector):
                     up.add_metric([pipeline.name, stage, str(replica)], worker.state == "up")
         yield up
 
-
-def _pages(stats: StageStats) -> _Samples:
-    states = ("free", "held", "cached") if stats.kv is not None else ()
-    return [((state,), getattr(stats.kv, state)) for state in states]
-
-
-def _group_blocks(stats: StageStats) -> _Samples:
-    groups = stats.kv.groups if stats.kv is not None else ()
-    return [
-        ((str(index), group.kind, state), getattr(group, state))
-        for index, group in enumerate(groups)
-        for state in ("held", "cached")
-    ]
-
-
-def _cache_bytes(stats: StageStats) -> _Samples:
-    sizes = []
-    if stats.kv is not None:
-        sizes += [("kv", stats.kv.nbytes), ("stage_outputs", stats.kv.output_bytes)]
-    if stats.encoder_cache is not None:
-        sizes.append(("encoder", stats.encoder_cache.nbytes))
-    if stats.offload is not None:
-        sizes += [("host", stats.offload.host_bytes), ("disk", stats.offload.disk_bytes)]
-    return [((cache,), size) for cache, size in sizes]
-
-
-def _hit_rate(stats: StageStats) -> _Samples:
-    tokens = stats.prompt_tokens
-    return [((), stats.cached_tokens / tokens)] if tokens else []
-
-
-_GAUGES: tuple[tuple[str, str, tuple[str, ...], Callable[[StageStats], _Samples]], ...] = (
-    ("running", "Requests in steps.", (), lambda stats: [((), stats.num_running)]),
-    ("waiting", "Requests that wait for a step.", (), lambda stats: [((), stats.num_waiting)]),
-    ("blocks", "Large pages by state.", ("state",), _pages),
-    (
-        "group_blocks",
-        "Blocks of each group of layers by state.",
-        ("group", "kind", "state"),
-        _group_blocks,
-    ),
-    ("cache_bytes", "Bytes of each cache.", ("cache",), _cache_bytes),
-    ("hit_rate", "Cached tokens of all tokens of inputs, since the start.", (), _hit_rate),
-)
 
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
