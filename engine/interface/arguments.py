@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from types import UnionType
 from typing import TYPE_CHECKING
 
+from engine.interface.placed_error import shortened
 from engine.interface.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -18,9 +19,6 @@ __all__ = [
     "check_request_arguments",
     "check_sampling_argument",
 ]
-
-_LONGEST_VALUE = 80
-"""Characters of a value that a message repeats."""
 
 
 def check_argument(
@@ -38,12 +36,11 @@ def check_argument(
     """
     if isinstance(value, kind):
         return
-    shown = repr(value)
-    if len(shown) > _LONGEST_VALUE:
-        shown = shown[: _LONGEST_VALUE - 3] + "..."
     inserted = repr(value) if isinstance(value, str) else "..."
     hint = "" if fix is None else f"; write {fix.replace('{}', inserted)}"
-    raise ValueError(f"{name} must be {wanted}, got {shown} ({type(value).__name__}){hint}")
+    raise ValueError(
+        f"{name} must be {wanted}, got {shortened(value)} ({type(value).__name__}){hint}"
+    )
 
 
 def check_dense(name: str, tensor: Tensor) -> None:

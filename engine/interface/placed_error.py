@@ -6,7 +6,16 @@ import difflib
 from collections.abc import Iterable
 from typing import TypeAlias
 
-__all__ = ["KeyPath", "PlacedError", "described", "suggest"]
+__all__ = ["KeyPath", "PlacedError", "described", "shortened", "suggest"]
+
+_LONGEST_VALUE = 80
+"""Characters of a value that a message repeats."""
+
+
+def shortened(value: object) -> str:
+    """Write a value as it came, or its beginning: it may be a whole conversation."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
 
 
 def described(error: BaseException) -> str:

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from engine.interface.placed_error import PlacedError
+from engine.interface.placed_error import PlacedError, shortened
 from engine.interface.settings import Settings
 from engine.interface.structured_output import StructuredOutput
 
@@ -84,8 +84,6 @@ _PAST_IDS = 10**18
 _DIGITS = re.compile("[0-9]{1,18}")
 """A token id where keys are text, as in JSON."""
 
-_LONGEST_SHOWN = 80
-
 
 class TokenBias(Mapping[int, float]):
     """A mapping of token ids to numbers that can be hashed, and not changed; in order of the ids.
@@ -106,7 +104,7 @@ class TokenBias(Mapping[int, float]):
             return value
         if not isinstance(value, Mapping):
             raise PlacedError(
-                (), f"should be a mapping of token ids to numbers, got {_shown(value)}"
+                (), f"should be a mapping of token ids to numbers, got {shortened(value)}"
             )
         by_id: dict[int, float] = {}
         for key, number in value.items():
@@ -158,7 +156,7 @@ def _token_id(key: Any) -> int:
     if is_id:
         return int(key)
     raise PlacedError(
-        (), f"should have token ids as keys, whole numbers of at least 0, got {_shown(key)}"
+        (), f"should have token ids as keys, whole numbers of at least 0, got {shortened(key)}"
     )
 
 
@@ -167,7 +165,7 @@ def _number(token_id: int, value: Any) -> float:
         return float(value)
     raise PlacedError(
         (str(token_id),),
-        f"should be a number from -{_LARGEST} to {_LARGEST}, got {_shown(value)}",
+        f"should be a number from -{_LARGEST} to {_LARGEST}, got {shortened(value)}",
     )
 
 
@@ -176,11 +174,6 @@ def _is_a(number: type, value: object) -> bool:
     kind = type(value)
     # The first, as most are and abstract classes take their time.
     return kind is int or (kind is not bool and isinstance(value, number))
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
 
 
 # The first wrong one is reported: a list of a million would make a million messages.

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from engine.interface.placed_error import KeyPath, PlacedError, suggest
+from engine.interface.placed_error import KeyPath, PlacedError, shortened, suggest
 
 __all__ = ["Settings", "dotted", "explain_validation_error", "explain_value_error", "place_of"]
 
@@ -37,9 +37,6 @@ _ATTEMPT = re.compile(", unable to parse string as an? [a-z]+$")
 
 _MOST_TOLD = 10
 """Mistakes that one message reports: each is compared with all that could have been meant."""
-
-_LONGEST_VALUE = 80
-"""Characters of a value that a message repeats."""
 
 
 def explain_validation_error(
@@ -125,7 +122,7 @@ def _explain(finding: ErrorDetails, model: type[BaseModel], data: Any) -> tuple[
         case "too_short" | "string_too_short" if not finding["input"]:
             return place, _nothing_given(finding["type"], context["min_length"])
         case _:
-            got = _shown(finding["input"]) + _number_hint(finding)
+            got = shortened(finding["input"]) + _number_hint(finding)
             return place, f"{_wanted(finding['msg'])}, got {got}"
 
 
@@ -141,12 +138,6 @@ def _nothing_given(finding_type: str, needed: int) -> str:
     unit = "character" if finding_type == "string_too_short" else "item"
     count = f"1 {unit} is" if needed == 1 else f"{needed} {unit}s are"
     return f"must not be empty; at least {count} needed"
-
-
-def _shown(value: Any) -> str:
-    """Write a value as it came, or its beginning: it may be a whole conversation."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
 
 
 def _keys_of(loc: KeyPath, data: Any) -> KeyPath:

@@ -352,7 +352,14 @@ def _header(file: BinaryIO, name: str) -> WavHeader | None:
     file.seek(0)
     if kind is None:
         raise ValueError(f"{name} cannot be read: it is none of {_WANTED}; convert it")
-    return _wav_header(file, name) if kind == "WAV" else None
+    if kind != "WAV":
+        return None
+    try:
+        return read_wav_header(file)
+    except WavHeaderError as error:
+        raise ValueError(f"{name} is no WAV file that can be read: {error}; convert it") from error
+    finally:
+        file.seek(0)
 
 
 def _kind(head: bytes) -> str | None:
@@ -366,15 +373,6 @@ def _kind(head: bytes) -> str | None:
     # With a tag in front, or with the eleven set bits that every frame begins with.
     is_mp3 = head[:3] == b"ID3" or (len(head) > 1 and head[0] == 0xFF and head[1] >= 0xE0)
     return "MP3" if is_mp3 else None
-
-
-def _wav_header(file: BinaryIO, name: str) -> WavHeader:
-    try:
-        return read_wav_header(file)
-    except WavHeaderError as error:
-        raise ValueError(f"{name} is no WAV file that can be read: {error}; convert it") from error
-    finally:
-        file.seek(0)
 
 
 def _with_stated_size(
@@ -394,9 +392,6 @@ def _with_stated_size(
 
 @contextmanager
 def _opened(file: BinaryIO, name: str) -> Iterator[SoundStream]:
-    # Only where there is sound: a text model does not wait for it.
-    from engine.media.sound_file import LibsndfileError, SoundStream
-
     # The number of an open file spares a call of Python for every piece that is read.
     target = file if isinstance(file, BytesIO) else file.fileno()
     if isinstance(target, int):
