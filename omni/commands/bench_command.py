@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,26 +82,23 @@ def run_bench(options: BenchOptions, load_config: Callable[[str], PipelineConfig
         on_end=lambda _: progress.advance(),
     )
 
-    async def measure(target: LoadTarget) -> None:
-        await measurement.run(target, None if lines is None else lines.prepared(target))
-
-    async def measure_server(server: HttpTarget) -> None:
-        _allow_many_connections()
-        async with server:
-            await measure(server)
+    async def measure(entered: AbstractAsyncContextManager[LoadTarget]) -> None:
+        async with entered as target:
+            await measurement.run(target, None if lines is None else lines.prepared(target))
 
     interrupt: KeyboardInterrupt | None = None
     try:
         with progress:
             if server is not None:
-                run_interruptibly(measure_server(server))
+                _allow_many_connections()
+                run_interruptibly(measure(server))
             else:
                 # Only here: what measures a server need not wait for torch.
                 from omni.commands.bench.pipeline_target import PipelineTarget
                 from omni.runtime.omni import Omni
 
                 with Omni(config) as omni:
-                    run_interruptibly(measure(PipelineTarget(omni, config)))
+                    run_interruptibly(measure(nullcontext(PipelineTarget(omni, config))))
     except KeyboardInterrupt as caught:
         interrupt = caught
     reports = [LevelReport.of(run, limits) for run in measurement.runs]

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from omni.commands.command import Stopped, command
+from omni.commands.command import CommandOptions, Stopped, command
+from omni.commands.options import (
+    BenchOptions,
+    DemoOptions,
+    ExplainOptions,
+    ListOptions,
+    PromptFlags,
+    RunOptions,
+    RuntimeFlags,
+    ValidateOptions,
+    VerifyOptions,
+)
+from omni.commands.serve_command import ServeOptions, serve_pipelines
 
 if TYPE_CHECKING:
-    from omni.commands.command import CommandOptions
-    from omni.commands.options import (
-        BenchOptions,
-        DemoOptions,
-        ExplainOptions,
-        ListOptions,
-        PromptFlags,
-        RunOptions,
-        ValidateOptions,
-        VerifyOptions,
-    )
-    from omni.commands.serve_command import ServeOptions
     from omni.pipelines.pipeline_config import PipelineConfig
     from omni.requests.output_writer import OutputWriter
     from omni.requests.request import OmniRequest
@@ -65,11 +65,11 @@ def main(
     """Multi-stage model pipelines with prefix caching that never changes what comes out."""
 
 
-@command(app, "omni.commands.options:RunOptions")
+@command(app, RunOptions)
 def run(options: RunOptions) -> bool:
     """Run requests through a pipeline. Exit status 1 if any of them failed."""
     _check_output_flags(options)
-    pipeline = _load(options, options.speaker)
+    pipeline = _load_changed(options)
     given = _requests(pipeline, options, options.input_file)
     from omni.commands.run_command import run_requests
 
@@ -79,11 +79,11 @@ def run(options: RunOptions) -> bool:
         )
 
 
-@command(app, "omni.commands.options:ValidateOptions")
+@command(app, ValidateOptions)
 def validate(options: ValidateOptions) -> bool:
     """Check a pipeline's YAML file, and a file of requests, without loading any model."""
-    pipeline = _load(options)
-    _check_voices(pipeline, options)
+    pipeline = _load(options.config, options, options.overrides)
+    _check_voices(pipeline, options.config, options.overrides)
     typer.echo(f"{options.config}: valid; stages: {', '.join(pipeline.topological_order())}")
     for name, transform in pipeline.custom_transforms().items():
         typer.echo(f"stage {name}: its transform {transform} is there; it was not run")
@@ -94,7 +94,7 @@ def validate(options: ValidateOptions) -> bool:
     return True
 
 
-@command(app, "omni.commands.options:ExplainOptions")
+@command(app, ExplainOptions)
 def explain(options: ExplainOptions) -> bool:
     """Show a pipeline's graph, every setting with its default, limits, and what it reserves."""
     from engine.interface.cpu_threads import available_cores
@@ -106,7 +106,7 @@ def explain(options: ExplainOptions) -> bool:
         draw_placement,
     )
 
-    pipeline = _load(options)
+    pipeline = _load(options.config, options, options.overrides)
     typer.echo(
         f"{draw_graph(pipeline)}\n\n{draw_placement(pipeline, available_cores())}\n\n"
         f"{describe_serving(pipeline)}\n\n{describe_config(pipeline)}"
@@ -116,14 +116,14 @@ def explain(options: ExplainOptions) -> bool:
     return True
 
 
-@command(app, "omni.commands.options:VerifyOptions")
+@command(app, VerifyOptions)
 def verify(options: VerifyOptions) -> bool:
     """Run your own requests with and without caches, and compare.
 
     Exit status 1 if anything differed or a request failed, 3 if nothing was hit: then nothing was
     proven.
     """
-    pipeline = _load(options, options.speaker)
+    pipeline = _load_changed(options)
     requests = _refuse_bad_lines(_requests(pipeline, options, options.input_file).requests)
     from omni.runtime.omni import Omni
     from omni.verification.verify import verify as verify_requests
@@ -136,44 +136,29 @@ def verify(options: VerifyOptions) -> bool:
     return report.equal and not report.failures
 
 
-@command(app, "omni.commands.serve_command:ServeOptions")
+@command(app, ServeOptions)
 def serve(options: ServeOptions) -> bool:
     """Serve pipelines over HTTP, in the shapes of OpenAI's API."""
-    from omni.commands.options import ValidateOptions
-    from omni.commands.serve_command import serve_pipelines
-
     # All of them are checked before anything starts.
-    runtime, address = options.runtime, options.address
-    each = [
-        ValidateOptions(config=config, runtime=runtime, address=address)
-        for config in options.configs
-    ]
-    pipelines = [_load(checked) for checked in each]
-    for pipeline, checked in zip(pipelines, each, strict=True):
-        _check_voices(pipeline, checked)
+    pipelines = [_load(config, options) for config in options.configs]
+    for pipeline, config in zip(pipelines, options.configs, strict=True):
+        _check_voices(pipeline, config)
     serve_pipelines(pipelines, options)
     return True
 
 
-@command(app, "omni.commands.options:BenchOptions")
+@command(app, BenchOptions)
 def bench(options: BenchOptions) -> bool:
     """Measure a pipeline, or a server with OpenAI's API, under load.
 
     Exit status 1 if a request failed; those refused with status 429 are counted apart.
     """
     from omni.commands.bench_command import run_bench
-    from omni.commands.options import ValidateOptions
 
-    runtime, address, overrides = options.runtime, options.address, options.overrides
-    return run_bench(
-        options,
-        lambda config: _load(
-            ValidateOptions(config=config, runtime=runtime, address=address, overrides=overrides)
-        ),
-    )
+    return run_bench(options, lambda config: _load(config, options, options.overrides))
 
 
-@command(app, "omni.commands.options:DemoOptions")
+@command(app, DemoOptions)
 def demo(options: DemoOptions) -> bool:
     """Ask spoken_sums aloud: what it hears, says, finds in its caches, and how soon."""
     if options.random:
@@ -185,7 +170,7 @@ def demo(options: DemoOptions) -> bool:
     return run_demo(options.output_dir)
 
 
-@command(app, "omni.commands.options:ListOptions", name="list")
+@command(app, ListOptions, name="list")
 def list_names(options: ListOptions) -> bool:
     """List what a YAML file can name: pipelines, models, architectures, transforms, kinds."""
     from omni.commands.names import described_names
@@ -194,7 +179,7 @@ def list_names(options: ListOptions) -> bool:
     return True
 
 
-@command(app, "omni.commands.command:CommandOptions")
+@command(app, CommandOptions)
 def schema(_: CommandOptions) -> bool:
     """Print the JSON Schema of a pipeline's YAML file, for editors and other programs."""
     import json
@@ -213,45 +198,43 @@ class _Given:
     digest: str
 
 
-def _load(
-    options: RunOptions | ValidateOptions | ExplainOptions | VerifyOptions,
-    speaker: str | None = None,
-) -> PipelineConfig:
-    from omni.commands.options import RunOptions, VerifyOptions
+def _load(config: str, where: RuntimeFlags, overrides: list[str] | None = None) -> PipelineConfig:
     from omni.pipelines.config_file import parse_overrides
     from omni.pipelines.pipeline_config import PipelineConfig
 
-    overrides = parse_overrides(options.overrides or [])
     labels = {"runtime.kind": "--runtime", "runtime.address": "--address"}
-    where = options.runtime_overrides
-    pipeline = PipelineConfig.load(
-        options.config,
-        overrides | where,
+    return PipelineConfig.load(
+        config,
+        parse_overrides(overrides or []) | where.runtime_overrides,
         flag="--set",
-        labels={place: labels[place] for place in where},
+        labels={place: labels[place] for place in where.runtime_overrides},
     )
-    if not isinstance(options, RunOptions | VerifyOptions):
+
+
+def _load_changed(options: RunOptions | VerifyOptions) -> PipelineConfig:
+    """Load a pipeline and change how it samples and speaks, as flags say."""
+    pipeline = options.with_sampling(_load(options.config, options, options.overrides))
+    if options.speaker is None:
         return pipeline
-    pipeline = options.with_sampling(pipeline)
-    if speaker is None:
-        return pipeline
-    if not speaker:
+    if not options.speaker:
         raise ValueError("--speaker must not be empty")
-    pipeline = pipeline.model_copy(update={"speaker": speaker})
+    pipeline = pipeline.model_copy(update={"speaker": options.speaker})
     pipeline.check_speaker()  # of stages whose checkpoints are here
     return pipeline
 
 
-def _check_voices(pipeline: PipelineConfig, options: ValidateOptions) -> None:
+def _check_voices(
+    pipeline: PipelineConfig, config: str, overrides: list[str] | None = None
+) -> None:
     """Check the names of voices in a user's file; shipped ones need not wait for torch."""
     from omni.pipelines.config_file import shipped_configs
 
-    if options.config in shipped_configs() and not options.overrides:
+    if config in shipped_configs() and not overrides:
         return
     try:
         pipeline.check_speaker()
     except ValueError as error:
-        raise ValueError(f"{options.config}: {error}") from error
+        raise ValueError(f"{config}: {error}") from error
 
 
 def _requests(pipeline: PipelineConfig, flags: PromptFlags, input_file: Path | None) -> _Given:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import inspect
 import logging
 import os
@@ -239,7 +238,7 @@ _LAST = {field.name: place for place, field in enumerate(fields(CommandOptions),
 
 
 def command(
-    app: typer.Typer, options: str, *, name: str | None = None
+    app: typer.Typer, options: type[_OptionsT], *, name: str | None = None
 ) -> Callable[[Callable[[_OptionsT], bool]], Callable[[_OptionsT], bool]]:
     """Decorator that makes a function a command, which takes its options as one value.
 
@@ -248,60 +247,36 @@ def command(
 
     Args:
         app: gets the command.
-        options: ``"module:name"`` of the command's :class:`CommandOptions`, imported when the
-            command is called: the list of commands does not show their flags.
+        options: its fields are the command's parameters.
         name: of the command; the function's if it is left out.
 
     Returns:
         The decorator; its function returns whether all went well, else the exit status is 1.
     """
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in sorted(fields(options), key=lambda field: _LAST.get(field.name, 0))
+    ]
 
     def decorate(function: Callable[[_OptionsT], bool]) -> Callable[[_OptionsT], bool]:
-        class Listed(TyperCommand):
-            def make_context(self, *args: Any, **kwargs: Any) -> Any:
-                whole = _with_flags(function, _imported(options))
-                return whole.make_context(*args, **kwargs)
+        @functools.wraps(function)
+        def run(**values: Any) -> None:
+            status = _run(function, options(**values))
+            if status:
+                raise typer.Exit(status)
 
-        @app.command(name or function.__name__, cls=Listed, help=inspect.getdoc(function))
-        def listed() -> None:
-            raise AssertionError("the command with its flags is called instead")
-
+        run.__annotations__ = hints
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        app.command(name, cls=_Command)(run)
         return function
 
     return decorate
-
-
-def _imported(options: str) -> type[Any]:
-    module, _, name = options.partition(":")
-    found: type[Any] = getattr(importlib.import_module(module), name)
-    return found
-
-
-def _with_flags(function: Callable[[_OptionsT], bool], options: type[_OptionsT]) -> Any:
-    """The command itself, as typer makes it of a function whose parameters are the options."""
-    hints = get_type_hints(options, include_extras=True)
-
-    @functools.wraps(function)
-    def run(**values: Any) -> None:
-        status = _run(function, options(**values))
-        if status:
-            raise typer.Exit(status)
-
-    run.__annotations__ = hints
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if field.default is MISSING else field.default,
-                annotation=hints[field.name],
-            )
-            for field in sorted(fields(options), key=lambda field: _LAST.get(field.name, 0))
-        ]
-    )
-    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    alone.command(cls=_Command)(run)
-    return typer.main.get_command(alone)
 
 
 def _run(function: Callable[[_OptionsT], bool], given: _OptionsT) -> int:
