@@ -13,8 +13,13 @@ from typing import Any, BinaryIO
 
 from engine import SamplingParams
 from omni.requests.request import OmniRequest
-from omni.requests.request_files import FolderFiles
-from omni.requests.request_line import example_line, parse_line, prompt_of, sampling_of
+from omni.requests.request_line import (
+    FolderFiles,
+    example_line,
+    parse_line,
+    prompt_of,
+    sampling_of,
+)
 
 __all__ = ["RequestError", "make_request", "read_lines", "read_requests"]
 

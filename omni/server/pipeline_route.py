@@ -162,7 +162,7 @@ class _InlineFiles:
     """Files that stand in a request themselves, where a line of ``requests.jsonl`` names one.
 
     Images, sounds and videos are data URLs, and tensors a safetensors file in base64. See
-    :class:`~omni.requests.request_files.RequestFiles`.
+    :class:`~omni.requests.request_line.RequestFiles`.
     """
 
     def item(self, key: str, name: str) -> bytes:
@@ -185,7 +185,7 @@ class _InlineFiles:
         from safetensors import SafetensorError  # only here, as above
         from safetensors.torch import load
 
-        from omni.requests.request_files import only_embeds
+        from omni.requests.request_line import only_embeds
 
         try:
             tensors = load(_decoded("prompt_embeds", name))
