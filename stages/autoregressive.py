@@ -13,8 +13,8 @@ from engine.interface.settings import Settings
 from stages.engine_stage import EngineStage
 from stages.model_fit import (
     emitted_by,
+    misfit_of,
     misfit_of_outputs,
-    misfit_of_tokens,
     modalities_of,
     speakers_in,
 )
@@ -53,7 +53,7 @@ class AutoregressiveStageConfig(TokenStageConfig):
 
     def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
         """See :class:`~stages.stage_config.StageConfig`."""
-        misfit = misfit_of_tokens(config, self.part)
+        misfit = misfit_of(config, self.part, makes_sound=False)
         return misfit or misfit_of_outputs(config, self.part, self.outputs)
 
     def emitted(self, config: Mapping[str, Any]) -> Collection[str] | None:

@@ -9,7 +9,7 @@ from engine.interface.arguments import check_argument
 from engine.interface.config import GenerationParams, GeneratorConfig, GeneratorSettings
 from engine.interface.settings import Settings
 from stages.engine_stage import EngineStage
-from stages.model_fit import misfit_of_codes, speakers_in
+from stages.model_fit import misfit_of, speakers_in
 from stages.stage import OneOrMore, StageInputs
 from stages.stage_config import ModelReference, StageConfig, register_stage_kind
 
@@ -45,7 +45,7 @@ class GeneratorStageConfig(StageConfig):
 
     def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
         """See :class:`~stages.stage_config.StageConfig`."""
-        return misfit_of_codes(config, self.part)
+        return misfit_of(config, self.part, makes_sound=True)
 
     def load_speakers(self) -> tuple[str, ...] | None:
         """See :class:`~stages.stage_config.StageConfig`."""

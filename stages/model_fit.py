@@ -12,32 +12,13 @@ from engine.models.registry import FAMILIES, FamilyRow
 
 __all__ = [
     "emitted_by",
-    "misfit_of_codes",
+    "misfit_of",
     "misfit_of_outputs",
-    "misfit_of_tokens",
     "modalities_of",
     "speakers_in",
 ]
 
 _Misfit = tuple[str, str] | None
-
-
-def misfit_of_tokens(config: Mapping[str, Any], part: str | None) -> _Misfit:
-    """Say why a model is none that generates tokens, if that is known.
-
-    Args:
-        config: the content of ``config.json``; may be anything.
-        part: the model of several that is asked for.
-
-    Returns:
-        The stage's key that is wrong, ``part`` or ``kind``, and what is wrong there.
-    """
-    return _misfit(config, part, makes_sound=False)
-
-
-def misfit_of_codes(config: Mapping[str, Any], part: str | None) -> _Misfit:
-    """The same for a model that makes sound of codec tokens."""
-    return _misfit(config, part, makes_sound=True)
 
 
 def misfit_of_outputs(
@@ -86,7 +67,17 @@ def _row_of(config: Mapping[str, Any], part: str | None) -> FamilyRow | None:
     return next((row for row in FAMILIES.rows.values() if row.base_type == model_type), None)
 
 
-def _misfit(config: Mapping[str, Any], part: str | None, *, makes_sound: bool) -> _Misfit:
+def misfit_of(config: Mapping[str, Any], part: str | None, *, makes_sound: bool) -> _Misfit:
+    """Say why a model is none that generates tokens, or makes sound of them, if that is known.
+
+    Args:
+        config: the content of ``config.json``; may be anything.
+        part: the model of several that is asked for.
+        makes_sound: which of the two it is to do.
+
+    Returns:
+        The stage's key that is wrong, ``part`` or ``kind``, and what is wrong there.
+    """
     rows = FAMILIES.parts_named_in_table(str(config.get("model_type")))
     if rows:
         return _misfit_of_part({str(row.part): row.makes_sound for row in rows}, part, makes_sound)

@@ -8,7 +8,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, nullcontext
+from contextlib import aclosing, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -370,7 +370,7 @@ def _take(event: _Event, running: dict[int, Ticket]) -> tuple[int, OmniDelta] | 
 def _close(ownership: Ownership, driver: Driver, pipeline: Pipeline, trace: Trace | None) -> None:
     if not ownership.is_over:
         ownership.close()
-        with nullcontext() if trace is None else trace:
+        with nullcontext() if trace is None else closing(trace):
             driver.stop()
             pipeline.close()
 

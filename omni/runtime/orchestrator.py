@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain, count
 from typing import TypeAlias
 
@@ -14,7 +14,7 @@ from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniDelta, OmniRequest
 from omni.runtime.live_request import LiveRequest, Stream, next_to_lift
 from omni.runtime.trace import LinkTracer, Trace
-from stages import Stage, StageOutput
+from stages import Stage, StageConfig, StageOutput
 from stages.remote.remote_stage import RemoteStage
 from stages.worker.messages import (
     Abort,
@@ -82,7 +82,7 @@ class Orchestrator:
         self._on_stage_output = on_stage_output or (lambda _: None)
         self._live: dict[str, LiveRequest] = {}
         self._tracer = None if trace is None else LinkTracer(trace)
-        self._edges = streamed_edges(pipeline)
+        self._edges = streamed_edges(pipeline.stages)
         self._streams_any = any(self._edges.values())
         self._links = {
             name: _link(pipeline, stage, self._edges[name], is_traced=trace is not None)
@@ -394,10 +394,12 @@ def refusal(request_id: str, error: Exception) -> OmniDelta:
     )
 
 
-def streamed_edges(pipeline: Pipeline) -> dict[str, tuple[StreamedEdge, ...]]:
+def streamed_edges(
+    stages: Mapping[str, Stage | StageConfig],
+) -> dict[str, tuple[StreamedEdge, ...]]:
     """By source, the edges with a ``chunk_size``."""
-    edges: dict[str, tuple[StreamedEdge, ...]] = dict.fromkeys(pipeline.order, ())
-    for name, stage in pipeline.stages.items():
+    edges: dict[str, tuple[StreamedEdge, ...]] = dict.fromkeys(stages, ())
+    for name, stage in stages.items():
         inputs = stage.inputs
         if inputs is not None and inputs.chunk_size is not None:
             edge = StreamedEdge(name, inputs.chunk_size, inputs.max_pending_chunks)

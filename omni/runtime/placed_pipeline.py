@@ -23,13 +23,13 @@ from omni.pipelines.runtime_config import (
     resolve_threads,
     stages_by_worker,
 )
+from omni.runtime.orchestrator import streamed_edges
 from stages import StageConfig
 from stages.cluster.cluster_address import find_cluster
 from stages.portable import check_portable, import_name, portable_transform
 from stages.remote.messages import StageSpec, WorkerSpec
 from stages.remote.remote_stage import RemoteStage
 from stages.remote.supervisor import Connect, start_workers
-from stages.worker.messages import StreamedEdge
 
 __all__ = ["build_pipeline", "place_pipeline"]
 
@@ -231,12 +231,6 @@ def _worker_spec(
 
 
 def _stage_spec(pipeline: PipelineConfig, name: str, replica: int) -> StageSpec:
-    edges = tuple(
-        StreamedEdge(consumer, inputs.chunk_size, inputs.max_pending_chunks)
-        for consumer, other in pipeline.stages.items()
-        for inputs in [other.inputs]
-        if inputs is not None and inputs.chunk_size is not None and name in inputs.sources
-    )
     config, transform = pipeline.resolved(name, replica), None
     if config.inputs is not None:
         transform = portable_transform(config.inputs.transform)
@@ -247,6 +241,6 @@ def _stage_spec(pipeline: PipelineConfig, name: str, replica: int) -> StageSpec:
         config=config.model_dump_json(by_alias=True),
         kind=import_name(type(config)),
         transform=transform,
-        edges=edges,
+        edges=streamed_edges(pipeline.stages)[name],
         is_shown=bool({"tensors", "audio"}.intersection(config.final_output)),
     )

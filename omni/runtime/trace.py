@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from engine.interface.outputs import OutputDelta
 from stages import StageOutput
@@ -164,14 +164,6 @@ class Trace:
         """Leave nothing: there was no run."""
         self._file.close()
         self._aside.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        """Use in a ``with`` statement to have it closed."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Close."""
-        self.close()
 
     def _offset(self, traced: Traced) -> float:
         """What to add to a worker's times to compare them with this machine's.

@@ -6,16 +6,14 @@ threads that its placement names.
 
 from __future__ import annotations
 
-import threading
 import traceback
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TypeVar
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from engine import FinishReason
 from engine.interface.log_fields import log_fields, package_logger
 from engine.interface.outputs import OutputDelta
-from engine.interface.ownership import renew_in_forks
+from engine.interface.ownership import turn_of
 from stages.engine_stage import EngineStage
 from stages.stage import Prepared, Stage, StageOutput
 from stages.stage_config import StageConfig
@@ -110,9 +108,6 @@ class BrokenStage:
         return ValueError(f"it cannot be used any more: {self.failure}; build the pipeline again")
 
 
-_T = TypeVar("_T")
-
-
 class StepThreads:
     """Has what runs within take so many threads, as stages that share a process each want. ::
 
@@ -151,7 +146,7 @@ class StepThreads:
             torch.set_num_threads(wanted)
             self._before = before
         else:
-            _number.take(wanted)
+            _take_number(wanted)
 
     def __exit__(self, *error: object) -> None:
         """Give a caller's thread its own number again."""
@@ -162,40 +157,20 @@ class StepThreads:
             self._before = None
 
 
-class _Number:
-    """The number of threads that PyTorch takes: of each thread that asks for operations its own.
+def _take_number(count: int) -> None:
+    """Have operations of this thread take so many threads, and those of others as many as before.
 
     PyTorch gives a thread that is new to it the number that any thread has set last. So what is set
     for one thread is taken back for those to come, by a thread of which nothing else is wanted.
     """
+    import torch
 
-    def __init__(self) -> None:
-        self.renew_locks()
-        renew_in_forks(self)
-
-    def renew_locks(self) -> None:
-        """See :class:`~engine.interface.ownership.Renewable`."""
-        self._lock = threading.Lock()
-
-    def take(self, count: int) -> None:
-        """Have operations of this thread take so many, and those of others as many as before."""
-        import torch
-
-        with self._lock:
-            others = _in_new_thread(torch.get_num_threads)
-            torch.set_num_threads(count)
-            _in_new_thread(partial(torch.set_num_threads, others))
-
-
-def _in_new_thread(work: Callable[[], _T]) -> _T:
-    done: list[_T] = []
-    thread = threading.Thread(target=lambda: done.append(work()), name="omni-threads")
-    thread.start()
-    thread.join()
-    return done[0]
-
-
-_number = _Number()
+    with turn_of(torch):
+        with ThreadPoolExecutor(1) as new_thread:
+            others = new_thread.submit(torch.get_num_threads).result()
+        torch.set_num_threads(count)
+        with ThreadPoolExecutor(1) as new_thread:
+            new_thread.submit(torch.set_num_threads, others).result()
 
 
 class StageSteps:

@@ -44,7 +44,7 @@ def omni_apart(
 ) -> Omni:
     """An ``Omni`` whose stages share a worker."""
     plain = Pipeline(stages)
-    edges = streamed_edges(plain)
+    edges = streamed_edges(plain.stages)
     left: list[Stage] = []
 
     def build(spec: StageSpec) -> tuple[Stage, Transform | None]:

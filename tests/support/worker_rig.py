@@ -39,7 +39,7 @@ class Rig:
         self.shared = shared
         shapes: list[Stage] = make()
         plain = Pipeline(shapes)
-        edges = streamed_edges(plain)
+        edges = streamed_edges(plain.stages)
         self.transforms = plain.transforms
         self.make = make
         self.built: list[Any] = []

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ SLOW_VOCODER = {"code2wav": {"steps_per_token": 3}}
 def traced(path: Path, stages: Any, requests: Any = PROMPTS) -> dict[str, Any]:
     """Run requests with a trace; the last outputs."""
     pipeline = Pipeline(stages)
-    with Trace(path, pipeline.order) as trace:
+    with closing(Trace(path, pipeline.order)) as trace:
         orchestrator = WholeOrchestrator(pipeline, trace=trace)
         for request_id, prompt in requests.items():
             orchestrator.add_request(OmniRequest(prompt, request_id))
@@ -163,7 +164,7 @@ def events_of(*names: str, request_id: str = "x", start_s: float) -> tuple[Stage
 def test_the_clock_of_another_machine_is_set_by_its_messages(tmp_path: Path) -> None:
     """It is an hour ahead there; the fastest message tells best how much."""
     file, ahead_s, delays_s = tmp_path / "out.json", 3600.0, (0.75, 0.25, 0.5)
-    with Trace(file, ["a"]) as trace:
+    with closing(Trace(file, ["a"])) as trace:
         began_s = trace._start_s
         for number, delay_s in enumerate(delays_s):
             there_s = time.monotonic() + ahead_s + 10 * number - delay_s
@@ -176,7 +177,7 @@ def test_the_clock_of_another_machine_is_set_by_its_messages(tmp_path: Path) -> 
 
 def test_clocks_that_disagree_a_little_do_not_disorder_a_track(tmp_path: Path) -> None:
     file, now_s = tmp_path / "out.json", time.monotonic()
-    with Trace(file, ["a"]) as trace:
+    with closing(Trace(file, ["a"])) as trace:
         trace.take("a", Traced(events_of("step", start_s=now_s), 0, "one", now_s + 1))
         trace.take("a", Traced(events_of("step", start_s=now_s + 0.1), 0, "one", now_s + 9))
     read_trace(file)
@@ -184,7 +185,7 @@ def test_clocks_that_disagree_a_little_do_not_disorder_a_track(tmp_path: Path) -
 
 def test_replicas_are_processes_of_their_own(tmp_path: Path) -> None:
     file, now_s = tmp_path / "out.json", time.monotonic()
-    with Trace(file, ["a"]) as trace:
+    with closing(Trace(file, ["a"])) as trace:
         for replica in (1, 0):
             told_by = Traced(events_of("step", start_s=now_s), replica, this_clock(), now_s)
             trace.take("a", told_by)
@@ -206,7 +207,7 @@ def test_the_death_of_a_worker_and_what_is_run_again_are_told(
 
     shapes = speech_stages()
     plain = Pipeline(shapes)
-    edges, workers = streamed_edges(plain), ThreadWorkers(build)
+    edges, workers = streamed_edges(plain.stages), ThreadWorkers(build)
     stages = [
         remote_stage(
             shape, [one_stage(shape.name, edges[shape.name], is_traced=True)], workers.connect
@@ -215,7 +216,7 @@ def test_the_death_of_a_worker_and_what_is_run_again_are_told(
     ]
     pipeline, file = Pipeline(stages), tmp_path / "out.json"
     (talker,) = (stage for stage in made if stage.name == "talker")
-    with Trace(file, pipeline.order) as trace:
+    with closing(Trace(file, pipeline.order)) as trace:
         orchestrator = WholeOrchestrator(pipeline, trace=trace)
         orchestrator.add_request(OmniRequest(PROMPTS["z"], "z"))
         until(orchestrator, lambda: len(talker.received.get("z", ())) > 1)
@@ -246,7 +247,7 @@ def test_no_more_requests_are_remembered_than_a_bound(
     stages = [FakeStage("a"), FakeStage("b", ("a",))]
     requests = {f"r{number}": "hi" for number in range(40)}
     pipeline = Pipeline(stages)
-    with Trace(file, pipeline.order) as trace:
+    with closing(Trace(file, pipeline.order)) as trace:
         orchestrator = WholeOrchestrator(pipeline, trace=trace)
         for request_id, prompt in requests.items():
             orchestrator.add_request(OmniRequest(prompt, request_id))
