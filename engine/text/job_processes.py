@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -106,15 +105,17 @@ class JobProcesses:
     def __init__(self, first: bytes = b"") -> None:
         self._first = first
         self._idle: list[_JobProcess] = []
-        self._pid = os.getpid()
         self.renew_locks()
         renew_in_forks(self)
         # Also runs when this object is dropped or the interpreter ends.
-        weakref.finalize(self, _end, self._idle, self._pid)
+        weakref.finalize(self, _end, self._idle)
 
     def renew_locks(self) -> None:
-        """See :class:`~engine.interface.ownership.Renewable`."""
+        """Forget the processes that a parent started, too: after a fork their pipes are its own."""
         self._lock = threading.Lock()
+        for process in self._idle:
+            process.disown()
+        self._idle.clear()
 
     def ask(self, job: bytes, seconds: float) -> dict[str, Any] | str:
         """Have a job done.
@@ -137,7 +138,6 @@ class JobProcesses:
     def close(self) -> None:
         """End the processes that are kept; more are started when they are needed."""
         with self._lock:
-            self._forget_of_others()
             idle = tuple(self._idle)
             self._idle.clear()
         for process in idle:
@@ -146,7 +146,6 @@ class JobProcesses:
     @contextmanager
     def _borrowed(self) -> Iterator[_JobProcess]:
         with self._lock:
-            self._forget_of_others()
             self._idle[:] = [each for each in self._idle if each.is_running]
             process = self._idle.pop() if self._idle else None
         if process is None:
@@ -163,16 +162,7 @@ class JobProcesses:
                 return
         process.close()
 
-    def _forget_of_others(self) -> None:
-        """Keep what this process started: after a fork the pipes belong to another."""
-        if self._pid != os.getpid():
-            self._pid = os.getpid()
-            for process in self._idle:
-                process.disown()
-            self._idle.clear()
 
-
-def _end(idle: list[_JobProcess], pid: int) -> None:
-    if pid == os.getpid():
-        for process in idle:
-            process.close()
+def _end(idle: list[_JobProcess]) -> None:
+    for process in idle:
+        process.close()

@@ -14,7 +14,13 @@ from engine.interface.placed_error import PlacedError
 from engine.interface.sampling_params import SamplingParams
 from engine.text.tokenizer import raise_panic
 
-__all__ = ["CompletionText", "IncrementalDetokenizer", "StopStrings", "check_stop_strings"]
+__all__ = [
+    "CompletionText",
+    "IncrementalDetokenizer",
+    "StopStrings",
+    "check_stop_strings",
+    "ids_without_text",
+]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -58,7 +64,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._skipped = _ids_without_text(tokenizer) if skip_special_tokens else frozenset()
+        self._skipped = ids_without_text(tokenizer) if skip_special_tokens else frozenset()
         self._window: list[int] = []
         self._num_prefix = 0
         self._num_sent = 0
@@ -132,7 +138,7 @@ class IncrementalDetokenizer:
         return text
 
 
-def _ids_without_text(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def ids_without_text(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids that ``decode(..., skip_special_tokens=True)`` skips; found once per tokenizer."""
     known = _special_ids.get(tokenizer)
     if known is None:

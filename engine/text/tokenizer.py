@@ -114,13 +114,25 @@ class TemplateProcesses(JobProcesses):
             }
         )
         answer = self.ask(job, limits.seconds)
-        if isinstance(answer, str):
-            raise _ended(answer, limits)
-        if "error" in answer:
+        if isinstance(answer, dict) and "text" in answer:
+            return answer["text"], answer["seconds"]
+        if isinstance(answer, dict) and "error" in answer:
             raise TemplateRefusalError(answer["error"], answer["refused"])
-        if "beyond" in answer:
-            raise _beyond(answer["beyond"], limits)
-        return answer["text"], answer["seconds"]
+        beyond = answer["beyond"] if isinstance(answer, dict) else answer
+        told = _BEYOND.get(beyond, _BEYOND["status"])
+        raise TemplateLimitError(f"the checkpoint's chat template {told.format(limits, beyond)}")
+
+
+_BEYOND = {
+    "characters": "makes more than {0.max_chars} characters of the messages; shorten them, or "
+    "raise engine.limits.max_prompt_chars",
+    "memory": "took more than {0.num_bytes} bytes of memory; if it is to be trusted, raise "
+    "engine.limits.template_bytes",
+    "seconds": "took more than {0.seconds:.3g} s of CPU time; if it is to be trusted, raise "
+    "engine.limits.template_seconds",
+    "status": "ended its process with status {1}; it may not work, or need more memory: see "
+    "engine.limits.template_bytes",
+}
 
 
 def _line(job: Mapping[str, Any]) -> bytes:
@@ -130,30 +142,6 @@ def _line(job: Mapping[str, Any]) -> bytes:
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the chat messages are no plain data: {error}") from error
     return text.encode() + b"\n"
-
-
-def _beyond(limit: str, limits: TemplateLimits) -> TemplateLimitError:
-    if limit == "characters":
-        return TemplateLimitError(
-            f"what the checkpoint's chat template makes of the messages has more than "
-            f"{limits.max_chars} characters; shorten them, or raise engine.limits.max_prompt_chars"
-        )
-    return TemplateLimitError(
-        f"the checkpoint's chat template took more than {limits.num_bytes} bytes of memory; if it "
-        "is to be trusted, raise engine.limits.template_bytes"
-    )
-
-
-def _ended(status: str, limits: TemplateLimits) -> TemplateLimitError:
-    if status == "seconds":
-        return TemplateLimitError(
-            f"the checkpoint's chat template took more than {limits.seconds:.3g} s of CPU time; if "
-            "it is to be trusted, raise engine.limits.template_seconds"
-        )
-    return TemplateLimitError(
-        f"the process of the checkpoint's chat template ended with status {status}; "
-        "the template may not work, or need more memory: see engine.limits.template_bytes"
-    )
 
 
 _PROCESSES = TemplateProcesses()

@@ -66,12 +66,11 @@ class TokenTexts:
         # Only here: a server answers before transformers is imported.
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+        from engine.text.stop_checker import ids_without_text
+
         self._tokenizer: Any = tokenizer
-        added = tokenizer.added_tokens_decoder
-        # Texts leave out whatever is marked special, named in the special tokens map or not.
-        marked = (token_id for token_id, token in added.items() if token.special)
-        self.left_out = frozenset((*tokenizer.all_special_ids, *marked))
-        self._names = self.left_out.union(added)
+        self.left_out = ids_without_text(tokenizer)
+        self._names = self.left_out.union(tokenizer.added_tokens_decoder)
         self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
         self._known: dict[int, tuple[str, bytes | None]] = {}
 
