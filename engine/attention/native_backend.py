@@ -39,6 +39,9 @@ _NO_SPANS = PagedSpans(torch.empty(0, 0, dtype=torch.int32), torch.empty(3, 0, d
 class NativeBackend(TorchBackend):
     """Attention in float32 on a CPU that has a C compiler, or had one when it was first used.
 
+    Pages may be bfloat16: keys and values are rounded as they are written, also those that a long
+    prefill does not read back, so that all that see a key see the same.
+
     Raises:
         NativeBuildError: the kernels cannot be had; see :meth:`check_support`.
     """
@@ -46,7 +49,7 @@ class NativeBackend(TorchBackend):
     name: ClassVar[str] = "native"
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(device, dtype)
+        super().__init__(device, torch.float32)
         self._kernels = load_kernels()
         # Of all tokens of the step, and of those before its long prefills.
         self._spans = self._short_spans = _NO_SPANS
@@ -54,11 +57,11 @@ class NativeBackend(TorchBackend):
 
     @classmethod
     def check_support(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
-        """A CPU, float32, and kernels that build and load."""
+        """A CPU, float32 or pages of bfloat16, and kernels that build and load."""
         if device.type != "cpu":
             raise ValueError(f"the native backend runs on CPUs only, not on {device}")
-        if dtype != torch.float32:
-            raise ValueError(f"the native backend needs float32, got {dtype}")
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"the native backend needs float32 or bfloat16, got {dtype}")
         try:
             load_kernels()
         except NativeBuildError as error:
@@ -112,6 +115,10 @@ class NativeBackend(TorchBackend):
             bias = bias.contiguous()
         if softcap is not None or not self._prefills:
             return attend(query, kv_cache, self._spans, scale, softcap, bias)
+        if kv_cache.values.dtype != query.dtype:
+            half = kv_cache.values.dtype
+            key, value = key.to(half).to(key.dtype), value.to(half).to(value.dtype)
+            call = call._replace(key=key, value=value)
         output = new_output(query, metadata)
         num_short = self._short_spans.spans.shape[1]
         if num_short:

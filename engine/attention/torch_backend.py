@@ -367,7 +367,8 @@ class TorchBackend(AttentionBackend):
             if prefill.pages is None:
                 keys, values = key[tokens], value[tokens]
             else:
-                keys, values = self._gather(prefill.pages, kv_cache)
+                gathered = self._gather(prefill.pages, kv_cache)
+                keys, values = (each.to(query.dtype) for each in gathered)
             for tile in prefill.tiles:
                 output[tile.queries] = _attend_tile(
                     query[tile.queries],

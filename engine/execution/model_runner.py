@@ -252,6 +252,7 @@ class ModelRunner:
         swap_memory: the host's pages of swapped requests, or None.
         backends: one per KV-cache group; None where it has no attention.
         encoder_cache: rows of images and the like; None for a model that takes none.
+        row_dtype: of mirrored rows that are no integers; None: as the model makes them.
     """
 
     def __init__(
@@ -266,8 +267,10 @@ class ModelRunner:
         device: torch.device,
         max_num_batched_tokens: int,
         encoder_cache: EncoderCache | None = None,
+        row_dtype: torch.dtype | None = None,
     ) -> None:
         self._model = model
+        self._row_dtype = row_dtype
         self._kv = kv_cache_manager
         self._memory = memory
         self._swap_memory = swap_memory
@@ -373,12 +376,19 @@ class ModelRunner:
         if mirror is not None:
             group_id = self._kv.coordinator.encoder_managers[0].group_id
             slot_mapping = torch.from_numpy(step.groups[group_id].slot_mapping)
-            mirror.write(slot_mapping, {ENCODER_HIDDEN_STATES: rows.cpu()})
+            mirror.write(slot_mapping, self._as_rows({ENCODER_HIDDEN_STATES: rows.cpu()}))
         return rows
 
     def _mirrored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         mirrors = self._kv.stage_outputs.mirrors
-        return {name: rows for name, rows in tensors.items() if mirrors(name)}
+        return self._as_rows({name: rows for name, rows in tensors.items() if mirrors(name)})
+
+    def _as_rows(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """In the type that mirrored rows are kept in; integers stay."""
+        dtype = self._row_dtype
+        if dtype is None:
+            return tensors
+        return {n: x.to(dtype) if x.is_floating_point() else x for n, x in tensors.items()}
 
     def _write_outputs(self, step: StepInputs, rows: Mapping[str, Tensor]) -> None:
         """Mirror tensors that are on the host. Publishing comes after this."""
@@ -412,7 +422,7 @@ class ModelRunner:
                 # The store is made now, by a row in the null block, so that it is known.
                 row = tensors["hidden_states"].new_zeros(1, self._model.encoder_hidden_size).cpu()
                 slot = torch.zeros(1, dtype=torch.int64)
-                self._kv.encoder_outputs.write(slot, {ENCODER_HIDDEN_STATES: row})
+                self._kv.encoder_outputs.write(slot, self._as_rows({ENCODER_HIDDEN_STATES: row}))
         finally:
             self._batch.remove("warm-up 0")
             self._batch.remove("warm-up 1")

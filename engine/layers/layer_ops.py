@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.checkpoints.quantized_weight import QuantizedWeight, Target
-from engine.native import NativeKernels
+from engine.native import NativeKernels, PackedCodes
 
 __all__ = [
     "HeadNorm",
@@ -338,6 +338,8 @@ class NativeLayerOps(LayerOps):
 
     def pack_weight(self, weight: Tensor) -> PackedWeight:
         """See :class:`LayerOps`; widths that the kernel does not take go to oneDNN."""
+        if weight.dtype == torch.bfloat16:
+            return self._packed(self._kernels.pack_bfloat16(weight))
         packed = self._kernels.pack_linear(weight)
         if packed is None:
             return super().pack_weight(weight)
@@ -351,8 +353,11 @@ class NativeLayerOps(LayerOps):
         )
         if packed is None:
             return super().pack_quantized(weight)
+        return self._packed(packed)
+
+    def _packed(self, packed: PackedCodes) -> PackedWeight:
         nbytes = packed.codes.nbytes + packed.factors.nbytes
-        return PackedWeight(partial(self._kernels.quantized, packed), nbytes, len(weight.codes))
+        return PackedWeight(partial(self._kernels.quantized, packed), nbytes, packed.shape[0])
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See :class:`LayerOps`."""

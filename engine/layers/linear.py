@@ -87,7 +87,12 @@ class Linear(nn.Module):
                 yield f"{prefix}{part}.bias", self.bias.data[start : start + rows]
             start += rows
 
-    def hold_quantized(self, scheme: QuantizationScheme | None, ops: LayerOps) -> None:
+    def hold_quantized(
+        self,
+        scheme: QuantizationScheme | None,
+        ops: LayerOps,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """Take the weight in a quantized form; call before it is loaded.
 
         A matrix is packed as soon as it has come: one at a time is in memory as it is stored.
@@ -97,9 +102,12 @@ class Linear(nn.Module):
         Args:
             scheme: for matrices that come plain; None leaves those as they are. Matrices that come
                 quantized keep their codes.
+            dtype: of matrices that stay plain; None: the one that they have here.
         """
         assert self.weight is not None
-        self._quantized = _QuantizedParts(scheme, ops, self.weight.device, self.weight.dtype, {})
+        self._quantized = _QuantizedParts(
+            scheme, ops, self.weight.device, dtype or self.weight.dtype, {}
+        )
         if not self._is_shared:
             self.weight = None
 

@@ -106,6 +106,17 @@ class _Choices:
         attention = resolve_backend_name(config.attention_backend, device, dtype, config.block_size)
         return cls(checkpoint, device, dtype, attention, max_model_len)
 
+    @property
+    def stored_dtype(self) -> torch.dtype | None:
+        """Of what C kernels convert as they read it; None: torch computes in it."""
+        converts = self.attention == "native" and self.dtype == torch.bfloat16
+        return self.dtype if converts else None
+
+    @property
+    def computed_dtype(self) -> torch.dtype:
+        """Of activations."""
+        return self.dtype if self.stored_dtype is None else torch.float32
+
     def with_heads_of(self, model: CausalModel, config: EngineConfig) -> _Choices:
         """Decide between kernels and torch once more: not every head suits the kernels."""
         attention = self.attention
@@ -124,13 +135,14 @@ def _load_model(config: EngineConfig, choices: _Choices) -> CausalModel:
     return load_model(
         choices.checkpoint,
         ModelSettings(
-            choices.dtype,
+            choices.computed_dtype,
             choices.device,
             config.block_size,
             max(choices.max_model_len, _WARM_UP_LEN),
             # One choice for attention and layers: with backend torch, neither runs native kernels.
             NativeLayerOps(load_kernels()) if choices.attention == "native" else LayerOps(),
             quantization=config.quantization,
+            stored_dtype=choices.stored_dtype,
         ),
     )
 
@@ -188,7 +200,7 @@ def _input_limits(
         num_logits=model.vocab_size,
         block_size=config.block_size,
         usable_tokens=manager.longest_sequence(choices.max_model_len),
-        dtype=choices.dtype,
+        dtype=choices.computed_dtype,
         max_prompt_chars=max_prompt_chars(tokenizer, longest, config.limits.max_prompt_chars),
         requests=config.limits,
     )
@@ -360,10 +372,9 @@ class LLMEngine(Engine[RequestOutput]):
         if config.preemption == "swap":
             self._swap = SwapSpace(manager, config.num_swap_blocks or kv_config.num_large_pages)
             swap_memory = PagedMemory(self._swap.config)
-        # Holds rows of images and the like, for a model whose prompts show any.
         self._encoder_cache_manager = encoder_cache = None
         if model.placeholders:
-            row_bytes = model.hidden_size * choices.dtype.itemsize
+            row_bytes = model.hidden_size * choices.computed_dtype.itemsize
             encoder_cache = EncoderCache(config.encoder_cache_bytes)
             self._encoder_cache_manager = EncoderCacheManager(encoder_cache, row_bytes)
         self._offloaded = build_offloaded_blocks(
@@ -381,6 +392,7 @@ class LLMEngine(Engine[RequestOutput]):
         )
         self._runner = ModelRunner(
             model,
+            row_dtype=choices.stored_dtype,
             kv_cache_manager=manager,
             memory=memory,
             swap_memory=swap_memory,

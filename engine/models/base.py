@@ -37,7 +37,7 @@ class ModelSettings:
     """How a model is to be held in memory, and for how long sequences.
 
     Attributes:
-        dtype: of weights, activations and the KV cache.
+        dtype: of activations, and of all that has no other.
         block_size: tokens per block of the KV cache.
         max_model_len: longest sequence that will run, in tokens.
         ops: what computes norms, gates and rotations.
@@ -46,6 +46,8 @@ class ModelSettings:
         pack_weights: whether to hold weights in the CPU library's own layout, which is faster for
             batches and the same up to rounding; None: where that is possible.
         quantization: how products' weights are quantized as they are loaded; None: not at all.
+        stored_dtype: of products' weights that are not quantized, of decoders' embeddings and of
+            the KV cache, where kernels convert it as they read; None: ``dtype``.
     """
 
     dtype: torch.dtype
@@ -56,6 +58,12 @@ class ModelSettings:
     decoder_config_of: Callable[[PreTrainedConfig], Callable[[PreTrainedConfig], Any]] = _unknown
     pack_weights: bool | None = None
     quantization: Literal["int8", "int4"] | None = None
+    stored_dtype: torch.dtype | None = None
+
+    @property
+    def page_dtype(self) -> torch.dtype:
+        """Of keys and values in their pages."""
+        return self.stored_dtype or self.dtype
 
     @property
     def tensor_options(self) -> TensorOptions:
@@ -188,20 +196,23 @@ class CausalModel(nn.Module):
                 checkpoints.
         """
 
-    def hold_quantized(self, scheme: QuantizationScheme | None) -> None:
+    def hold_quantized(
+        self, scheme: QuantizationScheme | None, dtype: torch.dtype | None = None
+    ) -> None:
         """Have products take their weights quantized; call before loading.
 
         Routers of experts stay plain: a rounded choice is another choice.
 
         Args:
             scheme: for weights that come plain; None leaves those so.
+            dtype: of those that are left so; None: the model's.
         """
         modules = list(self.modules())
         mixtures = [module for module in modules if isinstance(module, SparseMoE)]
         routers = [router for mixture in mixtures for router in mixture.routers]
         for module in modules:
             if isinstance(module, Linear) and module not in routers:
-                module.hold_quantized(scheme, self.ops)
+                module.hold_quantized(scheme, self.ops, dtype)
 
     def finish_loading(self, *, pack_weights: bool) -> None:
         """Derive what is derived from loaded weights; call once, after the last copy.

@@ -99,6 +99,8 @@ def load_model(checkpoint: Checkpoint, settings: ModelSettings) -> CausalModel:
         model: CausalModel = build(checkpoint, replace(settings, device=device))
         if settings.quantization is not None:
             model.hold_quantized(SCHEMES[settings.quantization])
+        elif settings.stored_dtype is not None:
+            model.hold_quantized(None, settings.stored_dtype)
         return model
 
     model: CausalModel = load_checked(

@@ -116,9 +116,11 @@ class MultiModalModel(CausalModel):
             yield from tower.targets(self._stored)
         yield from decoder_targets(self.decoder, self._stored)
 
-    def hold_quantized(self, scheme: QuantizationScheme | None) -> None:
+    def hold_quantized(
+        self, scheme: QuantizationScheme | None, dtype: torch.dtype | None = None
+    ) -> None:
         """See :meth:`CausalModel.hold_quantized`; the towers stay as transformers has them."""
-        self.decoder.hold_quantized(scheme)
+        self.decoder.hold_quantized(scheme, dtype)
 
     def finish_loading(self, *, pack_weights: bool) -> None:
         """See :meth:`CausalModel.finish_loading`; the towers stay as transformers has them."""

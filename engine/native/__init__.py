@@ -9,9 +9,15 @@ import os
 from functools import cache
 
 from engine.interface.log_fields import package_logger
-from engine.native.kernels import NativeBuildError, NativeKernels, PagedSpans, compile_kernels
+from engine.native.kernels import (
+    NativeBuildError,
+    NativeKernels,
+    PackedCodes,
+    PagedSpans,
+    compile_kernels,
+)
 
-__all__ = ["NativeBuildError", "NativeKernels", "PagedSpans", "load_kernels"]
+__all__ = ["NativeBuildError", "NativeKernels", "PackedCodes", "PagedSpans", "load_kernels"]
 
 logger = package_logger(__name__)
 

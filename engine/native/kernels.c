@@ -162,8 +162,9 @@ INLINE float tanh_fast(float x) {
 
 /* Paged keys and values of one layer; see prefix_cache/stores/paged_memory.py for the layout. */
 typedef struct {
-    const float *keys, *values; /* row 0 of this layer in page 0 */
-    int64_t page_stride;        /* from a page to the next, all layers */
+    const void *keys, *values; /* row 0 of this layer in page 0, floats or bfloat16 */
+    int64_t page_stride;       /* from a page to the next, all layers, in elements */
+    int half;                  /* whether pages are bfloat16 */
     int32_t block_size, num_kv_heads, group, head_dim;
     float softcap;     /* scores become softcap * tanh(score / softcap); 0: they stay */
     const float *bias; /* (heads, distances), added to scores then; NULL: nothing is */
@@ -189,41 +190,57 @@ INLINE vec sums_of_lanes(vec s[LANES]) {
     return s[0];
 }
 
-/* out[t] = query . (keys + rows[t]) for sixteen rows. */
-INLINE void score_tile(const float *query, const float *keys, const int64_t *rows, int dim,
-                       float *out) {
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t hvec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+/* Sixteen elements of a page, from element `at` on, and one. */
+INLINE vec load_vec(const void *page, int64_t at, int half) {
+    if (!half) return *(const vec *)((const float *)page + at);
+    return (vec)(__builtin_convertvector(*(const hvec *)((const uint16_t *)page + at), ivec) << 16);
+}
+
+INLINE float load_one(const void *page, int64_t at, int half) {
+    if (!half) return ((const float *)page)[at];
+    const uint32_t bits = (uint32_t)((const uint16_t *)page)[at] << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* out[t] = query . (row rows[t] of keys, from its element `at` on) for sixteen rows. */
+INLINE void score_tile(const float *query, const void *keys, int64_t at, const int64_t *rows,
+                       int dim, int half, float *out) {
     vec sums[LANES];
     for (int t = 0; t < LANES; t++) {
-        const float *key = keys + rows[t];
         vec sum = {0};
         for (int i = 0; i + LANES <= dim; i += LANES)
-            sum += *(const vec *)(query + i) * *(const vec *)(key + i);
+            sum += *(const vec *)(query + i) * load_vec(keys, rows[t] + at + i, half);
         sums[t] = sum;
     }
     *(vec *)out = sums_of_lanes(sums);
     for (int t = 0; t < LANES; t++)
-        for (int i = dim / LANES * LANES; i < dim; i++) out[t] += query[i] * keys[rows[t] + i];
+        for (int i = dim / LANES * LANES; i < dim; i++) 
+            out[t] += query[i] * load_one(keys, rows[t] + at + i, half);
 }
 
-/* sums = sums * shrink + sum over t of weights[t] * (values + rows[t]), for 16 * n channels. */
-INLINE void add_values(float *sums, float shrink, const float *weights, const float *values,
-                       const int64_t *rows, int count, int n) {
+/* sums = sums * shrink + sum over t of weights[t] * (row rows[t] of values, from its element `at`
+ * on), for 16 * n channels. */
+INLINE void add_values(float *sums, float shrink, const float *weights, const void *values,
+                       int64_t at, const int64_t *rows, int count, int half, int n) {
     vec even[4], odd[4]; /* two chains of additions, which the processor runs side by side */
     for (int i = 0; i < n; i++)
         even[i] = *(const vec *)(sums + i * LANES) * shrink, odd[i] = (vec){0};
     int t = 0;
     for (; t + 1 < count; t += 2)
         for (int i = 0; i < n; i++) {
-            even[i] += weights[t] * *(const vec *)(values + rows[t] + i * LANES);
-            odd[i] += weights[t + 1] * *(const vec *)(values + rows[t + 1] + i * LANES);
+            even[i] += weights[t] * load_vec(values, rows[t] + at + i * LANES, half);
+            odd[i] += weights[t + 1] * load_vec(values, rows[t + 1] + at + i * LANES, half);
         }
     if (t < count)
         for (int i = 0; i < n; i++)
-            even[i] += weights[t] * *(const vec *)(values + rows[t] + i * LANES);
+            even[i] += weights[t] * load_vec(values, rows[t] + at + i * LANES, half);
     for (int i = 0; i < n; i++) *(vec *)(sums + i * LANES) = even[i] + odd[i];
 }
-
-typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 /* Where either is NaN, b. */
 INLINE vec larger(vec a, vec b) {
@@ -290,10 +307,11 @@ INLINE void find_rows(const Pages *p, const int32_t *table, int64_t position, in
     }
 }
 
-INLINE void prefetch_row(const Pages *p, int64_t row) {
-    for (int64_t i = 0; i < (int64_t)p->num_kv_heads * p->head_dim; i += LANES) {
-        __builtin_prefetch(p->keys + row + i);
-        __builtin_prefetch(p->values + row + i);
+INLINE void prefetch_row(const Pages *p, int64_t row, int half) {
+    const int64_t size = half ? 2 : 4, first = row * size;
+    for (int64_t i = 0; i < (int64_t)p->num_kv_heads * p->head_dim * size; i += 64) {
+        __builtin_prefetch((const char *)p->keys + first + i);
+        __builtin_prefetch((const char *)p->values + first + i);
     }
 }
 
@@ -332,7 +350,7 @@ typedef struct {
  * constant where this is inlined. Three loops per tile, each over independent heads, because the
  * steps of one head wait for each other. */
 INLINE void attend(const Pages *p, const Token *tokens, int num_tokens, const int32_t *table,
-                   int fetch, int dim) {
+                   int fetch, int dim, int half) {
     const int heads = p->num_kv_heads * p->group;
     int64_t rows[LANES], next[LANES], begin = tokens[0].first, end = tokens[0].last;
     float scores[MAX_TOKENS][heads][LANES], shrink[MAX_TOKENS][heads];
@@ -353,9 +371,9 @@ INLINE void attend(const Pages *p, const Token *tokens, int num_tokens, const in
         for (int h = 0; h < heads; h++) {
             if (more && fetch)
                 for (int t = LANES * h / heads; t < LANES * (h + 1) / heads; t++)
-                    prefetch_row(p, next[t]);
+                    prefetch_row(p, next[t], half);
             for (int i = 0; i < num_tokens; i++)
-                score_tile(tokens[i].query + h * dim, p->keys + h / p->group * dim, rows, dim,
+                score_tile(tokens[i].query + h * dim, p->keys, h / p->group * dim, rows, dim, half,
                            scores[i][h]);
         }
         for (int i = 0; i < num_tokens; i++) {
@@ -369,7 +387,7 @@ INLINE void attend(const Pages *p, const Token *tokens, int num_tokens, const in
                 shrink[i][h] = soften(scores[i][h], from[i], to[i], k->peak + h, k->total + h);
         }
         for (int h = 0; h < heads; h++) {
-            const float *values = p->values + h / p->group * dim;
+            const int64_t at = h / p->group * dim;
             for (int token = 0; token < num_tokens; token++) {
                 /* No value that is not seen is touched, however small its weight: it may be NaN. */
                 const float *weights = scores[token][h] + from[token], factor = shrink[token][h];
@@ -378,12 +396,13 @@ INLINE void attend(const Pages *p, const Token *tokens, int num_tokens, const in
                 float *sum = tokens[token].sums + h * dim;
                 int i = 0;
                 for (; i + 4 * LANES <= dim; i += 4 * LANES)
-                    add_values(sum + i, factor, weights, values + i, seen, count, 4);
+                    add_values(sum + i, factor, weights, p->values, at + i, seen, count, half, 4);
                 for (; i + LANES <= dim; i += LANES)
-                    add_values(sum + i, factor, weights, values + i, seen, count, 1);
+                    add_values(sum + i, factor, weights, p->values, at + i, seen, count, half, 1);
                 for (; i < dim; i++) {
                     sum[i] *= factor;
-                    for (int t = 0; t < count; t++) sum[i] += weights[t] * values[seen[t] + i];
+                    for (int t = 0; t < count; t++)
+                        sum[i] += weights[t] * load_one(p->values, seen[t] + at + i, half);
                 }
             }
         }
@@ -393,22 +412,43 @@ INLINE void attend(const Pages *p, const Token *tokens, int num_tokens, const in
 /* Common widths become constants, which unrolls the loops over them. */
 static void attend_any(const Pages *p, const Token *tokens, int num_tokens, const int32_t *table,
                        int fetch) {
-    if (p->head_dim == 64)
-        attend(p, tokens, num_tokens, table, fetch, 64);
+    if (p->half && p->head_dim == 64)
+        attend(p, tokens, num_tokens, table, fetch, 64, 1);
+    else if (p->half && p->head_dim == 128)
+        attend(p, tokens, num_tokens, table, fetch, 128, 1);
+    else if (p->half)
+        attend(p, tokens, num_tokens, table, fetch, p->head_dim, 1);
+    else if (p->head_dim == 64)
+        attend(p, tokens, num_tokens, table, fetch, 64, 0);
     else if (p->head_dim == 128)
-        attend(p, tokens, num_tokens, table, fetch, 128);
+        attend(p, tokens, num_tokens, table, fetch, 128, 0);
     else
-        attend(p, tokens, num_tokens, table, fetch, p->head_dim);
+        attend(p, tokens, num_tokens, table, fetch, p->head_dim, 0);
+}
+
+/* Round to bfloat16, to even where two are as near; NaN stays NaN. */
+INLINE void to_half(const float *from, uint16_t *to, int64_t count) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, from + i, sizeof bits);
+        const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        to[i] = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 64 : rounded);
+    }
 }
 
 /* Store a step's keys and values, (tokens, width) each; rows[i] is where token i goes. */
 void omni_write_kv(const float *key, const float *value, int64_t key_stride, int64_t value_stride,
-                   const int64_t *rows, float *keys, float *values, int64_t tokens,
-                   int64_t width) {
+                   const int64_t *rows, void *keys, void *values, int64_t tokens, int64_t width,
+                   int half) {
     for (int64_t token = 0; token < tokens; token++) {
-        memcpy(keys + rows[token] * width, key + token * key_stride, sizeof(float) * (size_t)width);
-        memcpy(values + rows[token] * width, value + token * value_stride,
-               sizeof(float) * (size_t)width);
+        const float *from[2] = {key + token * key_stride, value + token * value_stride};
+        void *to[2] = {keys, values};
+        for (int i = 0; i < 2; i++)
+            if (half)
+                to_half(from[i], (uint16_t *)to[i] + rows[token] * width, width);
+            else
+                memcpy((float *)to[i] + rows[token] * width, from[i], sizeof(float) * (size_t)width);
     }
 }
 
@@ -494,14 +534,14 @@ static void merge_parts(const void *arguments, int64_t piece) {
  * contiguous. */
 void omni_paged_attention(const float *query, int64_t query_stride, const int32_t *block_table,
                           int64_t table_stride, const int32_t *table_rows, const int32_t *starts,
-                          const int32_t *ends, const float *keys, const float *values,
+                          const int32_t *ends, const void *keys, const void *values, int half,
                           int64_t page_stride, int64_t tokens, int64_t parts, int32_t block_size,
                           int32_t num_kv_heads, int32_t group, int32_t head_dim, float scale,
                           float softcap, const float *bias, int64_t distances, float *partial,
                           float *out, int threads) {
     const int64_t rows = tokens * num_kv_heads * group;
     const Attention attention = {
-        .pages = {keys, values, page_stride, block_size, num_kv_heads, group, head_dim, softcap,
+        .pages = {keys, values, page_stride, half, block_size, num_kv_heads, group, head_dim, softcap,
                   bias, distances},
         .query = query,
         .query_stride = query_stride,

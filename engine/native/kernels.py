@@ -130,10 +130,11 @@ _SIGNATURES: dict[str, list[Any]] = {
     "omni_quantized": [
         *(c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 4, c_int, c_int, c_void_p, c_int)
     ],
-    "omni_write_kv": [*[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 3, *[c_int64] * 2],
+    "omni_write_kv": [*[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 3, *[c_int64] * 2, c_int],
     "omni_paged_attention": [
         *(c_void_p, c_int64, c_void_p, c_int64),
         *[c_void_p] * 5,
+        c_int,
         *[c_int64] * 3,
         *[c_int32] * 4,
         *(c_float, c_float, c_void_p, c_int64, c_void_p, c_void_p, c_int),
@@ -161,9 +162,10 @@ class PackedCodes:
 
     Attributes:
         codes: ``(panels, blocks, bytes)`` uint8: panels of 16 outputs, an even number of them.
-        factors: ``(outputs of all panels,)`` float32.
+        factors: ``(outputs of all panels,)`` float32; none of bfloat16.
         shape: ``(out, in)``.
         block: inputs of a block.
+        bits: 4 or 8, or 16 of bfloat16.
     """
 
     codes: Tensor
@@ -204,14 +206,17 @@ class PagedSpans:
 
 
 class NativeKernels:
-    """float32 on a CPU. Work is shared by ``torch.get_num_threads()`` threads of the team (team.c).
+    """float32 on a CPU, and weights and pages of bfloat16.
+
+    Work is shared by ``torch.get_num_threads()`` threads of the team (team.c).
 
     Args:
         library: what :func:`engine.native.kernels.compile_kernels` built.
 
     Attributes:
         has_linear: whether :meth:`linear` is fast on this processor (AVX-512).
-        has_vnni: whether :meth:`quantized` multiplies whole numbers (AVX512-VNNI), or floats.
+        has_vnni: whether :meth:`quantized` multiplies codes as whole numbers (AVX512-VNNI).
+        has_bfloat16: whether it multiplies bfloat16 as it is (AVX512-BF16).
 
     Raises:
         NativeBuildError: the library does not load into this process.
@@ -238,6 +243,7 @@ class NativeKernels:
         self._quantized = functions.omni_quantized
         self.has_linear = bool(functions.omni_has_linear())
         self.has_vnni = bool(functions.omni_has_vnni())
+        self.has_bfloat16 = bool(functions.omni_has_bfloat16())
 
     def pack_linear(self, weight: Tensor) -> Tensor | None:
         """Lay a weight ``(out, in)`` out for :meth:`linear`; None if it does not take this one.
@@ -334,15 +340,24 @@ class NativeKernels:
         packed = torch.cat((bytes_of, laid_out), dim=2)
         return PackedCodes(packed, F.pad(factors, (0, rows)), (out, width), block, bits)
 
+    def pack_bfloat16(self, weight: Tensor) -> PackedCodes:
+        """Lay a bfloat16 weight ``(out, in)`` out for :meth:`quantized`."""
+        out, width = weight.shape
+        padded = F.pad(weight, (0, -width % _PANEL, 0, -out % (2 * _PANEL)))
+        pairs = padded.view(-1, _PANEL, padded.shape[1] // 2, 2).transpose(1, 2)
+        codes = pairs.contiguous().view(torch.uint8).view(pairs.shape[0], -(-width // _PANEL), -1)
+        return PackedCodes(codes, torch.empty(0), (out, width), _PANEL, 16)
+
     def quantized(self, packed: PackedCodes, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x W^T + b`` for ``x`` ``(rows, in)``, whose rows may be a stride apart.
 
         Args:
-            packed: what :meth:`pack_quantized` made of W.
+            packed: what :meth:`pack_quantized` or :meth:`pack_bfloat16` made of W.
             bias: ``(out,)`` or None.
         """
         if x.stride(-1) != 1:
             x = x.contiguous()
+        whole = self.has_bfloat16 if packed.bits == 16 else self.has_vnni
         (rows, width), (out, in_features) = x.shape, packed.shape
         _require_float_rows(x, in_features)
         output = x.new_empty(rows, out)
@@ -351,7 +366,7 @@ class NativeKernels:
         self._quantized(
             *(x.data_ptr(), x.stride(0), packed.codes.data_ptr(), packed.factors.data_ptr()),
             *(None if bias is None else bias.data_ptr(), output.data_ptr()),
-            *(rows, width, out, packed.block, packed.bits, self.has_vnni, scratch.data_ptr()),
+            *(rows, width, out, packed.block, packed.bits, whole, scratch.data_ptr()),
             torch.get_num_threads(),
         )
         return output
@@ -426,7 +441,7 @@ class NativeKernels:
 
         Args:
             key: of this step; tokens may be a stride apart.
-            keys: as :attr:`prefix_cache.LayerKVCache.keys`.
+            keys: as :attr:`prefix_cache.LayerKVCache.keys`; float32, or bfloat16.
             rows: ``(num_tokens,)`` int64 row of each token; the caller checks them.
         """
         _require_rows(key=key, value=value)
@@ -444,6 +459,7 @@ class NativeKernels:
             values.data_ptr(),
             rows.shape[0],
             keys.shape[1] * keys.shape[2],
+            keys.dtype == torch.bfloat16,
         )
 
     def paged_attention(
@@ -468,7 +484,9 @@ class NativeKernels:
             ``(num_tokens, num_heads, head_dim)``.
         """
         _require_rows(query=query)
-        _require(keys=kv_cache.keys, values=kv_cache.values)
+        half = kv_cache.keys.dtype == torch.bfloat16
+        if not half:
+            _require(keys=kv_cache.keys, values=kv_cache.values)
         num_tokens, num_heads, head_dim = query.shape
         _, block_size, num_kv_heads, key_dim = kv_cache.chunks.shape
         if num_heads % num_kv_heads or key_dim != head_dim:
@@ -486,7 +504,7 @@ class NativeKernels:
             *(query.data_ptr(), query.stride(0)),
             *(spans.block_table.data_ptr(), spans.block_table.stride(0)),
             *(first_row, first_row + to_next, first_row + 2 * to_next),
-            *(kv_cache.keys.data_ptr(), kv_cache.values.data_ptr()),
+            *(kv_cache.keys.data_ptr(), kv_cache.values.data_ptr(), half),
             kv_cache.chunks_per_page * block_size * num_kv_heads * head_dim,
             *(num_tokens, spans.num_parts, block_size),
             *(num_kv_heads, num_heads // num_kv_heads, head_dim),

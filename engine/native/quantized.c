@@ -1,4 +1,5 @@
-/* y = x W^T + b where W is codes of 8 or 4 bits in blocks, w = factor (scale * code + offset).
+/* y = x W^T + b where W is codes of 8 or 4 bits in blocks, w = factor (scale * code + offset), or
+ * bfloat16.
  *
  * Sixteen outputs are a panel, a stream of blocks; a tile is up to six rows of x by two panels:
  *
@@ -13,6 +14,9 @@
  * sqrt(in) times its root mean square, so that this rounds by less than 1e-3 for 10,000 inputs, a
  * share of what rounding weights does; 8 bits would round as roughly. Elsewhere codes become floats
  * on the way. Either way a tile unpacks codes once for all its rows.
+ *
+ * bfloat16 has no scales: 64 bytes are two inputs of sixteen outputs, and a tile is up to twelve
+ * rows. With AVX512-BF16 x is rounded too; sums are float32.
  */
 #include <math.h>
 #include <stdint.h>
@@ -26,6 +30,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define LANES 16
 #define MAX_ROWS 6
+#define MAX_ROWS_16 12 /* of bfloat16 */
 #define HEADER (4 * LANES) /* bytes of a block's scales and offsets */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -34,6 +39,14 @@ typedef uint16_t hvec __attribute__((vector_size(2 * LANES), aligned(2), may_ali
 
 int omni_has_vnni(void) {
 #ifdef __AVX512VNNI__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+int omni_has_bfloat16(void) {
+#ifdef __AVX512BF16__
     return 1;
 #else
     return 0;
@@ -49,8 +62,8 @@ typedef struct {
     int bits;
     const float *factors, *bias;
     float *y;
-    int halves;        /* whether x is multiplied in halves of 8 bits */
-    void *laid_out;    /* x (rows, blocks * block), floats or, four by four, high and low halves */
+    int halves;        /* whether x is multiplied in halves of 8 bits, or as bfloat16 */
+    void *laid_out;    /* x (rows, blocks * block), floats, bfloat16, or by fours, the halves */
     float *sums;       /* (rows, blocks) of x, in steps */
     float *steps;      /* (rows) what the laid out x is multiples of */
     int64_t together;  /* rows that one piece multiplies */
@@ -59,7 +72,9 @@ typedef struct {
     int64_t rows_size; /* rows that one piece lays out */
 } Product;
 
-INLINE int64_t block_bytes(const Product *p) { return HEADER + p->block * LANES * p->bits / 8; }
+INLINE int64_t block_bytes(const Product *p) {
+    return (p->bits == 16 ? 0 : HEADER) + p->block * LANES * p->bits / 8;
+}
 
 static void lay_out_floats(const Product *p, int64_t row) {
     float *to = (float *)p->laid_out + row * p->blocks * p->block;
@@ -74,12 +89,14 @@ static void lay_out_floats(const Product *p, int64_t row) {
     p->steps[row] = 1.0f;
 }
 
-#ifdef __AVX512VNNI__
+#ifdef __AVX512F__
 /* Sixteen of `left` floats, zeros past the end. */
 INLINE __m512 load_some(const float *x, int64_t left) {
     return _mm512_maskz_loadu_ps(left < LANES ? (__mmask16)((1 << left) - 1) : 0xffff, x);
 }
+#endif
 
+#ifdef __AVX512VNNI__
 static void lay_out_halves(const Product *p, int64_t row) {
     const float *x = p->x + row * p->x_stride;
     __m512 top = _mm512_setzero_ps(), all = top;
@@ -111,12 +128,26 @@ static void lay_out_halves(const Product *p, int64_t row) {
 }
 #endif
 
+#ifdef __AVX512BF16__
+static void lay_out_bfloat16(const Product *p, int64_t row) {
+    const float *x = p->x + row * p->x_stride;
+    __m256bh *to = (__m256bh *)((uint16_t *)p->laid_out + row * p->blocks * p->block);
+    for (int64_t i = 0; i < p->blocks * p->block; i += LANES)
+        *to++ = _mm512_cvtneps_pbh(load_some(x + i, p->in > i ? p->in - i : 0));
+}
+#endif
+
 static void lay_out_rows(const void *arguments, int64_t piece) {
     const Product *p = arguments;
     const int64_t first = piece * p->rows_size, last = first + p->rows_size;
     for (int64_t row = first; row < last && row < p->rows; row++)
+#ifdef __AVX512BF16__
+        if (p->halves && p->bits == 16)
+            lay_out_bfloat16(p, row);
+        else
+#endif
 #ifdef __AVX512VNNI__
-        if (p->halves)
+        if (p->halves && p->bits != 16)
             lay_out_halves(p, row);
         else
 #endif
@@ -239,6 +270,70 @@ INLINE void tile(int rows, int bits, int halves, const Product *p, const uint8_t
         }
 }
 
+#ifdef __AVX512BF16__
+INLINE vec add_pairs(vec sum, __m512i weights, const int32_t *x) {
+    __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*x));
+    return sum;
+}
+#endif
+
+/* As `tile`, of weights that are bfloat16. */
+INLINE void tile_16(int rows, int halves, const Product *p, const uint8_t *w, int64_t row,
+                    int64_t pair) {
+    const int64_t width = p->blocks * p->block, panel = width * LANES * 2;
+    vec sum[MAX_ROWS_16][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (vec){0};
+    for (int64_t step = 0; step < width / 2; step++, w += 64) {
+        __builtin_prefetch(w + 8192, 0, 2);
+        __builtin_prefetch(w + panel + 8192, 0, 2);
+        const ivec first = *(const ivec *)w, second = *(const ivec *)(w + panel);
+#ifdef __AVX512BF16__
+        if (halves) {
+            const int32_t *x = (const int32_t *)p->laid_out + row * width / 2 + step;
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) {
+                sum[r][0] = add_pairs(sum[r][0], (__m512i)first, x + r * width / 2);
+                sum[r][1] = add_pairs(sum[r][1], (__m512i)second, x + r * width / 2);
+            }
+            continue;
+        }
+#endif
+        const float *x = (const float *)p->laid_out + row * width + 2 * step;
+        const vec low[2] = {(vec)(first << 16), (vec)(second << 16)};
+        const ivec upper = (ivec){0} - 65536;
+        const vec high[2] = {(vec)(first & upper), (vec)(second & upper)};
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            sum[r][0] += x[r * width] * low[0], sum[r][1] += x[r * width] * low[1];
+            sum[r][0] += x[r * width + 1] * high[0], sum[r][1] += x[r * width + 1] * high[1];
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; v++) {
+            const int64_t first = pair * 2 * LANES + v * LANES, left = p->out - first;
+            float *y = p->y + (row + r) * p->out + first;
+            const vec total = sum[r][v];
+            for (int64_t i = 0; i < LANES && i < left; i++)
+                y[i] = total[i] + (p->bias ? p->bias[first + i] : 0.0f);
+        }
+}
+
+#define CASE_16(n)                                                                               \
+    case n:                                                                                      \
+        p->halves ? tile_16(n, 1, p, w, row, pair) : tile_16(n, 0, p, w, row, pair);             \
+        break;
+
+static void multiply_16(const Product *p, const uint8_t *w, int64_t row, int64_t rows,
+                        int64_t pair) {
+    switch (rows) {
+        CASE_16(1) CASE_16(2) CASE_16(3) CASE_16(4) CASE_16(5) CASE_16(6)
+        CASE_16(7) CASE_16(8) CASE_16(9) CASE_16(10) CASE_16(11) CASE_16(12)
+    }
+}
+
 #define CASE(n)                                                                                  \
     case n:                                                                                      \
         if (p->bits == 4)                                                                        \
@@ -253,12 +348,17 @@ static void multiply(const void *arguments, int64_t piece) {
     const int64_t end = begin + p->together < p->rows ? begin + p->together : p->rows;
     const int64_t pairs = omni_num_pieces(p->out, 2 * LANES);
     const int64_t last = first + p->size < pairs ? first + p->size : pairs;
-    const int64_t tiles = omni_num_pieces(end - begin, MAX_ROWS);
+    const int64_t most = p->bits == 16 ? MAX_ROWS_16 : MAX_ROWS;
+    const int64_t tiles = omni_num_pieces(end - begin, most);
     for (int64_t pair = first; pair < last; pair++) {
         const uint8_t *w = p->w + pair * 2 * p->blocks * block_bytes(p);
         for (int64_t t = 0; t < tiles; t++) {
             const int64_t row = begin + (end - begin) * t / tiles;
-            switch (begin + (end - begin) * (t + 1) / tiles - row) {
+            const int64_t rows = begin + (end - begin) * (t + 1) / tiles - row;
+            if (p->bits == 16)
+                multiply_16(p, w, row, rows, pair);
+            else
+                switch (rows) {
                 CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
             }
         }
@@ -279,8 +379,8 @@ void omni_quantized(const float *x, int64_t x_stride, const uint8_t *w, const fl
     p.rows_size = omni_piece_size(rows, 16384 / (blocks * block) + 1, threads);
     omni_team_run(lay_out_rows, &p, omni_num_pieces(rows, p.rows_size), threads);
     /* Rows of which the second-level cache holds all inputs while panels pass over them. */
-    const int64_t fitting = (1 << 18) / (blocks * block) / MAX_ROWS * MAX_ROWS;
-    p.together = fitting > 4 * MAX_ROWS ? fitting : 4 * MAX_ROWS;
+    const int64_t fitting = (1 << 18) / (blocks * block) / MAX_ROWS_16 * MAX_ROWS_16;
+    p.together = fitting > 2 * MAX_ROWS_16 ? fitting : 2 * MAX_ROWS_16;
     const int64_t groups = omni_num_pieces(rows, p.together);
     p.size = omni_piece_size(pairs * groups, 1, threads);
     p.size = p.size < pairs ? p.size : pairs;

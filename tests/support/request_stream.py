@@ -151,6 +151,8 @@ class Alone:
         atol: what rounding does to them when a request runs in another batch.
         part: of the model, if the checkpoint holds several.
         rtol: likewise, in parts of what they are.
+        near_tie: of two logits, which rounding may exchange then.
+        **config: more of the engine's.
     """
 
     def __init__(
@@ -160,8 +162,10 @@ class Alone:
         atol: float = 1e-5,
         part: str | None = None,
         rtol: float = 0.0,
+        near_tie: float = NEAR_TIE,
+        **config: Any,
     ) -> None:
-        self.atol, self.rtol = atol, rtol
+        self.atol, self.rtol, self.near_tie = atol, rtol, near_tie
         engine = LLMEngine(
             EngineConfig(
                 model=checkpoint,
@@ -171,6 +175,7 @@ class Alone:
                 num_blocks=256,
                 max_num_seqs=1,
                 enable_prefix_caching=False,
+                **config,
             ),
             output_names=output_names,
         )
@@ -182,7 +187,11 @@ alone_with = cache(Alone)
 
 
 def assert_same(
-    cached: RequestOutput, uncached: RequestOutput, atol: float = 1e-5, rtol: float = 0.0
+    cached: RequestOutput,
+    uncached: RequestOutput,
+    atol: float = 1e-5,
+    rtol: float = 0.0,
+    near_tie: float = NEAR_TIE,
 ) -> None:
     """Promise 1; a near tie of the logits is the one excuse, and has to be shown."""
     for ours, theirs in zip(cached.outputs, uncached.outputs, strict=True):
@@ -194,7 +203,7 @@ def assert_same(
                 if a != b
             )
             (_, best), (_, second) = theirs.logprobs[first].top[:2]
-            assert best - second < NEAR_TIE
+            assert best - second < near_tie
             return
         assert ours.finish_reason == theirs.finish_reason
         assert ours.text == theirs.text
@@ -230,7 +239,7 @@ def _played(
             if output.finished:
                 ask = live.pop(output.request_id)
                 done[output.request_id] = output
-                assert_same(output, alone.answer(ask), alone.atol, alone.rtol)
+                assert_same(output, alone.answer(ask), alone.atol, alone.rtol, alone.near_tie)
         engine.check_integrity()
 
     for number, (event, argument) in enumerate(script):

@@ -224,7 +224,7 @@ class SelfAttention(nn.Module):
                 offset=config.norm_offset,
                 **options,
             )
-        page = (settings.block_size, config.num_kv_heads, config.head_dim, settings.dtype)
+        page = (settings.block_size, config.num_kv_heads, config.head_dim, settings.page_dtype)
         window = config.layers[index].window
         spec: AttentionSpec = FullAttentionSpec(*page)
         if window is not None:
@@ -370,7 +370,9 @@ class DecoderModel(CausalModel):
         self.input_vocab_size = num_embeddings or config.vocab_size
         self.max_position_embeddings = config.max_position_embeddings
         options = settings.tensor_options
-        embedding = torch.empty(self.input_vocab_size, config.hidden_size, **options)
+        self.dtype = settings.dtype
+        shape = (self.input_vocab_size, config.hidden_size)
+        embedding = torch.empty(*shape, dtype=settings.page_dtype, device=settings.device)
         self.embedding = nn.Parameter(embedding, requires_grad=False)
         self.embedding_scale: float | None = None
         if config.embedding_scale is not None:
@@ -403,7 +405,7 @@ class DecoderModel(CausalModel):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids ``(n,)`` to embeddings ``(n, hidden_size)``."""
-        embeds = self.embedding.index_select(0, input_ids)
+        embeds = self.embedding.index_select(0, input_ids).to(self.dtype)
         return embeds if self.embedding_scale is None else embeds.mul_(self.embedding_scale)
 
     def forward(

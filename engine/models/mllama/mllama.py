@@ -71,7 +71,7 @@ class ImageLayer(nn.Module):
         gates = torch.empty(2, 1, **options)
         self.gates = nn.Parameter(gates, requires_grad=False)
         spec = CrossAttentionSpec(
-            settings.block_size, self.num_kv_heads, self.head_dim, settings.dtype
+            settings.block_size, self.num_kv_heads, self.head_dim, settings.page_dtype
         )
         self.attention = Attention(f"layers.{index}.cross_attn", spec, config.attention_scale)
 

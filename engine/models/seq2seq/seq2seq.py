@@ -202,7 +202,7 @@ class DecoderAttention(nn.Module):
         output, options = config.names.projections[-1], settings.tensor_options
         bias = output in config.projection_biases
         self.output = Linear(self.inner_size, {output: config.hidden_size}, bias=bias, **options)
-        page = (settings.block_size, config.num_heads, config.head_dim, settings.dtype)
+        page = (settings.block_size, config.num_heads, config.head_dim, settings.page_dtype)
         self.attention = Attention(layer_name, self.spec_type(*page), config.attention_scale)
 
     def projection(

@@ -369,18 +369,49 @@ def test_auto_is_torch_on_a_cpu_without_kernels(monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_kernels
-def test_auto_is_native_on_a_cpu_in_float32_alone():
+@pytest.mark.parametrize("head_dim", [24, 64, 128])
+@pytest.mark.parametrize("lens", [([1, 5], [21, 9]), ([3, 260], [50, 300])], ids=str)
+def test_native_reads_and_writes_pages_of_bfloat16(
+    lens: tuple[list[int], list[int]], head_dim: int
+):
+    generator, outputs, contents = torch.Generator().manual_seed(0), [], []
+    query_lens, seq_lens = lens
+    qkv = torch.randn(sum(query_lens), 8, head_dim, generator=generator)
+    query, key, value = qkv.split((4, 2, 2), dim=1)
+    table = random_block_table(seq_lens, 16, 24, generator)
+    shape = {"num_blocks": 24, "block_size": 16, "num_layers": 1, "num_kv_heads": 2}
+    rounded = torch.randn(24 * 2 * 16 * 2 * head_dim, generator=generator).bfloat16()
+    for backend, dtype in (
+        (ReferenceBackend(), torch.float32),
+        (get_backend("native", "cpu", torch.bfloat16, 16), torch.bfloat16),
+    ):
+        memory = paged_memory(**shape, head_dim=head_dim, dtype=dtype)  # type: ignore[arg-type]
+        memory.buffer.view(dtype).copy_(rounded)
+        metadata = metadata_for(memory, query_lens, seq_lens, table)
+        new = (key.bfloat16().float(), value.bfloat16().float())
+        given = new if dtype == torch.float32 else (key, value)
+        backend.begin_step(metadata)
+        call = LayerCall(query, *given, layer_of(memory, 0), metadata, Scoring(0.25))
+        outputs.append(backend.forward(call))
+        contents.append(memory.buffer.view(dtype).bfloat16())
+    torch.testing.assert_close(outputs[1], outputs[0], atol=1e-5, rtol=1e-5)
+    assert torch.equal(contents[0], contents[1])
+
+
+@needs_kernels
+def test_auto_is_native_on_a_cpu_in_float32_and_bfloat16():
     assert get_backend("auto", "cpu", torch.float32, 16).name == "native"
-    assert get_backend("auto", "cpu", torch.bfloat16, 16).name == "torch"
+    assert get_backend("auto", "cpu", torch.bfloat16, 16).name == "native"
+    assert get_backend("auto", "cpu", torch.float16, 16).name == "torch"
 
 
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "block_size", "message"),
     [
-        ("flash", "cpu", torch.float32, 16, "known are auto, native, torch, xformers, reference"),
+        ("flash", "cpu", torch.float32, 16, "known are auto, native, torch, triton, xformers"),
         ("torch", "cpu", torch.int32, 16, "floating point"),
         ("native", "cuda", torch.float32, 16, "CPUs only, not on cuda"),
-        ("native", "cpu", torch.bfloat16, 16, "needs float32, got torch.bfloat16"),
+        ("native", "cpu", torch.float16, 16, "float32 or bfloat16, got torch.float16"),
         ("xformers", "cpu", torch.float16, 16, "CUDA devices only, not on cpu"),
         ("xformers", "cuda", torch.float32, 16, "float16 or bfloat16, got torch.float32"),
         ("xformers", "cuda", torch.float16, 24, "multiple of 16, got 24"),

@@ -31,7 +31,8 @@ def ops(request: pytest.FixtureRequest) -> LayerOps:
     if request.param == "torch":
         return LayerOps()
     kernels = copy(load_kernels())
-    kernels.has_vnni = kernels.has_vnni and request.param == "native"
+    whole = request.param == "native"
+    kernels.has_vnni, kernels.has_bfloat16 = whole & kernels.has_vnni, whole & kernels.has_bfloat16
     return NativeLayerOps(kernels)
 
 
@@ -89,6 +90,19 @@ def test_parts_may_come_in_layouts_of_their_own(ops: LayerOps):
         linear.hold(name, came)
     x = normal(3, 64, seed=4)
     assert_near(linear(x), F.linear(x, torch.cat([a.dequantize(), b.dequantize(), c])))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 13, 70])
+@pytest.mark.parametrize(("out", "width"), [(32, 64), (39, 71)])
+def test_a_product_with_bfloat16_equals_that_in_float32(
+    rows: int, out: int, width: int, ops: LayerOps
+):
+    if type(ops) is LayerOps:
+        pytest.skip("torch computes in bfloat16 as a whole")
+    weight, bias = normal(out, width).bfloat16(), normal(out, seed=1)
+    x = normal(rows, 100, seed=2)[:, :width]
+    packed = ops.pack_weight(weight)
+    assert_near(packed.multiply(x, bias), F.linear(x, weight.float(), bias))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,9 @@ def alone(qwen2_checkpoint: str) -> Alone:
     return alone_with(qwen2_checkpoint)
 
 
-def small_engine(checkpoint: str, *, num_blocks: int = POOL_TOKENS // BLOCK_SIZE) -> LLMEngine:
+def small_engine(
+    checkpoint: str, *, num_blocks: int = POOL_TOKENS // BLOCK_SIZE, **config: Any
+) -> LLMEngine:
     return LLMEngine(
         EngineConfig(
             model=checkpoint,
@@ -50,6 +53,7 @@ def small_engine(checkpoint: str, *, num_blocks: int = POOL_TOKENS // BLOCK_SIZE
             num_blocks=num_blocks + 1,
             max_num_seqs=4,
             max_num_batched_tokens=16,
+            **config,
         )
     )
 
@@ -69,6 +73,33 @@ def roomy(qwen2_checkpoint: str) -> Iterator[LLMEngine]:
 def test_promise_1_and_6_random_streams_equal_uncached_and_conserve_blocks(
     engine: LLMEngine, alone: Alone, script: Script
 ) -> None:
+    run_stream(engine, script, alone)
+
+
+FORMATS: Mapping[str, tuple[dict[str, Any], float]] = {
+    # Sums of codes are exact, and a row's products the same in every batch: what float32's
+    # attention rounds is all that differs, and may round x's 16 bits the other way.
+    "int8": ({"quantization": "int8"}, 1e-4),
+    "int4": ({"quantization": "int4"}, 1e-4),
+    # A key or a row that lies between two values of 8 bits is rounded either way, by 2^-8 of it,
+    # and what it changes is rounded again in each of the layers.
+    "bfloat16": ({"dtype": "bfloat16"}, 4 * 2**-8),
+}
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def held(request: pytest.FixtureRequest, qwen2_checkpoint: str) -> tuple[LLMEngine, Alone]:
+    config, atol = FORMATS[request.param]
+    alone = Alone(qwen2_checkpoint, atol=atol, rtol=atol, near_tie=10 * atol, **config)
+    return small_engine(qwen2_checkpoint, **config), alone
+
+
+@settings(max_examples=examples(20))
+@given(script=scripts(MAX_PROMPT))
+def test_promise_1_and_6_hold_in_every_format(
+    held: tuple[LLMEngine, Alone], script: Script
+) -> None:
+    engine, alone = held
     run_stream(engine, script, alone)
 
 
