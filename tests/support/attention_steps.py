@@ -127,6 +127,7 @@ def run_steps(
     *,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    num_layers: int = NUM_LAYERS,
 ) -> tuple[Tensor, Tensor]:
     """Two steps over one memory, so that nothing of the first survives in the second.
 
@@ -139,14 +140,14 @@ def run_steps(
     # Soft caps are to bend scores, not only to touch them.
     scale = (0.8 if softcap is None else 8.0) * shape.head_dim**-0.5
     scoring = Scoring(scale, softcap, bias)
-    memory, num_blocks = memory_that_holds(shape.seq_lens, shape, NUM_LAYERS, dtype, device)
+    memory, num_blocks = memory_that_holds(shape.seq_lens, shape, num_layers, dtype, device)
     outputs = []
     for _ in range(2):
         table = random_block_table(shape.seq_lens, shape.block_size, num_blocks, generator)
         _fill_visible(memory, table, shape, bounds, generator, dtype)
         metadata = to_device(bounded_metadata(memory, table, shape, bounds), device)
         backend.begin_step(metadata)
-        for index in range(NUM_LAYERS):
+        for index in range(num_layers):
             heads = shape.num_heads + 2 * shape.num_kv_heads
             qkv = torch.randn(metadata.num_tokens, heads, shape.head_dim, generator=generator)
             query, key, value = qkv.to(device, dtype).split(

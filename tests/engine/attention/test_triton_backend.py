@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import EngineConfig, LLMEngine, SamplingParams, TokensPrompt
 from engine.attention.reference import ReferenceBackend
 from engine.attention.triton_backend import TritonBackend
 from tests.engine.attention.test_attention_cross import CrossShape, assert_steps_equal_brute_force
@@ -37,15 +36,16 @@ def assert_equals_the_reference(
     softcap: float | None = None,
     num_distances: int | None = None,
     dtype: torch.dtype = torch.float32,
+    num_layers: int = 2,
 ) -> None:
     bias = None
     if num_distances is not None:
         generator = torch.Generator().manual_seed(num_distances)
         bias = 2.0 * torch.randn(shape.num_heads, num_distances, generator=generator)
     backend = TritonBackend(CPU, dtype, shape.block_size)
-    output, memory = run_steps(backend, shape, bounds, softcap, bias=bias, dtype=dtype)
-    expected, written = run_steps(
-        ReferenceBackend(), shape, bounds, softcap, bias=bias, dtype=dtype
+    (output, memory), (expected, written) = (
+        run_steps(each, shape, bounds, softcap, bias=bias, dtype=dtype, num_layers=num_layers)
+        for each in (backend, ReferenceBackend())
     )
     assert expected.isfinite().all()
     tolerance = TOLERANCES[dtype]
@@ -53,15 +53,11 @@ def assert_equals_the_reference(
     assert torch.equal(memory, written)
 
 
-DECODES, LONG_DECODE = Shape((1, 1), (90, 4), 16), Shape((1,), (300,), 16, 2, 1)
-MIXED, PREFIX = Shape((1, 5, 8), (40, 21, 8), 16), Shape((20,), (60,), 16, 7, 1)
 CASES: dict[str, tuple[Shape, str, float | None, int | None, torch.dtype]] = {
-    "mixed, pages of 24": (MIXED.with_block_size(24), "all", 30.0, None, torch.float32),
-    "mixed, biased": (MIXED, "window of 16", None, 33, torch.float32),
-    "decodes": (DECODES, "chunks of 7", None, None, torch.float16),
-    "segments": (LONG_DECODE, "all", None, 600, torch.float32),
+    "mixed": (Shape((1, 4, 7), (40, 21, 7), 24), "window of 16", 30.0, None, torch.float32),
+    "segments": (Shape((1,), (300,), 16, 2, 1), "all", None, 290, torch.float32),
     "padded heads": (Shape((1, 1), (17, 31), 16, 6, 3, 80), "all", None, None, torch.bfloat16),
-    "odd groups, a prefix": (PREFIX, "windows in chunks", None, None, torch.float16),
+    "odd groups": (Shape((9,), (49,), 16, 7, 1), "windows in chunks", None, None, torch.float16),
 }
 
 
@@ -73,23 +69,9 @@ def test_kernel_equals_the_reference_and_reads_nothing_hidden(
     assert_equals_the_reference(shape, BOUNDS[bounds], softcap, num_distances, dtype)
 
 
-@pytest.mark.parametrize("query_lens", [(1, 1, 1), (1, 2, 19)], ids=["decodes", "mixed"])
-def test_cross_attention_equals_brute_force(query_lens: tuple[int, ...]):
-    shape = CrossShape(query_lens, (40, 0, 33), (True, False, False), 16)
+def test_cross_attention_equals_brute_force():
+    shape = CrossShape((1, 1, 9), (20, 0, 33), (True, False, False), 16)
     assert_steps_equal_brute_force(TritonBackend(CPU, torch.float32, 16), shape)
-
-
-def test_an_engine_gives_the_same_tokens_with_it(seeded):
-    prompts = [TokensPrompt(tuple(range(5, 5 + length))) for length in (3, 18)]
-    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    answers = []
-    for backend in ("triton", "torch"):
-        config = EngineConfig(
-            model=seeded("gemma2"), num_blocks=64, device="cpu", attention_backend=backend
-        )
-        outputs = LLMEngine(config).generate(prompts, params)
-        answers.append([output.outputs[0].token_ids for output in outputs])
-    assert answers[0] == answers[1]
 
 
 def test_at_most_three_kernels_are_compiled_for_a_model_whose_sequences_grow(
