@@ -111,6 +111,6 @@ class GeneratorStage(EngineStage):
         return GeneratorEngine(self._config)
 
     @property
-    def speakers(self) -> tuple[str, ...]:
+    def speakers(self) -> tuple[str, ...] | None:
         """The checkpoint's voices."""
-        return self.engine.speakers
+        return self.engine.speakers or None

@@ -46,6 +46,12 @@ class AttentionStep:
             their encoder's input in the prompt (an image's), or have none. None: all follow it.
         shows_item: ``(num_tokens,)`` booleans, True for tokens whose embedding is a row of an
             image or the like. None: no token's is.
+        item_features: ``(num_tokens, width)`` what towers give for layers behind the first, zeros
+            for tokens that show nothing of the kind. None: no token does.
+        token_ids: ``(num_tokens,)`` int64, for models that emit them; of no meaning where a prompt
+            gave embeddings.
+        codes: of models of several codebooks, ``(num_tokens, num_codebooks)`` int64, each token's
+            id and the further codes that were drawn with it; -1 for tokens of prompts.
     """
 
     backends: Sequence[AttentionBackend | None]
@@ -53,6 +59,9 @@ class AttentionStep:
     encoder_hidden_states: Tensor | None = None
     follows_encoder: Tensor | None = None
     shows_item: Tensor | None = None
+    item_features: Tensor | None = None
+    token_ids: Tensor | None = None
+    codes: Tensor | None = None
 
 
 class StateLayer:

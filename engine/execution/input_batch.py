@@ -170,7 +170,7 @@ class ModelInputs:
         embeds: ``(num_tokens, hidden_size)``.
         positions: int64, ``(num_tokens,)`` or ``(axes, num_tokens)``.
         encoded: rows that the encoder of an encoder-decoder gave in this step, or None.
-        follows_encoder: see :class:`AttentionStep`.
+        follows_encoder: see :class:`AttentionStep`, as of what follows.
     """
 
     step: StepInputs
@@ -181,6 +181,9 @@ class ModelInputs:
     encoded: Tensor | None = None
     follows_encoder: Tensor | None = None
     shows_item: Tensor | None = None
+    item_features: Tensor | None = None
+    token_ids: Tensor | None = None
+    codes: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,17 +241,23 @@ class ModelInputBuilder:
             "follows_encoder": _follows_encoder(step, scheduled),
             "shows_item": None if self.encoder_cache is None else _shows_item(step, scheduled),
         }
+        codes = self._codes(step, scheduled)
+        if codes is not None:
+            arrays["codes"] = codes
         arrays |= {name: array for name, array in marks.items() if array is not None}
         tensors = upload(arrays | dict(extra or {}), self.device)
         return ModelInputs(
             step,
             build_step_metadata(step, self.memory, tensors),
-            self._embeds(tensors["token_ids"], step, scheduled),
+            self._embeds(tensors["token_ids"], tensors.get("codes"), step, scheduled),
             tensors["positions"],
             {name: tensors[name] for name in extra or {}},
             encoded,
             tensors.get("follows_encoder"),
             tensors.get("shows_item"),
+            None if self.encoder_cache is None else self._item_features(step, scheduled),
+            tensors["token_ids"],
+            tensors.get("codes"),
         )
 
     def _sync_tables(self, item: ScheduledRequest) -> None:
@@ -274,8 +283,26 @@ class ModelInputBuilder:
             if is_new and end % size and isinstance(group.spec, AttentionSpec):
                 self.memory.clear_page(group_id, block_ids[-1])
 
+    def _codes(self, step: StepInputs, scheduled: Sequence[ScheduledRequest]) -> IntArray | None:
+        """What was drawn for each token, ``(num_tokens, num_codebooks)``; None of one codebook."""
+        if self.model.num_codebooks == 1:
+            return None
+        codes = np.full((len(step.token_ids), self.model.num_codebooks), -1, dtype=np.int64)
+        for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
+            request, first = item.request, item.request.num_computed_tokens
+            begin = max(first, request.num_prompt_tokens)
+            drawn = request.codes_of(begin, first + item.num_tokens)
+            if drawn:
+                place = start + begin - first
+                codes[place : place + len(drawn)] = drawn
+        return codes
+
     def _embeds(
-        self, token_ids: Tensor, step: StepInputs, scheduled: Sequence[ScheduledRequest]
+        self,
+        token_ids: Tensor,
+        codes: Tensor | None,
+        step: StepInputs,
+        scheduled: Sequence[ScheduledRequest],
     ) -> Tensor:
         """Embeddings of the step's tokens, ``(num_tokens, hidden_size)``.
 
@@ -284,6 +311,8 @@ class ModelInputBuilder:
         come beside the tokens are added. So all kinds share a batch.
         """
         embeds = self.model.embed(token_ids)
+        if codes is not None:
+            self.model.add_codes(embeds, codes)
         for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
             request = item.request
             given, beside, items = (
@@ -314,9 +343,30 @@ class ModelInputBuilder:
         stop = first + chunk.shape[0]
         for item in request.multimodal_inputs:
             if self.encoder_cache is not None and item.overlaps(first, stop):
-                rows = self.encoder_cache.rows(item.content_hash)
+                rows = self.encoder_cache.rows(item.content_hash)[item.rows_in(first, stop)]
                 begin, end = max(first, item.offset), min(stop, item.end)
-                chunk[begin - first : end - first] = rows[item.rows_in(first, stop)]
+                # What is wider than an embedding is for layers behind the first.
+                chunk[begin - first : end - first] = rows[:, : chunk.shape[1]]
+
+    def _item_features(
+        self, step: StepInputs, scheduled: Sequence[ScheduledRequest]
+    ) -> Tensor | None:
+        """What items' rows hold behind the embedding; None if no row of the step does."""
+        hidden, features = self.model.hidden_size, None
+        for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
+            first = item.request.num_computed_tokens
+            stop = first + item.num_tokens
+            for shown in item.request.multimodal_inputs:
+                if self.encoder_cache is None or not shown.overlaps(first, stop):
+                    continue
+                rows = self.encoder_cache.rows(shown.content_hash)[shown.rows_in(first, stop)]
+                if rows.shape[1] == hidden:
+                    continue
+                if features is None:
+                    features = rows.new_zeros(len(step.token_ids), rows.shape[1] - hidden)
+                place = start + max(first, shown.offset) - first
+                features[place : place + len(rows)] = rows[:, hidden:]
+        return features
 
 
 def _positions(step: StepInputs, scheduled: Sequence[ScheduledRequest]) -> IntArray:

@@ -39,7 +39,7 @@ from engine.interface.outputs import TokenLogprobs
 from engine.models.base import CausalModel
 from engine.requests.request import Request
 from engine.resources.device import are_finite, on_device, total, upload
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import Sampler, draw_code
 from engine.scheduling.scheduler import ScheduledRequest, SchedulerOutput
 from prefix_cache import (
     ENCODER_HIDDEN_STATES,
@@ -235,12 +235,14 @@ class SampledToken:
     Attributes:
         token_id: the chosen token; None if the request failed.
         error: why it failed: no token could be chosen, or its rows are not finite.
+        codes: of models of several codebooks, what was drawn behind the token in the same step.
     """
 
     request: Request
     token_id: int | None
     logprobs: TokenLogprobs | None
     error: str | None
+    codes: tuple[int, ...] = ()
 
 
 class ModelRunner:
@@ -485,7 +487,14 @@ class ModelRunner:
             inputs.embeds,
             inputs.positions,
             AttentionStep(
-                self._backends, metadata, inputs.encoded, inputs.follows_encoder, inputs.shows_item
+                self._backends,
+                metadata,
+                inputs.encoded,
+                inputs.follows_encoder,
+                inputs.shows_item,
+                inputs.item_features,
+                inputs.token_ids,
+                inputs.codes,
             ),
         )
         return tensors
@@ -496,7 +505,24 @@ class ModelRunner:
         """Logits only for the rows that are sampled; on a CPU they are what costs most."""
         if not sampling:
             return []
-        logits = self._model.compute_logits(hidden_states.index_select(0, rows))
-        chosen = self._sampler.sample(logits, [request.next_sampling for request in sampling])
-        columns = zip(sampling, chosen.token_ids, chosen.logprobs, chosen.errors, strict=True)
-        return list(starmap(SampledToken, columns))
+        ends = hidden_states.index_select(0, rows)
+        states = [request.next_sampling for request in sampling]
+        chosen = self._sampler.sample(self._model.compute_logits(ends), states)
+        further = self._draw_codes(ends, chosen.token_ids, sampling)
+        columns = (chosen.token_ids, chosen.logprobs, chosen.errors, further)
+        return list(starmap(SampledToken, zip(sampling, *columns, strict=True)))
+
+    def _draw_codes(
+        self, rows: Tensor, token_ids: Sequence[int | None], sampling: Sequence[Request]
+    ) -> list[tuple[int, ...]]:
+        """The codes of further codebooks, each drawn behind those before it."""
+        if self._model.num_codebooks == 1:
+            return [()] * len(token_ids)
+        first = torch.tensor([token_id or 0 for token_id in token_ids], device=self._device)
+        params = self._model.code_sampling
+        states = [request.next_sampling for request in sampling]
+
+        def choose(logits: Tensor, codebook: int) -> Tensor:
+            return draw_code(logits, states, params, codebook)
+
+        return list(map(tuple, self._model.draw_codes(rows, first, choose).tolist()))

@@ -414,6 +414,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         for request in self._live.values():
             found = sum(len(piece) for piece in request.pieces)
             expected = request.num_done * self.samples_per_code
+            expected -= self._model.num_missing if request.num_done else 0
             if found != expected or request.num_done > len(request.codes):
                 raise IntegrityError(
                     f"request {request.request_id!r}: {found} samples != {request.num_done} of "
@@ -443,8 +444,8 @@ class GeneratorEngine(Engine[GeneratorOutput]):
 
     def _compute(
         self, batch: Sequence[tuple[GeneratorRequest, CodeWindow]]
-    ) -> tuple[torch.Tensor, Sequence[Any]]:
-        """``(B, window * samples_per_code)``, and what is kept for each utterance."""
+    ) -> tuple[Tensor | Sequence[Tensor], Sequence[Any]]:
+        """Samples of each window, and what is kept for each utterance."""
         chunks = [
             CodeChunk(
                 torch.tensor(request.codes[window.start : window.stop]),
@@ -456,7 +457,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         ]
         with on_device(self._model.device):
             samples, states = self._model.generate(chunks, self.config.generation)
-        if not are_finite([samples]):
+        if not are_finite(list(samples)):
             raise ValueError("the generator gave samples that are not finite")
         return samples, states
 

@@ -10,6 +10,7 @@ A video in step with its own sound: rows of both in the order in which they are 
 
 Each chunk of two seconds has the rows of the video (v) that are shown in it, then those of the
 sound (~) that are heard in it. So the two items come in pieces, and each tower still runs once.
+Without chunks, rows of both come in the order of their own times, the video's first.
 
 Source: Xu et al., arXiv:2503.20215, section 2.2, and its processor in transformers."""
 
@@ -20,7 +21,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from functools import partial
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -322,6 +324,14 @@ class FeatureTaker(Protocol):
     def feature_names(self) -> Sequence[str]:
         """The tensors that it takes, by the names of transformers' processors."""
 
+    @property
+    def row_parts(self) -> int:
+        """How many times as wide as an embedding its rows are."""
+
+    @property
+    def hears_silence(self) -> bool:
+        """Whether silence stands behind a sound when its features are made."""
+
     def num_rows(self, features: Mapping[str, Tensor]) -> int:
         """Rows that one item gives; ``ValueError`` if the features are not those of one."""
 
@@ -365,11 +375,17 @@ class AudioFeatureMaker(FeatureMaker):
 
     Transformers fills up a window of silence (five minutes of it in published models) and masks
     its frames. Those that are masked are cut off here, so that features depend on the sound alone;
-    and no more silence is put behind it than its last frame sees.
+    and no more silence is put behind it than its last frame sees, or none, as the model has it.
     """
 
-    def __init__(self, extractor: SpectrogramExtractor, limits: MediaLimits | None = None) -> None:
-        self._extractor = extractor
+    def __init__(
+        self,
+        extractor: SpectrogramExtractor,
+        limits: MediaLimits | None = None,
+        *,
+        hears_silence: bool = True,
+    ) -> None:
+        self._extractor, self._hears_silence = extractor, hears_silence
         self._reader = SampleReader.of(extractor, limits)
 
     def make(self, item: Any) -> Mapping[str, Tensor]:
@@ -381,17 +397,20 @@ class AudioFeatureMaker(FeatureMaker):
                     f"{wish} is for speech models; this one is asked in words beside the sound"
                 )
         samples = self._reader.read(prompt.audio, prompt.sampling_rate)
-        # Silence fills up the last frame, and half of one more.
-        hop = int(self._extractor.hop_length)
-        filled = -(-(len(samples) + int(self._extractor.n_fft)) // hop) * hop
+        padding: dict[str, Any] = {"padding": "longest", "truncation": False}
+        if self._hears_silence:
+            # Silence fills up the last frame, and half of one more.
+            hop = int(self._extractor.hop_length)
+            filled = -(-(len(samples) + int(self._extractor.n_fft)) // hop) * hop
+            most = min(filled, int(self._extractor.n_samples))
+            padding = {"padding": "max_length", "max_length": most}
         with turn_of(self._extractor):
             output = self._extractor(
                 samples,
                 sampling_rate=self._reader.rate,
-                padding="max_length",
-                max_length=min(filled, int(self._extractor.n_samples)),
                 return_attention_mask=True,
                 return_tensors="pt",
+                **padding,
             )
         is_sound = output["attention_mask"][0].bool()
         return {"input_features": output["input_features"][0][:, is_sound]}
@@ -421,7 +440,8 @@ def load_feature_makers(
                     processor = load_image_processor(path, **trust)
                     makers[modality] = ImageFeatureMaker(processor, tower.feature_names, limits)
                 case "audio":
-                    makers[modality] = AudioFeatureMaker(load_extractor(path, **trust), limits)
+                    extractor, hears = load_extractor(path, **trust), tower.hears_silence
+                    makers[modality] = AudioFeatureMaker(extractor, limits, hears_silence=hears)
                 case "video":
                     makers[modality] = _video_maker(path, limits, **trust)
         except ValueError as error:
@@ -448,15 +468,16 @@ class AudioInVideo:
     """How a model takes a video with its sound.
 
     Attributes:
-        places_per_chunk: how far in time, in the places of rows, a chunk reaches.
+        places_per_chunk: how far in time, in the places of rows, a chunk reaches; None: there are
+            no chunks.
     """
 
     begin_id: int
     end_id: int
-    places_per_chunk: int
+    places_per_chunk: int | None
 
     def __post_init__(self) -> None:
-        if self.places_per_chunk < 1:
+        if self.places_per_chunk is not None and self.places_per_chunk < 1:
             raise ValueError(
                 f"a chunk of video and sound must have a place, got {self.places_per_chunk}"
             )
@@ -482,25 +503,40 @@ class AudioInVideo:
         whole = ContentSpan("video with sound", video.offset, length, digest)
         offset = video.offset + 1
         pieces: list[MultiModalInput] = []
-        chunks = (self._chunks(rows) for rows in times)
-        for chunk in zip_longest(*chunks):
-            for item, rows in zip((video, sound), chunk, strict=True):
-                if rows is not None:
-                    pieces.append(item.piece(rows, offset, whole))
-                    offset += pieces[-1].length
+        items = video, sound
+        for number, rows in self._runs(times):
+            pieces.append(items[number].piece(rows, offset, whole))
+            offset += pieces[-1].length
         return tuple(pieces)
 
-    def _chunks(self, times: Tensor) -> Iterator[range]:
+    def _runs(self, times: tuple[Tensor, Tensor]) -> Iterator[tuple[int, range]]:
+        """Rows that lie side by side, and whose they are: 0 for the video's, 1 for the sound's."""
+        if self.places_per_chunk is None:
+            order = sorted(
+                (time, number, row)
+                for number, rows in enumerate(times)
+                for row, time in enumerate(rows.tolist())
+            )
+            for number, run in groupby(order, key=lambda each: each[1]):
+                rows = [row for _, _, row in run]
+                yield number, range(rows[0], rows[-1] + 1)
+            return
+        per_chunk = self.places_per_chunk
+        for chunk in zip_longest(*(self._chunks(rows, per_chunk) for rows in times)):
+            yield from ((number, rows) for number, rows in enumerate(chunk) if rows is not None)
+
+    @staticmethod
+    def _chunks(times: Tensor, places_per_chunk: int) -> Iterator[range]:
         """Rows of one chunk after the other, as transformers cuts them.
 
         A row that comes late by several chunks begins only the next one.
         """
-        first, limit = 0, self.places_per_chunk
+        first, limit = 0, places_per_chunk
         for row, time in enumerate(times.tolist()):
             if time >= limit:
                 yield range(first, row)
                 first = row
-                limit += self.places_per_chunk
+                limit += places_per_chunk
         yield range(first, len(times))
 
 
@@ -633,7 +669,8 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
     ) -> tuple[list[int], tuple[MultiModalInput, ...]]:
         """What comes in the place of a placeholder: token ids, and whose rows replace them."""
         way = self._model.audio_in_video
-        item = self._makers[modality].read(item, hears=way is not None, check_rows=self._check_rows)
+        check_rows = partial(self._check_rows, modality)
+        item = self._makers[modality].read(item, hears=way is not None, check_rows=check_rows)
         entry = self._input(modality, item, offset, cache_salt)
         if not isinstance(item, VideoFeatures) or item.audio is None:
             return [self._model.placeholders[modality]] * entry.length, (entry,)
@@ -653,15 +690,17 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
             ids += [self._model.placeholders[piece.modality]] * piece.length
         return [*ids, way.end_id], pieces
 
-    def _check_rows(self, num_rows: int) -> None:
-        check_item(num_rows, self._row_bytes, self._cache_bytes)
+    def _check_rows(self, modality: Modality, num_rows: int) -> None:
+        row_bytes = self._row_bytes * self._model.towers[modality].row_parts
+        check_item(num_rows, row_bytes, self._cache_bytes)
         self._limits.check_length(num_rows)
 
     def _input(
         self, modality: Modality, item: object, offset: int, cache_salt: str | None
     ) -> MultiModalInput:
         features = self._makers[modality].make(item)
-        length = self._model.towers[modality].num_rows(features)
-        check_item(length, self._row_bytes, self._cache_bytes)
+        tower = self._model.towers[modality]
+        length, parts = tower.num_rows(features), tower.row_parts
+        check_item(length, self._row_bytes * parts, self._cache_bytes)
         digest = features_hash(features, length, cache_salt)
-        return MultiModalInput(modality, offset, length, digest, features)
+        return MultiModalInput(modality, offset, length, digest, features, row_parts=parts)

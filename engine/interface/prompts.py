@@ -241,6 +241,7 @@ class SpeechPrompt:
         positions: ``(axes, num_prompt_tokens)`` int64 places of its tokens; None: their indices.
         speaker: whose voice; None takes the checkpoint's first choice.
         is_last: whether the reply ends here.
+        prompt_ids: the prompt's tokens, for models that tell its turns apart.
     """
 
     prompt_rows: Tensor
@@ -248,6 +249,7 @@ class SpeechPrompt:
     positions: Tensor | None = None
     speaker: str | None = None
     is_last: bool = True
+    prompt_ids: tuple[int, ...] = ()
 
 
 Codes: TypeAlias = tuple[int, ...] | tuple[tuple[int, ...], ...]

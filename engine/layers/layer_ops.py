@@ -166,13 +166,16 @@ class MultiAxisRotaryEmbedding(RotaryEmbedding):
         channels   | time | height | width | time | height | width |
                    |<- half of cosines --->|<- half of sines ----->|
 
-    A token whose numbers are all alike is turned as by :class:`RotaryEmbedding`.
+    Interleaved, each axis has frequencies of all sizes: height and width take every third one, as
+    many as their sections say, and time has the rest. A token whose numbers are all alike is turned
+    as by :class:`RotaryEmbedding`.
     Source: Wang et al., arXiv:2409.12191, section 2.1.
 
     Args:
         inv_freq: ``(rotary_dim / 2,)`` inverse frequencies.
         max_model_len: number of positions on each axis.
         sections: how many frequencies belong to each axis, in turns if there are more of them.
+        interleaved: whether axes take turns at every frequency.
 
     Raises:
         ValueError: the sections do not add up to the frequencies.
@@ -187,6 +190,7 @@ class MultiAxisRotaryEmbedding(RotaryEmbedding):
         max_model_len: int,
         *,
         sections: Sequence[int],
+        interleaved: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -197,8 +201,14 @@ class MultiAxisRotaryEmbedding(RotaryEmbedding):
             raise ValueError(
                 f"mrope_section {list(sections)} must add up to {len(inv_freq)} frequencies"
             )
-        axes = torch.arange(len(sections)) % self.num_axes
-        of_channel = axes.repeat_interleave(torch.tensor(sections)).repeat(2)
+        if interleaved:
+            index = torch.arange(len(inv_freq))
+            axis = index % self.num_axes
+            axes = torch.where(index < torch.tensor(sections)[axis] * self.num_axes, axis, 0)
+        else:
+            axes = torch.arange(len(sections)) % self.num_axes
+            axes = axes.repeat_interleave(torch.tensor(sections))
+        of_channel = axes.repeat(2)
         self.axis_of_channel = nn.Buffer(of_channel.to(device), persistent=False)
 
     def gather(self, positions: Tensor) -> Tensor:

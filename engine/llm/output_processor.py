@@ -180,7 +180,7 @@ class OutputProcessor:
     def _accept(self, group: RequestGroup, token: SampledToken, token_id: int) -> None:
         """Take one sampled token; end the completion if it is the last."""
         request = token.request
-        request.append(token_id, token.logprobs)
+        request.append(token_id, token.logprobs, token.codes)
         if request.times.first_token is None:
             request.times.first_token = time.monotonic()
         reason = request.text.append(token_id)

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from engine.attention.layer import Attention, AttentionStep, StateLayer
 from engine.checkpoints.quantized_weight import QuantizationScheme, Target
 from engine.interface.config import GenerationParams
+from engine.interface.sampling_params import SamplingParams
 from engine.layers import LayerOps, Linear, SparseMoE
 from engine.requests.encoder_input import EncoderInput, Modality, MultiModalInput
 
@@ -105,6 +106,7 @@ class GeneratorModel(nn.Module):
         codes_per_block: places after which a windowed model's arithmetic starts again; windows
             are made of such blocks.
         speakers: names of the voices; none if there is nothing to choose.
+        num_missing: samples that an utterance has less, at its beginning.
     """
 
     device: torch.device
@@ -115,6 +117,7 @@ class GeneratorModel(nn.Module):
     num_codebooks: int = 1
     codes_per_block: int = 1
     speakers: tuple[str, ...] = ()
+    num_missing: int = 0
 
     def choose_speaker(self, name: str | None) -> str | None:
         """The voice of that name; None takes the model's first choice.
@@ -136,12 +139,13 @@ class GeneratorModel(nn.Module):
     @abstractmethod
     def generate(
         self, chunks: Sequence[CodeChunk], params: GenerationParams
-    ) -> tuple[Tensor, Sequence[Any]]:
+    ) -> tuple[Tensor | Sequence[Tensor], Sequence[Any]]:
         """Make sound of chunks of one length, each of another utterance.
 
         Returns:
-            ``(len(chunks), n * samples_per_code)`` float32 on the CPU, in -1 to 1, and for each
-            chunk the state with which its utterance goes on.
+            For each chunk ``(n * samples_per_code,)`` float32 on the CPU, in -1 to 1, less
+            ``num_missing`` of an utterance's first chunk, and the state with which its utterance
+            goes on.
         """
 
     @property
@@ -171,6 +175,9 @@ class CausalModel(nn.Module):
             tokens of a step are text at the places that they have in their sequences.
         ignored_weights: names that a checkpoint may hold, although nothing asks for them.
         encoder_hidden_size: width of the rows that :meth:`encode` makes; 0 without an encoder.
+        num_codebooks: ids that a step draws for one token: the first by the sampler, from the
+            logits, the others by :meth:`draw_codes`.
+        code_sampling: by what these are drawn, where tokens are not greedy.
         placeholders: of a model whose prompts may show images and the like, the ids of the tokens
             that stand for them; :meth:`encode_multimodal` makes their rows. Else empty.
     """
@@ -186,6 +193,8 @@ class CausalModel(nn.Module):
     ignored_weights: Collection[str] = ()
     encoder_hidden_size: int = 0
     placeholders: Mapping[Modality, int] = MappingProxyType({})
+    num_codebooks: int = 1
+    code_sampling: SamplingParams = SamplingParams()
 
     @abstractmethod
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
@@ -273,6 +282,31 @@ class CausalModel(nn.Module):
             ValueError: the checkpoint has no language-model head.
         """
 
+    def draw_codes(
+        self, hidden_states: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]
+    ) -> Tensor:
+        """Draw the further codes of tokens that were just chosen.
+
+        Args:
+            hidden_states: ``(n, hidden_size)``, the rows that the tokens were chosen from.
+            first: ``(n,)`` the tokens.
+            choose: from logits ``(n, codes)`` and the number of a codebook, 1 or more, to
+                ``(n,)`` codes.
+
+        Returns:
+            ``(n, num_codebooks - 1)`` int64.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has one codebook")
+
+    def add_codes(self, embeds: Tensor, codes: Tensor) -> None:
+        """Add, in place, what further codes bring to tokens' embeddings.
+
+        Args:
+            embeds: as :meth:`embed` made them.
+            codes: see ``AttentionStep.codes``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has one codebook")
+
     @property
     def max_encoder_len(self) -> int:
         """Most rows of one input that :meth:`encode` makes; 0 without an encoder."""
@@ -299,7 +333,8 @@ class CausalModel(nn.Module):
             inputs: at least one item, of any requests.
 
         Returns:
-            For each ``(num_rows, hidden_size)`` rows, on the model's device and in its type.
+            For each ``(num_rows, hidden_size)`` rows, on the model's device and in its type. Wider
+            ones end in what ``AttentionStep.item_features`` brings back.
 
         Raises:
             ValueError: an input is nothing that this model takes, or has not as many

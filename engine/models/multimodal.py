@@ -33,9 +33,14 @@ class ItemTower(nn.Module):
 
     Attributes:
         feature_names: the tensors that it takes, by the names of transformers' processors.
+        row_parts: how many times as wide as an embedding its rows are.
+        hears_silence: whether silence stands behind a sound when its features are made; else its
+            end is mirrored there.
     """
 
     feature_names: tuple[str, ...]
+    row_parts: int = 1
+    hears_silence: bool = True
 
     @abstractmethod
     def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Target]]:
@@ -51,7 +56,10 @@ class ItemTower(nn.Module):
 
     @abstractmethod
     def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
-        """Encode checked items: ``(num_rows, hidden_size)`` for each, be it a piece or whole."""
+        """Encode checked items: rows for each, be it a piece or whole.
+
+        See :meth:`CausalModel.encode_multimodal`.
+        """
 
     def places(self, features: Mapping[str, Tensor]) -> Tensor:
         """Where one item's rows lie, counted from its beginning: ``(3, num_rows)`` int64.

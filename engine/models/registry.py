@@ -59,7 +59,7 @@ class FamilyRow(NamedTuple):
         return family
 
 
-_OMNI = "qwen2_5_omni"
+_OMNI, _OMNI_3 = "qwen2_5_omni", "qwen3_omni_moe"
 _TWO_SIDES = ("encoder_hidden_states", "hidden_states")
 _TABLE = (
     FamilyRow("decoders.llama", ("LlamaForCausalLM", "LlamaModel"), base_type="llama"),
@@ -113,6 +113,25 @@ _TABLE = (
     ),
     FamilyRow(
         f"{_OMNI}.family", ("Qwen2_5OmniToken2WavModel",), "CODE2WAV", _OMNI, True, modalities=()
+    ),
+    FamilyRow(
+        "qwen3_omni.family",
+        ("Qwen3OmniMoeThinkerForConditionalGeneration",),
+        "THINKER",
+        _OMNI_3,
+        outputs=("hidden_states", "position_ids", "speech_rows", "token_ids"),
+        modalities=("text", "image", "audio", "video"),
+    ),
+    FamilyRow(
+        "qwen3_omni.family",
+        ("Qwen3OmniMoeTalkerForConditionalGeneration",),
+        "TALKER",
+        _OMNI_3,
+        outputs=("codes", "hidden_states"),
+        modalities=(),
+    ),
+    FamilyRow(
+        "qwen3_omni.family", ("Qwen3OmniMoeCode2Wav",), "CODE2WAV", _OMNI_3, True, modalities=()
     ),
 )
 

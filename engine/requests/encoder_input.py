@@ -67,6 +67,7 @@ class MultiModalInput:
         rows_before: rows of the tower's output that lie in earlier pieces.
         rows_after: those that lie in later ones.
         whole: of a piece, what it is a piece of, with the tokens around it.
+        row_parts: how many times as wide as an embedding a row is.
     """
 
     modality: Modality
@@ -77,6 +78,7 @@ class MultiModalInput:
     rows_before: int = 0
     rows_after: int = 0
     whole: ContentSpan | None = None
+    row_parts: int = 1
 
     @property
     def num_rows(self) -> int:
@@ -346,11 +348,14 @@ class StreamedRows:
         return torch.cat([rows, self._filler.expand(stop - start - len(rows), -1)])
 
     def apply(self, embeds: Tensor, start: int) -> None:
-        """Turn token embeddings ``(n, width)`` of positions from ``start`` on into inputs."""
+        """Turn token embeddings ``(n, width)`` of positions from ``start`` on into inputs.
+
+        Where they are wider, rows are added to their last numbers.
+        """
         rows = self.cut(start, start + embeds.shape[0]).to(embeds.device)
         num_replaced = min(max(0, self.num_replaced - start), embeds.shape[0])
-        embeds[:num_replaced] = rows[:num_replaced]
-        embeds[num_replaced:] += rows[num_replaced:]
+        embeds[:num_replaced] = 0
+        embeds[:, -rows.shape[1] :] += rows
 
     def spans(self, start: int, stop: int) -> tuple[ContentSpan, ...]:
         """What keys the blocks in ``[start, stop)``, all of it known.

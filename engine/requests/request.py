@@ -37,6 +37,7 @@ from prefix_cache import (
     ContentSpan,
     EncoderBlocks,
     PrefixMiss,
+    content_hash,
     extend_block_hashes,
     partial_block_hash,
 )
@@ -97,6 +98,7 @@ class Request:
         alone_until: it shares no step before so many tokens are computed: a shared one failed.
         block_hashes: of the blocks whose tokens and rows are all known; extended on demand.
         prefix_miss: why no more of it was cached when it was first let in.
+        further_codes: of models of several codebooks, what was drawn with each generated token.
     """
 
     request_id: str
@@ -126,6 +128,7 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
     prefix_miss: PrefixMiss | None = None
+    further_codes: list[tuple[int, ...]] = field(default_factory=list)
     num_preemptions: int = 0
     times: RequestTimes = field(default_factory=RequestTimes)
 
@@ -201,9 +204,20 @@ class Request:
         self.alone_until = 0
         self.block_hashes.clear()
 
-    def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Take a sampled token."""
+    def codes_of(self, start: int, stop: int) -> list[tuple[int, ...]]:
+        """All codes of generated tokens in ``[start, stop)``; none of models of one codebook."""
+        first = self.num_prompt_tokens
+        further = self.further_codes[max(start - first, 0) : max(stop - first, 0)]
+        ids = self.token_ids[max(start, first) : stop]
+        return [(index, *codes) for index, codes in zip(ids, further, strict=False)]
+
+    def append(
+        self, token_id: int, logprobs: TokenLogprobs | None, codes: tuple[int, ...] = ()
+    ) -> None:
+        """Take a sampled token, and the codes that were drawn with it."""
         self.token_ids.append(token_id)
+        if codes:
+            self.further_codes.append(codes)
         self.sampling.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
@@ -214,11 +228,14 @@ class Request:
         if num_known - first < block_size:
             return
         rows = () if self.streamed_rows is None else self.streamed_rows.spans(first, num_known)
+        begin = max(first, self.num_prompt_tokens)
+        drawn = enumerate(self.codes_of(begin, num_known), begin)
+        codes = (ContentSpan("codes", at, 1, content_hash(torch.tensor(row))) for at, row in drawn)
         extend_block_hashes(
             self.block_hashes,
             self.token_ids if self.streamed_rows is None else self.token_ids[:num_known],
             block_size,
-            spans=(*self.spans, *rows),
+            spans=(*self.spans, *rows, *codes),
             salt=self.cache_salt,
         )
 

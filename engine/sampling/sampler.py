@@ -46,6 +46,7 @@ __all__ = [
     "apply_biases",
     "apply_masks",
     "apply_penalties",
+    "draw_code",
     "shape_distribution",
 ]
 
@@ -227,14 +228,18 @@ class SamplingState:
         if self.logits_processor is not None:
             self.logits_processor.apply(logits, self._generated)
 
-    def next_uniform(self) -> float:
+    def next_uniform(self, codebook: int = 0) -> float:
         """The number in ``(0, 1]`` that draws the next token; asking again gives it again.
+
+        Of several codebooks each has numbers of its own, the first those of other models' tokens.
 
         There is no stream to keep: a request that was preempted and computed again, or that runs
         beside other requests, meets the same number at the same position. Neighbouring seeds and
         positions are as independent as BLAKE2b can make them.
         """
         message = self._seed.to_bytes(8, "little") + self.num_generated.to_bytes(8, "little")
+        if codebook:
+            message += codebook.to_bytes(8, "little")
         digest = hashlib.blake2b(message, digest_size=8).digest()
         number = int.from_bytes(digest, "little") >> (64 - _UNIFORM_BITS)
         return (number + 1) * 2.0**-_UNIFORM_BITS
@@ -500,6 +505,29 @@ def draw(logits: Tensor, uniforms: Sequence[float]) -> Tensor:
     reached = logits.exp().cumsum(dim=-1)
     share = upload({"share": np.array(uniforms)}, logits.device)["share"][:, None]
     return torch.searchsorted(reached, share * reached[:, -1:]).squeeze(-1)
+
+
+def draw_code(
+    logits: Tensor, states: Sequence[SamplingState], params: SamplingParams, codebook: int
+) -> Tensor:
+    """Choose one code of a further codebook per row: the largest where tokens are greedy.
+
+    Args:
+        logits: ``(n, codes)``, left as they are.
+        params: by which codes are drawn where tokens are drawn.
+        codebook: 1 or more.
+
+    Returns:
+        ``(n,)`` int64 on the device of the logits.
+    """
+    codes = logits.argmax(dim=-1)
+    random = [row for row, state in enumerate(states) if state.params.temperature]
+    if random:
+        rows = _Rows.of(random, logits)
+        shaped = shape_distribution(rows.select(logits), [params] * len(random))
+        drawn = draw(shaped, [states[row].next_uniform(codebook) for row in random])
+        codes = rows.replace(codes, drawn.clamp(max=logits.shape[1] - 1))
+    return codes
 
 
 @dataclass(frozen=True, slots=True)

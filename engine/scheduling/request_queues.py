@@ -99,7 +99,7 @@ class EncoderCacheManager:
             if not item.overlaps(start, stop) or item in held:
                 continue
             if not self.cache.hold(item.content_hash):
-                nbytes = item.num_rows * self.row_bytes
+                nbytes = item.num_rows * item.row_parts * self.row_bytes
                 if not self.cache.has_room(nbytes) or not budget.allows(item.num_rows):
                     stop = max(start, item.offset)
                     break

@@ -40,6 +40,8 @@ __all__ = [
     "chat_template",
     "codec_vocabulary",
     "marker_ids",
+    "omni_tokenizer",
+    "save_processors",
     "spoken_ids",
 ]
 
@@ -254,7 +256,7 @@ _BENCHMARK: Mapping[str, Mapping[str, Any]] = {
 
 def build_qwen2_5_omni(directory: str | Path, *, benchmark: bool = False) -> Path:
     """Write a seeded Qwen2.5-Omni with its processors' files and two voices."""
-    tokenizer = _tokenizer()
+    tokenizer = omni_tokenizer()
     with quiet_config_log():
         config = _config(tokenizer, _BENCHMARK if benchmark else {})
         generator = torch.Generator().manual_seed(0)
@@ -265,14 +267,16 @@ def build_qwen2_5_omni(directory: str | Path, *, benchmark: bool = False) -> Pat
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     with quiet_config_log():
         path = save_checkpoint(directory, model, tokenizer)
-    _save_processors(path, model.thinker.config.audio_config.num_mel_bins)
+    num_mel_bins = model.thinker.config.audio_config.num_mel_bins
+    save_processors(path, num_mel_bins, "Qwen2_5OmniProcessor")
     _save_speakers(path, model.token2wav.config.dit_config, tokenizer, generator)
     return path
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def omni_tokenizer(vocab_size: int = 768) -> PreTrainedTokenizerFast:
+    """A tokenizer with the signs that the family's prompts are made of, and its template."""
     tokenizer = byte_level_tokenizer(
-        768,
+        vocab_size,
         OMNI_SPECIALS,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
@@ -317,13 +321,13 @@ def _initialise(name: str, parameter: nn.Parameter, generator: torch.Generator) 
         parameter.normal_(0.0, _VOCODER_GAIN * fan_in**-0.5, generator=generator)
 
 
-def _save_processors(path: Path, num_mel_bins: int) -> None:
+def save_processors(path: Path, num_mel_bins: int, processor_class: str) -> None:
     """Image processor and feature extractor share a file, as in published checkpoints."""
     image = Qwen2VLImageProcessorPil(
         patch_size=14, temporal_patch_size=2, merge_size=2, min_pixels=28**2, max_pixels=16 * 28**2
     )
     audio = WhisperFeatureExtractor(feature_size=num_mel_bins, chunk_length=30)
-    both = image.to_dict() | audio.to_dict() | {"processor_class": "Qwen2_5OmniProcessor"}
+    both = image.to_dict() | audio.to_dict() | {"processor_class": processor_class}
     (path / "preprocessor_config.json").write_text(json.dumps(both, indent=2, default=str))
     video = {"fps": 2.0, "min_frames": 4, "max_frames": 768}
     video |= {"min_pixels": image.size["shortest_edge"], "max_pixels": image.size["longest_edge"]}

@@ -11,6 +11,7 @@ Both work on a source's whole output and on its chunks alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine import CodecPrompt, FinishReason, SpeechPrompt
@@ -20,7 +21,7 @@ from stages.transforms.registry import chunkable, register_transform, requires
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["talker_to_code2wav", "thinker_to_talker"]
+__all__ = ["rows_of", "talker_to_code2wav", "thinker_to_talker"]
 
 _THINKER_TENSORS = ("hidden_states", "token_embeds", "position_ids")
 """What a thinker has to hand on to a talker."""
@@ -39,7 +40,7 @@ def thinker_to_talker(context: TransformContext) -> SpeechPrompt:
         ValueError: there is not one source, or it did not hand on what is declared, of one length.
     """
     (thinker,) = context.sources
-    hidden_states, token_embeds, position_ids = _rows_of(thinker)
+    hidden_states, token_embeds, position_ids = rows_of(thinker, _THINKER_TENSORS)
     rows = hidden_states + token_embeds
     num_prompt_rows = max(thinker.num_prompt_tokens - context.first_row, 0)
     return SpeechPrompt(
@@ -72,12 +73,13 @@ def talker_to_code2wav(context: TransformContext) -> CodecPrompt:
     )
 
 
-def _rows_of(thinker: StageOutput) -> list[Tensor]:
-    tensors = [thinker.tensors[name] for name in _THINKER_TENSORS]
+def rows_of(thinker: StageOutput, names: Sequence[str]) -> list[Tensor]:
+    """Tensors of one length that a thinker hands on; ``ValueError`` if they are not of one."""
+    tensors = [thinker.tensors[name] for name in names]
     lengths = [tensor.shape[0] for tensor in tensors]
     if len(set(lengths)) > 1:
         raise ValueError(
-            f"stage {thinker.stage!r} handed on {lengths} rows of {', '.join(_THINKER_TENSORS)}; "
+            f"stage {thinker.stage!r} handed on {lengths} rows of {', '.join(names)}; "
             "they must be as many of each"
         )
     return tensors

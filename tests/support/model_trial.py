@@ -105,6 +105,14 @@ TRIALS: Mapping[str, Trial] = {
     "llava": Trial("llava", prompt=_picture),
     "qwen2_5_vl": Trial("qwen2_5_vl", prompt=_picture),
     "thinker": Trial("qwen2_5_omni", "thinker", prompt=_picture),
+    "qwen3 thinker": Trial("qwen3_omni", "thinker", prompt=_picture),
+    "qwen3 talker": Trial("qwen3_omni", "talker", prompt=None),
+    "qwen3 code2wav": Trial(
+        "qwen3_omni",
+        "code2wav",
+        prompt=lambda: CodecPrompt(((1, 2, 3, 4), (5, 6, 7, 8))),
+        kind="generator",
+    ),
     "talker": Trial("qwen2_5_omni", "talker", prompt=None),
     "code2wav": Trial(
         "qwen2_5_omni", "code2wav", prompt=lambda: CodecPrompt((1, 2, 3, 4)), kind="generator"

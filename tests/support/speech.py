@@ -53,6 +53,7 @@ def cut(prompt: SpeechPrompt, sizes: Sequence[int]) -> list[SpeechPrompt]:
                 prompt.positions if is_first else None,
                 prompt.speaker,
                 is_last=num_cut >= prompt.reply_rows.shape[0],
+                prompt_ids=prompt.prompt_ids if is_first else (),
             )
         )
     return chunks

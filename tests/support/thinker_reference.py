@@ -15,11 +15,19 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoFeatureExtractor,
     AutoImageProcessor,
     AutoTokenizer,
     Qwen2_5OmniForConditionalGeneration,
     Qwen2_5OmniProcessor,
+)
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeForConditionalGeneration,
+)
+from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
+    Qwen3OmniMoeProcessor,
+    _get_feat_extract_output_lengths,
 )
 
 from engine import ChatPrompt, VideoFeatures
@@ -109,8 +117,9 @@ class ThinkerAnswer:
     token_ids: list[int]
     margins: list[float]
     hidden_states: Tensor
-    token_embeds: Tensor
     position_ids: Tensor
+    token_embeds: Tensor | None = None
+    speech_rows: Tensor | None = None
 
 
 class _NoVideos:
@@ -120,11 +129,25 @@ class _NoVideos:
     merge_size = 2
 
 
-class _Processor(Qwen2_5OmniProcessor):  # type: ignore[misc]
+class _Lenient:
     def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
         if name == "video_processor":
             return type(argument)
-        return super().check_argument_for_proper_class(name, argument)
+        return super().check_argument_for_proper_class(name, argument)  # type: ignore[misc]
+
+
+class _Processor(_Lenient, Qwen2_5OmniProcessor):  # type: ignore[misc]
+    pass
+
+
+class _Processor3(_Lenient, Qwen3OmniMoeProcessor):  # type: ignore[misc]
+    pass
+
+
+_FAMILIES: dict[str, tuple[Any, Any]] = {
+    "qwen2_5_omni": (Qwen2_5OmniForConditionalGeneration, _Processor),
+    "qwen3_omni_moe": (Qwen3OmniMoeForConditionalGeneration, _Processor3),
+}
 
 
 class ThinkerReference:
@@ -132,10 +155,13 @@ class ThinkerReference:
 
     def __init__(self, folder: str) -> None:
         with quiet_config_log():
-            whole = Qwen2_5OmniForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-        self.model = whole.thinker.eval()
+            self.family = AutoConfig.from_pretrained(folder).model_type
+            model_class, processor_class = _FAMILIES[self.family]
+            whole = model_class.from_pretrained(folder, dtype=torch.float32)
+        self.whole = whole.eval()
+        self.model = whole.thinker
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.processor = _Processor(
+        self.processor = processor_class(
             AutoImageProcessor.from_pretrained(folder, backend="pil"),
             _NoVideos(),
             AutoFeatureExtractor.from_pretrained(folder),
@@ -192,13 +218,18 @@ class ThinkerReference:
         text = self.processor.replace_video_with_audio_token(
             {"video_grid_thw": [grid], "video_second_per_grid": [video.second_per_grid]},
             0,
-            {"num_audio_tokens": (((lengths - 1) // 2 - 1) // 2 + 1).numpy()},
+            {"num_audio_tokens": self._num_rows(lengths).numpy()},
             0,
             position_id_per_seconds=self.model.config.position_id_per_seconds,
-            seconds_per_chunk=self.model.config.seconds_per_chunk,
+            seconds_per_chunk=getattr(self.model.config, "seconds_per_chunk", None),
         )
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+    def _num_rows(self, lengths: Tensor) -> Tensor:
+        if self.family == "qwen2_5_omni":
+            return ((lengths - 1) // 2 - 1) // 2 + 1
+        return _get_feat_extract_output_lengths(lengths)
 
     def _sounds(self, talk: Talk) -> dict[str, Any]:
         """All sounds in the order of their places, alone or in a video."""
@@ -213,7 +244,7 @@ class ThinkerReference:
         output = self.processor.feature_extractor(
             sounds,
             sampling_rate=RATE,
-            padding="max_length",
+            padding="max_length" if self.family == "qwen2_5_omni" else True,
             return_attention_mask=True,
             return_tensors="pt",
         )
@@ -242,16 +273,25 @@ class ThinkerReference:
         ids = out.sequences[:, :-1]
         inputs["attention_mask"] = torch.ones_like(ids)
         self.model.model.rope_deltas = None
-        rows = self.model.model(input_ids=ids, **inputs, use_cache=False).last_hidden_state[0]
+        passed = self.model.model(
+            input_ids=ids, **inputs, use_cache=False, output_hidden_states=True
+        )
         embeds = self.model.get_input_embeddings()(ids[0])
-        embeds[torch.isin(ids[0], torch.tensor(self.placeholders))] = 0
+        shows = torch.isin(ids[0], torch.tensor(self.placeholders))
+        if self.family == "qwen2_5_omni":
+            embeds[shows] = 0
+            handed_on = {"token_embeds": embeds}
+        else:
+            layer = self.whole.config.talker_config.accept_hidden_layer
+            embeds[shows] = passed.hidden_states[layer][0, shows]
+            handed_on = {"speech_rows": embeds}
         return ThinkerAnswer(
             prompt[0].tolist(),
             out.sequences[0, prompt.shape[1] :].tolist(),
             [first - second for first, second in tops],
-            rows,
-            embeds,
+            passed.last_hidden_state[0],
             self._places(ids, inputs),
+            **handed_on,
         )
 
     def _places(self, ids: Tensor, inputs: dict[str, Any]) -> Tensor:

@@ -38,7 +38,14 @@ from engine.interface.prompts import Prompt, SpeechPrompt
 from engine.requests.encoder_input import PromptPositions, StreamedRows, position_spans
 from engine.requests.request import Request
 
-__all__ = ["SPEAKERS_FILE", "Speaker", "Speakers", "SpeechPromptProcessor", "load_speakers"]
+__all__ = [
+    "SPEAKERS_FILE",
+    "Speaker",
+    "Speakers",
+    "SpeechPromptProcessor",
+    "check_positions",
+    "load_speakers",
+]
 
 _TEXT_EMBEDDING = "thinker.model.embed_tokens.weight"
 _NUM_AXES = 3
@@ -81,16 +88,8 @@ class SpeechPromptProcessor(PromptProcessor):
 
     def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
         """Lay out a prompt, or the first chunk of one."""
-        refuse_items(prompt)
-        if not isinstance(prompt, SpeechPrompt):
-            raise ValueError(
-                f"a talker reads the rows of a thinker, a SpeechPrompt; got {type(prompt).__name__}"
-            )
-        rows = self._check(prompt.prompt_rows, "prompt_rows")
-        reply = self._check(prompt.reply_rows, "reply_rows")
+        prompt, rows, reply = self._read(prompt)
         num_rows = rows.shape[0]
-        if num_rows == 0:
-            raise ValueError("the prompt is empty: prompt_rows needs at least one row")
         speaker = self._speakers.get(prompt.speaker)
         start = torch.cat([rows, self._speaker_rows[speaker.name], reply])
         streamed_rows = StreamedRows(start, num_replaced=num_rows)
@@ -103,6 +102,19 @@ class SpeechPromptProcessor(PromptProcessor):
             positions=positions,
             streamed_rows=streamed_rows,
         )
+
+    def _read(self, prompt: Prompt) -> tuple[SpeechPrompt, Tensor, Tensor]:
+        """A prompt, or the first chunk of one, and its checked rows."""
+        refuse_items(prompt)
+        if not isinstance(prompt, SpeechPrompt):
+            raise ValueError(
+                f"a talker reads the rows of a thinker, a SpeechPrompt; got {type(prompt).__name__}"
+            )
+        rows = self._check(prompt.prompt_rows, "prompt_rows")
+        reply = self._check(prompt.reply_rows, "reply_rows")
+        if not len(rows):
+            raise ValueError("the prompt is empty: prompt_rows needs at least one row")
+        return prompt, rows, reply
 
     def extend(self, request: Request, prompt: Prompt) -> None:
         """Take a later chunk. Its speaker counts for nothing: the first chunk's speaks."""
@@ -131,9 +143,8 @@ class SpeechPromptProcessor(PromptProcessor):
         return check_rows(rows, name, width, dtype).cpu()
 
 
-def _positions(table: object, num_rows: int) -> PromptPositions | None:
-    if table is None:
-        return None
+def check_positions(table: object, num_rows: int) -> Tensor:
+    """Places of a speech prompt's rows, ``(3, num_rows)`` on the CPU; ``ValueError`` if not."""
     if not isinstance(table, Tensor) or table.dtype != torch.int64:
         kind = table.dtype if isinstance(table, Tensor) else type(table).__name__
         raise ValueError(f"positions must be an int64 tensor, got {kind}")
@@ -145,6 +156,13 @@ def _positions(table: object, num_rows: int) -> PromptPositions | None:
     table = table.cpu()
     if int(table.min()) < 0:
         raise ValueError(f"positions must not be negative, got {int(table.min())}")
+    return table
+
+
+def _positions(table: object, num_rows: int) -> PromptPositions | None:
+    if table is None:
+        return None
+    table = check_positions(table, num_rows)
     if torch.equal(table, torch.arange(num_rows).expand_as(table)):
         return None
     follow = table[:, -1].max() + torch.arange(1, _NUM_FOLLOWING + 1)

@@ -45,6 +45,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,7 +147,12 @@ class ImageTower(ItemTower):
         values = torch.cat([item.features[pixels] for item in inputs])
         grids = torch.stack([item.features[grid].flatten() for item in inputs])
         output = self.module(values.to(device, self.module.dtype), grid_thw=grids.to(device))
-        return list(output.pooler_output.split([item.num_rows for item in inputs]))
+        return list(self.rows_of(output).split([item.num_rows for item in inputs]))
+
+    def rows_of(self, output: Any) -> Tensor:
+        """The rows of all items, of what transformers' tower gives."""
+        rows: Tensor = output.pooler_output
+        return rows
 
 
 class VideoTower(ImageTower):
@@ -181,15 +187,20 @@ class VideoTower(ImageTower):
 
 
 class MultiAxisModel(MultiModalModel):
-    """A decoder with three numbers to a place; see the module's note."""
+    """A decoder with three numbers to a place; see the module's note.
+
+    Attributes:
+        pair_step: how far the tokens around a video with its sound lie from their neighbours.
+    """
 
     num_position_axes = MultiAxisRotaryEmbedding.num_axes
+    pair_step = 0
 
     def position_ids(
         self, prompt_ids: Sequence[int], multimodal_inputs: Sequence[MultiModalInput]
     ) -> Tensor | None:
         """``(3, len(prompt_ids))`` places; see :meth:`MultiModalModel.position_ids`."""
-        steps = _steps(len(prompt_ids), multimodal_inputs)
+        steps = _steps(len(prompt_ids), multimodal_inputs, self.pair_step)
         table = torch.empty(self.num_position_axes, len(prompt_ids), dtype=torch.int64)
         begin = place = done = 0
         whole: ContentSpan | None = None
@@ -205,13 +216,13 @@ class MultiAxisModel(MultiModalModel):
         return None if bool((table == torch.arange(len(prompt_ids))).all()) else table
 
 
-def _steps(num_tokens: int, multimodal_inputs: Sequence[MultiModalInput]) -> Tensor:
-    """How far each token of text lies from the one before it, ``(num_tokens,)``: 1, or 0."""
+def _steps(num_tokens: int, multimodal_inputs: Sequence[MultiModalInput], pair_step: int) -> Tensor:
+    """How far each token of text lies from the one before it, ``(num_tokens,)``."""
     steps = torch.ones(num_tokens, dtype=torch.int64)
     for item in multimodal_inputs:
         if item.whole is not None:
-            steps[item.whole.offset] = 0
-            steps[item.whole.end : item.whole.end + 1] = 0
+            steps[item.whole.offset] = pair_step
+            steps[item.whole.end : item.whole.end + 1] = pair_step
     return steps
 
 

@@ -16,6 +16,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeCode2Wav,
+    Qwen3OmniMoeForConditionalGeneration,
+)
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.models.base import ModelSettings
@@ -116,3 +121,73 @@ def test_every_weight_of_a_published_decoder_has_its_place(hub_id: str, tmp_path
     config.architectures = [type(theirs).__name__]
     stored = published(theirs)
     assert placed(Checkpoint(indexed(tmp_path, stored), config, None)) == stored
+
+
+# Qwen/Qwen3-Omni-30B-A3B-Instruct
+EXPERTS: Mapping[str, Any] = {"num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}
+QWEN3_OMNI: Mapping[str, Any] = {
+    "thinker_config": {
+        "text_config": {
+            **EXPERTS,
+            "vocab_size": 152_064,
+            "hidden_size": 2048,
+            "intermediate_size": 768,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 65_536,
+        },
+        "vision_config": {"out_hidden_size": 2048},
+        "audio_config": {"output_dim": 2048},
+        "vision_start_token_id": 151_652,
+        "audio_start_token_id": 151_669,
+        "audio_end_token_id": 151_670,
+        "audio_token_id": 151_675,
+        "position_id_per_seconds": 13,
+    },
+    "talker_config": {
+        "text_config": {
+            **EXPERTS,
+            "num_experts_per_tok": 6,
+            "shared_expert_intermediate_size": 768,
+        },
+        "code_predictor_config": {"num_code_groups": 16},
+        "num_code_groups": 16,
+        "spatial_merge_size": 2,
+        "accept_hidden_layer": 24,
+        "speaker_id": {"chelsie": 2301, "ethan": 2302, "aiden": 2303},
+    },
+    "code2wav_config": {},
+}
+
+
+@pytest.fixture(scope="module")
+def whole() -> tuple[PreTrainedConfig, dict[str, tuple[int, ...]]]:
+    """Qwen3-Omni's config, and what its files hold."""
+    config = Qwen3OmniMoeConfig(**QWEN3_OMNI)
+    with META:
+        model = Qwen3OmniMoeForConditionalGeneration(config)
+    return config, published(model)
+
+
+@pytest.mark.parametrize("part", ["thinker", "talker", "code2wav"])
+def test_every_weight_of_the_published_omni_has_its_place(
+    part: str, whole: tuple[Any, dict[str, tuple[int, ...]]], tmp_path: Path
+) -> None:
+    config, stored = whole
+    config.save_pretrained(indexed(tmp_path, stored))
+    found = next(each for each in FAMILIES.parts_of(config.to_dict()) if each.name == part)
+    checkpoint = Checkpoint(tmp_path, getattr(config, found.config_name), None, found)
+    mine = {
+        name.removeprefix(found.prefix): shape
+        for name, shape in stored.items()
+        if name.startswith(found.prefix)
+    }
+    if part == "code2wav":
+        with META:
+            network = Qwen3OmniMoeCode2Wav(checkpoint.config)
+        assert shapes(network.state_dict()) == mine
+    else:
+        assert placed(checkpoint) == mine
+    assert {name.split(".")[0] for name in stored} == {"thinker", "talker", "code2wav"}

@@ -1,0 +1,173 @@
+"""What a talker reads: a thinker's rows of users' turns and of its reply, laid beside codes.
+
+Turns are told apart by the sign that begins them and the role behind it; the system's and earlier
+replies are left out. With the reply ``r``, and E a token of the thinker's vocabulary, embedded::
+
+    row    users' turns | <start> assistant \\n | E(tts pad) x 4 ............... | E(tts bos) | s[0]
+    code       -        |          -           | no think, think, /think, voice | pad        | bos
+
+    then s[1], s[2], ... beside the codes that are drawn;   s = r[0] ... r[last], E(tts end),
+                                                                E(tts pad), E(tts pad), ...
+
+Places of users' turns are those that they have in the thinker's prompt, moved together.
+
+Source: ``Qwen3OmniMoeForConditionalGeneration.generate`` of transformers, whose result this is.
+There the reply of a single token, which has no rows, raises; here it is s without any r. Places of
+a video with its own sound are the thinker's here; there the talker is not told of the sound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.checkpoints.config_file import read_config_file
+from engine.inputs.prompt_processor import PromptContent, PromptSources
+from engine.inputs.prompt_tokens import check_rows
+from engine.interface.prompts import Prompt
+from engine.models.qwen2_5_omni.speakers import SpeechPromptProcessor, check_positions
+from engine.requests.encoder_input import PromptPositions, StreamedRows, position_spans
+
+__all__ = ["Qwen3SpeechPrompts", "speakers_of"]
+
+_TEXT_EMBEDDING = "thinker.model.embed_tokens.weight"
+_NUM_AXES = 3
+# Tokens of the last turn that begin it: its sign, the role, the end of the line.
+_NUM_OPENING = 3
+# Of codes that stand for a speech model's thoughts, and before them none.
+_NUM_SIGNS = 6
+_NUM_OTHER_CODES = 1024
+"""The last ids of a talker's vocabulary, none of them codes of sound, as transformers has it."""
+
+_PREFERRED = "ethan"
+
+
+def speakers_of(path: Path) -> tuple[str, ...]:
+    """Names of a checkpoint's voices, as people write them."""
+    talker: Any = read_config_file(path).get("talker_config")
+    voices = talker.get("speaker_id") if isinstance(talker, dict) else None
+    return tuple(name.capitalize() for name in voices or ())
+
+
+class Qwen3SpeechPrompts(SpeechPromptProcessor):
+    """Lays out speech prompts; of the thinker's weights it reads three rows.
+
+    Raises:
+        ValueError: the checkpoint has no voices, or not these rows.
+    """
+
+    def __init__(self, sources: PromptSources) -> None:
+        checkpoint = sources.checkpoint
+        config, whole = checkpoint.config, checkpoint.whole_config
+        self._whole: Any = whole
+        self._voices: dict[str, int] = dict(config.speaker_id or {})
+        if not self._voices:
+            raise ValueError(f"{checkpoint.path}: talker_config names no voices in speaker_id")
+        self.speakers = tuple(name.capitalize() for name in self._voices)
+        token_ids = [whole.tts_bos_token_id, whole.tts_eos_token_id, whole.tts_pad_token_id]
+        rows = check_rows(
+            checkpoint.rows_of_whole(_TEXT_EMBEDDING, token_ids),
+            _TEXT_EMBEDDING,
+            config.thinker_hidden_size,
+            sources.limits.dtype,
+        )
+        self._begin_row, self._end_row, self._pad_row = _words(rows).split(1)
+        self._shown_ids = torch.tensor(
+            [config.audio_token_id, config.image_token_id, config.video_token_id]
+        )
+        self._signs = (
+            config.codec_nothink_id,
+            config.codec_think_bos_id,
+            config.codec_think_eos_id,
+        )
+        self._pad, self._bos = config.codec_pad_id, config.codec_bos_id
+        self._block_size = sources.limits.block_size
+        end, size = config.codec_eos_token_id, config.text_config.vocab_size
+        self.stop_token_ids = frozenset({end})
+        self.suppress_token_ids = tuple(
+            index for index in range(max(size - _NUM_OTHER_CODES, 0), size) if index != end
+        )
+
+    def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
+        """Lay out a prompt, or the first chunk of one."""
+        prompt, rows, reply = self._read(prompt)
+        ids = torch.tensor(prompt.prompt_ids, dtype=torch.int64)
+        if len(ids) != len(rows):
+            raise ValueError(f"prompt_ids must be {len(rows)}, one for each row, got {len(ids)}")
+        kept, opening = self._turns(ids)
+        rows[:, -1] = torch.isin(ids, self._shown_ids)
+        head = rows[torch.cat((kept, opening))]
+        start = torch.cat((head, self._pad_row.expand(4, -1), self._begin_row, reply), dim=0)
+        streamed_rows = StreamedRows(start, num_replaced=len(head))
+        if prompt.is_last:
+            self._end(streamed_rows)
+        positions = self._positions(prompt.positions, kept, len(rows))
+        codes = [self._pad] * len(head)
+        codes += [*self._signs, self._voice(prompt.speaker), self._pad, self._bos]
+        return PromptContent(
+            codes,
+            () if positions is None else position_spans(positions, self._block_size),
+            positions=positions,
+            streamed_rows=streamed_rows,
+        )
+
+    def _check(self, rows: object, name: str) -> Tensor:
+        width, dtype = self._pad_row.shape[1] - 1, self._pad_row.dtype
+        return _words(check_rows(rows, name, width, dtype).cpu())
+
+    def _voice(self, name: str | None) -> int:
+        if name is None:
+            name = _PREFERRED if _PREFERRED in self._voices else next(iter(self._voices))
+        if name.lower() not in self._voices:
+            names = [each.capitalize() for each in self._voices]
+            close = get_close_matches(name.capitalize(), names, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ValueError(
+                f"unknown speaker {name!r}{hint}; this checkpoint has {', '.join(names)}"
+            )
+        return self._voices[name.lower()]
+
+    def _turns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Places of users' turns, and those that begin the reply."""
+        starts = ids == self._whole.im_start_token_id
+        number = starts.cumsum(0) - 1
+        begins = starts.nonzero().flatten()
+        roles = ids[(begins + 1).clamp(max=len(ids) - 1)]
+        replies = begins[roles == self._whole.assistant_token_id]
+        if not len(replies):
+            raise ValueError("the prompt has no assistant's turn to speak: use the chat template")
+        is_user = (roles == self._whole.user_token_id)[number.clamp(min=0)] & (number >= 0)
+        opening = torch.arange(int(replies[-1]), len(ids))
+        if len(opening) != _NUM_OPENING:
+            raise ValueError(
+                f"the reply must begin {_NUM_OPENING} tokens behind the assistant's sign, as the "
+                f"chat template has it; here it is {len(opening)}"
+            )
+        return is_user.nonzero().flatten(), opening
+
+    def _positions(self, table: object, kept: Tensor, num_rows: int) -> PromptPositions | None:
+        if table is None or not len(kept):
+            return None
+        table, moved, place = check_positions(table, num_rows), [], 0
+        ends = (kept.diff() != 1).nonzero().flatten() + 1
+        for turn in kept.tensor_split(ends):
+            # A turn begins with text, whose place is one number.
+            moved.append(table[:, turn] - table[0, turn[0]] + place)
+            place = int(moved[-1][:, -1].max()) + 1
+        placed = torch.cat(moved, dim=1)
+        follow = place + torch.arange(_NUM_OPENING + _NUM_SIGNS)
+        placed = torch.cat((placed, follow.expand(_NUM_AXES, -1)), dim=1)
+        if torch.equal(placed, torch.arange(placed.shape[1]).expand_as(placed)):
+            return None
+        result = PromptPositions.of(placed)
+        return replace(result, shift=result.largest + 1 - placed.shape[1])
+
+
+def _words(rows: Tensor) -> Tensor:
+    """Rows of words: their last number says that they show nothing."""
+    return torch.nn.functional.pad(rows, (0, 1))

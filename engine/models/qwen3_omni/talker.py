@@ -1,0 +1,258 @@
+"""Qwen3-Omni's talker: experts over codes of several codebooks, beside the rows of its thinker.
+
+::
+
+    codec embedding (of all codes of a token) + projection of the thinker's row ──► layers ──► head
+                                                                                      │         │
+    code predictor: [ the token's row ][ first code ][ second ] ... ──► the next  ◄───┴─────────┘
+
+The first code is sampled as tokens are; a small decoder draws the others from the row that it was
+sampled from, one after the other, in the same step. It sees nothing but this token, so it keeps
+nothing from step to step.
+
+Rows of words and of what is seen or heard are projected by matrices of their own. Which one it is
+stands behind a row, in a number of its own: 0 or 1.
+
+Source: Xu et al., "Qwen3-Omni Technical Report", 2025; transformers' ``qwen3_omni_moe``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from engine.attention.layer import AttentionStep
+from engine.checkpoints.config_file import activation_of
+from engine.checkpoints.quantized_weight import Target
+from engine.interface.sampling_params import SamplingParams
+from engine.layers import HeadNorm, Linear, MultiAxisRotaryEmbedding, RotaryEmbedding
+from engine.models.base import ModelSettings
+from engine.models.decoders.decoder import (
+    DecoderConfig,
+    DecoderModel,
+    build_mlp,
+    build_norm,
+    build_rotary,
+)
+from engine.models.decoders.qwen3 import qwen3_config
+from engine.models.decoders.qwen3_moe import qwen3_moe_config
+from engine.models.qwen3_vl.deepstack import build_interleaved_rotary
+
+__all__ = ["CodePredictor", "Qwen3OmniTalker"]
+
+
+class PredictorLayer(nn.Module):
+    """Attention and MLP over the few codes of one token, for all tokens of a step together."""
+
+    def __init__(self, config: DecoderConfig, settings: ModelSettings) -> None:
+        super().__init__()
+        hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
+        self.head_dim, self.counts = config.head_dim, (heads, kv_heads, kv_heads)
+        self.scale, self.ops, options = (
+            config.attention_scale,
+            settings.ops,
+            settings.tensor_options,
+        )
+        names = ("q_proj", "k_proj", "v_proj")
+        parts = {
+            name: count * config.head_dim for name, count in zip(names, self.counts, strict=True)
+        }
+        self.qkv = Linear(hidden, parts, bias=config.qkv_bias, **options)
+        self.output = Linear(
+            heads * config.head_dim, {"o_proj": hidden}, bias=config.output_bias, **options
+        )
+        self.head_norm = HeadNorm(heads, kv_heads, config.head_dim, config.rms_norm_eps, **options)
+        self.mlp = build_mlp(config, settings)
+        self.input_norm, self.mlp_norm = build_norm(config, settings), build_norm(config, settings)
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        for module in (self.qkv, self.head_norm, self.output):
+            yield from module.targets(f"{prefix}self_attn.")
+        yield from self.mlp.targets(f"{prefix}mlp.")
+        yield f"{prefix}input_layernorm.weight", self.input_norm.weight.data
+        yield f"{prefix}post_attention_layernorm.weight", self.mlp_norm.weight.data
+
+    def forward(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Run over ``(n, places, hidden_size)``, which follow on the past's places.
+
+        Returns:
+            The same shape, and keys and values ``(n, heads, places, head_dim)`` of all places.
+        """
+        n, places, _ = x.shape
+        residual = x.flatten(0, 1)
+        qkv = self.qkv(self.input_norm(residual)).view(n * places, -1, self.head_dim)
+        query, key, value = qkv.split(self.counts, dim=1)
+        heads = self.head_norm(torch.cat((query, key), dim=1))
+        self.ops.rotate(heads, *rotation)
+        heads = torch.cat((heads, value), dim=1).unflatten(0, (n, places)).transpose(1, 2)
+        query, key, value = heads.split(self.counts, dim=1)
+        if past is not None:
+            key, value = torch.cat((past[0], key), dim=2), torch.cat((past[1], value), dim=2)
+        attended = F.scaled_dot_product_attention(
+            query, key, value, is_causal=past is None, scale=self.scale, enable_gqa=True
+        )
+        residual = residual + self.output(attended.transpose(1, 2).reshape(n * places, -1))
+        residual = residual + self.mlp(self.mlp_norm(residual))
+        return residual.view_as(x), (key, value)
+
+
+class CodePredictor(nn.Module):
+    """Draws the codes behind the first, of each token by itself; see the module's note."""
+
+    def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
+        super().__init__()
+        decoder, options = qwen3_config(config), settings.tensor_options
+        self.num_further: int = config.num_code_groups - 1
+        short = replace(settings, max_model_len=config.num_code_groups + 1)
+        self.rotary: RotaryEmbedding = build_rotary(config, short)
+        layers = [PredictorLayer(decoder, settings) for _ in decoder.layers]
+        self.layers, self._layers = nn.ModuleList(layers), layers
+        self.norm = build_norm(decoder, settings)
+        shape = (self.num_further, decoder.vocab_size, decoder.hidden_size)
+        self.embedding = nn.Parameter(torch.empty(shape, **options), requires_grad=False)
+        heads = [
+            Linear(decoder.hidden_size, {f"lm_head.{index}": decoder.vocab_size}, **options)
+            for index in range(self.num_further)
+        ]
+        self.heads, self._heads = nn.ModuleList(heads), heads
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        for index, layer in enumerate(self._layers):
+            yield from layer.targets(f"{prefix}model.layers.{index}.")
+        yield f"{prefix}model.norm.weight", self.norm.weight.data
+        for index, head in enumerate(self._heads):
+            yield f"{prefix}model.codec_embedding.{index}.weight", self.embedding.data[index]
+            yield from head.targets(prefix)
+
+    def forward(
+        self, rows: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]
+    ) -> Tensor:
+        """Draw ``(n, num_further)`` codes.
+
+        Args:
+            rows: ``(n, hidden_size)`` that the first codes were chosen from.
+            first: ``(n, hidden_size)`` embeddings of these.
+            choose: see :meth:`CausalModel.draw_codes`.
+        """
+        x, begin = torch.stack((rows, first), dim=1), 0
+        past: list[tuple[Tensor, Tensor] | None] = [None] * len(self._layers)
+        drawn = []
+        for index, head in enumerate(self._heads):
+            places = torch.arange(begin, begin + x.shape[1], device=x.device).repeat(len(x))
+            rotation = self.rotary(places)
+            begin += x.shape[1]
+            for number, layer in enumerate(self._layers):
+                x, past[number] = layer(x, rotation, past[number])
+            logits: Tensor = head(self.norm(x[:, -1].contiguous()))
+            drawn.append(choose(logits.float(), index + 1))
+            x = self.embedding[index, drawn[-1]].unsqueeze(1)
+        return torch.stack(drawn, dim=1)
+
+    def embed(self, codes: Tensor) -> Tensor:
+        """Sums of the embeddings of further codes ``(n, num_further)``: ``(n, hidden_size)``."""
+        places = torch.arange(self.num_further, device=codes.device)
+        return self.embedding[places, codes].sum(dim=1)
+
+
+class RowProjection(nn.Module):
+    """Rows of the thinker, ``(n, thinker_hidden_size)``, to rows of the talker."""
+
+    def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
+        super().__init__()
+        text, options = config.text_config, settings.tensor_options
+        width = {"linear_fc1": text.intermediate_size}
+        self.opened = Linear(config.thinker_hidden_size, width, bias=True, **options)
+        width = {"linear_fc2": text.hidden_size}
+        self.closed = Linear(text.intermediate_size, width, bias=True, **options)
+        self.activation = activation_of(text.hidden_act)
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        yield from self.opened.targets(prefix)
+        yield from self.closed.targets(prefix)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """``(n, hidden_size)``."""
+        projected: Tensor = self.closed(self.activation(self.opened(rows)))
+        return projected
+
+
+class Qwen3OmniTalker(DecoderModel):
+    """A decoder whose inputs are embeddings of codes beside rows; see the module's note.
+
+    Raises:
+        ValueError: the config asks for something that is not supported.
+    """
+
+    head_name = "codec_head"
+    num_position_axes = MultiAxisRotaryEmbedding.num_axes
+    code_sampling = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
+
+    def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
+        text = config.text_config
+        decoder = qwen3_moe_config(text, text.shared_expert_intermediate_size)
+        rotary = build_interleaved_rotary(text, settings)
+        super().__init__(decoder.for_length(settings.max_model_len), [rotary], settings)
+        self.row_width: int = config.thinker_hidden_size + 1
+        self.predictor = CodePredictor(config.code_predictor_config, settings)
+        self.num_codebooks: int = config.num_code_groups
+        if self.num_codebooks != self.predictor.num_further + 1:
+            raise ValueError(
+                f"num_code_groups is {config.num_code_groups}, and the code predictor's "
+                f"{self.predictor.num_further + 1}"
+            )
+
+        self.text_projection = RowProjection(config, settings)
+        self.hidden_projection = RowProjection(config, settings)
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
+        for name, target in super().targets("model."):
+            yield name.replace("embed_tokens", "codec_embedding"), target
+        yield from self.text_projection.targets("text_projection.")
+        yield from self.hidden_projection.targets("hidden_projection.")
+        yield from self.predictor.targets("code_predictor.")
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Codes ``(n,)`` to ``(n, hidden_size + row_width)``, with room for a row behind each."""
+        return F.pad(super().embed(input_ids), (0, self.row_width))
+
+    def add_codes(self, embeds: Tensor, codes: Tensor) -> None:
+        """See :meth:`CausalModel.add_codes`."""
+        further = codes[:, 1:]
+        if int(further.max()) < 0:
+            return
+        has_codes = further[:, :1] >= 0
+        added = self.predictor.embed(further.clamp(min=0))
+        embeds[:, : self.hidden_size] += added.masked_fill(~has_codes, 0)
+
+    def draw_codes(
+        self, hidden_states: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]
+    ) -> Tensor:
+        """See :meth:`CausalModel.draw_codes`."""
+        embeds = super().embed(first)
+        codes: Tensor = self.predictor(hidden_states, embeds, choose)
+        return codes
+
+    def forward(
+        self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
+    ) -> dict[str, Tensor]:
+        """Run the layers over what :meth:`embed` and rows make; emits ``codes`` of tokens, too."""
+        embeds = inputs_embeds[:, : self.hidden_size]
+        rows = inputs_embeds[:, self.hidden_size : -1].contiguous()
+        is_shown = inputs_embeds[:, -1:] > 0
+        projected = self.text_projection(rows)
+        if bool(is_shown.any()):
+            projected = torch.where(is_shown, self.hidden_projection(rows), projected)
+        tensors = super().forward(embeds + projected, positions, step)
+        assert step.codes is not None
+        return tensors | {"codes": step.codes}
