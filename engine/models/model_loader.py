@@ -10,7 +10,7 @@ import torch
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import SCHEMES
-from engine.layers import can_pack
+from engine.layers import NativeLayerOps, can_pack
 from engine.models.base import CausalModel, GeneratorModel, ModelSettings
 from engine.models.checked_loading import Places, load_checked, told_of_config
 from engine.models.family import ModelFamily
@@ -94,13 +94,15 @@ def load_model(checkpoint: Checkpoint, settings: ModelSettings) -> CausalModel:
             f"{settings.device}"
         )
     settings = replace(settings, decoder_config_of=FAMILIES.decoder_config_of)
+    # Without kernels that multiply codes, values are faster.
+    has_kernels = isinstance(settings.ops, NativeLayerOps) and settings.dtype == torch.float32
+    holds_codes = checkpoint.stored is not None and has_kernels
 
     def build_on(device: torch.device) -> CausalModel:
         model: CausalModel = build(checkpoint, replace(settings, device=device))
-        if settings.quantization is not None:
-            model.hold_quantized(SCHEMES[settings.quantization])
-        elif settings.stored_dtype is not None:
-            model.hold_quantized(None, settings.stored_dtype)
+        scheme, dtype = SCHEMES.get(settings.quantization or ""), settings.stored_dtype
+        if scheme is not None or dtype is not None or holds_codes:
+            model.hold_quantized(scheme, dtype)
         return model
 
     model: CausalModel = load_checked(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-__all__ = ["GreedyAnswer", "GreedyReference", "assert_greedy"]
+__all__ = ["GreedyAnswer", "GreedyReference", "assert_greedy", "assert_near"]
 
 NEAR_TIE = 1e-4
 """Logits closer than this may be ordered either way by rounding alone."""
@@ -75,3 +75,9 @@ def assert_greedy(answer: GreedyAnswer, token_ids: Sequence[int]) -> bool:
             )
             return False
     return True
+
+
+def assert_near(rows: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Fail unless rows differ by at most so much of their norm."""
+    difference = float((rows - expected).norm() / expected.norm())
+    assert difference <= tolerance, f"rows differ by {difference:.1e} of their norm"

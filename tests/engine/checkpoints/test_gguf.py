@@ -21,7 +21,7 @@ from engine.files.gguf_header import read_gguf_header
 from engine.text.tokenizer import load_tokenizer
 from omni.seeded.language_models import build_causal_lm
 from tests.support.gguf_files import random_blocks, tiny_gguf, write_gguf
-from tests.support.greedy_reference import GreedyReference, assert_greedy
+from tests.support.greedy_reference import GreedyReference, assert_greedy, assert_near
 
 F32, F16, BF16 = (GGMLQuantizationType[name] for name in ("F32", "F16", "BF16"))
 Q4_0, Q4_1, Q8_0 = (GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0"))
@@ -82,12 +82,14 @@ def test_greedy_tokens_are_those_of_the_dequantized_weights(family: str, tmp_pat
     plain = tmp_path / "plain"
     file = write_gguf(source, tmp_path / "m.gguf", mixed(), dequantized=plain, more=more)
     answer = GreedyReference(str(plain)).from_ids(PROMPT, 8)
-    with closing(LLMEngine(EngineConfig(model=str(file), num_blocks=32))) as engine:
-        (output,) = engine.generate([TokensPrompt(PROMPT)], GREEDY)
-        assert engine.tokenizer is not None
-    assert_greedy(answer, output.outputs[0].token_ids)
-    hidden = output.outputs[0].tensors["hidden_states"]
-    torch.testing.assert_close(hidden, answer.hidden_states, rtol=1e-3, atol=1e-3)
+    # By torch all is dequantized on load; kernels multiply codes, and round what they multiply.
+    for backend, tolerance in (("torch", 1e-4), ("auto", 5e-3)):
+        config = EngineConfig(model=str(file), num_blocks=32, attention_backend=backend)
+        with closing(LLMEngine(config)) as engine:
+            (output,) = engine.generate([TokensPrompt(PROMPT)], GREEDY)
+            assert engine.tokenizer is not None
+        assert_greedy(answer, output.outputs[0].token_ids)
+        assert_near(output.outputs[0].tensors["hidden_states"], answer.hidden_states, tolerance)
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K"])
