@@ -263,7 +263,7 @@ class Driver:
                     raise  # it is in an unknown stage
                 about = {"request_id": ticket.request_id}
                 _logger.exception("request %r could not be added", ticket.request_id, extra=about)
-            self._give_or_discard(ticket, refusal(ticket.request_id, error))
+            self._give(ticket, refusal(ticket.request_id, error))
         else:
             self._live[ticket.request_id] = ticket
         self._submitted.remove(ticket)
@@ -285,16 +285,11 @@ class Driver:
         ticket = self._live[output.request_id]
         if output.finished:
             self._ending = self._live.pop(output.request_id)
-        self._give_or_discard(ticket, output)
+        self._give(ticket, output)
         self._ending = None
 
-    def _give_or_discard(self, ticket: Ticket, output: OmniDelta) -> None:
-        if (error := self._give(ticket, output)) is not None:
-            self._discard([ticket])
-            with suppress(Exception):  # if it is still there, it waits
-                ticket.sink(refusal(ticket.request_id, error))
-
-    def _give(self, ticket: Ticket, event: OmniDelta | BaseException) -> Exception | None:
+    def _give(self, ticket: Ticket, event: OmniDelta | BaseException) -> None:
+        """Hand an event over; a request whose sink does not take it is over."""
         try:
             ticket.sink(event)
         except Exception as error:  # such as an event loop that was closed without our knowing
@@ -304,8 +299,9 @@ class Driver:
                 _logger.exception(
                     "the outputs of request %r are not taken", ticket.request_id, extra=about
                 )
-            return error
-        return None
+            self._discard([ticket])
+            with suppress(Exception):  # if it is still there, it waits
+                ticket.sink(refusal(ticket.request_id, error))
 
     def _recover(self, error: Exception) -> None:
         """End all requests with what interrupted a turn; the next one starts another thread."""
