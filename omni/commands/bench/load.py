@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from omni.commands.bench.flags import BenchFlags
 from omni.commands.bench.measured_request import LoadTarget, MeasuredRequest, RequestFailure, Send
@@ -22,10 +22,10 @@ __all__ = [
     "MadeUpSource",
     "Measurement",
     "RequestLines",
-    "TokenLengths",
     "line_source",
     "made_up_text",
     "parse_levels",
+    "token_lengths",
 ]
 
 LoadTurns: TypeAlias = Generator[Send, str | None, None]
@@ -97,45 +97,42 @@ def line_source(sends: Sequence[Send]) -> LoadSource:
     return conversation
 
 
-class TokenLengths(NamedTuple):
-    """Tokens of a made-up text in a target's tokenizer: of each word, and around all of them."""
+def token_lengths(shorter: tuple[int, int], longer: tuple[int, int]) -> tuple[float, float]:
+    """Compute the tokens of each word of a prompt, and those around all of them.
 
-    per_word: float = 1.0
-    around: float = 0.0
+    Args:
+        shorter, longer: two prompts, each given as its words and its tokens.
 
-    @classmethod
-    def measured(cls, shorter: tuple[int, int], longer: tuple[int, int]) -> TokenLengths:
-        """Compute them from two prompts, each given as its words and its tokens.
-
-        Raises:
-            ValueError: the longer one does not have more tokens.
-        """
-        (fewer_words, fewer_tokens), (more_words, more_tokens) = shorter, longer
-        if more_tokens <= fewer_tokens:
-            raise ValueError(
-                f"{more_words} words are said to be {more_tokens} tokens, no more than "
-                f"{fewer_words} words, {fewer_tokens}: prompts of a length cannot be made up"
-            )
-        per_word = (more_tokens - fewer_tokens) / (more_words - fewer_words)
-        return cls(per_word, max(0.0, fewer_tokens - per_word * fewer_words))
-
-    def num_words(self, num_tokens: float) -> int:
-        """Words of about so many tokens: at least one, but none for no tokens."""
-        return max(1, round(num_tokens / self.per_word)) if num_tokens else 0
+    Raises:
+        ValueError: the longer one does not have more tokens.
+    """
+    (fewer_words, fewer_tokens), (more_words, more_tokens) = shorter, longer
+    if more_tokens <= fewer_tokens:
+        raise ValueError(
+            f"{more_words} words are said to be {more_tokens} tokens, no more than "
+            f"{fewer_words} words, {fewer_tokens}: prompts of a length cannot be made up"
+        )
+    per_word = (more_tokens - fewer_tokens) / (more_words - fewer_words)
+    return per_word, max(0.0, fewer_tokens - per_word * fewer_words)
 
 
 class MadeUpSource:
-    """Makes conversations up, different ones for every level, so that none hits another's cache."""
+    """Makes conversations up, different ones for every level, so that none hits another's cache.
+
+    Args:
+        per_word, around: see :func:`token_lengths`; a word is about a token.
+    """
 
     def __init__(
-        self, target: LoadTarget, flags: BenchFlags, lengths: TokenLengths | None = None
+        self, target: LoadTarget, flags: BenchFlags, per_word: float = 1.0, around: float = 0.0
     ) -> None:
-        lengths = lengths or TokenLengths()
         self._target = target
         self._flags = flags
         self._is_chat = flags.endpoint in (None, "chat")
-        self._prefix_words = lengths.num_words(flags.shared_prefix_tokens)
-        all_words = lengths.num_words(flags.made_up_tokens - lengths.around)
+        # At least one word, but none for no tokens.
+        shared = flags.shared_prefix_tokens
+        self._prefix_words = max(1, round(shared / per_word)) if shared else 0
+        all_words = round((flags.made_up_tokens - around) / per_word)
         self._own_words = max(1, all_words - self._prefix_words)
 
     def conversation(self, level: int, number: int) -> LoadTurns:
@@ -433,8 +430,7 @@ class Measurement:
             if record.prompt_tokens is None:  # the server counts no tokens; a word is about one
                 return source.conversation
             counts.append((words, record.prompt_tokens))
-        lengths = TokenLengths.measured(*counts)
-        return MadeUpSource(target, self._flags, lengths).conversation
+        return MadeUpSource(target, self._flags, *token_lengths(*counts)).conversation
 
     async def _warm_up(self, source: LoadSource) -> None:
         most = max(level.concurrency or 1 for level in self._levels)

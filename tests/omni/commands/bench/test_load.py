@@ -17,7 +17,6 @@ from omni.commands.bench.load import (
     LoadTurns,
     MadeUpSource,
     Measurement,
-    TokenLengths,
     line_source,
     made_up_text,
 )
@@ -277,7 +276,7 @@ def test_a_server_whose_counts_do_not_grow_is_not_believed():
 
 def test_no_prompt_is_empty_however_much_stands_around_it():
     listener = Listener()
-    source = MadeUpSource(listener, BenchFlags(warmup=0, prompt_tokens=3), TokenLengths(1.0, 500.0))
+    source = MadeUpSource(listener, BenchFlags(warmup=0, prompt_tokens=3), 1.0, 500.0)
     asyncio.run(next(source.conversation(0, 0))(MeasuredRequest(0.0)))
     assert len(listener.lines[0]["prompt"][0]["content"].split()) == 1
 
