@@ -58,6 +58,7 @@ __all__ = [
     "parse_line",
     "prompt_of",
     "sampling_of",
+    "text_or",
 ]
 
 _TEXT = "Once upon a time"
@@ -325,7 +326,7 @@ KEYS_OF_FILES = ("image", "images", "audio", "audio_url", "video", "path", "url"
 """Keys by which a part carries its file in other programs."""
 
 
-def _text_or(other: str, kinds: tuple[type, ...], wanted: str) -> Discriminator:
+def text_or(other: str, kinds: tuple[type, ...], wanted: str) -> Discriminator:
     """Choose between text and another form; say what is wanted where a value has neither."""
 
     def choose(value: Any) -> str | None:
@@ -341,8 +342,8 @@ def _text_or(other: str, kinds: tuple[type, ...], wanted: str) -> Discriminator:
 
 _MAPPING = (dict, BaseModel)
 _Name: TypeAlias = Annotated[str, Field(min_length=1), Tag("text")]
-_URL = _text_or("mapping", _MAPPING, "a file, or a mapping that has it as 'url'")
-_FILE = _text_or("mapping", _MAPPING, "the name of a file, or a mapping that has one as 'file'")
+_URL = text_or("mapping", _MAPPING, "a file, or a mapping that has it as 'url'")
+_FILE = text_or("mapping", _MAPPING, "the name of a file, or a mapping that has one as 'file'")
 
 
 class _Strict(BaseModel):
@@ -439,7 +440,7 @@ class ChatMessage(_Strict):
     content: Annotated[
         Annotated[str, Tag("text")]
         | Annotated[tuple[ContentPart, ...], Field(fail_fast=True), Tag("list")],
-        _text_or("list", (list, tuple), "text or a list of parts"),
+        text_or("list", (list, tuple), "text or a list of parts"),
     ]
 
 
@@ -494,7 +495,7 @@ class _Forms(_Strict):
     prompt: (
         Annotated[
             Annotated[str, Tag("text")] | Annotated[Messages, Tag("list")],
-            _text_or("list", (list, tuple), "text or a list of chat messages"),
+            text_or("list", (list, tuple), "text or a list of chat messages"),
         ]
         | None
     ) = None
@@ -517,7 +518,7 @@ class PromptForm(_Forms):
 
 OneSide: TypeAlias = Annotated[
     Annotated[str, Tag("text")] | Annotated[PromptForm, Tag("mapping")],
-    _text_or("mapping", _MAPPING, f"a prompt: text, or a mapping with one of {', '.join(FORMS)}"),
+    text_or("mapping", _MAPPING, f"a prompt: text, or a mapping with one of {', '.join(FORMS)}"),
 ]
 OneAudio: TypeAlias = Annotated[_Name | Annotated[AudioFile, Tag("mapping")], _FILE]
 OneVideo: TypeAlias = Annotated[_Name | Annotated[VideoFile, Tag("mapping")], _FILE]

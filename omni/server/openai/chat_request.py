@@ -14,6 +14,7 @@ from engine.interface.placed_error import PlacedError, suggest
 from engine.interface.settings import explain_validation_error
 from omni.pipelines.pipeline_config import ToolFormat
 from omni.requests.request import OmniRequest
+from omni.requests.request_line import text_or
 from omni.server.openai.tools import (
     FunctionTool,
     NamedTool,
@@ -330,12 +331,6 @@ class ContentPart(ApiModel):
         return self
 
 
-def _form_of_part(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "text"
-    return "list" if isinstance(value, (list, tuple)) else None
-
-
 class ChatMessage(ApiModel):
     """One turn of a conversation; keys that answers have are taken where they are empty.
 
@@ -351,11 +346,7 @@ class ChatMessage(ApiModel):
         Annotated[
             Annotated[str, Tag("text")]
             | Annotated[list[ContentPart], Field(min_length=1), Tag("list")],
-            Discriminator(
-                _form_of_part,
-                custom_error_type="neither_form",
-                custom_error_message="Input should be text or a list of parts",
-            ),
+            text_or("list", (list, tuple), "text or a list of parts"),
         ]
         | None
     ) = None
