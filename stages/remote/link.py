@@ -31,7 +31,6 @@ from stages.trace_events import RUN_AGAIN, StageEvent, Traced, this_clock
 from stages.worker.messages import (
     Abort,
     Ack,
-    Chunk,
     CloseStream,
     Command,
     Credit,
@@ -193,7 +192,9 @@ class Attempt:
             ValueError: it is not what the run before had emitted.
         """
         for chunk in event.chunks:
-            self._note(chunk)
+            num_tokens, num_rows = len(chunk.output.token_ids), _num_rows(chunk.output.tensors)
+            place = self.places[chunk.consumer]
+            self.places[chunk.consumer] = place.after(num_tokens, num_rows)
         delta = event.delta
         if delta is not None and self.again is not None:
             delta = self._new_of_rerun(self.again, delta)
@@ -218,15 +219,6 @@ class Attempt:
             return None
         self.again = None
         return replace(delta_since(now, before), audio=sound, whole_audio=delta.whole_audio)
-
-    def _note(self, chunk: Chunk) -> None:
-        place = self.places[chunk.consumer]
-        self.places[chunk.consumer] = replace(
-            place,
-            next_token=place.next_token + len(chunk.output.token_ids),
-            next_row=place.next_row + _num_rows(chunk.output.tensors),
-            outstanding=place.outstanding + 1,
-        )
 
 
 def _lengths(output: StageOutput) -> list[int]:
@@ -338,11 +330,10 @@ class RemoteLink(StageLink):
                 attempt.extends.append(command)
             case Credit():
                 place = attempt.places[command.consumer]
-                outstanding = max(0, place.outstanding - 1)
-                attempt.places[command.consumer] = replace(place, outstanding=outstanding)
+                attempt.places[command.consumer] = place.credited()
             case CloseStream():
                 place = attempt.places[command.consumer]
-                attempt.places[command.consumer] = replace(place, is_open=False)
+                attempt.places[command.consumer] = place.closed()
             case Abort():
                 self._forget(attempt)
         self._hand_over(attempt, command)

@@ -10,7 +10,7 @@ another process gets them encoded, tensors apart::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import msgspec
@@ -68,6 +68,23 @@ class StreamPlace:
     next_row: int = 0
     outstanding: int = 0
     is_open: bool = True
+
+    def after(self, num_tokens: int, num_rows: int) -> StreamPlace:
+        """The place behind one more chunk."""
+        return replace(
+            self,
+            next_token=self.next_token + num_tokens,
+            next_row=self.next_row + num_rows,
+            outstanding=self.outstanding + 1,
+        )
+
+    def credited(self) -> StreamPlace:
+        """The same when the consumer has taken a chunk."""
+        return replace(self, outstanding=max(0, self.outstanding - 1))
+
+    def closed(self) -> StreamPlace:
+        """The same when the consumer takes no more."""
+        return replace(self, is_open=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,29 +42,17 @@ class ChunkCutter:
     Attributes:
         source: the stage that the chunks come from.
         edge: where they go.
-        next_token: how many generated tokens have been handed on.
-        next_row: how many rows have.
-        outstanding: chunks that the consumer has not taken yet.
-        is_open: whether the consumer takes any more.
+        place: how far they have come.
     """
 
     source: Stage
     edge: StreamedEdge
-    next_token: int = 0
-    next_row: int = 0
-    outstanding: int = 0
-    is_open: bool = True
-
-    @classmethod
-    def at(cls, source: Stage, edge: StreamedEdge, place: StreamPlace) -> ChunkCutter:
-        """One that goes on where another one stood."""
-        begun = (place.next_token, place.next_row, place.outstanding, place.is_open)
-        return cls(source, edge, *begun)
+    place: StreamPlace
 
     @property
     def is_full(self) -> bool:
         """Whether no more chunks should come for now."""
-        return self.is_open and self.outstanding >= self.edge.max_pending
+        return self.place.is_open and self.place.outstanding >= self.edge.max_pending
 
     def cut(self, delta: OutputDelta, so_far: OutputAccumulator) -> Chunk | None:
         """Take the next chunk off what the source has made so far; None if none is due.
@@ -76,15 +64,15 @@ class ChunkCutter:
         Raises:
             Exception: whatever the source raises when it is asked for its rows.
         """
-        if not self.is_open or delta.failure is not None:
+        if not self.place.is_open or delta.failure is not None:
             return None
         if delta.finished:
-            tensors = {name: rows[self.next_row :] for name, rows in delta.tensors.items()}
+            tensors = {name: rows[self.place.next_row :] for name, rows in delta.tensors.items()}
             return self._take(so_far.output(), tensors)
         num_tokens = len(so_far.token_ids)
-        if num_tokens - self.next_token < self.edge.chunk_size:
+        if num_tokens - self.place.next_token < self.edge.chunk_size:
             return None
-        num_rows = delta.num_prompt_tokens + num_tokens - 1 - self.next_row
+        num_rows = delta.num_prompt_tokens + num_tokens - 1 - self.place.next_row
         rows = self._partial_tensors(delta.request_id, num_rows)
         return None if rows is None else self._take(so_far.output(), rows)
 
@@ -92,17 +80,16 @@ class ChunkCutter:
         """The next rows of a live request; None if the source does not have them now."""
         if self.source.outputs == ():
             return {}
-        tensors = self.source.partial_tensors(request_id, self.next_row)
+        tensors = self.source.partial_tensors(request_id, self.place.next_row)
         if not tensors or any(rows.shape[0] < num_rows for rows in tensors.values()):
             return None
         return {name: rows[:num_rows] for name, rows in tensors.items()}
 
     def _take(self, output: StageOutput, tensors: Mapping[str, Tensor]) -> Chunk:
-        first_row = self.next_row
-        token_ids = output.token_ids[self.next_token :]
-        self.next_token += len(token_ids)
-        self.next_row += max((rows.shape[0] for rows in tensors.values()), default=0)
-        self.outstanding += 1
+        first_row = self.place.next_row
+        token_ids = output.token_ids[self.place.next_token :]
+        num_rows = max((rows.shape[0] for rows in tensors.values()), default=0)
+        self.place = self.place.after(len(token_ids), num_rows)
         piece = replace(output, token_ids=token_ids, tensors=tensors)
         return Chunk(self.edge.consumer, piece, first_row)
 

@@ -137,10 +137,11 @@ class StageWorker(StageLink):
                 self._extend(state, command)
             case Credit():
                 cutter = state.cutters[command.consumer]
-                cutter.outstanding = max(0, cutter.outstanding - 1)
+                cutter.place = cutter.place.credited()
                 self._resume_if_drained(state)
             case CloseStream():
-                state.cutters[command.consumer].is_open = False
+                cutter = state.cutters[command.consumer]
+                cutter.place = cutter.place.closed()
                 self._resume_if_drained(state)
             case Lift():
                 if state.is_paused:
@@ -184,7 +185,7 @@ class StageWorker(StageLink):
 
     def _enter(self, enter: Enter) -> None:
         cutters = {
-            edge.consumer: ChunkCutter.at(
+            edge.consumer: ChunkCutter(
                 self.stage, edge, enter.streams.get(edge.consumer, StreamPlace())
             )
             for edge in self._edges
