@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.files.json_file import read_json_object
+from engine.interface.outputs import ROW_KEYS
 from engine.models.registry import FAMILIES, FamilyRow
 
 __all__ = [
@@ -26,7 +27,7 @@ def misfit_of_outputs(
 ) -> _Misfit:
     """Say which of the outputs that a stage keeps its model does not emit, if that is known."""
     emitted = emitted_by(config, part)
-    unknown = sorted(set(outputs or ()).difference(emitted or outputs or ()))
+    unknown = sorted(set(outputs or ()).difference(emitted or outputs or (), {ROW_KEYS}))
     if emitted is None or not unknown:
         return None
     names = ", ".join(map(repr, unknown))

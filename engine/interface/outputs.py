@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from prefix_cache import EncoderCacheStats, KVCacheStats, OffloadStats
 
 __all__ = [
+    "ROW_KEYS",
     "CompletionDelta",
     "CompletionOutput",
     "EncoderOutput",
@@ -27,6 +28,10 @@ __all__ = [
     "Waveform",
     "WindowStart",
 ]
+
+ROW_KEYS = "row_keys"
+"""An output of any model: what the cache of the next stage may know its rows by, without reading
+them. Made only where it is asked for by name."""
 
 _LOUDEST = 2**15 - 1
 """Of samples of 16 bits."""

@@ -238,6 +238,8 @@ class SpeechPrompt:
     Attributes:
         prompt_rows: ``(num_prompt_tokens, width)`` floating point; no rows in later chunks.
         reply_rows: ``(n, width)``, the reply's next rows; may be none.
+        prompt_keys: ``(num_prompt_tokens, 6)`` int64, the ``row_keys`` of the stage that made the
+            rows: where they are not 0, the cache goes by them and not by the rows; None: by these.
         positions: ``(axes, num_prompt_tokens)`` int64 places of its tokens; None: their indices.
         speaker: whose voice; None takes the checkpoint's first choice.
         is_last: whether the reply ends here.
@@ -250,6 +252,7 @@ class SpeechPrompt:
     speaker: str | None = None
     is_last: bool = True
     prompt_ids: tuple[int, ...] = ()
+    prompt_keys: Tensor | None = None
 
 
 Codes: TypeAlias = tuple[int, ...] | tuple[tuple[int, ...], ...]

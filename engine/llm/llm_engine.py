@@ -23,13 +23,14 @@ from engine.interface.arguments import check_argument, check_names, check_sampli
 from engine.interface.config import EngineConfig
 from engine.interface.engine import Engine, NewRequest
 from engine.interface.log_fields import package_logger
-from engine.interface.outputs import EngineStats, OutputDelta, RequestOutput
+from engine.interface.outputs import ROW_KEYS, EngineStats, OutputDelta, RequestOutput
 from engine.interface.placed_error import described
 from engine.interface.prompts import Prompt, SpeechPrompt
 from engine.interface.sampling_params import SamplingParams, unsupported_generation
 from engine.layers import LayerOps, NativeLayerOps
 from engine.llm.offload import build_offloaded_blocks
 from engine.llm.output_processor import OutputProcessor
+from engine.llm.row_keys import RowKeys
 from engine.models.base import CausalModel, ModelSettings
 from engine.models.model_loader import (
     find_family,
@@ -248,7 +249,7 @@ def _max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:
 def _check_output_names(
     wanted: Collection[str] | None, emitted: Collection[str], manager: KVCacheManager
 ) -> None:
-    known = set(manager.stage_outputs.shapes)
+    known = {ROW_KEYS, *manager.stage_outputs.shapes}
     if manager.encoder_outputs is not None:
         known.add(ENCODER_HIDDEN_STATES)
     missing = sorted(set(wanted or ()) - known)
@@ -331,7 +332,7 @@ class LLMEngine(Engine[RequestOutput]):
         self._kv = KVCacheManager(
             kv_config,
             enable_prefix_caching=config.enable_prefix_caching,
-            output_names=output_names,
+            output_names=None if output_names is None else {*output_names} - {ROW_KEYS},
             max_num_batched_tokens=config.max_num_batched_tokens,
             memory=memory,
         )
@@ -342,12 +343,16 @@ class LLMEngine(Engine[RequestOutput]):
         media = config.encoder_cache_bytes, config.media_limits, config.vad
         sources = PromptSources(checkpoint, model, self.tokenizer, limits, *media)
         self._inputs = _input_processor(config, sources, self._kv)
+        disk = None if self._offloaded is None else self._offloaded.disk
+        salt = None if disk is None else disk.fingerprint[:16]
+        self._row_keys = RowKeys(config.block_size, salt)
         self._output_processor = OutputProcessor(
             self._scheduler,
             self._runner,
             self._kv,
             frozenset(output_names or ()),
             self._inputs.next_sequence,
+            self._row_keys if ROW_KEYS in (output_names or ()) else None,
         )
         self.memory_plan = replace(
             self.memory_plan, stage_output_bytes=self._kv.outputs.nbytes_by_name
@@ -577,7 +582,10 @@ class LLMEngine(Engine[RequestOutput]):
         num_computed = request.num_computed_tokens
         if request.status is not RequestStatus.RUNNING or num_computed <= first_row:
             return {}
-        return self._kv.gather_outputs(request.request_id, num_computed, first_row, names)
+        rows = self._kv.gather_outputs(request.request_id, num_computed, first_row, names)
+        if ROW_KEYS in (names or ()):
+            rows[ROW_KEYS] = self._row_keys.of(request, first_row, num_computed)
+        return rows
 
     def generate(
         self,
@@ -663,6 +671,7 @@ class LLMEngine(Engine[RequestOutput]):
 
     def _reset_prefix_cache(self) -> None:
         self._kv.reset_prefix_cache()
+        self._row_keys.renew()
         if self._offloaded is not None:
             self._offloaded.forget()
         if self._encoder_cache_manager is not None:

@@ -65,7 +65,7 @@ def _fingerprint(
         *sorted(_file_digests(checkpoint.path)),
         repr(None if checkpoint.part is None else checkpoint.part.name),
         repr(memory.config.groups),
-        repr((config.max_model_len, attention, device.type)),
+        repr((config.max_model_len, config.quantization, attention, device.type)),
         torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         torch.backends.cpu.get_cpu_capability(),
         *(f"{name} {version(name)}" for name in _LIBRARIES),

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from engine.execution.model_runner import ModelRunner, SampledToken
 from engine.interface.log_fields import package_logger
-from engine.interface.outputs import EngineStats, FinishReason
+from engine.interface.outputs import ROW_KEYS, EngineStats, FinishReason
 from engine.interface.placed_error import described
+from engine.llm.row_keys import RowKeys
 from engine.requests.encoder_input import Sequel
 from engine.requests.request import Request, RequestGroup, RequestStatus
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput
@@ -32,6 +33,7 @@ class OutputProcessor:
         kv_cache_manager: gives the output rows of a sequence that ends.
         declared_outputs: tensors without which a request has failed.
         next_sequence: makes the sequence that follows on one that has ended.
+        row_keys: makes the keys of rows; None where they are not asked for.
         groups: the live requests by the user's ids, oldest first.
         num_generated_tokens: likewise; counted apart, since every step adds to it.
     """
@@ -41,6 +43,7 @@ class OutputProcessor:
     kv_cache_manager: KVCacheManager
     declared_outputs: frozenset[str]
     next_sequence: Callable[[Request, Sequel], Request]
+    row_keys: RowKeys | None = None
     groups: dict[str, RequestGroup] = field(default_factory=dict)
     stats: EngineStats = field(default_factory=EngineStats)
     num_generated_tokens: int = 0
@@ -196,6 +199,8 @@ class OutputProcessor:
     def _finish(self, group: RequestGroup, request: Request, reason: FinishReason) -> None:
         """End a completion: full-length rows by the block table it still holds, then free."""
         rows = self.kv_cache_manager.gather_outputs(request.request_id, request.num_computed_tokens)
+        if self.row_keys is not None:
+            rows[ROW_KEYS] = self.row_keys.of(request, 0, request.num_computed_tokens)
         # A lone text has no encoder tokens, and so no rows of them.
         encoder = request.encoder_blocks
         encoder_rows = self.kv_cache_manager.gather_encoder_outputs(

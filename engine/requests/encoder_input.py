@@ -280,6 +280,20 @@ class PromptChoice:
         logits[kept] = values
 
 
+def _keyed_spans(keys: Tensor) -> tuple[ContentSpan, ...]:
+    """A span for all leading rows of one key after the other, up to the first that has none."""
+    table = keys.numpy()
+    num_keyed = int(table.any(axis=1).cumprod().sum())
+    if not num_keyed:
+        return ()
+    differs = (table[1:num_keyed] != table[: num_keyed - 1]).any(axis=1)
+    starts = [0, *(differs.nonzero()[0] + 1)]
+    return tuple(
+        ContentSpan("rows_keyed", int(start), int(stop - start), table[start].tobytes())
+        for start, stop in zip(starts, [*starts[1:], num_keyed], strict=True)
+    )
+
+
 class StreamedRows:
     """One row per position; several completions of one prompt share them.
 
@@ -287,13 +301,16 @@ class StreamedRows:
         rows: ``(num_rows, width)`` of the positions from 0 on, on the host; copied.
         num_replaced: positions whose token counts for nothing: their row is all the input. At
             later positions row and token embedding are added up.
+        keys: ``(num_replaced, n)`` of these; leading ones that are not 0 stand for their rows in
+            hashes, those of several rows in turn that are equal for all of them together.
     """
 
-    def __init__(self, rows: Tensor, num_replaced: int) -> None:
+    def __init__(self, rows: Tensor, num_replaced: int, keys: Tensor | None = None) -> None:
         self.num_replaced = num_replaced
         self._num_rows = rows.shape[0]
         self._rows = rows.clone()  # with room to grow behind the known rows
-        self._hashes: list[bytes] = []
+        self._keyed = () if keys is None else _keyed_spans(keys[:num_replaced])
+        self._num_keyed = self._keyed[-1].end if self._keyed else 0
         self._filler: Tensor | None = None
         self._filler_hash = b""
 
@@ -357,22 +374,27 @@ class StreamedRows:
         embeds[:num_replaced] = 0
         embeds[:, -rows.shape[1] :] += rows
 
-    def spans(self, start: int, stop: int) -> tuple[ContentSpan, ...]:
-        """What keys the blocks in ``[start, stop)``, all of it known.
+    def spans(self, start: int, stop: int, block_size: int) -> tuple[ContentSpan, ...]:
+        """What keys the blocks in ``[start, stop)``, all of it known; ``start`` is that of one.
 
-        One span per position: a block's hash must not depend on chunks, nor on what follows.
+        One span for each use of rows in a block: its hash must not depend on chunks, nor on what
+        follows.
         """
-        for row in self._rows[len(self._hashes) : min(stop, self._num_rows)]:
-            self._hashes.append(content_hash(row))
-        return tuple(
-            ContentSpan(
-                "row_alone" if position < self.num_replaced else "row_added",
-                position,
-                1,
-                self._hashes[position] if position < self._num_rows else self._filler_hash,
-            )
-            for position in range(start, stop)
-        )
+        spans = [span for span in self._keyed if span.offset < stop and span.end > start]
+        for first in range(start, stop, block_size):
+            begin, end = max(first, self._num_keyed), min(first + block_size, stop)
+            for kind, low, high in (
+                ("rows_alone", begin, min(end, self.num_replaced)),
+                ("rows_added", max(begin, self.num_replaced), min(end, self._num_rows)),
+            ):
+                if low < high:
+                    spans.append(
+                        ContentSpan(kind, low, high - low, content_hash(self._rows[low:high]))
+                    )
+            filled = max(begin, self._num_rows)
+            if filled < end:
+                spans.append(ContentSpan("filler_added", filled, end - filled, self._filler_hash))
+        return tuple(spans)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

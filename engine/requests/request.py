@@ -227,15 +227,12 @@ class Request:
         num_known, first = self.num_known_tokens, len(self.block_hashes) * block_size
         if num_known - first < block_size:
             return
-        rows = () if self.streamed_rows is None else self.streamed_rows.spans(first, num_known)
-        begin = max(first, self.num_prompt_tokens)
-        drawn = enumerate(self.codes_of(begin, num_known), begin)
-        codes = (ContentSpan("codes", at, 1, content_hash(torch.tensor(row))) for at, row in drawn)
+        stop = num_known // block_size * block_size
         extend_block_hashes(
             self.block_hashes,
             self.token_ids if self.streamed_rows is None else self.token_ids[:num_known],
             block_size,
-            spans=(*self.spans, *rows, *codes),
+            spans=self._spans(first, stop, block_size),
             salt=self.cache_salt,
         )
 
@@ -248,14 +245,21 @@ class Request:
         if first == num_tokens or num_tokens > self.num_known_tokens:
             return None
         self.extend_hashes(block_size)
-        rows = () if self.streamed_rows is None else self.streamed_rows.spans(first, num_tokens)
         return partial_block_hash(
             self.block_hashes,
             self.token_ids[:num_tokens],
             block_size,
-            spans=(*self.spans, *rows),
+            spans=self._spans(first, num_tokens, block_size),
             salt=self.cache_salt,
         )
+
+    def _spans(self, first: int, stop: int, block_size: int) -> tuple[ContentSpan, ...]:
+        """What hashes of the blocks from a block's first token on cover beside the token ids."""
+        beside, begin = self.streamed_rows, max(first, self.num_prompt_tokens)
+        rows = () if beside is None else beside.spans(first, stop, block_size)
+        drawn = enumerate(self.codes_of(begin, stop), begin)
+        codes = (ContentSpan("codes", at, 1, content_hash(torch.tensor(row))) for at, row in drawn)
+        return (*self.spans, *rows, *codes)
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine import SamplingParams
+from engine.interface.outputs import ROW_KEYS
 from omni.verification.verify_report import REFERENCE, Difference, Kind, NearTie, Run
 from stages import StageOutput
 
@@ -199,7 +200,8 @@ class Comparison:
                 REFERENCE[self.run] if name in self.uncached.tensors else f"in the {self.run} run"
             )
             self._differ("tensor", f"tensor {name!r} is there only {where}")
-        for name in sorted(self.uncached.tensors.keys() & self.other.tensors.keys()):
+        # Keys are others after every reset: they name rows, and are none.
+        for name in sorted((self.uncached.tensors.keys() & self.other.tensors.keys()) - {ROW_KEYS}):
             ours, theirs = self.uncached.tensors[name], self.other.tensors[name]
             if rows is None:
                 self._tensor(name, ours, theirs)

@@ -135,6 +135,7 @@ class DiskTier:
         self.capacity_bytes = capacity_bytes
         self.num_dropped = self.num_damaged = self.num_errors = 0
         self._root = Path(path).expanduser() / _FOLDER
+        self.fingerprint = fingerprint
         self._folder = self._root / fingerprint.hex()[:32]
         # What waits to be written, oldest first; changed only under the condition.
         self._pending: dict[TierKey, bytearray] = {}

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine import CodecPrompt, FinishReason, SpeechPrompt
+from engine.interface.outputs import ROW_KEYS
 from stages.stage import StageOutput, TransformContext
 from stages.transforms.registry import chunkable, register_transform, requires
 
@@ -34,7 +35,8 @@ def thinker_to_talker(context: TransformContext) -> SpeechPrompt:
     """Let a talker speak what a thinker read and replied.
 
     A row is the sum of the token's embedding and its last hidden state: the one says which word
-    it is, the other what it means where it stands (Qwen2.5-Omni, arXiv:2503.20215).
+    it is, the other what it means where it stands (Qwen2.5-Omni, arXiv:2503.20215). With the
+    thinker's ``row_keys`` among its outputs, the talker's cache knows them without hashing them.
 
     Raises:
         ValueError: there is not one source, or it did not hand on what is declared, of one length.
@@ -43,12 +45,14 @@ def thinker_to_talker(context: TransformContext) -> SpeechPrompt:
     hidden_states, token_embeds, position_ids = rows_of(thinker, _THINKER_TENSORS)
     rows = hidden_states + token_embeds
     num_prompt_rows = max(thinker.num_prompt_tokens - context.first_row, 0)
+    keys = thinker.tensors.get(ROW_KEYS) if num_prompt_rows else None
     return SpeechPrompt(
         prompt_rows=rows[:num_prompt_rows],
         reply_rows=rows[num_prompt_rows:],
         positions=_positions(position_ids[:num_prompt_rows]),
         speaker=context.speaker,
         is_last=context.is_last,
+        prompt_keys=None if keys is None else keys[:num_prompt_rows],
     )
 
 

@@ -92,7 +92,8 @@ class SpeechPromptProcessor(PromptProcessor):
         num_rows = rows.shape[0]
         speaker = self._speakers.get(prompt.speaker)
         start = torch.cat([rows, self._speaker_rows[speaker.name], reply])
-        streamed_rows = StreamedRows(start, num_replaced=num_rows)
+        keys = _keys(prompt.prompt_keys, num_rows)
+        streamed_rows = StreamedRows(start, num_replaced=num_rows, keys=keys)
         if prompt.is_last:
             self._end(streamed_rows)
         positions = _positions(prompt.positions, num_rows)
@@ -124,10 +125,10 @@ class SpeechPromptProcessor(PromptProcessor):
         if not isinstance(prompt, SpeechPrompt):
             raise ValueError(f"a speech goes on with a SpeechPrompt, got {type(prompt).__name__}")
         num_rows = self._check(prompt.prompt_rows, "prompt_rows").shape[0]
-        if num_rows or prompt.positions is not None:
+        if num_rows or prompt.positions is not None or prompt.prompt_keys is not None:
             raise ValueError(
-                f"prompt_rows and positions belong into the first chunk of a speech; a later one "
-                f"came with {num_rows} rows"
+                "prompt_rows and positions belong into the first chunk of a speech, and keys of "
+                f"these rows; a later one came with {num_rows} rows"
             )
         reply = self._check(prompt.reply_rows, "reply_rows")
         streamed_rows.extend(reply)
@@ -141,6 +142,19 @@ class SpeechPromptProcessor(PromptProcessor):
     def _check(self, rows: object, name: str) -> Tensor:
         width, dtype = self._pad_row.shape[1], self._pad_row.dtype
         return check_rows(rows, name, width, dtype).cpu()
+
+
+def _keys(keys: object, num_rows: int) -> Tensor | None:
+    if keys is None:
+        return None
+    if not isinstance(keys, Tensor) or keys.dtype != torch.int64 or keys.ndim != 2:
+        kind = keys.dtype if isinstance(keys, Tensor) else type(keys).__name__
+        raise ValueError(f"prompt_keys must be a matrix of int64, got {kind}")
+    if keys.shape[0] != num_rows:
+        raise ValueError(
+            f"prompt_keys must be {num_rows}, one for each of prompt_rows, got {keys.shape[0]}"
+        )
+    return keys.cpu()
 
 
 def check_positions(table: object, num_rows: int) -> Tensor:

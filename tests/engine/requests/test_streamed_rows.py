@@ -34,9 +34,12 @@ def test_how_rows_came_changes_nothing(sizes: list[int], data: st.DataObject) ->
     streamed_rows, whole = grown(sizes), grown([len(ROWS)])
     start = data.draw(st.integers(0, 30))
     stop = data.draw(st.integers(start, 40))
+    block_size = data.draw(st.integers(1, 6))
     expected = torch.cat([ROWS, FILLER.expand(20, -1)])
     assert torch.equal(streamed_rows.cut(start, stop), expected[start:stop])
-    assert streamed_rows.spans(start, stop) == whole.spans(start, stop)
+    start_of_block = start // block_size * block_size
+    spans = streamed_rows.spans(start_of_block, stop, block_size)
+    assert spans == whole.spans(start_of_block, stop, block_size)
     embeds = torch.randn(stop - start, 3)
     inputs = embeds.clone()
     streamed_rows.apply(inputs, start)
@@ -72,10 +75,35 @@ def test_the_rows_are_the_conditions_own() -> None:
 def test_spans_tell_rows_and_their_use_apart() -> None:
     changed = ROWS.clone()
     changed[6] += 1
-    spans, others = grown([20]).spans(0, 20), grown([20], rows=changed).spans(0, 20)
-    assert [a == b for a, b in zip(spans, others, strict=True)] == [i != 6 for i in range(20)]
-    same = StreamedRows(ROWS[:1].expand(6, -1), NUM_REPLACED).spans(3, 5)
+    spans, others = grown([20]).spans(0, 20, 2), grown([20], rows=changed).spans(0, 20, 2)
+    assert [a == b for a, b in zip(spans, others, strict=True)] == [i != 3 for i in range(10)]
+    same = StreamedRows(ROWS[:1].expand(6, -1), NUM_REPLACED).spans(3, 5, 3)
     assert same[0].content_hash == same[1].content_hash and same[0].kind != same[1].kind
+
+
+def test_what_follows_a_block_does_not_change_its_spans() -> None:
+    whole = grown([20])
+    for stop in (4, 12, 16, 24):
+        spans = [span for span in whole.spans(0, 32, 4) if span.offset < stop]
+        assert list(whole.spans(0, stop, 4)) == spans
+
+
+@given(st.lists(st.integers(1, 3), max_size=4), st.integers(0, 5), st.integers(1, 6))
+def test_keys_stand_for_the_rows_that_have_one(
+    sizes: list[int], num_unkeyed: int, block_size: int
+) -> None:
+    """Rows that differ under equal keys are the same, and others, keyed or not, are not."""
+    ids = [key for key, size in enumerate(sizes, 1) for _ in range(size)] + [0] * num_unkeyed
+    keys, rows = torch.tensor(ids).reshape(-1, 1).repeat(1, 6), torch.randn(len(ids) + 2, 3)
+    changed, num_keyed = rows + torch.tensor([[1.0]]), sum(sizes)
+    changed[num_keyed:] = rows[num_keyed:]
+    spans = StreamedRows(rows, len(ids), keys).spans(0, len(ids), block_size)
+    assert StreamedRows(changed, len(ids), keys).spans(0, len(ids), block_size) == spans
+    assert sum(span.length for span in spans) == len(ids)
+    if ids:
+        assert StreamedRows(rows + 1, len(ids)).spans(0, len(ids), block_size) != spans
+    if num_keyed:
+        assert StreamedRows(rows, len(ids), 2 * keys).spans(0, len(ids), block_size) != spans
 
 
 def test_places_that_are_indices_have_no_span() -> None:
