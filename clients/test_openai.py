@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import wave
 from typing import Any
 
@@ -85,3 +86,48 @@ def test_a_form_is_parsed_in_chats_and_responses(client: openai.OpenAI) -> None:
 
 def test_models_are_listed(client: openai.OpenAI) -> None:
     assert {model.id for model in client.models.list()} == {"chat", "spoken_sums"}
+
+
+def test_a_session_hears_when_speech_has_ended_and_answers(client: openai.OpenAI) -> None:
+    with wave.open(io.BytesIO(client.audio.speech.create(
+        model="spoken_sums", input="twelve plus thirty", voice="alloy", response_format="wav"
+    ).read())) as spoken:  # fmt: skip
+        rate, sound = spoken.getframerate(), spoken.readframes(10 * spoken.getframerate())
+    silence = bytes(2 * rate)
+    form = {"type": "audio/pcm", "rate": rate}
+    with client.realtime.connect(model="spoken_sums") as session:
+        session.session.update(session={"type": "realtime", "audio": {"input": {"format": form}}})
+        content = silence + sound + silence
+        for begin in range(0, len(content), rate // 10 * 2):
+            piece = content[begin : begin + rate // 10 * 2]
+            session.input_audio_buffer.append(audio=base64.b64encode(piece).decode())
+        kinds, transcript = [], ""
+        for event in session:
+            assert event.type != "error", event
+            kinds.append(event.type)
+            if event.type == "response.output_audio_transcript.done":
+                transcript = event.transcript
+            if event.type == "response.done":
+                assert event.response.status == "completed"
+                break
+    assert transcript and "response.output_audio.delta" in kinds
+    order = ["input_audio_buffer.speech_started", "input_audio_buffer.speech_stopped"]
+    assert [kind for kind in kinds if kind in order] == order
+
+
+def test_a_session_calls_a_tool(client: openai.OpenAI) -> None:
+    tool = {"type": "function", "name": "add", "parameters": ADD}
+    part = {"type": "input_text", "text": "How much is it?"}
+    with client.realtime.connect(model="chat") as session:
+        session.session.update(
+            session={"type": "realtime", "tools": [tool], "tool_choice": "required"}
+        )
+        session.conversation.item.create(
+            item={"type": "message", "role": "user", "content": [part]}
+        )
+        session.response.create()
+        for event in session:
+            assert event.type != "error", event
+            if event.type == "response.function_call_arguments.done":
+                assert isinstance(json.loads(event.arguments)["exact"], bool)
+                break

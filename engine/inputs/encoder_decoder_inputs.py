@@ -41,6 +41,7 @@ from engine.interface.prompts import (
     ImagePrompt,
     Prompt,
     SpeechPrompt,
+    TextChunk,
     TextPrompt,
     TokensPrompt,
 )
@@ -593,6 +594,6 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
             return prompt.encoder_prompt, prompt.decoder_prompt
         if self._text_is_for_decoder and isinstance(prompt, WrittenPrompt | TokensPrompt):
             return None, prompt
-        if isinstance(prompt, SpeechPrompt | CodecPrompt):
+        if isinstance(prompt, SpeechPrompt | CodecPrompt | TextChunk):
             raise ValueError(f"an encoder-decoder model takes no {type(prompt).__name__}")
         return prompt, None

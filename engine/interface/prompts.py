@@ -25,6 +25,7 @@ __all__ = [
     "MultiModalData",
     "Prompt",
     "SpeechPrompt",
+    "TextChunk",
     "TextPrompt",
     "TokensPrompt",
     "VideoFeatures",
@@ -276,5 +277,22 @@ class CodecPrompt:
     is_cut_off: bool = False
 
 
-Prompt: TypeAlias = EncoderPrompt | ExplicitEncoderDecoderPrompt | SpeechPrompt | CodecPrompt
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """Text for a stage that begins before it is whole, such as a voice.
+
+    Attributes:
+        text: all of it that has come so far; the next chunk's begins with it.
+        is_last: whether that is all.
+        speaker: whose voice, as the user wants it; None leaves it to the stage.
+    """
+
+    text: str
+    is_last: bool = True
+    speaker: str | None = None
+
+
+Prompt: TypeAlias = (
+    EncoderPrompt | ExplicitEncoderDecoderPrompt | SpeechPrompt | CodecPrompt | TextChunk
+)
 """Any form of prompt."""

@@ -322,6 +322,7 @@ _PROMPTS: Mapping[tuple[str, ...], type] = {
         prompts.ExplicitEncoderDecoderPrompt,
         prompts.ImagePrompt,
         prompts.SpeechPrompt,
+        prompts.TextChunk,
         prompts.TextPrompt,
         prompts.TokensPrompt,
         prompts.VideoFeatures,

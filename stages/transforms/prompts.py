@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from engine import EmbedsPrompt, TextPrompt, TokensPrompt
-from stages.stage import TransformContext
-from stages.transforms.registry import register_transform, requires
+import re
 
-__all__ = ["hidden_states_as_prompt_embeds", "text_as_prompt", "token_ids_as_prompt"]
+from engine import EmbedsPrompt, TextChunk, TextPrompt, TokensPrompt
+from stages.stage import TransformContext
+from stages.transforms.registry import chunkable, register_transform, requires
+
+__all__ = [
+    "hidden_states_as_prompt_embeds",
+    "text_as_prompt",
+    "token_ids_as_prompt",
+    "whole_sentences",
+]
+
+_SENTENCE_END = re.compile(
+    r"[.!?\u2026]+[\"'\u201d\u2019\u00bb)\]]*(?=\s)|[\u3002\uff01\uff1f]+|\n"
+)
+_NO_END = re.compile(r"""(?:\b(?:Mrs?|Ms|Dr|Prof|St|vs|etc|No|e\.g|i\.e)|\b[A-Z]|(?:^|\s)\d+)\.$""")
+"""What a point does not end: an abbreviation, an initial, the number of an item of a list."""
 
 
 @register_transform("hidden_states_as_prompt_embeds")
@@ -47,6 +60,26 @@ def text_as_prompt(context: TransformContext) -> TextPrompt:
     if not text:
         raise ValueError(f"the text of {_names(context)} is empty and cannot be a prompt")
     return TextPrompt(text)
+
+
+@register_transform("whole_sentences")
+@requires(num_sources=1)
+@chunkable
+def whole_sentences(context: TransformContext) -> TextChunk:
+    """Feed the source's text by whole sentences, so that a voice can begin with the first one.
+
+    Raises:
+        ValueError: the source makes no text.
+    """
+    (source,) = context.sources
+    if source.text is None:
+        raise ValueError(f"stage {source.stage!r} makes no text to split into sentences")
+    text = source.text
+    end = len(text) if context.is_last else 0
+    for found in () if context.is_last else _SENTENCE_END.finditer(text):
+        if not _NO_END.search(text, 0, found.end()):
+            end = found.end()
+    return TextChunk(text[:end], context.is_last, context.speaker)
 
 
 @register_transform("token_ids_as_prompt")

@@ -9,7 +9,7 @@ from itertools import count
 
 import msgspec
 
-from engine import CodecPrompt, Prompt, SpeechPrompt
+from engine import CodecPrompt, Prompt, SpeechPrompt, TextChunk
 from engine.interface.outputs import OutputDelta
 from engine.interface.placed_error import described
 from engine.interface.sampling_params import RequestSeeds
@@ -281,7 +281,8 @@ class StageWorker(StageLink):
                     raise ValueError(f"its transform returned a {kind}, not a prompt")
                 prompt = made
             # A stage would wait for more, which never comes.
-            if is_last and isinstance(prompt, CodecPrompt | SpeechPrompt) and not prompt.is_last:
+            streamed = CodecPrompt | SpeechPrompt | TextChunk
+            if is_last and isinstance(prompt, streamed) and not prompt.is_last:
                 raise ValueError(
                     f"it got a {type(prompt).__name__} with is_last=False, but nothing follows; a "
                     "transform hands on the is_last of its context"

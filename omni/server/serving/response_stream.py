@@ -78,7 +78,7 @@ class _Running:
                 self.new[name] = so_far = OutputAccumulator(delta.request_id, name)
                 so_far.add(before)
                 so_far.add(each)
-            if each.finished:
+            if each.finished and each.failure is None:
                 self.done.add(name)
 
     def take(self, last: OmniDelta) -> OmniDelta:
