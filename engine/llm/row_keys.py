@@ -5,8 +5,8 @@ hash, under a salt of the engine whose rows these are. So a stage that reads row
 them, and finds what it computed of them before, be it that the rows were computed again meanwhile
 and differ in rounding::
 
-    thinker's tokens   | block 0 | block 1 | 2 . . | reply ...
-    row_keys             k0 k0 k0  k1 k1 k1  0 0     0              0: to be hashed by content
+    the stage's tokens   | block 0 | block 1 | 2 . . | reply ...
+    row_keys               k0 k0 k0  k1 k1 k1  0 0     0            0: to be hashed by content
 
 Only full blocks of the prompt have keys: what comes behind them is cut into other chunks from run
 to run, and is not the same block's in a longer prompt.
