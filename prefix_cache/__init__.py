@@ -63,10 +63,10 @@ from prefix_cache.specs.kv_cache_spec import (
     pad_pages,
     spec_in_words,
 )
-from prefix_cache.stores.encoder_cache import EncoderCache, EncoderCacheStats
 from prefix_cache.stores.offload_tiers import DiskTier, HostTier, OffloadStats
 from prefix_cache.stores.paged_memory import LayerKVCache, PageCopy, PagedMemory
-from prefix_cache.stores.stage_output_cache import StageOutputCache, WholeInputCache
+from prefix_cache.stores.stage_output_cache import StageOutputCache
+from prefix_cache.stores.whole_input_cache import WholeInputCache
 
 __all__ = [
     "ENCODER_HIDDEN_STATES",
@@ -83,8 +83,6 @@ __all__ = [
     "CrossAttentionSpec",
     "DiskTier",
     "EncoderBlocks",
-    "EncoderCache",
-    "EncoderCacheStats",
     "FullAttentionManager",
     "FullAttentionSpec",
     "GroupStats",

@@ -31,12 +31,12 @@ from engine.attention.metadata import AttentionMetadata, StateMetadata
 from engine.models.base import CausalModel
 from engine.requests.request import Request
 from engine.resources.device import upload
+from engine.scheduling.request_queues import EncoderCacheManager
 from engine.scheduling.scheduler import ScheduledRequest
 from prefix_cache import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
-    EncoderCache,
     KVCacheManager,
     MambaSpec,
     PagedMemory,
@@ -192,14 +192,14 @@ class ModelInputBuilder:
 
     Attributes:
         memory: the pages; new ones that are read before they are full are cleared.
-        encoder_cache: rows of images and the like; None for a model that takes none.
+        items: rows of images and the like; None for a model that takes none.
     """
 
     model: CausalModel
     kv_cache_manager: KVCacheManager
     memory: PagedMemory
     batch: InputBatch
-    encoder_cache: EncoderCache | None
+    items: EncoderCacheManager | None
     device: torch.device
 
     def cut(self, scheduled: Sequence[ScheduledRequest]) -> StepInputs:
@@ -226,7 +226,7 @@ class ModelInputBuilder:
         encoded: Tensor | None = None,
         extra: Mapping[str, npt.NDArray[Any]] | None = None,
     ) -> ModelInputs:
-        """Make what the model gets; the towers' rows that the step shows are in the cache.
+        """Make what the model gets; the towers' rows that the step shows are in their pages.
 
         All that comes of the host's tables goes to the device in one copy.
 
@@ -239,7 +239,7 @@ class ModelInputBuilder:
         }
         marks = {
             "follows_encoder": _follows_encoder(step, scheduled),
-            "shows_item": None if self.encoder_cache is None else _shows_item(step, scheduled),
+            "shows_item": None if self.items is None else _shows_item(step, scheduled),
         }
         codes = self._codes(step, scheduled)
         if codes is not None:
@@ -255,7 +255,7 @@ class ModelInputBuilder:
             encoded,
             tensors.get("follows_encoder"),
             tensors.get("shows_item"),
-            None if self.encoder_cache is None else self._item_features(step, scheduled),
+            None if self.items is None else self._item_features(step, scheduled),
             tensors["token_ids"],
             tensors.get("codes"),
         )
@@ -342,8 +342,8 @@ class ModelInputBuilder:
         """
         stop = first + chunk.shape[0]
         for item in request.multimodal_inputs:
-            if self.encoder_cache is not None and item.overlaps(first, stop):
-                rows = self.encoder_cache.rows(item.content_hash)[item.rows_in(first, stop)]
+            if self.items is not None and item.overlaps(first, stop):
+                rows = self.items.rows(request.request_id, item, item.rows_in(first, stop))
                 begin, end = max(first, item.offset), min(stop, item.end)
                 # What is wider than an embedding is for layers behind the first.
                 chunk[begin - first : end - first] = rows[:, : chunk.shape[1]]
@@ -357,11 +357,10 @@ class ModelInputBuilder:
             first = item.request.num_computed_tokens
             stop = first + item.num_tokens
             for shown in item.request.multimodal_inputs:
-                if self.encoder_cache is None or not shown.overlaps(first, stop):
+                if self.items is None or not shown.overlaps(first, stop) or shown.row_parts == 1:
                     continue
-                rows = self.encoder_cache.rows(shown.content_hash)[shown.rows_in(first, stop)]
-                if rows.shape[1] == hidden:
-                    continue
+                wanted = shown.rows_in(first, stop)
+                rows = self.items.rows(item.request.request_id, shown, wanted)
                 if features is None:
                     features = rows.new_zeros(len(step.token_ids), rows.shape[1] - hidden)
                 place = start + max(first, shown.offset) - first

@@ -40,12 +40,12 @@ from engine.models.base import CausalModel
 from engine.requests.request import Request
 from engine.resources.device import are_finite, on_device, total, upload
 from engine.sampling.sampler import Sampler, draw_code
+from engine.scheduling.request_queues import EncoderCacheManager
 from engine.scheduling.scheduler import ScheduledRequest, SchedulerOutput
 from prefix_cache import (
     ENCODER_HIDDEN_STATES,
     AttentionSpec,
     CrossAttentionSpec,
-    EncoderCache,
     KVCacheManager,
     PagedMemory,
 )
@@ -253,7 +253,7 @@ class ModelRunner:
         kv_cache_manager: gives block ids; its stage-output cache receives every step's rows.
         swap_memory: the host's pages of swapped requests, or None.
         backends: one per KV-cache group; None where it has no attention.
-        encoder_cache: rows of images and the like; None for a model that takes none.
+        items: rows of images and the like; None for a model that takes none.
         row_dtype: of mirrored rows that are no integers; None: as the model makes them.
     """
 
@@ -268,7 +268,7 @@ class ModelRunner:
         input_batch: InputBatch,
         device: torch.device,
         max_num_batched_tokens: int,
-        encoder_cache: EncoderCache | None = None,
+        items: EncoderCacheManager | None = None,
         row_dtype: torch.dtype | None = None,
     ) -> None:
         self._model = model
@@ -279,9 +279,9 @@ class ModelRunner:
         self._backends = tuple(backends)
         self._batch = input_batch
         self._device = device
-        self._encoder_cache = encoder_cache
+        self._items = items
         self._inputs = ModelInputBuilder(
-            model, kv_cache_manager, memory, input_batch, encoder_cache, device
+            model, kv_cache_manager, memory, input_batch, items, device
         )
         self._contents = PageContents(memory)
         self._host_copy = HostCopy(device, max_num_batched_tokens)
@@ -322,8 +322,8 @@ class ModelRunner:
         step = self._inputs.cut(output.scheduled)
         runs_encoder = [item.runs_encoder for item in output.scheduled]
         encoded = self._run_encoder(step, output.scheduled) if any(runs_encoder) else None
-        if self._encoder_cache is not None:
-            self._run_towers(output.scheduled, self._encoder_cache)
+        if self._items is not None:
+            self._run_towers(output.scheduled, self._items)
         filled = self._contents.filled(step, runs_encoder)
         samples = [place for place, item in enumerate(output.scheduled) if item.samples]
         extra = {_SAMPLED: step.query_start_loc[1:][samples] - 1} | page_indices(filled)
@@ -464,8 +464,10 @@ class ModelRunner:
         """
         self._batch.clear()
 
-    def _run_towers(self, scheduled: Sequence[ScheduledRequest], cache: EncoderCache) -> None:
-        """Run the towers for images and the like that this step begins and the cache lacks."""
+    def _run_towers(
+        self, scheduled: Sequence[ScheduledRequest], manager: EncoderCacheManager
+    ) -> None:
+        """Run the towers for images and the like that this step begins and the pool lacks."""
         items = [entry for item in scheduled for entry in item.items_to_encode]
         if not items:
             return
@@ -476,7 +478,7 @@ class ModelRunner:
             kinds = " or ".join(sorted({entry.modality for entry in items}))
             raise ValueError(f"the tower gave rows of {kinds} that are NaN or infinite")
         for entry, rows in zip(items, encoded, strict=True):
-            cache.fill(entry.content_hash, rows)
+            manager.fill(entry, rows)
 
     def _forward(self, inputs: ModelInputs) -> dict[str, Tensor]:
         metadata = inputs.metadata

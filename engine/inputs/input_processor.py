@@ -137,6 +137,7 @@ class InputProcessor:
             params,
             content.positions,
             0 if entry is None else entry.num_tokens,
+            max((item.num_rows * item.row_parts for item in content.multimodal_inputs), default=0),
         )
         return partial(
             Request,

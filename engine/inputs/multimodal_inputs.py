@@ -584,7 +584,6 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
             for modality, maker in self._makers.items()
             if not isinstance(maker, MissingFeatureMaker)
         )
-        self._row_bytes = sources.limits.hidden_size * sources.limits.dtype.itemsize
         self._cache_bytes = sources.encoder_cache_bytes
 
     def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
@@ -691,7 +690,7 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
         return [*ids, way.end_id], pieces
 
     def _check_rows(self, modality: Modality, num_rows: int) -> None:
-        row_bytes = self._row_bytes * self._model.towers[modality].row_parts
+        row_bytes = self._limits.row_bytes * self._model.towers[modality].row_parts
         check_item(num_rows, row_bytes, self._cache_bytes)
         self._limits.check_length(num_rows)
 
@@ -701,6 +700,6 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
         features = self._makers[modality].make(item)
         tower = self._model.towers[modality]
         length, parts = tower.num_rows(features), tower.row_parts
-        check_item(length, self._row_bytes * parts, self._cache_bytes)
+        check_item(length, self._limits.row_bytes * parts, self._cache_bytes)
         digest = features_hash(features, length, cache_salt)
         return MultiModalInput(modality, offset, length, digest, features, row_parts=parts)

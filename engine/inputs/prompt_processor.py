@@ -129,7 +129,7 @@ class PromptSources:
 
     Attributes:
         model: the loaded model, of which a processor asks what it needs to know.
-        encoder_cache_bytes: what the rows of images and the like may take.
+        encoder_cache_bytes: what the rows of images and the like may take; None: no limit.
         media_limits: how much of a picture, a sound or a video is read.
         vad: whether an encoder of speech hears speech alone.
     """
@@ -138,7 +138,7 @@ class PromptSources:
     model: Any
     tokenizer: PreTrainedTokenizerBase | None
     limits: InputLimits
-    encoder_cache_bytes: int
+    encoder_cache_bytes: int | None = None
     media_limits: MediaLimits = field(default_factory=MediaLimits)
     vad: bool = False
 

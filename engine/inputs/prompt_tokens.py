@@ -74,6 +74,11 @@ class InputLimits:
     max_prompt_chars: int = 2**22
     requests: RequestLimits = _DEFAULTS
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row inside the model."""
+        return self.hidden_size * self.dtype.itemsize
+
     def check_length(self, num_prompt_tokens: int, num_wanted: int = 0) -> None:
         """Refuse a prompt that is too long for the model, with so many tokens to generate."""
         if num_prompt_tokens + num_wanted > self.max_model_len:
@@ -136,11 +141,13 @@ class FitCheck:
         params: SamplingParams,
         positions: PromptPositions | None = None,
         num_encoder_tokens: int = 0,
+        num_item_rows: int = 0,
     ) -> int:
         """How long the sequence of a request may get.
 
         Args:
             positions: where tokens lie on several axes; None where places are indices.
+            num_item_rows: as wide as embeddings, of the largest item that the prompt shows.
 
         Raises:
             ValueError: the request could never run.
@@ -160,16 +167,25 @@ class FitCheck:
                 f"{wanted} to generate need slots for {num_slots} tokens, the whole "
                 f"KV cache holds {limits.usable_tokens}; lower max_tokens or raise num_blocks"
             )
-        kv_cache = self._kv_cache
-        if kv_cache and num_encoder_tokens and not kv_cache.fits(num_slots, num_encoder_tokens):
-            num_blocks = kv_cache.pages_for(num_slots, num_encoder_tokens)
+        if self._kv_cache is not None and (num_encoder_tokens or num_item_rows):
+            self._check_fits(self._kv_cache, num_slots, num_encoder_tokens, num_item_rows)
+        return max_num_tokens
+
+    def _check_fits(
+        self, kv_cache: KVCacheManager, num_slots: int, num_encoder_tokens: int, num_item_rows: int
+    ) -> None:
+        num_pages = kv_cache.config.item_pages(num_item_rows * self.limits.row_bytes)
+        num_blocks = kv_cache.pages_for(num_slots, num_encoder_tokens, 1, num_pages)
+        if num_blocks >= kv_cache.config.num_large_pages:
+            beside = f"{num_encoder_tokens} encoder tokens"
+            if num_item_rows:
+                beside = f"the {num_item_rows} rows of the largest item"
             raise ValueError(
-                f"the request can never fit: {num_slots} decoder tokens and {num_encoder_tokens} "
-                f"encoder tokens take {num_blocks} blocks, the pool has "
+                f"the request can never fit: {num_slots} decoder tokens and {beside} "
+                f"take {num_blocks} blocks, the pool has "
                 f"{kv_cache.config.num_large_pages - 1}; shorten the input, lower max_tokens or "
                 "raise num_blocks"
             )
-        return max_num_tokens
 
     def _check_length(
         self, num_prompt_tokens: int, wanted: int, positions: PromptPositions | None
@@ -199,8 +215,10 @@ def check_encoder_prompt(num_tokens: int, longest: int) -> None:
         )
 
 
-def check_item(num_rows: int, row_bytes: int, encoder_cache_bytes: int) -> None:
+def check_item(num_rows: int, row_bytes: int, encoder_cache_bytes: int | None) -> None:
     """Refuse an image or the like whose rows the encoder cache could never hold."""
+    if encoder_cache_bytes is None:
+        return
     room = encoder_cache_bytes // row_bytes
     if num_rows > room:
         raise ValueError(

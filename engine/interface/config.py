@@ -275,8 +275,8 @@ class EngineSettings(Settings):
         max_num_batched_tokens: token budget of one step.
         max_num_encoder_tokens: rows that towers for images and the like, or an encoder-decoder's
             encoder, give in one step; a longer input runs alone. None sets no limit.
-        encoder_cache_bytes: what towers' rows, those in use included, may take on the device. What
-            an encoder-decoder's encoder makes is kept in KV blocks instead.
+        encoder_cache_bytes: most that rows of images, sounds and videos may take of the pool, those
+            in use included; None: they compete with KV blocks for all of it.
         preemption: what becomes of a request that has to make room: ``recompute`` forgets its
             state, ``swap`` moves it to host memory as long as there is room.
         num_swap_blocks: host blocks for ``swap``, the null block included; None: as the pool has.
@@ -307,7 +307,7 @@ class EngineSettings(Settings):
     max_num_seqs: int = Field(default=16, ge=1)
     max_num_batched_tokens: int = Field(default=2048, ge=1)
     max_num_encoder_tokens: int | None = Field(default=None, ge=1)
-    encoder_cache_bytes: int = Field(default=256 * 2**20, ge=1)
+    encoder_cache_bytes: int | None = Field(default=None, ge=1)
     preemption: Literal["recompute", "swap"] = "recompute"
     num_swap_blocks: int | None = Field(default=None, ge=2)
     offload: OffloadSettings | None = None

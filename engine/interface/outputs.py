@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from engine.interface.hints import Tensor, Tensors
 
 if TYPE_CHECKING:
-    from prefix_cache import EncoderCacheStats, KVCacheStats, OffloadStats
+    from prefix_cache import KVCacheStats, OffloadStats
 
 __all__ = [
     "ROW_KEYS",
@@ -431,9 +431,8 @@ class EngineStats:
         transferred_bytes: of the tensors in these.
         num_running: requests in steps at the time of the reading.
         num_waiting: requests that wait for a step then, preempted and resting ones included.
-        encoder_cache: towers' rows at the time of the reading; None for a model without towers.
-            The rows of an encoder-decoder's encoder are in blocks, and counted in ``kv``.
-        kv: the pool at the time of the reading; None for an engine without blocks.
+        kv: the pool at the time of the reading, what encoders and towers made included; None for an
+            engine without blocks.
         offload: what the tiers below the pool hold and have given; None without any.
     """
 
@@ -450,7 +449,6 @@ class EngineStats:
     transferred_bytes: int = 0
     num_running: int = 0
     num_waiting: int = 0
-    encoder_cache: EncoderCacheStats | None = None
     kv: KVCacheStats | None = None
     offload: OffloadStats | None = None
 
@@ -471,17 +469,16 @@ class EngineStats:
         sums = {name: getattr(other, name) for name in (*_COUNTERS, *_COUNTS_OF_NOW)}
         return replace(
             self.plus(**sums),
-            encoder_cache=_beside(self.encoder_cache, other.encoder_cache),
             kv=_beside(self.kv, other.kv),
             offload=_beside(self.offload, other.offload),
         )
 
 
 _COUNTS_OF_NOW = ("num_running", "num_waiting")
-_OF_NOW = (*_COUNTS_OF_NOW, "encoder_cache", "kv", "offload")
+_OF_NOW = (*_COUNTS_OF_NOW, "kv", "offload")
 _COUNTERS = tuple(each.name for each in fields(EngineStats) if each.name not in _OF_NOW)
 
-_PoolT = TypeVar("_PoolT", "EncoderCacheStats", "KVCacheStats", "OffloadStats")
+_PoolT = TypeVar("_PoolT", "KVCacheStats", "OffloadStats")
 
 
 def _beside(one: _PoolT | None, other: _PoolT | None) -> _PoolT | None:

@@ -49,7 +49,6 @@ from prefix_cache import (
     ENCODER_HIDDEN_STATES,
     AttentionSpec,
     CrossAttentionSpec,
-    EncoderCache,
     FullAttentionSpec,
     HostOnlySpec,
     KVCacheConfig,
@@ -159,12 +158,19 @@ def _plan(
             dtype=choices.dtype,
             max_model_len=choices.max_model_len,
             max_encoder_len=model.max_encoder_len,
-            step_bytes=step_bytes(config, model.hidden_size, model.vocab_size, choices.dtype)
-            + config.encoder_cache_bytes * bool(model.placeholders),
+            item_row_bytes=_item_row_bytes(model, choices.computed_dtype),
+            step_bytes=step_bytes(config, model.hidden_size, model.vocab_size, choices.dtype),
         ),
         device=choices.device,
         attention=choices.attention,
     )
+
+
+def _item_row_bytes(model: CausalModel, dtype: torch.dtype) -> int:
+    """Of the widest rows that a model's towers make; 0 for a model without."""
+    towers = getattr(model, "towers", {})
+    parts = max((t.row_parts for t in towers.values()), default=int(bool(model.placeholders)))
+    return int(parts * model.hidden_size * dtype.itemsize)
 
 
 def _input_processor(
@@ -377,11 +383,11 @@ class LLMEngine(Engine[RequestOutput]):
         if config.preemption == "swap":
             self._swap = SwapSpace(manager, config.num_swap_blocks or kv_config.num_large_pages)
             swap_memory = PagedMemory(self._swap.config)
-        self._encoder_cache_manager = encoder_cache = None
+        # Holds rows of images and the like, for a model whose prompts show any.
+        self._encoder_cache_manager = None
         if model.placeholders:
-            row_bytes = model.hidden_size * choices.computed_dtype.itemsize
-            encoder_cache = EncoderCache(config.encoder_cache_bytes)
-            self._encoder_cache_manager = EncoderCacheManager(encoder_cache, row_bytes)
+            row = torch.empty(model.hidden_size, dtype=choices.computed_dtype, device="meta")
+            self._encoder_cache_manager = EncoderCacheManager(manager, memory, row)
         self._offloaded = build_offloaded_blocks(
             config, choices.checkpoint, manager, memory, choices.attention
         )
@@ -414,11 +420,10 @@ class LLMEngine(Engine[RequestOutput]):
             ),
             device=choices.device,
             max_num_batched_tokens=max(config.max_num_batched_tokens, _WARM_UP_TOKENS),
-            encoder_cache=encoder_cache,
+            items=self._encoder_cache_manager,
         )
         self.memory_plan = replace(
             plan,
-            encoder_cache_bytes=0 if encoder_cache is None else config.encoder_cache_bytes,
             swap_bytes=0 if swap_memory is None else swap_memory.nbytes,
             offload=config.offload,
             stored=choices.checkpoint.stored and f"{choices.checkpoint.stored}; {model.held}",
@@ -675,23 +680,21 @@ class LLMEngine(Engine[RequestOutput]):
         if self._offloaded is not None:
             self._offloaded.forget()
         if self._encoder_cache_manager is not None:
-            self._encoder_cache_manager.cache.reset()
+            self._encoder_cache_manager.forget()
 
     def stats(self) -> EngineStats:
         """Read the counters; only ``step`` adds to them."""
-        counted, manager = self._output_processor.stats, self._encoder_cache_manager
-        towers = None if manager is None else manager.cache.stats()
+        counted, items = self._output_processor.stats, self._encoder_cache_manager
         return replace(
             counted,
             generated_tokens=self._output_processor.num_generated_tokens,
             num_steps=self._num_steps,
             busy_s=self._busy_s,
-            encoder_runs=counted.encoder_runs if towers is None else towers.encoded,
-            encoder_hits=counted.encoder_hits if towers is None else towers.hits,
+            encoder_runs=counted.encoder_runs if items is None else items.num_encoded,
+            encoder_hits=counted.encoder_hits if items is None else items.num_hits,
             num_preemptions=self._scheduler.num_preemptions,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
-            encoder_cache=towers,
             kv=self._kv.stats(),
             offload=None if self._offloaded is None else self._offloaded.stats(),
         )
@@ -711,8 +714,7 @@ class LLMEngine(Engine[RequestOutput]):
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError``, with the equation that failed, if blocks are not conserved."""
-        check_integrity(self._kv)
+        items = self._encoder_cache_manager
+        check_integrity(self._kv, () if items is None else items.tables())
         if self._swap is not None:
             check_pool_integrity(self._swap.pool, self._swap.tables())
-        if self._encoder_cache_manager is not None:
-            self._encoder_cache_manager.check_integrity()

@@ -208,7 +208,7 @@ class MemoryPlan:
         stage_output_bytes: per mirrored tensor, the host's ``(num_blocks, block_size, D)`` store.
         attention: the backend that computes attention; None in an engine without a KV cache.
         kv_cache: the groups of layers, and what they cost; None likewise.
-        encoder_cache_bytes: most that towers' rows may take; 0 for a model without towers.
+        item_pages: what towers' rows may take of the pool, in words; None for a model without.
         swap_bytes: host memory for pages of swapped requests.
         offload: where blocks go that the pool may evict, with their most bytes; None for nowhere.
         stored: how the checkpoint's weights are stored, in words, where that is not how they are
@@ -225,7 +225,7 @@ class MemoryPlan:
     stage_output_bytes: Mapping[str, int] = field(default_factory=dict)
     attention: str | None = None
     kv_cache: KVCacheReport | None = None
-    encoder_cache_bytes: int = 0
+    item_pages: str | None = None
     swap_bytes: int = 0
     offload: OffloadSettings | None = None
     stored: str | None = None
@@ -259,11 +259,7 @@ class MemoryPlan:
             *self._pool_lines(),
             *(self.kv_cache.lines() if self.kv_cache else []),
             *([f"attention      {self.attention}"] if self.attention else []),
-            *(
-                [f"encoder cache  up to {format_bytes(self.encoder_cache_bytes)} on {self.device}"]
-                if self.encoder_cache_bytes
-                else []
-            ),
+            *([f"encoder cache  {self.item_pages}"] if self.item_pages else []),
             *(
                 [f"swap space     {format_bytes(self.swap_bytes)} host memory"]
                 if self.swap_bytes
@@ -384,6 +380,7 @@ class ModelNeeds:
     Attributes:
         max_encoder_len: most encoder tokens that a sequence may bring.
         step_bytes: what a step takes beside weights and pages; see :func:`step_bytes`.
+        item_row_bytes: of a row of images and the like; 0 for a model without towers.
     """
 
     groups: tuple[KVCacheGroup, ...]
@@ -391,7 +388,20 @@ class ModelNeeds:
     dtype: torch.dtype
     max_model_len: int
     max_encoder_len: int = 0
+    item_row_bytes: int = 0
     step_bytes: int = 0
+
+    def with_item_pages(self, kv_config: KVCacheConfig, config: EngineConfig) -> KVCacheConfig:
+        """The same config with pages for towers' rows, if the model has towers."""
+        if not self.item_row_bytes:
+            return kv_config
+        nbytes = config.block_size * self.item_row_bytes
+        return kv_config.with_item_pages(nbytes, config.encoder_cache_bytes)
+
+    def longest_item(self, num_tokens: int, config: EngineConfig) -> int:
+        """Bytes of the rows of the longest item that so many tokens may show."""
+        nbytes = num_tokens * self.item_row_bytes
+        return min(nbytes, config.encoder_cache_bytes or nbytes)
 
 
 # Rows of the hidden size that lie beside each other in a layer at most: the residual, what was
@@ -414,31 +424,31 @@ def plan_memory(
     """Size the pool; ``attention`` is the backend's name, for the plan.
 
     A pool that the user sized himself need not hold ``needs.max_encoder_len`` encoder tokens for
-    every sequence: requests that do not fit are refused one by one.
+    every sequence, nor the longest item: requests that do not fit are refused one by one.
 
     Raises:
         ValueError: the memory that may be used does not hold one sequence; says what would fit.
     """
     max_model_len, max_encoder_len = needs.max_model_len, needs.max_encoder_len
     probe = KVCacheManager(
-        KVCacheConfig(2, needs.groups, num_host_blocks=2),
+        needs.with_item_pages(KVCacheConfig(2, needs.groups, num_host_blocks=2), config),
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
     page_bytes = probe.config.large_page_bytes
     num_encoder_tokens = max_encoder_len if config.num_blocks is None else min(max_encoder_len, 1)
+
+    def pages_for(num_tokens: int, num_requests: int) -> int:
+        item_bytes = needs.longest_item(num_tokens, config) if config.num_blocks is None else 0
+        num_item_pages = probe.config.item_pages(item_bytes)
+        return probe.pages_for(num_tokens, num_encoder_tokens, num_requests, num_item_pages)
+
     kv_config = KVCacheConfig(
-        resolve_num_blocks(
-            config,
-            page_bytes,
-            lambda num_tokens, count: probe.pages_for(num_tokens, num_encoder_tokens, count),
-            max_model_len,
-            device,
-            needs.step_bytes,
-        ),
+        resolve_num_blocks(config, page_bytes, pages_for, max_model_len, device, needs.step_bytes),
         needs.groups,
         # Host memory is taken as it is written to, so there is room for every seat.
         num_host_blocks=-(-max_model_len // config.block_size) * config.max_num_seqs + 1,
     )
+    kv_config = needs.with_item_pages(kv_config, config)
     plan = MemoryPlan(
         device=str(device),
         dtype=str(needs.dtype).removeprefix("torch."),
@@ -449,5 +459,14 @@ def plan_memory(
         max_model_len=max_model_len,
         attention=attention,
         kv_cache=report_kv_cache(kv_config, max_model_len, max_encoder_len),
+        item_pages=_item_pages(kv_config),
     )
     return kv_config, plan
+
+
+def _item_pages(config: KVCacheConfig) -> str | None:
+    if not config.item_page_bytes:
+        return None
+    size, most = config.item_page_bytes, config.max_item_pages
+    bound = "" if most is None else f"up to {format_bytes(most * size)} "
+    return f"{bound}of the KV cache, in pages of {format_bytes(size)}, as rows are needed"

@@ -19,16 +19,26 @@ left out changes the firsts on the way up from there only, so no step costs more
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import TypeAlias
 
+from torch import Tensor
+
 from engine.requests.encoder_input import MultiModalInput
 from engine.requests.request import Request, RequestStatus
-from prefix_cache import BlockHash, EncoderCache, KVCacheManager, PageCopy, SwapSpace
+from prefix_cache import (
+    BlockHash,
+    CachedPrefix,
+    KVCacheBlock,
+    KVCacheManager,
+    PageCopy,
+    PagedMemory,
+    SwapSpace,
+    WholeInputCache,
+)
 
 __all__ = ["EncoderCacheManager", "EncodingBudget", "ItemShare", "RequestQueues", "WaitingQueue"]
 
@@ -61,83 +71,197 @@ class ItemShare:
 
     Attributes:
         to_encode: items that towers have to encode for them.
+        lacks_room: whether nothing is left of it for want of room for an item.
     """
 
     num_tokens: int
     to_encode: tuple[MultiModalInput, ...]
     budget: EncodingBudget
+    lacks_room: bool = False
 
 
-@dataclass(slots=True)
 class EncoderCacheManager:
-    """Holds rows that towers made, in the encoder cache, for requests that are in their middle.
+    """Holds rows that towers made, in pages of the pool, for requests that are in their middle.
 
     An item is held from the step that computes its first placeholder which the prefix cache does
     not have, to the step that computes its last one; so an item that a prefix hit covers is never
-    held nor encoded. A request that stands before an item for which there is no room holds
-    nothing. A request that holds something can therefore go on, give it back, and make room.
+    held nor encoded. A request that stands before an item for which there is no room holds no
+    item. Given back, an item's pages wait to be evicted like any others, and are found again by
+    its content::
+
+        item      |<----- 6 rows ----->|
+        step 1    |#########|               held: by every request that has begun and not ended it
+        step 2              |##########|    given back: cached, until others need its pages
 
     Pieces of an item are held one by one, each as the whole: were it held from the first to the
     last, a video could wait for room for its sound, and hold it. What others push out between two
     pieces is encoded again.
+
+    Args:
+        kv_cache_manager: of a config with pages for rows of items.
+        memory: where the pages are.
+        row: ``(hidden_size,)``, of the type of the rows; a tensor on ``meta`` will do.
+
+    Attributes:
+        num_hits: how often an item was held that was there, or about to be.
+        num_encoded: items that were run through a tower.
     """
 
-    cache: EncoderCache
-    row_bytes: int
-    _items: dict[str, list[MultiModalInput]] = field(default_factory=dict)
+    def __init__(self, kv_cache_manager: KVCacheManager, memory: PagedMemory, row: Tensor) -> None:
+        self._kv, self._memory, self._row = kv_cache_manager, memory, row
+        self.num_hits = 0
+        self.num_encoded = 0
+        self.clear()
 
-    def take(self, request: Request, num_tokens: int, budget: EncodingBudget) -> ItemShare:
+    def clear(self) -> None:
+        """Forget all rows and who holds them; the pool forgets them as well, or has already."""
+        self._held: dict[str, dict[MultiModalInput, list[KVCacheBlock]]] = {}
+        # Held pages that cannot be found in the pool: to be encoded in this step, or not published.
+        self._unpublished: dict[bytes, list[KVCacheBlock]] = {}
+
+    def forget(self) -> None:
+        """Let nothing that was encoded so far be found; who holds it keeps it."""
+        self._unpublished.clear()
+
+    def take(
+        self,
+        request: Request,
+        num_tokens: int,
+        budget: EncodingBudget,
+        prefix: CachedPrefix | None = None,
+    ) -> ItemShare:
         """Hold the items that lie in a request's next ``num_tokens`` tokens, as far as they fit.
 
-        The chunk ends before the first item that neither is there nor can be encoded.
+        The chunk ends before the first item that neither is there nor can be encoded. There is room
+        for the pages of new items together with the blocks of its tokens.
+
+        Args:
+            prefix: of a waiting request, what it would begin with.
         """
         start = request.num_computed_tokens
         stop = start + num_tokens
         to_encode: list[MultiModalInput] = []
-        held = self._items.get(request.request_id, [])
+        lacks_room = False
+        # What a request would begin with must not make room for what it is shown.
+        tables = (*prefix.blocks, tuple(prefix.sources.values())) if prefix is not None else ()
+        adopted = [b for table in tables for b in reversed(table) if b.large_page is not None]
+        self._rows.hold(adopted)
         for item in request.multimodal_inputs:
+            held = self._held.get(request.request_id, {})
             if not item.overlaps(start, stop) or item in held:
                 continue
-            if not self.cache.hold(item.content_hash):
-                nbytes = item.num_rows * item.row_parts * self.row_bytes
-                if not self.cache.has_room(nbytes) or not budget.allows(item.num_rows):
-                    stop = max(start, item.offset)
-                    break
-                self.cache.reserve(item.content_hash, nbytes)
+            same = (x for other, x in held.items() if other.content_hash == item.content_hash)
+            if (blocks := next(same, None)) is not None:  # another piece, or shown twice
+                held[item] = blocks
+                continue
+            blocks = self._find(item)
+            num_pages = self._num_pages(item) if blocks is None else 0
+            needs = self._needs(request, stop, prefix)
+            lacks_room = not self._rows.has_room(num_pages, beside=needs)
+            if lacks_room or (blocks is None and not budget.allows(item.num_rows)):
+                if blocks is not None:
+                    self._give_back(item, blocks)
+                stop = max(start, item.offset)
+                break
+            if blocks is None:
+                blocks = self._rows.allocate(self._nbytes(item), keep=needs)
+                self._unpublished[item.content_hash] = blocks
                 to_encode.append(item)
                 budget = budget.less(item.num_rows)
-            held = self._items.setdefault(request.request_id, [])
-            held.append(item)
-        return ItemShare(stop - start, tuple(to_encode), budget)
+            else:
+                self.num_hits += 1
+            self._held.setdefault(request.request_id, {})[item] = blocks
+        for block in adopted:
+            self._kv.pool.release([block], block.key[0])
+        return ItemShare(stop - start, tuple(to_encode), budget, lacks_room and stop == start)
 
-    def release_passed(self, request: Request) -> None:
-        """Give back what the request has computed to its end."""
-        held = self._items.get(request.request_id)
-        if held:
-            passed = [item for item in held if item.end <= request.num_computed_tokens]
-            self._give_back(request.request_id, passed)
+    def largest_item(self, request: Request, num_computed_tokens: int) -> int:
+        """Pages of the largest item that a request has still to hold."""
+        items = (x for x in request.multimodal_inputs if x.end > num_computed_tokens)
+        return max(map(self._num_pages, items), default=0)
 
-    def release(self, request: Request) -> None:
-        """Give back all that the request holds; nothing is fine too."""
-        self._give_back(request.request_id, tuple(self._items.get(request.request_id, ())))
+    def fill(self, item: MultiModalInput, rows: Tensor) -> None:
+        """Keep what a tower made of an item that is held; from now on others may find it.
 
-    def clear(self) -> None:
-        """Forget all rows and who holds them, in whatever state an interrupted call left them."""
-        self.cache.clear()
-        self._items = {}
+        Raises:
+            ValueError: there is no page for it, or the rows are not of the form that was expected.
+        """
+        blocks = self._unpublished.get(item.content_hash)
+        if blocks is None:
+            raise ValueError("the item has its rows already, or no request holds it")
+        shape = item.num_rows, item.row_parts * len(self._row)
+        if rows.shape != shape or rows.dtype != self._row.dtype:
+            raise ValueError(
+                f"the tower gave {rows.dtype} rows of shape {tuple(rows.shape)}, expected were "
+                f"{self._row.dtype} of {shape}"
+            )
+        self._memory.write_rows([block.block_id for block in blocks], rows)
+        self.num_encoded += 1
+        if self._kv.enable_prefix_caching:
+            self._rows.publish(BlockHash(item.content_hash), rows.nbytes, blocks)
+            del self._unpublished[item.content_hash]
 
-    def check_integrity(self) -> None:
-        """Raise ``IntegrityError`` if the cache counts other references than are held here."""
-        self.cache.check_integrity(
-            Counter(item.content_hash for held in self._items.values() for item in held)
+    def rows(self, request_id: str, item: MultiModalInput, wanted: slice) -> Tensor:
+        """Some rows of an item that a request holds, in memory of their own."""
+        block_ids = [block.block_id for block in self._held[request_id][item]]
+        width = item.row_parts * len(self._row)
+        return self._memory.read_rows(block_ids, wanted, width, self._row.dtype)
+
+    def release(self, request: Request, *, passed_only: bool = False) -> None:
+        """Give back what a request holds, or what of it is computed to its end."""
+        held = self._held.get(request.request_id, {})
+        for item in list(held):
+            if not passed_only or item.end <= request.num_computed_tokens:
+                blocks = held.pop(item)
+                if not any(other is blocks for other in held.values()):
+                    self._give_back(item, blocks)
+        if not held:
+            self._held.pop(request.request_id, None)
+
+    def tables(self) -> list[list[KVCacheBlock]]:
+        """The pages of each item that a request holds, for integrity checks."""
+        return [
+            blocks
+            for held in self._held.values()
+            for blocks in {id(blocks): blocks for blocks in held.values()}.values()
+        ]
+
+    @property
+    def _rows(self) -> WholeInputCache:
+        if self._kv.item_rows is None:
+            raise ValueError("the KV cache has no pages for rows of items")
+        return self._kv.item_rows
+
+    def _nbytes(self, item: MultiModalInput) -> int:
+        return item.num_rows * item.row_parts * self._row.nbytes
+
+    def _num_pages(self, item: MultiModalInput) -> int:
+        return self._rows.num_blocks_for(self._nbytes(item))
+
+    def _find(self, item: MultiModalInput) -> list[KVCacheBlock] | None:
+        """Hold an item that is there, or about to be."""
+        blocks = self._unpublished.get(item.content_hash)
+        if blocks is None:
+            return self._rows.find(BlockHash(item.content_hash), self._nbytes(item))
+        self._rows.hold(blocks)
+        return blocks
+
+    def _needs(self, request: Request, stop: int, prefix: CachedPrefix | None) -> dict[int, int]:
+        """Blocks of every group that a request's tokens before ``stop`` lack."""
+        encoder = request.encoder_blocks
+        return self._kv.coordinator.needs(
+            request.request_id,
+            stop,
+            prefix.blocks if prefix is not None else (),
+            sources=prefix.sources if prefix is not None else {},
+            num_computed_tokens=request.num_computed_tokens,
+            num_encoder_tokens=encoder.num_tokens if encoder is not None else 0,
         )
 
-    def _give_back(self, request_id: str, items: Sequence[MultiModalInput]) -> None:
-        for item in items:
-            self.cache.release(item.content_hash)
-            self._items[request_id].remove(item)
-        if not self._items.get(request_id, True):
-            del self._items[request_id]
+    def _give_back(self, item: MultiModalInput, blocks: Sequence[KVCacheBlock]) -> None:
+        self._rows.release(blocks)
+        if not blocks[0].ref_cnt and self._unpublished.get(item.content_hash) == blocks:
+            del self._unpublished[item.content_hash]
 
 
 Key: TypeAlias = tuple[int, int]
@@ -564,23 +688,28 @@ class RequestQueues:
             encoder=request.encoder_blocks,
         )
 
-    def hold_items(self, request: Request, num_tokens: int, budget: EncodingBudget) -> ItemShare:
+    def hold_items(
+        self,
+        request: Request,
+        num_tokens: int,
+        budget: EncodingBudget,
+        prefix: CachedPrefix | None = None,
+    ) -> ItemShare:
         """Cut a chunk to the images and the like whose rows it can have, and hold these."""
-        if self.encoder_cache_manager is None or not request.multimodal_inputs:
+        manager = self.encoder_cache_manager
+        if manager is None or not request.multimodal_inputs or not num_tokens:
             return ItemShare(num_tokens, (), budget)
-        return self.encoder_cache_manager.take(request, num_tokens, budget)
+        return manager.take(request, num_tokens, budget, prefix)
+
+    def largest_item(self, request: Request, num_computed_tokens: int) -> int:
+        """Pages of the largest item that a request has still to hold."""
+        manager = self.encoder_cache_manager
+        return 0 if manager is None else manager.largest_item(request, num_computed_tokens)
 
     def release_items(self, request: Request, *, passed_only: bool = False) -> None:
         """Give back the rows that a request holds, or those of items that it has computed."""
-        manager = self.encoder_cache_manager
-        if manager is None or not request.multimodal_inputs:
-            return
-        if passed_only:
-            manager.release_passed(request)
-        else:
-            manager.release(request)
-        if not self.kv_cache_manager.enable_prefix_caching:
-            manager.cache.reset()
+        if self.encoder_cache_manager is not None and request.multimodal_inputs:
+            self.encoder_cache_manager.release(request, passed_only=passed_only)
 
     def _run(self, request: Request) -> None:
         _insert(self.running, request)

@@ -229,8 +229,10 @@ class Admission:
         else:
             waiting.pass_over_alike(request, num_before + num_found, kv.outputs.blocks_found)
 
-    def _share(self, request: Request, num_tokens: int, step: StepPlan) -> ItemShare:
-        return self.queues.hold_items(request, num_tokens, step.encoding_budget)
+    def _share(
+        self, request: Request, num_tokens: int, step: StepPlan, prefix: CachedPrefix | None = None
+    ) -> ItemShare:
+        return self.queues.hold_items(request, num_tokens, step.encoding_budget, prefix)
 
     def _find_prefix(self, request: Request, *, whole_blocks: bool = False) -> CachedPrefix:
         """What a waiting request would begin with."""
@@ -304,7 +306,7 @@ class Admission:
         if prefix.stops is not None:
             num_tokens = prefix.stops.clip(prefix.num_tokens, num_tokens, request.num_tokens)
         request.num_computed_tokens = prefix.num_tokens
-        share = self._share(request, request.clip_to_view(num_tokens), step)
+        share = self._share(request, request.clip_to_view(num_tokens), step, prefix)
         if not share.num_tokens:
             return False
         if not self.kv_cache_manager.allocate_slots(
@@ -334,6 +336,7 @@ class Admission:
             prefix=prefix,
             num_encoder_tokens=encoder.num_tokens if encoder is not None else 0,
             headroom=len(self.queues.running),
+            num_item_pages=self.queues.largest_item(request, prefix.num_tokens),
         )
 
 
@@ -424,7 +427,7 @@ class Scheduler:
     what could never fit alone is refused before, see :mod:`engine.inputs.prompt_tokens`.
 
     Items that have to be encoded, images say, cut chunks: a chunk ends before an item for which the
-    encoding budget, or the encoder cache, has no room in this step. Empty ones are left out.
+    encoding budget, or the pool, has no room in this step. Empty ones are left out.
 
     A waiting request whose next uncached block is being computed by a running request waits for
     that block to be published rather than compute it a second time. All that begin alike up to that
@@ -560,10 +563,7 @@ class Scheduler:
         is_blocked = False
         for request in self.fault_isolation.isolated():
             if request.status is RequestStatus.RUNNING:
-                num_tokens = self._queues.chunk(request, step.num_tokens)
-                share = self._queues.hold_items(request, num_tokens, step.encoding_budget)
-                if share.num_tokens and self._hold_slots(request, share.num_tokens, step):
-                    step.add(request, share)
+                self._serve(request, self._queues.chunk(request, step.num_tokens), step)
             elif not is_blocked and self._admission.may_have_seat:
                 is_blocked = not self._admission.consider(request, step)
             if step.scheduled:
@@ -577,28 +577,43 @@ class Scheduler:
             num_tokens = 0
             if not request.is_isolated:
                 num_tokens = self._queues.chunk(request, step.num_tokens - seats_behind)
-            share = self._queues.hold_items(request, num_tokens, step.encoding_budget)
-            if not share.num_tokens:
-                num_served += 1
-            elif self._hold_slots(request, share.num_tokens, step):
-                num_served += 1
-                step.add(request, share)
+            num_served += self._serve(request, num_tokens, step)
 
-    def _hold_slots(self, request: Request, num_tokens: int, step: StepPlan) -> bool:
-        """Get blocks for a running request, preempting from the end of the order.
+    def _serve(self, request: Request, num_tokens: int, step: StepPlan) -> bool:
+        """Hold items and blocks for a running request's next tokens, and take it in.
+
+        Where there are too few pages, others are preempted. One that lacks room for an item waits
+        as long as another goes on, though: what that one holds comes free.
+
+        Returns:
+            False if the request itself had to go.
+        """
+        share = self._queues.hold_items(request, num_tokens, step.encoding_budget)
+        while share.lacks_room and not step.scheduled:
+            if not self._preempt_for(request, step):
+                return False
+            share = self._queues.hold_items(request, num_tokens, step.encoding_budget)
+        if not share.num_tokens:
+            return True
+        while not self._queues.grow(request, share.num_tokens):
+            if not self._preempt_for(request, step):
+                return False
+        step.add(request, share)
+        return True
+
+    def _preempt_for(self, request: Request, step: StepPlan) -> bool:
+        """Make room by preempting from the end of the order; False if it was the request itself.
 
         Victims are never scheduled already, because requests are served in the same order.
-        Returns False if the request itself had to go.
         """
-        while not self._queues.grow(request, num_tokens):
-            victim = (self._queues.holders or self._running)[-1]
-            self._admission.preempt(victim, step)
-            if victim is request:
-                if not self._running:
-                    # It has the pool alone: what is in its way is content scattered over pages.
-                    self._kv.reset_prefix_cache()
-                return False
-        return True
+        victim = (self._queues.holders or self._running)[-1]
+        self._admission.preempt(victim, step)
+        if victim is not request:
+            return True
+        if not self._running:
+            # It has the pool alone: what is in its way is content scattered over pages.
+            self._kv.reset_prefix_cache()
+        return False
 
     def complete(self, output: SchedulerOutput) -> None:
         """Record that a step has run and its rows are written; publish what became full."""

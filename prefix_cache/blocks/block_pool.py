@@ -494,6 +494,9 @@ class BlockPool:
         on_device = {
             g: config.pages_per_large_page(g) for g in groups if config.groups[g].on_device
         }
+        if config.item_page_bytes:
+            encoder = config.item_group_id
+            on_device[encoder] = config.pages_per_large_page(encoder)
         on_host = [g for g in groups if not config.groups[g].on_device]
         return cls(
             [
@@ -521,6 +524,14 @@ class BlockPool:
         group = arena.groups[group_id]
         return group.num_spare + arena.num_available * group.blocks_per_page
 
+    def num_held(self, group_id: int) -> int:
+        """Blocks of the group that are held."""
+        return self._arena_of[group_id].groups[group_id].num_held
+
+    def num_cached(self, group_id: int) -> int:
+        """Blocks of the group that are not held, with content."""
+        return len(self._arena_of[group_id].groups[group_id].cached)
+
     def usable_blocks(self, group_id: int = 0) -> int:
         """Blocks that the group could hold at all: all but those of the null page."""
         arena = self._arena_of[group_id]
@@ -533,6 +544,18 @@ class BlockPool:
     def lookup(self, group_id: int, block_hash: BlockHash) -> KVCacheBlock | None:
         """Find a block by content. No reference is taken: valid until the next allocation."""
         return self.hash_tables[group_id].get(block_hash)
+
+    def lookup_all(
+        self, group_id: int, block_hashes: Iterable[BlockHash]
+    ) -> list[KVCacheBlock] | None:
+        """Find all blocks of a whole, or None, which shows at the first that is not there."""
+        blocks: list[KVCacheBlock] = []
+        for block_hash in block_hashes:
+            block = self.lookup(group_id, block_hash)
+            if block is None:
+                return None
+            blocks.append(block)
+        return blocks
 
     def was_evicted(self, group_id: int, block_hash: BlockHash) -> bool:
         """Whether a block of this content is known to have been evicted; one may be there again."""
@@ -578,13 +601,17 @@ class BlockPool:
         return True
 
     def allocate(
-        self, needs: Mapping[int, int], near: Mapping[int, LargePage | None] | None = None
+        self,
+        needs: Mapping[int, int],
+        near: Mapping[int, LargePage | None] | None = None,
+        keep: Mapping[int, int] | None = None,
     ) -> dict[int, list[KVCacheBlock]]:
         """Hand out blocks with one reference each; content goes as the evictions' order says.
 
         Args:
             needs: new blocks per group.
             near: per group, the large page that new blocks should lie in.
+            keep: blocks of other groups that :meth:`allocate` must be able to give afterwards.
 
         Returns:
             Per group of ``needs``, its blocks.
@@ -592,11 +619,11 @@ class BlockPool:
         Raises:
             ValueError: if there are too few blocks; nothing has changed then.
         """
-        if not self.can_allocate(needs):
+        rest = {**needs, **(keep or {})}
+        if not self.can_allocate(rest):
             wanted = {g: count for g, count in needs.items() if count}
             free = {g: self.num_free(g) for g in wanted}
             raise ValueError(f"blocks wanted per group {wanted}, free are at most {free}")
-        rest = dict(needs)
         blocks: dict[int, list[KVCacheBlock]] = {group_id: [] for group_id in needs}
         for group_id, count in needs.items():
             page, arena = near.get(group_id) if near else None, self._arena_of[group_id]
@@ -663,6 +690,15 @@ class BlockPool:
         cached = block.ref_cnt == 0 and block.block_hash is not None
         if cached and block.key[0] != LOW_PRIORITY:
             self._arena_of[block.group_id].requeue(block, LOW_PRIORITY)
+
+    def evict(self, group_id: int) -> None:
+        """Give up the content of that cached block of a group whose turn it is."""
+        arena = self._arena_of[group_id]
+        block = arena.groups[group_id].cached.first
+        if block is None:
+            raise ValueError(f"group {group_id} has no cached block to evict")
+        self._forget_evicted([block])
+        arena.drop_content(block)
 
     def renew(self, block: KVCacheBlock, block_hash: BlockHash) -> None:
         """Let a block count as given back now, if it still waits with this content."""

@@ -119,8 +119,11 @@ def _needed_by_layer(spec: KVCacheSpec, num_tokens: int, num_encoder_tokens: int
     return num_needed * (spec.layer_page_bytes // spec.block_size)
 
 
-def check_integrity(manager: KVCacheManager) -> None:
+def check_integrity(manager: KVCacheManager, items: Iterable[Sequence[KVCacheBlock]] = ()) -> None:
     """Check a manager and its pool; meant for tests and for ``verify`` runs, not for every step.
+
+    Args:
+        items: pages of towers' rows, as requests hold them.
 
     Raises:
         IntegrityError: with the equation that failed.
@@ -129,7 +132,7 @@ def check_integrity(manager: KVCacheManager) -> None:
     tables = [
         table for group in manager.coordinator.managers for table in group.block_tables.values()
     ]
-    check_pool_integrity(manager.pool, tables)
+    check_pool_integrity(manager.pool, [*tables, *items])
 
 
 def check_pool_integrity(pool: BlockPool, tables: Iterable[Sequence[KVCacheBlock]]) -> None:

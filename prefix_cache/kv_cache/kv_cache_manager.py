@@ -23,6 +23,7 @@ from prefix_cache.specs.kv_cache_spec import (
 )
 from prefix_cache.stores.paged_memory import PageCopy, PagedMemory
 from prefix_cache.stores.stage_output_cache import StageOutputCache
+from prefix_cache.stores.whole_input_cache import WholeInputCache
 
 __all__ = [
     "ENCODER_HIDDEN_STATES",
@@ -492,6 +493,7 @@ class KVCacheManager:
         outputs: the rows beside the blocks; its ``stage_outputs`` and ``encoder_outputs``, and its
             ``group_id`` as ``mirrored_group_id``, are attributes here too.
         pending: blocks that running requests compute.
+        item_rows: pages of the pool with what towers made; None for a model without towers.
         num_resets: how often all content was forgotten.
         misses: how often a prefix was not hit further, by its reason.
         group_misses: of these, whose blocks were lacking.
@@ -531,6 +533,10 @@ class KVCacheManager:
         self.stage_outputs = self.outputs.stage_outputs
         self.encoder_outputs = self.outputs.encoder_outputs
         self.pending = PendingBlocks()
+        self.item_rows: WholeInputCache | None = None
+        if page_bytes := self.config.item_page_bytes:
+            group_id, most = self.config.item_group_id, self.config.max_item_pages
+            self.item_rows = WholeInputCache(self.pool, None, page_bytes, group_id, most)
         self._partial_blocks = PartialBlocks(
             self.coordinator, self.stage_outputs, self.mirrored_group_id
         )
@@ -563,10 +569,21 @@ class KVCacheManager:
         """Whether one request of ``num_tokens`` could run to its end if it had the pool alone."""
         return self.pool.fits(self.coordinator.max_blocks(num_tokens, num_encoder_tokens))
 
-    def pages_for(self, num_tokens: int, num_encoder_tokens: int = 0, num_requests: int = 1) -> int:
-        """Large pages of the device that requests of ``num_tokens`` each can take up at most."""
+    def pages_for(
+        self,
+        num_tokens: int,
+        num_encoder_tokens: int = 0,
+        num_requests: int = 1,
+        num_item_pages: int = 0,
+    ) -> int:
+        """Large pages of the device that requests of ``num_tokens`` each can take up at most.
+
+        One of them is in the middle of an item that has ``num_item_pages``.
+        """
         counts = self.coordinator.max_blocks(num_tokens, num_encoder_tokens)
-        return self.pool.arenas[0].pages_for({g: n * num_requests for g, n in counts.items()})
+        counts = {g: n * num_requests for g, n in counts.items()}
+        counts[self.config.item_group_id] = num_item_pages
+        return self.pool.arenas[0].pages_for(counts)
 
     def longest_sequence(self, limit: int) -> int:
         """Tokens of the longest request that :meth:`fits`, at most ``limit``."""
@@ -606,10 +623,14 @@ class KVCacheManager:
         prefix: CachedPrefix | None = None,
         num_encoder_tokens: int = 0,
         headroom: int = 0,
+        num_item_pages: int = 0,
     ) -> bool:
         """Whether a new request could grow to ``num_tokens`` and leave ``headroom`` blocks over.
 
         Changes nothing.
+
+        Args:
+            num_item_pages: of the largest item that it shows; it need hold no two at once.
         """
         return self.coordinator.can_finish(
             num_tokens,
@@ -617,6 +638,7 @@ class KVCacheManager:
             sources=prefix.sources if prefix is not None else {},
             num_encoder_tokens=num_encoder_tokens,
             headroom=headroom,
+            num_item_pages=num_item_pages,
         )
 
     def allocate_slots(

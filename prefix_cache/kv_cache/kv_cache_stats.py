@@ -10,7 +10,10 @@ from typing import Literal, TypeAlias
 from prefix_cache.blocks.block_pool import BlockPool
 from prefix_cache.specs.kv_cache_spec import KVCacheConfig, spec_in_words
 
-__all__ = ["GroupStats", "KVCacheStats", "PrefixMiss"]
+__all__ = ["ITEM_ROWS", "GroupStats", "KVCacheStats", "PrefixMiss"]
+
+ITEM_ROWS = "rows of items"
+"""The kind of the group of pages that towers' rows lie in, behind those of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,8 @@ class KVCacheStats:
         queried_tokens: tokens in full blocks of admitted requests, since the start.
         nbytes: reserved for the pool on the device; 0 for a pool without memory of its own.
         output_bytes: reserved on the host for the outputs that are mirrored.
-        groups: what each group of layers has of it, in their order; none for such a pool.
+        groups: what each group of layers has of it, in their order, and behind them the pages of
+            rows of items; none for such a pool.
         misses: how often a request's prefix was not hit further, by :data:`PrefixMiss`.
     """
 
@@ -77,6 +81,11 @@ class KVCacheStats:
     output_bytes: int = 0
     groups: tuple[GroupStats, ...] = ()
     misses: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def items(self) -> GroupStats | None:
+        """The pages of rows of images, sounds and videos; None for a model without towers."""
+        return next((group for group in self.groups if group.kind == ITEM_ROWS), None)
 
     @classmethod
     def of_pool(cls, pool: BlockPool, hit_tokens: int, queried_tokens: int) -> KVCacheStats:
@@ -101,16 +110,22 @@ class KVCacheStats:
     ) -> KVCacheStats:
         """The same with what each group of layers has of the pool, and the outputs' bytes."""
         of_pool = {g: pages for arena in pool.arenas for g, pages in arena.groups.items()}
+        kinds = [
+            (spec_in_words(group.spec), group.page_bytes if group.on_device else 0)
+            for group in config.groups
+        ]
+        if config.item_page_bytes:
+            kinds.append((ITEM_ROWS, config.item_page_bytes))
         groups = tuple(
             GroupStats(
-                spec_in_words(group.spec),
+                kind,
                 of_pool[index].num_held,
                 len(of_pool[index].cached),
-                group.page_bytes if group.on_device else 0,
+                page_bytes,
                 pool.evictions[index],
                 group_misses.get(index, 0),
             )
-            for index, group in enumerate(config.groups)
+            for index, (kind, page_bytes) in enumerate(kinds)
         )
         nbytes = config.num_large_pages * config.large_page_bytes
         return replace(self, nbytes=nbytes, output_bytes=output_bytes, groups=groups)

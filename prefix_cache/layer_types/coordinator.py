@@ -313,10 +313,8 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
             block_hashes: of all blocks of the encoder's input, its partial last one included.
             max_num_tokens: encoder tokens.
         """
-        hit = [self.pool.lookup(self.group_id, block_hash) for block_hash in block_hashes]
-        blocks = [block for block in hit if block is not None]
-        whole = len(blocks) == self.max_blocks(max_num_tokens)
-        return blocks if whole and len(blocks) == len(hit) else []
+        blocks = self.pool.lookup_all(self.group_id, block_hashes) or []
+        return blocks if len(blocks) == self.max_blocks(max_num_tokens) else []
 
     def publish(
         self, request_id: str, block_hashes: Sequence[BlockHash], num_computed_tokens: int
@@ -661,6 +659,7 @@ class KVCacheCoordinator:
         sources: Mapping[int, KVCacheBlock] = _NONE,
         num_encoder_tokens: int = 0,
         headroom: int = 0,
+        num_item_pages: int = 0,
     ) -> bool:
         """Whether a new request could go on to ``num_tokens`` if no other took a block.
 
@@ -672,8 +671,9 @@ class KVCacheCoordinator:
             sources: per group, the block behind them that it would copy.
             num_encoder_tokens: for cross-attention.
             headroom: blocks that must be left over in every group that grows.
+            num_item_pages: for rows of an item, behind the groups of layers.
         """
-        needs: dict[int, int] = {}
+        needs: dict[int, int] = {len(self.managers): num_item_pages} if num_item_pages else {}
         for manager in self.managers:
             if manager.follows_tokens:
                 num_prefix = len(prefix_blocks[manager.group_id]) if prefix_blocks else 0
@@ -684,6 +684,27 @@ class KVCacheCoordinator:
                 num_found = len(prefix_blocks[manager.group_id]) if prefix_blocks else 0
                 needs[manager.group_id] = manager.max_blocks(num_encoder_tokens) - num_found
         return self.pool.can_allocate(needs, (*prefix_blocks, tuple(sources.values())))
+
+    def needs(
+        self,
+        request_id: str,
+        num_tokens: int,
+        prefix_blocks: Sequence[Sequence[KVCacheBlock]] = (),
+        *,
+        sources: Mapping[int, KVCacheBlock] = _NONE,
+        num_computed_tokens: int = 0,
+        num_encoder_tokens: int = 0,
+    ) -> dict[int, int]:
+        """What :meth:`allocate` would take of every group; what it would give back goes back."""
+        needs: dict[int, int] = {}
+        for manager in self.managers:
+            manager.release_unneeded(request_id, num_computed_tokens)
+            num_prefix = len(prefix_blocks[manager.group_id]) if prefix_blocks else 0
+            wanted = num_tokens if manager.follows_tokens else num_encoder_tokens
+            copies = int(manager.group_id in sources)
+            needed = manager.num_blocks_needed(request_id, wanted, num_prefix + copies)
+            needs[manager.group_id] = copies + needed
+        return needs
 
     def allocate(
         self,
@@ -711,13 +732,14 @@ class KVCacheCoordinator:
         if num_tokens <= num_held:
             self._settled[request_id] = (num_held, next_release)
             return True
-        needs: dict[int, int] = {}
-        for manager in self.managers:
-            num_prefix = len(prefix_blocks[manager.group_id]) if prefix_blocks else 0
-            wanted = num_tokens if manager.follows_tokens else num_encoder_tokens
-            copies = int(manager.group_id in sources)
-            needed = manager.num_blocks_needed(request_id, wanted, num_prefix + copies)
-            needs[manager.group_id] = copies + needed
+        needs = self.needs(
+            request_id,
+            num_tokens,
+            prefix_blocks,
+            sources=sources,
+            num_computed_tokens=num_computed_tokens,
+            num_encoder_tokens=num_encoder_tokens,
+        )
         if not self.pool.can_allocate(needs, (*prefix_blocks, tuple(sources.values()))):
             return False
         # Adopt in every group first: a new block for one must not evict the prefix of another.

@@ -17,6 +17,13 @@ self-attention layers whose keys and values of one token take 128 bytes (block s
 ``page id = large page * pages per large page + place in it``, so that a group's pages are the
 buffer cut evenly into pages of its size, and ``slot = page id * block_size + offset`` holds in
 every group. Large page 0 is the null page of all groups.
+
+Rows that towers make of images and the like lie in the same buffer, in a group of their own behind
+those of the layers. A row need not fit a page: an item's rows are one string of bytes, cut into
+pages, so that a large page is no larger for them::
+
+    item of 5 rows    | row 0 | row 1 | row 2 | row 3 | row 4 |
+    its pages         |   page 6    |   page 7    |  page 9 ..|
 """
 
 from __future__ import annotations
@@ -282,14 +289,19 @@ class KVCacheConfig:
         num_large_pages: of the buffer, the null page included; of one group they are its pages.
         groups: one entry per layer type; their index is the ``group_id`` everywhere.
         num_host_blocks: ids of a group without pages on the device, the null block included.
+        item_page_bytes: of a page of towers' rows; 0 for a model without towers.
+        max_item_pages: most of these, held and cached; None: as many as there is room for.
 
     Raises:
-        ValueError: no pages beside the null page, no groups, or only host-only ones.
+        ValueError: no pages beside the null page, no groups, or only host-only ones; or pages of
+            towers' rows do not fill a large page.
     """
 
     num_large_pages: int
     groups: tuple[KVCacheGroup, ...]
     num_host_blocks: int = 0
+    item_page_bytes: int = 0
+    max_item_pages: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_large_pages < 2:
@@ -304,6 +316,36 @@ class KVCacheConfig:
                 f"num_host_blocks must be at least 2 (block 0 is the null block), "
                 f"got {self.num_host_blocks}"
             )
+        if self.item_page_bytes and self.large_page_bytes % self.item_page_bytes:
+            raise ValueError(
+                f"item_page_bytes must divide a large page of {self.large_page_bytes} bytes, "
+                f"got {self.item_page_bytes}"
+            )
+
+    @property
+    def item_group_id(self) -> int:
+        """The group of towers' rows, behind those of layers."""
+        return len(self.groups)
+
+    def with_item_pages(self, num_bytes: int, most_bytes: int | None = None) -> KVCacheConfig:
+        """The same with pages for towers' rows: the smallest that hold so many bytes.
+
+        No larger than a large page, and not so small that rows would not be aligned.
+
+        Args:
+            most_bytes: of all such pages together, in whole pages; None: no limit.
+        """
+        whole, count = self.large_page_bytes, 1
+        for each in range(2, whole // num_bytes + 1):
+            if whole % (each * _STATE_ALIGNMENT) == 0:
+                count = each
+        size = whole // count
+        most = None if most_bytes is None else -(-most_bytes // size)
+        return replace(self, item_page_bytes=size, max_item_pages=most)
+
+    def item_pages(self, num_bytes: int) -> int:
+        """Pages that an item's rows take."""
+        return -(-num_bytes // self.item_page_bytes) if num_bytes else 0
 
     @property
     def large_page_bytes(self) -> int:
@@ -312,12 +354,14 @@ class KVCacheConfig:
 
     def pages_per_large_page(self, group_id: int) -> int:
         """Pages of a group that a large page is cut into."""
+        if group_id == self.item_group_id:
+            return self.large_page_bytes // self.item_page_bytes
         group = self.groups[group_id]
         return self.large_page_bytes // group.page_bytes if group.on_device else 1
 
     def num_blocks(self, group_id: int) -> int:
         """Block ids of a group, those of the null page included."""
-        if not self.groups[group_id].on_device:
+        if group_id < len(self.groups) and not self.groups[group_id].on_device:
             return self.num_host_blocks
         return self.num_large_pages * self.pages_per_large_page(group_id)
 

@@ -165,6 +165,28 @@ class PagedMemory:
         group = self.config.groups[group_id]
         self.buffer.view(-1, group.page_bytes)[page_id, : group.content_bytes] = content
 
+    def write_rows(self, page_ids: Sequence[int], rows: Tensor) -> None:
+        """Write an item's rows, ``(num_rows, width)``, to its pages, as one string of bytes."""
+        size = self.config.item_page_bytes
+        pages, flat = self.buffer.view(-1, size), rows.contiguous().view(-1).view(torch.uint8)
+        num_full, rest = divmod(len(flat), size)
+        index = torch.tensor(page_ids, device=pages.device)
+        pages.index_copy_(0, index[:num_full], flat[: num_full * size].view(-1, size))
+        if rest:
+            pages[page_ids[num_full], :rest] = flat[num_full * size :]
+
+    def read_rows(
+        self, page_ids: Sequence[int], rows: slice, width: int, dtype: torch.dtype
+    ) -> Tensor:
+        """Copy some of an item's rows, ``(num_rows, width)``, from its pages."""
+        size, row_bytes = self.config.item_page_bytes, width * dtype.itemsize
+        first, stop = rows.start * row_bytes, rows.stop * row_bytes
+        begin = first // size
+        index = torch.tensor(page_ids[begin : -(-stop // size)], device=self.buffer.device)
+        flat = self.buffer.view(-1, size).index_select(0, index).view(-1)
+        found = flat[first - begin * size : stop - begin * size]
+        return found.view(dtype).view(-1, width)
+
     def clear_null_page(self) -> None:
         """Fill the null page of all groups with zeros, after something was written to it."""
         self.buffer[: self.config.large_page_bytes].zero_()

@@ -34,15 +34,13 @@ import engine.interface.prompts as prompts
 from engine.interface import hints
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.structured_output import StructuredOutput
-from prefix_cache import EncoderCacheStats, KVCacheStats, OffloadStats
+from prefix_cache import KVCacheStats, OffloadStats
 from stages.remote.shared_memory import RemoteBytes, SharedTensor, SharedTensors
 
 __all__ = ["INLINE_BYTES", "Decoder", "Find", "Reference", "Share", "encode", "plain_bytes"]
 
 # The hints of these two, which their module has for type checkers alone.
-vars(stats).update(
-    EncoderCacheStats=EncoderCacheStats, KVCacheStats=KVCacheStats, OffloadStats=OffloadStats
-)
+vars(stats).update(KVCacheStats=KVCacheStats, OffloadStats=OffloadStats)
 
 
 class Reference(msgspec.Struct, frozen=True, array_like=True):

@@ -137,9 +137,9 @@ def assert_busy(before: EngineStats, after: EngineStats) -> None:
     assert after.cached_tokens > before.cached_tokens
     assert after.kv.evictions > before.kv.evictions
     assert after.num_preemptions > before.num_preemptions
-    if before.encoder_cache is not None and after.encoder_cache is not None:
-        assert after.encoder_cache.hits > before.encoder_cache.hits
-        assert after.encoder_cache.evictions > before.encoder_cache.evictions
+    if before.kv.items is not None and after.kv.items is not None:
+        assert after.encoder_hits > before.encoder_hits
+        assert after.kv.items.evictions > before.kv.items.evictions
 
 
 class Alone:

@@ -98,12 +98,12 @@ def _samples(stats: StageStats) -> Iterator[tuple[str, tuple[str, ...], float]]:
             yield "blocks", (state,), getattr(kv, state)
         yield "cache_bytes", ("kv",), kv.nbytes
         yield "cache_bytes", ("stage_outputs",), kv.output_bytes
+        if (items := kv.items) is not None:
+            yield "cache_bytes", ("encoder",), (items.held + items.cached) * items.block_bytes
         for tier in ("host", "disk"):
             yield "offload_hit_tokens", (tier,), getattr(stats.offload, f"{tier}_hit_tokens", 0)
         for event in ("stored", "dropped", "damaged", "errors"):
             yield "offload_blocks", (event,), getattr(stats.offload, event, 0)
-    if stats.encoder_cache is not None:
-        yield "cache_bytes", ("encoder",), stats.encoder_cache.nbytes
     if stats.offload is not None:
         for tier in ("host", "disk"):
             yield "cache_bytes", (tier,), getattr(stats.offload, f"{tier}_bytes")

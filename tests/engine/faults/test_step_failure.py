@@ -209,8 +209,9 @@ def test_an_image_that_breaks_the_tower_fails_its_request_alone(
     assert done["bad"].error is not None and "a broken image" in done["bad"].error
     for name in ("good", "better"):
         assert done[name].outputs[0].token_ids == expected[name]
-    encoder = engine.stats().encoder_cache
-    assert encoder is not None and encoder.held_bytes == 0 and encoder.num_items == 2
+    stats = engine.stats().kv
+    assert stats is not None and stats.items is not None
+    assert stats.items.held == 0 and stats.items.cached >= 2
 
 
 def prompt(first: int, length: int) -> TokensPrompt:

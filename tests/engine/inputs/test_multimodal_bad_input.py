@@ -72,6 +72,7 @@ def refuse(engine: LLMEngine, prompt: TokensPrompt, message: str) -> None:
     good = shows(engine, 5, ("image", picture(0)), ("audio", tone(0.25)), 6)
     (expected,) = engine.generate(good, GREEDY)
     engine.reset_prefix_cache()
+    before = engine.stats().encoder_runs
     engine.add_request("good", good, GREEDY)
     with pytest.raises(ValueError, match=message):
         engine.add_request("bad", prompt, GREEDY)
@@ -80,8 +81,10 @@ def refuse(engine: LLMEngine, prompt: TokensPrompt, message: str) -> None:
         outputs = list(engine.step())
     assert [(output.request_id, output.error) for output in outputs] == [("good", None)]
     assert outputs[0].outputs[0].token_ids == expected.outputs[0].token_ids
-    encoder = engine.stats().encoder_cache
-    assert encoder is not None and (encoder.num_items, encoder.held_bytes) == (2, 0)
+    stats = engine.stats()
+    assert stats.kv is not None and stats.kv.items is not None
+    assert (stats.encoder_runs - before, stats.kv.items.held) == (2, 0)
+    assert stats.kv.items.cached >= 2
 
 
 @pytest.mark.parametrize("kind", ["image", "audio", "video"])

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from engine import EngineStats
-from prefix_cache import EncoderCacheStats, GroupStats, KVCacheStats, OffloadStats
+from prefix_cache import GroupStats, KVCacheStats, OffloadStats
 from stages import StageStats
 
 POOL = KVCacheStats(8, 7, 0, 0, evictions=2, hit_tokens=3, queried_tokens=4)
@@ -34,17 +34,13 @@ def test_engines_beside_each_other_are_added_with_what_is_of_now() -> None:
     misses = {"unseen": 1, "group": 2}
     pool = replace(POOL, nbytes=512, output_bytes=3, groups=(group,), misses=misses)
     tiers = OffloadStats(1, 2, 3, 4, 5, 6, 7, 8)
-    towers = EncoderCacheStats(1, 2, 3, 4, 5, 6, 7)
     one = EngineStats(num_steps=2, num_running=3, num_restarts=1, kv=pool)
-    both = one.beside(
-        EngineStats(num_steps=1, num_waiting=4, encoder_cache=towers, kv=pool, offload=tiers)
-    )
+    both = one.beside(EngineStats(num_steps=1, num_waiting=4, kv=pool, offload=tiers))
     assert both == EngineStats(
         num_steps=3,
         num_running=3,
         num_waiting=4,
         num_restarts=1,
-        encoder_cache=towers,
         kv=KVCacheStats(
             16,
             14,
@@ -61,7 +57,6 @@ def test_engines_beside_each_other_are_added_with_what_is_of_now() -> None:
         offload=tiers,
     )
     assert tiers.beside(tiers) == OffloadStats(2, 4, 6, 8, 10, 12, 14, 8)
-    assert towers.beside(towers) == EncoderCacheStats(2, 4, 6, 8, 10, 12, 14)
 
 
 def test_a_reading_that_follows_another_has_what_is_of_its_own_time() -> None:

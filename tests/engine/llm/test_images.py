@@ -26,7 +26,7 @@ from engine import (
 from engine.models.multimodal import MultiModalModel
 from engine.requests.encoder_input import MultiModalInput
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput
-from prefix_cache import EncoderCacheStats
+from prefix_cache import GroupStats
 from tests.support.pictures import PLACEHOLDER, picture
 
 BLOCK_SIZE = 4
@@ -76,7 +76,7 @@ def engine(shared_engine: LLMEngine) -> Iterator[LLMEngine]:
     shared_engine.reset_prefix_cache()
     yield shared_engine
     shared_engine.check_integrity()
-    assert encoder_stats(shared_engine).held_bytes == 0
+    assert item_pages(shared_engine).held == 0
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +96,10 @@ def shows(engine: LLMEngine, *content: int | Image.Image) -> TokensPrompt:
     return TokensPrompt(ids, {"image": pictures})
 
 
-def encoder_stats(engine: LLMEngine) -> EncoderCacheStats:
-    stats = engine.stats().encoder_cache
-    assert stats is not None
-    return stats
+def item_pages(engine: LLMEngine) -> GroupStats:
+    stats = engine.stats().kv
+    assert stats is not None and stats.items is not None
+    return stats.items
 
 
 def hidden_states(engine: LLMEngine, prompt: TokensPrompt) -> Tensor:
@@ -109,8 +109,8 @@ def hidden_states(engine: LLMEngine, prompt: TokensPrompt) -> Tensor:
 def test_an_image_whose_blocks_all_hit_is_not_encoded(engine: LLMEngine, eyes: Eyes) -> None:
     prompt = shows(engine, picture(0), 7, 8, 9, 10)
     engine.generate(prompt, NOTHING)
-    assert engine._encoder_cache_manager is not None
-    engine._encoder_cache_manager.cache.reset()
+    for _ in range(item_pages(engine).cached):
+        engine._kv.pool.evict(engine._kv.config.item_group_id)
     assert engine.generate(prompt, NOTHING)[0].num_cached_tokens == 8
     assert eyes.encoded == [1]
     # In the middle of the image it has to be, as its other rows are needed.
@@ -127,9 +127,9 @@ def test_a_chunk_may_end_inside_an_image(checkpoint: str, eyes: Eyes) -> None:
     held = []
     while engine.has_unfinished_requests:
         outputs = engine.step()
-        held.append(encoder_stats(engine).held_bytes // ROW_BYTES)
+        held.append(item_pages(engine).held)
     # 0 1 [2 3 | 4 5 6 7] | 8 9 [10 11 | 12 13 14 15] | 16
-    assert held == [6, 0, 6, 0, 0]
+    assert held == [2, 0, 2, 0, 0]  # pages of four rows
     assert eyes.encoded == [1, 1]
     rows = outputs[0].outputs[0].tensors["hidden_states"]
     torch.testing.assert_close(rows, expected, atol=1e-5, rtol=0)

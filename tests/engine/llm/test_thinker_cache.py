@@ -13,7 +13,7 @@ import torch
 
 from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams, TokensPrompt
 from engine.requests.encoder_input import Modality
-from prefix_cache import EncoderCacheStats
+from prefix_cache import GroupStats
 from tests.support.pictures import picture
 from tests.support.request_stream import (
     BLOCK_SIZE,
@@ -60,7 +60,7 @@ def engine(shared_engine: LLMEngine) -> Iterator[LLMEngine]:
     shared_engine.reset_prefix_cache()
     yield shared_engine
     shared_engine.check_integrity()
-    assert encoder_stats(shared_engine).held_bytes == 0
+    assert item_pages(shared_engine).held == 0
 
 
 @pytest.fixture
@@ -68,10 +68,10 @@ def towers(monkeypatch: pytest.MonkeyPatch) -> TowerRuns:
     return TowerRuns(monkeypatch)
 
 
-def encoder_stats(engine: LLMEngine) -> EncoderCacheStats:
-    stats = engine.stats().encoder_cache
-    assert stats is not None
-    return stats
+def item_pages(engine: LLMEngine) -> GroupStats:
+    stats = engine.stats().kv
+    assert stats is not None and stats.items is not None
+    return stats.items
 
 
 def run(engine: LLMEngine, prompt: TokensPrompt) -> RequestOutput:
@@ -235,7 +235,7 @@ def test_pieces_that_others_push_out_are_encoded_again(
     # With room for one of the two at a time, each is encoded as often as it comes.
     assert len(towers.heard) > 2 if room == 62 else len(towers.heard) == 2
     engine.check_integrity()
-    assert encoder_stats(engine).held_bytes == 0
+    assert item_pages(engine).held == 0
 
 
 def test_the_same_video_with_other_sound_hits_what_is_before_it_alone(

@@ -121,8 +121,8 @@ def test_mixed_requests_equal_transformers_cold_and_warm(
             if temperature == "warm":
                 last = len(expected.prompt_ids) - 1
                 assert output.num_cached_tokens == last // block_size * block_size
-    encoder = engine.stats().encoder_cache
-    assert encoder is not None and encoder.held_bytes == 0
+    stats = engine.stats().kv
+    assert stats is not None and stats.items is not None and stats.items.held == 0
     engine.check_integrity()
 
 

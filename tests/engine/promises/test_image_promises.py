@@ -1,6 +1,7 @@
-"""Cached equals uncached with images, sound and videos, on pools and encoder caches that run short.
+"""Cached equals uncached with images, sound and videos, on pools that run short.
 
-Chunks of at most 16 tokens end inside items; the encoder cache holds two and a half of them.
+Chunks of at most 16 tokens end inside items. Rows of two and a half of them may be held, or as many
+as the pool has room for beside KV blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ROW_BYTES = 64 * 4
 # Prefills of other lengths add up in another order: one of 1,280 hidden values was 1.0014e-5 apart.
 ROUNDING = 1e-5  # of what a value is, beside as much for any
 # Rows of the encoder cache, rows of a step, and blocks of the pool.
-LIMITS = {"llava": (40, 20, 20), "qwen2_5_vl": (15, 7, 14), "qwen2_5_omni": (18, 13, 14)}
+LIMITS = {"llava": (40, 20, 20), "qwen2_5_vl": (15, 7, 17), "qwen2_5_omni": (18, 13, 17)}
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def family(
             max_model_len=52 if is_thinker else None,
             max_num_batched_tokens=16,
             max_num_encoder_tokens=encoder_rows,
-            encoder_cache_bytes=cache_rows * ROW_BYTES,
+            encoder_cache_bytes=cache_rows * ROW_BYTES if preemption == "recompute" else None,
             preemption=preemption,
         )
     )
@@ -96,8 +97,8 @@ def test_random_streams_equal_uncached_and_conserve_items(
     run_stream(
         family.engine, data.draw(thinker_scripts(family.placeholders, MAX_TEXT)), family.alone
     )
-    encoder = family.engine.stats().encoder_cache
-    assert encoder is not None and encoder.held_bytes == 0
+    stats = family.engine.stats().kv
+    assert stats is not None and stats.items is not None and stats.items.held == 0
 
 
 def ask(family: Family, number: int, item: int, max_tokens: int, num_shown: int) -> ThinkerAsk:

@@ -215,7 +215,7 @@ def test_an_engine_tells_what_images_and_swapped_requests_may_take(
     plan = LLMEngine(config).memory_plan
     assert plan.swap_bytes == 9 * plan.page_bytes
     lines = "\n".join(plan.lines())
-    assert "encoder cache  up to 3.0 MiB on cpu" in lines
+    assert "encoder cache  up to 3.0 MiB of the KV cache, in pages of 4.0 KiB" in lines
     assert "swap space" in lines
     plain = LLMEngine(EngineConfig(model=seeded("qwen2"), num_blocks=9)).memory_plan
     assert not any(word in line for line in plain.lines() for word in ("encoder cache", "swap"))

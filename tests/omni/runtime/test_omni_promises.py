@@ -173,4 +173,4 @@ def test_the_small_pools_do_hit_and_evict(rig: Rig):
             assert 0 < spent.cached_tokens < spent.prompt_tokens
             assert spent.kv is not None and spent.kv.evictions > 0
             if name == "thinker":
-                assert spent.encoder_cache is not None and spent.encoder_cache.evictions > 0
+                assert spent.kv.items is not None and spent.kv.items.evictions > 0

@@ -92,12 +92,12 @@ def test_rows_are_wanted_up_to_the_last_token():
 
 def test_capacity_errors_say_what_is_needed_and_what_is_there():
     cache = new_cache(num_blocks=4)
-    with pytest.raises(ValueError, match="13 tokens needs 4 blocks of 4, 3 are free now"):
+    with pytest.raises(ValueError, match="length 13 needs 4 blocks of 4, 3 are free now"):
         cache.allocate(13)
     held = cache.allocate(5)
-    with pytest.raises(ValueError, match="8 tokens needs 2 blocks of 4, 1 are free now"):
+    with pytest.raises(ValueError, match="length 8 needs 2 blocks of 4, 1 are free now"):
         cache.allocate(8)
-    with pytest.raises(ValueError, match="at least one token, got 0"):
+    with pytest.raises(ValueError, match="length of at least 1, got 0"):
         cache.allocate(0)
     with pytest.raises(ValueError, match="takes 3 blocks, got 2"):
         cache.publish(whole_input_hash(INPUT), 12, held)

@@ -44,7 +44,7 @@ from engine import (
 )
 from engine.interface.outputs import CompletionDelta, OutputDelta, WindowStart
 from engine.media.image_file import open_image
-from prefix_cache import EncoderCacheStats, GroupStats, KVCacheStats
+from prefix_cache import GroupStats, KVCacheStats
 from stages.remote import codec
 from stages.remote.codec import Decoder, encode
 from stages.remote.messages import (
@@ -365,7 +365,6 @@ def test_stats_survive():
         num_steps=3,
         busy_s=0.5,
         num_running=2,
-        encoder_cache=EncoderCacheStats(1, 2, 3, 4, 5, 6, 7),
         kv=KVCacheStats(1, 2, 3, 4, 5, 6, 7, 8, 9, (GroupStats("recurrent", 1, 2, 3),)),
     )
     assert there_and_back(Heartbeat({"s": stats})).stats == {"s": stats}
