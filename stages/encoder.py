@@ -74,9 +74,6 @@ class EncoderStage(EngineStage):
     they are written, pooled and normalized; see :mod:`engine.encoder.sentence_layout`.
 
     Args:
-        name: see :class:`~stages.stage.Stage`.
-        inputs: likewise.
-        final_output: likewise.
         engine: what to build the engine from; the checkpoint decides which engine.
         pooling: how the rows become one: ``auto`` is what a checkpoint in the layout of
             sentence-transformers says; of others it is the checkpoint's own pooler or the mean for

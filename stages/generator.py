@@ -70,9 +70,6 @@ class GeneratorStage(EngineStage):
     nothing. The switch for caching is kept, and changes nothing.
 
     Args:
-        name: see :class:`~stages.stage.Stage`.
-        inputs: likewise.
-        final_output: likewise.
         config: what to build the engine from.
 
     Raises:

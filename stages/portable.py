@@ -80,9 +80,6 @@ def portable_transform(spec: str | Transform) -> str:
 def import_name(thing: Any) -> str:
     """The name by which any process with this one's import path finds a function or a class.
 
-    Args:
-        thing: to be found.
-
     Returns:
         ``"package.module:Class"``, or ``"/folder/file.py:function"`` of a file beside a pipeline's.
 

@@ -48,7 +48,6 @@ class StageRequest:
 
     Attributes:
         request_id: the same in every stage of the pipeline.
-        prompt: what to run.
         sampling: replaces the stage's own sampling parameters; None keeps them.
         priority: lower runs earlier; equal priorities run first come, first served.
         cache_salt: only requests with the same salt share cached blocks.
@@ -69,7 +68,6 @@ class Prepared:
     """A request that a stage has prepared, for its :meth:`Stage.add`.
 
     Attributes:
-        request: as the stage got it.
         content: what the kind of stage has made of it; None if nothing.
     """
 
@@ -86,7 +84,6 @@ class TransformContext:
     """What a transform is given to make the next stage's prompt from.
 
     Attributes:
-        request_id: the request.
         prompt: the prompt that the user gave the pipeline.
         sources: the finished outputs of the stages named in ``inputs: from``, in that order.
             Their tensors are shared with other stages and the user: do not change them in place.
@@ -215,7 +212,6 @@ class Stage(ABC):
             empty for a stage that only feeds others.
 
     Attributes:
-        ownership: which pipeline has it.
         final_output_kinds: which of these a kind of stage has to give.
         built_of: the configuration that has built it; None if none has.
         has_cache: whether a kind of stage keeps anything of a request for later ones. Where not,
@@ -400,7 +396,6 @@ class Stage(ABC):
         """Rows of a live request's ``outputs`` from one on, as far as they are computed.
 
         Args:
-            request_id: of a live request.
             first_row: place in its sequence.
 
         Returns:

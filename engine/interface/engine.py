@@ -85,7 +85,6 @@ class Engine(ABC, Generic[OutputT_co]):
     after :meth:`close`, and in a process that was forked after the engine was built.
 
     Attributes:
-        ownership: who uses it.
         hidden_size: width of the embeddings it takes and of its ``hidden_states``; None without.
         dtype: element type of weights and activations.
         enable_prefix_caching: whether requests reuse what was computed for earlier ones; may be

@@ -151,8 +151,6 @@ class TokenLogprobs:
     """Log-probabilities at one generated position, of the model's raw distribution.
 
     Attributes:
-        token_id: the chosen token.
-        logprob: its log-probability.
         top: the likeliest tokens with their log-probabilities, likeliest first.
     """
 
@@ -199,10 +197,7 @@ class CompletionDelta:
 
     Attributes:
         index: which of the ``n`` completions, from 1: the first one's are in the delta itself.
-        text: new text.
-        token_ids: new ids.
         logprobs: one entry per new token; None when not asked for.
-        finish_reason: if it has ended.
     """
 
     index: int
@@ -220,19 +215,14 @@ class OutputDelta:
     all deltas is the output.
 
     Attributes:
-        request_id: as given to ``add_request``.
-        finished: nothing follows.
         text: new text; None from what makes none.
-        token_ids: new ids.
         logprobs: one entry per new token; None when not asked for.
         finish_reason: if the first completion has ended.
         num_completions: how many there are; 0 from what does not generate tokens.
         others: what is new of the completions after the first.
-        audio: new sound.
         whole_audio: all sound, when finished, where it is not the sum of its pieces.
         error: the message of a request that failed.
-        num_prompt_tokens: tokens of the input.
-        num_cached_tokens: of these, how many the cache saved computing.
+        num_cached_tokens: tokens of the input that the cache saved computing.
         prompt_token_ids: ids of the input, when finished.
         encoder_prompt_token_ids: what an encoder-decoder's encoder read, in the first delta.
         tensors: rows of all tokens, when finished.
@@ -303,7 +293,6 @@ class RequestOutput:
     """The state of one request after a step that moved it.
 
     Attributes:
-        request_id: as given to ``add_request``.
         outputs: one entry per completion (``SamplingParams.n``), in order of their index.
         finished: whether every completion has ended; nothing follows after that.
         num_prompt_tokens: tokens (or embedding rows) of the prompt.
@@ -312,7 +301,6 @@ class RequestOutput:
         prompt_token_ids: the prompt's ids (the whole decoder prompt's); empty for embeddings.
         encoder_prompt_token_ids: what an encoder-decoder's encoder read, if it was text.
         encoder_prompt: the text that they came from, if it was text.
-        metrics: times.
     """
 
     request_id: str
@@ -332,7 +320,6 @@ class EncoderOutput:
     """The result of one input of an encoder engine. There are no partial ones.
 
     Attributes:
-        request_id: as given to ``add_request``.
         finished: always True; the field lets callers treat all engines alike.
         tensors: on the CPU; ``hidden_states`` is ``(num_prompt_tokens, D)``, ``pooled`` ``(D,)``.
             Empty when the request failed.
@@ -371,11 +358,8 @@ class GeneratorOutput:
     """What an utterance has become, so far or in the end.
 
     Attributes:
-        request_id: as given to ``add_request``.
-        finished: nothing follows.
         delta: what was made since the output before; None for a request that failed.
         waveform: all of it, when finished; None before and for a request that failed.
-        num_codes: codes that came so far.
         error: why the request failed; it failed alone.
         is_cut_off: whether its last codes said that a limit of length cut them off.
         metrics: times; there is no first token.
@@ -418,7 +402,6 @@ class EngineStats:
         busy_s: seconds spent in steps.
         prompt_tokens: tokens of all inputs that began to run.
         cached_tokens: of these, tokens that the cache saved.
-        generated_tokens: tokens sampled.
         encoder_runs: inputs that were encoded: by a tower, an image, sound or video each; by an
             encoder-decoder's encoder, a whole encoder prompt each. An encoder engine, which runs
             no decoder, counts none.
@@ -428,7 +411,6 @@ class EngineStats:
         num_restarts: how often a stage's engine was rebuilt, or its worker started again; an
             engine by itself has none.
         num_transfers: outputs and chunks of other stages that were handed to a stage.
-        transferred_bytes: of the tensors in these.
         num_running: requests in steps at the time of the reading.
         num_waiting: requests that wait for a step then, preempted and resting ones included.
         kv: the pool at the time of the reading, what encoders and towers made included; None for an

@@ -31,7 +31,6 @@ class RowKeys:
     """Makes the keys of one engine.
 
     Args:
-        block_size: tokens per block.
         salt: 16 bytes that other engines have only if they compute the same rows; None: made up.
     """
 

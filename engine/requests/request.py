@@ -319,7 +319,6 @@ class CompletionState:
         ended: what those before it have come to, where it takes several: no other tokens are
             emitted.
         finish_reason: None while it runs.
-        tensors: its stage outputs, once finished.
         num_emitted: how many of its tokens were in a delta.
     """
 
@@ -382,7 +381,6 @@ class RequestGroup:
     """A user's request: its completions run as sequences of their own and share a prompt.
 
     Attributes:
-        request_id: the user's.
         has_prompt_ids: whether the prompt came as ids or text, not as embeddings.
         error: why the request failed, or None.
     """

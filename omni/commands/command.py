@@ -246,7 +246,6 @@ def command(
     mistake with exit status 2, everything else with 1.
 
     Args:
-        app: gets the command.
         options: its fields are the command's parameters.
         name: of the command; the function's if it is left out.
 

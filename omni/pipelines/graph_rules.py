@@ -79,7 +79,6 @@ def check_graph(
     """Check that stages form an acyclic graph out of which something comes.
 
     Args:
-        stages: by name.
         run_custom: whether to import the modules of users' transforms. If not, what they need is
             known as far as their files' text says.
         emitted: names of the tensors that stages' models emit, where they are known.

@@ -44,8 +44,6 @@ class Pipeline:
         transforms: for every stage with inputs, the function that makes its prompt.
         consumers: for every stage the names of those that it feeds.
         speaker: as given, by the voice's own name.
-        voices: finds voices by their names.
-        ownership: which :class:`~omni.runtime.omni.Omni` runs it.
 
     Raises:
         RuntimeError: a stage belongs to another pipeline, or is closed. The stages stay whose they

@@ -30,13 +30,11 @@ class Voices:
                  ballad coral ...
 
     Args:
-        stages: of the pipeline, by name.
         speaking: the voices of each stage that has any to choose from.
         aliases: other names, each with the voice that it stands for.
 
     Attributes:
         own: voices that every speaking stage has; none where there is nothing to choose.
-        aliases: as given.
         speaks: whether the user gets sound, in whatever voice.
 
     Raises:

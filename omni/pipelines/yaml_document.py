@@ -100,7 +100,6 @@ class YamlDocument:
     """A parsed YAML text.
 
     Attributes:
-        data: mappings, lists and scalars.
         lines: line numbers, from 1, by place.
     """
 

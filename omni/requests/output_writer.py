@@ -362,11 +362,9 @@ class RunRecord(BaseModel):
     """The content of ``run.json``.
 
     Attributes:
-        format: of this file.
         pipeline: every setting, with its default, and with flags laid over it; but not where the
             stages run, as long as nothing that comes out depends on it.
         requests: SHA-256, in hexadecimal, of the file of requests, or of the flags in its place.
-        num_requests: how many they are.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -446,7 +444,6 @@ class OutputWriter:
         directory: made if missing, and locked: one run at a time.
         final_output: for each final stage what the user gets of it: ``text``, ``tensors``,
             ``audio``.
-        record: what is to be run.
         existing: what to do about outputs in the directory. Those of a run that is resumed are
             kept, but for requests whose files are gone.
 

@@ -28,14 +28,12 @@ class StageTime:
     """A request's stay in one stage; times are those of ``time.monotonic`` in this process.
 
     Attributes:
-        stage: which.
         entered_s: when it was handed to the stage.
         ended_s: when the stage was done with it; None while it is there.
         queue_s: how long it waited there for its first step; None if that is not known.
         first_token_s: how long after its arrival there the first token came; likewise.
         num_prompt_tokens: of the stage's input.
         num_cached_tokens: of these, those that the cache saved computing.
-        num_tokens: generated.
         num_preemptions: how often it had to give its blocks back.
         prefix_miss: why no more of its input was cached; see :class:`engine.RequestMetrics`.
     """
@@ -57,7 +55,6 @@ class OmniRequest:
     """One request to a pipeline.
 
     Attributes:
-        prompt: what every root stage gets.
         request_id: unique among the requests that are under way; None has one made up.
         sampling: ``stage name -> parameters``: a ``SamplingParams`` replaces the stage's own, a
             mapping changes only the fields that it names.
@@ -130,7 +127,6 @@ class OmniOutput:
         stages: the outputs, so far, of the stages that are final; a stage that has not put
             anything out is not in it. ``delta`` and ``audio_delta`` hold only what is new in
             this output.
-        finished: nothing follows.
         error: why the request failed or was cut short; ``stages`` then holds what there was.
         refused: whether it failed because it could not run as it was asked for: it is the client's
             to fix, and no stage has begun.

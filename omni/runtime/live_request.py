@@ -48,9 +48,7 @@ class LiveRequest:
 
     Attributes:
         request: with its id set.
-        request_id: its id.
         sampling: ``stage -> parameters`` where the request brings its own.
-        speaker: whose voice is wanted.
         waiting: stages that it has yet to enter.
         streams: the streamed edges, by the stage that takes the chunks.
         final_stages: those whose outputs the user gets.

@@ -146,10 +146,6 @@ class Omni:
         ``on_progress`` is called in the event loop. Cancelling the coroutine aborts what is still
         running; what ``on_progress`` raises does so as well, and is raised here.
 
-        Args:
-            requests: as there.
-            on_progress: as there.
-
         Raises:
             ValueError: ``requests`` is none.
         """
@@ -311,8 +307,6 @@ class _Outputs:
     """The outputs of a batch, as users know them.
 
     Args:
-        pipeline: that runs it.
-        length: of the batch.
         on_progress: gets every output; None makes only the last ones.
     """
 

@@ -84,7 +84,6 @@ class Trace:
         stages: names of the pipeline's, in their order.
 
     Attributes:
-        path: as given.
         error: why nothing more is written, such as a full disk; None while all is well.
 
     Raises:

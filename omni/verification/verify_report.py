@@ -37,11 +37,7 @@ class Difference:
     """One thing that another run put out and the uncached run did not.
 
     Attributes:
-        request_id: of which request.
         stage: of which stage; None for what concerns the whole request.
-        run: in which run; see :data:`Run`.
-        kind: what differs.
-        message: how, for people.
     """
 
     request_id: str
@@ -56,10 +52,6 @@ class NearTie:
     """A place where two tokens were equally likely but for rounding, and the runs chose apart.
 
     Attributes:
-        request_id: of which request.
-        stage: of which stage.
-        run: in which run; see :data:`Run`.
-        position: index of the generated token.
         token_ids: the uncached and the other run's choice.
         gap: difference of their log-probabilities in the uncached run.
     """
@@ -79,9 +71,7 @@ class TensorVerification:
     Differences are shares of the largest element of their row, or of 1 if that is larger.
 
     Attributes:
-        name: of the tensor.
         max_difference: the largest between a cached and an uncached element.
-        tolerance: the largest that is allowed.
         noise: the largest between uncached runs with other batch mates; None if not measured.
     """
 
@@ -96,7 +86,6 @@ class StageVerification:
     """One stage over all requests.
 
     Attributes:
-        stage: its name.
         prompt_tokens: tokens of its inputs in one run.
         cold_hit_tokens: of these, what the cache saved in the cold run.
         warm_hit_tokens: the same in the warm run.
@@ -137,9 +126,7 @@ class VerifyReport:
     """The whole comparison.
 
     Attributes:
-        num_requests: how many were run.
         stages: in topological order.
-        differences: everything that was not equal.
         near_ties: token differences that rounding explains; not counted as differences.
         failures: ``(request_id, error)`` of requests that failed in the uncached run. Failing
             the same way with caches is no difference.

@@ -48,7 +48,6 @@ class ContentSpan:
     Attributes:
         kind: what lies there ("image", "audio", "prompt_embeds", ...).
         offset: first position of the span in the sequence, in tokens.
-        length: tokens covered.
         content_hash: digest of the whole content, see :func:`content_hash`.
     """
 
@@ -95,7 +94,6 @@ def extend_block_hashes(
         hashes: of the leading blocks of the same sequence; extended in place.
         token_ids: the whole sequence so far, ``(num_tokens,)``. Token ids count everywhere, under
             a span too: give placeholders a fixed id.
-        block_size: tokens per block.
         spans: all content of the sequence that is not tokens, in any order. A block covers each
             span that overlaps it with the span's place relative to the block, so the second half
             of an image differs from its first half, and from the same image one token later.
@@ -216,8 +214,6 @@ def whole_input_block_hashes(
 
     Args:
         input_hash: see :func:`whole_input_hash`.
-        num_tokens: rows of the input.
-        block_size: rows per block.
     """
     for index in range(-(-num_tokens // block_size)):
         place = struct.pack("<QQ", index, num_tokens)
@@ -276,7 +272,6 @@ class LargePage:
     """A large page: free, or cut into the blocks of one group.
 
     Attributes:
-        page_id: its place in the buffer.
         group_id: whom it serves; None while it is free.
         blocks: all its blocks, in order; empty while it is free.
         free: those among them that are neither held nor hold content; the last is next.

@@ -240,7 +240,6 @@ class PageArena:
         page of any group that was held least recently.
 
         Args:
-            group_id: for whom.
             near: the large page of the request's last block.
             may_take_page: whether a large page may be used up; if not, ``num_spare`` must be > 0.
 
@@ -575,7 +574,6 @@ class BlockPool:
         """Whether :meth:`allocate` would succeed. Changes nothing.
 
         Args:
-            needs: new blocks per group.
             prefix: per group, blocks of a hit that would be touched first. Those that no table
                 holds count as free, yet touching them is what uses them up.
         """

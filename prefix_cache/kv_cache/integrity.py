@@ -45,9 +45,7 @@ def needed_bytes(
     """Bytes that one request's last token works with, if nothing were rounded to pages.
 
     Args:
-        groups: what the model's layers keep.
         num_tokens: of the request, the last one included.
-        num_encoder_tokens: for cross-attention.
     """
     return sum(
         len(group.layer_names) * _needed_by_layer(group.spec, num_tokens, num_encoder_tokens)
@@ -63,7 +61,6 @@ def request_bytes(manager: KVCacheManager, num_tokens: int, num_encoder_tokens: 
     Args:
         manager: says which blocks the layers can still need; its state plays no part.
         num_tokens: of the request, the last one included.
-        num_encoder_tokens: for cross-attention.
     """
     total = 0
     for group, tables in zip(manager.config.groups, manager.coordinator.managers, strict=True):

@@ -489,7 +489,6 @@ class KVCacheManager:
 
     Attributes:
         pool: all blocks.
-        coordinator: the block tables, per group.
         outputs: the rows beside the blocks; its ``stage_outputs`` and ``encoder_outputs``, and its
             ``group_id`` as ``mirrored_group_id``, are attributes here too.
         pending: blocks that running requests compute.
@@ -601,7 +600,6 @@ class KVCacheManager:
         Changes and counts nothing, and takes no reference.
 
         Args:
-            block_hashes: of the sequence's full blocks.
             num_tokens: of the sequence. At least its last token is left to compute, because
                 sampling needs that token's logits.
             encoder: the request's encoder sequence; found whole or not at all.
@@ -737,7 +735,6 @@ class KVCacheManager:
         Call it when state and output rows of the first ``num_computed_tokens`` tokens are written.
 
         Args:
-            request_id: a request that holds blocks.
             block_hashes: of its full blocks, from its start.
             num_computed_tokens: tokens whose forward pass has run, cached ones included.
 
@@ -760,10 +757,7 @@ class KVCacheManager:
     ) -> None:
         """Let the block that a request has ended in be found; it is to be freed next.
 
-        Args:
-            partial_hash: of the request.
-
-        The others are as for :meth:`publish`, which comes first.
+        Arguments are as for :meth:`publish`, which comes first.
         """
         is_current = self.resets_before(request_id) == self.num_resets
         if not (is_current and self._enable_prefix_caching):

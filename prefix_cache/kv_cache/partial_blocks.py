@@ -41,10 +41,8 @@ class PartialHit:
     """A prefix that ends inside of a block. No reference is held.
 
     Attributes:
-        num_tokens: of the prefix.
         blocks: per group, its full blocks, as those of any hit.
         sources: per group that follows the tokens, the partial block, which is to be copied.
-        block_hash: of the partial block.
     """
 
     num_tokens: int
@@ -114,7 +112,6 @@ class PartialBlocks:
         """The longest prefix, shorter than ``num_tokens``, that ends inside of a block.
 
         Args:
-            block_hashes: of the sequence's full blocks.
             num_hit_tokens: whole blocks that are found anyway; None that is shorter is looked for.
         """
         size = self._coordinator.block_size

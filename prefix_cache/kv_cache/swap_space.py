@@ -31,7 +31,6 @@ class _Swapped:
 
     Attributes:
         rows: output rows of its computed tokens and of its encoder sequence.
-        stops: see :class:`ChunkStops`.
         resets_before: see :meth:`KVCacheManager.resets_before`.
     """
 
@@ -46,11 +45,7 @@ class SwapSpace:
     """Host pages beside a manager's device pages.
 
     Args:
-        manager: whose requests are swapped.
         num_pages: large pages on the host, the null page included.
-
-    Attributes:
-        pool: the host's blocks.
 
     Raises:
         ValueError: if there is no page beside the null page.

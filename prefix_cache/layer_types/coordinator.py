@@ -49,8 +49,6 @@ class SingleTypeKVCacheManager(ABC):
 
     Args:
         spec: what the layers of the group keep.
-        pool: shared with the other groups.
-        group_id: the group's index in ``KVCacheConfig.groups``.
         max_num_batched_tokens: most tokens of a request that a step runs.
 
     Attributes:
@@ -164,9 +162,7 @@ class SingleTypeKVCacheManager(ABC):
         Each block is published once, when its last token is computed.
 
         Args:
-            request_id: a request that holds blocks.
             block_hashes: of the request's full blocks, from its start; may be longer than needed.
-            num_computed_tokens: tokens whose rows are written.
         """
         table = self.table(request_id)
         first = self._num_published[request_id]
@@ -598,7 +594,6 @@ class KVCacheCoordinator:
 
     Args:
         config: the groups; all must have the same block size, to which hashes belong.
-        pool: shared by all groups.
         max_num_batched_tokens: most tokens of a request that a step runs.
 
     Attributes:
@@ -770,8 +765,6 @@ class KVCacheCoordinator:
         What was missing gets a weight: by how many blocks it made the hit shorter.
 
         Args:
-            block_hashes: of the request.
-            hit_tokens: of its hit.
             seen_tokens: that are cached in the groups that keep all, or were lately.
         """
         num_hit, num_seen = hit_tokens // self.block_size, seen_tokens // self.block_size

@@ -62,7 +62,6 @@ class PageCopy:
     """Pages of one group to be copied, in order.
 
     Attributes:
-        group_id: the group.
         sources: page ids where they are.
         targets: page ids where they go; as many.
     """
@@ -77,10 +76,6 @@ class PagedMemory:
 
     Every group sees the whole buffer as pages of its own size; which pages are whose is the
     :class:`prefix_cache.BlockPool`'s matter.
-
-    Args:
-        config: the geometry.
-        device: where the buffer lives.
     """
 
     def __init__(self, config: KVCacheConfig, device: torch.device | str = "cpu") -> None:

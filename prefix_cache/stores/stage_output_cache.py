@@ -58,7 +58,6 @@ class StageOutputCache:
 
     Args:
         num_blocks: blocks mirrored, the null block included.
-        block_size: tokens per block.
         generations: ``(num_blocks,)`` int64 on the CPU, how often each block was handed out; read
             at each call, changed by its owner (:class:`~prefix_cache.blocks.block_pool.BlockPool`).
         names: mirror these only; ``None`` mirrors all.
@@ -170,8 +169,6 @@ class StageOutputCache:
 
         Args:
             block_ids: the sequence's block table from position 0; may be longer than needed.
-            num_tokens: end of the rows wanted.
-            start: first row wanted.
             names: tensors wanted; ``None`` means all.
 
         Returns:
@@ -209,7 +206,6 @@ class StageOutputCache:
         """Leading rows of a sequence that are valid in every wanted tensor.
 
         Args:
-            block_ids: the sequence's block table.
             names: tensors wanted, by default :attr:`wanted`. One never seen has no valid rows.
         """
         if not block_ids:

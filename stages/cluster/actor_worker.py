@@ -53,11 +53,9 @@ class Bundle(msgspec.Struct, frozen=True):
     """What an actor says at once. After it come the objects beside its messages, in order.
 
     Attributes:
-        contents: of the messages.
-        is_offered: of each, for all that is beside it, whether it is to be fetched directly; what
+        is_offered: of each message, for all that is beside it, whether it is to be fetched directly; what
             is not comes after the bundle.
         num_taken: messages to the actor that have come so far, without a gap.
-        hello: in the first one.
         ended: what ended the worker; nothing comes after it.
     """
 
@@ -84,7 +82,6 @@ class ActorWorker:
 
     Args:
         argument: the :class:`~stages.remote.messages.WorkerSpec`.
-        build: see :class:`~stages.remote.worker.WorkerLoop`.
     """
 
     def __init__(self, argument: bytes, build: Build = build_stage) -> None:
@@ -114,8 +111,6 @@ class ActorWorker:
 
         Args:
             number: how many were sent before it.
-            content: the message.
-            references: the objects beside it.
         """
         if number < self._num_taken or number in self._early:
             return

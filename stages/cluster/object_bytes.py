@@ -43,7 +43,6 @@ class ObjectBytes(RemoteBytes):
 
     Args:
         reference: Ray's, to an array or a tensor, ``(nbytes,)`` of uint8.
-        nbytes: how many bytes it has.
         held: of a process that may leave the cluster while its users keep what they got: it
             copies what it reads, out of a store that must not fill up. A worker, which has none,
             reads in the store itself.

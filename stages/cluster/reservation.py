@@ -56,7 +56,6 @@ class Reservation:
 
     Args:
         membership: of this process in the cluster; it is left when this is closed.
-        placements: by stage.
 
     Raises:
         ValueError: the cluster does not have what is asked for, or nothing of it is free. Nothing

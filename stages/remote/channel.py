@@ -85,7 +85,6 @@ class FrameReader:
     """Puts frames together as they come in.
 
     Args:
-        sock: that waits.
         max_bytes: of a frame's content.
     """
 
@@ -167,7 +166,6 @@ class Channel:
         name: of the peer, for messages and the thread.
 
     Attributes:
-        name: as given.
         queued_bytes: that the peer's socket has no room for yet.
     """
 

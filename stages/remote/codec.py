@@ -48,7 +48,6 @@ class Reference(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         number: of a segment of shared memory or an object beside the message.
-        nbytes: of the content.
         offset: of the first byte in the segment.
     """
 

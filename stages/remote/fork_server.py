@@ -294,9 +294,7 @@ def start_worker(target: str, argument: bytes, *, threads: int, name: str) -> Wo
     Args:
         target: ``"package.module:function"``, called as ``function(sock, argument)`` with its end
             of :attr:`WorkerProcess.sock`, a socket of ``AF_UNIX``.
-        argument: for the function.
         threads: of torch.
-        name: of the process.
 
     Raises:
         RuntimeError: no process can be started.

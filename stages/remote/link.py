@@ -247,8 +247,6 @@ class RemoteLink(StageLink):
     error. Nothing is emitted twice.
 
     Args:
-        name: of the stage.
-        lives: a worker for every replica.
         edges: the streamed edges that leave the stage.
         max_retries: how often a request is run again.
     """

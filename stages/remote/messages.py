@@ -39,7 +39,6 @@ class StageSpec:
     """All that a worker needs to build one of its stages; all of it is found by name.
 
     Attributes:
-        name: of the stage.
         config: its ``StageConfig`` as JSON, with models where they are.
         kind: import name of the config's class, whose import makes the kind known.
         transform: import name of what makes its prompts; None for a root.
@@ -63,7 +62,6 @@ class WorkerSpec:
         name: of the worker; of its stage, if it has one.
         stages: what it builds, each after all that feed it.
         replica: which of the stage's workers it is, from 0.
-        num_replicas: how many there are.
         threads: CPU threads that it computes with.
         is_traced: whether it reports what it does when.
         log_level: of ``logging``, below which it reports nothing of what it logs.
@@ -140,8 +138,6 @@ class Returned(msgspec.Struct, frozen=True, tag=True, array_like=True):
     Attributes:
         value: None after an error.
         stats: counters, if it returned these.
-        error: what it raised, as text.
-        error_type: the name of its class.
         error_place: of a :class:`~engine.interface.placed_error.PlacedError`, which is one of
             type ``ValueError`` here.
     """

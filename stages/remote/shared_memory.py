@@ -41,11 +41,7 @@ _MOST_OPEN = 256
 
 
 class RemoteBytes(ABC):
-    """A handle on bytes, which can be passed on without looking at them.
-
-    Attributes:
-        nbytes: how many there are.
-    """
+    """A handle on bytes, which can be passed on without looking at them."""
 
     __slots__ = ()
 
@@ -83,9 +79,6 @@ class Segment:
 
     Args:
         fd: of the memory; the segment closes it.
-
-    Attributes:
-        size: bytes.
     """
 
     def __init__(self, fd: int) -> None:
@@ -202,7 +195,6 @@ class SharedBytes(RemoteBytes):
     """A range of a segment.
 
     Args:
-        segment: the memory.
         offset: of the first byte there.
         nbytes: how many.
 
@@ -235,7 +227,6 @@ class SharedTensor:
     """A tensor whose bytes are elsewhere.
 
     Attributes:
-        source: where its bytes are.
         dtype, shape: of the tensor.
 
     Raises:

@@ -252,12 +252,10 @@ class WorkerSupervisor:
     A call that is under way when its worker ends fails.
 
     Args:
-        spec: what the workers build.
         connect: starts one.
         stall_timeout_s: seconds without a sign of life after which a worker counts as dead.
 
     Attributes:
-        spec: as given.
         ports: by stage.
         facts: of each stage, as the last worker described it; None before one was built.
         is_up: whether there is a worker that takes commands.

@@ -145,9 +145,7 @@ class WorkerLoop:
     The last stage is first in a turn, so that what is nearly done leaves before more comes in.
 
     Args:
-        spec: what to build.
         send: to the link; from any thread. It raises ``ConnectionError`` when the link is gone.
-        build: builds a stage.
     """
 
     def __init__(self, spec: WorkerSpec, send: _Send, build: Build = build_stage) -> None:
@@ -323,7 +321,6 @@ def worker_main(sock: socket.socket, argument: bytes) -> None:
 
     Args:
         sock: to the link.
-        argument: the :class:`~stages.remote.messages.WorkerSpec`.
     """
     spec: WorkerSpec = Decoder(WorkerSpec).decode(argument)
     channel = Channel(sock, LinkMessage, "the pipeline")

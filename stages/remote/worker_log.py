@@ -61,7 +61,6 @@ def forward_log(send: Callable[[Logged], None], level: int, fields: LogFields) -
     """Send all that this process logs to the one that started it, and log it nowhere else.
 
     Args:
-        send: see :class:`LogForwarder`.
         level: below which nothing is sent.
         fields: of all records of this process.
     """

@@ -229,7 +229,6 @@ class GuardedStage:
         stage: idle.
 
     Attributes:
-        stage: as given.
         inside: the requests that it has, by their ids.
     """
 

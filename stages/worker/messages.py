@@ -107,16 +107,12 @@ class Enter(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     Attributes:
         ticket: marks this request in this stage, unlike any other one, of the same id as well.
-        request_id: of the request.
-        prompt: the user's.
         sources: what the stage's transform makes its prompt of: the finished outputs of the stages
             that feed it, or the first chunk over a streamed edge; ``()`` for a root, which gets
             the user's prompt.
         first_row: of the first chunk; else 0.
         sampling: replaces the stage's own parameters; None keeps them.
-        priority: lower runs earlier.
         cache_salt: only requests with the same salt share cached blocks.
-        speaker: whose voice is wanted.
         streams: by consumer, where its streamed edges begin, if not at the beginning.
         group: of requests that are to begin in one turn; None for one that begins by itself.
         wants_tensors: whether the finished output is to have its tensors; chunks have theirs.

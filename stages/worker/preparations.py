@@ -79,8 +79,6 @@ class Preparations(Generic[OwnerT, T]):
         """Have work done in another thread.
 
         Args:
-            owner: whose it is.
-            work: to be done.
             group: what it begins together with; None for nothing.
             light: whether it is known to take no time worth speaking of.
         """

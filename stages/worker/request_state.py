@@ -41,7 +41,6 @@ class ChunkCutter:
 
     Attributes:
         source: the stage that the chunks come from.
-        edge: where they go.
         place: how far they have come.
     """
 
@@ -59,7 +58,6 @@ class ChunkCutter:
 
         Args:
             delta: the newest of the source.
-            so_far: all its deltas.
 
         Raises:
             Exception: whatever the source raises when it is asked for its rows.
@@ -104,7 +102,6 @@ class RequestState:
         enter: the command that it came by.
         cutters: its chunks on every streamed edge that leaves the stage, by consumer.
         request: as the stage gets it; None before its prompt is made.
-        is_inside: whether the stage has it.
         is_streamed: whether its prompt comes in chunks.
         pending: prompts made of the chunks that the stage has yet to take.
         so_far: what the stage has made of it, if chunks are cut from that, or its user gets none

@@ -82,7 +82,6 @@ class _Track:
     Attributes:
         ticket: of it in this stage.
         since: until when all was reported.
-        is_inside: whether the stage has it.
         has_run: whether any step has run it.
         rests_since: when it was paused; None while it is not.
         lacks_since: when it ran out of input; None while it has some.
@@ -102,9 +101,6 @@ class StageTracer:
     A request's events in one stage do not overlap, and come in the order of their beginnings::
 
         make prompt | prepare | waiting | prefill | step | step | resting | step | waiting for input
-
-    Args:
-        stage: the worker's.
     """
 
     def __init__(self, stage: Stage) -> None:

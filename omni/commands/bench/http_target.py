@@ -194,7 +194,6 @@ class RealtimeEvents:
 
     Attributes:
         is_complete: whether the last event has come.
-        text: so far.
     """
 
     def __init__(self, record: MeasuredRequest) -> None:
@@ -266,7 +265,6 @@ class OpenAICall:
     """A request to post, and how its answer is read.
 
     Attributes:
-        path: behind ``/v1``.
         body: as httpx takes it: ``json``, or ``data`` and ``files``.
         answer_type: the beginning of the answer's content type.
         read: reads the answer, and returns its text.
@@ -287,7 +285,6 @@ def openai_call(data: Mapping[str, Any], folder: Path, flags: BenchFlags, model:
             own; those of named stages stand under ``stages``, which this project's server knows.
         folder: where the files are that the line names; they become part of the body.
         flags: on the server, and what is requested of it.
-        model: of the server.
 
     Raises:
         ValueError: the line is wrong, the API has no form for it, or a file does not exist.
@@ -479,7 +476,6 @@ class HttpTarget:
             ``api_key``, which is sent as a bearer token, else the first of ``$OMNI_API_KEY``.
 
     Attributes:
-        base_url: the URL up to ``/v1``.
         model: the one that is asked for, or, once it is entered, the only one that there is.
 
     Raises:

@@ -261,7 +261,6 @@ class LevelRun:
         index: of the level; arrivals depend on it and on the seed.
 
     Attributes:
-        level: as given.
         records: of the requests that have ended, in the order of their ends.
         num_in_flight: requests that were sent and have not ended.
         loop_lags: seconds by which the event loop was late, every hundredth of a second. What
@@ -379,8 +378,6 @@ class Measurement:
     """Several levels of load on one target, one after the other.
 
     Args:
-        levels: of load, in their order.
-        flags: on what is sent.
         num_conversations: of each level, see :meth:`BenchFlags.num_conversations`.
         on_begin: called before the first request that counts.
         on_end: called with every request that counts, when it has ended.

@@ -30,7 +30,6 @@ class RequestFailure(Exception):
 
     Args:
         kind: in a word or two, by which failures are counted: ``status 500``, ``connection``.
-        message: for people.
         is_rejection: whether the server refused it because it is overloaded (status 429).
     """
 

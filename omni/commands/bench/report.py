@@ -94,11 +94,8 @@ class Distribution:
 
     Attributes:
         count: of the values, at least one.
-        mean: of all.
         p50: the median; like the other percentiles interpolated linearly, numpy's default.
-        p90: the 90th percentile.
         p99: the 99th percentile. Of fewer than 100 values it is close to the largest.
-        max: the largest.
     """
 
     count: int
@@ -208,7 +205,6 @@ class LevelReport(LoadLevel):
 
     Attributes:
         duration_s: seconds from the first request to the last end.
-        requests: how they ended.
         throughput_per_s: requests, tokens of answers and of all, and seconds of sound per second,
             of what was answered; with limits also ``good_requests``.
         tokens: of the requests that were answered.
@@ -223,7 +219,6 @@ class LevelReport(LoadLevel):
             not report stages.
         rejection: seconds until a request was refused with status 429.
         num_good: requests that kept all limits; None without limits.
-        generator: figures of the sender.
     """
 
     duration_s: float
@@ -315,7 +310,6 @@ class BenchReport:
     """All levels of a measurement.
 
     Attributes:
-        target: that was measured, for people.
         settings: by which a run can be repeated: flags without dashes, and their values.
         levels: in the order in which they ran; the last one may be cut short.
         is_complete: whether all ran to their end.
