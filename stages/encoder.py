@@ -74,6 +74,7 @@ class EncoderStage(EngineStage):
     they are written, pooled and normalized; see :mod:`engine.encoder.sentence_layout`.
 
     Args:
+        name, inputs, final_output: see :class:`~stages.stage.Stage`.
         engine: what to build the engine from; the checkpoint decides which engine.
         pooling: how the rows become one: ``auto`` is what a checkpoint in the layout of
             sentence-transformers says; of others it is the checkpoint's own pooler or the mean for

@@ -25,6 +25,7 @@ class Completion(NamedTuple):
 
     Attributes:
         text: generated text; empty from a model without a tokenizer.
+        token_ids: generated ids.
         finish_reason: None while it goes on.
         logprobs: per generated token, when asked for.
     """
@@ -40,13 +41,16 @@ class StageOutput:
     """What a stage has made of a request, so far or in the end.
 
     Attributes:
+        request_id: the request.
+        stage: the stage's name.
         finished: nothing follows from this stage for this request.
         text: generated text so far; None from a stage that makes no text.
         delta: what ``text`` grew by.
         token_ids: generated ids so far.
         finish_reason: None while it goes on.
         error: message of a request that failed; it failed alone.
-        num_cached_tokens: tokens of the stage's input that the cache saved computing.
+        num_prompt_tokens: tokens of the stage's input.
+        num_cached_tokens: of these, how many the cache saved computing.
         encoder_prompt_token_ids: what an encoder-decoder model's text encoder read; else None.
         prompt_token_ids: ids of the stage's input, when finished, with those that the model chose
             itself, such as a speech model's language; empty for embeddings.
@@ -58,6 +62,7 @@ class StageOutput:
             fields above are the first one's.
         audio: from a stage that makes sound, the whole of it, when finished; else None.
         audio_delta: what a stage that makes sound has made since the output before; else None.
+        metrics: times.
         windows: of a recording that took several windows of a speech model, where each begins.
     """
 
@@ -116,6 +121,10 @@ class OutputAccumulator:
     """Adds up the deltas of one request in one stage.
 
     To add a delta takes as long as it is large; to make an output takes as long as that is.
+
+    Args:
+        request_id: the request.
+        stage: the stage's name.
 
     Attributes:
         request_id, stage: as given.

@@ -92,7 +92,9 @@ class TextPrompt:
     """Text that the checkpoint's tokenizer turns into ids, special tokens added.
 
     Attributes:
+        prompt: the text.
         add_special_tokens: whether the tokenizer adds its BOS and the like; not to a rendered chat.
+        multi_modal_data: see :data:`MultiModalData`.
     """
 
     prompt: str
@@ -111,6 +113,7 @@ class ChatPrompt:
             of parts, such as ``{"type": "image"}`` and ``{"type": "text", "text": ...}``, where
             the template knows them. An assistant's message may have ``tool_calls`` instead, and one
             of the role ``tool`` answers a call.
+        multi_modal_data: see :data:`MultiModalData`.
         tools: functions that the model may ask to be called, in OpenAI's shape:
             ``{"type": "function", "function": {"name": ..., "parameters": {...}}}``.
         chat_template_kwargs: further values for the template, such as ``enable_thinking``.
@@ -128,6 +131,7 @@ class TokensPrompt:
 
     Attributes:
         prompt_token_ids: the ids; one placeholder for each of them.
+        multi_modal_data: see :data:`MultiModalData`.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -169,6 +173,7 @@ class AudioPrompt:
             samples ``(num_samples,)``, floating point in -1 to 1.
         sampling_rate: samples per second; None: the file's own, or the feature extractor's.
         language: spoken language, as a code or a name: ``"fr"``, ``"french"``.
+        task: see :data:`AudioTask`.
         timestamps: whether the text is to be interspersed with tokens of time.
         vad: whether only speech is heard, found by a voice detector: all else is silence, and a
             recording without any gives no text. None: as the engine's setting of that name.
@@ -210,6 +215,7 @@ class ExplicitEncoderDecoderPrompt:
     A prompt of any other form means the encoder's, and the decoder gets its default prompt.
 
     Attributes:
+        encoder_prompt: what the encoder reads.
         decoder_prompt: what the decoder goes on from; the decoder's start token is put before it
             unless it is there. None means the default prompt.
     """

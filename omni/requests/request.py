@@ -55,6 +55,7 @@ class OmniRequest:
     """One request to a pipeline.
 
     Attributes:
+        prompt: what every root stage gets.
         request_id: unique among the requests that are under way; None has one made up.
         sampling: ``stage name -> parameters``: a ``SamplingParams`` replaces the stage's own, a
             mapping changes only the fields that it names.
@@ -127,6 +128,7 @@ class OmniOutput:
         stages: the outputs, so far, of the stages that are final; a stage that has not put
             anything out is not in it. ``delta`` and ``audio_delta`` hold only what is new in
             this output.
+        finished: nothing follows.
         error: why the request failed or was cut short; ``stages`` then holds what there was.
         refused: whether it failed because it could not run as it was asked for: it is the client's
             to fix, and no stage has begun.

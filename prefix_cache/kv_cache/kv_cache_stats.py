@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, TypeAlias
 
 from prefix_cache.blocks.block_pool import BlockPool
@@ -39,14 +39,8 @@ class GroupStats:
 
     def beside(self, other: GroupStats) -> GroupStats:
         """Both together, of pools for the same model."""
-        return GroupStats(
-            self.kind,
-            self.held + other.held,
-            self.cached + other.cached,
-            self.block_bytes,
-            self.evictions + other.evictions,
-            self.misses + other.misses,
-        )
+        counts = ("held", "cached", "evictions", "misses")
+        return replace(self, **{n: getattr(self, n) + getattr(other, n) for n in counts})
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,20 +126,12 @@ class KVCacheStats:
 
     def beside(self, other: KVCacheStats) -> KVCacheStats:
         """Both pools together, of engines that run the same model."""
+        counts = [each.name for each in fields(self) if each.name not in ("groups", "misses")]
+        pairs = zip(self.groups, other.groups, strict=True)
         return KVCacheStats(
-            self.num_blocks + other.num_blocks,
-            self.free + other.free,
-            self.held + other.held,
-            self.cached + other.cached,
-            self.evictions + other.evictions,
-            self.hit_tokens + other.hit_tokens,
-            self.queried_tokens + other.queried_tokens,
-            self.nbytes + other.nbytes,
-            self.output_bytes + other.output_bytes,
-            tuple(
-                mine.beside(their) for mine, their in zip(self.groups, other.groups, strict=True)
-            ),
-            dict(Counter(self.misses) + Counter(other.misses)),
+            **{name: getattr(self, name) + getattr(other, name) for name in counts},
+            groups=tuple(mine.beside(their) for mine, their in pairs),
+            misses=dict(Counter(self.misses) + Counter(other.misses)),
         )
 
 

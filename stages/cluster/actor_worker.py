@@ -53,8 +53,8 @@ class Bundle(msgspec.Struct, frozen=True):
     """What an actor says at once. After it come the objects beside its messages, in order.
 
     Attributes:
-        is_offered: of each message, for all that is beside it, whether it is to be fetched directly; what
-            is not comes after the bundle.
+        is_offered: of each message, for all that is beside it, whether it is to be fetched
+            directly; what is not comes after the bundle.
         num_taken: messages to the actor that have come so far, without a gap.
         ended: what ended the worker; nothing comes after it.
     """
