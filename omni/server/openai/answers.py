@@ -11,14 +11,14 @@ import re
 import time
 from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.json import Encoder
 
 from engine import SamplingParams, TokenLogprobs
 from engine.interface.outputs import CompletionDelta, OutputDelta
-from omni.server.openai.chat_request import ChatRequest, CompletionRequest, StreamOptions
+from omni.server.openai.chat_request import StreamOptions, TextRequest
 from omni.server.openai.tools import ToolCall
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
@@ -51,6 +51,9 @@ __all__ = [
     "usage_of",
     "usage_so_far",
 ]
+
+Usage: TypeAlias = dict[str, Any]
+"""Tokens of a prompt, of them those that the cache saved computing, and of all its completions."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -234,12 +237,12 @@ def usage_of(outputs: Sequence[StageOutput]) -> Usage:
 
 
 def _usage(prompt: int, cached: int, written: int) -> Usage:
-    return Usage(
-        prompt_tokens=prompt,
-        completion_tokens=written,
-        total_tokens=prompt + written,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-    )
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
 class LogprobWriter:
@@ -258,28 +261,26 @@ class LogprobWriter:
         """Return what finds a new completion's token places."""
         return TokenPlaces(self._tokenizer, self._texts)
 
-    def chat(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
+    def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """Write in the shape of chats."""
-        return ChatLogprobs(
-            content=[
-                TokenLogprob(
-                    **self._token(entry.token_id, entry.logprob),
-                    top_logprobs=[TopLogprob(**self._token(*each)) for each in entry.top],
-                )
+        return {
+            "content": [
+                self._token(entry.token_id, entry.logprob)
+                | {"top_logprobs": [self._token(*each) for each in entry.top]}
                 for entry in entries
             ]
-        )
+        }
 
     def completion(
         self, entries: Sequence[TokenLogprobs], places: TokenPlaces
-    ) -> CompletionLogprobs:
+    ) -> dict[str, list[Any]]:
         """Write in the shape of completions; ``places`` has taken all tokens before these."""
-        return CompletionLogprobs(
-            tokens=[self._texts.text(entry.token_id) for entry in entries],
-            token_logprobs=[_number(entry.logprob) for entry in entries],
-            top_logprobs=[self._by_text(entry) for entry in entries],
-            text_offset=[places.append(entry.token_id) for entry in entries],
-        )
+        return {
+            "tokens": [self._texts.text(entry.token_id) for entry in entries],
+            "token_logprobs": [_number(entry.logprob) for entry in entries],
+            "top_logprobs": [self._by_text(entry) for entry in entries],
+            "text_offset": [places.append(entry.token_id) for entry in entries],
+        }
 
     def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
         """Map the likeliest tokens, and the chosen one; of several with one text, the likeliest."""
@@ -306,41 +307,6 @@ def _number(logprob: float) -> float:
 _ENCODER = Encoder()
 
 
-class PromptTokensDetails(Struct, kw_only=True):
-    """Tokens of a prompt that the cache saved computing."""
-
-    cached_tokens: int
-
-
-class Usage(Struct, kw_only=True):
-    """Tokens of a prompt, and of all its completions."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class TopLogprob(Struct, kw_only=True):
-    """A token that could have been chosen; ``bytes`` is null where they are not known."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenLogprob(TopLogprob, kw_only=True):
-    """A token that was chosen."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(Struct, kw_only=True):
-    """Of the tokens of a message."""
-
-    content: list[TokenLogprob]
-
-
 class ChatAudio(Struct, kw_only=True):
     """The sound of an answer, or what is new of it.
 
@@ -354,15 +320,6 @@ class ChatAudio(Struct, kw_only=True):
     transcript: str | UnsetType = UNSET
     expires_at: int | UnsetType = UNSET
     sampling_rate: int | UnsetType = UNSET
-
-
-class CompletionLogprobs(Struct, kw_only=True):
-    """Of the tokens of a completion; ``text_offset`` counts characters of its text."""
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
 
 
 class AssistantMessage(Struct, kw_only=True):
@@ -381,7 +338,7 @@ class Choice(Struct, kw_only=True):
     message: AssistantMessage | UnsetType = UNSET
     delta: AssistantMessage | UnsetType = UNSET
     text: str | UnsetType = UNSET
-    logprobs: ChatLogprobs | CompletionLogprobs | None = None
+    logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
 
 
@@ -403,9 +360,7 @@ class TextResponse(PipelineResponse):
     chunk_kind: ClassVar[str]
     """What a part of a stream calls itself."""
 
-    def __init__(
-        self, server: PipelineServer, client: Client, body: ChatRequest | CompletionRequest
-    ) -> None:
+    def __init__(self, server: PipelineServer, client: Client, body: TextRequest) -> None:
         super().__init__(server, client, body.model, is_streamed=body.stream)
         self._stage = text_stage(self.stages)
         self._options = body.stream_options or StreamOptions()
@@ -429,11 +384,11 @@ class TextResponse(PipelineResponse):
         return as_event(chunk)
 
 
-def as_json(answer: Struct) -> bytes:
+def as_json(answer: Any) -> bytes:
     """Write an answer."""
     return _ENCODER.encode(answer)
 
 
-def as_event(answer: Struct) -> bytes:
+def as_event(answer: Any) -> bytes:
     """Write an answer as a server-sent event."""
     return event(_ENCODER.encode(answer))

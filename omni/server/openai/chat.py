@@ -26,18 +26,14 @@ from omni.server.openai.answers import (
     usage_so_far,
 )
 from omni.server.openai.chat_request import ChatRequest, chat_prompt, merge_sampling
-from omni.server.openai.speech import (
-    check_voice,
-    sound_of,
-    speaking_stage,
-)
-from omni.server.openai.tools import ToolCall, ToolCallParser, check_tools
+from omni.server.openai.speech import check_voice, sound_of, speaking_stage
+from omni.server.openai.tools import ToolCallParser, check_tools
 from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import DONE
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.response_stream import ResponseStream
 
-__all__ = ["Chat", "read_completion"]
+__all__ = ["Chat"]
 
 
 @dataclass(slots=True)
@@ -45,12 +41,12 @@ class _Progress:
     """How far a stream has come.
 
     Attributes:
-        parsers: of calls of tools, by completion; None where there are no tools.
+        parsers: of calls of tools, by completion.
         ended: why completions have ended, as long as that is not sent.
         over: the completions whose end was sent.
     """
 
-    parsers: list[ToolCallParser | None]
+    parsers: list[ToolCallParser]
     has_begun: bool = False
     ended: dict[int, str | None] = field(default_factory=dict)
     over: set[int] = field(default_factory=set)
@@ -167,9 +163,12 @@ class Chat(TextResponse):
                 continue
             ends = part.finish_reason is not None and index not in progress.over
             parser = progress.parsers[index]
-            text, calls = read_completion(part.text or "", parser, is_last=ends)
+            text, calls = parser.feed(part.text or "", is_last=ends)
             if text or (part.logprobs and self._logprobs):
-                choice = self._text_choice(index, text)
+                said = AssistantMessage(content=text)
+                if self._voice is not None:
+                    said.audio = ChatAudio(id=self._audio_id, transcript=text)
+                choice = Choice(index=index, delta=said)
                 if self._logprobs is not None:
                     choice.logprobs = self._logprobs.chat(part.logprobs or ())
                 new.append(choice)
@@ -179,7 +178,9 @@ class Chat(TextResponse):
                 progress.ended[index] = _reason(part.finish_reason, parser)
         progress.has_begun |= delta is not None
         if sound is not None:
-            new.append(Choice(index=0, delta=AssistantMessage(audio=self._piece(sound))))
+            data, rate = sound.encoded("pcm16"), sound.sampling_rate
+            audio = ChatAudio(id=self._audio_id, data=data, sampling_rate=rate)
+            new.append(Choice(index=0, delta=AssistantMessage(audio=audio)))
         if self._voice is None or is_over:
             for index, reason in progress.ended.items():
                 new.append(Choice(index=index, delta=AssistantMessage(), finish_reason=reason))
@@ -187,21 +188,10 @@ class Chat(TextResponse):
             progress.ended.clear()
         return new
 
-    def _tool_parsers(self) -> list[ToolCallParser | None]:
+    def _tool_parsers(self) -> list[ToolCallParser]:
         """What reads calls of tools out of each completion."""
         form = self.pipeline.config.tool_parser
         return [self._body.tool_parser(form) for _ in range(self._n)]
-
-    def _text_choice(self, index: int, text: str) -> Choice:
-        delta = AssistantMessage(content=text)
-        if self._voice is not None:
-            delta.audio = ChatAudio(id=self._audio_id, transcript=text)
-        return Choice(index=index, delta=delta)
-
-    def _piece(self, sound: Waveform) -> ChatAudio:
-        return ChatAudio(
-            id=self._audio_id, data=sound.encoded("pcm16"), sampling_rate=sound.sampling_rate
-        )
 
     async def _file(self, sound: Waveform, transcript: str) -> ChatAudio:
         assert self._body.audio is not None
@@ -215,24 +205,17 @@ class Chat(TextResponse):
         )
 
 
-def read_completion(
-    text: str, parser: ToolCallParser | None, *, is_last: bool
-) -> tuple[str, list[ToolCall]]:
-    """Words and calls in what is new of a completion; without tools, all of it are words."""
-    return (text, []) if parser is None else parser.feed(text, is_last=is_last)
-
-
-def _message(text: str, parser: ToolCallParser | None) -> AssistantMessage:
+def _message(text: str, parser: ToolCallParser) -> AssistantMessage:
     """A whole message: words, and calls of tools."""
-    words, calls = read_completion(text, parser, is_last=True)
+    words, calls = parser.feed(text, is_last=True)
     for call in calls:
         call.index = UNSET
     content = None if calls and not words else words
     return AssistantMessage(role="assistant", content=content, tool_calls=calls or UNSET)
 
 
-def _reason(reason: FinishReason | None, parser: ToolCallParser | None) -> str | None:
+def _reason(reason: FinishReason | None, parser: ToolCallParser) -> str | None:
     """Why a completion has ended, in OpenAI's words."""
-    if parser is not None and parser.num_calls and reason == "stop":
+    if parser.num_calls and reason == "stop":
         return "tool_calls"
     return None if reason is None else reason.value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
@@ -37,6 +37,7 @@ __all__ = [
     "RequestFields",
     "StageFields",
     "StreamOptions",
+    "TextRequest",
     "chat_prompt",
     "merge_sampling",
     "prompts_of",
@@ -145,6 +146,12 @@ class ResponseFormat(ApiModel):
         check_part(self, ("json_schema",), self.type, f"a response format of type {self.type!r}")
         return self
 
+    def as_structured_output(self) -> dict[str, Any] | None:
+        """The same for a stage; None of plain text."""
+        if self.json_schema is not None:
+            return {"json_schema": self.json_schema.json_schema}
+        return {"json_object": True} if self.type == "json_object" else None
+
 
 class StructuredOutputs(ApiModel):
     """The form of the text, in vLLM's words: :class:`~engine.StructuredOutput`, checked there."""
@@ -156,7 +163,27 @@ class StructuredOutputs(ApiModel):
     grammar: str | None = None
 
 
-class SamplingFields(StageFields):
+class StreamOptions(ApiModel):
+    """Extras of a stream.
+
+    Attributes:
+        include_usage: whether its last chunk counts the tokens.
+        continuous_usage_stats: whether every chunk counts those of its completion so far; as in
+            vLLM, without effect unless ``include_usage`` is true.
+    """
+
+    not_supported: ClassVar = {"include_obfuscation": (False,)}
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @property
+    def counts_each_chunk(self) -> bool:
+        """Whether chunks before the last one count tokens."""
+        return self.include_usage and self.continuous_usage_stats
+
+
+class TextRequest(StageFields):
     """Fields of all requests that generate text; absent ones leave it to the stage's own.
 
     They mean the same to a stage under the same name, and those that OpenAI does not have are
@@ -168,6 +195,9 @@ class SamplingFields(StageFields):
             ``guided_choice`` and ``guided_grammar`` are its older ones.
     """
 
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -193,45 +223,51 @@ class SamplingFields(StageFields):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    def sampling_fields(self, max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
-        """Return the fields that are given for the stage that answers."""
+    @model_validator(mode="after")
+    def _streams_with_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise PlacedError(("stream_options",), "needs stream to be true")
+        return self
+
+    def sampling_fields(
+        self, max_tokens: int | None, logprobs: int | None
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return fields for the stage that answers, and their names here, where they differ."""
         fields = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         fields |= {"max_tokens": max_tokens, "logprobs": logprobs}
-        if (form := self._form()) is not None:
-            fields["structured_output"] = form[1]
-        return {name: value for name, value in fields.items() if value is not None}
+        forms = self._forms()
+        if len(forms) > 1:
+            first, second, *_ = forms
+            raise ApiError.bad_field(second, f"given beside {first}; give one of them")
+        names: dict[str, str] = {}
+        for name, form in forms.items():
+            fields["structured_output"], names["structured_output"] = form, name
+        return {name: value for name, value in fields.items() if value is not None}, names
 
-    def field_names(self) -> dict[str, str]:
-        """Return the client's names of fields, where they differ from those of sampling."""
-        form = self._form()
-        return {} if form is None else {"structured_output": form[0]}
-
-    def _form(self) -> tuple[str, dict[str, Any]] | None:
-        """The form of the text, and the client's name of the field that gives it."""
-        given: list[tuple[str, dict[str, Any]]] = []
-        if self.structured_output is not None:
-            given.append(("structured_output", self.structured_output))
-        response = self.response_format
-        if response is not None and response.json_schema is not None:
-            given.append(("response_format", {"json_schema": response.json_schema.json_schema}))
-        elif response is not None and response.type == "json_object":
-            given.append(("response_format", {"json_object": True}))
-        if self.structured_outputs is not None:
-            given.append(
-                ("structured_outputs", self.structured_outputs.model_dump(exclude_none=True))
-            )
-        for name in _GUIDES:
-            if (guide := getattr(self, name)) is not None:
-                key = "json_schema" if name == "guided_json" else name.removeprefix("guided_")
-                given.append((name, {key: guide}))
-        if len(given) > 1:
-            raise ApiError.bad_field(given[1][0], f"given beside {given[0][0]}; give one of them")
-        return given[0] if given else None
+    def _forms(self) -> dict[str, dict[str, Any]]:
+        """The form of the text, by the client's name of each field that gives one."""
+        response, outputs = self.response_format, self.structured_outputs
+        forms = {
+            "structured_output": self.structured_output,
+            "response_format": None if response is None else response.as_structured_output(),
+            "structured_outputs": None
+            if outputs is None
+            else outputs.model_dump(exclude_none=True),
+        }
+        for name, key in _GUIDES.items():
+            guide = getattr(self, name)
+            forms[name] = None if guide is None else {key: guide}
+        return {name: form for name, form in forms.items() if form is not None}
 
 
-_GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_GUIDES = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
 _SAMPLING_FIELDS = tuple(
-    name for name in SamplingFields.__annotations__ if name in SamplingParams.model_fields
+    name for name in TextRequest.__annotations__ if name in SamplingParams.model_fields
 )
 
 
@@ -389,26 +425,6 @@ class ChatMessage(ApiModel):
         return said | {key: value for key, value in more.items() if value is not None}
 
 
-class StreamOptions(ApiModel):
-    """Extras of a stream.
-
-    Attributes:
-        include_usage: whether its last chunk counts the tokens.
-        continuous_usage_stats: whether every chunk counts those of its completion so far; as in
-            vLLM, without effect unless ``include_usage`` is true.
-    """
-
-    not_supported: ClassVar = {"include_obfuscation": (False,)}
-
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-
-    @property
-    def counts_each_chunk(self) -> bool:
-        """Whether chunks before the last one count tokens."""
-        return self.include_usage and self.continuous_usage_stats
-
-
 class AudioOptions(ApiModel):
     """The sound of an answer: its format, and whose voice; without one, the pipeline's choice."""
 
@@ -416,7 +432,7 @@ class AudioOptions(ApiModel):
     format: Literal["wav", "mp3", "flac", "pcm16"]
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(TextRequest):
     """A chat request.
 
     Attributes:
@@ -442,14 +458,11 @@ class ChatRequest(SamplingFields):
         "web_search_options": (),
     }
 
-    model: str
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = None
     max_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     modalities: list[Literal["text", "audio"]] = Field(default=["text"], min_length=1)
     audio: AudioOptions | None = None
     tools: list[FunctionTool] | None = None
@@ -469,8 +482,6 @@ class ChatRequest(SamplingFields):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise PlacedError(("top_logprobs",), "needs logprobs to be true")
-        if self.stream_options is not None and not self.stream:
-            raise PlacedError(("stream_options",), "needs stream to be true")
         if (self.audio is not None) != ("audio" in self.modalities):
             raise PlacedError(("audio",), 'goes together with "audio" among the modalities')
         if self.stream and self.audio is not None and self.audio.format != "pcm16":
@@ -483,12 +494,10 @@ class ChatRequest(SamplingFields):
         """Return the fields for the stage that answers, and their names here, where they differ."""
         is_new = self.max_completion_tokens is not None
         max_tokens = self.max_completion_tokens if is_new else self.max_tokens
-        names = self.field_names() | {
-            "max_tokens": "max_completion_tokens" if is_new else "max_tokens",
-            "logprobs": "top_logprobs",
-        }
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        fields = self.sampling_fields(max_tokens, logprobs)
+        fields, names = self.sampling_fields(max_tokens, logprobs)
+        names["max_tokens"] = "max_completion_tokens" if is_new else "max_tokens"
+        names["logprobs"] = "top_logprobs"
         if (required := self.required_tools) is not None:
             if "structured_output" in fields:
                 raise ApiError.bad_field(
@@ -512,21 +521,19 @@ class ChatRequest(SamplingFields):
             return [tool for tool in self.offered_tools if tool.function.name == name]
         return self.offered_tools if self.tool_choice == "required" else None
 
-    def tool_parser(self, form: ToolFormat) -> ToolCallParser | None:
-        """What reads calls out of one completion; None where no tools are offered."""
+    def tool_parser(self, form: ToolFormat) -> ToolCallParser:
+        """What reads calls out of one completion."""
         names = [tool.function.name for tool in self.offered_tools]
         is_required, most = self.required_tools is not None, None if self.parallel_tool_calls else 1
-        return ToolCallParser(names, form, is_required=is_required, most=most) if names else None
+        return ToolCallParser(names, form, is_required=is_required, most=most)
 
     def template_values(self) -> dict[str, Any]:
         """Return further values for the chat template."""
-        effort = (
-            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        )
-        return effort | self.chat_template_kwargs
+        effort = self.reasoning_effort
+        return ({} if effort is None else {"reasoning_effort": effort}) | self.chat_template_kwargs
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(TextRequest):
     """A request for completions; ``logprobs`` is of how many tokens beside the chosen one."""
 
     without_effect: ClassVar = frozenset(("user",))
@@ -536,18 +543,9 @@ class CompletionRequest(SamplingFields):
         "suffix": ("",),
     }
 
-    model: str
     prompt: PromptList
     max_tokens: int | None = None
     logprobs: int | None = Field(default=None, ge=0, le=5)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-
-    @model_validator(mode="after")
-    def _fields_go_together(self) -> CompletionRequest:
-        if self.stream_options is not None and not self.stream:
-            raise PlacedError(("stream_options",), "needs stream to be true")
-        return self
 
 
 async def chat_prompt(body: ChatRequest, fetcher: UrlFetcher, max_bytes: int) -> ChatPrompt:

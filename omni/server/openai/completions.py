@@ -20,11 +20,7 @@ from omni.server.openai.answers import (
     usage_of,
     usage_so_far,
 )
-from omni.server.openai.chat_request import (
-    CompletionRequest,
-    merge_sampling,
-    prompts_of,
-)
+from omni.server.openai.chat_request import CompletionRequest, merge_sampling, prompts_of
 from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import DONE
 from omni.server.serving.pipeline_server import PipelineServer
@@ -43,8 +39,8 @@ class Completions(TextResponse):
         super().__init__(server, client, body)
         stages = self.stages
         prompts = prompts_of(body.prompt, server.settings.limits.max_prompts, "prompt")
-        fields = body.sampling_fields(body.max_tokens, body.logprobs)
-        sampling = merge_sampling(stages, self._stage, fields, body.stages, body.field_names())
+        fields, names = body.sampling_fields(body.max_tokens, body.logprobs)
+        sampling = merge_sampling(stages, self._stage, fields, body.stages, names)
         self._n = num_completions(stages, self._stage, sampling)
         self._logprobs = (
             LogprobWriter(self.pipeline, self._stage) if body.logprobs is not None else None

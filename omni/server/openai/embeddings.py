@@ -6,7 +6,6 @@ from base64 import b64encode
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
-from msgspec import Struct
 from starlette.responses import Response
 
 from omni.server.openai.answers import as_json
@@ -40,24 +39,6 @@ class EmbeddingsRequest(RequestFields):
     truncate_prompt_tokens: int | None = None
 
 
-class _Embedding(Struct, kw_only=True):
-    object: str
-    index: int
-    embedding: list[float] | str
-
-
-class _Usage(Struct, kw_only=True):
-    prompt_tokens: int
-    total_tokens: int
-
-
-class _Answer(Struct, kw_only=True):
-    object: str
-    model: str
-    data: list[_Embedding]
-    usage: _Usage
-
-
 class Embeddings(PipelineResponse):
     """The response to a request for embeddings."""
 
@@ -80,15 +61,15 @@ class Embeddings(PipelineResponse):
         async with self.stream(self._requests, [self._stage]) as stream:
             outputs = [last[self._stage] for last in await stream.last_outputs()]
         num_tokens = sum(output.num_prompt_tokens for output in outputs)
-        answer = _Answer(
-            object="list",
-            model=self.pipeline.name,
-            data=[
-                _Embedding(object="embedding", index=index, embedding=self._row(output))
+        answer = {
+            "object": "list",
+            "model": self.pipeline.name,
+            "data": [
+                {"object": "embedding", "index": index, "embedding": self._row(output)}
                 for index, output in enumerate(outputs)
             ],
-            usage=_Usage(prompt_tokens=num_tokens, total_tokens=num_tokens),
-        )
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
         return Response(as_json(answer), media_type="application/json")
 
     def _row(self, output: StageOutput) -> list[float] | str:

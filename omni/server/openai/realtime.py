@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, suppress
 from http import HTTPStatus
 from typing import Any
 
-import numpy as np
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from engine import AudioPrompt
@@ -29,18 +28,15 @@ from omni.server.openai.realtime_conversation import (
     new_item_id,
 )
 from omni.server.openai.realtime_events import (
+    AboutItem,
     AppendAudio,
-    AudioFormat,
     Cancel,
-    ClearAudio,
-    CommitAudio,
     CreateItem,
     CreateResponse,
-    DeleteItem,
+    EndAudio,
     InputTranscription,
     OneResponse,
     ResponseOptions,
-    RetrieveItem,
     SessionUpdate,
     TruncateItem,
     TurnDetection,
@@ -49,7 +45,12 @@ from omni.server.openai.realtime_events import (
     in_older_names,
     parse_event,
 )
-from omni.server.openai.realtime_response import RealtimeResponse, merged_options, plan_response
+from omni.server.openai.realtime_response import (
+    RealtimeResponse,
+    failure_of,
+    merged_options,
+    plan_response,
+)
 from omni.server.openai.realtime_sound import InputSound, Sound, SpeechTurn
 from omni.server.openai.transcription import words_of
 from omni.server.serving.api_error import ApiError
@@ -122,9 +123,9 @@ class RealtimeSession:
         # Without any options it can answer, or there is no session.
         plan_response(pipeline.omni.pipeline, self._options, "session")
         self._conversation = Conversation(self._limits.max_body_bytes)
-        self._input = InputSound(*self._input_options(self._options))
+        sound = self._options.audio.input
+        self._input = InputSound(sound.format, sound.turn_detection)
         self._speech_id = new_item_id()
-        self._answer: asyncio.Task[None] | None = None
         self._response: RealtimeResponse | None = None
         self._transcriptions: set[asyncio.Task[None]] = set()
         self._num_requests = 0
@@ -146,7 +147,8 @@ class RealtimeSession:
         finally:
             for task in self._transcriptions:
                 task.cancel()
-            await self._stop_answer()
+            if self._response is not None:
+                await self._response.abort()
             await asyncio.gather(*self._transcriptions, return_exceptions=True)
 
     async def _take(self, text: str) -> None:
@@ -162,9 +164,9 @@ class RealtimeSession:
                     await self._send("session.updated", session=self._session())
                 case AppendAudio() as event:
                     await self._hear(await decoded(event.audio, "audio"))
-                case CommitAudio():
+                case EndAudio(type="input_audio_buffer.commit"):
                     await self._commit(self._input.take())
-                case ClearAudio():
+                case EndAudio():
                     self._input.clear()
                     await self._send("input_audio_buffer.cleared")
                 case CreateResponse() as event:
@@ -176,19 +178,17 @@ class RealtimeSession:
         except ApiError as error:
             await self._send_error(error, event_id_of(text) if len(text) <= _SMALL else None)
 
-    async def _change_items(
-        self, event: CreateItem | RetrieveItem | DeleteItem | TruncateItem
-    ) -> None:
+    async def _change_items(self, event: CreateItem | AboutItem | TruncateItem) -> None:
         """Handle an event about an item of the conversation."""
         match event:
             case CreateItem():
                 item = await ConversationItem.of(event.item, self._input.form)
                 await self._add(item, event.previous_item_id)
-            case RetrieveItem():
+            case AboutItem(type="conversation.item.retrieve"):
                 item = self._conversation.find(event.item_id)
                 shown = await asyncio.to_thread(item.described, with_sound=True)
                 await self._send("conversation.item.retrieved", item=shown)
-            case DeleteItem():
+            case AboutItem():
                 self._conversation.delete(event.item_id)
                 await self._send("conversation.item.deleted", item_id=event.item_id)
             case TruncateItem():
@@ -206,7 +206,7 @@ class RealtimeSession:
             options = options.model_copy(update={"stages": session.stages})
         plan_response(self._pipeline.omni.pipeline, options, "session")
         self._transcriber(options)
-        self._input.change(*self._input_options(options))
+        self._input.change(options.audio.input.format, options.audio.input.turn_detection)
         self._options = options
 
     async def _hear(self, content: bytes) -> None:
@@ -222,8 +222,8 @@ class RealtimeSession:
             await self._send(
                 "input_audio_buffer.speech_started", audio_start_ms=turn.at_ms, item_id=item_id
             )
-            if detection.interrupt_response:
-                await self._end_answer("turn_detected")
+            if detection.interrupt_response and self._response is not None:
+                await self._response.cancel("turn_detected")
             return
         await self._send(
             "input_audio_buffer.speech_stopped", audio_end_ms=turn.at_ms, item_id=item_id
@@ -263,25 +263,17 @@ class RealtimeSession:
         """Write down what is said in a part of an item, and send it as it comes."""
         kind, sound = "conversation.item.input_audio_transcription", part.sound
         place = {"item_id": item_id, "content_index": index}
-        wanted = _wanted_transcription(self._options)
-        language = wanted.language if wanted is not None else None
+        language = self._options.audio.input.transcription.language
         assert sound is not None
-        samples = np.frombuffer(sound.samples, "<i2").astype(np.float32) / 2**15
-        prompt = AudioPrompt(samples, sound.rate, language=language)
+        prompt = AudioPrompt(sound.floats, sound.rate, language=language)
         number, self._num_requests = self._num_requests, self._num_requests + 1
-        error = None
-        try:
-            async with asyncio.timeout(self._limits.request_timeout_s):
-                async for words in words_of(pipeline, self._client, prompt, number):
-                    part.text += words
-                    await self._send(f"{kind}.delta", **place, delta=words)
-        except ApiError as why:
-            error = why
-        except TimeoutError:
-            error = ApiError(HTTPStatus.GATEWAY_TIMEOUT, "it took too long", code="timeout")
-        except Exception:  # the session goes on
-            _logger.exception("a transcription broke")
-            error = ApiError.internal()
+
+        async def write() -> None:
+            async for words in words_of(pipeline, self._client, prompt, number):
+                part.text += words
+                await self._send(f"{kind}.delta", **place, delta=words)
+
+        error = await failure_of(write(), self._limits.request_timeout_s, "the transcription")
         part.text = part.text.strip()
         self._conversation.count(len(part.text))
         if error is not None:
@@ -292,10 +284,9 @@ class RealtimeSession:
 
     def _transcriber(self, options: ResponseOptions) -> ServedPipeline | None:
         """The pipeline that writes down what the user says; None where nobody wants that."""
-        wanted = _wanted_transcription(options)
-        if wanted is None or not wanted.model:
+        name = options.audio.input.transcription.model
+        if not name:
             return None
-        name = wanted.model
         if name not in self._server.pipelines:
             if self._server.settings.transcriber is None:
                 raise ApiError.bad_field(
@@ -306,7 +297,7 @@ class RealtimeSession:
         return self._server.find(name)
 
     def _begin_answer(self, options: OneResponse) -> None:
-        if self._answer is not None and not self._answer.done():
+        if self._response is not None and not self._response.has_ended:
             raise ApiError(
                 HTTPStatus.CONFLICT,
                 "a response is being given already; cancel it, or wait for its end",
@@ -321,31 +312,16 @@ class RealtimeSession:
             number,
             self._send,
         )
-        self._answer = asyncio.create_task(self._response.run(self._limits.request_timeout_s))
+        self._response.begin(self._limits.request_timeout_s)
 
     async def _cancel(self, response_id: str | None) -> None:
         response = self._response
-        if self._answer is None or response is None or response.is_over:
+        if response is None or response.is_over:
             raise ApiError.bad_request("no response is being given", code="no_active_response")
         if response_id not in (None, response.id):
             message = f"{response_id!r:.80} is not being given, but {response.id!r}"
             raise ApiError.bad_field("response_id", message, "no_active_response")
-        await self._end_answer("client_cancelled")
-
-    async def _end_answer(self, reason: str) -> None:
-        """End the answer that is being given, if there is one."""
-        response, answer = self._response, self._answer
-        if answer is None or response is None or response.is_over:
-            return
-        response.cancel(reason)
-        await self._stop_answer()
-        if answer.cancelled():
-            await response.send_cancelled()
-
-    async def _stop_answer(self) -> None:
-        if self._answer is not None:
-            self._answer.cancel()
-            await asyncio.gather(self._answer, return_exceptions=True)
+        await response.cancel("client_cancelled")
 
     async def _send_error(self, error: ApiError, event_id: str | None) -> None:
         await self._send("error", error={**error.to_object()["error"], "event_id": event_id})
@@ -360,22 +336,13 @@ class RealtimeSession:
             with _suppress_gone():
                 await self._websocket.send_text(json.dumps(event))
 
-    def _input_options(self, options: ResponseOptions) -> tuple[AudioFormat, TurnDetection]:
-        audio = options.audio.input if options.audio is not None else None
-        form = audio.format if audio is not None else None
-        detection = audio.turn_detection if audio is not None else None
-        return form or AudioFormat(), detection or TurnDetection(type="none")
-
     def _session(self) -> Mapping[str, Any]:
         options = self._options.model_dump(exclude_none=True)
-        audio = options["audio"]
-        for direction in ("input", "output"):
-            form = audio.setdefault(direction, {}).setdefault("format", {"type": "audio/pcm"})
-            form.setdefault("rate", AudioFormat.model_validate(form).sampling_rate)
-        if self._input.detection.type == "none":
-            audio["input"]["turn_detection"] = None
-        if not audio["input"].get("transcription", {}).get("model"):
-            audio["input"]["transcription"] = None
+        sound = options["audio"]["input"]
+        if sound["turn_detection"]["type"] == "none":
+            sound["turn_detection"] = None
+        if not sound["transcription"]["model"]:
+            sound["transcription"] = None
         return {
             "type": "realtime",
             "object": "realtime.session",
@@ -387,11 +354,6 @@ class RealtimeSession:
             "max_output_tokens": "inf",
             **options,
         }
-
-
-def _wanted_transcription(options: ResponseOptions) -> InputTranscription | None:
-    audio = options.audio.input if options.audio is not None else None
-    return audio.transcription if audio is not None else None
 
 
 def _first_options(server: PipelineServer, pipeline: ServedPipeline) -> OneResponse:

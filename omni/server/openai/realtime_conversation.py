@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omni.server.openai.realtime_events import AudioFormat, Item
-from omni.server.openai.realtime_sound import Sound, samples_of
-from omni.server.openai.tools import ToolCall
+from omni.server.openai.realtime_sound import Sound, samples_of, whole_sound
+from omni.server.openai.tools import add_call
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import decoded
 
@@ -102,18 +102,8 @@ class ConversationItem:
                 continue
             place = f"item.content[{index}].audio"
             samples = samples_of(await decoded(part.audio, place), form)
-            if len(samples) % 2:
-                message = f"samples of 16 bits have two bytes each, got {len(samples)} bytes"
-                raise ApiError.bad_field(place, message)
-            parts.append(Part(part.type, sound=Sound(samples, form.sampling_rate)))
+            parts.append(Part(part.type, sound=whole_sound(samples, form.rate, place)))
         return cls(id=item.id or new_item_id(), role=item.role, parts=parts)
-
-    @classmethod
-    def of_call(cls, call: ToolCall) -> ConversationItem:
-        """Make one of a call that an answer asks for."""
-        function = call.function
-        fields = {"call_id": call.id, "name": function.name, "arguments": function.arguments}
-        return cls(type="function_call", call=fields)
 
     @property
     def num_bytes(self) -> int:
@@ -141,9 +131,8 @@ class ConversationItem:
         if self._whole_text is None:
             self._whole_text = part.text
         text = self._whole_text
-        whole_s = self.spoken_s
-        if not self.is_spoken:
-            whole_s = max(whole_s, len(text) / _CHARACTERS_PER_S)
+        least_s = 0.0 if self.is_spoken else len(text) / _CHARACTERS_PER_S
+        whole_s = max(self.spoken_s, least_s)
         if seconds >= whole_s:
             part.text = text
             return
@@ -251,13 +240,7 @@ def messages_of(
             call = item.call
             arguments = json.loads(call["arguments"] or "{}")  # as transformers documents it
             function = {"name": call["name"], "arguments": arguments}
-            if messages and messages[-1]["role"] == "assistant":
-                last = messages[-1]
-            else:
-                last = {"role": "assistant", "content": None}
-                messages.append(last)
-            called = {"id": call["call_id"], "type": "function", "function": function}
-            last.setdefault("tool_calls", []).append(called)
+            add_call(messages, {"id": call["call_id"], "type": "function", "function": function})
         elif item.type == "function_call_output":
             call = item.call
             messages.append(

@@ -7,7 +7,7 @@ knows only these is answered in them.
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -15,23 +15,23 @@ from pydantic import Field, model_validator
 
 from engine.interface.placed_error import PlacedError
 from omni.server.openai.chat_request import ChatRequest
-from omni.server.openai.responses import FunctionToolParts, NamedFunction
+from omni.server.openai.responses import FunctionToolParts, NamedFunction, tools_of_chat
+from omni.server.openai.tools import JsonObject
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import ApiModel, check_part, parse_json
 
 __all__ = [
+    "AboutItem",
     "AppendAudio",
     "AudioFormat",
     "Cancel",
-    "ClearAudio",
-    "CommitAudio",
     "CreateItem",
     "CreateResponse",
-    "DeleteItem",
+    "EndAudio",
+    "InputTranscription",
     "Item",
     "OneResponse",
     "ResponseOptions",
-    "RetrieveItem",
     "SessionUpdate",
     "TruncateItem",
     "TurnDetection",
@@ -44,26 +44,24 @@ __all__ = [
 _Rate = Annotated[int, Field(ge=1000, le=384_000)]
 _Milliseconds = Annotated[int, Field(ge=0, le=60_000)]
 _PCM_RATE, _TELEPHONE_RATE = 24_000, 8_000
+_TELEPHONES = ("audio/pcmu", "audio/pcma")
 
 
 class AudioFormat(ApiModel):
     """Samples of 16 bits, or those of telephones: G.711's µ-law and A-law, 8,000 a second."""
 
     type: Literal["audio/pcm", "audio/pcmu", "audio/pcma"] = "audio/pcm"
-    rate: _Rate | None = None
+    rate: _Rate = _PCM_RATE
 
-    @model_validator(mode="after")
-    def _telephones_have_one_rate(self) -> AudioFormat:
-        if self.type != "audio/pcm" and self.rate not in (None, _TELEPHONE_RATE):
-            raise PlacedError(
-                ("rate",), f"{self.type} has 8000 samples a second, got {self.rate}; leave it out"
-            )
-        return self
-
-    @property
-    def sampling_rate(self) -> int:
-        """Samples a second."""
-        return self.rate or (_PCM_RATE if self.type == "audio/pcm" else _TELEPHONE_RATE)
+    @model_validator(mode="before")
+    @classmethod
+    def _telephones_have_one_rate(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("type") not in _TELEPHONES:
+            return data
+        if data.get("rate") not in (None, _TELEPHONE_RATE):
+            told = f"{data['type']} has 8000 samples a second, got {data['rate']!r:.80}"
+            raise PlacedError(("rate",), f"{told}; leave it out")
+        return data | {"rate": _TELEPHONE_RATE}
 
 
 class TurnDetection(ApiModel):
@@ -112,9 +110,9 @@ class InputTranscription(ApiModel):
 class _AudioIn(ApiModel):
     not_supported: ClassVar = {"noise_reduction": ()}
 
-    format: AudioFormat | None = None
-    turn_detection: TurnDetection | None = None
-    transcription: InputTranscription | None = None
+    format: AudioFormat = AudioFormat()
+    turn_detection: TurnDetection = TurnDetection(type="none")
+    transcription: InputTranscription = InputTranscription()
 
     @model_validator(mode="before")
     @classmethod
@@ -128,13 +126,13 @@ class _AudioIn(ApiModel):
 class _AudioOut(ApiModel):
     not_supported: ClassVar = {"speed": (1, 1.0)}
 
-    format: AudioFormat | None = None
+    format: AudioFormat = AudioFormat()
     voice: str | None = Field(default=None, min_length=1)
 
 
 class _Audio(ApiModel):
-    input: _AudioIn | None = None
-    output: _AudioOut | None = None
+    input: _AudioIn = _AudioIn()
+    output: _AudioOut = _AudioOut()
 
 
 _OLDER_FORMATS = {"pcm16": "audio/pcm", "g711_ulaw": "audio/pcmu", "g711_alaw": "audio/pcma"}
@@ -180,7 +178,7 @@ class ResponseOptions(ApiModel):
     output_modalities: (
         Annotated[list[Literal["text", "audio"]], Field(min_length=1, max_length=1)] | None
     ) = None
-    audio: _Audio | None = None
+    audio: _Audio = _Audio()
     max_output_tokens: Annotated[int, Field(ge=1)] | Literal["inf"] | None = None
     temperature: float | None = None
     tools: list[FunctionToolParts] | None = None
@@ -213,18 +211,13 @@ class ResponseOptions(ApiModel):
 
     def as_chat(self) -> ChatRequest:
         """What they ask of the text, as a chat asks for it."""
-        choice: Any = self.tool_choice
-        if isinstance(choice, NamedFunction):
-            choice = {"type": "function", "function": {"name": choice.name}}
-        functions = [tool.model_dump(exclude={"type"}) for tool in self.tools or ()]
         limit = self.max_output_tokens if isinstance(self.max_output_tokens, int) else None
         asked = {
             "model": "",
             "messages": [{"role": "user", "content": ""}],
             "max_completion_tokens": limit,
             "temperature": self.temperature,
-            "tools": [{"type": "function", "function": each} for each in functions],
-            "tool_choice": choice,
+            **tools_of_chat(self.tools, self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
         }
         return ChatRequest.model_validate(asked, strict=True)
@@ -271,7 +264,7 @@ class Item(ApiModel):
     content: Annotated[list[ItemPart], Field(min_length=1)] | None = None
     call_id: str | None = Field(default=None, min_length=1)
     name: str | None = Field(default=None, min_length=1)
-    arguments: str | None = None
+    arguments: JsonObject | None = None
     output: str | None = None
 
     @model_validator(mode="after")
@@ -283,13 +276,6 @@ class Item(ApiModel):
         }[self.type]
         for name in ("role", "content", "call_id", "name", "arguments", "output"):
             check_part(self, (name,), name if name in wanted else "", f"an item {self.type!r}")
-        try:
-            arguments = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            message = f"should be a JSON object in a string, got {self.arguments!r:.80}"
-            raise PlacedError(("arguments",), message)
         for index, part in enumerate(self.content or ()):
             if part.type == "input_audio" and self.role != "user":
                 place = ("content", index, "type")
@@ -321,16 +307,10 @@ class AppendAudio(_Event):
     audio: str = Field(min_length=1)
 
 
-class CommitAudio(_Event):
-    """Make an item of the buffer of sound."""
+class EndAudio(_Event):
+    """Make an item of the buffer of sound, or empty it."""
 
-    type: Literal["input_audio_buffer.commit"]
-
-
-class ClearAudio(_Event):
-    """Empty the buffer of sound."""
-
-    type: Literal["input_audio_buffer.clear"]
+    type: Literal["input_audio_buffer.commit", "input_audio_buffer.clear"]
 
 
 class CreateItem(_Event):
@@ -341,26 +321,18 @@ class CreateItem(_Event):
     item: Item
 
 
-class _AboutItem(_Event):
+class AboutItem(_Event):
+    """Ask for an item, its sound included, or take it out of the conversation."""
+
+    type: Literal["conversation.item.retrieve", "conversation.item.delete"]
     item_id: str = Field(min_length=1)
 
 
-class RetrieveItem(_AboutItem):
-    """Ask for an item, its sound included."""
-
-    type: Literal["conversation.item.retrieve"]
-
-
-class DeleteItem(_AboutItem):
-    """Take an item out of the conversation."""
-
-    type: Literal["conversation.item.delete"]
-
-
-class TruncateItem(_AboutItem):
+class TruncateItem(_Event):
     """Leave of a spoken answer what was heard of it."""
 
     type: Literal["conversation.item.truncate"]
+    item_id: str = Field(min_length=1)
     content_index: Literal[0]
     audio_end_ms: int = Field(ge=0)
 
@@ -382,11 +354,9 @@ class Cancel(_Event):
 ClientEvent = (
     UpdateSession
     | AppendAudio
-    | CommitAudio
-    | ClearAudio
+    | EndAudio
     | CreateItem
-    | RetrieveItem
-    | DeleteItem
+    | AboutItem
     | TruncateItem
     | CreateResponse
     | Cancel
@@ -394,7 +364,9 @@ ClientEvent = (
 """Any event of a client."""
 
 _KINDS: dict[str, type[ClientEvent]] = {
-    get_args(each.model_fields["type"].annotation)[0]: each for each in get_args(ClientEvent)
+    kind: each
+    for each in get_args(ClientEvent)
+    for kind in get_args(each.model_fields["type"].annotation)
 }
 
 
@@ -428,37 +400,33 @@ def event_id_of(text: str) -> str | None:
         return None
 
 
-_OLDER_EVENTS = {
-    "conversation.item.added": "conversation.item.created",
-    "response.output_text.delta": "response.text.delta",
-    "response.output_text.done": "response.text.done",
-    "response.output_audio.delta": "response.audio.delta",
-    "response.output_audio.done": "response.audio.done",
-    "response.output_audio_transcript.delta": "response.audio_transcript.delta",
-    "response.output_audio_transcript.done": "response.audio_transcript.done",
-}
-_OLDER_PARTS = {"output_text": "text", "output_audio": "audio"}
+_OUTPUT = re.compile(r"\boutput_(text|audio)")
+"""Of events and of parts, what older names have without the word before it."""
 
 
 def in_older_names(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The event as clients of the beta know it; None of one that they do not know."""
     if event["type"] == "conversation.item.done":
         return None
-    older = {key: _in_older_parts(value) for key, value in event.items() if key != "session"}
-    older["type"] = _OLDER_EVENTS.get(event["type"], event["type"])
-    return older | ({"session": _older_session(event["session"])} if "session" in event else {})
+    older: dict[str, Any]
+    older = _in_older_kinds({key: value for key, value in event.items() if key != "session"})
+    if event["type"] == "conversation.item.added":
+        older["type"] = "conversation.item.created"
+    if "session" in event:
+        older["session"] = _older_session(event["session"])
+    return older
 
 
-def _in_older_parts(value: Any) -> Any:
-    """The items in a field of an event, with the older kinds of their parts."""
+def _in_older_kinds(value: Any) -> Any:
+    """An event, or something in it, with the older kinds of parts."""
     if isinstance(value, list):
-        return [_in_older_parts(each) for each in value]
+        return [_in_older_kinds(each) for each in value]
     if not isinstance(value, dict):
         return value
-    older = {key: _in_older_parts(each) for key, each in value.items()}
-    return older | (
-        {"type": _OLDER_PARTS.get(value["type"], value["type"])} if "type" in value else {}
-    )
+    older = {key: _in_older_kinds(each) for key, each in value.items()}
+    if isinstance(kind := value.get("type"), str):
+        older["type"] = _OUTPUT.sub(r"\1", kind)
+    return older
 
 
 def _older_session(session: Mapping[str, Any]) -> Mapping[str, Any]:

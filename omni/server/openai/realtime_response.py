@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-import numpy as np
 
 from engine import AudioPrompt, ChatPrompt, SamplingParams, Waveform
 from engine.interface.log_fields import package_logger
 from omni.server.openai.answers import TokenCount, text_stage
-from omni.server.openai.chat import read_completion
 from omni.server.openai.chat_request import ChatRequest, merge_sampling
 from omni.server.openai.realtime_conversation import (
     Conversation,
     ConversationItem,
     Part,
-    TemplateMessages,
     messages_of,
 )
 from omni.server.openai.realtime_events import AudioFormat, OneResponse, ResponseOptions
 from omni.server.openai.realtime_sound import Sound, telephone_code
 from omni.server.openai.speech import SpokenPieces, check_voice, speaking_stage
-from omni.server.openai.tools import FunctionTool, ToolCall, check_tools
+from omni.server.openai.tools import ToolCall, check_tools
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
 from omni.server.serving.pipeline_server import ServedPipeline
@@ -35,7 +32,7 @@ from omni.server.serving.response_stream import ResponseStream, Update
 if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
 
-__all__ = ["RealtimeResponse", "SendEvent", "merged_options", "plan_response"]
+__all__ = ["RealtimeResponse", "SendEvent", "failure_of", "merged_options", "plan_response"]
 
 _logger = package_logger(__name__)
 
@@ -77,7 +74,7 @@ class RealtimeResponse:
         if not self._items:
             raise ApiError.bad_request("the conversation has no items; there is nothing to answer")
         self._send = send
-        self._sound = SpokenPieces(plan.output.sampling_rate)
+        self._sound = SpokenPieces(plan.output.rate)
         self._speaks = plan.voice is not None
         self._text_kind = "output_audio_transcript" if self._speaks else "output_text"
         self._parser = plan.chat.tool_parser(pipeline.config.tool_parser)
@@ -90,25 +87,24 @@ class RealtimeResponse:
         self._reason: str | None = None
         self.is_over = False
 
-    async def run(self, timeout_s: float) -> None:
-        """Answer, and send it as it comes; failures, too, are events."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._answer()
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
-        except TimeoutError:
-            message = (
-                f"the response was not done after {timeout_s:g} s, the server's limit, and was "
-            )
-            error = ApiError(HTTPStatus.GATEWAY_TIMEOUT, message + "aborted", code="timeout")
-            await self._fail(error)
-        except ApiError as error:
-            await self._fail(error)
-        except Exception:  # the session goes on
-            _logger.exception("a response broke")
-            await self._fail(ApiError.internal())
+    def begin(self, timeout_s: float) -> None:
+        """Answer in a task, and send it as it comes; failures, too, are events."""
+        self._task = asyncio.create_task(self._run(timeout_s))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its end was sent."""
+        return self._task.done()
+
+    async def _run(self, timeout_s: float) -> None:
+        error = await failure_of(self._answer(), timeout_s, "the response")
+        if error is None:
+            return
+        self.is_over = True
+        if self._message is not None:
+            self._message.status = "incomplete"
+        await self._send("error", error={**error.to_object()["error"], "event_id": None})
+        await self._send("response.done", response=self.described("failed", error))
 
     async def _answer(self) -> None:
         plan = self._plan
@@ -133,51 +129,56 @@ class RealtimeResponse:
             await self._close_message(self._message, "completed")
         await self._send("response.done", response=self.described("completed"))
 
-    async def send_cancelled(self) -> None:
-        """SendEvent its end, after it was cancelled."""
-        if self._message is not None:
-            await self._close_message(self._message, "incomplete")
-        await self._send("response.done", response=self.described("cancelled"))
-
     async def _prompt(self) -> ChatPrompt:
         read = self._pipeline.describe()["modalities"]["input"]
-        for item in self._items:
-            await _written_down(item, hears="audio" in read)
-        instructions = self._options.instructions
-        if "audio" in read and "text" not in read:
-            spoken = [item for item in self._items if any(part.sound for part in item.parts)]
-            if not spoken:
+        hears = "audio" in read
+        items, instructions = self._items, self._options.instructions
+        if not hears:
+            await _written_down(items)
+        elif "text" not in read:
+            items = tuple(item for item in items if any(part.sound for part in item.parts))[-1:]
+            instructions = None
+            if not items:
                 raise ApiError.bad_request("this model hears, and nothing was said to it")
-            messages, sounds = messages_of(spoken[-1:], None, hears=True)
-        else:
-            messages, sounds = messages_of(self._items, instructions, hears="audio" in read)
+        messages, sounds = messages_of(items, instructions, hears=hears)
         if not messages:
             raise ApiError.bad_request("nothing was said that could be answered")
         # Sounds are twice as large in a prompt, and made in a thread.
-        return await asyncio.to_thread(_prompt, messages, sounds, self._plan.chat.offered_tools)
+        audio = await asyncio.to_thread(
+            lambda: tuple(AudioPrompt(sound.floats, sound.rate) for sound in sounds)
+        )
+        return ChatPrompt(
+            messages,
+            multi_modal_data={"audio": audio} if audio else {},
+            tools=tuple(
+                tool.model_dump(exclude_none=True) for tool in self._plan.chat.offered_tools
+            ),
+        )
 
-    def cancel(self, reason: str = "client_cancelled") -> None:
-        """End it; what was heard of it until then is part of the conversation."""
+    async def cancel(self, reason: str) -> None:
+        """End it, unless it is over; what was heard of it is part of the conversation."""
         if self.is_over:
             return
-        self.is_over = True
-        self._reason = self._reason or reason
+        self.is_over, self._reason = True, reason
         message = self._message
-        if message is None:
+        if message is not None:
+            message.status = "incomplete"
+            before = message.num_bytes
+            if self._speaks:
+                heard_s = asyncio.get_running_loop().time() - self._sounds_since
+                message.keep_heard(min(heard_s, message.spoken_s))
+            self._conversation.count(message.num_bytes - before)
+        await self.abort()
+        if not self._task.cancelled():  # it has failed instead
             return
-        message.status = "incomplete"
-        before = message.num_bytes
-        if self._speaks:
-            heard_s = asyncio.get_running_loop().time() - self._sounds_since
-            message.keep_heard(min(heard_s, message.spoken_s))
-        self._conversation.count(message.num_bytes - before)
+        if message is not None:
+            await self._close_message(message, "incomplete")
+        await self._send("response.done", response=self.described("cancelled"))
 
-    async def _fail(self, error: ApiError) -> None:
-        self.is_over = True
-        if self._message is not None:
-            self._message.status = "incomplete"
-        await self._send("error", error={**error.to_object()["error"], "event_id": None})
-        await self._send("response.done", response=self.described("failed", error))
+    async def abort(self) -> None:
+        """End it, and send nothing more."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
 
     def described(self, status: str, error: ApiError | None = None) -> Mapping[str, Any]:
         """Describe the response as events do."""
@@ -201,8 +202,7 @@ class RealtimeResponse:
         delta = update.of(self._plan.writer)
         if delta is not None:
             self._count.add(delta)
-            is_last = delta.finished
-            words, calls = read_completion(delta.text or "", self._parser, is_last=is_last)
+            words, calls = self._parser.feed(delta.text or "", is_last=delta.finished)
             if words:
                 await self._send_words(words)
             for call in calls:
@@ -211,10 +211,9 @@ class RealtimeResponse:
         if sound is not None:
             # What may be a call is not spoken.
             self._held_sound.append(sound)
-        if self._message is not None or self._parser is None:
-            has_called = self._parser is not None and self._parser.num_calls > 0
+        if self._message is not None or not self._plan.chat.offered_tools:
             held, self._held_sound = self._held_sound, []
-            for each in () if has_called else held:
+            for each in () if self._parser.num_calls else held:
                 await self._send_samples(self._sound.of(each))
 
     def _only_calls(self, update: Update) -> bool:
@@ -248,13 +247,12 @@ class RealtimeResponse:
         )  # fmt: skip
 
     async def _send_call(self, call: ToolCall) -> None:
-        item = ConversationItem.of_call(call)
-        item.status = "in_progress"
-        place = await self._open(item)
-        named = {"call_id": call.id, "name": call.function.name}
         arguments, kind = call.function.arguments, "response.function_call_arguments"
+        called = {"call_id": call.id, "name": call.function.name, "arguments": arguments}
+        item = ConversationItem(type="function_call", call=called, status="in_progress")
+        place = await self._open(item)
         await self._send(f"{kind}.delta", **place, call_id=call.id, delta=arguments)
-        await self._send(f"{kind}.done", **place, **named, arguments=arguments)
+        await self._send(f"{kind}.done", **place, **called)
         await self._close(item, "completed")
 
     async def _open_message(self) -> ConversationItem:
@@ -297,12 +295,13 @@ class RealtimeResponse:
 
     def _usage(self) -> Mapping[str, Any] | None:
         count = self._count
-        if not count.written:
+        written = count.written.get(0)
+        if written is None:
             return None
         return {
             "input_tokens": count.prompt,
-            "output_tokens": count.written.get(0, 0),
-            "total_tokens": count.prompt + count.written.get(0, 0),
+            "output_tokens": written,
+            "total_tokens": count.prompt + written,
             "input_token_details": {"cached_tokens": count.cached},
         }
 
@@ -312,31 +311,34 @@ def _in_event(part: Part) -> dict[str, Any]:
     return {**part.described(), "type": part.kind.removeprefix("output_")}
 
 
-async def _written_down(item: ConversationItem, *, hears: bool) -> None:
-    """Wait for the text of an item's sounds, where the model reads that."""
-    for part in item.parts:
-        if hears or part.sound is None:
-            continue
-        if part.transcription is None:
+async def _written_down(items: Sequence[ConversationItem]) -> None:
+    """Wait for the text of all sounds."""
+    for part in chain.from_iterable(item.parts for item in items):
+        if part.transcription is not None:
+            await asyncio.wait([part.transcription])
+        elif part.sound is not None:
             raise ApiError.bad_request(
                 "this model does not hear: start the server with --transcriber NAME, a pipeline "
                 "that writes down what is said, or name one in session.audio.input.transcription"
             )
-        await asyncio.wait([part.transcription])
 
 
-def _prompt(
-    messages: TemplateMessages, sounds: Sequence[Sound], tools: Sequence[FunctionTool]
-) -> ChatPrompt:
-    audio = [
-        AudioPrompt(np.frombuffer(sound.samples, "<i2").astype(np.float32) / 2**15, sound.rate)
-        for sound in sounds
-    ]
-    return ChatPrompt(
-        messages,
-        multi_modal_data={"audio": tuple(audio)} if audio else {},
-        tools=tuple(tool.model_dump(exclude_none=True) for tool in tools),
-    )
+async def failure_of(
+    work: Coroutine[Any, Any, None], timeout_s: float, what: str
+) -> ApiError | None:
+    """Await work of a session, which goes on whatever happens; return why it failed, if it did."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await work
+    except ApiError as error:
+        return error
+    except TimeoutError:
+        message = f"{what} was not done after {timeout_s:g} s, the server's limit, and was aborted"
+        return ApiError(HTTPStatus.GATEWAY_TIMEOUT, message, code="timeout")
+    except Exception:  # the session goes on
+        _logger.exception("%s broke", what)
+        return ApiError.internal()
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,8 +365,8 @@ class ResponsePlan:
 def plan_response(pipeline: Pipeline, options: ResponseOptions, place: str) -> ResponsePlan:
     """Find out how to answer with options at a place of an event: ``session`` or ``response``."""
     writer = text_stage(pipeline)
-    output = options.audio.output if options.audio is not None else None
-    speaker = output.voice if output is not None else None
+    output = options.audio.output
+    speaker = output.voice
     is_spoken = options.output_modalities == ["audio"]
     # Of a pipeline that speaks, before it has to; to others clients may name any.
     if is_spoken or pipeline.voices.speaks:
@@ -384,9 +386,8 @@ def plan_response(pipeline: Pipeline, options: ResponseOptions, place: str) -> R
     if writer in sampling and sampling[writer].n != 1:
         at = f"{place}.stages.{writer}.n"
         raise ApiError.bad_field(at, "a conversation goes on in one way only")
-    form = (output.format if output is not None else None) or AudioFormat()
     speaker = speaker if voice is not None else None
-    return ResponsePlan(writer, voice, speaker, form, chat, sampling)
+    return ResponsePlan(writer, voice, speaker, output.format, chat, sampling)
 
 
 def merged_options(before: ResponseOptions, change: ResponseOptions) -> OneResponse:

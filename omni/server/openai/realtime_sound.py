@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engine.media.sound_file import Resampler
     from engine.media.voice_detector import SpeechTurns
 
-__all__ = ["InputSound", "Sound", "SpeechTurn", "samples_of", "telephone_code"]
+__all__ = ["InputSound", "Sound", "SpeechTurn", "samples_of", "telephone_code", "whole_sound"]
 
 _SLICE_S = 0.25
 """Of sound that is listened to at once; while a thread listens to more, others have their turn."""
@@ -37,6 +37,11 @@ class Sound:
     def seconds(self) -> float:
         """How long it is."""
         return len(self.samples) / 2 / self.rate
+
+    @property
+    def floats(self) -> NDArray[np.float32]:
+        """The samples between -1 and 1."""
+        return np.frombuffer(self.samples, "<i2").astype(np.float32) / np.float32(2**15)
 
 
 @cache
@@ -67,6 +72,15 @@ def samples_of(content: bytes, form: AudioFormat) -> bytes:
     if form.type == "audio/pcm":
         return content
     return _telephone_levels(form.type)[np.frombuffer(content, np.uint8)].astype("<i2").tobytes()
+
+
+def whole_sound(samples: bytes, rate: int, place: str) -> Sound:
+    """Make a sound of samples; an error names their place in an event if the last is not whole."""
+    if len(samples) % 2:
+        raise ApiError.bad_field(
+            place, f"samples of 16 bits have two bytes each, got {len(samples)} bytes"
+        )
+    return Sound(samples, rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +127,7 @@ class InputSound:
         """
         if self.detection.type == "none":
             return
-        size = round(_SLICE_S * self.form.sampling_rate) * 2
+        size = round(_SLICE_S * self.form.rate) * 2
         whole = self._num_dropped + len(self._buffer) // 2 * 2
         while self._num_heard < whole:
             begin = self._num_heard - self._num_dropped
@@ -147,11 +161,7 @@ class InputSound:
                 "nothing was appended to the buffer of sound",
                 code="input_audio_buffer_commit_empty",
             )
-        if len(self._buffer) % 2:
-            raise ApiError.bad_field(
-                "audio", f"samples of 16 bits have two bytes each, got {len(self._buffer)} bytes"
-            )
-        sound = Sound(bytes(self._buffer), self.form.sampling_rate)
+        sound = whole_sound(bytes(self._buffer), self.form.rate, "audio")
         self.clear()
         return sound
 
@@ -170,7 +180,7 @@ class InputSound:
         Raises:
             ApiError: sound of another format is held.
         """
-        if form != self.form and self._buffer and not self._holds_silence:
+        if form != self.form and self._buffer and (self._turns is None or self.is_speaking):
             raise ApiError.bad_field(
                 "session.audio.input.format",
                 f"{len(self._buffer)} bytes of {self.form.type} are in the buffer of sound; commit "
@@ -181,10 +191,6 @@ class InputSound:
         if (form, detection) != (self.form, self.detection):
             self._turns = self._resampler = None
         self.form, self.detection = form, detection
-
-    @property
-    def _holds_silence(self) -> bool:
-        return self._turns is not None and not self._turns.is_speaking
 
     def _listen(self, piece: bytes) -> list[tuple[bool, float]]:
         # Libraries for sound, which a server need not import before it answers.
@@ -199,11 +205,10 @@ class InputSound:
                 place = "session.audio.input.turn_detection"
                 raise ApiError.bad_field(place, str(error)) from error
         if self._resampler is None:
-            self._resampler = Resampler(self.form.sampling_rate, DETECTOR_RATE)
+            self._resampler = Resampler(self.form.rate, DETECTOR_RATE)
             self._heard_from = self._num_heard
-        samples = np.frombuffer(piece, "<i2").astype(np.float32) / np.float32(2**15)
-        begin_s = self._heard_from / 2 / self.form.sampling_rate
-        found = self._turns.feed(self._resampler.resampled(samples))
+        begin_s = self._heard_from / 2 / self.form.rate
+        found = self._turns.feed(self._resampler.resampled(Sound(piece, self.form.rate).floats))
         return [(begins, begin_s + at / DETECTOR_RATE) for begins, at in found]
 
     def _begin(self, at_s: float) -> SpeechTurn:
@@ -215,7 +220,7 @@ class InputSound:
         end = min(self._bytes_at(at_s), self._num_dropped + len(self._buffer) // 2 * 2)
         samples = bytes(self._buffer[: end - self._num_dropped])
         self._drop_before(end)
-        return SpeechTurn(self._milliseconds(end), Sound(samples, self.form.sampling_rate))
+        return SpeechTurn(self._milliseconds(end), Sound(samples, self.form.rate))
 
     def _drop_before(self, place: int) -> None:
         num_bytes = min(max(0, place - self._num_dropped), len(self._buffer))
@@ -223,7 +228,7 @@ class InputSound:
         self._num_dropped += num_bytes
 
     def _bytes_at(self, seconds: float) -> int:
-        return round(seconds * self.form.sampling_rate) * 2
+        return round(seconds * self.form.rate) * 2
 
     def _milliseconds(self, place: int) -> int:
-        return round(place / 2 / self.form.sampling_rate * 1000)
+        return round(place / 2 / self.form.rate * 1000)

@@ -20,9 +20,9 @@ from starlette.responses import JSONResponse, Response
 
 from engine.interface.placed_error import PlacedError
 from omni.server.openai.answers import TokenCount, completions_of, usage_of, usage_so_far
-from omni.server.openai.chat import Chat, read_completion
+from omni.server.openai.chat import Chat
 from omni.server.openai.chat_request import ChatRequest, StageFields
-from omni.server.openai.tools import FunctionName, FunctionParts
+from omni.server.openai.tools import FunctionName, FunctionParts, add_call
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import ApiModel
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from omni.server.serving.client import Client
     from omni.server.serving.pipeline_server import PipelineServer
 
-__all__ = ["Responses", "ResponsesRequest", "forget_response", "show_response"]
+__all__ = ["Responses", "ResponsesRequest", "forget_response", "show_response", "tools_of_chat"]
 
 
 class ContentPart(ApiModel):
@@ -148,6 +148,20 @@ class NamedFunction(FunctionName):
     type: Literal["function"]
 
 
+def tools_of_chat(
+    tools: Sequence[FunctionToolParts] | None, choice: str | NamedFunction | None
+) -> dict[str, Any]:
+    """Tools, and which has to be called, as a chat has them."""
+    functions = [tool.model_dump(exclude={"type"}) for tool in tools or ()]
+    named: Any = choice
+    if isinstance(choice, NamedFunction):
+        named = {"type": "function", "function": {"name": choice.name}}
+    return {
+        "tools": [{"type": "function", "function": each} for each in functions],
+        "tool_choice": named,
+    }
+
+
 class TextFormat(ApiModel):
     """The form of the text."""
 
@@ -222,7 +236,7 @@ class ResponsesRequest(StageFields):
     reasoning: ReasoningOptions | None = None
 
     def messages(self) -> list[dict[str, Any]]:
-        """The input as messages of a chat; calls that follow each other are of one message."""
+        """The input as messages of a chat."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         messages: list[dict[str, Any]] = []
@@ -232,7 +246,7 @@ class ResponsesRequest(StageFields):
                     messages.append({"role": item.role, "content": _of_chat(item.content)})
                 case CallItem():
                     function = {"name": item.name, "arguments": item.arguments}
-                    _add_call(messages, {"id": item.call_id, "function": function})
+                    add_call(messages, {"id": item.call_id, "function": function})
                 case CallOutputItem():
                     content = _of_chat(item.output)
                     messages.append(
@@ -246,9 +260,6 @@ class ResponsesRequest(StageFields):
         """The request as one for a chat, behind earlier messages."""
         system = self.instructions
         first = [{"role": "system", "content": system}] if system else []
-        choice: Any = self.tool_choice
-        if isinstance(choice, NamedFunction):
-            choice = {"type": "function", "function": {"name": choice.name}}
         form = self.text.format if self.text is not None else None
         asked = {
             "model": self.model,
@@ -257,11 +268,7 @@ class ResponsesRequest(StageFields):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "stream": self.stream,
-            "tools": [
-                {"type": "function", "function": tool.model_dump(exclude={"type"})}
-                for tool in self.tools or ()
-            ],
-            "tool_choice": choice,
+            **tools_of_chat(self.tools, self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": None if form is None else _response_format(form),
             "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
@@ -274,12 +281,6 @@ class ResponsesRequest(StageFields):
         except ValidationError as error:
             finding = error.errors(include_url=False)[0]
             raise ApiError.bad_request(f"input: {finding['msg']}", param="input") from error
-
-
-def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": None})
-    messages[-1].setdefault("tool_calls", []).append(call)
 
 
 def _response_format(form: TextFormat) -> dict[str, Any]:
@@ -328,7 +329,7 @@ class Responses(Chat):
             (last,) = await stream.last_outputs()
         output, writer = last[self._stage], self._writer
         (completion,), (parser,) = completions_of(output), self._tool_parsers()
-        words, calls = read_completion(completion.text or "", parser, is_last=True)
+        words, calls = parser.feed(completion.text or "", is_last=True)
         writer.begin()
         writer.add(words, calls)
         writer.end(completion.finish_reason == "length", usage_of([output]))
@@ -348,7 +349,7 @@ class Responses(Chat):
                     continue
                 count.add(delta)
                 ends = delta.finish_reason is not None and not has_ended
-                words, calls = read_completion(delta.text or "", parser, is_last=ends)
+                words, calls = parser.feed(delta.text or "", is_last=ends)
                 piece += writer.add(words, calls)
                 if piece:
                     yield piece
@@ -368,7 +369,7 @@ class Responses(Chat):
                 said.append({"role": "assistant", "content": item["content"][0]["text"]})
             else:
                 function = {"name": item["name"], "arguments": item["arguments"]}
-                _add_call(said, {"id": item["call_id"], "function": function})
+                add_call(said, {"id": item["call_id"], "function": function})
         self.server.responses.add(self.client, self._writer.response, [*self._messages, *said])
 
 
@@ -429,14 +430,11 @@ class _Writer:
         if is_cut:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         self.response["usage"] = {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": usage.prompt_tokens_details.cached_tokens,
-                "cache_write_tokens": 0,
-            },
-            "output_tokens": usage.completion_tokens,
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage.total_tokens,
+            "total_tokens": usage["total_tokens"],
         }
         return events + self._event(f"response.{self.response['status']}", response=self.response)
 

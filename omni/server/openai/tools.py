@@ -20,10 +20,10 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from engine.interface.structured_output import JSON_STYLE
 from omni.pipelines.pipeline_config import ToolFormat
@@ -35,10 +35,12 @@ __all__ = [
     "FunctionName",
     "FunctionParts",
     "FunctionTool",
+    "JsonObject",
     "NamedTool",
     "RequestedCall",
     "ToolCall",
     "ToolCallParser",
+    "add_call",
     "call_grammar",
     "check_tools",
 ]
@@ -77,18 +79,21 @@ class NamedTool(ApiModel):
     function: FunctionName
 
 
+def _is_an_object(value: str) -> str:
+    if not isinstance(_loaded(value or "{}"), dict):
+        raise ValueError(f"should be a JSON object in a string, got {value!r:.80}")
+    return value
+
+
+JsonObject = Annotated[str, AfterValidator(_is_an_object)]
+"""An object of JSON in a string, as the arguments of a call are."""
+
+
 class CalledFunction(ApiModel):
-    """A function that an earlier answer asked to be called, and its arguments as JSON."""
+    """A function that an earlier answer asked to be called."""
 
     name: str
-    arguments: str
-
-    @field_validator("arguments")
-    @classmethod
-    def _is_an_object(cls, value: str) -> str:
-        if not isinstance(_loaded(value or "{}"), dict):
-            raise ValueError(f"should be a JSON object in a string, got {value!r:.80}")
-        return value
+    arguments: JsonObject
 
 
 class RequestedCall(ApiModel):
@@ -140,6 +145,13 @@ def check_tools(tools: Sequence[FunctionTool], choice: str | NamedTool | None) -
         raise ApiError.bad_field("tool_choice", "needs tools to choose from")
 
 
+def add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
+    """Add a call to messages of a chat; calls that follow each other are of one message."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
 def call_grammar(tools: Sequence[FunctionTool], *, several: bool) -> str:
     """A grammar in llguidance's Lark of a JSON list of calls, whose arguments fit their schemas.
 
@@ -164,7 +176,7 @@ class ToolCallParser:
     """Splits the text of a completion into words and calls, as it comes.
 
     Words are given out as soon as they cannot belong to a call, and calls when they are whole. What
-    turns out to be no call is words after all.
+    turns out to be no call is words after all; without tools, all of it is.
 
     Args:
         names: of the tools.
@@ -194,6 +206,8 @@ class ToolCallParser:
 
     def feed(self, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
         """Take more text, and return the words and calls that are whole now."""
+        if not self._names:
+            return text, []
         self._held += text
         if not self._has_begun:
             if not is_last and self._may_begin_a_call(self._held.lstrip()):

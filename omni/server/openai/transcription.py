@@ -9,7 +9,7 @@ import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import Struct
 from pydantic import Field, ValidationError, model_validator
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
@@ -177,24 +177,6 @@ class TranscriptionRequest(ApiModel):
         return self.response_format not in ("json", "text")
 
 
-class _Delta(Struct, kw_only=True):
-    delta: str
-    type: str = "transcript.text.delta"
-
-
-class _Done(Struct, kw_only=True):
-    text: str
-    type: str = "transcript.text.done"
-
-
-class _Answer(Struct, kw_only=True):
-    text: str
-    task: str | UnsetType = UNSET
-    language: str | UnsetType = UNSET
-    duration: float | UnsetType | None = UNSET
-    segments: list[TranscriptionSegment] | UnsetType = UNSET
-
-
 def _subtitles(segments: Sequence[TranscriptionSegment], *, as_vtt: bool) -> str:
     """Segments as SubRip or WebVTT has them."""
     point = "." if as_vtt else ","
@@ -292,12 +274,11 @@ class Transcription(PipelineResponse):
         text = TIMESTAMP.sub("", output.text or "")
         if self._body.response_format == "text":
             return Response(text + "\n", media_type="text/plain; charset=utf-8")
-        answer = _Answer(text=text)
+        answer: dict[str, Any] = {"text": text}
         if self._body.wants_segments:
-            answer = await self._verbose(text, output)
+            answer |= await self._verbose(output)
         if self._body.response_format in ("srt", "vtt"):
-            segments = answer.segments or []
-            subtitles = _subtitles(segments, as_vtt=self._body.response_format == "vtt")
+            subtitles = _subtitles(answer["segments"], as_vtt=self._body.response_format == "vtt")
             return Response(subtitles, media_type="text/plain; charset=utf-8")
         return Response(as_json(answer), media_type="application/json")
 
@@ -310,26 +291,24 @@ class Transcription(PipelineResponse):
                 words = TIMESTAMP.sub("", (delta.text or "") if delta is not None else "")
                 text += words
                 if words:
-                    yield as_event(_Delta(delta=words))
-        yield as_event(_Done(text=text)) + DONE
+                    yield as_event({"type": "transcript.text.delta", "delta": words})
+        yield as_event({"type": "transcript.text.done", "text": text}) + DONE
 
-    async def _verbose(self, text: str, output: StageOutput) -> _Answer:
-        answer = _Answer(text=text, task=self._task)
+    async def _verbose(self, output: StageOutput) -> dict[str, Any]:
         language = self._body.language or self._detected(output)
-        if language is not None:
-            answer.language = language
         source = MediaSource(self._audio, "sound", len(self._audio))
         # Libraries for sound, which a server need not import before it answers.
         from engine.media.sound_file import stated_duration
 
-        answer.duration = await asyncio.to_thread(stated_duration, source)
-        found = output.token_ids, output.windows, answer.duration, self._tokenizer
-        answer.segments = segments_of(*found, output.logprobs or ())
+        duration = await asyncio.to_thread(stated_duration, source)
+        found = output.token_ids, output.windows, duration, self._tokenizer
+        segments = segments_of(*found, output.logprobs or ())
         if self._body.response_format == "verbose_json":
-            await asyncio.to_thread(_look_for_speech, source, answer.segments)
-            for segment in answer.segments:
+            await asyncio.to_thread(_look_for_speech, source, segments)
+            for segment in segments:
                 segment.temperature = self._body.temperature or 0.0
-        return answer
+        known = {} if language is None else {"language": language}
+        return {"task": self._task, **known, "duration": duration, "segments": segments}
 
     def _detected(self, output: StageOutput) -> str | None:
         """Return the language that the model found out; None if it knows one only."""

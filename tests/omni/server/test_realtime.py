@@ -411,8 +411,7 @@ def test_what_is_said_of_a_response_lies_over_what_its_session_is_like():
     change: dict[str, Any] = {"audio": {"output": {"format": {"type": "audio/pcm", "rate": 8000}}}}
     change["stages"] = {"thinker": {"logit_bias": {"6": 1.0}, "seed": 1}}
     merged = merged_options(before, ResponseOptions.model_validate(change))
-    assert merged.audio is not None and merged.audio.output is not None
-    assert merged.audio.output.voice == "Ethan" and merged.audio.output.format is not None
+    assert merged.audio.output.voice == "Ethan" and merged.audio.output.format.rate == 8000
     assert merged.stages == {
         "thinker": {"logit_bias": {"6": 1.0}, "seed": 1},
         "talker": {},
