@@ -73,7 +73,6 @@ def misfit_of(config: Mapping[str, Any], part: str | None, *, makes_sound: bool)
 
     Args:
         config: the content of ``config.json``; may be anything.
-        part: the model of several that is asked for.
         makes_sound: which of the two it is to do.
 
     Returns:

@@ -161,18 +161,12 @@ class StageConfig(Settings):
     def build_stage(self, name: str) -> Stage:
         """Build the stage; its model is loaded.
 
-        Args:
-            name: of the stage in its pipeline.
-
         Raises:
             ValueError: it cannot be built as asked.
         """
 
     def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
-        """What keeps a checkpoint from being one for this stage, as far as its config tells.
-
-        Args:
-            config: the content of its ``config.json``.
+        """What keeps a checkpoint from fitting this stage, as far as its ``config.json`` tells.
 
         Returns:
             The key that is wrong and what is wrong there; None if nothing is known to be.
@@ -180,10 +174,7 @@ class StageConfig(Settings):
         return None
 
     def emitted(self, config: Mapping[str, Any]) -> Collection[str] | None:
-        """Names of the tensors that a checkpoint's model emits, as far as its config tells.
-
-        Args:
-            config: the content of its ``config.json``.
+        """Names of the tensors that a model emits, as far as its ``config.json`` tells.
 
         Returns:
             None if that is known only when the model is loaded.
@@ -191,10 +182,7 @@ class StageConfig(Settings):
         return None
 
     def modalities(self, config: Mapping[str, Any]) -> Collection[str] | None:
-        """What prompts of a checkpoint's model are made of, as far as its config tells.
-
-        Args:
-            config: the content of its ``config.json``.
+        """What prompts of a checkpoint's model are made of, as far as its ``config.json`` tells.
 
         Returns:
             Of ``text``, ``image``, ``audio`` and ``video``; None if that is not known.
@@ -377,10 +365,6 @@ def stage_kinds() -> dict[str, type[StageConfig]]:
 
 def _stage_kind(name: str, folder: Path | None = None) -> type[StageConfig] | None:
     """Find the configuration of a kind; None if there is no such kind.
-
-    Args:
-        name: of the kind, or where its class is.
-        folder: where files and modules are looked for first.
 
     Raises:
         ValueError: the kind's class is not there, or it cannot be loaded.

@@ -128,7 +128,6 @@ class OutputAccumulator:
 
     Attributes:
         request_id, stage: as given.
-        finished: whether the last delta has come.
         token_ids: of the first completion; not to be changed.
     """
 

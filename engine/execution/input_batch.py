@@ -164,7 +164,6 @@ class ModelInputs:
     """One step's inputs, on the device.
 
     Attributes:
-        step: what was cut from the tables, on the host.
         metadata: per group of the memory; None for groups without layers.
         extra: what else was uploaded with the step, by name.
         embeds: ``(num_tokens, hidden_size)``.
@@ -554,8 +553,6 @@ class InputBatch:
 
         Args:
             request_ids: the requests that run, in the order in which their tokens are packed.
-            num_computed_tokens: per request, tokens computed before this step.
-            num_scheduled_tokens: per request, tokens to run, at least 1.
             encoder_lens: per request, the encoder tokens that it sees; empty if none sees any.
             num_arriving: per request, encoder tokens that come with this step; empty if none do.
         """

@@ -25,14 +25,7 @@ __all__ = ["Engine", "EngineBrokenError", "NewRequest", "PreparedRequest"]
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """The arguments of :meth:`engine.Engine.prepare`; types are checked, but for the prompt's.
-
-    Attributes:
-        prompt: what to run, or its first chunk.
-        sampling: how tokens are chosen; None takes the defaults.
-        cache_salt: what was computed is shared only within one salt.
-        order: among requests of one priority, the smallest runs first.
-    """
+    """The arguments of :meth:`engine.Engine.prepare`; types are checked, but for the prompt's."""
 
     request_id: str
     prompt: Prompt
@@ -44,11 +37,7 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRequest:
-    """A request that an engine has prepared, for its :meth:`engine.Engine.add`.
-
-    Attributes:
-        content: what the kind of engine has made of it.
-    """
+    """A request that an engine has prepared, for its :meth:`engine.Engine.add`."""
 
     request_id: str
     engine: Engine[Any]

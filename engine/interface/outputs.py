@@ -167,7 +167,6 @@ class RequestMetrics:
         queue_s: from arrival to the first step that ran it.
         first_token_s: from arrival to the first generated token.
         total_s: from arrival to the end.
-        num_preemptions: how often it had to give its blocks back.
         prefix_miss: in a word, why no more of its prompt was hit in the prefix cache; see
             :data:`prefix_cache.PrefixMiss`. None if all that can be hit was, or nothing is cached.
     """
@@ -221,7 +220,6 @@ class OutputDelta:
         num_completions: how many there are; 0 from what does not generate tokens.
         others: what is new of the completions after the first.
         whole_audio: all sound, when finished, where it is not the sum of its pieces.
-        error: the message of a request that failed.
         num_cached_tokens: tokens of the input that the cache saved computing.
         prompt_token_ids: ids of the input, when finished.
         encoder_prompt_token_ids: what an encoder-decoder's encoder read, in the first delta.
@@ -326,7 +324,6 @@ class EncoderOutput:
         num_prompt_tokens: tokens (or embedding rows) of the input.
         num_cached_tokens: all of them when the cache had the input, else 0.
         prompt_token_ids: the input's ids; empty for embeddings.
-        error: why the request failed; it failed alone.
         metrics: times; there is no first token.
     """
 
@@ -360,7 +357,6 @@ class GeneratorOutput:
     Attributes:
         delta: what was made since the output before; None for a request that failed.
         waveform: all of it, when finished; None before and for a request that failed.
-        error: why the request failed; it failed alone.
         is_cut_off: whether its last codes said that a limit of length cut them off.
         metrics: times; there is no first token.
     """

@@ -51,8 +51,6 @@ def explain_validation_error(
     """Describe every mistake that a validation found, one a line.
 
     Args:
-        model: the class that ``data`` was validated against.
-        data: what was validated: mappings, lists and scalars.
         source: file that ``data`` came from, named before each message.
         lines: line numbers by place, where they are known; for a place whose value does not come
             from ``source``, text that says what it comes from, such as a flag.

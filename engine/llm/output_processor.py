@@ -28,9 +28,6 @@ class OutputProcessor:
     """Keeps the live requests, and takes in what a step has made of them.
 
     Attributes:
-        scheduler: learns which sequences have ended.
-        model_runner: learns that too, and which tokens were accepted.
-        kv_cache_manager: gives the output rows of a sequence that ends.
         declared_outputs: tensors without which a request has failed.
         next_sequence: makes the sequence that follows on one that has ended.
         row_keys: makes the keys of rows; None where they are not asked for.
@@ -203,7 +200,7 @@ class OutputProcessor:
             rows[ROW_KEYS] = self.row_keys.of(request, 0, request.num_computed_tokens)
         # A lone text has no encoder tokens, and so no rows of them.
         encoder = request.encoder_blocks
-        encoder_rows = self.kv_cache_manager.gather_encoder_outputs(
+        encoder_rows = self.kv_cache_manager.outputs.gather_encoder(
             request.request_id, encoder.num_tokens if encoder is not None else 0
         )
         tensors: Mapping[str, Tensor] = rows | encoder_rows

@@ -81,13 +81,9 @@ class Request:
         prompt_embeds: ``(num_prompt_tokens, hidden_size)`` in the model's type, or None.
         max_num_tokens: prompt and output together stop here.
         queue_key: sort key of the queues: priority, lower first, then order of arrival.
-        cache_salt: blocks are shared only within one salt.
-        sampling: this request's random source and token counts.
         text: the output as text, and the rule that ends it.
         spans: what block hashes cover beside the token ids.
         encoder_input: an encoder-decoder's encoder gets it; ``token_ids`` are then the decoder's.
-        encoder_view: which rows of the encoder's output its tokens see.
-        encoder_blocks: the encoder's output as cross-attention keeps it.
         multimodal_inputs: images and the like, in the order of their places in the prompt.
         positions: on several axes, where tokens are placed so; None where places are indices.
         streamed_rows: rows beside the tokens, in models that want them. They may come while the
@@ -268,8 +264,6 @@ class EndedSequences:
 
     Attributes:
         first: the first of them, from when it began.
-        logprobs: one entry per token, if they are asked for.
-        windows: where the window of each of them begins.
     """
 
     first: Request
@@ -382,7 +376,6 @@ class RequestGroup:
 
     Attributes:
         has_prompt_ids: whether the prompt came as ids or text, not as embeddings.
-        error: why the request failed, or None.
     """
 
     request_id: str

@@ -163,7 +163,7 @@ class SamplingState:
             # Placeholders of other modalities may have ids beyond the head's.
             self.counts = TokenCounts(i for i in prompt_token_ids if i < vocab_size)
         self.bias = _bias(params)
-        self._seed = seed
+        self.seed = seed
         begin = [i for i in begin_suppress_token_ids if i < vocab_size]
         self._masked, self._masked_early, self._masked_first = _masks(
             params, eos_token_ids, begin, vocab_size
@@ -178,15 +178,10 @@ class SamplingState:
         What is masked is worked out once for all completions.
         """
         other = copy(self)
-        other._seed, other._generated = seed, []
+        other.seed, other._generated = seed, []
         other.counts = deepcopy(self.counts)
         other.grammar = self.grammar.copy() if self.grammar is not None else None
         return other
-
-    @property
-    def seed(self) -> int:
-        """Of the request's draws."""
-        return self._seed
 
     def extend_prompt(self, token_ids: Sequence[int]) -> None:
         """Take note of tokens by which the prompt turned out to go on."""
@@ -237,7 +232,7 @@ class SamplingState:
         beside other requests, meets the same number at the same position. Neighbouring seeds and
         positions are as independent as BLAKE2b can make them.
         """
-        message = self._seed.to_bytes(8, "little") + self.num_generated.to_bytes(8, "little")
+        message = self.seed.to_bytes(8, "little") + self.num_generated.to_bytes(8, "little")
         if codebook:
             message += codebook.to_bytes(8, "little")
         digest = hashlib.blake2b(message, digest_size=8).digest()

@@ -49,7 +49,6 @@ class EncodingBudget:
 
     Attributes:
         num_tokens: rows that are left; None if there is no limit.
-        is_untouched: whether nothing is encoded in the step so far.
     """
 
     num_tokens: int | None
@@ -523,11 +522,9 @@ class RequestQueues:
     ``rest`` and ``wake``. So the queues hold what a step may have to look at, and no more.
 
     Attributes:
-        swap_space: where preempted requests go; None recomputes them.
         encoder_cache_manager: holds the rows of images and the like; None for a model that takes
             none.
         waiting: requests that have to be computed from the start, or from a cached prefix.
-        running: requests that go on where they are.
         swapped: requests that go on where they were as soon as their pages are back.
         holders: paused requests that hold blocks, in order; the last is the first to be preempted.
         resting: waiting and swapped requests that have nothing to run, by id.

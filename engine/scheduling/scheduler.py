@@ -96,7 +96,6 @@ class StepPlan:
     """A step in the making.
 
     Attributes:
-        encoding_budget: what towers or the encoder may still run.
         scheduled: see :class:`SchedulerOutput`, as for the fields below.
     """
 
@@ -140,7 +139,6 @@ class Admission:
 
     Attributes:
         max_num_seqs: requests that run at once, paused ones that hold blocks included.
-        offloaded: blocks that the pool may have evicted, or None.
         num_preemptions: how often a request had to give its blocks back.
     """
 

@@ -173,11 +173,6 @@ class CommandOptions:
 
     Each field of a subclass is a parameter as typer reads it: ``Annotated[type,
     typer.Option(...)]`` and its default.
-
-    Attributes:
-        verbose: how often the flag was given.
-        quiet: whether only errors are shown.
-        debug: whether an error is shown with its traceback.
     """
 
     verbose: Annotated[
@@ -246,7 +241,6 @@ def command(
     mistake with exit status 2, everything else with 1.
 
     Args:
-        options: its fields are the command's parameters.
         name: of the command; the function's if it is left out.
 
     Returns:

@@ -213,11 +213,7 @@ def _worker_spec(
     *,
     is_traced: bool = False,
 ) -> WorkerSpec:
-    """Specify one worker of a pipeline.
-
-    Raises:
-        ValueError: a transform has no name that another process finds.
-    """
+    """Specify one worker of a pipeline; errors are those of :func:`_worker_specs`."""
     return WorkerSpec(
         name=worker,
         stages=tuple(_stage_spec(config, name, replica) for name in names),

@@ -90,7 +90,6 @@ class StageVerification:
         cold_hit_tokens: of these, what the cache saved in the cold run.
         warm_hit_tokens: the same in the warm run.
         encoder_hits: encodings of images, sounds and the like that the cached runs found there.
-        tensors: those that were compared, by name.
         uncached_s: seconds that it worked in the uncached run.
         cold_s: the same in the cold run.
         warm_s: the same in the warm run.

@@ -142,8 +142,6 @@ class GroupPages:
         generations: ``(num_blocks,)`` int64 on the CPU: how often each block was handed out.
         null_block: block 0: it pads block tables and belongs to no request.
         cached: blocks with content that no table holds.
-        held_with_free: held pages that have free blocks.
-        unheld_with_free: unheld pages that have free blocks.
         num_spare: free and cached blocks in held pages.
     """
 
@@ -172,8 +170,6 @@ class PageArena:
         blocks_per_page: per group that lives here, blocks that a large page is cut into.
 
     Attributes:
-        pages: every large page by its id.
-        groups: what each group has here.
         free_pages: large pages of no group; the last is next, so that untouched memory stays so.
         unheld: large pages with content that no table holds a block of.
         shares: per priority, how much of the arena its content may have before it goes first.
@@ -530,11 +526,6 @@ class BlockPool:
     def num_cached(self, group_id: int) -> int:
         """Blocks of the group that are not held, with content."""
         return len(self._arena_of[group_id].groups[group_id].cached)
-
-    def usable_blocks(self, group_id: int = 0) -> int:
-        """Blocks that the group could hold at all: all but those of the null page."""
-        arena = self._arena_of[group_id]
-        return (len(arena.pages) - 1) * arena.groups[group_id].blocks_per_page
 
     def fits(self, counts: Mapping[int, int]) -> bool:
         """Whether the groups could hold so many blocks if all were free."""

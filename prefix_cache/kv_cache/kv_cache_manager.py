@@ -61,7 +61,6 @@ class MirroredOutputs:
 
     Attributes:
         group_id: the group by whose slots ``stage_outputs`` has its rows.
-        stage_outputs: a row per token and tensor.
         encoder_outputs: rows of ``encoder_hidden_states`` by slot of the cross-attention group;
             None if there is no such group, or the name is not asked for.
 
@@ -294,7 +293,6 @@ class PrefixFinder:
     """Looks for prefixes; changes and counts nothing, and takes no reference.
 
     Args:
-        coordinator: the blocks that can be found, per group.
         outputs: the rows beside them; a hit whose wanted rows are not there is shortened.
     """
 
@@ -824,10 +822,6 @@ class KVCacheManager:
     ) -> dict[str, Tensor]:
         """Output rows ``[start, num_tokens)`` of a request; see :meth:`MirroredOutputs.gather`."""
         return self.outputs.gather(request_id, num_tokens, start, names)
-
-    def gather_encoder_outputs(self, request_id: str, num_encoder_tokens: int) -> dict[str, Tensor]:
-        """Rows of the request's encoder sequence, ``(num_encoder_tokens, width)``, if wanted."""
-        return self.outputs.gather_encoder(request_id, num_encoder_tokens)
 
     def reset_prefix_cache(self) -> None:
         """Forget everything computed so far, what running requests compute included.

@@ -66,14 +66,7 @@ class _PoolAndTiers(BlockPool):
 
 @dataclass(slots=True)
 class OffloadedBlocks:
-    """Tiers below one manager's pool.
-
-    Args:
-        manager: whose blocks are stored and fetched.
-        memory: where the pages of these are.
-        host: blocks in host memory, or None.
-        disk: blocks in files, or None.
-    """
+    """Tiers below one manager's pool."""
 
     manager: KVCacheManager
     memory: PagedMemory

@@ -60,7 +60,6 @@ class PartialBlocks:
     """The partial blocks of one pool, by what comes before them.
 
     Args:
-        coordinator: has the tables and the pool.
         rows: mirrored beside the blocks of a group; a hit must have all that are wanted.
         rows_group_id: that group, which keeps all tokens.
     """

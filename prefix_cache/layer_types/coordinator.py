@@ -48,7 +48,6 @@ class SingleTypeKVCacheManager(ABC):
     on the layer type: that is what subclasses answer.
 
     Args:
-        spec: what the layers of the group keep.
         max_num_batched_tokens: most tokens of a request that a step runs.
 
     Attributes:
@@ -594,7 +593,6 @@ class KVCacheCoordinator:
 
     Args:
         config: the groups; all must have the same block size, to which hashes belong.
-        max_num_batched_tokens: most tokens of a request that a step runs.
 
     Attributes:
         token_managers: of the groups that follow the tokens.

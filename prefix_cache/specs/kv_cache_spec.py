@@ -86,7 +86,6 @@ class AttentionSpec(KVCacheSpec):
 
     Attributes:
         num_kv_heads: heads of K and V after grouping (GQA).
-        dtype: element type of the stored keys and values.
     """
 
     num_kv_heads: int

@@ -143,7 +143,7 @@ class DiskTier:
         self._changed = threading.Condition()
         self._is_closed = False
         self._thread: threading.Thread | None = None
-        self._nbytes = 0
+        self.nbytes = 0
         self._until_scan = 0
         self._paused_until = 0.0
         self._is_failing = False
@@ -152,11 +152,6 @@ class DiskTier:
             _check_owner(self._root)
         except OSError as error:
             raise ValueError(f"the offload folder {self._root} cannot be used: {error}") from error
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the folder, as far as is known."""
-        return self._nbytes
 
     def __contains__(self, key: TierKey) -> bool:
         return key in self._pending or os.path.exists(self._file(key))
@@ -261,7 +256,7 @@ class DiskTier:
             _remove(aside)
             raise
         self._until_scan -= size
-        self._nbytes += size
+        self.nbytes += size
 
     def _trim(self) -> None:
         """Look through the folder, and remove what was used least recently if it is too much."""
@@ -282,7 +277,7 @@ class DiskTier:
                 break
             _remove(path)
             total -= size
-        self._nbytes = total
+        self.nbytes = total
         self._until_scan = max(self.capacity_bytes // _BETWEEN_SCANS, 1)
 
 

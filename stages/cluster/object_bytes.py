@@ -53,15 +53,15 @@ class ObjectBytes(RemoteBytes):
         "_content",
         "_copies",
         "_lock",
-        "_reference",
         "_why_lost",
         "is_direct",
         "nbytes",
+        "reference",
     )
 
     def __init__(self, reference: Any, nbytes: int, held: HeldObjects | None = None) -> None:
         self.nbytes = nbytes
-        self._reference = reference
+        self.reference = reference
         self._copies = held is not None
         self._content: NDArray[np.uint8] | Tensor | None = None
         self._why_lost = "the cluster was left"
@@ -71,11 +71,6 @@ class ObjectBytes(RemoteBytes):
         self._lock = threading.Lock()
         if held is not None:
             held.add(self)
-
-    @property
-    def reference(self) -> Any | None:
-        """Ray's; None once the bytes are this process's own."""
-        return self._reference
 
     def array(self) -> NDArray[np.uint8]:
         """See :class:`~stages.remote.shared_memory.RemoteBytes`."""
@@ -95,7 +90,7 @@ class ObjectBytes(RemoteBytes):
             if isinstance(found, np.ndarray):
                 found = found.copy() if self._copies else np.asarray(_Writable(found))
             if self._copies or self.is_direct:
-                self._content, self._reference = found, None
+                self._content, self.reference = found, None
             return found
 
     def bring_home(self) -> None:
@@ -105,10 +100,10 @@ class ObjectBytes(RemoteBytes):
         except RuntimeError as error:
             with self._lock:
                 self._why_lost = str(error.__cause__ or error).partition("\n")[0]
-                self._reference = None
+                self.reference = None
 
     def _fetch(self) -> NDArray[np.uint8] | Tensor:
-        if self._reference is None:
+        if self.reference is None:
             raise RuntimeError(f"an object of the Ray cluster is lost: {self._why_lost}")
         try:
             found = self._get()
@@ -127,10 +122,10 @@ class ObjectBytes(RemoteBytes):
 
     def _get(self) -> object:
         if not self.is_direct:
-            return ray.get(self._reference)
+            return ray.get(self.reference)
         if self._copies:  # it need not have the transport
-            return fetch_home(self._reference, _FETCHED_WITHIN_S)
-        return fetch(self._reference)
+            return fetch_home(self.reference, _FETCHED_WITHIN_S)
+        return fetch(self.reference)
 
 
 class HeldObjects:

@@ -180,7 +180,7 @@ class WorkerProcess:
         self._status_fd = status_fd
         self._reading = threading.Lock()  # over the status pipe
         self._lock = threading.Lock()  # over both below
-        self._reason: str | None = None
+        self.exit_reason: str | None = None
         self._process_fd: int | None = None
         try:
             self.pid = self._read_pid()
@@ -191,27 +191,22 @@ class WorkerProcess:
             self._process_fd = os.pidfd_open(self.pid)
 
     def __repr__(self) -> str:
-        return f"WorkerProcess({self.name!r}, pid {self.pid}, {self._reason or 'running'})"
-
-    @property
-    def exit_reason(self) -> str | None:
-        """Why it ended, such as ``"was killed by SIGKILL"``; None before :meth:`wait` saw it."""
-        return self._reason
+        return f"WorkerProcess({self.name!r}, pid {self.pid}, {self.exit_reason or 'running'})"
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until it has ended; whether it has."""
         end_s = time.monotonic() + timeout_s
         if not self._reading.acquire(timeout=timeout_s):
-            return self._reason is not None
+            return self.exit_reason is not None
         try:
-            if self._reason is None and _is_ready(self._status_fd, end_s - time.monotonic()):
+            if self.exit_reason is None and _is_ready(self._status_fd, end_s - time.monotonic()):
                 status = os.read(self._status_fd, _STATUS.size)
                 self._note_end(
                     _exit_reason(*_STATUS.unpack(status)) if status else self._server.wait_for_end()
                 )
         finally:
             self._reading.release()
-        return self._reason is not None
+        return self.exit_reason is not None
 
     def kill(self) -> None:
         """End it at once. Nothing happens if it has ended."""
@@ -238,14 +233,14 @@ class WorkerProcess:
 
     def _note_end(self, reason: str) -> None:
         with self._lock:
-            self._reason = reason
+            self.exit_reason = reason
             os.close(self._status_fd)
             if self._process_fd is not None:
                 os.close(self._process_fd)
 
     def _signal(self, number: signal.Signals) -> None:
         with self._lock, suppress(ProcessLookupError):
-            if self._reason is not None:
+            if self.exit_reason is not None:
                 return
             if self._process_fd is None:
                 os.kill(self.pid, number)

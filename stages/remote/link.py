@@ -141,7 +141,6 @@ class Attempt:
         enter: as the orchestrator sent it.
         ticket: of the present run, for the worker.
         emitted: what the orchestrator has got of it, but for its sound.
-        extends: the chunks that came after the first one.
         places: by consumer, how far its streamed edges have come.
         num_samples: of the sound that the orchestrator has got.
         again: what the present run has emitted, as long as that is nothing new; None if it is.
@@ -149,7 +148,6 @@ class Attempt:
         num_taken_again: chunks that the present run has taken.
         num_runs: that were begun.
         replica: which worker has it, or gets it when it is up.
-        is_sent: whether the present run was sent to its worker.
     """
 
     enter: Enter

@@ -61,9 +61,7 @@ class WorkerSpec:
     Attributes:
         name: of the worker; of its stage, if it has one.
         stages: what it builds, each after all that feed it.
-        replica: which of the stage's workers it is, from 0.
         threads: CPU threads that it computes with.
-        is_traced: whether it reports what it does when.
         log_level: of ``logging``, below which it reports nothing of what it logs.
         tensor_transport: by which it hands on tensors directly, in Ray's words; None for none.
     """

@@ -30,7 +30,6 @@ class RemoteStage(Stage):
     """Answers for a stage what is asked between requests; its workers do the rest.
 
     Args:
-        config: of the stage, or one like it.
         workers: one for each replica; they are up.
         max_retries: how often a request is run again that was in a worker when this died.
     """

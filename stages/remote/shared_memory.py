@@ -82,7 +82,7 @@ class Segment:
     """
 
     def __init__(self, fd: int) -> None:
-        self._file: Descriptor | None = Descriptor(fd)
+        self.file: Descriptor | None = Descriptor(fd)
         self.size = os.fstat(fd).st_size
         self._content: NDArray[np.uint8] | None = None
         self._lock = threading.Lock()
@@ -104,8 +104,8 @@ class Segment:
         if not hasattr(os, "memfd_create"):
             return cls(os.dup(memory.fd))
         segment = cls(os.open(f"/proc/self/fd/{memory.fd}", os.O_RDWR | os.O_CLOEXEC))
-        assert segment._file is not None
-        fcntl.flock(segment._file.fd, fcntl.LOCK_SH)
+        assert segment.file is not None
+        fcntl.flock(segment.file.fd, fcntl.LOCK_SH)
         _keep(memory)
         return segment
 
@@ -120,11 +120,6 @@ class Segment:
         return segment
 
     @property
-    def file(self) -> Descriptor | None:
-        """By which it is passed on; None once it is detached."""
-        return self._file
-
-    @property
     def content(self) -> NDArray[np.uint8]:
         """All of it, ``(size,)``; any view of it keeps the memory.
 
@@ -133,9 +128,9 @@ class Segment:
         """
         with self._lock:
             if self._content is None:
-                assert self._file is not None, "a detached one has its content"
+                assert self.file is not None, "a detached one has its content"
                 try:
-                    mapped = mmap.mmap(self._file.fd, self.size)
+                    mapped = mmap.mmap(self.file.fd, self.size)
                 except OSError as error:
                     raise MemoryError(f"no room to map {self.size} bytes: {error}") from error
                 self._content = np.frombuffer(mapped, np.uint8)
@@ -144,9 +139,9 @@ class Segment:
     def detach(self) -> None:
         """Close the descriptor; what is not mapped is copied into this process's own memory."""
         with self._lock:
-            if self._content is None and self._file is not None:
-                self._content = np.fromfile(f"/dev/fd/{self._file.fd}", np.uint8)
-            self._file = None
+            if self._content is None and self.file is not None:
+                self._content = np.fromfile(f"/dev/fd/{self.file.fd}", np.uint8)
+            self.file = None
 
 
 _received: deque[weakref.ref[Segment]] = deque()
@@ -258,41 +253,36 @@ class SharedTensors(Mapping[str, Tensor]):
         entries: small tensors as they are, others by their handles.
     """
 
-    __slots__ = ("_entries", "_tensors")
+    __slots__ = ("_tensors", "entries")
 
     def __init__(self, entries: Mapping[str, Tensor | SharedTensor]) -> None:
-        self._entries = dict(entries)
+        self.entries = dict(entries)
         self._tensors: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         found = self._tensors.get(name)
         if found is None:
-            entry = self._entries[name]
+            entry = self.entries[name]
             found = entry.tensor() if isinstance(entry, SharedTensor) else entry
             found = self._tensors.setdefault(name, found)
         return found
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries  # without mapping it
+        return name in self.entries  # without mapping it
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self.entries)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def __repr__(self) -> str:
         shown = ", ".join(
-            f"{name!r}: {tuple(entry.shape)} {entry.dtype}" for name, entry in self._entries.items()
+            f"{name!r}: {tuple(entry.shape)} {entry.dtype}" for name, entry in self.entries.items()
         )
         return f"SharedTensors({{{shown}}})"
 
     @property
-    def entries(self) -> Mapping[str, Tensor | SharedTensor]:
-        """The tensors or their handles, which tell shapes and dtypes; nothing is mapped."""
-        return self._entries
-
-    @property
     def nbytes(self) -> int:
         """Size of all tensors; nothing is mapped."""
-        return sum(entry.nbytes for entry in self._entries.values())
+        return sum(entry.nbytes for entry in self.entries.values())

@@ -258,8 +258,6 @@ class WorkerSupervisor:
     Attributes:
         ports: by stage.
         facts: of each stage, as the last worker described it; None before one was built.
-        is_up: whether there is a worker that takes commands.
-        num_commands: that were sent to the present worker.
         num_starts: since a worker has last finished a request.
         on_event: called, in any thread, when a port may have messages.
     """

@@ -43,7 +43,6 @@ class StreamedEdge:
     """An edge with a ``chunk_size``, as its source's worker knows it.
 
     Attributes:
-        consumer: the stage that takes the chunks.
         chunk_size: generated tokens after which the next chunk is due.
         max_pending: chunks that the consumer may not have taken yet before a request is paused.
     """
@@ -61,7 +60,6 @@ class StreamPlace:
         next_token: generated tokens that were handed on.
         next_row: rows that were.
         outstanding: chunks that the consumer has not taken yet.
-        is_open: whether the consumer takes any more.
     """
 
     next_token: int = 0
@@ -92,7 +90,6 @@ class Chunk:
     """A piece of a source's output, on its way over a streamed edge.
 
     Attributes:
-        consumer: the stage that it is for.
         output: the source's, with the ``token_ids`` and the rows of ``tensors`` that are new.
         first_row: place of the first of these rows in the source's sequence.
     """
@@ -111,8 +108,6 @@ class Enter(msgspec.Struct, frozen=True, tag=True, array_like=True):
             that feed it, or the first chunk over a streamed edge; ``()`` for a root, which gets
             the user's prompt.
         first_row: of the first chunk; else 0.
-        sampling: replaces the stage's own parameters; None keeps them.
-        cache_salt: only requests with the same salt share cached blocks.
         streams: by consumer, where its streamed edges begin, if not at the beginning.
         group: of requests that are to begin in one turn; None for one that begins by itself.
         wants_tensors: whether the finished output is to have its tensors; chunks have theirs.
@@ -175,7 +170,6 @@ class Output(msgspec.Struct, frozen=True, tag=True, array_like=True):
     Of a stage of which the user gets nothing, there is one delta in the end.
 
     Attributes:
-        ticket: of the request in this stage.
         delta: what is new; None if only the chunks are.
         chunks: what is due on its streamed edges.
     """
@@ -195,7 +189,6 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A request cannot go on; the stage has it no more.
 
     Attributes:
-        ticket: of the request in this stage.
         error: why, with the stage's name.
         has_begun: whether the stage had let it in.
         refused: whether it could not run as it was asked for: it is the client's to fix.

@@ -40,7 +40,6 @@ class ChunkCutter:
     output; nothing is lost or handed on twice.
 
     Attributes:
-        source: the stage that the chunks come from.
         place: how far they have come.
     """
 
@@ -99,10 +98,8 @@ class RequestState:
         entered ──► made ready ──► inside ──► rests, goes on ──► out
 
     Attributes:
-        enter: the command that it came by.
         cutters: its chunks on every streamed edge that leaves the stage, by consumer.
         request: as the stage gets it; None before its prompt is made.
-        is_streamed: whether its prompt comes in chunks.
         pending: prompts made of the chunks that the stage has yet to take.
         so_far: what the stage has made of it, if chunks are cut from that, or its user gets none
             of it; else None.

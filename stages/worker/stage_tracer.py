@@ -82,7 +82,6 @@ class _Track:
     Attributes:
         ticket: of it in this stage.
         since: until when all was reported.
-        has_run: whether any step has run it.
         rests_since: when it was paused; None while it is not.
         lacks_since: when it ran out of input; None while it has some.
     """

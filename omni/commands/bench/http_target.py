@@ -190,11 +190,7 @@ class AnswerEvents:
 
 
 class RealtimeEvents:
-    """Events of one answer over ``/v1/realtime``.
-
-    Attributes:
-        is_complete: whether the last event has come.
-    """
+    """Events of one answer over ``/v1/realtime``."""
 
     def __init__(self, record: MeasuredRequest) -> None:
         self._record = record
@@ -267,7 +263,6 @@ class OpenAICall:
     Attributes:
         body: as httpx takes it: ``json``, or ``data`` and ``files``.
         answer_type: the beginning of the answer's content type.
-        read: reads the answer, and returns its text.
     """
 
     path: str
@@ -284,7 +279,6 @@ def openai_call(data: Mapping[str, Any], folder: Path, flags: BenchFlags, model:
             for batches, with ``url`` and ``body``. Sampling fields without a stage are the body's
             own; those of named stages stand under ``stages``, which this project's server knows.
         folder: where the files are that the line names; they become part of the body.
-        flags: on the server, and what is requested of it.
 
     Raises:
         ValueError: the line is wrong, the API has no form for it, or a file does not exist.

@@ -262,7 +262,6 @@ class LevelRun:
 
     Attributes:
         records: of the requests that have ended, in the order of their ends.
-        num_in_flight: requests that were sent and have not ended.
         loop_lags: seconds by which the event loop was late, every hundredth of a second. What
             arrives meanwhile is seen late by as much, so that no time is more precise than that.
         duration_s: seconds from the beginning to the last end.

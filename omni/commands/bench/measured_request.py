@@ -57,7 +57,6 @@ class MeasuredRequest:
         prompt_tokens: as the target counts them; None if it does not.
         cached_tokens: those of them that its cache had; likewise.
         completion_tokens: of the answer; likewise.
-        failure: why it failed; None if it did not.
     """
 
     scheduled: float

@@ -26,16 +26,9 @@ class PipelineTarget:
     def __init__(self, omni: Omni, config: PipelineConfig) -> None:
         self._omni = omni
         self._own_sampling = {name: stage.own_sampling for name, stage in config.stages.items()}
-        finals = {name: stage.final_output for name, stage in config.stages.items()}
-        self._text_stage = next((name for name in reversed(finals) if "text" in finals[name]), None)
-        self._sound_stage = next(
-            (name for name in reversed(finals) if "audio" in finals[name]), None
-        )
-
-    @property
-    def answering_stage(self) -> str | None:
-        """The last stage whose text the user gets, as on a server."""
-        return self._text_stage
+        # The last stage that gives the user each kind of output, as on a server.
+        last = {kind: name for name, each in config.stages.items() for kind in each.final_output}
+        self.answering_stage, self._sound_stage = last.get("text"), last.get("audio")
 
     def prepare(self, line: Mapping[str, Any], folder: Path) -> Send:
         """Make a request; see :class:`~omni.commands.bench.measured_request.LoadTarget`."""
@@ -74,15 +67,15 @@ class PipelineTarget:
 
     def _answer(self, output: OmniOutput) -> StageOutput | None:
         """The output of the stage that answers; without one, of the first that the user gets."""
-        if self._text_stage is not None:
-            return output.stages.get(self._text_stage)
+        if self.answering_stage is not None:
+            return output.stages.get(self.answering_stage)
         return next(iter(output.stages.values()), None)
 
     def _note(self, output: OmniOutput, num_tokens: int, record: MeasuredRequest) -> int:
         """Record what is new; returns how many tokens the answer has now."""
         for each in output.timeline:
             record.enter(each.stage, time.monotonic() - each.entered_s)
-        written = output.stages.get(self._text_stage or "")
+        written = output.stages.get(self.answering_stage or "")
         if written is not None:
             before, num_tokens = num_tokens, len(written.token_ids)
             # Without a tokenizer there are ids alone; with one, a token may not end a letter yet.

@@ -93,7 +93,6 @@ class Distribution:
     """Statistics of many values, in the unit of the values.
 
     Attributes:
-        count: of the values, at least one.
         p50: the median; like the other percentiles interpolated linearly, numpy's default.
         p99: the 99th percentile. Of fewer than 100 values it is close to the largest.
     """
@@ -123,7 +122,6 @@ class RequestCounts:
         ok: answered completely.
         rejected: refused with status 429 by an overloaded server.
         failed: in any other way.
-        unfinished: in flight when the measurement was interrupted.
         failures: counts by kind.
         examples: by kind, the first message.
     """
@@ -207,8 +205,6 @@ class LevelReport(LoadLevel):
         duration_s: seconds from the first request to the last end.
         throughput_per_s: requests, tokens of answers and of all, and seconds of sound per second,
             of what was answered; with limits also ``good_requests``.
-        tokens: of the requests that were answered.
-        audio_s: seconds of sound in the answers.
         latencies: by the names of :data:`METRICS`, of the requests that were answered.
             ``between_tokens`` is of all gaps of all answers, as vLLM's inter-token latency; all
             others have one value per request. A measure without any value is missing.
@@ -312,7 +308,6 @@ class BenchReport:
     Attributes:
         settings: by which a run can be repeated: flags without dashes, and their values.
         levels: in the order in which they ran; the last one may be cut short.
-        is_complete: whether all ran to their end.
     """
 
     target: str

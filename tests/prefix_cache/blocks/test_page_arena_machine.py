@@ -233,7 +233,7 @@ class PagesMachine(RuleBasedStateMachine):
         for arena in self.pool.arenas:
             assert len(arena.free_pages) + len(arena.unheld) == len(arena.pages) - 1
         for group_id in range(self.num_groups):
-            count = self.pool.usable_blocks(group_id)
+            count = self.pool.num_free(group_id)
             blocks = self.pool.allocate({group_id: count})[group_id]
             assert len({block.block_id for block in blocks}) == count
             check_pool_integrity(self.pool, [blocks])

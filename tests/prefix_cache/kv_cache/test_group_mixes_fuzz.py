@@ -307,7 +307,7 @@ class GroupMixMachine(RuleBasedStateMachine):
         assert not self.manager.pending.counts
         pool = self.manager.pool
         for group in range(len(self.kinds)):
-            blocks = pool.allocate({group: pool.usable_blocks(group)})[group]
+            blocks = pool.allocate({group: pool.num_free(group)})[group]
             pool.release(blocks)
         assert self.manager.stats().free == self.num_large_pages - 1
 

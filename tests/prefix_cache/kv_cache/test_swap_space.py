@@ -154,7 +154,7 @@ def test_output_rows_come_back_of_both_sequences() -> None:
     assert pools.swap_in("a")
     assert torch.equal(manager.gather_outputs("a", 9)["hidden_states"], rows[:9])
     assert manager.gather_outputs("a", 10) == {}
-    gathered = manager.gather_encoder_outputs("a", 7)[ENCODER_HIDDEN_STATES]
+    gathered = manager.outputs.gather_encoder("a", 7)[ENCODER_HIDDEN_STATES]
     assert torch.equal(gathered, encoder_rows)
 
 
