@@ -26,7 +26,6 @@ from stages.transforms.prompts import (
     text_as_prompt,
     token_ids_as_prompt,
 )
-from stages.transforms.qwen2_5_omni import talker_to_code2wav, thinker_to_talker
 from stages.transforms.registry import (
     chunkable,
     register_transform,
@@ -35,6 +34,7 @@ from stages.transforms.registry import (
     resolve_transform,
     takes_chunks,
 )
+from stages.transforms.speech import talker_to_code2wav, thinker_to_talker
 
 __all__ = [
     "FINAL_OUTPUTS",

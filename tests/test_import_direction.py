@@ -147,7 +147,7 @@ def test_a_planted_arrow_up_is_found_and_both_files_are_named(planted: str):
         ("engine/text/tokenizer.py", "engine/media/sound_file.py", "beside"),
         ("engine/models/llava/llava.py", "engine/models/mllama/mllama.py", "beside"),
         ("engine/models/base.py", "engine/models/registry.py", "above"),
-        ("engine/models/base.py", "engine/models/decoders/llama.py", "above"),
+        ("engine/models/base.py", "engine/models/decoders/families.py", "above"),
         ("engine/text/tokenizer.py", "engine/__init__.py", "above"),
         ("prefix_cache/blocks/block.py", "prefix_cache/__init__.py", "above"),
         ("stages/stage.py", "stages/transforms/registry.py", "above"),

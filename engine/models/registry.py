@@ -59,23 +59,28 @@ class FamilyRow(NamedTuple):
         return family
 
 
+def _decoder(attribute: str, name: str, *, is_base: bool = True) -> FamilyRow:
+    # Gemma3Model is the one that sees images.
+    headless = "Gemma3TextModel" if name == "Gemma3" else f"{name}Model"
+    architectures = (f"{name}ForCausalLM", headless)
+    base = attribute.lower() if is_base else None
+    return FamilyRow("decoders.families", architectures, attribute, base_type=base)
+
+
 _OMNI, _OMNI_3 = "qwen2_5_omni", "qwen3_omni_moe"
 _TWO_SIDES = ("encoder_hidden_states", "hidden_states")
 _TABLE = (
-    FamilyRow("decoders.llama", ("LlamaForCausalLM", "LlamaModel"), base_type="llama"),
-    FamilyRow("decoders.mistral", ("MistralForCausalLM", "MistralModel"), base_type="mistral"),
-    FamilyRow("decoders.ministral", ("MinistralForCausalLM", "MinistralModel")),
-    FamilyRow("decoders.qwen2", ("Qwen2ForCausalLM", "Qwen2Model"), base_type="qwen2"),
-    FamilyRow("decoders.qwen3", ("Qwen3ForCausalLM", "Qwen3Model"), base_type="qwen3"),
-    FamilyRow(
-        "decoders.qwen3_moe", ("Qwen3MoeForCausalLM", "Qwen3MoeModel"), base_type="qwen3_moe"
-    ),
-    FamilyRow("decoders.mixtral", ("MixtralForCausalLM", "MixtralModel"), base_type="mixtral"),
-    FamilyRow("decoders.gemma2", ("Gemma2ForCausalLM", "Gemma2Model")),
-    # The text model alone: Gemma3Model is the one that sees images.
-    FamilyRow("decoders.gemma3", ("Gemma3ForCausalLM", "Gemma3TextModel")),
-    FamilyRow("hybrids.jamba", ("JambaForCausalLM", "JambaModel")),
-    FamilyRow("hybrids.bamba", ("BambaForCausalLM", "BambaModel")),
+    _decoder("LLAMA", "Llama"),
+    _decoder("MISTRAL", "Mistral"),
+    _decoder("MINISTRAL", "Ministral", is_base=False),
+    _decoder("QWEN2", "Qwen2"),
+    _decoder("QWEN3", "Qwen3"),
+    _decoder("QWEN3_MOE", "Qwen3Moe"),
+    _decoder("MIXTRAL", "Mixtral"),
+    _decoder("GEMMA2", "Gemma2", is_base=False),
+    _decoder("GEMMA3", "Gemma3", is_base=False),
+    FamilyRow("hybrids.hybrid", ("JambaForCausalLM", "JambaModel"), "JAMBA"),
+    FamilyRow("hybrids.hybrid", ("BambaForCausalLM", "BambaModel"), "BAMBA"),
     FamilyRow("seq2seq.bart", ("BartForConditionalGeneration",), outputs=_TWO_SIDES),
     FamilyRow("seq2seq.t5", ("T5ForConditionalGeneration",), outputs=_TWO_SIDES),
     FamilyRow(
@@ -187,10 +192,10 @@ class FamilyRegistry:
             if self._added.get(name) is family:
                 return
             if name in self._rows or name in self._added:
-                owner = self._added[name].name if name in self._added else self._rows[name].module
+                owner = self._added.get(name) or self._rows[name].load()
                 raise ValueError(
                     f"architecture {name!r} of model family {family.name!r} belongs to the family "
-                    f"{owner.rpartition('.')[2]!r} already; give it another name"
+                    f"{owner.name!r} already; give it another name"
                 )
         _teach_config(family)
         self._added |= dict.fromkeys(family.architectures, family)

@@ -1,6 +1,6 @@
 """How a stage's prompt is made from what earlier ones put out. Imports stages.stage and engine."""
 
 # The transforms that are shipped register themselves.
-from stages.transforms import prompts, qwen2_5_omni, qwen3_omni
+from stages.transforms import prompts, speech
 
-__all__ = ("prompts", "qwen2_5_omni", "qwen3_omni")
+__all__ = ("prompts", "speech")

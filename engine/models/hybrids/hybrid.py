@@ -1,31 +1,49 @@
-"""Decoders whose layers mix tokens by attention or by a recurrence: Jamba, Bamba.
+"""Decoders whose layers mix tokens by attention or by a recurrence.
 
-One layer of a hybrid decoder, for ``n`` tokens of all requests together::
+Jamba has Mamba-1 layers, attention without positions among them, and experts in some of the MLPs;
+Bamba has Mamba-2 layers, and attention layers that rotate half of each head's channels. One layer::
 
-residual ──norm──► attention or Mamba ──► + ──norm──► MLP or experts ──► + (next layer's norm)
+    residual ──norm──► attention or Mamba ──► + ──norm──► MLP or experts ──► + (next layer's norm)
+
+Sources: Lieber et al., "Jamba: A Hybrid Transformer-Mamba Language Model", 2024; IBM, Princeton,
+CMU and UIUC, "Bamba: Inference-Efficient Hybrid Mamba2 Model", 2024.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from engine.attention.layer import AttentionStep
+from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
 from engine.layers import (
+    ExpertsConfig,
     GatedMLP,
+    Mamba2Config,
     Mamba2Mixer,
+    MambaConfig,
     MambaMixer,
     PackedLayout,
     RotaryEmbedding,
     SparseMoE,
 )
 from engine.models.base import ModelSettings
-from engine.models.decoders.decoder import DecoderConfig, DecoderModel, SelfAttention, build_norm
+from engine.models.decoders.decoder import (
+    DecoderConfig,
+    DecoderModel,
+    SelfAttention,
+    build_mlp,
+    build_norm,
+    build_rotary,
+)
+from engine.models.family import ModelFamily, has_head
 
-__all__ = ["HybridLayer", "HybridModel"]
+__all__ = ["BAMBA", "JAMBA", "HybridLayer", "HybridModel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +143,89 @@ class HybridModel(DecoderModel):
         rotation = next((rotary(positions) for rotary in self.rotaries), None)
         shared = HybridStep(step, layout, rotation)
         return self.run_layers(inputs_embeds, [(shared,)] * len(self.layers))
+
+
+def build_jamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
+    """Build a Jamba, its weights not yet loaded; see :data:`Builder`."""
+    config = checkpoint.config
+    decoder = DecoderConfig.from_transformers(config)
+    mamba = _mamba_settings(config) | {
+        "inner_size": config.mamba_expand * config.hidden_size,
+        "dt_rank": config.mamba_dt_rank,
+    }
+
+    def mixer(index: int) -> MambaMixer:
+        name, options = f"layers.{index}.mamba", settings.tensor_options
+        return MambaMixer(
+            name, MambaConfig(**mamba), settings.block_size, ops=settings.ops, **options
+        )
+
+    # One expert is a plain MLP, without a router.
+    experts = [
+        ExpertsConfig(count, config.num_experts_per_tok, config.intermediate_size, router="router")
+        if count > 1
+        else None
+        for count in config.layers_num_experts
+    ]
+    return _build(checkpoint, settings, decoder, mixer, experts, None)
+
+
+def build_bamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
+    """Build a Bamba, its weights not yet loaded; see :data:`Builder`."""
+    config = checkpoint.config
+    decoder = replace(
+        DecoderConfig.from_transformers(config),
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+    )
+    if config.time_step_limit is None:
+        raise ValueError("time_step_limit must be two numbers (0 and infinity for none), got null")
+    least, greatest = config.time_step_limit
+    mamba = _mamba_settings(config) | {
+        "num_heads": config.mamba_n_heads,
+        "head_dim": config.mamba_d_head,
+        "num_groups": config.mamba_n_groups,
+        "dt_limit": (least, greatest),
+    }
+
+    def mixer(index: int) -> Mamba2Mixer:
+        name, options = f"layers.{index}.mamba", settings.tensor_options
+        return Mamba2Mixer(name, Mamba2Config(**mamba), settings.block_size, **options)
+
+    experts = [None] * len(config.layer_types)
+    return _build(checkpoint, settings, decoder, mixer, experts, build_rotary(config, settings))
+
+
+def _mamba_settings(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "hidden_size": config.hidden_size,
+        "state_size": config.mamba_d_state,
+        "kernel_size": config.mamba_d_conv,
+        "activation": config.hidden_act,
+        "norm_eps": config.rms_norm_eps,
+        "conv_bias": config.mamba_conv_bias,
+        "projection_bias": config.mamba_proj_bias,
+    }
+
+
+def _build(
+    checkpoint: Checkpoint,
+    settings: ModelSettings,
+    decoder: DecoderConfig,
+    mamba: Callable[[int], MambaMixer | Mamba2Mixer],
+    experts: Sequence[ExpertsConfig | None],
+    rotary: RotaryEmbedding | None,
+) -> HybridModel:
+    config, layers = checkpoint.config, []
+    for index, (layer_type, of_layer) in enumerate(zip(config.layer_types, experts, strict=True)):
+        is_attention = layer_type == "full_attention"
+        mixer = SelfAttention(index, decoder, settings) if is_attention else mamba(index)
+        feed_forward = build_mlp(decoder, settings, of_layer)
+        layers.append(HybridLayer(mixer, feed_forward, decoder, settings))
+    headed, kernel_size = has_head(checkpoint), config.mamba_d_conv
+    return HybridModel(decoder, layers, rotary, settings, kernel_size=kernel_size, has_head=headed)
+
+
+JAMBA = ModelFamily("jamba", ("JambaForCausalLM", "JambaModel"), build=build_jamba)
+BAMBA = ModelFamily("bamba", ("BambaForCausalLM", "BambaModel"), build=build_bamba)

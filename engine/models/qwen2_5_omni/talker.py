@@ -22,7 +22,7 @@ from engine.checkpoints.quantized_weight import Target
 from engine.layers import Linear, MultiAxisRotaryEmbedding
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import DecoderModel, build_rotary
-from engine.models.decoders.qwen2 import qwen2_config
+from engine.models.decoders.families import qwen2_config
 
 __all__ = ["Qwen2_5OmniTalker"]
 

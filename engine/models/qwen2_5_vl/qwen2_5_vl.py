@@ -60,7 +60,7 @@ from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
 from engine.layers import MultiAxisRotaryEmbedding
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import DecoderConfig, DecoderModel, build_decoder
-from engine.models.decoders.qwen2 import qwen2_config
+from engine.models.decoders.families import qwen2_config
 from engine.models.encoder_module import build_empty
 from engine.models.family import ModelFamily
 from engine.models.multimodal import ItemTower, MultiModalModel, unique_prefix

@@ -39,8 +39,7 @@ from engine.models.decoders.decoder import (
     build_norm,
     build_rotary,
 )
-from engine.models.decoders.qwen3 import qwen3_config
-from engine.models.decoders.qwen3_moe import qwen3_moe_config
+from engine.models.decoders.families import qwen3_config, qwen3_moe_config
 from engine.models.qwen3_vl.deepstack import build_interleaved_rotary
 
 __all__ = ["CodePredictor", "Qwen3OmniTalker"]

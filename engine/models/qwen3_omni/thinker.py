@@ -33,7 +33,7 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.multimodal_inputs import AudioInVideo
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import DecoderConfig
-from engine.models.decoders.qwen3_moe import qwen3_moe_config
+from engine.models.decoders.families import qwen3_moe_config
 from engine.models.encoder_module import build_empty
 from engine.models.multimodal import ItemTower, unique_prefix
 from engine.models.qwen2_5_vl.qwen2_5_vl import MultiAxisModel

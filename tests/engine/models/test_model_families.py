@@ -356,7 +356,7 @@ def test_a_family_says_how_one_thing_is_made() -> None:
 def test_what_an_unknown_architecture_lacks_is_told(
     ladder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_distribution(tmp_path, "clash = engine.models.decoders.llama:FAMILY")
+    write_distribution(tmp_path, "clash = engine.models.decoders.families:LLAMA")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(FAMILIES, "_added", {})
     monkeypatch.setattr(FAMILIES, "_failures", None)
@@ -365,7 +365,9 @@ def test_what_an_unknown_architecture_lacks_is_told(
         LLMEngine(EngineConfig(model=str(ladder), device="cpu", num_blocks=8))
 
 
-@pytest.mark.parametrize("row", sorted(set(FAMILIES.rows.values())), ids=lambda row: row.module)
+@pytest.mark.parametrize(
+    "row", sorted(set(FAMILIES.rows.values())), ids=lambda row: row.architectures[0]
+)
 def test_the_table_says_what_the_declarations_say(row: Any) -> None:
     family = row.load()
     assert family.architectures == row.architectures

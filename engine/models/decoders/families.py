@@ -1,0 +1,152 @@
+"""The plain decoders: what each family's config asks of :mod:`engine.models.decoders.decoder`.
+
+Sources: Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", 2024, and
+"Gemma 3 Technical Report", 2025; Jiang et al., "Mixtral of Experts", 2024.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import PreTrainedConfig
+
+from engine.layers import ExpertsConfig
+from engine.models.decoders.decoder import DecoderConfig, LayerKind, decoder_family, layer_kinds
+
+__all__ = [
+    "GEMMA2",
+    "GEMMA3",
+    "LLAMA",
+    "MINISTRAL",
+    "MISTRAL",
+    "MIXTRAL",
+    "QWEN2",
+    "QWEN3",
+    "QWEN3_MOE",
+    "qwen2_config",
+    "qwen3_config",
+    "qwen3_moe_config",
+]
+
+
+def llama_config(config: PreTrainedConfig) -> DecoderConfig:
+    """Llama: the plain decoder; ``attention_bias`` covers all four projections."""
+    return replace(_biased(config), mlp_bias=config.mlp_bias)
+
+
+def _biased(config: PreTrainedConfig) -> DecoderConfig:
+    bias = config.attention_bias
+    return replace(DecoderConfig.from_transformers(config), qkv_bias=bias, output_bias=bias)
+
+
+def mistral_config(config: PreTrainedConfig) -> DecoderConfig:
+    """Mistral: no biases, and one window for all layers; ``layer_types`` says nothing about it."""
+    plain = DecoderConfig.from_transformers(config)
+    return replace(plain, layers=(LayerKind(config.sliding_window),) * len(plain.layers))
+
+
+def ministral_config(config: PreTrainedConfig) -> DecoderConfig:
+    """Ministral: ``layer_types`` says what slides; no biases, although it is built on Qwen2."""
+    return replace(DecoderConfig.from_transformers(config), layers=layer_kinds(config))
+
+
+def mixtral_config(config: PreTrainedConfig) -> DecoderConfig:
+    """Mixtral: Mistral whose layers all have experts, and the window if there is one."""
+    plain = DecoderConfig.from_transformers(config)
+    experts = ExpertsConfig(
+        config.num_local_experts,
+        config.num_experts_per_tok,
+        config.intermediate_size,
+        normalize=True,
+        names=("w1", "w3", "w2"),
+    )
+    kind = LayerKind(config.sliding_window, experts=experts)
+    return replace(plain, layers=(kind,) * len(plain.layers), mlp_name="block_sparse_moe")
+
+
+def qwen2_config(config: PreTrainedConfig) -> DecoderConfig:
+    """Qwen2 and Qwen2.5: biases on Q, K and V alone, whatever the config says."""
+    return replace(ministral_config(config), qkv_bias=True)
+
+
+def qwen3_config(config: PreTrainedConfig) -> DecoderConfig:
+    """Qwen3: normalised heads of Q and K, and a head size of its own."""
+    return replace(_biased(config), layers=layer_kinds(config), qk_norm=True)
+
+
+def qwen3_moe_config(config: PreTrainedConfig, shared_size: int = 0) -> DecoderConfig:
+    """Qwen3 with experts; layers without are named, or left between those of a step.
+
+    Args:
+        shared_size: width inside an expert that all tokens run through; 0: there is none.
+    """
+    plain = _biased(config)
+    experts = None
+    if config.num_experts > 0:
+        experts = ExpertsConfig(
+            config.num_experts,
+            config.num_experts_per_tok,
+            config.moe_intermediate_size,
+            normalize=config.norm_topk_prob,
+            shared_size=shared_size,
+        )
+
+    def kind(index: int) -> LayerKind:
+        has_one = index in config.mlp_only_layers or (index + 1) % config.decoder_sparse_step
+        return LayerKind(config.sliding_window, experts=None if has_one else experts)
+
+    return replace(plain, layers=tuple(map(kind, range(len(plain.layers)))), qk_norm=True)
+
+
+def _gemma_config(config: PreTrainedConfig) -> DecoderConfig:
+    """What Gemma-2 and Gemma-3 have in common.
+
+    Raises:
+        ValueError: tokens attend to later ones too, as in embedding models made of Gemma.
+    """
+    if config.use_bidirectional_attention:
+        raise ValueError(
+            f"{type(config).__name__} asks for bidirectional attention; only causal attention "
+            "is supported"
+        )
+    return replace(
+        _biased(config),
+        attention_scale=config.query_pre_attn_scalar**-0.5,
+        logit_softcap=config.final_logit_softcapping,
+        embedding_scale=config.hidden_size**0.5,
+        norm_offset=1.0,
+        output_norms=True,
+    )
+
+
+def gemma2_config(config: PreTrainedConfig) -> DecoderConfig:
+    """Gemma-2: windows on every second layer, soft caps on scores and logits."""
+    softcap = config.attn_logit_softcapping
+    return replace(_gemma_config(config), layers=layer_kinds(config), attention_softcap=softcap)
+
+
+def gemma3_config(config: PreTrainedConfig) -> DecoderConfig:
+    """Gemma-3: normalised heads for soft caps on scores, rope parameters per layer type.
+
+    ``attn_logit_softcapping`` says nothing: transformers does not read it either.
+    """
+    ropes = ("sliding_attention", "full_attention")
+    layers = layer_kinds(config, ropes)
+    return replace(_gemma_config(config), layers=layers, ropes=ropes, qk_norm=True)
+
+
+LLAMA = decoder_family("llama", ("LlamaForCausalLM", "LlamaModel"), llama_config)
+MISTRAL = decoder_family("mistral", ("MistralForCausalLM", "MistralModel"), mistral_config)
+MINISTRAL = decoder_family(
+    "ministral", ("MinistralForCausalLM", "MinistralModel"), ministral_config, is_base=False
+)
+MIXTRAL = decoder_family("mixtral", ("MixtralForCausalLM", "MixtralModel"), mixtral_config)
+QWEN2 = decoder_family("qwen2", ("Qwen2ForCausalLM", "Qwen2Model"), qwen2_config)
+QWEN3 = decoder_family("qwen3", ("Qwen3ForCausalLM", "Qwen3Model"), qwen3_config)
+QWEN3_MOE = decoder_family("qwen3_moe", ("Qwen3MoeForCausalLM", "Qwen3MoeModel"), qwen3_moe_config)
+GEMMA2 = decoder_family(
+    "gemma2", ("Gemma2ForCausalLM", "Gemma2Model"), gemma2_config, is_base=False
+)
+GEMMA3 = decoder_family(
+    "gemma3", ("Gemma3ForCausalLM", "Gemma3TextModel"), gemma3_config, is_base=False
+)
