@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,7 +15,7 @@ from engine.checkpoints.checkpoint import Checkpoint, CheckpointPart
 from engine.inputs.prompt_processor import PlainPromptProcessor, PromptProcessor, PromptSources
 from engine.models.base import CausalModel, GeneratorModel, ModelSettings
 
-__all__ = ["ModelFamily", "has_head"]
+__all__ = ["ModelFamily", "deferred", "has_head", "part_of"]
 
 Builder: TypeAlias = Callable[[Checkpoint, ModelSettings], CausalModel]
 """From a checkpoint and settings to a model without its weights yet. Raises ``ValueError`` if
@@ -87,3 +88,23 @@ class ModelFamily:
             return None
         named = self.name if self.config_class is None else self.config_class.model_type
         return self.model_type or named
+
+
+def deferred(place: str) -> Callable[..., Any]:
+    """Stand in for ``module:name``, whose module is imported when this is called."""
+    module, _, name = place.partition(":")
+    return lambda *args: getattr(import_module(module), name)(*args)
+
+
+def part_of(
+    whole: str, name: str, architecture: str, *, stored: str | None = None, **declared: Any
+) -> ModelFamily:
+    """Declare one of a checkpoint's models: one that generates, or its vocoder.
+
+    Args:
+        stored: the name under which config and weights are stored, where it is another.
+    """
+    stored = stored or name
+    is_first = name == "thinker"  # the one that generation_config.json is about
+    part = CheckpointPart(name, whole, f"{stored}_config", f"{stored}.", architecture, is_first)
+    return ModelFamily(name, (architecture,), part=part, **declared)

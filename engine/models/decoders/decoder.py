@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from engine.layers import (
     GatedMLP,
     HeadNorm,
     Linear,
+    MultiAxisRotaryEmbedding,
     RMSNorm,
     RotaryEmbedding,
     SparseMoE,
@@ -48,6 +50,7 @@ __all__ = [
     "SelfAttention",
     "build_decoder",
     "build_mlp",
+    "build_multi_axis_rotary",
     "build_norm",
     "build_rotary",
     "decoder_family",
@@ -453,29 +456,47 @@ def build_rotary(
     return make_rotary(inv_freq, scaling, settings.max_model_len, **settings.tensor_options)
 
 
+def build_multi_axis_rotary(
+    config: PreTrainedConfig,
+    settings: ModelSettings,
+    sections: Sequence[int] | None = None,
+    *,
+    interleaved: bool = False,
+) -> RotaryEmbedding:
+    """Cosines and sines of three numbers to a place.
+
+    Args:
+        sections: where the config has none.
+        interleaved: whether the numbers take turns at every frequency.
+
+    Raises:
+        ValueError: nothing says which channels each of them turns.
+    """
+    sections = (config.rope_parameters or {}).get("mrope_section") or sections
+    if sections is None:
+        raise ValueError(f"rope_parameters of {type(config).__name__} has no mrope_section")
+    make = partial(MultiAxisRotaryEmbedding, sections=sections, interleaved=interleaved)
+    return build_rotary(config, settings, make_rotary=make)
+
+
 def build_decoder(
     read_config: Callable[[PreTrainedConfig], DecoderConfig],
     config: PreTrainedConfig,
     settings: ModelSettings,
     *,
     has_head: bool = True,
-    make_rotary: Callable[..., RotaryEmbedding] = RotaryEmbedding,
 ) -> DecoderModel:
     """Build a decoder, its weights not yet loaded.
 
     Args:
         has_head: False for a headless checkpoint.
-        make_rotary: takes what :class:`RotaryEmbedding` takes.
 
     Raises:
         ValueError: the config asks for something that is not supported, or a window is smaller
             than a block.
     """
     decoder_config = read_config(config).for_length(settings.max_model_len)
-    rotaries = [
-        build_rotary(config, settings, layer_type, make_rotary)
-        for layer_type in decoder_config.ropes
-    ]
+    rotaries = [build_rotary(config, settings, layer_type) for layer_type in decoder_config.ropes]
     return DecoderModel(decoder_config, rotaries, settings, has_head=has_head)
 
 

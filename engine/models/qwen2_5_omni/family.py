@@ -13,81 +13,39 @@ modelling along, and readers of sound and images, which a talker's process would
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import torch
-
-from engine.checkpoints.checkpoint import Checkpoint, CheckpointPart
-from engine.inputs.prompt_processor import PromptProcessor, PromptSources
-from engine.models.base import ModelSettings
-from engine.models.family import ModelFamily
+from engine.models.family import deferred, part_of
 from engine.models.qwen2_5_omni.speakers import SpeechPromptProcessor, load_speakers
-
-if TYPE_CHECKING:
-    from engine.models.qwen2_5_omni.code2wav import Code2Wav
-    from engine.models.qwen2_5_omni.talker import Qwen2_5OmniTalker
-    from engine.models.qwen2_5_omni.thinker import Qwen2_5OmniThinker
 
 __all__ = ["CODE2WAV", "TALKER", "THINKER"]
 
-
-def _family(name: str, stored: str, architecture: str, **declared: Any) -> ModelFamily:
-    """A part, by the name under which config and weights are stored."""
-    is_first = name == "thinker"  # the one that generation_config.json is about
-    whole, config_name, prefix = "qwen2_5_omni", f"{stored}_config", f"{stored}."
-    part = CheckpointPart(name, whole, config_name, prefix, architecture, is_first)
-    return ModelFamily(name, (architecture,), part=part, **declared)
-
-
-def _build_thinker(checkpoint: Checkpoint, settings: ModelSettings) -> Qwen2_5OmniThinker:
-    from engine.models.qwen2_5_omni.thinker import build_qwen2_5_omni_thinker
-
-    return build_qwen2_5_omni_thinker(checkpoint, settings)
-
-
-def _thinker_prompts(sources: PromptSources) -> PromptProcessor:
-    from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
-
-    return MultiModalPromptProcessor(sources)
-
-
-def _build_talker(checkpoint: Checkpoint, settings: ModelSettings) -> Qwen2_5OmniTalker:
-    from engine.models.qwen2_5_omni.talker import Qwen2_5OmniTalker
-
-    return Qwen2_5OmniTalker(checkpoint.config, settings)
-
-
-def _build_code2wav(checkpoint: Checkpoint, device: torch.device) -> Code2Wav:
-    from engine.models.qwen2_5_omni.code2wav import Code2Wav
-
-    return Code2Wav(checkpoint, device)
+_part = partial(part_of, "qwen2_5_omni")
 
 
 def _speakers(path: Path) -> tuple[str, ...]:
     return load_speakers(path).names
 
 
-THINKER = _family(
-    "thinker",
+THINKER = _part(
     "thinker",
     "Qwen2_5OmniThinkerForConditionalGeneration",
-    build=_build_thinker,
-    prompts=_thinker_prompts,
+    build=deferred("engine.models.qwen2_5_omni.thinker:build_qwen2_5_omni_thinker"),
+    prompts=deferred("engine.inputs.multimodal_inputs:MultiModalPromptProcessor"),
 )
-TALKER = _family(
-    "talker",
+TALKER = _part(
     "talker",
     "Qwen2_5OmniTalkerForConditionalGeneration",
-    build=_build_talker,
+    build=deferred("engine.models.qwen2_5_omni.talker:Qwen2_5OmniTalker"),
     prompts=SpeechPromptProcessor,
     reads_text=False,  # the tokenizer beside it is its thinker's
     speakers=_speakers,
 )
-CODE2WAV = _family(
+CODE2WAV = _part(
     "code2wav",
-    "token2wav",
     "Qwen2_5OmniToken2WavModel",
-    generator=_build_code2wav,
+    stored="token2wav",
+    generator=deferred("engine.models.qwen2_5_omni.code2wav:Code2Wav"),
     speakers=_speakers,
 )

@@ -11,17 +11,16 @@ A file of its own: the thinker's imports transformers' modelling code for its to
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from engine.attention.layer import AttentionStep
+from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
 from engine.layers import Linear, MultiAxisRotaryEmbedding
 from engine.models.base import ModelSettings
-from engine.models.decoders.decoder import DecoderModel, build_rotary
+from engine.models.decoders.decoder import DecoderModel, build_multi_axis_rotary
 from engine.models.decoders.families import qwen2_config
 
 __all__ = ["Qwen2_5OmniTalker"]
@@ -42,15 +41,10 @@ class Qwen2_5OmniTalker(DecoderModel):
     head_name = "codec_head"
     num_position_axes = MultiAxisRotaryEmbedding.num_axes
 
-    def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
-        options = settings.tensor_options
-        sections = config.rope_parameters.get("mrope_section")
-        if sections is None:
-            raise ValueError(f"rope_parameters of {type(config).__name__} has no mrope_section")
-        make_rotary = partial(MultiAxisRotaryEmbedding, sections=sections)
-        rotary = build_rotary(config, settings, make_rotary=make_rotary)
+    def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
+        config, options = checkpoint.config, settings.tensor_options
         decoder_config = qwen2_config(config).for_length(settings.max_model_len)
-        super().__init__(decoder_config, [rotary], settings)
+        super().__init__(decoder_config, [build_multi_axis_rotary(config, settings)], settings)
         self.embedding_size: int = config.embedding_size
         embedding = torch.empty(config.vocab_size, config.embedding_size, **options)
         self.embedding = nn.Parameter(embedding, requires_grad=False)

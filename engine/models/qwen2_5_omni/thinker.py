@@ -27,11 +27,12 @@ Source: Xu et al., "Qwen2.5-Omni Technical Report", 2025; transformers' ``qwen2_
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     Qwen2_5OmniAudioEncoder,
     Qwen2_5OmniVisionEncoder,
@@ -42,6 +43,7 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
 from engine.inputs.multimodal_inputs import AudioInVideo
 from engine.models.base import ModelSettings
+from engine.models.decoders.decoder import DecoderModel
 from engine.models.encoder_module import build_empty
 from engine.models.multimodal import ItemTower, unique_prefix
 from engine.models.qwen2_5_vl.qwen2_5_vl import (
@@ -50,27 +52,29 @@ from engine.models.qwen2_5_vl.qwen2_5_vl import (
     VideoTower,
     build_multi_axis_decoder,
 )
-from engine.requests.encoder_input import MultiModalInput
+from engine.requests.encoder_input import Modality, MultiModalInput
 
 __all__ = ["AudioTower", "Qwen2_5OmniThinker", "build_qwen2_5_omni_thinker"]
 
 _FRAMES = "input_features"
-_LEAST_FRAMES = 3
 
 
 class AudioTower(ItemTower):
     """Sound of any length to rows; ``input_features`` are ``(mel bins, frames)``, none padding."""
 
     feature_names = (_FRAMES,)
+    encoder: Callable[[Any], PreTrainedModel] = Qwen2_5OmniAudioEncoder
+    first_weight = "audio_bos_eos_token.weight"
+    least_frames = 3
 
     def __init__(self, audio: PreTrainedConfig, settings: ModelSettings) -> None:
         super().__init__()
-        self.module = build_empty(Qwen2_5OmniAudioEncoder, audio, settings)
+        self.module = build_empty(type(self).encoder, audio, settings)
         self.num_mel_bins: int = audio.num_mel_bins
 
     def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Target]]:
         """See :meth:`ItemTower.targets`."""
-        prefix = unique_prefix(stored, "audio_bos_eos_token.weight")
+        prefix = unique_prefix(stored, self.first_weight)
         for name, tensor in self.module.state_dict().items():
             yield f"{prefix}{name}", tensor
 
@@ -81,11 +85,15 @@ class AudioTower(ItemTower):
         if len(shape) != 2 or shape[0] != self.num_mel_bins:
             raise ValueError(f"{_FRAMES} must be ({self.num_mel_bins}, frames), got {shape}")
         num_frames = shape[1]
-        if num_frames < _LEAST_FRAMES:
+        if num_frames < self.least_frames:
             raise ValueError(
                 f"the audio is too short: it has {num_frames} frames of log-mel features, and "
-                f"{_LEAST_FRAMES} are needed to make a row"
+                f"{self.least_frames} are needed to make a row"
             )
+        return self.rows_of(num_frames)
+
+    def rows_of(self, num_frames: int) -> int:
+        """Rows that so many frames give."""
         return ((num_frames - 1) // 2 + 1) // 2
 
     def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
@@ -98,18 +106,44 @@ class AudioTower(ItemTower):
 
 
 class Qwen2_5OmniThinker(MultiAxisModel):
-    """A decoder that also emits what it was given; see the module's note."""
+    """A decoder that also emits what it was given; see the module's note.
+
+    Args:
+        chunk: places of a video, and of its sound, that come after each other; None: one by one.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        decoder: DecoderModel,
+        towers: Mapping[Modality, ItemTower],
+        chunk: int | None,
+    ) -> None:
+        config = checkpoint.config
+        ids = {name: int(getattr(config, f"{name}_token_id")) for name in towers}
+        super().__init__(decoder, towers, ids, checkpoint.weight_files)
+        self.audio_in_video = AudioInVideo(
+            int(config.audio_start_token_id), int(config.audio_end_token_id), chunk
+        )
 
     def forward(
         self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
     ) -> dict[str, Tensor]:
         """Run the decoder; see :meth:`MultiModalModel.forward`."""
         tensors = super().forward(inputs_embeds, positions, step)
-        token_embeds = inputs_embeds
-        if step.shows_item is not None:
-            token_embeds = inputs_embeds.masked_fill(step.shows_item.unsqueeze(1), 0)
+        spoken = self.for_talker(tensors, inputs_embeds, step)
+        if not spoken:
+            return tensors
         places = positions.expand(self.num_position_axes, -1).T.contiguous()
-        return tensors | {"token_embeds": token_embeds, "position_ids": places}
+        return tensors | spoken | {"position_ids": places}
+
+    def for_talker(
+        self, tensors: dict[str, Tensor], inputs_embeds: Tensor, step: AttentionStep
+    ) -> dict[str, Tensor]:
+        """What a talker reads beside places and the decoder's tensors; nothing without a talker."""
+        if step.shows_item is None:
+            return {"token_embeds": inputs_embeds}
+        return {"token_embeds": inputs_embeds.masked_fill(step.shows_item.unsqueeze(1), 0)}
 
 
 def build_qwen2_5_omni_thinker(
@@ -119,23 +153,13 @@ def build_qwen2_5_omni_thinker(
     config = checkpoint.config
     vision = config.vision_config
     module = build_empty(Qwen2_5OmniVisionEncoder, vision, settings)
-    model = Qwen2_5OmniThinker(
+    return Qwen2_5OmniThinker(
+        checkpoint,
         build_multi_axis_decoder(config, settings),
         {
             "image": ImageTower(module, vision),
             "audio": AudioTower(config.audio_config, settings),
             "video": VideoTower(module, vision, float(config.position_id_per_seconds)),
         },
-        {
-            "image": int(config.image_token_index),
-            "audio": int(config.audio_token_index),
-            "video": int(config.video_token_index),
-        },
-        checkpoint.weight_files,
-    )
-    model.audio_in_video = AudioInVideo(
-        int(config.audio_start_token_id),
-        int(config.audio_end_token_id),
         int(config.position_id_per_seconds * config.seconds_per_chunk),
     )
-    return model

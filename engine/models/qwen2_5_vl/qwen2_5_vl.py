@@ -44,7 +44,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ from engine.checkpoints.quantized_weight import Target
 from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
 from engine.layers import MultiAxisRotaryEmbedding
 from engine.models.base import ModelSettings
-from engine.models.decoders.decoder import DecoderConfig, DecoderModel, build_decoder
+from engine.models.decoders.decoder import DecoderModel, build_multi_axis_rotary
 from engine.models.decoders.families import qwen2_config
 from engine.models.encoder_module import build_empty
 from engine.models.family import ModelFamily
@@ -245,17 +244,10 @@ def build_multi_axis_decoder(config: PreTrainedConfig, settings: ModelSettings) 
         ValueError: the config asks for something that is not supported.
     """
     text = config.text_config
-
-    def read_config(text_config: PreTrainedConfig) -> DecoderConfig:
-        # Whether the head is the embedding is a matter of the whole, not of its text part.
-        tied = bool(config.tie_word_embeddings)
-        return replace(qwen2_config(text_config), tie_word_embeddings=tied)
-
-    sections = (text.rope_parameters or {}).get("mrope_section")
-    if sections is None:
-        raise ValueError(f"rope_parameters of {type(text).__name__} has no mrope_section")
-    make_rotary = partial(MultiAxisRotaryEmbedding, sections=sections)
-    return build_decoder(read_config, text, settings, make_rotary=make_rotary)
+    # Whether the head is the embedding is a matter of the whole, not of its text part.
+    decoder = replace(qwen2_config(text), tie_word_embeddings=bool(config.tie_word_embeddings))
+    rotary = build_multi_axis_rotary(text, settings)
+    return DecoderModel(decoder.for_length(settings.max_model_len), [rotary], settings)
 
 
 def build_qwen2_5_vl(checkpoint: Checkpoint, settings: ModelSettings) -> MultiAxisModel:

@@ -12,68 +12,31 @@ A checkpoint may hold a thinker alone. What a model needs is imported when it is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
 
-import torch
-
-from engine.checkpoints.checkpoint import Checkpoint, CheckpointPart
-from engine.inputs.prompt_processor import PromptProcessor, PromptSources
-from engine.models.base import ModelSettings
-from engine.models.family import ModelFamily
+from engine.models.family import deferred, part_of
 from engine.models.qwen3_omni.speech_prompts import Qwen3SpeechPrompts, speakers_of
-
-if TYPE_CHECKING:
-    from engine.models.qwen3_omni.code2wav import Qwen3Code2Wav
-    from engine.models.qwen3_omni.talker import Qwen3OmniTalker
-    from engine.models.qwen3_omni.thinker import Qwen3OmniThinker
 
 __all__ = ["CODE2WAV", "TALKER", "THINKER"]
 
+_part = partial(part_of, "qwen3_omni_moe")
 
-def _family(name: str, architecture: str, **declared: Any) -> ModelFamily:
-    is_first = name == "thinker"  # the one that generation_config.json is about
-    part = CheckpointPart(
-        name, "qwen3_omni_moe", f"{name}_config", f"{name}.", architecture, is_first
-    )
-    return ModelFamily(name, (architecture,), part=part, **declared)
-
-
-def _build_thinker(checkpoint: Checkpoint, settings: ModelSettings) -> Qwen3OmniThinker:
-    from engine.models.qwen3_omni.thinker import build_qwen3_omni_thinker
-
-    return build_qwen3_omni_thinker(checkpoint, settings)
-
-
-def _thinker_prompts(sources: PromptSources) -> PromptProcessor:
-    from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
-
-    return MultiModalPromptProcessor(sources)
-
-
-def _build_talker(checkpoint: Checkpoint, settings: ModelSettings) -> Qwen3OmniTalker:
-    from engine.models.qwen3_omni.talker import Qwen3OmniTalker
-
-    return Qwen3OmniTalker(checkpoint.config, settings)
-
-
-def _build_code2wav(checkpoint: Checkpoint, device: torch.device) -> Qwen3Code2Wav:
-    from engine.models.qwen3_omni.code2wav import Qwen3Code2Wav
-
-    return Qwen3Code2Wav(checkpoint, device)
-
-
-THINKER = _family(
+THINKER = _part(
     "thinker",
     "Qwen3OmniMoeThinkerForConditionalGeneration",
-    build=_build_thinker,
-    prompts=_thinker_prompts,
+    build=deferred("engine.models.qwen3_omni.thinker:build_qwen3_omni_thinker"),
+    prompts=deferred("engine.inputs.multimodal_inputs:MultiModalPromptProcessor"),
 )
-TALKER = _family(
+TALKER = _part(
     "talker",
     "Qwen3OmniMoeTalkerForConditionalGeneration",
-    build=_build_talker,
+    build=deferred("engine.models.qwen3_omni.talker:Qwen3OmniTalker"),
     prompts=Qwen3SpeechPrompts,
     reads_text=False,  # the tokenizer beside it is its thinker's
     speakers=speakers_of,
 )
-CODE2WAV = _family("code2wav", "Qwen3OmniMoeCode2Wav", generator=_build_code2wav)
+CODE2WAV = _part(
+    "code2wav",
+    "Qwen3OmniMoeCode2Wav",
+    generator=deferred("engine.models.qwen3_omni.code2wav:Qwen3Code2Wav"),
+)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,57 +28,31 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from engine.attention.layer import AttentionStep
+from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.config_file import activation_of
 from engine.checkpoints.quantized_weight import Target
 from engine.interface.sampling_params import SamplingParams
-from engine.layers import HeadNorm, Linear, MultiAxisRotaryEmbedding, RotaryEmbedding
+from engine.layers import Linear, MultiAxisRotaryEmbedding
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import (
-    DecoderConfig,
+    DecoderLayer,
     DecoderModel,
-    build_mlp,
+    build_multi_axis_rotary,
     build_norm,
     build_rotary,
 )
 from engine.models.decoders.families import qwen3_config, qwen3_moe_config
-from engine.models.qwen3_vl.deepstack import build_interleaved_rotary
 
-__all__ = ["CodePredictor", "Qwen3OmniTalker"]
+__all__ = ["SECTIONS", "Qwen3OmniTalker"]
+
+SECTIONS = (24, 20, 20)
+"""Of rotary channels, where a config does not say them, as transformers has it."""
 
 
-class PredictorLayer(nn.Module):
-    """Attention and MLP over the few codes of one token, for all tokens of a step together."""
+class PredictorLayer(DecoderLayer):
+    """A layer over the few codes of one token, for all tokens of a step together."""
 
-    def __init__(self, config: DecoderConfig, settings: ModelSettings) -> None:
-        super().__init__()
-        hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
-        self.head_dim, self.counts = config.head_dim, (heads, kv_heads, kv_heads)
-        self.scale, self.ops, options = (
-            config.attention_scale,
-            settings.ops,
-            settings.tensor_options,
-        )
-        names = ("q_proj", "k_proj", "v_proj")
-        parts = {
-            name: count * config.head_dim for name, count in zip(names, self.counts, strict=True)
-        }
-        self.qkv = Linear(hidden, parts, bias=config.qkv_bias, **options)
-        self.output = Linear(
-            heads * config.head_dim, {"o_proj": hidden}, bias=config.output_bias, **options
-        )
-        self.head_norm = HeadNorm(heads, kv_heads, config.head_dim, config.rms_norm_eps, **options)
-        self.mlp = build_mlp(config, settings)
-        self.input_norm, self.mlp_norm = build_norm(config, settings), build_norm(config, settings)
-
-    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
-        for module in (self.qkv, self.head_norm, self.output):
-            yield from module.targets(f"{prefix}self_attn.")
-        yield from self.mlp.targets(f"{prefix}mlp.")
-        yield f"{prefix}input_layernorm.weight", self.input_norm.weight.data
-        yield f"{prefix}post_attention_layernorm.weight", self.mlp_norm.weight.data
-
-    def forward(
+    def run(
         self, x: Tensor, rotation: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Run over ``(n, places, hidden_size)``, which follow on the past's places.
@@ -85,20 +60,28 @@ class PredictorLayer(nn.Module):
         Returns:
             The same shape, and keys and values ``(n, heads, places, head_dim)`` of all places.
         """
-        n, places, _ = x.shape
+        attention, (n, places, _) = self.self_attention, x.shape
+        assert attention.head_norm is not None
         residual = x.flatten(0, 1)
-        qkv = self.qkv(self.input_norm(residual)).view(n * places, -1, self.head_dim)
-        query, key, value = qkv.split(self.counts, dim=1)
-        heads = self.head_norm(torch.cat((query, key), dim=1))
-        self.ops.rotate(heads, *rotation)
-        heads = torch.cat((heads, value), dim=1).unflatten(0, (n, places)).transpose(1, 2)
-        query, key, value = heads.split(self.counts, dim=1)
+        qkv = attention.qkv(self.input_norm(residual)).view(n * places, -1, attention.head_dim)
+        num_heads = attention.kv_start // attention.head_dim
+        heads = attention.head_norm(qkv[:, :num_heads])
+        attention.ops.rotate(heads, *rotation)
+        heads = torch.cat((heads, qkv[:, num_heads:]), dim=1)
+        heads = heads.unflatten(0, (n, places)).transpose(1, 2)
+        query = heads[:, : attention.num_heads]
+        key, value = heads[:, attention.num_heads :].chunk(2, dim=1)
         if past is not None:
             key, value = torch.cat((past[0], key), dim=2), torch.cat((past[1], value), dim=2)
         attended = F.scaled_dot_product_attention(
-            query, key, value, is_causal=past is None, scale=self.scale, enable_gqa=True
+            query,
+            key,
+            value,
+            is_causal=past is None,
+            scale=attention.attention.scoring.scale,
+            enable_gqa=True,
         )
-        residual = residual + self.output(attended.transpose(1, 2).reshape(n * places, -1))
+        residual = residual + attention.output(attended.transpose(1, 2).reshape(n * places, -1))
         residual = residual + self.mlp(self.mlp_norm(residual))
         return residual.view_as(x), (key, value)
 
@@ -108,11 +91,12 @@ class CodePredictor(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
         super().__init__()
-        decoder, options = qwen3_config(config), settings.tensor_options
+        options = settings.tensor_options
         self.num_further: int = config.num_code_groups - 1
         short = replace(settings, max_model_len=config.num_code_groups + 1)
-        self.rotary: RotaryEmbedding = build_rotary(config, short)
-        layers = [PredictorLayer(decoder, settings) for _ in decoder.layers]
+        decoder = qwen3_config(config).for_length(short.max_model_len)
+        self.rotary = build_rotary(config, short)
+        layers = [PredictorLayer(i, decoder, settings) for i in range(len(decoder.layers))]
         self.layers, self._layers = nn.ModuleList(layers), layers
         self.norm = build_norm(decoder, settings)
         shape = (self.num_further, decoder.vocab_size, decoder.hidden_size)
@@ -150,7 +134,7 @@ class CodePredictor(nn.Module):
             rotation = self.rotary(places)
             begin += x.shape[1]
             for number, layer in enumerate(self._layers):
-                x, past[number] = layer(x, rotation, past[number])
+                x, past[number] = layer.run(x, rotation, past[number])
             logits: Tensor = head(self.norm(x[:, -1].contiguous()))
             drawn.append(choose(logits.float(), index + 1))
             x = self.embedding[index, drawn[-1]].unsqueeze(1)
@@ -196,10 +180,11 @@ class Qwen3OmniTalker(DecoderModel):
     num_position_axes = MultiAxisRotaryEmbedding.num_axes
     code_sampling = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
 
-    def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
+    def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
+        config: Any = checkpoint.config
         text = config.text_config
         decoder = qwen3_moe_config(text, text.shared_expert_intermediate_size)
-        rotary = build_interleaved_rotary(text, settings)
+        rotary = build_multi_axis_rotary(text, settings, SECTIONS, interleaved=True)
         super().__init__(decoder.for_length(settings.max_model_len), [rotary], settings)
         self.row_width: int = config.thinker_hidden_size + 1
         self.predictor = CodePredictor(config.code_predictor_config, settings)
@@ -209,7 +194,6 @@ class Qwen3OmniTalker(DecoderModel):
                 f"num_code_groups is {config.num_code_groups}, and the code predictor's "
                 f"{self.predictor.num_further + 1}"
             )
-
         self.text_projection = RowProjection(config, settings)
         self.hidden_projection = RowProjection(config, settings)
 

@@ -13,16 +13,24 @@ The audio tower: log-mel frames in, a row for every eight of them out::
 
     frames  | 0 1 2 3 4 5 6 7 | 8 ...    10 ms each, in pieces of 1 s (two windows), each of
     rows    | +               | +        which has 13 rows; a last one that is shorter has fewer
+
+A row of an image replaces a placeholder's embedding, as elsewhere, and brings features of earlier
+layers of the tower, which are added behind the decoder's first layers (Meng et al., "DeepStack",
+2024, arXiv:2406.04334)::
+
+    tower     layer 8 ──► features 0 ─┐   layer 16 ──► features 1 ─┐      last layer ──► embedding
+    decoder   embedding ──► layer 0 ─ + ──────────────► layer 1 ─── + ──► layer 2 ──► ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeAudioEncoder,
     Qwen3OmniMoeVisionEncoder,
@@ -30,85 +38,121 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 
 from engine.attention.layer import AttentionStep
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.inputs.multimodal_inputs import AudioInVideo
+from engine.layers import RotaryEmbedding
 from engine.models.base import ModelSettings
-from engine.models.decoders.decoder import DecoderConfig
+from engine.models.decoders.decoder import DecoderConfig, DecoderModel, build_multi_axis_rotary
 from engine.models.decoders.families import qwen3_moe_config
 from engine.models.encoder_module import build_empty
-from engine.models.multimodal import ItemTower, unique_prefix
-from engine.models.qwen2_5_vl.qwen2_5_vl import MultiAxisModel
-from engine.models.qwen3_vl.deepstack import (
-    DeepstackDecoder,
-    DeepstackImageTower,
-    DeepstackVideoTower,
-)
+from engine.models.qwen2_5_omni.thinker import AudioTower, Qwen2_5OmniThinker
+from engine.models.qwen2_5_vl.qwen2_5_vl import ImageTower, VideoTower
+from engine.models.qwen3_omni.talker import SECTIONS
 from engine.requests.encoder_input import MultiModalInput
 
-__all__ = ["Qwen3AudioTower", "Qwen3OmniThinker", "build_qwen3_omni_thinker"]
-
-_FRAMES = "input_features"
+__all__ = ["Qwen3OmniThinker", "build_qwen3_omni_thinker"]
 
 
-class Qwen3AudioTower(ItemTower):
-    """Sound of any length to rows; ``input_features`` are ``(mel bins, frames)``, none padding."""
+class Qwen3AudioTower(AudioTower):
+    """Sound of any length to rows; see the module's note."""
 
-    feature_names = (_FRAMES,)
+    encoder = Qwen3OmniMoeAudioEncoder
+    first_weight = "conv2d1.weight"
+    least_frames = 1
     hears_silence = False
 
     def __init__(self, audio: PreTrainedConfig, settings: ModelSettings) -> None:
-        super().__init__()
-        self.module = build_empty(Qwen3OmniMoeAudioEncoder, audio, settings)
-        self.num_mel_bins: int = audio.num_mel_bins
+        super().__init__(audio, settings)
         self.piece: int = 2 * audio.n_window
 
-    def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`ItemTower.targets`."""
-        prefix = unique_prefix(stored, "conv2d1.weight")
-        for name, tensor in self.module.state_dict().items():
-            yield f"{prefix}{name}", tensor
-
-    def num_rows(self, features: Mapping[str, Tensor]) -> int:
-        """See :meth:`ItemTower.num_rows`."""
-        self.require_features(features)
-        shape = tuple(features[_FRAMES].shape)
-        if len(shape) != 2 or shape[0] != self.num_mel_bins or not shape[1]:
-            raise ValueError(f"{_FRAMES} must be ({self.num_mel_bins}, frames), got {shape}")
-        pieces, rest = divmod(shape[1], self.piece)
+    def rows_of(self, num_frames: int) -> int:
+        """See :meth:`AudioTower.rows_of`."""
+        pieces, rest = divmod(num_frames, self.piece)
         return pieces * -(-self.piece // 8) + -(-rest // 8)
 
     def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
-        """See :meth:`ItemTower.forward`."""
-        return [self._encode(item.features[_FRAMES]) for item in inputs]
-
-    def _encode(self, frames: Tensor) -> Tensor:
         """One sound by itself: what a last piece's convolutions see depends on what else ran."""
-        device, length = self.module.device, torch.tensor([frames.shape[1]])
-        frames = frames.to(device, self.module.dtype)
-        rows: Tensor = self.module(frames, feature_lens=length.to(device)).last_hidden_state
-        return rows
+        encode = super().forward
+        return [rows for item in inputs for rows in encode([item])]
 
 
-class Qwen3OmniThinker(MultiAxisModel):
-    """A decoder that also emits what a talker reads; see the module's note."""
+class DeepstackImageTower(ImageTower):
+    """Patches of images to rows, each with its features behind it."""
 
-    pair_step = 1
+    def __init__(self, module: PreTrainedModel, vision: PreTrainedConfig, *more: Any) -> None:
+        super().__init__(module, vision, *more)
+        self.row_parts = 1 + len(vision.deepstack_visual_indexes)
+
+    def rows_of(self, output: Any) -> Tensor:
+        """See :meth:`ImageTower.rows_of`."""
+        return torch.cat([output.pooler_output, *output.deepstack_features], dim=-1)
+
+
+class DeepstackVideoTower(DeepstackImageTower, VideoTower):
+    """The same of videos."""
+
+
+class DeepstackDecoder(DecoderModel):
+    """A decoder that adds its items' features behind its first layers.
+
+    Args:
+        kept_layer: after so many layers its stream is emitted too, as ``layer_states``, before
+            features are added; None: it is not.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rotary: RotaryEmbedding,
+        settings: ModelSettings,
+        kept_layer: int | None,
+    ) -> None:
+        super().__init__(config.for_length(settings.max_model_len), [rotary], settings)
+        if kept_layer is not None and not 0 <= kept_layer <= len(self.layers):
+            raise ValueError(
+                f"the stream after {kept_layer} layers is asked for; there are {len(self.layers)}"
+            )
+        self.kept_layer = kept_layer
 
     def forward(
         self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
     ) -> dict[str, Tensor]:
-        """Run the decoder; see :meth:`MultiModalModel.forward`."""
-        tensors = super().forward(inputs_embeds, positions, step)
-        rows, shown = tensors.pop("layer_states", None), step.shows_item
+        """Run the layers; see :meth:`CausalModel.forward`."""
+        rotation = self.rotaries[0](positions)
+        features: tuple[Tensor, ...] = ()
+        if step.item_features is not None:
+            features = step.item_features.split(self.hidden_size, dim=-1)
+        kept = inputs_embeds
+        # Layers add to the residual in place; the caller's embeddings are not ours to change.
+        residual, x = inputs_embeds.clone(), None
+        for index, layer in enumerate(self.layers, 1):
+            x = layer(x, residual, rotation, step)
+            if index == self.kept_layer:
+                kept = residual + x
+            if index <= len(features):
+                x = x + features[index - 1]
+        normed = self.final_norm(residual) if x is None else self.final_norm.add(x, residual)
+        if self.kept_layer is None:
+            return {"hidden_states": normed}
+        # transformers has the normed stream in the place of the last layer's.
+        is_last = self.kept_layer == len(self.layers)
+        return {"hidden_states": normed, "layer_states": normed if is_last else kept}
+
+
+class Qwen3OmniThinker(Qwen2_5OmniThinker):
+    """A decoder that also emits what a talker reads; see the module's note."""
+
+    pair_step = 1
+
+    def for_talker(
+        self, tensors: dict[str, Tensor], inputs_embeds: Tensor, step: AttentionStep
+    ) -> dict[str, Tensor]:
+        """See :meth:`Qwen2_5OmniThinker.for_talker`."""
+        rows = tensors.pop("layer_states", None)
         if rows is None:
-            return tensors
-        if shown is None:
-            rows = inputs_embeds
-        else:
-            rows = torch.where(shown.unsqueeze(1), rows, inputs_embeds)
-        places = positions.expand(self.num_position_axes, -1).T.contiguous()
+            return {}
+        shown = step.shows_item
+        rows = inputs_embeds if shown is None else torch.where(shown[:, None], rows, inputs_embeds)
         assert step.token_ids is not None
-        ids = step.token_ids
-        return tensors | {"speech_rows": rows, "position_ids": places, "token_ids": ids}
+        return {"speech_rows": rows, "token_ids": step.token_ids}
 
 
 def build_qwen3_omni_thinker(checkpoint: Checkpoint, settings: ModelSettings) -> Qwen3OmniThinker:
@@ -117,37 +161,20 @@ def build_qwen3_omni_thinker(checkpoint: Checkpoint, settings: ModelSettings) ->
     One whose checkpoint has no talker emits nothing for it.
     """
     config, vision = checkpoint.config, checkpoint.config.vision_config
-
-    def read_config(text: PreTrainedConfig) -> DecoderConfig:
-        # Whether the head is the embedding is a matter of the whole, not of its text part.
-        return replace(qwen3_moe_config(text), tie_word_embeddings=bool(config.tie_word_embeddings))
-
+    text, whole = config.text_config, checkpoint.whole_config
+    # Whether the head is the embedding is a matter of the whole, not of its text part.
+    decoder = replace(qwen3_moe_config(text), tie_word_embeddings=bool(config.tie_word_embeddings))
+    rotary = build_multi_axis_rotary(text, settings, SECTIONS, interleaved=True)
+    speaks = getattr(whole, "enable_audio_output", False)
+    kept = int(whole.talker_config.accept_hidden_layer) if speaks else None
     module = build_empty(Qwen3OmniMoeVisionEncoder, vision, settings)
-    places_per_second = float(config.position_id_per_seconds)
-    kept = _kept_layer(checkpoint)
-    model = Qwen3OmniThinker(
-        DeepstackDecoder(read_config, config.text_config, settings, kept_layer=kept),
+    return Qwen3OmniThinker(
+        checkpoint,
+        DeepstackDecoder(decoder, rotary, settings, kept),
         {
             "image": DeepstackImageTower(module, vision),
             "audio": Qwen3AudioTower(config.audio_config, settings),
-            "video": DeepstackVideoTower(module, vision, places_per_second),
+            "video": DeepstackVideoTower(module, vision, float(config.position_id_per_seconds)),
         },
-        {
-            "image": int(config.image_token_id),
-            "audio": int(config.audio_token_id),
-            "video": int(config.video_token_id),
-        },
-        checkpoint.weight_files,
+        None,
     )
-    model.audio_in_video = AudioInVideo(
-        int(config.audio_start_token_id), int(config.audio_end_token_id), None
-    )
-    return model
-
-
-def _kept_layer(checkpoint: Checkpoint) -> int | None:
-    """Whose stream a talker reads; None of a checkpoint that has none."""
-    whole = checkpoint.whole_config
-    if not getattr(whole, "enable_audio_output", False):
-        return None
-    return int(whole.talker_config.accept_hidden_layer)
