@@ -35,13 +35,16 @@ __all__ = [
     "EXTRA_SPECIAL_TOKENS",
     "OMNI_SPEAKERS",
     "OMNI_SPECIALS",
+    "SMALL_DECODER",
+    "SMALL_HEARING",
     "add_specials",
     "build_qwen2_5_omni",
     "chat_template",
     "codec_vocabulary",
     "marker_ids",
     "omni_tokenizer",
-    "save_processors",
+    "rope",
+    "save_omni",
     "spoken_ids",
 ]
 
@@ -92,13 +95,17 @@ def add_specials(tokenizer: PreTrainedTokenizerFast, specials: tuple[str, ...]) 
     tokenizer.add_tokens(rest, special_tokens=True)
 
 
-def marker_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Fields of thinker and talker for placeholders and the signs around them."""
+def marker_ids(tokenizer: PreTrainedTokenizerFast, placeholder: str = "index") -> dict[str, Any]:
+    """Fields of thinker and talker for placeholders and the signs around them.
+
+    Args:
+        placeholder: how the fields of placeholders end.
+    """
     vocabulary = tokenizer.get_vocab()
     return {
-        "audio_token_index": vocabulary["<|AUDIO|>"],
-        "image_token_index": vocabulary["<|IMAGE|>"],
-        "video_token_index": vocabulary["<|VIDEO|>"],
+        f"audio_token_{placeholder}": vocabulary["<|AUDIO|>"],
+        f"image_token_{placeholder}": vocabulary["<|IMAGE|>"],
+        f"video_token_{placeholder}": vocabulary["<|VIDEO|>"],
         "audio_start_token_id": vocabulary["<|audio_bos|>"],
         "audio_end_token_id": vocabulary["<|audio_eos|>"],
         "vision_start_token_id": vocabulary["<|vision_bos|>"],
@@ -138,18 +145,22 @@ _VOCODER_GAIN = 0.5
 # Of the thinker, and so of what the talker reads.
 _WIDTH = 64
 _NUM_CODES = 256
-_AUDIO_TOWER: Mapping[str, Any] = {
+SMALL_HEARING: Mapping[str, Any] = {
     "num_mel_bins": 32,
     "d_model": 32,
     "encoder_layers": 2,
     "encoder_attention_heads": 2,
     "encoder_ffn_dim": 64,
-    "max_source_positions": 1500,
-    "n_window": 100,
     "output_dim": _WIDTH,
 }
-_TALKER: Mapping[str, Any] = {
-    "embedding_size": _WIDTH,
+"""Sizes of a tower that hears."""
+
+_AUDIO_TOWER: Mapping[str, Any] = {
+    **SMALL_HEARING,
+    "max_source_positions": 1500,
+    "n_window": 100,
+}
+SMALL_DECODER: Mapping[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -157,6 +168,12 @@ _TALKER: Mapping[str, Any] = {
     "num_key_value_heads": 1,
     "head_dim": 16,
     "max_position_embeddings": 4096,
+}
+"""Sizes of a talker."""
+
+_TALKER: Mapping[str, Any] = {
+    "embedding_size": _WIDTH,
+    **SMALL_DECODER,
     **codec_vocabulary(_NUM_CODES),
 }
 _DIT: Mapping[str, Any] = {
@@ -194,7 +211,8 @@ _BIGVGAN: Mapping[str, Any] = {
 }
 
 
-def _rope(sections: list[int]) -> dict[str, Any]:
+def rope(sections: list[int]) -> dict[str, Any]:
+    """Parameters of three numbers to a place."""
     return {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
 
 
@@ -206,7 +224,7 @@ _BENCHMARK: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 11,
         "num_attention_heads": 10,
         "num_key_value_heads": 2,
-        "rope_parameters": _rope([8, 12, 12]),
+        "rope_parameters": rope([8, 12, 12]),
     },
     "vision": {
         "depth": 4,
@@ -230,7 +248,7 @@ _BENCHMARK: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 7,
         "num_key_value_heads": 1,
         "head_dim": 64,
-        "rope_parameters": _rope([8, 12, 12]),
+        "rope_parameters": rope([8, 12, 12]),
     },
     "dit": {
         "hidden_size": 128,
@@ -256,20 +274,26 @@ _BENCHMARK: Mapping[str, Mapping[str, Any]] = {
 
 def build_qwen2_5_omni(directory: str | Path, *, benchmark: bool = False) -> Path:
     """Write a seeded Qwen2.5-Omni with its processors' files and two voices."""
-    tokenizer = omni_tokenizer()
+    tokenizer, generator = omni_tokenizer(), torch.Generator().manual_seed(0)
     with quiet_config_log():
         config = _config(tokenizer, _BENCHMARK if benchmark else {})
-        generator = torch.Generator().manual_seed(0)
         make = partial(Qwen2_5OmniForConditionalGeneration, config)
         model = seeded_model(make, generator, _initialise)
+        path = save_omni(directory, model, tokenizer, "Qwen2_5OmniProcessor")
+    _save_speakers(path, model.token2wav.config.dit_config, tokenizer, generator)
+    return path
+
+
+def save_omni(
+    directory: str | Path, model: Any, tokenizer: PreTrainedTokenizerFast, processor_class: str
+) -> Path:
+    """Write thinker, talker and vocoder with their processors' files."""
     quieten(model.thinker, tokenizer)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    with quiet_config_log():
-        path = save_checkpoint(directory, model, tokenizer)
+    path = save_checkpoint(directory, model, tokenizer)
     num_mel_bins = model.thinker.config.audio_config.num_mel_bins
-    save_processors(path, num_mel_bins, "Qwen2_5OmniProcessor")
-    _save_speakers(path, model.token2wav.config.dit_config, tokenizer, generator)
+    _save_processors(path, num_mel_bins, processor_class)
     return path
 
 
@@ -291,13 +315,13 @@ def _config(
     tokenizer: PreTrainedTokenizerFast, changes: Mapping[str, Mapping[str, Any]]
 ) -> Qwen2_5OmniConfig:
     markers = marker_ids(tokenizer)
-    rope = {"rope_parameters": _rope([2, 3, 3])}
+    turned = {"rope_parameters": rope([2, 3, 3])}
     text = DecoderSettings(hidden_size=_WIDTH, num_layers=3, max_position_embeddings=4096)
     usual: dict[str, Mapping[str, Any]] = {
-        "text": text.text_config(tokenizer) | rope | {"tie_word_embeddings": False},
+        "text": text.text_config(tokenizer) | turned | {"tie_word_embeddings": False},
         "vision": QWEN_VISION | {"out_hidden_size": _WIDTH},
         "audio": _AUDIO_TOWER,
-        "talker": {**_TALKER, **rope, **spoken_ids(tokenizer)},
+        "talker": {**_TALKER, **turned, **spoken_ids(tokenizer)},
         "dit": _DIT,
         "bigvgan": _BIGVGAN,
     }
@@ -321,7 +345,7 @@ def _initialise(name: str, parameter: nn.Parameter, generator: torch.Generator) 
         parameter.normal_(0.0, _VOCODER_GAIN * fan_in**-0.5, generator=generator)
 
 
-def save_processors(path: Path, num_mel_bins: int, processor_class: str) -> None:
+def _save_processors(path: Path, num_mel_bins: int, processor_class: str) -> None:
     """Image processor and feature extractor share a file, as in published checkpoints."""
     image = Qwen2VLImageProcessorPil(
         patch_size=14, temporal_patch_size=2, merge_size=2, min_pixels=28**2, max_pixels=16 * 28**2

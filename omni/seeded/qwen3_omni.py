@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,24 @@ from omni.seeded.building import (
     ATTENTION_GAIN,
     DecoderSettings,
     initialise,
-    quieten,
-    save_checkpoint,
     seeded_model,
 )
-from omni.seeded.omni import OMNI_SPEAKERS, omni_tokenizer, save_processors
+from omni.seeded.omni import (
+    OMNI_SPEAKERS,
+    SMALL_DECODER,
+    SMALL_HEARING,
+    marker_ids,
+    omni_tokenizer,
+    rope,
+    save_omni,
+)
 
 __all__ = ["build_qwen3_omni"]
 
 _ROLES = ("system", "user", "assistant")
 _WIDTH = 64
 _NUM_CODES, _NUM_CODEBOOKS = 64, 4
-_ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]}
+_ROPE = rope([4, 2, 2])
 _VISION: Mapping[str, Any] = {
     "depth": 3,
     "hidden_size": 32,
@@ -41,15 +48,7 @@ _VISION: Mapping[str, Any] = {
     "num_position_embeddings": 64,
     "deepstack_visual_indexes": [0, 1],
 }
-_AUDIO: Mapping[str, Any] = {
-    "num_mel_bins": 32,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 64,
-    "output_dim": _WIDTH,
-    "downsample_hidden_size": 8,
-}
+_AUDIO: Mapping[str, Any] = {**SMALL_HEARING, "downsample_hidden_size": 8}
 _EXPERTS: Mapping[str, Any] = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
@@ -58,38 +57,23 @@ _EXPERTS: Mapping[str, Any] = {
 }
 _TALKER: Mapping[str, Any] = {
     **_EXPERTS,
-    "hidden_size": 32,
-    "intermediate_size": 64,
+    **SMALL_DECODER,
     "shared_expert_intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
     # The published model's last 1,024 ids are signs, too.
     "vocab_size": _NUM_CODES + 1024,
     "rope_parameters": _ROPE,
 }
 _PREDICTOR: Mapping[str, Any] = {
+    **SMALL_DECODER,
     "vocab_size": _NUM_CODES,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
     "num_code_groups": _NUM_CODEBOOKS,
 }
 _CODE2WAV: Mapping[str, Any] = {
     "codebook_size": _NUM_CODES,
     "num_quantizers": _NUM_CODEBOOKS,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
+    **SMALL_DECODER,
     "num_key_value_heads": 2,
     "sliding_window": 8,
-    "max_position_embeddings": 4096,
     "decoder_dim": 16,
     "upsample_rates": [5, 4, 3],
     "upsampling_ratios": [2, 2],
@@ -110,29 +94,14 @@ def build_qwen3_omni(directory: str | Path, *, speaks: bool = True) -> Path:
     tokenizer.add_tokens(list(_ROLES))
     with quiet_config_log():
         config = _config(tokenizer, speaks)
-        generator = torch.Generator().manual_seed(0)
-        model = seeded_model(
-            lambda: Qwen3OmniMoeForConditionalGeneration(config), generator, _initialise
-        )
-    quieten(model.thinker, tokenizer)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    with quiet_config_log():
-        path = save_checkpoint(directory, model, tokenizer)
-    save_processors(path, config.thinker_config.audio_config.num_mel_bins, "Qwen3OmniMoeProcessor")
-    return path
+        make = partial(Qwen3OmniMoeForConditionalGeneration, config)
+        model = seeded_model(make, torch.Generator().manual_seed(0), _initialise)
+        return save_omni(directory, model, tokenizer, "Qwen3OmniMoeProcessor")
 
 
 def _config(tokenizer: PreTrainedTokenizerFast, speaks: bool) -> Qwen3OmniMoeConfig:
     vocabulary = tokenizer.get_vocab()
-    markers = {
-        "audio_token_id": vocabulary["<|AUDIO|>"],
-        "image_token_id": vocabulary["<|IMAGE|>"],
-        "video_token_id": vocabulary["<|VIDEO|>"],
-        "audio_start_token_id": vocabulary["<|audio_bos|>"],
-        "audio_end_token_id": vocabulary["<|audio_eos|>"],
-        "vision_start_token_id": vocabulary["<|vision_bos|>"],
-        "vision_end_token_id": vocabulary["<|vision_eos|>"],
+    markers = marker_ids(tokenizer, "id") | {
         "user_token_id": vocabulary["user"],
         "position_id_per_seconds": 13,
     }

@@ -18,7 +18,7 @@ There the reply of a single token, which has no rows, raises; here it is s witho
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -44,7 +44,10 @@ __all__ = [
     "Speakers",
     "SpeechPromptProcessor",
     "check_positions",
+    "check_voice",
+    "embeddings",
     "load_speakers",
+    "positions_before",
 ]
 
 _TEXT_EMBEDDING = "thinker.model.embed_tokens.weight"
@@ -65,16 +68,11 @@ class SpeechPromptProcessor(PromptProcessor):
     takes_chunks = True
 
     def __init__(self, sources: PromptSources) -> None:
-        checkpoint, config = sources.checkpoint, sources.checkpoint.config
-        voices = load_speakers(checkpoint.path)
+        config = sources.checkpoint.config
+        voices = load_speakers(sources.checkpoint.path)
         token_ids = [voices.get(name).bos_token for name in voices.names]
         token_ids += [config.tts_text_end_token_id, config.tts_text_pad_token_id]
-        rows = check_rows(
-            checkpoint.rows_of_whole(_TEXT_EMBEDDING, token_ids),
-            _TEXT_EMBEDDING,
-            config.embedding_size,
-            sources.limits.dtype,
-        )
+        rows = embeddings(sources, token_ids, config.embedding_size)
         *starts, self._end_row, self._pad_row = rows.split(1)
         self._speaker_rows = dict(zip(voices.names, starts, strict=True))
         self._speakers, self.speakers = voices, voices.names
@@ -92,17 +90,28 @@ class SpeechPromptProcessor(PromptProcessor):
         num_rows = rows.shape[0]
         speaker = self._speakers.get(prompt.speaker)
         start = torch.cat([rows, self._speaker_rows[speaker.name], reply])
-        keys = _keys(prompt.prompt_keys, num_rows)
-        streamed_rows = StreamedRows(start, num_replaced=num_rows, keys=keys)
-        if prompt.is_last:
-            self._end(streamed_rows)
-        positions = _positions(prompt.positions, num_rows)
-        return PromptContent(
-            [self._mask] * num_rows + [self._pad, self._bos],
-            () if positions is None else position_spans(positions, self._block_size),
-            positions=positions,
-            streamed_rows=streamed_rows,
+        streamed_rows = StreamedRows(
+            start, num_replaced=num_rows, keys=_keys(prompt.prompt_keys, num_rows)
         )
+        positions = None
+        if prompt.positions is not None:
+            table = check_positions(prompt.positions, num_rows)
+            positions = positions_before(table, _NUM_FOLLOWING)
+        codes = [self._mask] * num_rows + [self._pad, self._bos]
+        return self._content(codes, streamed_rows, positions, is_last=prompt.is_last)
+
+    def _content(
+        self,
+        codes: list[int],
+        streamed_rows: StreamedRows,
+        positions: PromptPositions | None,
+        *,
+        is_last: bool,
+    ) -> PromptContent:
+        if is_last:
+            self._end(streamed_rows)
+        spans = () if positions is None else position_spans(positions, self._block_size)
+        return PromptContent(codes, spans, positions=positions, streamed_rows=streamed_rows)
 
     def _read(self, prompt: Prompt) -> tuple[SpeechPrompt, Tensor, Tensor]:
         """A prompt, or the first chunk of one, and its checked rows."""
@@ -144,45 +153,53 @@ class SpeechPromptProcessor(PromptProcessor):
         return check_rows(rows, name, width, dtype).cpu()
 
 
+def embeddings(sources: PromptSources, token_ids: Sequence[int], width: int) -> Tensor:
+    """A thinker's embeddings of some tokens, checked: ``(n, width)``."""
+    rows = sources.checkpoint.rows_of_whole(_TEXT_EMBEDDING, token_ids)
+    return check_rows(rows, _TEXT_EMBEDDING, width, sources.limits.dtype)
+
+
+def _int64(tensor: object, name: str) -> Tensor:
+    if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:
+        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ValueError(f"{name} must be an int64 tensor, got {kind}")
+    return tensor.cpu()
+
+
 def _keys(keys: object, num_rows: int) -> Tensor | None:
     if keys is None:
         return None
-    if not isinstance(keys, Tensor) or keys.dtype != torch.int64 or keys.ndim != 2:
-        kind = keys.dtype if isinstance(keys, Tensor) else type(keys).__name__
-        raise ValueError(f"prompt_keys must be a matrix of int64, got {kind}")
-    if keys.shape[0] != num_rows:
+    table = _int64(keys, "prompt_keys")
+    if table.ndim != 2 or len(table) != num_rows:
         raise ValueError(
-            f"prompt_keys must be {num_rows}, one for each of prompt_rows, got {keys.shape[0]}"
+            f"prompt_keys must be ({num_rows}, n), a row for each of prompt_rows, "
+            f"got {tuple(table.shape)}"
         )
-    return keys.cpu()
+    return table
 
 
-def check_positions(table: object, num_rows: int) -> Tensor:
+def check_positions(positions: object, num_rows: int) -> Tensor:
     """Places of a speech prompt's rows, ``(3, num_rows)`` on the CPU; ``ValueError`` if not."""
-    if not isinstance(table, Tensor) or table.dtype != torch.int64:
-        kind = table.dtype if isinstance(table, Tensor) else type(table).__name__
-        raise ValueError(f"positions must be an int64 tensor, got {kind}")
+    table = _int64(positions, "positions")
     if table.shape != (_NUM_AXES, num_rows):
         raise ValueError(
             f"positions must be ({_NUM_AXES}, {num_rows}), a column for each of prompt_rows, "
             f"got {tuple(table.shape)}"
         )
-    table = table.cpu()
     if int(table.min()) < 0:
         raise ValueError(f"positions must not be negative, got {int(table.min())}")
     return table
 
 
-def _positions(table: object, num_rows: int) -> PromptPositions | None:
-    if table is None:
+def positions_before(table: Tensor, num_following: int) -> PromptPositions | None:
+    """Places ``(3, n)``, and of tokens of text that follow; None if all are their indices."""
+    follow = table[:, -1].max() + torch.arange(1, num_following + 1)
+    table = torch.cat([table, follow.expand(_NUM_AXES, -1)], dim=1)
+    if torch.equal(table, torch.arange(table.shape[1]).expand_as(table)):
         return None
-    table = check_positions(table, num_rows)
-    if torch.equal(table, torch.arange(num_rows).expand_as(table)):
-        return None
-    follow = table[:, -1].max() + torch.arange(1, _NUM_FOLLOWING + 1)
-    placed = PromptPositions.of(torch.cat([table, follow.expand(_NUM_AXES, -1)], dim=1))
+    placed = PromptPositions.of(table)
     # Transformers' talker goes on after the largest of all, unlike its thinker.
-    return replace(placed, shift=placed.largest + 1 - placed.table.shape[1])
+    return replace(placed, shift=placed.largest + 1 - table.shape[1])
 
 
 SPEAKERS_FILE = "spk_dict.pt"
@@ -232,17 +249,18 @@ class Speakers:
         Raises:
             ValueError: no voice has this name; says which there are.
         """
-        if name is None:
-            return self.default
-        if not isinstance(name, str):
-            raise ValueError(f"a speaker is chosen by name, got {type(name).__name__}")
-        if name not in self._by_name:
-            close = get_close_matches(name, self.names, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise ValueError(
-                f"unknown speaker {name!r}{hint}; this checkpoint has {', '.join(self.names)}"
-            )
-        return self._by_name[name]
+        return self.default if name is None else self._by_name[check_voice(name, self.names)]
+
+
+def check_voice(name: object, names: tuple[str, ...]) -> str:
+    """Give a voice's name; ``ValueError`` if there is none of that name, which says what is."""
+    if not isinstance(name, str):
+        raise ValueError(f"a speaker is chosen by name, got {type(name).__name__}")
+    if name not in names:
+        close = get_close_matches(name, names, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"unknown speaker {name!r}{hint}; this checkpoint has {', '.join(names)}")
+    return name
 
 
 def load_speakers(path: Path) -> Speakers:

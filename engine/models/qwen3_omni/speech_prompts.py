@@ -18,8 +18,6 @@ a video with its own sound are the thinker's here; there the talker is not told 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +28,17 @@ from engine.checkpoints.config_file import read_config_file
 from engine.inputs.prompt_processor import PromptContent, PromptSources
 from engine.inputs.prompt_tokens import check_rows
 from engine.interface.prompts import Prompt
-from engine.models.qwen2_5_omni.speakers import SpeechPromptProcessor, check_positions
-from engine.requests.encoder_input import PromptPositions, StreamedRows, position_spans
+from engine.models.qwen2_5_omni.speakers import (
+    SpeechPromptProcessor,
+    check_positions,
+    check_voice,
+    embeddings,
+    positions_before,
+)
+from engine.requests.encoder_input import PromptPositions, StreamedRows
 
 __all__ = ["Qwen3SpeechPrompts", "speakers_of"]
 
-_TEXT_EMBEDDING = "thinker.model.embed_tokens.weight"
-_NUM_AXES = 3
 # Tokens of the last turn that begin it: its sign, the role, the end of the line.
 _NUM_OPENING = 3
 # Of codes that stand for a speech model's thoughts, and before them none.
@@ -44,7 +46,7 @@ _NUM_SIGNS = 6
 _NUM_OTHER_CODES = 1024
 """The last ids of a talker's vocabulary, none of them codes of sound, as transformers has it."""
 
-_PREFERRED = "ethan"
+_PREFERRED = "Ethan"
 
 
 def speakers_of(path: Path) -> tuple[str, ...]:
@@ -70,12 +72,7 @@ class Qwen3SpeechPrompts(SpeechPromptProcessor):
             raise ValueError(f"{checkpoint.path}: talker_config names no voices in speaker_id")
         self.speakers = tuple(name.capitalize() for name in self._voices)
         token_ids = [whole.tts_bos_token_id, whole.tts_eos_token_id, whole.tts_pad_token_id]
-        rows = check_rows(
-            checkpoint.rows_of_whole(_TEXT_EMBEDDING, token_ids),
-            _TEXT_EMBEDDING,
-            config.thinker_hidden_size,
-            sources.limits.dtype,
-        )
+        rows = embeddings(sources, token_ids, config.thinker_hidden_size)
         self._begin_row, self._end_row, self._pad_row = _words(rows).split(1)
         self._shown_ids = torch.tensor(
             [config.audio_token_id, config.image_token_id, config.video_token_id]
@@ -104,33 +101,20 @@ class Qwen3SpeechPrompts(SpeechPromptProcessor):
         head = rows[torch.cat((kept, opening))]
         start = torch.cat((head, self._pad_row.expand(4, -1), self._begin_row, reply), dim=0)
         streamed_rows = StreamedRows(start, num_replaced=len(head))
-        if prompt.is_last:
-            self._end(streamed_rows)
         positions = self._positions(prompt.positions, kept, len(rows))
         codes = [self._pad] * len(head)
         codes += [*self._signs, self._voice(prompt.speaker), self._pad, self._bos]
-        return PromptContent(
-            codes,
-            () if positions is None else position_spans(positions, self._block_size),
-            positions=positions,
-            streamed_rows=streamed_rows,
-        )
+        return self._content(codes, streamed_rows, positions, is_last=prompt.is_last)
 
     def _check(self, rows: object, name: str) -> Tensor:
         width, dtype = self._pad_row.shape[1] - 1, self._pad_row.dtype
         return _words(check_rows(rows, name, width, dtype).cpu())
 
     def _voice(self, name: str | None) -> int:
+        names = tuple(map(str.capitalize, self._voices))
         if name is None:
-            name = _PREFERRED if _PREFERRED in self._voices else next(iter(self._voices))
-        if name.lower() not in self._voices:
-            names = [each.capitalize() for each in self._voices]
-            close = get_close_matches(name.capitalize(), names, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise ValueError(
-                f"unknown speaker {name!r}{hint}; this checkpoint has {', '.join(names)}"
-            )
-        return self._voices[name.lower()]
+            name = _PREFERRED if _PREFERRED in names else names[0]
+        return self._voices[check_voice(name.capitalize(), names).lower()]
 
     def _turns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Places of users' turns, and those that begin the reply."""
@@ -159,13 +143,7 @@ class Qwen3SpeechPrompts(SpeechPromptProcessor):
             # A turn begins with text, whose place is one number.
             moved.append(table[:, turn] - table[0, turn[0]] + place)
             place = int(moved[-1][:, -1].max()) + 1
-        placed = torch.cat(moved, dim=1)
-        follow = place + torch.arange(_NUM_OPENING + _NUM_SIGNS)
-        placed = torch.cat((placed, follow.expand(_NUM_AXES, -1)), dim=1)
-        if torch.equal(placed, torch.arange(placed.shape[1]).expand_as(placed)):
-            return None
-        result = PromptPositions.of(placed)
-        return replace(result, shift=result.largest + 1 - placed.shape[1])
+        return positions_before(torch.cat(moved, dim=1), _NUM_OPENING + _NUM_SIGNS)
 
 
 def _words(rows: Tensor) -> Tensor:
