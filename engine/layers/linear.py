@@ -257,6 +257,7 @@ class PlainMLP(nn.Module):
 
     Args:
         intermediate_size: width between the two products, of each matrix of the first.
+        output_size: width of the result; None: ``hidden_size``.
         names: what checkpoints call the matrices of the first product, and last the second's.
 
     Raises:
@@ -273,9 +274,11 @@ class PlainMLP(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        output_size: int | None = None,
     ) -> None:
         super().__init__()
-        up, down = dict.fromkeys(names[:-1], intermediate_size), {names[-1]: hidden_size}
+        down = {names[-1]: output_size or hidden_size}
+        up = dict.fromkeys(names[:-1], intermediate_size)
         self.up = Linear(hidden_size, up, bias=bias, dtype=dtype, device=device)
         self.down = Linear(intermediate_size, down, bias=bias, dtype=dtype, device=device)
         self.activation = activation_of(activation)
@@ -286,7 +289,7 @@ class PlainMLP(nn.Module):
         yield from self.down.targets(prefix)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(rows, hidden_size)`` to the same shape."""
+        """``(rows, hidden_size)`` to ``(rows, output_size)``."""
         output: Tensor = self.down(self.activation(self.up(x)))
         return output
 

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from engine.attention.layer import AttentionStep
 from engine.checkpoints.quantized_weight import QuantizationScheme, Target
@@ -33,18 +34,23 @@ class ItemTower(nn.Module):
 
     Attributes:
         feature_names: the tensors that it takes, by the names of transformers' processors.
+        known_weight: the end of the name of one of its module's weights, which tells the others'.
         row_parts: how many times as wide as an embedding its rows are.
         hears_silence: whether silence stands behind a sound when its features are made; else its
             end is mirrored there.
     """
 
+    module: PreTrainedModel
     feature_names: tuple[str, ...]
+    known_weight: str
     row_parts: int = 1
     hears_silence: bool = True
 
-    @abstractmethod
     def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Target]]:
         """Names of the checkpoint's ``stored`` ones, each with the tensor that receives it."""
+        prefix = unique_prefix(stored, self.known_weight)
+        for name, tensor in self.module.state_dict().items():
+            yield f"{prefix}{name}", tensor
 
     @abstractmethod
     def num_rows(self, features: Mapping[str, Tensor]) -> int:

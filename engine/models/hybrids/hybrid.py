@@ -12,7 +12,7 @@ CMU and UIUC, "Bamba: Inference-Efficient Hybrid Mamba2 Model", 2024.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,21 +46,6 @@ from engine.models.family import ModelFamily, has_head
 __all__ = ["BAMBA", "JAMBA", "HybridLayer", "HybridModel"]
 
 
-@dataclass(frozen=True, slots=True)
-class HybridStep:
-    """What the layers of a step share.
-
-    Attributes:
-        attention: the step's metadata for attention and state layers.
-        layout: of the packed tokens, for the recurrences.
-        rotation: cosines and sines of the tokens' positions; None for models without positions.
-    """
-
-    attention: AttentionStep
-    layout: PackedLayout
-    rotation: tuple[Tensor, Tensor] | None
-
-
 class HybridLayer(nn.Module):
     """A mixer of tokens and an MLP, with their norms; see the module's picture."""
 
@@ -84,21 +69,30 @@ class HybridLayer(nn.Module):
         yield f"{prefix}pre_ff_layernorm.weight", self.pre_ff_norm.weight.data
         yield from self.feed_forward.targets(f"{prefix}feed_forward.")
 
-    def forward(self, x: Tensor | None, residual: Tensor, step: HybridStep) -> Tensor:
+    def forward(
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        step: AttentionStep,
+        layout: PackedLayout,
+        rotation: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
         """Run the layer; ``residual`` is changed in place.
 
         Args:
             x: the layer below's MLP output, still to be added; None in the first layer.
             residual: ``(num_tokens, hidden_size)``.
+            layout: of the packed tokens, for the recurrences.
+            rotation: cosines and sines of their positions; None for models without positions.
 
         Returns:
             This layer's MLP output, not yet added to ``residual``.
         """
         normed = self.input_norm(residual) if x is None else self.input_norm.add(x, residual)
         if isinstance(self.mixer, SelfAttention):
-            mixed = self.mixer(normed, step.rotation, step.attention)
+            mixed = self.mixer(normed, rotation, step)
         else:
-            mixed = self.mixer(normed, step.attention, step.layout)
+            mixed = self.mixer(normed, step, layout)
         output: Tensor = self.feed_forward(self.pre_ff_norm.add(mixed, residual))
         return output
 
@@ -141,8 +135,7 @@ class HybridModel(DecoderModel):
             metadata.query_start_loc, metadata.num_decodes, self.history, inputs_embeds.device
         )
         rotation = next((rotary(positions) for rotary in self.rotaries), None)
-        shared = HybridStep(step, layout, rotation)
-        return self.run_layers(inputs_embeds, [(shared,)] * len(self.layers))
+        return self.run_layers(inputs_embeds, [(step, layout, rotation)] * len(self.layers))
 
 
 def build_jamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:

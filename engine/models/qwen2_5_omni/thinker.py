@@ -12,9 +12,7 @@ Beside its hidden states it hands on what a talker needs to speak: each token's 
 its place. Videos are tensors. One may have its own sound, the two in step (``use_audio_in_video``):
 see :mod:`engine.inputs.multimodal_inputs`.
 
-Source: Xu et al., "Qwen2.5-Omni Technical Report", 2025; transformers' ``qwen2_5_omni``.
-
-The audio tower of Qwen2.5-Omni: log-mel frames in, a row for every four of them out.
+The audio tower: log-mel frames in, a row for every four of them out.
 
 ::
 
@@ -27,7 +25,7 @@ Source: Xu et al., "Qwen2.5-Omni Technical Report", 2025; transformers' ``qwen2_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,12 +38,11 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
 
 from engine.attention.layer import AttentionStep
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.checkpoints.quantized_weight import Target
 from engine.inputs.multimodal_inputs import AudioInVideo
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import DecoderModel
 from engine.models.encoder_module import build_empty
-from engine.models.multimodal import ItemTower, unique_prefix
+from engine.models.multimodal import ItemTower
 from engine.models.qwen2_5_vl.qwen2_5_vl import (
     ImageTower,
     MultiAxisModel,
@@ -64,19 +61,13 @@ class AudioTower(ItemTower):
 
     feature_names = (_FRAMES,)
     encoder: Callable[[Any], PreTrainedModel] = Qwen2_5OmniAudioEncoder
-    first_weight = "audio_bos_eos_token.weight"
+    known_weight = "audio_bos_eos_token.weight"
     least_frames = 3
 
     def __init__(self, audio: PreTrainedConfig, settings: ModelSettings) -> None:
         super().__init__()
         self.module = build_empty(type(self).encoder, audio, settings)
         self.num_mel_bins: int = audio.num_mel_bins
-
-    def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Target]]:
-        """See :meth:`ItemTower.targets`."""
-        prefix = unique_prefix(stored, self.first_weight)
-        for name, tensor in self.module.state_dict().items():
-            yield f"{prefix}{name}", tensor
 
     def num_rows(self, features: Mapping[str, Tensor]) -> int:
         """See :meth:`ItemTower.num_rows`."""

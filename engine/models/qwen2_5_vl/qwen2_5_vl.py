@@ -42,7 +42,7 @@ Source: Wang et al., "Qwen2-VL", 2024, section 2.1.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +54,6 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.checkpoints.quantized_weight import Target
 from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
 from engine.layers import MultiAxisRotaryEmbedding
 from engine.models.base import ModelSettings
@@ -62,7 +61,7 @@ from engine.models.decoders.decoder import DecoderModel, build_multi_axis_rotary
 from engine.models.decoders.families import qwen2_config
 from engine.models.encoder_module import build_empty
 from engine.models.family import ModelFamily
-from engine.models.multimodal import ItemTower, MultiModalModel, unique_prefix
+from engine.models.multimodal import ItemTower, MultiModalModel
 from engine.requests.encoder_input import MultiModalInput
 from prefix_cache import ContentSpan
 
@@ -82,6 +81,7 @@ class ImageTower(ItemTower):
     """
 
     feature_names: tuple[str, ...] = ("pixel_values", "image_grid_thw")
+    known_weight = "patch_embed.proj.weight"
     kind = "image"
     has_frames = False
 
@@ -90,12 +90,6 @@ class ImageTower(ItemTower):
         self.module = module
         self.merge_size: int = vision.spatial_merge_size
         self.patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-
-    def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Target]]:
-        """See :meth:`ItemTower.targets`."""
-        prefix = unique_prefix(stored, "patch_embed.proj.weight")
-        for name, tensor in self.module.state_dict().items():
-            yield f"{prefix}{name}", tensor
 
     def sides(self, features: Mapping[str, Tensor]) -> tuple[int, int, int]:
         """Time, height and width of one item, in rows of the output.

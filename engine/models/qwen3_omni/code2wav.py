@@ -15,9 +15,10 @@ Source: Xu et al., "Qwen3-Omni Technical Report", 2025; transformers' ``qwen3_om
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +27,6 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeCausalConvNet,
     Qwen3OmniMoeCausalTransConvNet,
     Qwen3OmniMoeCode2Wav,
-    Qwen3OmniMoeCode2WavDecoderBlock,
-    Qwen3OmniMoeCode2WavDecoderResidualUnit,
-    Qwen3OmniMoeConvNeXtBlock,
     apply_rotary_pos_emb,
 )
 
@@ -42,6 +40,7 @@ __all__ = ["Qwen3Code2Wav"]
 
 # Samples per second of this family; its configs do not tell.
 _SAMPLING_RATE = 24_000
+_CAUSAL = (Qwen3OmniMoeCausalConvNet, Qwen3OmniMoeCausalTransConvNet)
 
 State: TypeAlias = tuple[int, tuple[Tensor, ...]]
 """How many codes were, and what the layers keep of them, in the order in which they run."""
@@ -80,6 +79,11 @@ class Qwen3Code2Wav(GeneratorModel):
             ),
             lambda network: Places(network.state_dict()),
         )
+        self._stream = _Stream()
+        for module in list(self.network.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, _CAUSAL):
+                    setattr(module, name, _Streamed(child, self._stream))
 
     def new_state(self) -> State:
         """See :meth:`GeneratorModel.new_state`."""
@@ -110,23 +114,18 @@ class Qwen3Code2Wav(GeneratorModel):
 
     def _run(self, codes: Tensor, states: Sequence[State]) -> tuple[Tensor, list[Tensor]]:
         """Codes ``(B, num_codebooks, n)`` to samples ``(B, ...)``, and what layers keep."""
-        network, kept = self.network, list[Tensor]()
-        known = iter([torch.stack(each) for each in zip(*(s[1] for s in states), strict=True)])
+        network = self.network
+        known = [torch.stack(each) for each in zip(*(s[1] for s in states), strict=True)]
+        self._stream.known, self._stream.kept = iter(known), []
         hidden = network.code_embedding(codes + network.code_offset).mean(1)
         starts = torch.tensor([num_done for num_done, _ in states], device=self.device)
-        hidden = self._attend(hidden, starts, known, kept).transpose(1, 2)
-        run = _Streamed(known, kept)
-        for blocks in network.upsample:
-            for block in blocks:
-                hidden = run(block, hidden)
-        for block in network.decoder:
-            hidden = run(block, hidden)
+        hidden = self._attend(hidden, starts).transpose(1, 2)
+        for block in (*chain.from_iterable(network.upsample), *network.decoder):
+            hidden = block(hidden)
         samples = hidden.clamp(min=-1, max=1).flatten(1).float()
-        return samples.cpu(), kept
+        return samples.cpu(), self._stream.kept
 
-    def _attend(
-        self, hidden: Tensor, starts: Tensor, known: Iterator[Tensor], kept: list[Tensor]
-    ) -> Tensor:
+    def _attend(self, hidden: Tensor, starts: Tensor) -> Tensor:
         """The decoder over ``(B, n, hidden_size)``; it keeps the window's keys and values."""
         network: Any = self.network.pre_transformer
         length = hidden.shape[1]
@@ -140,13 +139,13 @@ class Qwen3Code2Wav(GeneratorModel):
                 for project in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
             query, key = apply_rotary_pos_emb(query, key, cos, sin)
-            past = next(known, None)
+            past = next(self._stream.known, None)
             if past is not None:
                 key = torch.cat((past[:, 0], key), dim=2)
                 value = torch.cat((past[:, 1], value), dim=2)
             if mask is None:
                 mask = self._sees(length, key.shape[2])
-            kept.append(torch.stack((key, value), dim=1)[:, :, :, 1 - self.window :])
+            self._stream.kept.append(torch.stack((key, value), dim=1)[:, :, :, 1 - self.window :])
             attended = F.scaled_dot_product_attention(
                 query, key, value, mask, scale=attention.scaling, enable_gqa=True
             )
@@ -165,62 +164,37 @@ class Qwen3Code2Wav(GeneratorModel):
         return (distance >= 0) & (distance < self.window)
 
 
-class _Streamed:
-    """Runs transformers' modules over the next piece of a signal.
+class _Stream:
+    """What layers keep of a signal's pieces, in the order in which they run.
 
-    Args:
-        known: what they kept of the pieces before, in the order in which they run; ends at once
-            if there were none.
+    Attributes:
+        known: of the pieces before; ends at once if there were none.
         kept: takes what they keep now.
     """
 
-    def __init__(self, known: Iterator[Tensor], kept: list[Tensor]) -> None:
-        self._known, self._kept = known, kept
-        self._ways: dict[type[nn.Module], Callable[[Any, Tensor], Tensor]] = {
-            Qwen3OmniMoeCausalConvNet: self._conv,
-            Qwen3OmniMoeCausalTransConvNet: self._upsample,
-            Qwen3OmniMoeConvNeXtBlock: self._conv_next,
-            Qwen3OmniMoeCode2WavDecoderBlock: self._block,
-            Qwen3OmniMoeCode2WavDecoderResidualUnit: self._residual,
-        }
+    known: Iterator[Tensor]
+    kept: list[Tensor]
 
-    def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Run a module over ``(B, channels, n)``; one that looks at no neighbours as it is."""
-        way = self._ways.get(type(module))
-        output: Tensor = module(x) if way is None else way(module, x)
-        return output
 
-    def _conv(self, module: Any, x: Tensor) -> Tensor:
-        if not module.padding:
-            output: Tensor = module.conv(x)
+class _Streamed(nn.Module):
+    """Stands in for a causal convolution of transformers, and runs over the next piece."""
+
+    def __init__(self, module: nn.Module, stream: _Stream) -> None:
+        super().__init__()
+        self.module, self._stream = module, stream
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, channels, n)`` to what comes behind the piece before, ``(B, channels, ...)``."""
+        module, stream = cast("Any", self.module), self._stream
+        is_plain = isinstance(module, Qwen3OmniMoeCausalConvNet)
+        num_kept = module.padding if is_plain else min(module.left_pad, 1)
+        if num_kept:
+            past = next(stream.known, None)
+            if past is None and is_plain:
+                past = x.new_zeros(*x.shape[:2], num_kept)
+            x = x if past is None else torch.cat((past, x), dim=2)
+            stream.kept.append(x[:, :, -num_kept:])
+        output: Tensor = module.conv(x)
+        if is_plain:
             return output
-        past = next(self._known, None)
-        whole = F.pad(x, (module.padding, 0)) if past is None else torch.cat((past, x), dim=2)
-        self._kept.append(whole[:, :, -module.padding :])
-        output = module.conv(whole)
-        return output
-
-    def _upsample(self, module: Any, x: Tensor) -> Tensor:
-        if not module.left_pad:
-            output: Tensor = module.conv(x)
-            return output
-        past = next(self._known, None)
-        whole = x if past is None else torch.cat((past, x), dim=2)
-        self._kept.append(whole[:, :, -1:])
-        output = module.conv(whole)
         return output[:, :, module.left_pad : output.shape[2] - module.right_pad]
-
-    def _conv_next(self, module: Any, x: Tensor) -> Tensor:
-        hidden = module.norm(self(module.dwconv, x).transpose(1, 2))
-        hidden = module.pwconv2(module.act(module.pwconv1(hidden)))
-        output: Tensor = x + (module.gamma * hidden).transpose(1, 2)
-        return output
-
-    def _block(self, module: Any, x: Tensor) -> Tensor:
-        for each in module.block:
-            x = self(each, x)
-        return x
-
-    def _residual(self, module: Any, x: Tensor) -> Tensor:
-        hidden = self(module.conv1, module.act1(x))
-        return self(module.conv2, module.act2(hidden)) + x

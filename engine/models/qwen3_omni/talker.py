@@ -29,10 +29,9 @@ from transformers import PreTrainedConfig
 
 from engine.attention.layer import AttentionStep
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.checkpoints.config_file import activation_of
 from engine.checkpoints.quantized_weight import Target
 from engine.interface.sampling_params import SamplingParams
-from engine.layers import Linear, MultiAxisRotaryEmbedding
+from engine.layers import Linear, MultiAxisRotaryEmbedding, PlainMLP
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import (
     DecoderLayer,
@@ -146,29 +145,6 @@ class CodePredictor(nn.Module):
         return self.embedding[places, codes].sum(dim=1)
 
 
-class RowProjection(nn.Module):
-    """Rows of the thinker, ``(n, thinker_hidden_size)``, to rows of the talker."""
-
-    def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
-        super().__init__()
-        text, options = config.text_config, settings.tensor_options
-        width = {"linear_fc1": text.intermediate_size}
-        self.opened = Linear(config.thinker_hidden_size, width, bias=True, **options)
-        width = {"linear_fc2": text.hidden_size}
-        self.closed = Linear(text.intermediate_size, width, bias=True, **options)
-        self.activation = activation_of(text.hidden_act)
-
-    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
-        yield from self.opened.targets(prefix)
-        yield from self.closed.targets(prefix)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """``(n, hidden_size)``."""
-        projected: Tensor = self.closed(self.activation(self.opened(rows)))
-        return projected
-
-
 class Qwen3OmniTalker(DecoderModel):
     """A decoder whose inputs are embeddings of codes beside rows; see the module's note.
 
@@ -194,8 +170,18 @@ class Qwen3OmniTalker(DecoderModel):
                 f"num_code_groups is {config.num_code_groups}, and the code predictor's "
                 f"{self.predictor.num_further + 1}"
             )
-        self.text_projection = RowProjection(config, settings)
-        self.hidden_projection = RowProjection(config, settings)
+        self.text_projection, self.hidden_projection = (
+            PlainMLP(
+                config.thinker_hidden_size,
+                text.intermediate_size,
+                text.hidden_act,
+                names=("linear_fc1", "linear_fc2"),
+                bias=True,
+                output_size=text.hidden_size,
+                **settings.tensor_options,
+            )
+            for _ in range(2)
+        )
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""

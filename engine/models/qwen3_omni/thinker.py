@@ -55,7 +55,7 @@ class Qwen3AudioTower(AudioTower):
     """Sound of any length to rows; see the module's note."""
 
     encoder = Qwen3OmniMoeAudioEncoder
-    first_weight = "conv2d1.weight"
+    known_weight = "conv2d1.weight"
     least_frames = 1
     hears_silence = False
 
