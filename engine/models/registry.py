@@ -81,8 +81,8 @@ _TABLE = (
     _decoder("GEMMA3", "Gemma3", is_base=False),
     FamilyRow("hybrids.hybrid", ("JambaForCausalLM", "JambaModel"), "JAMBA"),
     FamilyRow("hybrids.hybrid", ("BambaForCausalLM", "BambaModel"), "BAMBA"),
-    FamilyRow("seq2seq.bart", ("BartForConditionalGeneration",), outputs=_TWO_SIDES),
-    FamilyRow("seq2seq.t5", ("T5ForConditionalGeneration",), outputs=_TWO_SIDES),
+    FamilyRow("seq2seq.families", ("BartForConditionalGeneration",), "BART", outputs=_TWO_SIDES),
+    FamilyRow("seq2seq.families", ("T5ForConditionalGeneration",), "T5", outputs=_TWO_SIDES),
     FamilyRow(
         "whisper.whisper",
         ("WhisperForConditionalGeneration",),

@@ -23,6 +23,7 @@ __all__ = [
     "QWEN2",
     "QWEN3",
     "QWEN3_MOE",
+    "llama_config",
     "qwen2_config",
     "qwen3_config",
     "qwen3_moe_config",

@@ -12,7 +12,6 @@ CMU and UIUC, "Bamba: Inference-Efficient Hybrid Mamba2 Model", 2024.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,6 +40,7 @@ from engine.models.decoders.decoder import (
     build_norm,
     build_rotary,
 )
+from engine.models.decoders.families import llama_config
 from engine.models.family import ModelFamily, has_head
 
 __all__ = ["BAMBA", "JAMBA", "HybridLayer", "HybridModel"]
@@ -166,12 +166,6 @@ def build_jamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
 def build_bamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
     """Build a Bamba, its weights not yet loaded; see :data:`Builder`."""
     config = checkpoint.config
-    decoder = replace(
-        DecoderConfig.from_transformers(config),
-        qkv_bias=config.attention_bias,
-        output_bias=config.attention_bias,
-        mlp_bias=config.mlp_bias,
-    )
     if config.time_step_limit is None:
         raise ValueError("time_step_limit must be two numbers (0 and infinity for none), got null")
     least, greatest = config.time_step_limit
@@ -187,7 +181,8 @@ def build_bamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
         return Mamba2Mixer(name, Mamba2Config(**mamba), settings.block_size, **options)
 
     experts = [None] * len(config.layer_types)
-    return _build(checkpoint, settings, decoder, mixer, experts, build_rotary(config, settings))
+    rotary = build_rotary(config, settings)
+    return _build(checkpoint, settings, llama_config(config), mixer, experts, rotary)
 
 
 def _mamba_settings(config: PreTrainedConfig) -> dict[str, Any]:

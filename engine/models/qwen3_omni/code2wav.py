@@ -34,7 +34,7 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.interface.config import GenerationParams
 from engine.models.base import CodeChunk, GeneratorModel, ModelSettings
 from engine.models.checked_loading import Places, load_checked
-from engine.models.encoder_module import make_unplaced, place
+from engine.models.encoder_module import build_empty
 
 __all__ = ["Qwen3Code2Wav"]
 
@@ -73,8 +73,9 @@ class Qwen3Code2Wav(GeneratorModel):
         self.network = load_checked(
             checkpoint,
             device,
-            lambda where: place(
-                make_unplaced(Qwen3OmniMoeCode2Wav, config),
+            lambda where: build_empty(
+                Qwen3OmniMoeCode2Wav,
+                config,
                 ModelSettings(torch.float32, where, 1, self.max_codes),
             ),
             lambda network: Places(network.state_dict()),
@@ -123,7 +124,8 @@ class Qwen3Code2Wav(GeneratorModel):
         for block in (*chain.from_iterable(network.upsample), *network.decoder):
             hidden = block(hidden)
         samples = hidden.clamp(min=-1, max=1).flatten(1).float()
-        return samples.cpu(), self._stream.kept
+        kept, self._stream.kept = self._stream.kept, []
+        return samples.cpu(), kept
 
     def _attend(self, hidden: Tensor, starts: Tensor) -> Tensor:
         """The decoder over ``(B, n, hidden_size)``; it keeps the window's keys and values."""

@@ -1,12 +1,6 @@
 """Whisper: an encoder over the spectrogram of a window of fixed length, learned positions.
 
-Source: Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervision", 2022.
-
-What Whisper's decoder begins with: language, task and whether to write timestamps.
-
-Transcribes a recording that is longer than Whisper's window, a window at a time.
-
-::
+A recording that is longer than the window is transcribed a window at a time::
 
     recording  |<------- window ------->|
     written    <0.00> a b <1.80> <1.80> c d      ends in the middle of what is said: cut off
@@ -19,7 +13,8 @@ Timestamps count from the beginning of their window. The rules are those of tran
 long-form transcription, as ``generate`` does it without being asked for more: no window sees the
 text of another, and none is written again at another temperature.
 
-Source: Radford et al. 2022, section 3.8; transformers' ``generation_whisper``.
+Source: Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervision", 2022, section
+3.8; transformers' ``generation_whisper``.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from engine import (
 )
 from engine.inputs.encoder_decoder_inputs import DecoderPromptRule
 from engine.inputs.prompt_tokens import InputLimits
-from engine.models.seq2seq.t5 import T5PromptRule
+from engine.models.seq2seq.families import T5PromptRule
 from engine.models.whisper.whisper import WhisperPromptRule
 from engine.text.tokenizer import load_tokenizer
 from omni.seeded.encoder_decoders import build_whisper

@@ -1,16 +1,24 @@
-"""T5, gated and plain: relative positions, RMS norms, no biases, no factor on the scores.
+"""BART and T5: encoder-decoders that read text.
 
-Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
-Transformer", 2020; the gated MLP is that of version 1.1 and Flan-T5.
+BART has learned positions and a norm after every part. T5, gated and plain, has relative positions,
+RMS norms, no biases and no factor on the scores.
+
+Sources: Lewis et al., "BART: Denoising Sequence-to-Sequence Pre-training for Natural Language
+Generation, Translation, and Comprehension", 2019; Raffel et al., "Exploring the Limits of Transfer
+Learning with a Unified Text-to-Text Transformer", 2020; the gated MLP is that of version 1.1 and
+Flan-T5.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, T5Config
+from transformers import PreTrainedConfig, PreTrainedModel, T5Config
+from transformers.models.bart.modeling_bart import BartEncoder
 from transformers.models.t5.modeling_t5 import T5Stack
 
 from engine.checkpoints.checkpoint import Checkpoint
@@ -20,6 +28,7 @@ from engine.models.base import ModelSettings
 from engine.models.encoder_module import TextEncoder
 from engine.models.family import ModelFamily
 from engine.models.seq2seq.seq2seq import (
+    FAIRSEQ_NAMES,
     RelativeBias,
     Seq2SeqConfig,
     Seq2SeqModel,
@@ -27,9 +36,53 @@ from engine.models.seq2seq.seq2seq import (
     Sublayer,
 )
 
-__all__ = ["FAMILY", "T5PromptRule"]
+__all__ = ["BART", "T5", "T5PromptRule"]
 
-_NAMES = Seq2SeqNames(
+_BART_NAMES = replace(
+    FAIRSEQ_NAMES,
+    embeddings=(
+        "model.shared.weight",
+        "model.encoder.embed_tokens.weight",
+        "model.decoder.embed_tokens.weight",
+    ),
+    embedding_norm="layernorm_embedding",
+    logits_bias="final_logits_bias",
+    ignored=("model.encoder.version", "model.decoder.version"),
+)
+# The rows of the position table before that of position 0 are a remnant of fairseq.
+_POSITION_OFFSET = 2
+
+
+def bart_config(config: PreTrainedConfig) -> Seq2SeqConfig:
+    """The decoder's part of a config."""
+    return Seq2SeqConfig.of_fairseq(
+        config,
+        config.max_position_embeddings,
+        config.max_position_embeddings,
+        norm_first=False,
+        projection_biases=_BART_NAMES.projections,
+        embedding_scale=config.d_model**0.5 if config.scale_embedding else 1.0,
+        position_offset=_POSITION_OFFSET,
+        names=_BART_NAMES,
+    )
+
+
+def build_bart(checkpoint: Checkpoint, settings: ModelSettings) -> Seq2SeqModel:
+    """Build a BART, its weights not yet loaded; see :class:`Seq2SeqModel`."""
+    return _build(bart_config(checkpoint.config), BartEncoder, checkpoint, settings)
+
+
+def _build(
+    decoder: Seq2SeqConfig,
+    make_encoder: Callable[[Any], PreTrainedModel],
+    checkpoint: Checkpoint,
+    settings: ModelSettings,
+) -> Seq2SeqModel:
+    encoder = (make_encoder, checkpoint.config, settings, decoder.max_encoder_len)
+    return Seq2SeqModel(decoder, partial(TextEncoder, *encoder), settings, checkpoint.weight_files)
+
+
+_T5_NAMES = Seq2SeqNames(
     embeddings=("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
     head="lm_head.weight",
     encoder="encoder.",
@@ -51,7 +104,7 @@ TRAINED_LENGTH = 512
 
 def t5_config(config: PreTrainedConfig) -> Seq2SeqConfig:
     """The decoder's part of a config."""
-    names = replace(_NAMES, mlp_projections=_GATED) if config.is_gated_act else _NAMES
+    names = replace(_T5_NAMES, mlp_projections=_GATED) if config.is_gated_act else _T5_NAMES
     max_len = getattr(config, "n_positions", None) or TRAINED_LENGTH
     return Seq2SeqConfig(
         hidden_size=config.d_model,
@@ -84,11 +137,7 @@ def build_t5(checkpoint: Checkpoint, settings: ModelSettings) -> Seq2SeqModel:
     """Build a T5, its weights not yet loaded; see :class:`Seq2SeqModel`."""
     if settings.dtype == torch.float16:
         raise ValueError("T5 overflows in float16; use bfloat16 or float32")
-    config = checkpoint.config
-    decoder_config = t5_config(config)
-    max_len = decoder_config.max_encoder_len
-    build_encoder = partial(TextEncoder, _encoder_stack, config, settings, max_len)
-    return Seq2SeqModel(decoder_config, build_encoder, settings, checkpoint.weight_files)
+    return _build(t5_config(checkpoint.config), _encoder_stack, checkpoint, settings)
 
 
 class T5PromptRule(DecoderPromptRule):
@@ -107,7 +156,14 @@ def _encoder_stack(config: T5Config) -> T5Stack:
     return T5Stack(config)
 
 
-FAMILY = ModelFamily(
+BART = ModelFamily(
+    "bart",
+    ("BartForConditionalGeneration",),
+    build=build_bart,
+    prompts=EncoderDecoderPromptProcessor,
+    max_positions=lambda config: bart_config(config).max_position_embeddings,
+)
+T5 = ModelFamily(
     "t5",
     ("T5ForConditionalGeneration",),
     build=build_t5,
