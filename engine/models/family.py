@@ -97,14 +97,20 @@ def deferred(place: str) -> Callable[..., Any]:
 
 
 def part_of(
-    whole: str, name: str, architecture: str, *, stored: str | None = None, **declared: Any
+    whole: str,
+    name: str,
+    architecture: str,
+    *,
+    stored: str | None = None,
+    is_first: bool = False,
+    **declared: Any,
 ) -> ModelFamily:
     """Declare one of a checkpoint's models: one that generates, or its vocoder.
 
     Args:
         stored: the name under which config and weights are stored, where it is another.
+        is_first: whether ``generation_config.json`` is about it.
     """
     stored = stored or name
-    is_first = name == "thinker"  # the one that generation_config.json is about
     part = CheckpointPart(name, whole, f"{stored}_config", f"{stored}.", architecture, is_first)
     return ModelFamily(name, (architecture,), part=part, **declared)

@@ -32,6 +32,7 @@ THINKER = _part(
     "thinker",
     "Qwen2_5OmniThinkerForConditionalGeneration",
     build=deferred("engine.models.qwen2_5_omni.thinker:build_qwen2_5_omni_thinker"),
+    is_first=True,
     prompts=deferred("engine.inputs.multimodal_inputs:MultiModalPromptProcessor"),
 )
 TALKER = _part(

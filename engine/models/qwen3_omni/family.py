@@ -25,6 +25,7 @@ THINKER = _part(
     "thinker",
     "Qwen3OmniMoeThinkerForConditionalGeneration",
     build=deferred("engine.models.qwen3_omni.thinker:build_qwen3_omni_thinker"),
+    is_first=True,
     prompts=deferred("engine.inputs.multimodal_inputs:MultiModalPromptProcessor"),
 )
 TALKER = _part(
