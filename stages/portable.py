@@ -55,9 +55,6 @@ def _check_stage(stage: Stage | StageConfig) -> None:
 def portable_transform(spec: str | Transform) -> str:
     """The name by which a worker elsewhere finds a transform; see :func:`load_by_name`.
 
-    Args:
-        spec: as ``StageInputs`` has it.
-
     Raises:
         ValueError: there is no such name; says why.
     """

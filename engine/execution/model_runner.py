@@ -401,10 +401,8 @@ class ModelRunner:
     def warm_up(self) -> tuple[str, ...]:
         """Run two made-up requests in the null block, so that output tensors are discovered.
 
-        Of different lengths, so that a row per request cannot be taken for one per token.
-
-        Returns:
-            The names of all that the model emits.
+        Of different lengths, so that a row per request cannot be taken for one per token. Returns
+        the names of all that the model emits.
         """
         self._batch.add("warm-up 0", [0] * 3)
         self._batch.add("warm-up 1", [0] * 2)

@@ -127,7 +127,7 @@ class Engine(ABC, Generic[OutputT_co]):
         cache_salt: str | None = None,
         order: int | None = None,
     ) -> PreparedRequest:
-        """Tokenize, decode, compute features and hash: all of a request that may take long.
+        """Tokenize, decode, compute features and hash, all that may take long, for :meth:`add`.
 
         For any thread, several at once, also while the engine steps. It changes nothing; a request
         that is never added leaves nothing behind.
@@ -142,9 +142,6 @@ class Engine(ABC, Generic[OutputT_co]):
             cache_salt: what was computed is shared only within one salt.
             order: among requests of one priority, the smallest runs first. By default they run in
                 the order of the calls of this method.
-
-        Returns:
-            What :meth:`add` takes.
 
         Raises:
             ValueError: this request cannot run, alone and with the whole pool to itself.

@@ -86,11 +86,7 @@ _DIGITS = re.compile("[0-9]{1,18}")
 
 
 class TokenBias(Mapping[int, float]):
-    """A mapping of token ids to numbers that can be hashed, and not changed; in order of the ids.
-
-    Args:
-        by_id: made by :meth:`of`, which checks.
-    """
+    """A mapping of token ids to numbers, hashable and not to be changed; in order of the ids."""
 
     __slots__ = ("_by_id",)
 

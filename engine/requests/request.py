@@ -260,11 +260,7 @@ class Request:
 
 @dataclass(slots=True)
 class EndedSequences:
-    """The kept tokens of the sequences that have ended, one after the other.
-
-    Attributes:
-        first: the first of them, from when it began.
-    """
+    """The kept tokens of the sequences that have ended, one after the other."""
 
     first: Request
     text: CompletionText
@@ -313,7 +309,6 @@ class CompletionState:
         ended: what those before it have come to, where it takes several: no other tokens are
             emitted.
         finish_reason: None while it runs.
-        num_emitted: how many of its tokens were in a delta.
     """
 
     request: Request

@@ -475,9 +475,6 @@ def keep_top_p(logits: Tensor, top_p: Tensor, looked: int) -> tuple[Tensor, Tens
 
     The token that crosses the border is kept, and so is what equals it.
 
-    Args:
-        looked: how many of the largest are looked at.
-
     Returns:
         The logits, and per row whether that was enough: else keep more than these.
     """

@@ -617,10 +617,9 @@ class RequestQueues:
         self._run(request)
 
     def swap_in(self, request: Request) -> tuple[PageCopy, ...] | None:
-        """Let a swapped request run, if its pages find room beside one for each running request.
+        """Let a swapped request run by these copies; None without room for its pages.
 
-        Returns:
-            The copies that bring its pages back; None if there is no room.
+        Room for a block of each running request is left.
         """
         if self.swap_space is None:
             return None

@@ -61,11 +61,7 @@ def leave_behind(data: dict[str, Any], overrides: Mapping[str, Any]) -> list[str
 
 
 def runtime_for(settings: Any, kind: str) -> list[str]:
-    """Take out of the settings of a runtime what one of another kind does not have.
-
-    Returns:
-        What is left out, for :func:`tell`.
-    """
+    """Take out of a runtime's settings what one of another kind does not have, for :func:`tell`."""
     if kind == "ray" or kind not in _KINDS:
         return []
     return _drop(settings, _OF_A_CLUSTER, "runtime", kind)

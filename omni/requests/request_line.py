@@ -167,15 +167,13 @@ def _with_items(form: DecoderPrompt, line: RequestLine, files: RequestFiles) -> 
     """Let a prompt show the line's images and sound, if it has any."""
     if not isinstance(form, TextPrompt | ChatPrompt | TokensPrompt):
         return form
-    images: list[Any] = [files.item("images", image) for image in line.images or ()]
-    sounds: list[Any] = [files.item("audio", entry.file) for entry in _audio_files(line)]
-    videos: list[Any] = [_video(entry, files) for entry in line.videos or ()]
-    messages = _messages(line)
-    if messages is not None:
-        videos = list(_in_order(messages, "video", videos, files))
-        images = list(_in_order(messages, "image", images, files))
-        sounds = list(_in_order(messages, "audio", sounds, files))
-    shown = {"image": images, "audio": sounds, "video": videos}
+    shown: dict[str, list[Any]] = {
+        "image": [files.item("images", image) for image in line.images or ()],
+        "audio": [files.item("audio", entry.file) for entry in _audio_files(line)],
+        "video": [_video(entry, files) for entry in line.videos or ()],
+    }
+    if (messages := _messages(line)) is not None:
+        shown = {key: [*_in_order(messages, key, each, files)] for key, each in shown.items()}
     return replace(form, multi_modal_data={key: items for key, items in shown.items() if items})
 
 
@@ -398,10 +396,6 @@ class ContentPart(_Strict):
         type: ``text``; ``image``, ``audio`` or ``video``: the next of the line's, which the chat
             template puts a placeholder for; or ``image_url``, ``input_audio`` or ``video_url``,
             which bring their own.
-        text: of a part that is text.
-        image_url: of a part of that type.
-        input_audio: of a part of that type.
-        video_url: of a part of that type.
     """
 
     unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(

@@ -23,11 +23,8 @@ class Stream:
     """Where chunks go, and how many of them are on their way.
 
     Attributes:
-        source: the stage that cuts the chunks.
         edge: the stage that takes them, and how.
-        outstanding: chunks that were cut and not taken yet.
         has_begun: whether any chunk came.
-        is_open: whether the consumer takes any more.
     """
 
     source: str
@@ -51,7 +48,6 @@ class LiveRequest:
         sampling: ``stage -> parameters`` where the request brings its own.
         waiting: stages that it has yet to enter.
         streams: the streamed edges, by the stage that takes the chunks.
-        final_stages: those whose outputs the user gets.
         inside: stages that have it, or that make it ready, with its ticket there.
         lifted: stages in which it rests and was let go on, until it has made a chunk there.
         has_moved: whether any stage has emitted anything of it.
@@ -207,13 +203,10 @@ def visible_part(delta: OutputDelta, kinds: Sequence[str]) -> OutputDelta:
 def next_to_lift(
     requests: Iterable[LiveRequest], order: Sequence[str]
 ) -> tuple[LiveRequest, str] | None:
-    """Which request is to go on, and in which stage, where none can without it.
+    """Which request goes on, and in which stage, where none can without it; None if none rests.
 
     The oldest that rests. But one that may go on already can lack the room that another one takes
     up which rests, too: so each of them gets its turn before the oldest gets another.
-
-    Returns:
-        None if none rests.
     """
     resting = [(live, name) for live in requests for name in live.held_up(order)]
     if all(name in live.lifted for live, name in resting):

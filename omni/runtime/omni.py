@@ -269,7 +269,8 @@ def _built(
     if apart and isinstance(config, Pipeline) and RuntimeConfig.parse(runtime).kind == "inline":
         raise ValueError("apart=True needs a config, of which another process can build the stages")
     # Before any model is loaded: a file that cannot be written is found at once.
-    opened = None if trace is None else Trace(trace, _order(config))
+    order = config.order if isinstance(config, Pipeline) else config.topological_order()
+    opened = None if trace is None else Trace(trace, order)
     try:
         if isinstance(config, PipelineConfig):
             pipeline = build_pipeline(config, apart=apart, is_traced=trace is not None)
@@ -297,10 +298,6 @@ def _placed(overrides: Mapping[str, Any], runtime: str | RuntimeConfig | None) -
             f"overrides: {own}: the whole runtime is given as a RuntimeConfig; say it there"
         )
     return {**overrides, "runtime.kind": RuntimeConfig.parse(runtime).kind}
-
-
-def _order(config: PipelineConfig | Pipeline) -> Sequence[str]:
-    return config.order if isinstance(config, Pipeline) else config.topological_order()
 
 
 class _Outputs:

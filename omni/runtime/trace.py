@@ -52,7 +52,6 @@ class _Request:
     """What is known of one request.
 
     Attributes:
-        track: its number, the same in every process.
         named: the processes in which its track has its name.
         until_us: by process, where its track there ends so far.
         ended_s: by stage, when the last step ended that moved it there.

@@ -100,7 +100,6 @@ class _Pass:
     Attributes:
         outputs: ``(request_id, stage) -> output``, of stages that finished.
         errors: ``request_id -> error``.
-        work: what every stage did in this run.
     """
 
     outputs: dict[tuple[str, str], StageOutput] = field(default_factory=dict)

@@ -90,9 +90,7 @@ class StageVerification:
         cold_hit_tokens: of these, what the cache saved in the cold run.
         warm_hit_tokens: the same in the warm run.
         encoder_hits: encodings of images, sounds and the like that the cached runs found there.
-        uncached_s: seconds that it worked in the uncached run.
-        cold_s: the same in the cold run.
-        warm_s: the same in the warm run.
+        uncached_s, cold_s, warm_s: seconds that it worked in each run.
         has_cache: whether it keeps anything that a later request could hit.
         is_cached: whether its settings let it: what they turn off was not tested.
     """

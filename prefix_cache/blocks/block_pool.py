@@ -602,9 +602,6 @@ class BlockPool:
             near: per group, the large page that new blocks should lie in.
             keep: blocks of other groups that :meth:`allocate` must be able to give afterwards.
 
-        Returns:
-            Per group of ``needs``, its blocks.
-
         Raises:
             ValueError: if there are too few blocks; nothing has changed then.
         """

@@ -647,7 +647,7 @@ class KVCacheManager:
         prefix: CachedPrefix | None = None,
         block_hashes: Sequence[BlockHash] = (),
     ) -> bool:
-        """Grow the request's block tables to hold ``num_tokens``, or take nothing at all.
+        """Grow the request's block tables to hold ``num_tokens``, or take nothing: False.
 
         The partial block of a prefix is copied at once, with its rows: pages that requests have
         left must not be waiting to be copied themselves.
@@ -661,9 +661,6 @@ class KVCacheManager:
                 :meth:`find_cached_prefix`.
             block_hashes: on the first call, the request's hashes from its start. Those after the
                 prefix are noted as in flight until the request publishes or frees them.
-
-        Returns:
-            False if there are not enough free blocks.
 
         Raises:
             ValueError: for a prefix given to a request that lives already, one longer than

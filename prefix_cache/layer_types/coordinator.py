@@ -711,11 +711,9 @@ class KVCacheCoordinator:
     ) -> bool:
         """Adopt the prefix and grow all tables to ``num_tokens``, or change no table's length.
 
-        Either way, blocks that later tokens than the computed ones cannot need go back first.
-        Per group, ``sources`` has the block to be copied to the one behind the prefix.
-
-        Returns:
-            Whether there were enough blocks.
+        False if there are too few blocks. Either way, those that later tokens than the computed
+        ones cannot need go back first. Per group, ``sources`` has the block to be copied to the one
+        behind the prefix.
         """
         num_held, next_release = self._settled.get(request_id, (-1, 0))
         if num_computed_tokens >= next_release:

@@ -180,12 +180,8 @@ def connect_process(
     spec: WorkerSpec, on_message: Callable[[Any], None], on_end: Callable[[str], None]
 ) -> Connection:
     """Start a worker in a process; see :data:`Connect`."""
-    process = start_worker(
-        _MAIN,
-        encode(spec),
-        threads=spec.threads,
-        name=f"omni {spec.label}",
-    )
+    label = f"omni {spec.label}"
+    process = start_worker(_MAIN, encode(spec), threads=spec.threads, name=label)
     try:
         return ProcessConnection(process, on_message, on_end)
     except BaseException:  # there are no descriptors left, or no threads

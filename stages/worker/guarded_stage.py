@@ -68,10 +68,7 @@ class BrokenStage:
             cause = cause.__context__
 
     def rebuild(self) -> str:
-        """Rebuild the stage, which frees what it holds.
-
-        Returns:
-            The message for the requests that were in it.
+        """Rebuild the stage, which frees what it holds; the message for the requests in it.
 
         Raises:
             ValueError: it cannot be built, now or ever; says why.
@@ -316,11 +313,7 @@ class GuardedStage:
                 self._broken.note(error, after=self._raised)
 
     def repair(self) -> str | None:
-        """Rebuild the stage if it is broken, no request is in it, and that has not been tried.
-
-        Returns:
-            Why it could not be; None if it can be used.
-        """
+        """Rebuild a broken stage without requests, unless that was tried; why it cannot be used."""
         broken = self._broken
         if broken.is_broken and broken.failure is None and not self.inside:
             self._rebuild()
@@ -372,11 +365,7 @@ class GuardedStage:
                 self._broken.note(error, after=self._raised)
 
     def _rebuild(self) -> str | None:
-        """Rebuild the broken stage, and see to the requests that it had.
-
-        Returns:
-            Why it can be used no more; None if it can.
-        """
+        """Rebuild the broken stage, and see to the requests that it had; why it cannot be used."""
         try:
             message = self._broken.rebuild()
         except ValueError as error:
