@@ -80,8 +80,6 @@ def create_app(server: PipelineServer) -> Guard:
 
 
 def _json_route(path: str, body: type[ApiModel], response: Callable[..., Response]) -> Route:
-    """Make a route that takes JSON documents."""
-
     async def respond(request: Request) -> Response:
         parsed: Any = await read_json(request, body)
         return response(request.state.server, request.state.client, parsed)
@@ -90,8 +88,6 @@ def _json_route(path: str, body: type[ApiModel], response: Callable[..., Respons
 
 
 def _form_route(path: str, task: AudioTask) -> Route:
-    """Make a route that takes forms with a file of speech."""
-
     async def respond(request: Request) -> Response:
         body, audio = await read_transcription(request)
         return Transcription(request.state.server, request.state.client, body, audio, task)

@@ -53,14 +53,9 @@ class HttpServer(uvicorn.Server):
     them, each with an error that says why; the third does not even wait for that. The caller
     decides with which status the program then exits.
 
-    Args:
-        pipelines: what to serve; they are loaded when the server runs.
-        listener: of :func:`bind`; closed in the end.
-        on_start: called when connections are answered, and signals end the server well; only then
-            pipelines are loaded.
-
-    Raises:
-        Exception: on running, what kept a pipeline from being loaded.
+    ``on_start`` is called when connections are answered, and signals end the server well; only then
+    pipelines are loaded. Running it raises what kept one from that. The listener, of :func:`bind`,
+    is closed in the end.
     """
 
     def __init__(

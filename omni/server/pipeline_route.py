@@ -32,11 +32,7 @@ __all__ = ["list_recent", "run_pipeline"]
 
 
 class PipelineRequest(RequestLine):
-    """A line of ``requests.jsonl``, whose files stand in it themselves.
-
-    Attributes:
-        stream: whether to answer by server-sent events.
-    """
+    """A line of ``requests.jsonl``, whose files stand in it themselves."""
 
     stream: bool = False
 
@@ -136,12 +132,15 @@ class _PipelineOutput(PipelineResponse):
     def _line(self, last: Mapping[str, StageOutput]) -> dict[str, Any]:
         from omni.requests.output_writer import describe_stage  # only here, as above
 
+        def wav(sound: Waveform) -> str:
+            return b64encode(sound.encoded("wav")).decode()
+
         finals = self.pipeline.config.stages
         return {
             "request_id": self._request_id,
             "error": None,
             "stages": {
-                name: describe_stage(output, finals[name].final_output, tensor=_file, sound=_wav)
+                name: describe_stage(output, finals[name].final_output, tensor=_file, sound=wav)
                 for name, output in last.items()
             },
         }
@@ -211,7 +210,3 @@ def _file(name: str, rows: Tensor) -> str:
     from safetensors.torch import save  # only here, as above
 
     return b64encode(save({name: rows.contiguous()})).decode()
-
-
-def _wav(sound: Waveform) -> str:
-    return b64encode(sound.encoded("wav")).decode()

@@ -10,15 +10,20 @@ import math
 import re
 import time
 from codecs import getincrementaldecoder
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.json import Encoder
 
-from engine import SamplingParams, TokenLogprobs
+from engine import TokenLogprobs
 from engine.interface.outputs import CompletionDelta, OutputDelta
-from omni.server.openai.chat_request import StreamOptions, TextRequest
+from omni.server.openai.chat_request import (
+    ChatRequest,
+    CompletionRequest,
+    StreamOptions,
+    merge_sampling,
+)
 from omni.server.openai.tools import ToolCall
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
@@ -45,7 +50,6 @@ __all__ = [
     "as_event",
     "as_json",
     "completions_of",
-    "num_completions",
     "parts_of",
     "text_stage",
     "usage_of",
@@ -106,7 +110,6 @@ class TokenTexts:
         return text, text.encode()
 
     def _bytes_behind(self, piece: str, text: str) -> bytes | None:
-        """Find the bytes behind a text with U+FFFD."""
         # Byte-level tokenizers write every byte as a character of its own. Whether this is one
         # shows: no other makes the same text of these bytes.
         if all(character in self._byte_of for character in piece):
@@ -149,7 +152,7 @@ class TokenPlaces:
         if token_id in self._texts.left_out or own is None:
             self._num_written += len(self._written.append(token_id))
             return self._num_characters
-        if own and not _goes_on(own):
+        if own and own[0] & 0b1100_0000 != 0b1000_0000:  # not within a character
             # Bytes that nothing completes are a character that says so.
             self._num_characters += len(self._characters.decode(b"", final=True))
         begin = self._num_characters
@@ -168,11 +171,6 @@ class TokenPlaces:
         return begin
 
 
-def _goes_on(own: bytes) -> bool:
-    """Tell if bytes begin within a character."""
-    return own[0] & 0b1100_0000 == 0b1000_0000
-
-
 _LEAST = -9999.0
 """In the place of minus infinity, which JSON does not have; as OpenAI's own answers have it."""
 
@@ -185,12 +183,6 @@ def text_stage(pipeline: Pipeline) -> str:
             "this model writes no text; /v1/pipelines/{name} gives all that it makes", param="model"
         )
     return writing[-1]
-
-
-def num_completions(pipeline: Pipeline, stage: str, sampling: Mapping[str, SamplingParams]) -> int:
-    """Count the completions of each prompt that a request wants of a stage."""
-    params = sampling.get(stage, pipeline.stages[stage].sampling)
-    return params.n if params is not None else 1
 
 
 def completions_of(output: StageOutput) -> Sequence[StageOutput | Completion]:
@@ -360,9 +352,17 @@ class TextResponse(PipelineResponse):
     chunk_kind: ClassVar[str]
     """What a part of a stream calls itself."""
 
-    def __init__(self, server: PipelineServer, client: Client, body: TextRequest) -> None:
+    def __init__(
+        self, server: PipelineServer, client: Client, body: ChatRequest | CompletionRequest
+    ) -> None:
         super().__init__(server, client, body.model, is_streamed=body.stream)
-        self._stage = text_stage(self.stages)
+        server.check_room(client, body.model)  # before files are decoded and fetched
+        stage = self._stage = text_stage(self.stages)
+        fields, names = body.stage_fields()
+        self._sampling = merge_sampling(self.stages, stage, fields, body.stages, names)
+        params = self._sampling.get(stage, self.stages.stages[stage].sampling)
+        self._n = params.n if params is not None else 1  # completions of each prompt
+        self._logprobs = LogprobWriter(self.pipeline, stage) if "logprobs" in fields else None
         self._options = body.stream_options or StreamOptions()
         self._id = f"{self.id_prefix}-{client.request_id}"
         self._created = int(time.time())

@@ -15,19 +15,17 @@ from omni.server.openai.answers import (
     AssistantMessage,
     ChatAudio,
     Choice,
-    LogprobWriter,
     TextResponse,
     TokenCount,
     as_json,
     completions_of,
-    num_completions,
     parts_of,
     usage_of,
     usage_so_far,
 )
-from omni.server.openai.chat_request import ChatRequest, chat_prompt, merge_sampling
+from omni.server.openai.chat_request import ChatRequest, chat_prompt
 from omni.server.openai.speech import check_voice, sound_of, speaking_stage
-from omni.server.openai.tools import ToolCallParser, check_tools
+from omni.server.openai.tools import ToolCallParser
 from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import DONE
 from omni.server.serving.pipeline_server import PipelineServer
@@ -40,10 +38,7 @@ __all__ = ["Chat"]
 class _Progress:
     """How far a stream has come.
 
-    Attributes:
-        parsers: of calls of tools, by completion.
-        ended: why completions have ended, as long as that is not sent.
-        over: the completions whose end was sent.
+    ``ended`` says why completions have ended until that is sent; then they are ``over``.
     """
 
     parsers: list[ToolCallParser]
@@ -62,18 +57,11 @@ class Chat(TextResponse):
 
     def __init__(self, server: PipelineServer, client: Client, body: ChatRequest) -> None:
         super().__init__(server, client, body)
-        server.check_room(client, body.model)  # before files are decoded and fetched
         self._body = body
-        stages = self.stages
         self._voice: str | None = None
         if body.audio is not None:
-            self._voice = speaking_stage(stages, "modalities")
-            check_voice(stages, body.audio.voice, "audio.voice")
-        check_tools(body.tools or [], body.tool_choice)
-        fields, names = body.stage_fields()
-        self._sampling = merge_sampling(stages, self._stage, fields, body.stages, names)
-        self._n = num_completions(stages, self._stage, self._sampling)
-        self._logprobs = LogprobWriter(self.pipeline, self._stage) if body.logprobs else None
+            self._voice = speaking_stage(self.stages, "modalities")
+            check_voice(self.stages, body.audio.voice, "audio.voice")
         self._audio_id = f"audio-{client.request_id}"
 
     async def whole(self) -> Response:
@@ -81,29 +69,27 @@ class Chat(TextResponse):
         async with await self._stream() as stream:
             (last,) = await stream.last_outputs()
         output = last[self._stage]
-        completions = completions_of(output)
-        parsers = self._tool_parsers()
-        messages = [
-            _message(each.text or "", parser)
-            for each, parser in zip(completions, parsers, strict=True)
-        ]
         sound = sound_of(last, self._voice) if self._voice is not None else None
-        if sound is not None:  # else the text is the answer, as in a stream
-            messages[0].audio = await self._file(sound, output.text or "")
-        answer = self._answer(
-            "chat.completion",
-            [
+        choices: list[Choice] = []
+        parsers = self._tool_parsers()
+        for index, each in enumerate(completions_of(output)):
+            words, calls = parsers[index].feed(each.text or "", is_last=True)
+            for call in calls:
+                call.index = UNSET
+            message = AssistantMessage(role="assistant", content=words)
+            if calls:
+                message.content, message.tool_calls = words or None, calls
+            if sound is not None and not index:  # else the text is the answer, as in a stream
+                message.audio = await self._file(sound, output.text or "")
+            choices.append(
                 Choice(
                     index=index,
                     message=message,
                     logprobs=self._logprobs.chat(each.logprobs or ()) if self._logprobs else None,
-                    finish_reason=_reason(each.finish_reason, parser),
+                    finish_reason=_reason(each.finish_reason, parsers[index]),
                 )
-                for index, (message, each, parser) in enumerate(
-                    zip(messages, completions, parsers, strict=True)
-                )
-            ],
-        )
+            )
+        answer = self._answer("chat.completion", choices)
         answer.usage = usage_of([output])
         return Response(as_json(answer), media_type="application/json")
 
@@ -135,7 +121,6 @@ class Chat(TextResponse):
         return self.stream([request], stages)
 
     def _event(self, choice: Choice, count: TokenCount) -> bytes:
-        """The event of what is new of one completion."""
         usage = None
         if self._options.counts_each_chunk:
             is_first = isinstance(choice.delta, AssistantMessage) and choice.delta.role is not UNSET
@@ -189,7 +174,6 @@ class Chat(TextResponse):
         return new
 
     def _tool_parsers(self) -> list[ToolCallParser]:
-        """What reads calls of tools out of each completion."""
         form = self.pipeline.config.tool_parser
         return [self._body.tool_parser(form) for _ in range(self._n)]
 
@@ -203,15 +187,6 @@ class Chat(TextResponse):
             expires_at=self._created,
             sampling_rate=sound.sampling_rate,
         )
-
-
-def _message(text: str, parser: ToolCallParser) -> AssistantMessage:
-    """A whole message: words, and calls of tools."""
-    words, calls = parser.feed(text, is_last=True)
-    for call in calls:
-        call.index = UNSET
-    content = None if calls and not words else words
-    return AssistantMessage(role="assistant", content=content, tool_calls=calls or UNSET)
 
 
 def _reason(reason: FinishReason | None, parser: ToolCallParser) -> str | None:

@@ -21,6 +21,7 @@ from omni.server.openai.tools import (
     RequestedCall,
     ToolCallParser,
     call_grammar,
+    check_tools,
 )
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
@@ -37,7 +38,6 @@ __all__ = [
     "RequestFields",
     "StageFields",
     "StreamOptions",
-    "TextRequest",
     "chat_prompt",
     "merge_sampling",
     "prompts_of",
@@ -166,10 +166,8 @@ class StructuredOutputs(ApiModel):
 class StreamOptions(ApiModel):
     """Extras of a stream.
 
-    Attributes:
-        include_usage: whether its last chunk counts the tokens.
-        continuous_usage_stats: whether every chunk counts those of its completion so far; as in
-            vLLM, without effect unless ``include_usage`` is true.
+    With ``include_usage`` its last chunk counts the tokens, and with ``continuous_usage_stats``, as
+    in vLLM, every chunk those of its completion so far too.
     """
 
     not_supported: ClassVar = {"include_obfuscation": (False,)}
@@ -438,13 +436,9 @@ class ChatRequest(TextRequest):
     Attributes:
         max_completion_tokens: of the answer; ``max_tokens`` is its older name.
         top_logprobs: of how many tokens beside the chosen one.
-        tools: functions that the answer may ask to be called.
-        tool_choice: whether it may, has to, or has to call a certain one.
-        parallel_tool_calls: whether it may ask for several calls.
-        chat_template_kwargs: further values for the chat template, as in vLLM.
-        reasoning_effort: one of these values.
+        chat_template_kwargs: further values for the chat template, as in vLLM;
+            ``reasoning_effort`` is one of them.
         modalities: of the answer; text always is one.
-        audio: wanted with the modality ``audio``.
     """
 
     # The last three are hints, of which any model may make nothing.
@@ -491,7 +485,8 @@ class ChatRequest(TextRequest):
         return self
 
     def stage_fields(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the fields for the stage that answers, and their names here, where they differ."""
+        """See :meth:`TextRequest.sampling_fields`."""
+        check_tools(self.tools or [], self.tool_choice)
         is_new = self.max_completion_tokens is not None
         max_tokens = self.max_completion_tokens if is_new else self.max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
@@ -546,6 +541,10 @@ class CompletionRequest(TextRequest):
     prompt: PromptList
     max_tokens: int | None = None
     logprobs: int | None = Field(default=None, ge=0, le=5)
+
+    def stage_fields(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """See :meth:`TextRequest.sampling_fields`."""
+        return self.sampling_fields(self.max_tokens, self.logprobs)
 
 
 async def chat_prompt(body: ChatRequest, fetcher: UrlFetcher, max_bytes: int) -> ChatPrompt:

@@ -9,18 +9,16 @@ from starlette.responses import Response
 from engine.interface.outputs import CompletionDelta, OutputDelta
 from omni.server.openai.answers import (
     Choice,
-    LogprobWriter,
     TextResponse,
     TokenCount,
     TokenPlaces,
     as_json,
     completions_of,
-    num_completions,
     parts_of,
     usage_of,
     usage_so_far,
 )
-from omni.server.openai.chat_request import CompletionRequest, merge_sampling, prompts_of
+from omni.server.openai.chat_request import CompletionRequest, prompts_of
 from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import DONE
 from omni.server.serving.pipeline_server import PipelineServer
@@ -37,16 +35,10 @@ class Completions(TextResponse):
 
     def __init__(self, server: PipelineServer, client: Client, body: CompletionRequest) -> None:
         super().__init__(server, client, body)
-        stages = self.stages
         prompts = prompts_of(body.prompt, server.settings.limits.max_prompts, "prompt")
-        fields, names = body.sampling_fields(body.max_tokens, body.logprobs)
-        sampling = merge_sampling(stages, self._stage, fields, body.stages, names)
-        self._n = num_completions(stages, self._stage, sampling)
-        self._logprobs = (
-            LogprobWriter(self.pipeline, self._stage) if body.logprobs is not None else None
-        )
         self._requests = [
-            body.request(client, prompt, sampling, index) for index, prompt in enumerate(prompts)
+            body.request(client, prompt, self._sampling, index)
+            for index, prompt in enumerate(prompts)
         ]
 
     async def whole(self) -> Response:

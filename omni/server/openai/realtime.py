@@ -15,12 +15,12 @@ import uuid
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from http import HTTPStatus
+from itertools import count
 from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from engine import AudioPrompt
-from engine.interface.log_fields import package_logger
 from omni.server.openai.realtime_conversation import (
     Conversation,
     ConversationItem,
@@ -56,17 +56,13 @@ from omni.server.openai.transcription import words_of
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
 from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
-from omni.server.serving.request_body import decoded
+from omni.server.serving.request_body import decoded, without_faltering
 
 __all__ = ["RealtimeSession", "talk"]
-
-_logger = package_logger(__name__)
 
 _UNSUPPORTED_DATA = 1003
 _POLICY_VIOLATION = 1008
 _TRY_AGAIN_LATER = 1013
-_SMALL = 1 << 16
-"""Characters that are parsed at once; more go to another thread."""
 _OLDER_API = "realtime=v1"
 
 
@@ -100,8 +96,7 @@ def _suppress_gone() -> AbstractContextManager[None]:
 class RealtimeSession:
     """One client's session with one pipeline. Its end aborts its own requests, and nothing else.
 
-    Args:
-        is_older: whether the client knows the names of OpenAI's beta.
+    A client that ``is_older`` knows the names of OpenAI's beta.
     """
 
     def __init__(
@@ -128,7 +123,7 @@ class RealtimeSession:
         self._speech_id = new_item_id()
         self._response: RealtimeResponse | None = None
         self._transcriptions: set[asyncio.Task[None]] = set()
-        self._num_requests = 0
+        self._numbers = count()  # of requests
 
     async def run(self) -> None:
         """Handle events until the client goes."""
@@ -154,11 +149,7 @@ class RealtimeSession:
     async def _take(self, text: str) -> None:
         """Handle one event; one that is wrong is answered by an error, and changes nothing."""
         try:
-            if len(text) <= _SMALL:
-                parsed = parse_event(text)
-            else:
-                parsed = await asyncio.to_thread(parse_event, text)
-            match parsed:
+            match await without_faltering(parse_event, text):
                 case UpdateSession() as event:
                     self._update(event.session)
                     await self._send("session.updated", session=self._session())
@@ -176,10 +167,9 @@ class RealtimeSession:
                 case _ as event:
                     await self._change_items(event)
         except ApiError as error:
-            await self._send_error(error, event_id_of(text) if len(text) <= _SMALL else None)
+            await self._send_error(error, await without_faltering(event_id_of, text))
 
     async def _change_items(self, event: CreateItem | AboutItem | TruncateItem) -> None:
-        """Handle an event about an item of the conversation."""
         match event:
             case CreateItem():
                 item = await ConversationItem.of(event.item, self._input.form)
@@ -236,7 +226,6 @@ class RealtimeSession:
             await self._send_error(error, None)
 
     async def _commit(self, sound: Sound) -> None:
-        """Make an item of sound."""
         item_id, self._speech_id = self._speech_id, new_item_id()
         last = self._conversation.items[-1].id if self._conversation.items else None
         item = ConversationItem(id=item_id, role="user", parts=[Part("input_audio", sound=sound)])
@@ -266,10 +255,9 @@ class RealtimeSession:
         language = self._options.audio.input.transcription.language
         assert sound is not None
         prompt = AudioPrompt(sound.floats, sound.rate, language=language)
-        number, self._num_requests = self._num_requests, self._num_requests + 1
 
         async def write() -> None:
-            async for words in words_of(pipeline, self._client, prompt, number):
+            async for words in words_of(pipeline, self._client, prompt, next(self._numbers)):
                 part.text += words
                 await self._send(f"{kind}.delta", **place, delta=words)
 
@@ -303,13 +291,12 @@ class RealtimeSession:
                 "a response is being given already; cancel it, or wait for its end",
                 code="conversation_already_has_active_response",
             )
-        number, self._num_requests = self._num_requests, self._num_requests + 1
         self._response = RealtimeResponse(
             self._pipeline,
             self._client,
             self._conversation,
             merged_options(self._options, options),
-            number,
+            next(self._numbers),
             self._send,
         )
         self._response.begin(self._limits.request_timeout_s)

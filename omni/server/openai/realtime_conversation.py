@@ -20,13 +20,9 @@ __all__ = [
     "Conversation",
     "ConversationItem",
     "Part",
-    "TemplateMessages",
     "messages_of",
     "new_item_id",
 ]
-
-TemplateMessages = tuple[Mapping[str, Any], ...]
-"""Of a chat, as templates know them."""
 
 _ROOT = "root"
 _ITEM_BYTES = 256
@@ -44,11 +40,8 @@ def new_item_id() -> str:
 class Part:
     """Text, or sound with what is said in it.
 
-    Attributes:
-        kind: as OpenAI's content parts have it.
-        text: that of a sound is empty until it is known.
-        sound: of the user.
-        transcription: the task that finds out the text.
+    The text of a sound is empty until it is known, by the task ``transcription``. The kind is that
+    of OpenAI's content parts.
     """
 
     kind: str
@@ -225,7 +218,7 @@ def _check_ended(item: ConversationItem) -> None:
 
 def messages_of(
     items: Sequence[ConversationItem], instructions: str | None, *, hears: bool
-) -> tuple[TemplateMessages, tuple[Sound, ...]]:
+) -> tuple[tuple[Mapping[str, Any], ...], tuple[Sound, ...]]:
     """The items as messages of a chat, and the sounds in them in their order.
 
     Args:

@@ -70,12 +70,8 @@ class TurnDetection(ApiModel):
     ``semantic_vad`` does as ``server_vad`` does, and waits for longer or shorter silence by its
     ``eagerness``.
 
-    Attributes:
-        threshold: the probability from which a sound is speech.
-        prefix_padding_ms: of sound before the speech, which is kept.
-        silence_duration_ms: which ends it.
-        create_response: whether an answer begins then.
-        interrupt_response: whether speech ends an answer that is being given.
+    A sound is speech from the probability ``threshold`` on. ``create_response`` begins an answer
+    when it ends, and ``interrupt_response`` has it end one that is being given.
     """
 
     not_supported: ClassVar = {"idle_timeout_ms": ()}
@@ -156,11 +152,7 @@ class ResponseOptions(ApiModel):
     Attributes:
         instructions: of the system, before all items.
         output_modalities: ``text``, or ``audio`` with its text.
-        audio: how sound comes and goes (as 24,000 samples of 16 bits a second where nothing is
-            named), by whose voice, and how the end of what the user says is found.
         max_output_tokens: of the text; ``inf`` leaves it to the stage.
-        temperature: of the text.
-        tools: functions that the answer may ask to be called.
         stages: sampling parameters by stage, as in chats.
     """
 

@@ -23,7 +23,7 @@ from omni.server.openai.realtime_conversation import (
 from omni.server.openai.realtime_events import AudioFormat, OneResponse, ResponseOptions
 from omni.server.openai.realtime_sound import Sound, telephone_code
 from omni.server.openai.speech import SpokenPieces, check_voice, speaking_stage
-from omni.server.openai.tools import ToolCall, check_tools
+from omni.server.openai.tools import ToolCall
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
 from omni.server.serving.pipeline_server import ServedPipeline
@@ -46,13 +46,8 @@ class RealtimeResponse:
     A pipeline that hears gets the sounds of the conversation; one that reads alone their text, once
     it is known; and one that hears alone the last sound.
 
-    Args:
-        number: of the request among those of the client.
-
-    Attributes:
-        id: by which events name it.
-        is_over: whether it is whole or has failed, so that it cannot be cancelled any more, though
-            its end may still have to be sent.
+    Its ``number`` is that of the request among those of the client. It ``is_over`` when it is whole
+    or has failed: it cannot be cancelled any more, though its end may still have to be sent.
     """
 
     def __init__(
@@ -345,13 +340,8 @@ async def failure_of(
 class ResponsePlan:
     """The way in which a pipeline is to answer.
 
-    Attributes:
-        writer: the stage whose text answers.
-        voice: the stage whose sound answers; None where text alone is wanted.
-        speaker: whose voice; None leaves it to the pipeline.
-        output: the format of the sound.
-        chat: the tools, and which has to be called, as a chat has them.
-        sampling: by stage.
+    The text of the stage ``writer`` answers, and the sound of ``voice``, which is None where text
+    alone is wanted. ``chat`` has the tools, and which has to be called.
     """
 
     writer: str
@@ -375,7 +365,6 @@ def plan_response(pipeline: Pipeline, options: ResponseOptions, place: str) -> R
     if is_spoken:
         voice = speaking_stage(pipeline, f"{place}.output_modalities")
     chat = options.as_chat()
-    check_tools(chat.tools or [], chat.tool_choice)
     fields, _ = chat.stage_fields()
     if pipeline.stages[writer].sampling is not None:
         fields["n"] = 1  # whatever the stage's own is

@@ -87,10 +87,8 @@ def whole_sound(samples: bytes, rate: int, place: str) -> Sound:
 class SpeechTurn:
     """That the user begins to speak, or has spoken.
 
-    Attributes:
-        at_ms: from the beginning of all sound of the session; where the item's sound begins or
-            ends.
-        sound: what was spoken; None where it begins.
+    ``at_ms`` counts from the beginning of all sound of the session to where the item's sound begins
+    or ends; ``sound`` is what was spoken, None where it begins.
     """
 
     at_ms: int

@@ -196,11 +196,8 @@ class ReasoningOptions(ApiModel):
 class ResponsesRequest(StageFields):
     """A request for a response.
 
-    Attributes:
-        input: text of the user, or items.
-        instructions: of the system, for this response alone.
-        previous_response_id: whose input and output come before the input.
-        store: whether a later request may go on from this one.
+    Instructions are for this response alone. Input and output of ``previous_response_id`` come
+    before its own input, and a later request may go on from this one if it is to ``store`` it.
     """
 
     without_effect: ClassVar = frozenset(
@@ -374,11 +371,7 @@ class Responses(Chat):
 
 
 class _Writer:
-    """Writes a response item by item, and the events that report it.
-
-    Attributes:
-        response: the whole, as far as it is.
-    """
+    """Writes a ``response`` item by item, and the events that report it."""
 
     def __init__(self, request_id: str, created: int, model: str, body: ResponsesRequest) -> None:
         self._request_id = request_id
@@ -417,7 +410,11 @@ class _Writer:
 
     def add(self, words: str, calls: Sequence[ToolCall]) -> bytes:
         """Add text and calls, and report them."""
-        events = self._add_text(words) if words else b""
+        events = b""
+        if words:
+            events += b"" if self._is_text_open else self._open_text()
+            self._output[-1]["content"][0]["text"] += words
+            events += self._text_event("response.output_text.delta", delta=words, logprobs=[])
         for call in calls:
             events += self._close_text() + self._add_call(call)
         return events
@@ -437,11 +434,6 @@ class _Writer:
             "total_tokens": usage["total_tokens"],
         }
         return events + self._event(f"response.{self.response['status']}", response=self.response)
-
-    def _add_text(self, words: str) -> bytes:
-        events = b"" if self._is_text_open else self._open_text()
-        self._output[-1]["content"][0]["text"] += words
-        return events + self._text_event("response.output_text.delta", delta=words, logprobs=[])
 
     def _open_text(self) -> bytes:
         self._is_text_open = True

@@ -108,10 +108,8 @@ _MEDIA_TYPES = {
 class SpeechRequest(StageFields):
     """A request for speech.
 
-    Attributes:
-        voice: a speaker of the pipeline; without one, its own choice.
-        response_format: ``pcm`` is samples of 16 bits, little-endian.
-        instructions: of the system.
+    Without a voice of the pipeline, its own choice speaks; ``pcm`` is samples of 16 bits,
+    little-endian.
     """
 
     not_supported: ClassVar = {"speed": (1, 1.0), "stream_format": ("audio",)}
@@ -174,7 +172,6 @@ class Speech(PipelineResponse):
 
 
 def _no_sound() -> ApiError:
-    """Make the error of a pipeline that made none."""
     return ApiError(
         HTTPStatus.INTERNAL_SERVER_ERROR,
         "the model made no sound",

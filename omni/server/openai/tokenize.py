@@ -27,9 +27,7 @@ _MOST_TOKENS = 1_000_000
 class TokenizeRequest(ApiModel):
     """Text, or messages of a chat without files.
 
-    Attributes:
-        add_special_tokens: the tokenizer's own, such as BOS; a chat template writes its own.
-        return_token_strs: whether to name the tokens as well.
+    Special tokens are the tokenizer's own, such as BOS; a chat template writes its own.
     """
 
     model: str

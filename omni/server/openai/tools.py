@@ -31,7 +31,6 @@ from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import ApiModel
 
 __all__ = [
-    "FunctionCall",
     "FunctionName",
     "FunctionParts",
     "FunctionTool",
@@ -153,11 +152,7 @@ def add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
 
 
 def call_grammar(tools: Sequence[FunctionTool], *, several: bool) -> str:
-    """A grammar in llguidance's Lark of a JSON list of calls, whose arguments fit their schemas.
-
-    Args:
-        several: whether there may be more than one call.
-    """
+    """A grammar in llguidance's Lark of a JSON list of a call, or ``several``, by their schemas."""
     calls = [f"call_{index}" for index in range(len(tools))]
     lines = [
         'start: "[" call (", " call)* "]"' if several else 'start: "[" call "]"',
@@ -179,8 +174,6 @@ class ToolCallParser:
     turns out to be no call is words after all; without tools, all of it is.
 
     Args:
-        names: of the tools.
-        form: by which the model asks for calls.
         is_required: whether the text is held to :func:`call_grammar`.
         most: calls to give out.
     """
@@ -342,7 +335,6 @@ def _call(name: str, arguments: Mapping[str, Any]) -> FunctionCall:
 
 
 def _loaded(text: str) -> Any:
-    """The JSON of a text, or None."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

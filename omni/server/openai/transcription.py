@@ -85,11 +85,9 @@ def segments_of(
     """Cut a transcription at its timestamps; text that no timestamp ends goes to its window's end.
 
     Args:
-        token_ids: of all windows, one after the other.
+        token_ids: of all windows, one after the other; so are ``logprobs``, if they are known.
         windows: where each begins; none for a recording that takes one.
         duration_s: of the recording; None if it is not known.
-        tokenizer: the model's.
-        logprobs: of all tokens, if they are known.
     """
     starts = [(each.first_token, each.begin_s) for each in windows] or [(0, 0.0)]
     found: list[TranscriptionSegment] = []
@@ -178,7 +176,6 @@ class TranscriptionRequest(ApiModel):
 
 
 def _subtitles(segments: Sequence[TranscriptionSegment], *, as_vtt: bool) -> str:
-    """Segments as SubRip or WebVTT has them."""
     point = "." if as_vtt else ","
     cues = ["WEBVTT"] if as_vtt else []
     for number, segment in enumerate(segments, 1):

@@ -44,14 +44,8 @@ class QueuePlace:
 class AdmissionQueue:
     """Admits waiting requests by priority and then by arrival; for one event loop.
 
-    Args:
-        max_running: requests that run at once.
-        max_waiting: that wait behind them; of requests that came together, several count for one.
-
-    Attributes:
-        max_running: as given.
-        num_running: admitted requests that are not over.
-        num_waiting: groups of requests of which some wait.
+    ``max_running`` requests run at once, and ``max_waiting`` groups of requests that came together
+    wait behind them; ``num_running`` and ``num_waiting`` are how many do now.
     """
 
     def __init__(self, max_running: int, max_waiting: int) -> None:

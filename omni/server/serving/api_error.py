@@ -22,17 +22,9 @@ _TYPES = {
 class ApiError(Exception):
     """An error that ends a request and is sent to its client.
 
-    Args:
-        status: of HTTP.
-        message: for people.
-        param: the field at fault, with dots and indices.
-        code: for programs.
-        headers: more of them.
-        retry_after_s: when to try again.
-
-    Attributes:
-        is_recorded: whether the request that it ends has a record of its own, see
-            :class:`~omni.server.serving.request_records.RequestRecord`.
+    ``param`` is the field at fault, with dots and indices; the message is for people, and the code
+    for programs. ``is_recorded`` says whether the request that it ends has a record of its own, see
+    :class:`~omni.server.serving.request_records.RequestRecord`.
     """
 
     def __init__(

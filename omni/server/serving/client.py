@@ -15,11 +15,9 @@ __all__ = ["Client"]
 class Client:
     """The sender of an HTTP request, as far as the server cares.
 
-    Attributes:
-        request_id: made here, unique; nothing that the client sent.
-        tenant: the same for all requests with one API key, and reveals nothing of the key; None
-            where no key is needed.
-        traceparent: the header of that name, as it came: the trace that the request belongs to.
+    The ``request_id`` is made here, and unique. The ``tenant`` is the same for all requests with
+    one API key, and reveals nothing of the key; None where no key is needed. ``traceparent`` is the
+    header of that name, as it came.
     """
 
     request_id: str

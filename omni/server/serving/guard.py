@@ -204,14 +204,15 @@ class Guard:
         state = scope.setdefault("state", {})
         try:
             self._check_origin(headers)
-            if scope["type"] == "http" and _is_preflight(scope, headers):
+            method = scope.get("method")
+            if method == "OPTIONS" and "access-control-request-method" in headers:
                 await _PREFLIGHT(scope, receive, answer.send)
                 return
             client = replace(client, tenant=self._tenant(scope["path"], headers))
             body.check_length()
             # A POST is to be run. Under a load that is too much, what is refused must take nothing
             # from what runs: its body is not even looked at.
-            if scope["type"] == "http" and scope["method"] == "POST":
+            if method == "POST":
                 self._server.check_room(client)
             state["server"], state["client"] = self._server, client
             is_http = scope["type"] == "http"
@@ -390,17 +391,12 @@ def _given_key(headers: Headers) -> str | None:
     return None
 
 
-def _is_preflight(scope: Scope, headers: Headers) -> bool:
-    return scope["method"] == "OPTIONS" and "access-control-request-method" in headers
-
-
 def _origin(text: str) -> str:
     return text.strip().rstrip("/").lower()
 
 
 @lru_cache(maxsize=64)
 def _names_local(host: str) -> bool:
-    """Tell if a header ``Host`` names this machine."""
     try:
         return _is_local(urlsplit(f"//{host}").hostname or "")
     except ValueError:  # it names nothing at all

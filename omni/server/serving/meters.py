@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from omni.requests.request import OmniDelta
@@ -229,7 +224,7 @@ class RequestMeter:
             model, request_id or client.request_id, client.tenant, time.time(), time.monotonic()
         )
         self._record.traceparent = client.traceparent
-        self._tokens: dict[str, _TokenTimes] = {}
+        self._tokens: dict[str, tuple[Histogram, float]] = {}  # and when the last ones came
         self._sound_s: dict[str, float] = {}
 
     def begin(self) -> None:
@@ -280,26 +275,17 @@ class RequestMeter:
     def _note_tokens(self, stage: str, number: int) -> None:
         """Time new tokens; those that come together share their time."""
         now = time.monotonic()
-        times = self._tokens.get(stage)
-        if times is None:
-            gaps = self._meters.between_tokens.labels(self._model, stage)
-            self._tokens[stage] = _TokenTimes(gaps, now)
+        if stage not in self._tokens:
+            self._tokens[stage] = self._meters.between_tokens.labels(self._model, stage), now
             if self._record.first_token_s is None:
                 self._record.first_token_s = now
                 self._meters.first_token.labels(self._model).observe(self._elapsed)
             return
+        gaps, last = self._tokens[stage]
         for _ in range(number):
-            times.gaps.observe((now - times.last) / number)
-        times.last = now
+            gaps.observe((now - last) / number)
+        self._tokens[stage] = gaps, now
 
     @property
     def _elapsed(self) -> float:
         return time.monotonic() - self._record.began_s
-
-
-@dataclass(slots=True)
-class _TokenTimes:
-    """When the tokens of one stage came."""
-
-    gaps: Histogram
-    last: float

@@ -41,12 +41,7 @@ class PipelineResponse(Response):
     breaks off any other, so that its client knows that some is missing. Making one raises an
     :class:`ApiError` where it cannot run as the client wants.
 
-    Args:
-        server: has the pipeline.
-        client: sent the request.
-        model: the pipeline's name.
-        is_streamed: whether to send :meth:`pieces` and not :meth:`whole`.
-        media_type: of the pieces.
+    Sends :meth:`pieces` of a media type if it ``is_streamed``, else :meth:`whole`.
     """
 
     prompt_param: ClassVar[str] = "prompt"

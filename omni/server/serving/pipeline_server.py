@@ -50,16 +50,10 @@ class PipelineState(StrEnum):
 
 
 class ServedPipeline:
-    """One pipeline of a server.
+    """One pipeline of a server; its name is the model's for clients.
 
-    Attributes:
-        config: its name is the model's for clients.
-        name: the model's.
-        created: when it was announced, in seconds since 1970.
-        queue: admits requests.
-        state: may be read by any thread.
-        error: why it failed.
-        meters: of the server.
+    ``state`` may be read by any thread, and ``error`` says why it failed. It was ``created``, in
+    seconds since 1970, when it was announced.
     """
 
     def __init__(
@@ -235,21 +229,14 @@ class PipelineServer:
     """All pipelines of a server.
 
     Args:
-        configs: the pipelines; their names are the models' for clients.
-        settings: of the server.
         apart: whether each pipeline whose stages run inline has a process of its own for them, so
             that what serves and what computes do not wait for one interpreter.
 
     Attributes:
-        pipelines: by name.
-        meters: of all pipelines.
-        fetcher: of files whose addresses stand in requests.
-        responses: that later requests may go on from.
         num_sessions: realtime ones that are open.
         is_stopping: whether no more requests are taken.
-        failure: why a pipeline could not be loaded.
-        on_failure: called then, in the loading thread.
-        on_loaded: called in that thread when all pipelines are ready.
+        failure: why a pipeline could not be loaded; ``on_failure`` is called then, in the loading
+            thread, and ``on_loaded`` when all pipelines are ready.
     """
 
     def __init__(

@@ -6,7 +6,8 @@ import asyncio
 import binascii
 import json
 from base64 import b64decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any, ClassVar, TypeVar
 
@@ -18,19 +19,33 @@ from engine.interface.settings import dotted, explain_validation_error, place_of
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.url_fetcher import UrlFetcher
 
-__all__ = ["ApiModel", "check_part", "decoded", "fetched", "parse_json", "read_json"]
+__all__ = [
+    "ApiModel",
+    "check_part",
+    "decoded",
+    "fetched",
+    "parse_json",
+    "read_json",
+    "without_faltering",
+]
 
 _SMALL = 1 << 16
-"""Characters that are decoded at once; more go to another thread."""
+_ResultT = TypeVar("_ResultT")
+
+
+async def without_faltering(
+    work: Callable[..., _ResultT], data: bytes | str, *more: object
+) -> _ResultT:
+    """Work on data at once if it is little, and else in another thread: no stream falters then."""
+    if len(data) <= _SMALL:
+        return work(data, *more)
+    return await asyncio.to_thread(work, data, *more)
 
 
 async def decoded(data: str, param: str) -> bytes:
     """Decode base64; ``param`` is its place in the request, which an error names."""
     try:
-        if len(data) <= _SMALL:
-            content = b64decode(data, validate=True)
-        else:
-            content = await asyncio.to_thread(b64decode, data, validate=True)
+        content = await without_faltering(partial(b64decode, validate=True), data)
     except (binascii.Error, ValueError) as error:
         raise ApiError.bad_field(param, f"not valid base64: {error}") from error
     if not content:
@@ -59,9 +74,6 @@ async def fetched(url: str, param: str, fetcher: UrlFetcher, room: int) -> bytes
 
 
 _ModelT = TypeVar("_ModelT", bound=BaseModel)
-
-_SMALL_BODY = 1 << 16
-"""Bytes that are parsed at once. More go to another thread, so that no stream falters."""
 
 _ABSENT: tuple[Any, ...] = (None, [], {})
 
@@ -112,10 +124,7 @@ async def read_json(request: Request, model: type[_ModelT]) -> _ModelT:
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
             f"Content-Type must be application/json, got {kind or 'none'!r:.80}",
         )
-    body = await request.body()
-    if len(body) <= _SMALL_BODY:
-        return parse_json(body, model)
-    return await asyncio.to_thread(parse_json, body, model)
+    return await without_faltering(parse_json, await request.body(), model)
 
 
 def parse_json(body: bytes | str, model: type[_ModelT]) -> _ModelT:
@@ -124,18 +133,14 @@ def parse_json(body: bytes | str, model: type[_ModelT]) -> _ModelT:
         return model.model_validate_json(body, strict=True)
     except ValidationError as error:
         if error.errors(include_url=False)[0]["type"] == "json_invalid":
-            raise ApiError.bad_request(_no_json(error)) from None
+            cause = error.errors(include_url=False)[0].get("ctx", {}).get("error", "")
+            raise ApiError.bad_request(f"the body is not valid JSON: {cause}") from None
         data = _loaded(body)
         if not isinstance(data, dict):
             raise ApiError.bad_request("the body must be a JSON object: {...}") from None
         lines = explain_validation_error(error, model, data).split("\n")
         place = dotted(place_of(error.errors(include_url=False)[0], data))
         raise ApiError.bad_request("; ".join(lines), param=place or None) from None
-
-
-def _no_json(error: ValidationError) -> str:
-    cause = error.errors(include_url=False)[0].get("ctx", {}).get("error", "")
-    return f"the body is not valid JSON: {cause}"
 
 
 def _loaded(body: bytes | str) -> Any:

@@ -36,15 +36,13 @@ _REJECTED = "rejected"
 class RequestRecord:
     """One request, without its prompt and without its output.
 
-    Times are those of ``time.monotonic`` in this process, and None if they never came.
+    Times are those of ``time.monotonic`` in this process, and None if they never came; only
+    ``arrived_s`` is in seconds since 1970. It was handed to the pipeline at ``turn_s``.
 
     Attributes:
-        tenant: whose key it came with; None where no key is needed.
-        arrived_s: in seconds since 1970.
-        turn_s: when it was handed to the pipeline.
+        tenant: see :class:`~omni.server.serving.client.Client`.
         status: ok, refused, rejected, failed or aborted.
-        traceparent: the client's, as W3C's Trace Context writes it; not checked.
-        stages: of those that it had entered.
+        traceparent: as W3C's Trace Context writes it; not checked.
     """
 
     model: str

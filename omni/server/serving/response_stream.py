@@ -29,12 +29,9 @@ __all__ = ["ResponseStream", "Update"]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What is new of a request.
+    """What has come of the stream's request ``index``: one delta of each stage at most.
 
-    Attributes:
-        index: of the request among those of the stream.
-        delta: what has come since the last update, one delta of each stage at most.
-        is_last: whether the stages that are waited for are done with the request.
+    ``is_last`` says whether the stages that are waited for are done with the request.
     """
 
     index: int
@@ -104,9 +101,6 @@ class ResponseStream:
     Entering it raises an :class:`ApiError` if the pipeline is not ready or too many requests wait.
 
     Args:
-        pipeline: runs the requests.
-        client: sent them.
-        requests: each with its id.
         prompt_param: the field in which the client sent the prompt.
         stages: a request ends when these are done with it; later ones are not waited for. None
             named: when all are.
@@ -206,10 +200,7 @@ class ResponseStream:
             self._pipeline.check_stages()
         except ApiError as error:
             self._fail(running, error)
-        else:
-            self._begin(running)
-
-    def _begin(self, running: _Running) -> None:
+            return
         running.meter.begin()
         request, take = running.request, partial(self._take, running)
         wake = self._loop.call_soon_threadsafe

@@ -91,14 +91,12 @@ class ServerSettings(BaseModel):
     """Settings with which a server starts.
 
     Attributes:
-        host: name or address to bind.
         port: to bind; 0 takes a free one.
         api_keys: of which a request must bring one; none lets everybody in.
         allow_url_hosts: from which files may be fetched whose addresses stand in requests.
         allow_origins: web pages on other hosts that may ask, such as ``https://example.org``.
         transcriber: the pipeline that writes down what is said in realtime sessions that name none
             that is served.
-        limits: see :class:`ServerLimits`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -27,11 +27,8 @@ class UrlFetcher:
     an address that was checked, whatever the name means a moment later; and no redirect is
     followed.
 
-    Args:
-        hosts: names that are allowed, without ports.
-        max_bytes: of a file.
-        timeout_s: of a whole fetch.
-        max_requests: that wait for files at once.
+    Names of hosts are without ports; ``timeout_s`` is of a whole fetch, and ``max_requests`` is how
+    many wait for files at once.
     """
 
     def __init__(
