@@ -1,4 +1,4 @@
-"""Runs every property test with 20 times the examples that a run of the tests draws."""
+"""Runs every property test with 40 times the examples that a run of the tests draws."""
 
 from __future__ import annotations
 

@@ -6,14 +6,14 @@ from hypothesis import settings
 
 __all__ = ["LONG", "USUAL", "examples"]
 
-USUAL, LONG = 100, 2000
-"""Examples of a property that does not say how many it wants, in the usual profile (hypothesis' own
-number) and in the long one."""
+USUAL, LONG = 50, 2000
+"""Examples of a property that does not say how many it wants, in the usual profile and in the long
+one."""
 
 
 def examples(number: int) -> int:
-    """So many in the usual profile, and 20 times as many in the long one.
+    """A number for a profile of 100, scaled to the present one: half of it usually.
 
     Each run of the tests draws others; ``torture/properties.py`` looks further.
     """
-    return max(1, number * settings().max_examples // USUAL)
+    return max(1, number * settings().max_examples // 100)

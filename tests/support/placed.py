@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.runtime_config import RuntimeConfig
 from omni.runtime.placed_pipeline import place_pipeline
-from tests.support.examples import USUAL, examples
+from tests.support.examples import examples
 
 __all__ = ["PLACES", "Anywhere", "everywhere", "over_every_transport", "place"]
 
 PLACES = ("inline", "processes")
 """Kinds of runtimes over which promises are tried: without a transport, and with one."""
 
-_EXAMPLES = {"inline": USUAL, "processes": 50, "ray": 10}
+_EXAMPLES = {"inline": 100, "processes": 50, "ray": 10}
 """Examples of a property: a call takes microseconds inline, and milliseconds on Ray."""
 
 _Test = TypeVar("_Test", bound=Callable[..., Any])
