@@ -189,11 +189,7 @@ class StageInputs:
 
 
 def check_methods(kind: type[Any]) -> None:
-    """Check that a class has every method that its base classes leave to it.
-
-    Raises:
-        ValueError: it lacks some; names them.
-    """
+    """Check a class for its abstract methods; ``ValueError`` names those that it lacks."""
     missing = sorted(getattr(kind, "__abstractmethods__", ()))
     if missing:
         raise ValueError(f"class {kind.__qualname__} must define {', '.join(missing)}")
@@ -230,11 +226,7 @@ class Stage(ABC):
     transferred_bytes: int = 0
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
-        """Make a stage, if no method is missing.
-
-        Raises:
-            ValueError: the class lacks methods that a stage must have.
-        """
+        """Make a stage; ``ValueError``: its class lacks methods that a stage must have."""
         check_methods(cls)
         return super().__new__(cls)
 
@@ -340,17 +332,14 @@ class Stage(ABC):
         """Do what takes long of :meth:`add_request`, in any thread, also while the stage steps.
 
         A kind of stage that prepares nothing leaves this and :meth:`add` as they are here.
-
-        Raises:
-            ValueError: as :meth:`add_request` does.
+        Errors are those of :meth:`add_request`.
         """
         return Prepared(request)
 
     def add(self, prepared: Prepared) -> None:
-        """Queue a request that :meth:`prepare` has returned; in the thread that drives the stage.
+        """Queue a request that :meth:`prepare` has returned, in the thread that drives the stage.
 
-        Raises:
-            ValueError: as :meth:`add_request` does.
+        Errors are those of :meth:`add_request`.
         """
         self.add_request(prepared.request)
 
@@ -440,11 +429,7 @@ class Stage(ABC):
         return (self.stats(),)
 
     def note_transfer(self, num_bytes: int) -> None:
-        """Count what another stage has handed to this one.
-
-        Args:
-            num_bytes: of its tensors.
-        """
+        """Count what another stage has handed to this one, with the bytes of its tensors."""
         self.num_transfers += 1
         self.transferred_bytes += num_bytes
 

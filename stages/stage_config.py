@@ -354,11 +354,7 @@ def stage_kind_names() -> tuple[str, ...]:
 
 
 def stage_kinds() -> dict[str, type[StageConfig]]:
-    """All kinds with their configurations.
-
-    Raises:
-        ValueError: an installed package's kind cannot be loaded.
-    """
+    """All kinds with their configurations; ``ValueError``: a package's cannot be loaded."""
     kinds = {name: _stage_kind(name) for name in stage_kind_names()}
     return {name: config for name, config in kinds.items() if config is not None}
 

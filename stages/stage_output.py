@@ -146,11 +146,7 @@ class OutputAccumulator:
         self._fields: dict[str, Any] = {}
 
     def add(self, delta: OutputDelta) -> None:
-        """Add what is new.
-
-        Raises:
-            ValueError: its sound has another sampling rate than that before it.
-        """
+        """Add what is new; ``ValueError``: the sampling rate of its sound has changed."""
         if delta.audio is not None:
             if self._audio and delta.audio.sampling_rate != self._audio[0].sampling_rate:
                 raise ValueError(
@@ -258,11 +254,7 @@ def _joined(pieces: Sequence[Waveform]) -> Waveform | None:
 
 
 def delta_since(output: StageOutput, before: StageOutput | None) -> OutputDelta:
-    """What a cumulative output adds to the one before it.
-
-    Raises:
-        ValueError: it does not begin with that one.
-    """
+    """What a cumulative output adds to the last one; ``ValueError``: it begins otherwise."""
     last = before or StageOutput(output.request_id, output.stage, finished=False)
     text = None
     if output.text is not None:

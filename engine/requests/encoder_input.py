@@ -352,11 +352,7 @@ class StreamedRows:
         self._filler_hash = content_hash(filler)
 
     def cut(self, start: int, stop: int) -> Tensor:
-        """Rows ``(stop - start, width)`` of positions that are known.
-
-        Raises:
-            ValueError: some are not.
-        """
+        """Rows ``(stop - start, width)`` of known positions; ``ValueError``: some are not known."""
         if self.num_known(stop) < stop:
             raise ValueError(f"rows [{start}, {stop}) were asked for, {self._num_rows} are known")
         rows = self._rows[min(start, self._num_rows) : min(stop, self._num_rows)]

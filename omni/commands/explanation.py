@@ -80,11 +80,7 @@ def describe_config(config: PipelineConfig) -> str:
 
 
 def describe_memory(config: PipelineConfig) -> str:
-    """Load every stage and describe what it resolved and reserved.
-
-    Raises:
-        ValueError: a stage cannot be built.
-    """
+    """Load all stages and describe what they reserved; ``ValueError``: one cannot be built."""
     from omni.pipelines.pipeline import Pipeline
 
     lines = ["Resolved and reserved:"]

@@ -102,11 +102,7 @@ Requests: TypeAlias = Prompt | OmniRequest | Sequence[Prompt | OmniRequest]
 
 
 def as_requests(requests: Requests) -> list[OmniRequest]:
-    """List what a user gave as requests.
-
-    Raises:
-        ValueError: it is none of the forms of :data:`Requests`.
-    """
+    """List what a user gave as requests; ``ValueError``: it is none of :data:`Requests`."""
     given: object = requests
     # A mapping would run as well: each of its keys as a prompt.
     if isinstance(given, Mapping | bytes) or not isinstance(given, Iterable | Prompt | OmniRequest):

@@ -684,11 +684,7 @@ class FolderFiles:
 
 
 def only_embeds(tensors: Mapping[str, Tensor], where: str) -> Tensor:
-    """The one tensor of a file.
-
-    Raises:
-        ValueError: there are several, or it is not ``(tokens, hidden)`` floating point.
-    """
+    """A file's one tensor, ``(tokens, hidden)`` floating point; ``ValueError``: it has others."""
     if len(tensors) != 1:
         raise ValueError(
             f"{where} must hold one tensor, got {len(tensors)}: {', '.join(sorted(tensors))}"

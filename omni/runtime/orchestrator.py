@@ -243,11 +243,7 @@ class Orchestrator:
                 raise ValueError(error) from RuntimeError(error)  # the request is not at fault
 
     def _raise_if_refused(self, live: LiveRequest, name: str) -> None:
-        """Tell at once what a root stage in this thread refuses at once.
-
-        Raises:
-            ValueError: it did; the request is gone.
-        """
+        """Raise ``ValueError`` if a root stage in this thread has refused a request; it is gone."""
         events = self._unread[name] = self._events(name)
         for event in events:
             if isinstance(event, Failed) and event.ticket == live.inside[name]:

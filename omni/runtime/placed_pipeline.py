@@ -181,11 +181,7 @@ def _threads_of_torch() -> int:
 
 
 def _worker_specs(config: PipelineConfig, *, is_traced: bool = False) -> list[WorkerSpec]:
-    """Specify the workers of a pipeline.
-
-    Raises:
-        ValueError: a transform has no name that another process finds.
-    """
+    """Specify a pipeline's workers; ``ValueError``: no other process would find a transform."""
     if config.runtime.kind == "ray":
         threads = {name: each.placement.actor_threads for name, each in config.stages.items()}
     else:

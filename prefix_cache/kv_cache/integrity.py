@@ -133,11 +133,7 @@ def check_integrity(manager: KVCacheManager, items: Iterable[Sequence[KVCacheBlo
 
 
 def check_pool_integrity(pool: BlockPool, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
-    """Check a pool against all tables that hold its blocks.
-
-    Raises:
-        IntegrityError: with the equation that failed.
-    """
+    """Check a pool against all tables; ``IntegrityError``: with the equation that failed."""
     holders = Counter(block for table in tables for block in table if block.large_page)
     for arena in pool.arenas:
         _check_conservation(arena)

@@ -115,11 +115,7 @@ class FrameReader:
         return bool(piece)
 
     def frames(self) -> Iterator[tuple[bytes, list[int]]]:
-        """The frames that are whole, with their descriptors, which are the caller's.
-
-        Raises:
-            ValueError: what came is no frame.
-        """
+        """Whole frames with descriptors, now the caller's; ``ValueError``: what came is none."""
         start = 0
         try:
             while len(self._buffer) - start >= _HEADER.size:

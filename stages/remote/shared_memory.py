@@ -210,11 +210,7 @@ class SharedBytes(RemoteBytes):
         self.segment, self.offset, self.nbytes = segment, offset, nbytes
 
     def array(self) -> NDArray[np.uint8]:
-        """The bytes, ``(nbytes,)``, without a copy.
-
-        Raises:
-            MemoryError: there is no room for the mapping.
-        """
+        """The bytes, ``(nbytes,)``, without a copy; ``MemoryError``: no room for the mapping."""
         return self.segment.content[self.offset : self.offset + self.nbytes]
 
 

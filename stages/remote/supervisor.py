@@ -332,11 +332,7 @@ class WorkerSupervisor:
             connection.kill("it is not needed any more")
 
     def wait_until_built(self) -> None:
-        """Wait for the first worker.
-
-        Raises:
-            ValueError: a stage cannot be built, or the worker has ended; says which.
-        """
+        """Wait for the first worker; ``ValueError``: it ended, or says what it cannot build."""
         self._first_built.result()
 
     def send(self, generation: int, commands: Commands) -> None:

@@ -251,11 +251,7 @@ class GuardedStage:
             return self.stage.prepare(state.request)
 
     def add(self, state: RequestState, prepared: Prepared) -> None:
-        """Hand the stage a request that it has prepared.
-
-        Raises:
-            ValueError: the stage refuses it, or cannot be used any more.
-        """
+        """Hand the stage what it has prepared; ``ValueError``: it refuses, or is of no more use."""
         if self._broken.is_broken and (failure := self._rebuild()) is not None:
             raise ValueError(f"stage {self.stage.name!r}: {failure}")
         state.is_inside = True

@@ -299,11 +299,7 @@ def openai_call(data: Mapping[str, Any], folder: Path, flags: BenchFlags, model:
 
 
 def realtime_events(data: Mapping[str, Any], flags: BenchFlags) -> list[Mapping[str, Any]]:
-    """The events by which a text is said over ``/v1/realtime``.
-
-    Raises:
-        ValueError: the line is wrong, or has more than a text.
-    """
+    """Events that say a text over ``/v1/realtime``; ``ValueError``: the line has not that alone."""
     session: dict[str, Any] = {"type": "realtime", "output_modalities": ["text"]}
     if flags.speech:
         session["output_modalities"] = ["audio"]

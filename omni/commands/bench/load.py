@@ -70,11 +70,7 @@ class RequestLines:
         return len(self._lines)
 
     def prepared(self, target: LoadTarget) -> list[Send]:
-        """Make requests of all lines.
-
-        Raises:
-            ValueError: lines are wrong or cannot be sent to the target; names all of them.
-        """
+        """Make requests of all lines; ``ValueError`` names all that are wrong or cannot be sent."""
         sends, wrong = [], []
         for line in self._lines:
             try:

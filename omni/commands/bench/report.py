@@ -322,11 +322,7 @@ class BenchReport:
         return any(each.failed for each in counts) or not any(each.ok for each in counts)
 
     def save(self, path: Path) -> None:
-        """Write all of it as JSON, in seconds where a name does not say otherwise.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write all as JSON, in seconds unless named otherwise; ``OSError``: it is not written."""
         content = {
             "omni_version": version("omni-pipeline"),
             "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -447,11 +443,7 @@ def _add(table: Table, level: LevelReport, name: str, found: Distribution | None
 
 
 def save_plot(report: BenchReport, path: Path) -> None:
-    """Plot throughput and times over the load as an SVG; needs matplotlib.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Plot throughput and times over load as SVG, by matplotlib; ``OSError``: it is not written."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
