@@ -65,11 +65,7 @@ class StageRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A request that a stage has prepared, for its :meth:`Stage.add`.
-
-    Attributes:
-        content: what the kind of stage has made of it; None if nothing.
-    """
+    """A request that a stage has prepared for its :meth:`Stage.add`, with what it made of it."""
 
     request: StageRequest
     content: Any = None

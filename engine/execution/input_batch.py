@@ -75,11 +75,7 @@ def step_arrays(inputs: StepInputs, memory: PagedMemory) -> dict[str, npt.NDArra
 def build_step_metadata(
     inputs: StepInputs, memory: PagedMemory, tensors: Mapping[str, Tensor]
 ) -> list[GroupMetadata]:
-    """One entry per group of ``memory``'s config.
-
-    Args:
-        tensors: the :func:`step_arrays`, on the device.
-    """
+    """One entry per group of ``memory``'s config; ``tensors``: :func:`step_arrays`, uploaded."""
     shared = _Shared.of(inputs)
     metadata: list[GroupMetadata] = []
     for group_id, group in enumerate(memory.config.groups):

@@ -47,11 +47,7 @@ class log_fields:
 
 
 def package_logger(name: str) -> logging.Logger:
-    """The logger of a module, below ``omni``, whose records have the attributes of ``LogFields``.
-
-    Args:
-        name: the module's ``__name__``.
-    """
+    """A logger of a module's ``__name__``, below ``omni``, with attributes of ``LogFields``."""
     is_below = name == _ROOT or name.startswith(f"{_ROOT}.")
     logger = logging.getLogger(name if is_below else f"{_ROOT}.{name}")
     logger.addFilter(_FILTER)

@@ -46,11 +46,7 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 
 
 class PlacedError(ValueError):
-    """A mistake found by a check that looks at several places, with the one to name.
-
-    Args:
-        place: keys and indices that lead to the wrong value.
-    """
+    """A mistake found by a check of several places, with the keys and indices that lead to it."""
 
     def __init__(self, place: KeyPath, message: str) -> None:
         super().__init__(message)

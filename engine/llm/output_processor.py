@@ -91,11 +91,7 @@ class OutputProcessor:
     def process(
         self, scheduled: SchedulerOutput, sampled: Sequence[SampledToken], call: object
     ) -> list[RequestGroup]:
-        """Take in a step that has run; return the requests that it moved.
-
-        Args:
-            call: mark of the call that ran it, see :meth:`restart`.
-        """
+        """Take in a step that ``call`` has run, see :meth:`restart`; the requests it moved."""
         groups = [self._group_of[item.request.request_id] for item in scheduled.scheduled]
         self._taken_in = call, groups
         moved: dict[str, RequestGroup] = {}

@@ -234,11 +234,7 @@ class Continuation(Protocol):
         """Where the sequence's window begins in the input, in seconds."""
 
     def follow(self, generated: Sequence[int], reason: FinishReason) -> Sequel:
-        """Say how the request goes on.
-
-        Args:
-            generated: by the sequence that has ended; at least one token.
-        """
+        """Say how the request goes on after a sequence that has generated one token at least."""
 
 
 class PromptChoice:

@@ -367,11 +367,7 @@ class CompletionState:
 
 @dataclass(slots=True)
 class RequestGroup:
-    """A user's request: its completions run as sequences of their own and share a prompt.
-
-    Attributes:
-        has_prompt_ids: whether the prompt came as ids or text, not as embeddings.
-    """
+    """A user's request: its completions run as sequences of their own and share a prompt."""
 
     request_id: str
     completions: tuple[CompletionState, ...]

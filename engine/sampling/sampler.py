@@ -336,11 +336,7 @@ class _Behind:
 
 
 def apply_biases(logits: Tensor, states: Sequence[SamplingState]) -> None:
-    """Add what requests want added to single tokens' logits, in place.
-
-    Args:
-        logits: ``(n, vocab)`` float32, contiguous.
-    """
+    """Add what requests want to logits ``(n, vocab)``, float32 and contiguous, in place."""
     biased = [(row, state.bias) for row, state in enumerate(states) if state.bias is not None]
     if not biased:
         return
@@ -351,11 +347,7 @@ def apply_biases(logits: Tensor, states: Sequence[SamplingState]) -> None:
 
 
 def apply_masks(logits: Tensor, states: Sequence[SamplingState]) -> None:
-    """Set what must not be chosen to minus infinity, in place.
-
-    Args:
-        logits: ``(n, vocab)``, contiguous.
-    """
+    """Set in logits ``(n, vocab)``, contiguous, what must not be chosen to minus infinity."""
     masked = [
         (row, ids) for row, state in enumerate(states) if (ids := state.masked_ids) is not None
     ]

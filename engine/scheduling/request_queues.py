@@ -45,11 +45,7 @@ __all__ = ["EncoderCacheManager", "EncodingBudget", "ItemShare", "RequestQueues"
 
 @dataclass(frozen=True, slots=True)
 class EncodingBudget:
-    """Rows that a model's towers, or an encoder-decoder's encoder, may still give in a step.
-
-    Attributes:
-        num_tokens: rows that are left; None if there is no limit.
-    """
+    """Rows that towers or an encoder-decoder's encoder may still give in a step; None: no limit."""
 
     num_tokens: int | None
     is_untouched: bool = True

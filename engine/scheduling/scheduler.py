@@ -30,11 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class PageMove:
-    """One request's pages, to be copied between the device and the host.
-
-    Attributes:
-        to_host: whether they go out; else they come back.
-    """
+    """One request's pages, to be copied to the host, or else from there to the device."""
 
     copies: tuple[PageCopy, ...]
     to_host: bool

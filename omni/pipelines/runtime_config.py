@@ -68,11 +68,7 @@ def runtime_for(settings: Any, kind: str) -> list[str]:
 
 
 def placement_for(name: str, placement: Placement, kind: RuntimeKind) -> Placement:
-    """Where a stage of a pipeline that has been read runs in a runtime given in its own's place.
-
-    Returns:
-        The placement without what the runtime does not have, of which a warning tells.
-    """
+    """Where a stage runs in a runtime given in its own's place; warns of what is left out."""
     settings = placement.model_dump(exclude_defaults=True)
     left = _drop_of_placement(name, settings, kind)
     tell(left)
@@ -294,11 +290,7 @@ def resolve_threads(placements: Mapping[str, Placement], cores: int) -> dict[str
 
 
 def stages_by_worker(placements: Mapping[str, Placement]) -> list[tuple[str, list[str]]]:
-    """The name of each worker, and its stages in their order.
-
-    Returns:
-        Those that stages share by name, and those that have the name of their only stage.
-    """
+    """The names of workers, shared ones or those of their only stage, and their stages in order."""
     workers: dict[tuple[bool, str], list[str]] = {}
     for name, placement in placements.items():
         worker = placement.worker

@@ -97,11 +97,7 @@ class _BoundedLoader(yaml.SafeLoader):
 
 @dataclass(frozen=True, slots=True)
 class YamlDocument:
-    """A parsed YAML text.
-
-    Attributes:
-        lines: line numbers, from 1, by place.
-    """
+    """A parsed YAML text; ``lines`` has line numbers, from 1, by place."""
 
     data: Any
     lines: Mapping[KeyPath, int]

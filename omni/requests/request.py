@@ -160,11 +160,7 @@ class OmniDelta:
 
 
 class OmniAccumulator:
-    """Adds up the deltas of one request.
-
-    Args:
-        final_stages: in the order in which outputs name them.
-    """
+    """Adds up the deltas of one request; outputs name the final stages in the order given."""
 
     def __init__(self, final_stages: Sequence[str]) -> None:
         self._final_stages = final_stages

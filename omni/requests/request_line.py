@@ -364,11 +364,7 @@ class ImageUrl(_Strict):
 
 
 class VideoUrl(_Strict):
-    """The place of a video.
-
-    Attributes:
-        url: a file, or the video itself as a data URL (``data:video/mp4;base64,...``).
-    """
+    """The place of a video: a file, or itself as a data URL (``data:video/mp4;base64,...``)."""
 
     url: str = Field(min_length=1)
 

@@ -301,11 +301,7 @@ def _placed(overrides: Mapping[str, Any], runtime: str | RuntimeConfig | None) -
 
 
 class _Outputs:
-    """The outputs of a batch, as users know them.
-
-    Args:
-        on_progress: gets every output; None makes only the last ones.
-    """
+    """The outputs of a batch, as users know them; without ``on_progress`` the last ones only."""
 
     def __init__(
         self,

@@ -42,11 +42,7 @@ __all__ = [
 def needed_bytes(
     groups: Sequence[KVCacheGroup], num_tokens: int, num_encoder_tokens: int = 0
 ) -> int:
-    """Bytes that one request's last token works with, if nothing were rounded to pages.
-
-    Args:
-        num_tokens: of the request, the last one included.
-    """
+    """Bytes that a request's last token, of ``num_tokens``, works with if nothing is rounded."""
     return sum(
         len(group.layer_names) * _needed_by_layer(group.spec, num_tokens, num_encoder_tokens)
         for group in groups

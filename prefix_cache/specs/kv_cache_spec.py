@@ -186,11 +186,7 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class MambaSpec(KVCacheSpec):
-    """A recurrent layer: a page is the state after some token, whatever the block size.
-
-    Attributes:
-        states: the tensors that make up one sequence's state.
-    """
+    """A recurrent layer: a page is the state after some token, whatever the block size."""
 
     states: tuple[StateTensor, ...]
 
@@ -365,11 +361,7 @@ class KVCacheConfig:
 
 
 def group_layers(layer_specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
-    """Group layers of equal spec, in order of first appearance, and pad odd pages.
-
-    Args:
-        layer_specs: layer name to what that layer keeps, in the order of the model's layers.
-    """
+    """Group layers of equal spec, given by name in the model's order, and pad odd pages."""
     by_spec: dict[KVCacheSpec, list[str]] = {}
     for name, spec in layer_specs.items():
         by_spec.setdefault(spec, []).append(name)

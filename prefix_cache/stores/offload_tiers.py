@@ -80,11 +80,7 @@ class OffloadStats:
 
 
 class HostTier:
-    """Bytes by key in this process, the least recently used given up first.
-
-    Args:
-        capacity_bytes: of all together.
-    """
+    """Bytes by key in this process, ``capacity_bytes`` at most, least recently used given up."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes

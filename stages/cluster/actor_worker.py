@@ -107,11 +107,7 @@ class ActorWorker:
     # A call that is lost on its way is made again, perhaps twice: by Ray, or else by the link.
     @ray.method(concurrency_group="take", num_returns=0, max_task_retries=-1)
     def take(self, number: int, content: bytes, references: list[Any]) -> None:
-        """Take a message; one that has come before comes to nothing.
-
-        Args:
-            number: how many were sent before it.
-        """
+        """Take a message before which ``number`` were sent; one that came before is ignored."""
         if number < self._num_taken or number in self._early:
             return
         try:

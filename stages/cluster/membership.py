@@ -63,11 +63,7 @@ _REMOVER = 'cat; for _ in 1 2 3 4 5; do sleep 2; rm -rf "$0"; [ -e "$0" ] || exi
 
 
 class Membership:
-    """A share in this process's connection to a cluster. To be left.
-
-    Attributes:
-        held: what this process has of the cluster's objects.
-    """
+    """A share in this process's connection to a cluster. To be left."""
 
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection

@@ -82,11 +82,7 @@ class _Shipment:
 
 
 class FrameReader:
-    """Puts frames together as they come in.
-
-    Args:
-        max_bytes: of a frame's content.
-    """
+    """Puts frames, of at most ``max_bytes`` of content, together as they come in."""
 
     def __init__(self, sock: socket.socket, max_bytes: int) -> None:
         self._sock, self._max_bytes = sock, max_bytes

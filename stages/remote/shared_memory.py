@@ -75,11 +75,7 @@ class Descriptor:
 
 
 class Segment:
-    """Shared memory, mapped when it is first looked into.
-
-    Args:
-        fd: of the memory; the segment closes it.
-    """
+    """Shared memory, mapped when it is first looked into; it closes its descriptor."""
 
     def __init__(self, fd: int) -> None:
         self.file: Descriptor | None = Descriptor(fd)
@@ -243,11 +239,7 @@ class SharedTensor:
 
 
 class SharedTensors(Mapping[str, Tensor]):
-    """Tensors by their names; those in shared memory are mapped when they are asked for.
-
-    Args:
-        entries: small tensors as they are, others by their handles.
-    """
+    """Tensors by name; ``entries`` in shared memory are mapped when they are asked for."""
 
     __slots__ = ("_tensors", "entries")
 

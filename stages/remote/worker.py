@@ -317,11 +317,7 @@ class WorkerLoop:
 
 
 def worker_main(sock: socket.socket, argument: bytes) -> None:
-    """What a worker's process runs.
-
-    Args:
-        sock: to the link.
-    """
+    """What a worker's process runs; ``sock`` leads to the link."""
     spec: WorkerSpec = Decoder(WorkerSpec).decode(argument)
     channel = Channel(sock, LinkMessage, "the pipeline")
     loop = WorkerLoop(spec, channel.send)
