@@ -20,7 +20,7 @@ from engine.checkpoints.config_file import describe, hidden_progress_bars
 from engine.checkpoints.weight_files import WeightFiles
 from engine.encoder.sentence_layout import Pooling, pool, resolve_pooling
 from engine.inputs.prompt_processor import refuse_items
-from engine.inputs.prompt_tokens import InputLimits, check_whole_input, resolve_prompt, truncated
+from engine.inputs.prompt_tokens import InputLimits, resolve_prompt, truncated
 from engine.interface.arguments import check_argument, check_names
 from engine.interface.config import EngineConfig
 from engine.interface.engine import Engine, NewRequest
@@ -72,7 +72,12 @@ class EncoderModel:
         device: torch.device,
         trust_remote_code: bool = False,
     ) -> None:
-        _check_is_encoder(config)
+        if getattr(config, "is_encoder_decoder", False):
+            names = getattr(config, "architectures", None) or [config.model_type]
+            raise ValueError(
+                f"{names[0]} is an encoder-decoder; EncoderEngine runs encoder-only models (BERT, "
+                "RoBERTa, DistilBERT, ...). Its encoder alone is not supported yet"
+            )
         self.dtype = dtype
         self.device = device
         self._module, missing = _load(folder, config, dtype, trust_remote_code)
@@ -85,9 +90,14 @@ class EncoderModel:
         self.vocab_size, self.hidden_size = embeddings.num_embeddings, embeddings.embedding_dim
         self.max_positions = _max_positions(self._module)
         self.takes_embeds = "inputs_embeds" in inspect.signature(self._module.forward).parameters
-        self._pad_id = _pad_id(config, self.vocab_size)
+        # Padding is masked, but RoBERTa counts positions by this very id.
+        pad_id: Any = getattr(config, "pad_token_id", None)
+        self._pad_id = int(pad_id) if pad_id in range(self.vocab_size) else 0
         self._check_is_bidirectional(folder)
-        self.row_nbytes = self._discover_rows()
+        # Per token at two batch shapes: at one, D might equal the length.
+        token = torch.tensor([1 % self.vocab_size])
+        small, large = self.forward([token.repeat(2)] * 2), self.forward([token.repeat(3)])
+        self.row_nbytes = {name: small[name][0].nbytes for name in small if name in large}
         self.pooler = None if missing else self._usable_pooler()
 
     @property
@@ -138,13 +148,6 @@ class EncoderModel:
                 "LLMEngine runs those (max_tokens=0 runs the prompt only), with true prefix hits"
             )
 
-    def _discover_rows(self) -> Mapping[str, int]:
-        """Names that are per token at two batch shapes: at one, D might equal the length."""
-        token = torch.tensor([1 % self.vocab_size])
-        small = self.forward([token.repeat(2)] * 2)
-        large = self.forward([token.repeat(3)])
-        return {name: small[name][0].nbytes for name in small if name in large}
-
     @torch.inference_mode()
     def _usable_pooler(self) -> nn.Module | None:
         """The module's ``pooler``, if applying it to its hidden states gives what it gives."""
@@ -159,15 +162,6 @@ class EncoderModel:
         applied = pooler(output.last_hidden_state)
         same = isinstance(applied, Tensor) and applied.shape == expected.shape
         return pooler if same and torch.allclose(applied, expected, atol=1e-3) else None
-
-
-def _check_is_encoder(config: PreTrainedConfig) -> None:
-    names = getattr(config, "architectures", None) or [config.model_type]
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"{names[0]} is an encoder-decoder; EncoderEngine runs encoder-only models (BERT, "
-            "RoBERTa, DistilBERT, ...). Its encoder alone is not supported yet"
-        )
 
 
 def _load(
@@ -219,12 +213,6 @@ def _max_positions(module: PreTrainedModel) -> int | None:
     return limit
 
 
-def _pad_id(config: PreTrainedConfig, vocab_size: int) -> int:
-    # Padding is masked, but RoBERTa counts positions by this very id.
-    pad_id = getattr(config, "pad_token_id", None)
-    return pad_id if isinstance(pad_id, int) and 0 <= pad_id < vocab_size else 0
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderRequest:
     """A validated input.
@@ -252,11 +240,6 @@ class EncoderRequest:
     def is_embeds(self) -> bool:
         """Whether ``content`` takes the place of the model's own embeddings."""
         return self.content.ndim == 2
-
-    @property
-    def queue_key(self) -> tuple[int, int]:
-        """Sort key of the queue: priority first, then first come, first served."""
-        return (self.priority, self.arrival_index)
 
     def output(
         self,
@@ -303,7 +286,7 @@ class EncoderQueue:
 
     def add(self, request: EncoderRequest) -> None:
         """Queue an input."""
-        insort(self._waiting, request, key=lambda r: r.queue_key)
+        insort(self._waiting, request, key=lambda r: (r.priority, r.arrival_index))
 
     def remove(self, request: EncoderRequest) -> None:
         """Take an input out. ``ValueError`` if it does not wait."""
@@ -426,11 +409,7 @@ class EncoderOutputStore:
         return replace(found, output_bytes=self._rows.nbytes)
 
     def check_integrity(self) -> None:
-        """Check the pool between two steps, when nothing is held.
-
-        Raises:
-            IntegrityError: with the equation that failed.
-        """
+        """Raise ``IntegrityError`` with the equation that failed; for when nothing is held."""
         check_pool_integrity(self._pool, tables=())
 
 
@@ -519,11 +498,7 @@ class EncoderEngine(Engine[EncoderOutput]):
             logger.info("%s: %s", config.model, line)
 
     def check_sampling(self, params: SamplingParams) -> None:
-        """Refuse all parameters but ``truncate_prompt_tokens``.
-
-        Raises:
-            ValueError: there are others, or more tokens are to be kept than the model takes.
-        """
+        """Refuse all but ``truncate_prompt_tokens``, and more tokens than the model takes."""
         if not params.only_truncates:
             super().check_sampling(params)
         if params.truncate_prompt_tokens is not None:
@@ -540,7 +515,16 @@ class EncoderEngine(Engine[EncoderOutput]):
             prompt = truncated(prompt, self.tokenizer, self._limits, kept, keeps_end=False)
         token_ids, embeds = resolve_prompt(prompt, self.tokenizer, self._limits)
         budget, usable_tokens = self.config.max_num_batched_tokens, self.memory_plan.num_tokens
-        check_whole_input(len(token_ids), budget, usable_tokens)
+        if len(token_ids) > budget:
+            raise ValueError(
+                f"the input has {len(token_ids)} tokens, but max_num_batched_tokens is {budget}: a "
+                "bidirectional encoder needs its whole input in one step"
+            )
+        if len(token_ids) > usable_tokens:
+            raise ValueError(
+                f"the request can never fit: {len(token_ids)} tokens, the whole cache holds "
+                f"{usable_tokens}; raise num_blocks"
+            )
         spans: tuple[ContentSpan, ...] = ()
         if embeds is not None:
             if not self._model.takes_embeds:
@@ -569,7 +553,14 @@ class EncoderEngine(Engine[EncoderOutput]):
         started, clock = time.monotonic(), time.perf_counter()
         self._before = self._call, dict(self._live)
         outputs = self._answer_cached(started)
-        held = self._hold_blocks(self._queue.next_batch(share=self._enable_prefix_caching))
+        held: list[HeldInput] = []
+        # As much of a batch as blocks last for; the head always fits alone.
+        for request in self._queue.next_batch(share=self._enable_prefix_caching):
+            item = self._store.hold(request)
+            if item is None:
+                break
+            self._queue.remove(request)
+            held.append(item)
         if held:
             outputs += self._run(held, started)
         self._stats = self._stats.plus(num_steps=1, busy_s=time.perf_counter() - clock)
@@ -628,17 +619,6 @@ class EncoderEngine(Engine[EncoderOutput]):
                 self._queue.remove(request)
                 outputs.append(self._answer(item, started, cached=True))
         return outputs
-
-    def _hold_blocks(self, batch: Sequence[EncoderRequest]) -> list[HeldInput]:
-        """Take blocks for as much of a batch as they last; the head always fits alone."""
-        held: list[HeldInput] = []
-        for request in batch:
-            item = self._store.hold(request)
-            if item is None:
-                break
-            self._queue.remove(request)
-            held.append(item)
-        return held
 
     def _run(self, held: Sequence[HeldInput], started: float) -> list[EncoderOutput]:
         """Compute a batch. If it fails, each of it alone, so that only the culprit fails."""

@@ -47,11 +47,7 @@ _BY_NAME: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def resolve_pooling(pooling: Pooling, pooler: nn.Module | None) -> Pooling:
-    """Turn ``auto`` into what it stands for.
-
-    Raises:
-        ValueError: unknown name, or ``pooler`` without one that works on hidden states.
-    """
+    """Turn ``auto`` into what it stands for; ``ValueError`` if unknown, or without a pooler."""
     if pooling not in get_args(Pooling):
         known = ", ".join(get_args(Pooling))
         raise ValueError(f"unknown pooling {pooling!r}; known are {known}")
@@ -78,20 +74,16 @@ def pool(pooling: Pooling, rows: Tensor, pooler: nn.Module | None) -> Tensor:
     Raises:
         ValueError: what was pooled is not finite.
     """
-    pooled = _pool(pooling, rows, pooler)
-    require_finite({"pooled": pooled})
-    return pooled
-
-
-def _pool(pooling: Pooling, rows: Tensor, pooler: nn.Module | None) -> Tensor:
     if pooling == "pooler":
         if pooler is None:
             raise ValueError("pooling 'pooler' was not resolved: there is no pooler")
         device = next(pooler.parameters()).device
         with on_device(device):
             pooled: Tensor = pooler(rows[None].to(device))[0].cpu()
-        return pooled
-    return _BY_NAME[pooling](rows)
+    else:
+        pooled = _BY_NAME[pooling](rows)
+    require_finite({"pooled": pooled})
+    return pooled
 
 
 def normalized(row: Tensor) -> Tensor:

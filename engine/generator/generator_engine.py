@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.inputs.prompt_tokens import check_utterance
 from engine.interface.arguments import check_argument
 from engine.interface.config import GeneratorConfig
 from engine.interface.engine import Engine, NewRequest
@@ -53,10 +52,6 @@ class WindowSizes:
     chunk: int
     left: int
     right: int
-
-    def kept(self, num_done: int) -> int:
-        """What the window gives that follows ``num_done`` codes: 1, 2, 4, ... times ``first``."""
-        return min(num_done + self.first, self.chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,43 +127,34 @@ class GeneratorRequest:
     def coming_window(self, sizes: WindowSizes) -> CodeWindow:
         """The next window of an utterance that comes in chunks, if its codes go on for so long."""
         done = self.num_done
-        kept_stop = done + sizes.kept(done)
+        # 1, 2, 4, ... times what the first gives.
+        kept_stop = done + min(done + sizes.first, sizes.chunk)
         return CodeWindow(max(0, done - sizes.left), kept_stop + sizes.right, done, kept_stop)
 
     def needs_input(self, sizes: WindowSizes) -> bool:
         """Whether it cannot go on before its next chunk comes."""
         return not self.is_last and self.next_window(sizes) is None
 
-    def output(self, samples: Tensor, sampling_rate: int) -> GeneratorOutput:
-        """The next output, with what was made since the one before: the last of ``pieces``."""
-        finished = self.is_done
+    def output(
+        self, sampling_rate: int, samples: Tensor | None = None, error: str | None = None
+    ) -> GeneratorOutput:
+        """The next output, with what was made since the one before; the last one with an error."""
+        finished = self.is_done or error is not None
+        now = time.monotonic()
         return GeneratorOutput(
             request_id=self.request_id,
             finished=finished,
-            delta=Waveform(samples, sampling_rate),
-            waveform=Waveform(torch.cat(self.pieces), sampling_rate) if finished else None,
+            delta=None if samples is None else Waveform(samples, sampling_rate),
+            waveform=None
+            if error is not None or not finished
+            else Waveform(torch.cat(self.pieces), sampling_rate),
             num_codes=len(self.codes),
-            is_cut_off=self.is_cut_off,
-            metrics=self._metrics(finished),
-        )
-
-    def failure(self, message: str) -> GeneratorOutput:
-        """The last output of a request that failed."""
-        return GeneratorOutput(
-            request_id=self.request_id,
-            finished=True,
-            delta=None,
-            waveform=None,
-            num_codes=len(self.codes),
-            error=message,
-            metrics=self._metrics(True),
-        )
-
-    def _metrics(self, finished: bool) -> RequestMetrics:
-        started = time.monotonic() if self.started is None else self.started
-        return RequestMetrics(
-            queue_s=started - self.arrival,
-            total_s=time.monotonic() - self.arrival if finished else None,
+            is_cut_off=self.is_cut_off and error is None,
+            error=error,
+            metrics=RequestMetrics(
+                queue_s=(now if self.started is None else self.started) - self.arrival,
+                total_s=now - self.arrival if finished else None,
+            ),
         )
 
 
@@ -222,7 +208,11 @@ class WindowGathering:
         for num_codes, windows in ready.items():
             batch = windows[: self._max_batch_size]
             may_wait = has_new_codes and num_codes in coming
-            if not may_wait or len(batch) == self._max_batch_size or _is_late(batch):
+            is_late = any(
+                request.num_waits >= (_PATIENCE if request.num_done else _FIRST_PATIENCE)
+                for request, _ in batch
+            )
+            if not may_wait or len(batch) == self._max_batch_size or is_late:
                 chosen = batch
                 break
         for windows in ready.values():
@@ -231,13 +221,6 @@ class WindowGathering:
         for request, _ in chosen:
             request.num_waits = 0
         return chosen
-
-
-def _is_late(batch: Iterable[tuple[GeneratorRequest, CodeWindow]]) -> bool:
-    return any(
-        request.num_waits >= (_PATIENCE if request.num_done else _FIRST_PATIENCE)
-        for request, _ in batch
-    )
 
 
 logger = package_logger(__name__)
@@ -465,13 +448,14 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         request.pieces.append(samples)
         if request.is_done:
             del self._live[request.request_id]
-        return request.output(samples, self.sampling_rate)
+        return request.output(self.sampling_rate, samples)
 
     def _fail(self, request: GeneratorRequest, error: Exception) -> GeneratorOutput:
         about = {"request_id": request.request_id}
-        logger.error("request %s failed", request.request_id, exc_info=error, extra=about)
+        logger.error("request %(request_id)s failed", about, exc_info=error, extra=about)
         del self._live[request.request_id]
-        return request.failure(f"the generator failed: {described(error)}")
+        message = f"the generator failed: {described(error)}"
+        return request.output(self.sampling_rate, error=message)
 
     def _check_codes(self, prompt: CodecPrompt, *, num_before: int) -> list[Any]:
         num_codebooks, room = self._model.num_codebooks, self.max_codes - num_before
@@ -480,8 +464,11 @@ class GeneratorEngine(Engine[GeneratorOutput]):
             codes = [_place(codes, num_codebooks) for codes in islice(prompt.codes, room + 1)]
         except TypeError as error:
             raise ValueError(f"codes must be integers: {error}") from error
-        all_given = len(prompt.codes) if len(codes) > room else len(codes)
-        check_utterance(num_before + all_given, self.max_codes)
+        if len(codes) > room:
+            raise ValueError(
+                f"the utterance has {num_before + len(prompt.codes)} codes; this generator takes "
+                f"{self.max_codes} at most"
+            )
         for place, code in enumerate(codes, num_before):
             for each in code if isinstance(code, tuple) else (code,):
                 if not 0 <= each < self._model.num_codes:

@@ -23,7 +23,6 @@ from engine.inputs.prompt_processor import (
 from engine.inputs.prompt_tokens import (
     InputLimits,
     WrittenPrompt,
-    check_encoder_prompt,
     check_token_ids,
     first_ids,
     tokenize,
@@ -131,8 +130,10 @@ class EncoderInputMaker(ABC):
         self._encoder = encoder
 
     @abstractmethod
-    def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
-        """Make the input of one request.
+    def make(
+        self, prompt: EncoderPrompt | None, *, cache_salt: str | None
+    ) -> EncoderInput | InputWindows:
+        """Make the input of one request, or its windows if it is longer than one.
 
         Args:
             prompt: what the user gave for the encoder; None is refused like any other kind.
@@ -143,21 +144,8 @@ class EncoderInputMaker(ABC):
         """
 
     def of_chat(self, chat: ChatPrompt) -> EncoderPrompt:
-        """What the encoder gets of a chat: by default its text.
-
-        Raises:
-            ValueError: the chat holds what the model cannot take.
-        """
+        """What the encoder gets of a chat, by default its text; ``ValueError`` for others."""
         return chat
-
-    def make_windows(
-        self, prompt: EncoderPrompt | None, *, cache_salt: str | None
-    ) -> EncoderInput | InputWindows:
-        """Make the input of one request, or its windows if it is longer than one; see :meth:`make`.
-
-        By default there is one.
-        """
-        return self.make(prompt, cache_salt=cache_salt)
 
     def _refuse(self, prompt: object) -> ValueError:
         return ValueError(
@@ -174,11 +162,7 @@ class EncoderInputMaker(ABC):
 
 
 class TextEncoderInputs(EncoderInputMaker):
-    """Turns text or token ids into inputs of a text encoder.
-
-    Args:
-        sources: of an encoder-decoder model; text needs their tokenizer.
-    """
+    """Turns text, which needs a tokenizer, or token ids into inputs of a text encoder."""
 
     modality = "text"
     takes = "text or token ids"
@@ -200,7 +184,11 @@ class TextEncoderInputs(EncoderInputMaker):
                 text = prompt if isinstance(prompt, str) else prompt.prompt
         else:
             raise self._refuse(prompt)
-        check_encoder_prompt(len(given), longest)
+        if len(given) > longest:
+            raise ValueError(
+                f"the encoder prompt has {len(given)} tokens, but the model's encoder takes "
+                f"{longest} at most; shorten it"
+            )
         token_ids = check_token_ids(given, self._encoder.input_vocab_size)
         return EncoderInput(
             num_tokens=len(token_ids),
@@ -235,16 +223,15 @@ class AudioEncoderInputs(EncoderInputMaker):
         super().__init__(encoder)
         self._vad = vad
         self._extractor = extractor
-        self._reader = SampleReader.of(extractor, limits)
+        self._reader = SampleReader(int(extractor.sampling_rate), None, limits or MediaLimits())
         self._window = int(extractor.n_samples)
 
     def of_chat(self, chat: ChatPrompt) -> AudioPrompt:
         """The one sound of a chat without words."""
         counts = {modality: len(items) for modality, items in items_of(chat).items() if items}
-        if _has_words(chat) or chat.tools or counts != {"audio": 1}:
-            got = [f"{count} {modality}" for modality, count in counts.items()]
-            got += ["text"] if _has_words(chat) else []
-            got += ["tools"] if chat.tools else []
+        words = ["text"] * _has_words(chat) + ["tools"] * bool(chat.tools)
+        if words or counts != {"audio": 1}:
+            got = [*(f"{count} {modality}" for modality, count in counts.items()), *words]
             raise ValueError(
                 f"this model's encoder takes {self.takes}, of a chat one sound without words: one "
                 "message with that sound alone, no system message and no earlier turns; got "
@@ -253,20 +240,24 @@ class AudioEncoderInputs(EncoderInputMaker):
         (sound,) = chat.multi_modal_data["audio"]
         return sound if isinstance(sound, AudioPrompt) else AudioPrompt(sound)  # type: ignore[arg-type]
 
-    def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
-        """Read, resample and extract."""
-        return self._of_samples(self._read(prompt, self._reader), cache_salt)
-
-    def make_windows(
+    def make(
         self, prompt: EncoderPrompt | None, *, cache_salt: str | None
     ) -> EncoderInput | InputWindows:
         """Read, resample and extract, however long it is."""
-        samples = self._read(prompt, self._reader.of_any_length())
+        if not isinstance(prompt, AudioPrompt):
+            raise self._refuse(prompt)
+        samples = self._reader.read(prompt.audio, prompt.sampling_rate)
         spans = None
-        if isinstance(prompt, AudioPrompt) and (self._vad if prompt.vad is None else prompt.vad):
-            samples, spans = _speech_alone(samples, self._reader.rate)
+        if self._vad if prompt.vad is None else prompt.vad:
+            from engine.media.voice_detector import spoken_spans  # its package is seldom there
+
+            spans = spoken_spans(samples, self._reader.rate)
+            heard = np.zeros_like(samples)
+            for begin, end in spans:
+                heard[begin:end] = samples[begin:end]
+            samples = heard
         if len(samples) <= self._window and (spans is None or spans):
-            return self._of_samples(samples, cache_salt)
+            return self._of_features({"input_features": self._extract(samples)}, cache_salt)
         hop = int(self._extractor.hop_length)
         whole = self._extract(samples, truncation=False, padding="longest")
         window = self._window // hop
@@ -279,14 +270,6 @@ class AudioEncoderInputs(EncoderInputMaker):
         # A few samples more than a window are no frame more.
         return windows if windows.num_frames > window or windows.is_silent else windows.at(0)
 
-    def _read(self, prompt: EncoderPrompt | None, reader: SampleReader) -> NDArray[np.float32]:
-        if not isinstance(prompt, AudioPrompt):
-            raise self._refuse(prompt)
-        return reader.read(prompt.audio, prompt.sampling_rate)
-
-    def _of_samples(self, samples: NDArray[np.float32], cache_salt: str | None) -> EncoderInput:
-        return self._of_features({"input_features": self._extract(samples)}, cache_salt)
-
     def _extract(self, samples: NDArray[np.float32], **options: Any) -> Tensor:
         with turn_of(self._extractor):
             made = self._extractor(
@@ -294,19 +277,6 @@ class AudioEncoderInputs(EncoderInputMaker):
             )
         features: Tensor = made["input_features"][0]
         return features
-
-
-def _speech_alone(
-    samples: NDArray[np.float32], rate: int
-) -> tuple[NDArray[np.float32], list[tuple[int, int]]]:
-    """The same samples with silence in the place of all that is no speech, and where speech is."""
-    from engine.media.voice_detector import spoken_spans  # of a package that few models need
-
-    spans = spoken_spans(samples, rate)
-    heard = np.zeros_like(samples)
-    for begin, end in spans:
-        heard[begin:end] = samples[begin:end]
-    return heard, spans
 
 
 class ImageEncoderInputs(EncoderInputMaker):
@@ -466,14 +436,7 @@ class DecoderPromptRule:
     def across(
         self, windows: InputWindows, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
     ) -> tuple[EncoderPrompt | None, Continuation]:
-        """How to go through an encoder's input that is longer than its window.
-
-        Returns:
-            What the prompt of every window is made for, and how a request goes on after the first.
-
-        Raises:
-            ValueError: the kind of model cannot, or not with what is asked for.
-        """
+        """What every window's prompt is made for, and how a request goes on; or ``ValueError``."""
         raise ValueError("this model's encoder takes one window; cut the input into shorter pieces")
 
     @property
@@ -569,7 +532,7 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
         continuation: Continuation | None = None
         is_silent = False
         if encoder is not None or not self._text_is_for_decoder:
-            made = self._encoder_inputs.make_windows(encoder, cache_salt=cache_salt)
+            made = self._encoder_inputs.make(encoder, cache_salt=cache_salt)
             if isinstance(made, EncoderInput):
                 entry = made
             elif made.is_silent:

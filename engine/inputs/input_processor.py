@@ -13,7 +13,6 @@ from engine.inputs.prompt_processor import PromptContent, PromptProcessor
 from engine.inputs.prompt_tokens import FitCheck, truncated
 from engine.interface.engine import NewRequest
 from engine.interface.placed_error import PlacedError
-from engine.interface.prompts import Prompt
 from engine.interface.sampling_params import RequestSeeds, SamplingParams, checkpoint_defaults
 from engine.requests.encoder_input import EncoderInput, Sequel, encoder_spans
 from engine.requests.request import Request, RequestStatus, RequestTimes
@@ -87,7 +86,12 @@ class InputProcessor:
         limits.check_sampling(params)
         seed = self._seeds.draw() if params.seed is None else params.seed
         params = self._resolved(params)
-        prompt = self._truncated(new.prompt, params)
+        prompt = new.prompt
+        if params.truncate_prompt_tokens is not None:
+            kept, keeps_end = self._num_kept_tokens(params), params.max_tokens != 0
+            # As in vLLM: an answer follows a prompt's end, an embedding begins with its beginning.
+            length_limits = self._fit_check.limits
+            prompt = truncated(prompt, self._tokenizer, length_limits, kept, keeps_end=keeps_end)
         content = self.prompts.process(prompt, cache_salt=new.cache_salt)
         make = self._maker(content, params, new)
         prompt_ids = () if content.embeds is not None else content.token_ids
@@ -107,14 +111,6 @@ class InputProcessor:
             )
             for index in range(params.n)
         ]
-
-    def _truncated(self, prompt: Prompt, params: SamplingParams) -> Prompt:
-        if params.truncate_prompt_tokens is None:
-            return prompt
-        num_tokens, limits = self._num_kept_tokens(params), self._fit_check.limits
-        # As in vLLM: an answer follows the end of a prompt, an embedding begins with its beginning.
-        keeps_end = params.max_tokens != 0
-        return truncated(prompt, self._tokenizer, limits, num_tokens, keeps_end=keeps_end)
 
     def _num_kept_tokens(self, params: SamplingParams) -> int:
         if self.prompts.is_encoder_decoder:

@@ -1,8 +1,6 @@
 """Images and the like of a prompt, as features, in the places that they take.
 
-A video in step with its own sound: rows of both in the order in which they are seen and heard.
-
-::
+A video in step with its own sound, rows of both in the order in which they are seen and heard::
 
     prompt      | a | <video> |  z  |
     expanded    | a | begin | v v v | ~ ~ ~ | v v v | ~ ~ ~ | ~ ~ | end | z |
@@ -164,11 +162,7 @@ class VideoSampling:
         return cls(**values)
 
     def choose(self, info: VideoInfo, temporal_patch_size: int) -> list[int]:
-        """Which frames are looked at: evenly spread, a multiple of ``temporal_patch_size``.
-
-        Raises:
-            ValueError: there are fewer than are to be looked at.
-        """
+        """Which frames are seen, evenly spread, in whole grids; ``ValueError`` if too few."""
         total, step = info.num_frames, temporal_patch_size
         if self.num_frames is not None:
             count = round(self.num_frames / step) * step
@@ -352,11 +346,7 @@ class MissingFeatureMaker(FeatureMaker):
 
 @dataclass(frozen=True, slots=True)
 class ImageFeatureMaker(FeatureMaker):
-    """Images by files or from Pillow, through the checkpoint's image processor.
-
-    Attributes:
-        names: which of the processor's tensors the tower takes.
-    """
+    """Images by files or from Pillow, through an image processor: tensors of the given names."""
 
     processor: Any
     names: Sequence[str]
@@ -443,24 +433,16 @@ def load_feature_makers(
                     extractor, hears = load_extractor(path, **trust), tower.hears_silence
                     makers[modality] = AudioFeatureMaker(extractor, limits, hears_silence=hears)
                 case "video":
-                    makers[modality] = _video_maker(path, limits, **trust)
+                    sampling, frames = VideoSampling.load(path), None
+                    try:
+                        frames = load_image_processor(path, **trust)
+                    except ValueError as error:  # tensors are still taken
+                        logger.warning("requests cannot show files of videos: %s", error)
+                    makers[modality] = VideoFeatureMaker(frames, sampling, limits)
         except ValueError as error:
             logger.warning("requests cannot show any %s: %s", modality, error)
             makers[modality] = MissingFeatureMaker(str(error))
     return makers
-
-
-def _video_maker(
-    path: Path, limits: MediaLimits, *, trust_remote_code: bool = False
-) -> VideoFeatureMaker:
-    """Frames go through the image processor; a checkpoint without one still takes tensors."""
-    sampling = VideoSampling.load(path)
-    try:
-        processor = load_image_processor(path, trust_remote_code=trust_remote_code)
-    except ValueError as error:
-        logger.warning("requests cannot show files of videos: %s", error)
-        processor = None
-    return VideoFeatureMaker(processor, sampling, limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -652,16 +634,13 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
                 else f"write a placeholder where each {modality} belongs, or, in chat messages, a "
                 f"part of type {modality}"
             )
+            name = f"token {placeholder}"
+            if self._tokenizer is not None:
+                name = f"{self._tokenizer.convert_ids_to_tokens(placeholder)}, {name}"
             raise ValueError(
-                f"the prompt has {num_places} {modality} placeholders ({self._named(placeholder)}),"
-                f" but {num_items} {modality} items were given; {fix}"
+                f"the prompt has {num_places} {modality} placeholders ({name}), but {num_items} "
+                f"{modality} items were given; {fix}"
             )
-
-    def _named(self, placeholder: int) -> str:
-        """A placeholder as it is written, where the checkpoint has a tokenizer."""
-        if self._tokenizer is None:
-            return f"token {placeholder}"
-        return f"{self._tokenizer.convert_ids_to_tokens(placeholder)}, token {placeholder}"
 
     def _expand(
         self, modality: Modality, item: object, offset: int, cache_salt: str | None

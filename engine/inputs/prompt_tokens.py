@@ -37,12 +37,9 @@ __all__ = [
     "FitCheck",
     "InputLimits",
     "WrittenPrompt",
-    "check_encoder_prompt",
     "check_item",
     "check_rows",
     "check_token_ids",
-    "check_utterance",
-    "check_whole_input",
     "first_ids",
     "resolve_prompt",
     "tokenize",
@@ -206,15 +203,6 @@ class FitCheck:
         return ahead
 
 
-def check_encoder_prompt(num_tokens: int, longest: int) -> None:
-    """Refuse a prompt that is too long for the encoder of an encoder-decoder model."""
-    if num_tokens > longest:
-        raise ValueError(
-            f"the encoder prompt has {num_tokens} tokens, but the model's encoder takes "
-            f"{longest} at most; shorten it"
-        )
-
-
 def check_item(num_rows: int, row_bytes: int, encoder_cache_bytes: int | None) -> None:
     """Refuse an image or the like whose rows the encoder cache could never hold."""
     if encoder_cache_bytes is None:
@@ -224,42 +212,6 @@ def check_item(num_rows: int, row_bytes: int, encoder_cache_bytes: int | None) -
         raise ValueError(
             f"{num_rows} rows take {format_bytes(num_rows * row_bytes)} of the encoder cache, "
             f"which has room for {room} rows; raise encoder_cache_bytes"
-        )
-
-
-def check_utterance(num_codes: int, longest: int) -> None:
-    """Refuse an utterance that is too long for its generator.
-
-    Args:
-        num_codes: of the utterance, as far as they have come.
-
-    Raises:
-        ValueError: says by how much.
-    """
-    if num_codes > longest:
-        raise ValueError(
-            f"the utterance has {num_codes} codes; this generator takes {longest} at most"
-        )
-
-
-def check_whole_input(num_tokens: int, budget: int, usable_tokens: int) -> None:
-    """Refuse an input of an encoder engine that can never run, though its model could read it.
-
-    Args:
-        usable_tokens: tokens that the whole store of outputs holds.
-
-    Raises:
-        ValueError: it is longer than one of these.
-    """
-    if num_tokens > budget:
-        raise ValueError(
-            f"the input has {num_tokens} tokens, but max_num_batched_tokens is {budget}: a "
-            "bidirectional encoder needs its whole input in one step"
-        )
-    if num_tokens > usable_tokens:
-        raise ValueError(
-            f"the request can never fit: {num_tokens} tokens, the whole cache holds "
-            f"{usable_tokens}; raise num_blocks"
         )
 
 
@@ -463,11 +415,7 @@ def resolve_prompt(
 
 
 def first_ids(token_ids: Iterable[SupportsIndex], longest: int) -> Collection[SupportsIndex]:
-    """Ids to be counted: as they are, or one more than there may be of those that have no length.
-
-    Raises:
-        ValueError: they are nothing that could be gone through.
-    """
+    """Ids to be counted: as they are, or one too many of an iterator; ``ValueError`` for others."""
     if isinstance(token_ids, Collection):
         return token_ids
     try:
@@ -477,11 +425,7 @@ def first_ids(token_ids: Iterable[SupportsIndex], longest: int) -> Collection[Su
 
 
 def check_token_ids(token_ids: Iterable[SupportsIndex], vocab_size: int) -> list[int]:
-    """Give token ids as a list.
-
-    Raises:
-        ValueError: there are none, one is no integer, or one is outside the vocabulary.
-    """
+    """Give token ids as a list; ``ValueError`` unless they are some integers of the vocabulary."""
     try:
         ids = [index(token_id) for token_id in token_ids]
     except TypeError as error:
@@ -498,11 +442,7 @@ def check_token_ids(token_ids: Iterable[SupportsIndex], vocab_size: int) -> list
 
 
 def check_rows(rows: object, name: str, width: int, dtype: torch.dtype) -> Tensor:
-    """Give ``(num_tokens, width)`` rows in a model's type; there may be none.
-
-    Raises:
-        ValueError: it is no such tensor, or holds numbers that are not finite.
-    """
+    """Give finite ``(num_tokens, width)`` rows, or none, in a model's type; else ``ValueError``."""
     if not isinstance(rows, Tensor):
         raise ValueError(f"{name} must be a dense tensor, got {type(rows).__name__}")
     check_dense(name, rows)

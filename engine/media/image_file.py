@@ -66,11 +66,7 @@ def open_image(image: object, limits: MediaLimits | None = None) -> Image:
 
 
 def check_image(source: MediaSource) -> None:
-    """Look at the header of an image, and decode none of it.
-
-    Raises:
-        ValueError: it cannot be read, or is of another kind.
-    """
+    """Look at the header of an image alone; ``ValueError`` if it cannot be read."""
     with _opened(source, None):
         pass
 
@@ -123,11 +119,7 @@ def _check_size(size: tuple[int, int], limits: MediaLimits) -> None:
 
 
 def upright_rgb(image: Image) -> Image:
-    """Turn an image as its EXIF data says, and make it RGB; 16 bits of grey become 8.
-
-    Raises:
-        ValueError: its pixels do not say what is white.
-    """
+    """RGB, turned as EXIF data says, 16 bits of grey made 8; ``ValueError`` if white is unknown."""
     from PIL import Image as pillow
     from PIL import ImageOps
 
@@ -166,11 +158,7 @@ def _check_pixels(image: Tensor | NDArray[Any]) -> NDArray[np.uint8]:
 def image_features(
     processor: Any, image: object, limits: MediaLimits | None = None
 ) -> BatchFeature:
-    """Open an image and run a checkpoint's processor: tensors with a batch dimension.
-
-    Raises:
-        ValueError: it cannot be read, or not be processed.
-    """
+    """Open an image and process it: tensors with a batch dimension; ``ValueError`` if it fails."""
     # Opened in its turn as well, so that no large image lies decoded while others are processed.
     with turn_of(processor):
         opened = open_image(image, limits)

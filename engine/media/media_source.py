@@ -54,12 +54,9 @@ def regular_file(
 def open_regular_file(
     path: str | Path, name: str, *, max_bytes: int | None = None, setting: str | None = None
 ) -> BinaryIO:
-    """Open a file for reading, if it is one; see :func:`regular_file`.
+    """Open a regular file; arguments and errors are those of :func:`regular_file`.
 
     What was opened is looked at as well: the path may name something else by then.
-
-    Raises:
-        ValueError: as there, or it may not be read.
     """
     regular_file(path, name, max_bytes=max_bytes, setting=setting)
     try:

@@ -1,7 +1,5 @@
 """Reads WAV, FLAC, OGG and MP3 as mono samples, through libsndfile.
 
-What the header of a WAV file states, where libsndfile takes it on trust.
-
 libsndfile reads what is left of a file that lost its end, and nothing of one that was written as a
 stream and states no samples. So it is looked up here how many bytes of samples there should be.
 
@@ -20,7 +18,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from io import BytesIO
 from numbers import Real
 from pathlib import Path
@@ -189,11 +187,7 @@ class Resampler:
         self._parts.append(self.resampled(samples))
 
     def finish(self, name: str) -> NDArray[np.float32]:
-        """Give all of them, ``(n * wanted / rate,)``, rounded.
-
-        Raises:
-            ValueError: so few came that none are left.
-        """
+        """Give all of them, ``(n * wanted / rate,)``, rounded; ``ValueError`` if none are left."""
         self._parts.append(self.rest())
         samples = np.concatenate(self._parts)
         if not len(samples):
@@ -204,19 +198,16 @@ class Resampler:
             )
         return samples
 
-    def resampled(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+    def resampled(self, samples: NDArray[np.float32], *, last: bool = False) -> NDArray[np.float32]:
         """Take the next samples, ``(n,)``, and give what they make certain; perhaps nothing."""
-        return self._through(samples, last=False)
-
-    def rest(self) -> NDArray[np.float32]:
-        """Give what was held back until nothing more comes."""
-        return self._through(np.zeros(0, np.float32), last=True)
-
-    def _through(self, samples: NDArray[np.float32], *, last: bool) -> NDArray[np.float32]:
         if self._stream is None:
             return samples
         given: NDArray[np.float32] = self._stream.resample_chunk(samples, last=last)
         return given
+
+    def rest(self) -> NDArray[np.float32]:
+        """Give what was held back until nothing more comes."""
+        return self.resampled(np.zeros(0, np.float32), last=True)
 
 
 logger = package_logger(__name__)
@@ -302,11 +293,7 @@ def read_sound(
 
 
 def check_sound(source: MediaSource) -> None:
-    """Look at the header of a sound, and decode none of it.
-
-    Raises:
-        ValueError: it cannot be read, or is of another kind.
-    """
+    """Look at the header of a sound alone; ``ValueError`` if it cannot be read."""
     with source.open() as file:
         header = _header(file, source.name)
         if header is None or header.num_bytes is not None:
@@ -315,11 +302,7 @@ def check_sound(source: MediaSource) -> None:
 
 
 def stated_duration(source: MediaSource) -> float | None:
-    """Seconds of a sound as it states them itself; None if it does not.
-
-    Raises:
-        ValueError: it cannot be read, or is of another kind.
-    """
+    """Seconds that a sound states itself, or None; ``ValueError`` if it cannot be read."""
     with source.open() as file, _opened(file, source.name) as sound:
         known = 0 < sound.frames < _UNKNOWN_FRAMES
         return sound.frames / sound.samplerate if known else None
@@ -523,10 +506,6 @@ class SampleReader:
         """What an extractor wants, and most of what it takes in one go."""
         rate, window = int(extractor.sampling_rate), int(extractor.n_samples)
         return cls(rate, window, limits or MediaLimits())
-
-    def of_any_length(self) -> SampleReader:
-        """One that takes as much as the user's limit allows."""
-        return replace(self, max_samples=None)
 
     @property
     def longest(self) -> LongestSound:

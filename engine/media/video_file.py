@@ -58,7 +58,11 @@ def probe_video(source: MediaSource, limits: MediaLimits) -> VideoInfo:
                 f"and at most {_HIGHEST_FPS}"
             )
         width, height, stated = int(stream.width), int(stream.height), int(stream.frames)
-        _check_frame(source, width, height, limits)
+        if min(width, height) < 1 or width * height > limits.max_image_pixels:
+            raise ValueError(
+                f"{source.name} has frames of {width} x {height} pixels, and what is read has 1 to "
+                f"{limits.max_image_pixels}; scale it down, or raise {_SETTINGS}.max_image_pixels"
+            )
         # What the header states may be a lie: counted below, and no further than allowed.
         _check_duration(source, stated / fps, limits)
         num_frames = 0
@@ -77,11 +81,7 @@ def probe_video(source: MediaSource, limits: MediaLimits) -> VideoInfo:
 
 
 def check_video(source: MediaSource) -> None:
-    """Look at the header of a video, and decode none of it.
-
-    Raises:
-        ValueError: it cannot be read, or is of another kind.
-    """
+    """Look at the header of a video alone; ``ValueError`` if it cannot be read."""
     with _opened(source) as container:
         _stream(source, container, "video", _VIDEO_CODECS)
 
@@ -183,14 +183,6 @@ def _check_duration(source: MediaSource, seconds: float, limits: MediaLimits) ->
         raise ValueError(
             f"{source.name} is longer than {limits.max_video_s:g} s, which are the most that are "
             f"read: cut it into shorter pieces, or raise {_SETTINGS}.max_video_s"
-        )
-
-
-def _check_frame(source: MediaSource, width: int, height: int, limits: MediaLimits) -> None:
-    if min(width, height) < 1 or width * height > limits.max_image_pixels:
-        raise ValueError(
-            f"{source.name} has frames of {width} x {height} pixels, and what is read has 1 to "
-            f"{limits.max_image_pixels}; scale it down, or raise {_SETTINGS}.max_image_pixels"
         )
 
 

@@ -37,11 +37,7 @@ _ONSET = 2
 
 
 class VoiceDetector:
-    """Gives the probability of speech for every window of one stream of samples.
-
-    Raises:
-        ValueError: the package of the detector is not installed.
-    """
+    """Gives each window's probability of speech; ``ValueError`` if its package is missing."""
 
     def __init__(self) -> None:
         try:
@@ -139,13 +135,9 @@ _PADDING_S = 0.3
 
 
 def spoken_spans(samples: NDArray[np.float32], rate: int) -> list[tuple[int, int]]:
-    """Find the speech of a recording.
+    """Where the speech of mono samples ``(n,)`` of a rate, in -1 to 1, begins and ends, in samples.
 
-    Args:
-        samples: mono, ``(n,)`` of a rate, in -1 to 1.
-
-    Returns:
-        Where each span begins and ends, in samples, in order; spans do not overlap.
+    Spans are in order and do not overlap.
     """
     if rate != DETECTOR_RATE:
         resampler = Resampler(rate, DETECTOR_RATE)

@@ -80,10 +80,8 @@ class _JobProcess:
         assert self._process.stdin is not None and self._process.stdout is not None
         # Something of a job may be unwritten.
         for pipe in (self._process.stdin, self._process.stdout):
-            try:
+            with suppress(BrokenPipeError):
                 pipe.close()
-            except BrokenPipeError:
-                continue
         try:
             return self._process.wait(timeout=5.0)
         except subprocess.TimeoutExpired:
@@ -138,10 +136,9 @@ class JobProcesses:
     def close(self) -> None:
         """End the processes that are kept; more are started when they are needed."""
         with self._lock:
-            idle = tuple(self._idle)
+            idle = self._idle.copy()
             self._idle.clear()
-        for process in idle:
-            process.close()
+        _end(idle)
 
     @contextmanager
     def _borrowed(self) -> Iterator[_JobProcess]:

@@ -88,11 +88,14 @@ def main() -> None:
     if hasattr(signal, "SIGINT"):
         # The terminal's interrupt is for the process that asks.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    tokenizer = None
+    tokenizer: Any = None
     for line in sys.stdin.buffer:
         job = json.loads(line)
         if "tokenizer" in job:  # the first line; all others are texts for it
-            tokenizer = _load_tokenizer(job)
+            from tokenizers import Tokenizer
+
+            tokenizer = Tokenizer.from_str(job["tokenizer"])
+            tokenizer.encode_special_tokens = job["splits_special_tokens"]
             continue
         if "bytes" in job:
             _limit_memory(job["bytes"])
@@ -104,14 +107,6 @@ def main() -> None:
         answer["seconds"] = time.process_time() - started
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
-
-
-def _load_tokenizer(job: Mapping[str, Any]) -> Any:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_str(job["tokenizer"])
-    tokenizer.encode_special_tokens = job["splits_special_tokens"]
-    return tokenizer
 
 
 def _tokenize(tokenizer: Any, job: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,7 +141,7 @@ def _compiled(template: str) -> Template:
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
+        "strftime_now": lambda form: datetime.now().strftime(form),
         "dict": _PlainDict(),
         "namespace": _PlainNamespace,
     }
@@ -160,10 +155,6 @@ def _check_name(name: object) -> None:
 
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _to_json(

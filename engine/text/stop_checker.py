@@ -100,16 +100,13 @@ class IncrementalDetokenizer:
         if delta:
             self._num_sent = num_certain
             if is_whole:
-                self._slide()
+                self._window = self._window[self._num_prefix :]
+                self._num_prefix = len(self._window)
+                self._num_sent = len(self._decode(self._window))
+                self._longest_window = _LONG_WINDOW
         if not is_whole and len(self._window) > self._longest_window:
             self._shorten(text)
         return delta
-
-    def _slide(self) -> None:
-        self._window = self._window[self._num_prefix :]
-        self._num_prefix = len(self._window)
-        self._num_sent = len(self._decode(self._window))
-        self._longest_window = _LONG_WINDOW
 
     def _shorten(self, text: str) -> None:
         """Keep the last tokens of a window, if their text ends as that of the whole window does."""
@@ -259,10 +256,10 @@ class CompletionText:
         reason = FinishReason.LENGTH if most is not None and self._num_tokens >= most else None
         if token_id in self._stop_ids and self._may_stop():
             reason = FinishReason.STOP
-            self._settle()
+            self.finish()
         elif self._detokenizer is not None and self._grow(self._detokenizer.append(token_id)):
             reason = FinishReason.STOP
-        elif reason is FinishReason.LENGTH and self._settle():
+        elif reason is FinishReason.LENGTH and self.finish():
             # What was held back held a stop string.
             reason = FinishReason.STOP
         return reason
@@ -283,13 +280,6 @@ class CompletionText:
         if delta:
             self._certain.append(delta)
         return delta
-
-    def finish(self) -> None:
-        """End the completion for a reason from outside, and release what was held back.
-
-        One that has ended already is left as it is.
-        """
-        self._settle()
 
     def _may_stop(self) -> bool:
         """Whether a stop token or stop string counts by now."""
@@ -315,8 +305,8 @@ class CompletionText:
         self._tail = self._stop_strings.tail(end)
         return False
 
-    def _settle(self) -> bool:
-        """Release what was held back; whether a stop string was in it."""
+    def finish(self) -> bool:
+        """End the completion, unless it has, with what was held; whether that had a stop string."""
         if self._finished:
             return False
         stopped = self._detokenizer is not None and self._grow(self._detokenizer.flush())

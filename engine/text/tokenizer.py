@@ -1,8 +1,6 @@
-"""The checkpoint's tokenizer, and the ids that end a sequence.
+"""The checkpoint's tokenizer, its chat template, and the ids that end a sequence.
 
-The regular expressions that a checkpoint's tokenizer brings, and which of them are no danger.
-
-Texts are cut by them before they become tokens, and replaced. Their engine goes back and tries
+Texts are cut by regular expressions that a tokenizer brings. Their engine goes back and tries
 again: what a pattern such as ``a*a*a*b`` takes for a text of a few hundred characters are minutes.
 """
 
@@ -48,7 +46,6 @@ __all__ = [
 ]
 
 Message: TypeAlias = Mapping[str, Any]
-Tool: TypeAlias = Mapping[str, Any]
 Form: TypeAlias = Literal["text", "parts"]
 
 # Where processors keep templates that their tokenizers do not know of, the first that has one.
@@ -179,7 +176,7 @@ class _Rendering:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        tools: Sequence[Tool],
+        tools: Sequence[Message],
         values: Mapping[str, Any],
         limits: TemplateLimits,
     ) -> None:
@@ -191,8 +188,8 @@ class _Rendering:
 
     def render(self, messages: Sequence[Message]) -> str:
         """See :meth:`TemplateProcesses.render`."""
-        kind = type(self._tokenizer)
-        if kind.apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+        base = PreTrainedTokenizerBase
+        if type(self._tokenizer).apply_chat_template is not base.apply_chat_template:
             # A class that writes chats itself: transformers', or remote code that is trusted.
             return self._by_tokenizer(messages)
         left = replace(self._limits, seconds=max(self._limits.seconds - self._spent_s, 1e-3))
@@ -239,7 +236,7 @@ def _as_shown(message: Message) -> dict[str, Any]:
 def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    tools: Sequence[Tool] = (),
+    tools: Sequence[Message] = (),
     values: Mapping[str, Any] = MappingProxyType({}),
     *,
     limits: TemplateLimits = _LIMITS,
@@ -312,7 +309,8 @@ def _tries(messages: Sequence[Message]) -> Iterator[Mapping[str, Form]]:
     yield {}
     given: dict[str, Form] = {}
     for message in messages:
-        given.setdefault(message["role"], "text" if _is_text(message["content"]) else "parts")
+        is_text = isinstance(message["content"], str)
+        given.setdefault(message["role"], "text" if is_text else "parts")
     ways: list[tuple[Form, Form]] = [
         ("text", "parts") if form == "text" else ("parts", "text") for form in given.values()
     ]
@@ -321,13 +319,9 @@ def _tries(messages: Sequence[Message]) -> Iterator[Mapping[str, Form]]:
         yield dict(zip(given, forms, strict=False))
 
 
-def _is_text(content: object) -> bool:
-    return isinstance(content, str)
-
-
 def _convert(index: int, message: Message, forms: Mapping[str, Form]) -> Message:
     content, form = message["content"], forms.get(message["role"])
-    if content is None or form is None or _is_text(content) is (form == "text"):
+    if content is None or form is None or isinstance(content, str) is (form == "text"):
         return message
     if form == "parts":
         return {**message, "content": [{"type": "text", "text": content}]}
@@ -357,19 +351,15 @@ def _check_read(rendering: _Rendering, messages: Sequence[Message]) -> None:
             raise ValueError(
                 f"the checkpoint's chat template leaves out what a message of the role "
                 f"{message['role']!r} says, given as "
-                f"{'text' if _is_text(message['content']) else 'a list of parts'}"
+                f"{'text' if isinstance(message['content'], str) else 'a list of parts'}"
             )
-    for call in (*(rendering.tools or ()), *_calls_of(messages)):
+    calls = (call for message in messages for call in message.get("tool_calls") or ())
+    for call in (*(rendering.tools or ()), *calls):
         name = _function_name(call)
         if name is not None and name.casefold() not in text:
             raise ValueError(
                 f"the checkpoint's chat template knows no tools: it leaves out {name!r}"
             )
-
-
-def _calls_of(messages: Sequence[Message]) -> Iterator[Tool]:
-    for message in messages:
-        yield from message.get("tool_calls") or ()
 
 
 def _marked(message: Message, mark: Callable[[str, Message], str]) -> Message:

@@ -13,6 +13,7 @@ from transformers import SeamlessM4TFeatureExtractor, WhisperFeatureExtractor
 from engine import AudioPrompt, ImagePrompt, TextPrompt, TokensPrompt
 from engine.inputs.encoder_decoder_inputs import AudioEncoderInputs
 from engine.media.sound_file import SampleReader, load_extractor
+from engine.requests.encoder_input import EncoderInput
 from tests.support.fixed_encoder import FixedEncoder
 
 RATE = 16_000
@@ -64,12 +65,11 @@ def test_other_sound_and_another_salt_are_known_apart() -> None:
     assert len(hashes) == 9
 
 
-def test_a_whole_window_is_taken_and_more_is_not(tmp_path: Path) -> None:
-    make(AudioPrompt(tone(1.0)))
+def test_a_whole_window_is_one_input_and_more_becomes_windows(tmp_path: Path) -> None:
+    assert isinstance(make(AudioPrompt(tone(1.0))), EncoderInput)
     longer = tone(1.25)
     for audio in (longer, write_wav(tmp_path / "a.wav", longer)):
-        with pytest.raises(ValueError, match=r"is 1\.25 s long, but the model takes 1 s at most"):
-            make(AudioPrompt(audio))
+        assert make(AudioPrompt(audio)).num_frames == 125
 
 
 WRONG = {
