@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import cache
+from typing import ClassVar
 
 import torch
 
@@ -12,37 +13,41 @@ from engine.interface.placed_error import described
 from engine.resources.device import on_device, require_finite
 from prefix_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroup, PagedMemory
 
-__all__ = ["KernelBackend", "check_capability"]
+__all__ = ["KernelBackend"]
 
 _MIN_CAPABILITY = (8, 0)
-
-
-def check_capability(backend: str, device: torch.device) -> None:
-    """Raise ``ValueError`` for an NVIDIA GPU that is older than its kernels."""
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _MIN_CAPABILITY:
-        raise ValueError(
-            f"the {backend} backend needs compute capability 8.0 or later, "
-            f"{device} has {capability[0]}.{capability[1]}"
-        )
 
 
 class KernelBackend(AttentionBackend):
     """A backend of which only its kernels know whether they run, by :meth:`probe`."""
 
+    dtypes: ClassVar[tuple[torch.dtype, ...]]
+
     @abstractmethod
     def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int) -> None: ...
+
+    @classmethod
+    def check_support(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
+        """CUDA, and a type that the kernels multiply; see also :meth:`probe`."""
+        if device.type != "cuda":
+            raise ValueError(f"the {cls.name} backend runs on CUDA devices only, not on {device}")
+        if dtype not in cls.dtypes:
+            *others, last = (str(each).removeprefix("torch.") for each in cls.dtypes)
+            known = f"{', '.join(others)} or {last}"
+            raise ValueError(f"the {cls.name} backend needs {known}, got {dtype}")
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _MIN_CAPABILITY:
+            raise ValueError(
+                f"the {cls.name} backend needs compute capability 8.0 or later, "
+                f"{device} has {capability[0]}.{capability[1]}"
+            )
 
     @classmethod
     @cache
     def probe(
         cls, device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int
     ) -> None:
-        """Attend to a few zeros, in a decode and a prefill.
-
-        Raises:
-            ValueError: with the reason that the kernels or their compiler gave.
-        """
+        """Attend to a few zeros, in a decode and a prefill; ``ValueError`` says why that fails."""
         try:
             with on_device(device), torch.inference_mode():
                 cls._attend_to_zeros(device, dtype, block_size, head_dim)

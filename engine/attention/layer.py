@@ -25,7 +25,6 @@ from engine.attention.metadata import (
     LayerCall,
     Scoring,
     StateMetadata,
-    check_bias,
 )
 from prefix_cache import AttentionSpec, LayerKVCache, MambaSpec
 
@@ -78,11 +77,7 @@ class StateLayer:
         self._group_id = 0
 
     def bind(self, states: Sequence[Tensor], group_id: int) -> None:
-        """Attach the layer to its part of the memory; may be called again to rebind.
-
-        Args:
-            states: per tensor of the spec, ``(num_pages, *shape)``.
-        """
+        """Attach it to ``(num_pages, *shape)`` per tensor of the spec; may be called again."""
         self._states = tuple(states)
         self._group_id = group_id
 
@@ -94,11 +89,7 @@ class StateLayer:
         return metadata
 
     def read(self, step: AttentionStep) -> tuple[Tensor, ...]:
-        """The states that the step's requests continue, zeros for those that begin.
-
-        Returns:
-            New tensors ``(num_reqs, *shape)``, in the order of the spec.
-        """
+        """What requests continue, new ``(num_reqs, *shape)`` each; zeros for those that begin."""
         metadata = self.metadata(step)
         read = tuple(states.index_select(0, metadata.read_pages) for states in self._states)
         has_state = metadata.has_state
@@ -114,11 +105,7 @@ class StateLayer:
         )
 
     def write(self, step: AttentionStep, *states: Tensor) -> None:
-        """Keep the states after this step.
-
-        Args:
-            states: ``(num_reqs, *shape)`` each, in the order of the spec.
-        """
+        """Keep the states after this step, ``(num_reqs, *shape)`` each, in the spec's order."""
         metadata = self.metadata(step)
         for kept, state in zip(self._states, states, strict=True):
             kept.index_copy_(0, metadata.write_pages, state.to(kept.dtype))
@@ -169,7 +156,16 @@ class Attention:
             raise RuntimeError(f"group {self._group_id} of {self.layer_name} is not attention")
         scoring = self.scoring
         if bias is not None:
-            check_bias(bias, query.shape[1], metadata)
+            fits = bias.ndim == 2 and bias.shape[0] == query.shape[1] and bias.shape[1] > 0
+            if not fits or bias.dtype != torch.float32:
+                raise ValueError(
+                    f"expected a float32 bias ({query.shape[1]}, distances), got {bias.dtype} "
+                    f"{tuple(bias.shape)}"
+                )
+            if not metadata.causal:
+                raise ValueError(
+                    "a bias by distance needs causal attention: others have no distances"
+                )
             scoring = Scoring(scoring.scale, scoring.softcap, bias)
         if key is None or value is None:
             num_written = metadata.row_mapping.shape[0]

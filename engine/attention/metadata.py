@@ -1,7 +1,5 @@
 """What one step gives the layers of one KV-cache group: those that attend, and recurrent ones.
 
-Which positions of its sequence a token sees, for every backend but the reference.
-
 From above it is always causality that ends what a token sees, its own position being the last.
 From below it is one position, which windows and chunks move up::
 
@@ -10,13 +8,11 @@ From below it is one position, which windows and chunks move up::
     window of 3     . . . . . x x q        itself included
     chunks of 4     . . . . x x x q        chunks begin at multiples of 4
 
-How a layer's products become scores: scaled, capped, and with a bias by distance.
-
-A soft cap bounds scores by ``softcap * tanh(score / softcap)`` before the mask and the softmax,
-which torch's fused attention does not know. Relative positions in buckets, and ALiBi, add a bias by
-how far a key lies behind. It is a table of one row per head and one column per distance, the
-query's own position being distance 0, and ends where the distance stops to matter: longer ones
-take its last column::
+Products become scores: scaled, capped, and with a bias by distance. A soft cap bounds scores by
+``softcap * tanh(score / softcap)`` before the mask and the softmax, which torch's fused attention
+does not know. Relative positions in buckets, and ALiBi, add a bias by how far a key lies behind. It
+is a table of one row per head and one column per distance, the query's own position being distance
+0, and ends where the distance stops to matter: longer ones take its last column::
 
     bias[h]       b0 b1 b2 b3
 
@@ -46,7 +42,6 @@ __all__ = [
     "StateMetadata",
     "bias_at",
     "bias_of_tile",
-    "check_bias",
     "chunk_bounds",
     "first_visible",
     "layer_chunks",
@@ -57,14 +52,11 @@ __all__ = [
 
 
 def first_visible(positions: Tensor, window: int | None, chunk_size: int | None) -> Tensor:
-    """The first position that tokens see.
+    """The first position that tokens see, in the shape and type of their positions.
 
     Args:
         window: how many positions a token sees at most, itself included; None: all before it.
         chunk_size: a token sees its own chunk of so many positions only; None: no chunks.
-
-    Returns:
-        Integers of the same shape and type.
     """
     first = torch.zeros_like(positions)
     if window is not None:
@@ -75,11 +67,7 @@ def first_visible(positions: Tensor, window: int | None, chunk_size: int | None)
 
 
 def chunk_bounds(start: int, end: int, chunk_size: int | None) -> list[int]:
-    """Cut positions ``start .. end - 1`` where chunks end.
-
-    Returns:
-        ``start``, all multiples of ``chunk_size`` in between, ``end``.
-    """
+    """Cut positions ``start .. end - 1`` where chunks end: ``start``, ends between, ``end``."""
     if chunk_size is None:
         return [start, end]
     return [start, *range((start // chunk_size + 1) * chunk_size, end, chunk_size), end]
@@ -149,18 +137,6 @@ class Scoring(NamedTuple):
         return self.softcap is None and self.bias is None
 
 
-def check_bias(bias: Tensor, num_heads: int, metadata: AttentionMetadata) -> None:
-    """Raise ``ValueError`` unless it is a table of these heads for causal attention."""
-    fits = bias.ndim == 2 and bias.shape[0] == num_heads and bias.shape[1] > 0
-    if not fits or bias.dtype != torch.float32:
-        raise ValueError(
-            f"expected a float32 bias ({num_heads}, distances), got {bias.dtype} "
-            f"{tuple(bias.shape)}"
-        )
-    if not metadata.causal:
-        raise ValueError("a bias by distance needs causal attention: others have no distances")
-
-
 def bias_at(bias: Tensor, distances: Tensor) -> Tensor:
     """The bias of every head at integer distances of any shape, ``(num_heads, *shape)``.
 
@@ -191,14 +167,11 @@ def soft_capped_attention(
     """Attend in float32 at least; all scores exist at once, so callers cut queries into tiles.
 
     Args:
-        query: ``(batch, queries, num_heads, head_dim)``.
+        query: ``(batch, queries, num_heads, head_dim)``, the shape of what is returned.
         keys: ``(batch, keys, num_kv_heads, head_dim)``; grouped heads are not repeated.
         mask: added to the capped scores; broadcast to ``(batch, num_kv_heads, num_heads per
             num_kv_heads, queries, keys)``. None: every query sees every key.
         scale: factor on the scores before they are capped.
-
-    Returns:
-        As ``query``.
     """
     exact = torch.promote_types(query.dtype, torch.float32)
     grouped = query.to(exact).unflatten(2, (keys.shape[2], -1))
@@ -348,8 +321,8 @@ class AttentionBackend(ABC):
 
         Token i of a request whose sequence is ``s`` long after this step and that has ``q``
         query tokens sits at position ``s - q + i`` and sees positions ``0 .. s - q + i``, or of
-        them those that ``metadata.window`` and ``metadata.chunk_size`` leave; see
-        :mod:`engine.attention.metadata`. Without ``metadata.causal`` it sees ``0 .. s - 1``.
+        them those that ``metadata.window`` and ``metadata.chunk_size`` leave; without
+        ``metadata.causal`` it sees ``0 .. s - 1``.
 
         Returns:
             ``(num_tokens, num_heads, head_dim)``.

@@ -69,14 +69,7 @@ def resolve_backend_name(
 def get_backend(
     name: str, device: torch.device | str, dtype: torch.dtype, block_size: int
 ) -> AttentionBackend:
-    """Make a backend; every KV-cache group needs one of its own.
-
-    Args:
-        name: one of :data:`BACKEND_NAMES`; see :func:`resolve_backend_name`.
-
-    Raises:
-        ValueError: there is no such backend, or it cannot run this combination.
-    """
+    """Make a backend, one for each KV-cache group; see :func:`resolve_backend_name`."""
     device = torch.device(device)
     name = resolve_backend_name(name, device, dtype, block_size)
     backend = _BACKENDS[name]

@@ -6,16 +6,13 @@ is folded into the query dimension, where it shares the one pass over its keys::
     query (B, Hkv, heads per Hkv, D)   keys, values (B, Hkv, T, D)   mask (B, 1, 1, T)
 
 Prefills run one by one. Without cached tokens their keys are this step's own, and no page is
-read; they run as one where causality is all that limits what they see. All others go in tiles of
-queries; see :mod:`engine.attention.torch_backend`.
+read; they run as one where causality is all that limits what they see, else in tiles of queries.
 
 A bias by distance is added to the masks, in the type of the queries. Requests that have nothing to
-see (cross-attention without an encoder's output) are in no bucket and no prefill. What a mask hides
-is hidden also where it is not finite; see :mod:`engine.attention.torch_backend`.
+see (cross-attention without an encoder's output) are in no bucket and no prefill.
 
-Lets nothing of a key that a query does not see reach its output, not even NaN.
-
-A weight of 0 does not do that: 0 * NaN is NaN, and so is NaN plus the minus infinity of a mask::
+Nothing of a key that a query does not see reaches its output, not even NaN. A weight of 0 does not
+see to that: 0 * NaN is NaN, and so is NaN plus the minus infinity of a mask::
 
     key            0  1  2  3 (NaN)              key            0  1  2  3
     query 2        x  x  x  .         is not     query 2        x  x  x  .     is to equal this
@@ -25,11 +22,10 @@ Numbers that are not finite are rare, and leave their mark: an output that is fi
 nothing of the kind. So outputs are looked at, at the cost of a sum, and only one that is not finite
 is computed once more, with such keys left out, for the queries that do not see them.
 
-Prefills cut into tiles of queries, so that no mask is ever all queries by all keys.
-
-A tile's keys begin with the first that its first query sees and end with the key of its last
-query. Tiles end where chunks of local attention do: inside of one, all queries see from the same
-position on, so that causality and the window are all that is left to mask::
+Tiles keep a mask from being all queries by all keys. A tile's keys begin with the first that its
+first query sees and end with the key of its last query. Tiles end where chunks of local attention
+do: inside of one, all queries see from the same position on, so that causality and the window are
+all that is left to mask::
 
     keys         |<- before the tile ->|<- tile ->|
     first query  |  x  x  x  x  x  x   | x . . .  |
@@ -136,14 +132,22 @@ class Prefill:
 
 def lay_out_prefill(metadata: AttentionMetadata, request: int) -> Prefill:
     """Cut a request of the step into tiles; without causality, one that has something to see."""
-    if not metadata.causal:
-        return _lay_out_rectangle(metadata, request)
     start, end = metadata.query_start_loc[request : request + 2].tolist()
     seq_len, block_size = int(metadata.seq_lens[request]), metadata.block_size
+    if not metadata.causal:
+        # Every query sees every key; keys may be of earlier steps, so they are read from pages.
+        bounds = pairwise(_tile_bounds(start, end, None))
+        return Prefill(
+            tokens=slice(start, end),
+            pages=metadata.block_table[request, : -(-seq_len // block_size)],
+            tiles=tuple(QueryTile(slice(a, b), slice(0, seq_len)) for a, b in bounds),
+            is_causal=False,
+            is_masked=False,
+        )
     num_cached = seq_len - (end - start)
-    bounds = _tile_bounds(num_cached, seq_len, metadata.chunk_size)
+    positions = _tile_bounds(num_cached, seq_len, metadata.chunk_size)
     # The last bound stands for the last query: to run as one, it too must see position 0.
-    queries = torch.tensor([*bounds[:-1], seq_len - 1])
+    queries = torch.tensor([*positions[:-1], seq_len - 1])
     *firsts, first_of_last = first_visible(queries, metadata.window, metadata.chunk_size).tolist()
     # A first query at position 0 sees from 0 on: without cached tokens this is 0.
     first_block = firsts[0] // block_size
@@ -156,25 +160,11 @@ def lay_out_prefill(metadata: AttentionMetadata, request: int) -> Prefill:
         else None,
         tiles=tuple(
             QueryTile(slice(to_row + a, to_row + b), slice(first - first_key, b - first_key))
-            for (a, b), first in zip(pairwise(bounds), firsts, strict=True)
+            for (a, b), first in zip(pairwise(positions), firsts, strict=True)
         ),
         is_causal=num_cached == 0 and first_of_last == 0,
         is_masked=True,
         window=metadata.window,
-    )
-
-
-def _lay_out_rectangle(metadata: AttentionMetadata, request: int) -> Prefill:
-    """Every query sees every key; keys may be of earlier steps, so they are read from pages."""
-    start, end = metadata.query_start_loc[request : request + 2].tolist()
-    seq_len = int(metadata.seq_lens[request])
-    bounds = _tile_bounds(start, end, None)
-    return Prefill(
-        tokens=slice(start, end),
-        pages=metadata.block_table[request, : -(-seq_len // metadata.block_size)],
-        tiles=tuple(QueryTile(slice(a, b), slice(0, seq_len)) for a, b in pairwise(bounds)),
-        is_causal=False,
-        is_masked=False,
     )
 
 
@@ -234,11 +224,7 @@ _MIN_FILL = 0.75
 
 
 def bucket_by_length(lengths: list[int]) -> list[list[int]]:
-    """Part sequences into buckets whose members are of similar length.
-
-    Returns:
-        Indices into ``lengths``, longest bucket first; ascending inside a bucket.
-    """
+    """Part sequences of similar length into lists of indices, longest first, each ascending."""
     buckets: list[list[int]] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
@@ -300,11 +286,7 @@ class TorchBackend(AttentionBackend):
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Prepare the decodes and lay out the prefills."""
-        self._lay_out_decodes(metadata)
         self._lay_out_prefills(metadata, metadata.num_decodes)
-
-    def _lay_out_decodes(self, metadata: AttentionMetadata) -> None:
-        """Part the decodes into buckets by how much they read."""
         seq_lens = metadata.seq_lens[: metadata.num_decodes]
         first = first_visible(seq_lens - 1, metadata.window, metadata.chunk_size)
         lengths = (seq_lens - first // metadata.block_size * metadata.block_size).tolist()
@@ -348,9 +330,14 @@ class TorchBackend(AttentionBackend):
         query, key, value, kv_cache, metadata, scoring = call
         write_kv(key, value, kv_cache, metadata.row_mapping)
         output = new_output(query, metadata)
-        if metadata.num_decodes:
-            decodes = slice(0, metadata.num_decodes)
-            self._attend_decodes(query[decodes], kv_cache, scoring, output[decodes])
+        decodes = slice(0, metadata.num_decodes)
+        for bucket in self._buckets:
+            if bucket.members is None:
+                output[decodes] = self._decode(query[decodes], bucket, kv_cache, scoring)
+            else:
+                some = query.index_select(0, bucket.members)
+                attended = self._decode(some, bucket, kv_cache, scoring)
+                output.index_copy_(0, bucket.members, attended)
         self._attend_prefills(call, output)
         return output
 
@@ -384,18 +371,6 @@ class TorchBackend(AttentionBackend):
             return None
         mask = self._tile_mask.corner(tile, prefill.window)
         return mask if bias is None else mask + bias_of_tile(bias, *mask.shape).to(mask.dtype)
-
-    def _attend_decodes(
-        self, query: Tensor, kv_cache: LayerKVCache, scoring: Scoring, output: Tensor
-    ) -> None:
-        """Attend with one token of each decode, ``(num_decodes, num_heads, head_dim)``."""
-        for bucket in self._buckets:
-            if bucket.members is None:
-                output.copy_(self._decode(query, bucket, kv_cache, scoring))
-            else:
-                some = query.index_select(0, bucket.members)
-                attended = self._decode(some, bucket, kv_cache, scoring)
-                output.index_copy_(0, bucket.members, attended)
 
     def _decode(
         self, query: Tensor, bucket: _DecodeBucket, kv_cache: LayerKVCache, scoring: Scoring

@@ -17,13 +17,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from engine.attention.kernel_backend import KernelBackend, check_capability
+from engine.attention.kernel_backend import KernelBackend
 from engine.attention.metadata import AttentionMetadata, LayerCall, write_kv
 from prefix_cache import LayerKVCache
 
 __all__ = ["TritonBackend"]
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM = 256
 _MIN_BLOCK_SIZE = 16
 # Rows of a program: the fewest that tensor cores multiply, and what a prefill has.
@@ -55,6 +54,7 @@ class TritonBackend(KernelBackend):
     """Attention on NVIDIA GPUs of compute capability 8.0 and later."""
 
     name: ClassVar[str] = "triton"
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
 
     def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
         self._multiprocessors = _multiprocessors(device)
@@ -65,19 +65,15 @@ class TritonBackend(KernelBackend):
     @classmethod
     def check_support(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
         """CUDA, or a CPU where Triton interprets its kernels, as tests do; see :meth:`probe`."""
-        if device.type != "cuda" and not _is_interpreted():
-            raise ValueError(f"the triton backend runs on CUDA devices only, not on {device}")
         if find_spec("triton") is None:
             raise ValueError("the triton backend needs the package triton, which is not installed")
-        if dtype not in _DTYPES:
-            raise ValueError(f"the triton backend needs float16, bfloat16 or float32, got {dtype}")
         if block_size < _MIN_BLOCK_SIZE:
             raise ValueError(
                 f"the triton backend needs a block_size of at least {_MIN_BLOCK_SIZE}, "
                 f"got {block_size}"
             )
-        if device.type == "cuda":
-            check_capability(cls.name, device)
+        if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") != "1":
+            super().check_support(device, dtype, block_size)
 
     @classmethod
     def _attend_to_zeros(
@@ -222,11 +218,6 @@ class _Shape:
 def _power_of_two(number: int) -> int:
     """The smallest that is no less."""
     return 1 << (number - 1).bit_length()
-
-
-def _is_interpreted() -> bool:
-    """Whether Triton runs kernels as Python, on tensors of a CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @cache

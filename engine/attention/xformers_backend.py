@@ -4,10 +4,8 @@ Decodes read the pages in place, through Triton split-K and a paged bias. Prefil
 and run torch's flash attention with a block-diagonal bias: the paged kernels take no long causal
 queries. xformers caps no scores and adds no biases to pages': such layers run as in torch.
 
-The xformers biases of one step, made from lengths and tables alone.
-
-Pure functions over the metadata, so that a machine without a GPU can check them: every bias
-materialises to a dense mask on a CPU. xformers is imported when a mask is first made, because
+Biases are made by pure functions over the metadata, so that a machine without a GPU can check them:
+each materialises to a dense mask on a CPU. xformers is imported when a mask is first made, because
 the import takes seconds and warns on machines where it cannot run.
 """
 
@@ -21,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from engine.attention.kernel_backend import KernelBackend, check_capability
+from engine.attention.kernel_backend import KernelBackend
 from engine.attention.metadata import (
     AttentionMetadata,
     LayerCall,
@@ -187,7 +185,6 @@ def decode_bias(
     )
 
 
-_DTYPES = (torch.float16, torch.bfloat16)
 # Keys that split-K reads at once; a page must hold a whole number of such tiles.
 _KEY_TILES = (64, 32, 16)
 
@@ -196,6 +193,7 @@ class XformersBackend(KernelBackend):
     """Attention on NVIDIA GPUs of compute capability 8.0 and later, in half precision."""
 
     name: ClassVar[str] = "xformers"
+    dtypes = (torch.float16, torch.bfloat16)
 
     def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
         self._device = device
@@ -212,12 +210,8 @@ class XformersBackend(KernelBackend):
     @classmethod
     def check_support(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
         """CUDA, half precision, and blocks of a multiple of 16 tokens; see also :meth:`probe`."""
-        if device.type != "cuda":
-            raise ValueError(f"the xformers backend runs on CUDA devices only, not on {device}")
-        if dtype not in _DTYPES:
-            raise ValueError(f"the xformers backend needs float16 or bfloat16, got {dtype}")
         _key_tile(block_size)
-        check_capability(cls.name, device)
+        super().check_support(device, dtype, block_size)
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Forget the step before; see :meth:`_prepare`."""

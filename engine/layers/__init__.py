@@ -6,7 +6,6 @@ Imports attention, native, and the prefix cache.
 from engine.layers.experts import ExpertsConfig, SparseMoE
 from engine.layers.layer_ops import (
     HeadNorm,
-    LayerNorm,
     LayerOps,
     MultiAxisRotaryEmbedding,
     NativeLayerOps,
@@ -23,7 +22,6 @@ __all__ = [
     "ExpertsConfig",
     "GatedMLP",
     "HeadNorm",
-    "LayerNorm",
     "LayerOps",
     "Linear",
     "Mamba2Config",

@@ -1,15 +1,12 @@
 """What layers compute between their products: with torch anywhere, with C kernels on a CPU.
 
-Rotary position embeddings, in every variant that a config can ask for.
-
-Source: Su et al., "RoFormer", 2021. Frequencies of the scaled variants come from transformers'
-``ROPE_INIT_FUNCTIONS``, so that new ones arrive with it.
-
-Two variants choose their frequencies by the length of the sequence: ``dynamic`` beyond the
-trained length, and ``longrope`` on either side of it. transformers decides again in every forward
-pass, so that keys cached early and keys cached late disagree. Here the choice is made once, for
-``max_model_len``: a key then depends on its token and position alone, which prefix caching needs.
-Up to the trained length both give what transformers gives; set ``max_model_len`` accordingly."""
+Rotary position embeddings (Su et al., "RoFormer", 2021) are there in every variant that a config
+can ask for: frequencies come from transformers' ``ROPE_INIT_FUNCTIONS``. Two variants choose their
+frequencies by the length of the sequence: ``dynamic`` beyond the trained length, and ``longrope``
+on either side of it. transformers decides again in every forward pass, so that keys cached early
+and keys cached late disagree. Here the choice is made once, for ``max_model_len``: a key then
+depends on its token and position alone, which prefix caching needs. Up to the trained length both
+give what transformers gives; set ``max_model_len`` accordingly."""
 
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ from engine.native import NativeKernels, PackedCodes
 
 __all__ = [
     "HeadNorm",
-    "LayerNorm",
     "LayerOps",
     "MultiAxisRotaryEmbedding",
     "NativeLayerOps",
@@ -74,7 +70,8 @@ def rope_frequencies(
     rope_type = parameters.get("rope_type", "default")
     if not isinstance(rope_type, str):
         raise ValueError(f"rope_type must be a name, got {rope_type!r}")
-    head_dim = _head_dim(config)
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or int(config.hidden_size // config.num_attention_heads)
     if not 1 <= head_dim <= _MOST_CHANNELS:
         raise ValueError(
             f"head_dim, or hidden_size by num_attention_heads, must be 1 to {_MOST_CHANNELS}, "
@@ -88,7 +85,9 @@ def rope_frequencies(
         raise ValueError(f"partial_rotary_factor must be above 0 and at most 1, got {share!r}")
     try:
         if rope_type == "default":
-            inv_freq, scaling = _default_frequencies(config, parameters), 1.0
+            rotary_dim = int(head_dim * share)
+            exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+            inv_freq, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
         else:
             # Only dynamic and longrope look at seq_len.
             inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](
@@ -103,23 +102,8 @@ def rope_frequencies(
     return inv_freq, scaling
 
 
-def _head_dim(config: PreTrainedConfig) -> int:
-    stated: int | None = getattr(config, "head_dim", None)
-    return stated or int(config.hidden_size // config.num_attention_heads)
-
-
-def _default_frequencies(config: PreTrainedConfig, parameters: dict[str, float]) -> Tensor:
-    rotary_dim = int(_head_dim(config) * parameters.get("partial_rotary_factor", 1.0))
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-    return 1.0 / (parameters["rope_theta"] ** exponents)
-
-
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of every position up to ``max_model_len``, computed once.
-
-    Args:
-        inv_freq: ``(rotary_dim / 2,)`` inverse frequencies.
-    """
+    """Cosines and sines of all positions, made once of ``(rotary_dim / 2,)`` frequencies."""
 
     def __init__(
         self,
@@ -141,10 +125,7 @@ class RotaryEmbedding(nn.Module):
         self.table = nn.Buffer(table, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather what :func:`apply_rotary` wants, once a step for all layers.
-
-        Args:
-            positions: ``(num_tokens,)``.
+        """Gather what :func:`apply_rotary` wants at ``(num_tokens,)`` positions, once a step.
 
         Returns:
             Cosines ``(num_tokens, 1, rotary_dim)`` and sines of the same shape, whose first half
@@ -220,14 +201,11 @@ class MultiAxisRotaryEmbedding(RotaryEmbedding):
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads in place.
+    """Rotate heads in place, and return them.
 
     Args:
         x: ``(num_tokens, num_heads, head_dim)``; may be a view; channels past ``rotary_dim`` stay.
         cos: as :class:`RotaryEmbedding` gives it.
-
-    Returns:
-        ``x``.
     """
     rotary_dim = cos.shape[-1]
     rotated = x if x.shape[-1] == rotary_dim else x[..., :rotary_dim]
@@ -244,10 +222,6 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     a second copy of every weight would cost more than it brings.
     """
     return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
-
-
-def _linear(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight, bias)
 
 
 class PackedWeight(NamedTuple):
@@ -274,7 +248,8 @@ class LayerOps:
     def pack_weight(self, weight: Tensor) -> PackedWeight:
         """A weight ``(out, in)``; float32 on a CPU in oneDNN's layout for decode steps."""
         if not can_pack(weight.device, weight.dtype):
-            return PackedWeight(partial(_linear, weight), weight.nbytes, len(weight))
+            nbytes, rows = weight.nbytes, len(weight)
+            return PackedWeight(lambda x, bias: F.linear(x, weight, bias), nbytes, rows)
         # No row count is given: the layout is then good for any number of rows.
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         # The overload itself: it would be looked for at every call.
@@ -428,26 +403,6 @@ class RMSNorm(nn.Module):
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add ``x`` to ``residual`` in place, and return the sum normalised."""
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
-
-
-class LayerNorm(nn.Module):
-    """``(x - mean) / sqrt(variance + eps) * weight + bias``.
-
-    Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
-    """
-
-    def __init__(
-        self, hidden_size: int, eps: float, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__()
-        weight, bias = torch.empty(2, hidden_size, dtype=dtype, device=device)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = nn.Parameter(bias, requires_grad=False)
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of ``(..., hidden_size)``."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class HeadNorm(nn.Module):

@@ -237,11 +237,8 @@ def multiply_groups(linears: Sequence[Linear], x: Tensor, sizes: Sequence[int]) 
     """Map the first ``sizes[0]`` rows by the first layer, those that follow by the next, and so on.
 
     Args:
-        linears: at least one, of one shape, without biases.
+        linears: at least one, of one shape ``(out_features, in_features)``, without biases.
         x: ``(sum of sizes, in_features)``.
-
-    Returns:
-        ``(sum of sizes, out_features)``.
     """
     packed = [each._packed[0] for each in linears if len(each._packed) == 1]
     panels = [each.panels for each in packed if each.panels is not None]

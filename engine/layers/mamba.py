@@ -1,16 +1,11 @@
-"""The Mamba-1 mixer with norms on the step size, B and C.
+"""Mamba's mixers: Mamba-1 with norms on the step size, B and C, and Mamba-2.
 
 Sources: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023;
-Lieber et al., arXiv:2403.19887, section 2 on the norms.
+Lieber et al., arXiv:2403.19887, section 2 on the norms; Dao and Gu, "Transformers are SSMs:
+Generalized Models and Efficient Algorithms Through Structured State Space Duality", 2024.
 
-The Mamba-2 mixer: heads with one decay each, and a gated norm before the projection out.
-
-Source: Dao and Gu, "Transformers are SSMs", 2024 (section 7).
-
-Mamba-2's recurrence: one token per request, or whole prompts in matrix form.
-
-Source: Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
-Structured State Space Duality", 2024 (section 6). One decay per head and token allows it::
+Mamba-2 has heads with one decay each, and a gated norm before the projection out (section 7). One
+decay per head and token lets whole prompts run in matrix form (section 6)::
 
     h[t] = exp(a[t]) h[t-1] + x[t] B[t]^T          (head_dim, state_size) per head
     y[t] = h[t] C[t]
@@ -29,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -153,10 +149,6 @@ class Chunks:
             self.count, self.size, *tokens.shape[1:]
         )
 
-    def unpad(self, padded: Tensor) -> Tensor:
-        """``(count, size, ...)`` back to ``(num_tokens, ...)``."""
-        return padded.flatten(0, 1).index_select(0, self.slots)
-
 
 class PackedLayout:
     """Where the tokens of a step's requests lie, in the forms that recurrences want.
@@ -271,11 +263,8 @@ class CausalConv(nn.Module):
         """Convolve each request's tokens after its state.
 
         Args:
-            x: ``(num_tokens, channels)``.
-            state: ``(num_reqs, kernel_size - 1, channels)``.
-
-        Returns:
-            The output, shaped as ``x``, and the state after the step, shaped as ``state``.
+            x: ``(num_tokens, channels)``, the shape of the output.
+            state: ``(num_reqs, kernel_size - 1, channels)``, that of the state after the step.
         """
         rows = layout.history_rows
         history = layout.history
@@ -372,32 +361,20 @@ class RecurrentMixer(nn.Module):
         self.a.exp_().neg_()
 
 
-@dataclass(frozen=True, slots=True)
-class ScanInputs:
-    """What the recurrence takes in for each of ``n`` tokens; float32.
-
-    Attributes:
-        x: ``(n, channels)``.
-        dt: ``(n, channels)``, positive step sizes.
-        b: ``(n, state_size)``.
-        c: ``(n, state_size)``.
-    """
-
-    x: Tensor
-    dt: Tensor
-    b: Tensor
-    c: Tensor
+Rows: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of ``n`` tokens, in float32: x and dt, ``(n, channels)``; B and C, ``(n, state_size)``."""
 
 
-def selective_step(inputs: ScanInputs, a: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+def selective_step(rows: Rows, a: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
     """One token of each request; see :func:`selective_scan` for what is computed."""
-    states.mul_(torch.exp(inputs.dt[:, :, None] * a))
-    states.addcmul_((inputs.x * inputs.dt)[:, :, None], inputs.b[:, None, :])
-    return torch.bmm(states, inputs.c[:, :, None]).squeeze(-1), states
+    x, dt, b, c = rows
+    states.mul_(torch.exp(dt[:, :, None] * a))
+    states.addcmul_((x * dt)[:, :, None], b[:, None, :])
+    return torch.bmm(states, c[:, :, None]).squeeze(-1), states
 
 
 def selective_scan(
-    inputs: ScanInputs, a: Tensor, states: Tensor, order: TimeOrder
+    rows: Rows, a: Tensor, states: Tensor, order: TimeOrder
 ) -> tuple[Tensor, Tensor]:
     """Run, for every token of every request in its order::
 
@@ -408,8 +385,8 @@ def selective_scan(
     decodes is a single batch. The decays of a channel differ from state to state, which leaves no
     matrix form over time as :mod:`engine.layers.mamba` has it.
     """
-    packed = (inputs.x * inputs.dt, inputs.dt, inputs.b, inputs.c)
-    x_dt, dt, b, c = (rows.index_select(0, order.items) for rows in packed)
+    x, dt, b, c = (each.index_select(0, order.items) for each in rows)
+    x_dt = x * dt
     h = states.index_select(0, order.sequences)
     y = torch.empty_like(x_dt)
     for now in order.batches():
@@ -496,11 +473,11 @@ class MambaMixer(RecurrentMixer):
         b = self.b_norm(b.contiguous()).float()
         c = self.c_norm(c.contiguous()).float()
         u = u.float()
-        inputs = ScanInputs(x=u, dt=dt, b=b, c=c)
+        rows = u, dt, b, c
         if layout.num_decodes < layout.num_reqs:
-            y, ssm_state = selective_scan(inputs, self.a, ssm_state, layout.time_order)
+            y, ssm_state = selective_scan(rows, self.a, ssm_state, layout.time_order)
         else:
-            y, ssm_state = selective_step(inputs, self.a, ssm_state)
+            y, ssm_state = selective_step(rows, self.a, ssm_state)
         self.state.write(step, conv_state, ssm_state)
         y.addcmul_(u, self.d).mul_(F.silu(gate.float()))
         mixed: Tensor = self.out_proj(y.to(x.dtype))
@@ -524,7 +501,6 @@ class SsdInputs:
     c: Tensor
 
     def __getitem__(self, tokens: slice) -> SsdInputs:
-        """A range of the tokens."""
         return SsdInputs(self.x[tokens], self.a[tokens], self.b[tokens], self.c[tokens])
 
 
@@ -570,7 +546,7 @@ def ssd_scan(inputs: SsdInputs, states: Tensor, chunks: Chunks) -> tuple[Tensor,
 
     from_start = torch.exp(sums.float())[..., None]
     y += from_start * (c.unsqueeze(2) @ before.unflatten(1, (num_groups, -1)).transpose(-1, -2))
-    return chunks.unpad(y.flatten(1, 2).transpose(1, 2)), after
+    return y.flatten(1, 2).transpose(1, 2).flatten(0, 1).index_select(0, chunks.slots), after
 
 
 def _weighted(weights: Tensor, x: Tensor) -> Tensor:
@@ -627,11 +603,6 @@ class Mamba2Config(RecurrentConfig):
         """Channels of all heads."""
         return self.num_heads * self.head_dim
 
-    @property
-    def group_state_size(self) -> int:
-        """Width of B, and of C, over all groups."""
-        return self.num_groups * self.state_size
-
 
 class GatedNorm(nn.Module):
     """RMS norm, per group of channels, of ``y * silu(gate)``; computed in float32."""
@@ -669,7 +640,7 @@ class Mamba2Mixer(RecurrentMixer):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        inner, group_size = config.inner_size, config.group_state_size
+        inner, group_size = config.inner_size, config.num_groups * config.state_size
         conv_splits = (inner, group_size, group_size)
         in_splits = (inner, sum(conv_splits), config.num_heads)
         super().__init__(
@@ -706,21 +677,15 @@ class Mamba2Mixer(RecurrentMixer):
         b = b.unflatten(-1, (self.config.num_groups, -1))
         c = c.unflatten(-1, (self.config.num_groups, -1))
         inputs = SsdInputs(x=u * dt[..., None], a=dt * self.a, b=b, c=c)
-        y, ssm_state = _recur(inputs, ssm_state, layout)
+        num_decodes = layout.num_decodes
+        if num_decodes == layout.num_reqs:
+            y, ssm_state = ssd_step(inputs, ssm_state)
+        else:  # decodes as one batch, then the longer requests
+            decoded = ssd_step(inputs[:num_decodes], ssm_state[:num_decodes])
+            rest, states = inputs[num_decodes:], ssm_state[num_decodes:]
+            prefilled = ssd_scan(rest, states, layout.prefill_chunks)
+            y, ssm_state = (torch.cat(parts) for parts in zip(decoded, prefilled, strict=True))
         self.state.write(step, conv_state, ssm_state)
         y = y.addcmul_(u, self.d[:, None]).flatten(-2)
         mixed: Tensor = self.out_proj(self.norm(y, gate))
         return mixed
-
-
-def _recur(inputs: SsdInputs, states: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
-    """Decodes as one batch, then the longer requests; see :func:`ssd_scan` for the shapes."""
-    num_decodes = layout.num_decodes
-    if num_decodes == layout.num_reqs:
-        return ssd_step(inputs, states)
-    if num_decodes == 0:
-        return ssd_scan(inputs, states, layout.prefill_chunks)
-    decoded = ssd_step(inputs[:num_decodes], states[:num_decodes])
-    prefilled = ssd_scan(inputs[num_decodes:], states[num_decodes:], layout.prefill_chunks)
-    y, after = (torch.cat(parts) for parts in zip(decoded, prefilled, strict=True))
-    return y, after

@@ -23,11 +23,7 @@ logger = package_logger(__name__)
 
 
 def load_kernels() -> NativeKernels:
-    """The kernels, compiled if this machine never did; loaded once per process.
-
-    Raises:
-        NativeBuildError: they are turned off, or cannot be built or loaded; says why.
-    """
+    """The kernels, compiled and loaded once; else ``NativeBuildError`` that says why not."""
     if os.environ.get("OMNI_NATIVE") == "0":
         _say_that_they_are_turned_off()
         raise NativeBuildError("native kernels are turned off by OMNI_NATIVE=0")

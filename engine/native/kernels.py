@@ -1,12 +1,9 @@
 """The C kernels as functions over tensors: checks here, arithmetic in ``kernels.c``.
 
-Compiles the C kernels with the system's compiler, once per machine, source and compiler.
-
-The result is an entry of the cache in ``$OMNI_CACHE_DIR/native`` or
-``~/.cache/omni-pipeline/native``, under a hash of everything that it depends on; see
-:class:`~engine.files.disk_cache.DiskCache`. A damaged library is never loaded: it would end the
-process by a signal.
-"""
+They are compiled with the system's compiler, once per machine, source and compiler: an entry of the
+cache in ``$OMNI_CACHE_DIR/native`` or ``~/.cache/omni-pipeline/native``, under a hash of everything
+that it depends on; see :class:`~engine.files.disk_cache.DiskCache`. A damaged library is never
+loaded: it would end the process by a signal."""
 
 from __future__ import annotations
 
@@ -52,11 +49,7 @@ class NativeBuildError(RuntimeError):
 
 
 def find_compiler() -> str:
-    """``$CC`` if it is set, else the first of gcc, cc and clang on the path.
-
-    Raises:
-        NativeBuildError: there is none.
-    """
+    """``$CC``, or the first of gcc, cc and clang that is there; else ``NativeBuildError``."""
     asked = os.environ.get("CC")
     for name in (asked,) if asked else ("gcc", "cc", "clang"):
         path = shutil.which(name)
@@ -231,25 +224,16 @@ class NativeKernels:
                 function.restype = None
         except (OSError, AttributeError) as error:
             raise NativeBuildError(f"the built kernels do not load: {error}") from error
-        self._add_rms_norm = functions.omni_add_rms_norm
-        self._gated_silu = functions.omni_gated_silu
-        self._rotate = functions.omni_rotate
-        self._linear = functions.omni_linear
-        self._linear_groups = functions.omni_linear_groups
-        self._linear_groups.restype = c_int
-        self._write_kv = functions.omni_write_kv
-        self._paged_attention = functions.omni_paged_attention
-        self._snake = functions.omni_snake
-        self._quantized = functions.omni_quantized
+        functions.omni_linear_groups.restype = c_int
+        self._functions = functions
         self.has_linear = bool(functions.omni_has_linear())
         self.has_vnni = bool(functions.omni_has_vnni())
         self.has_bfloat16 = bool(functions.omni_has_bfloat16())
 
     def pack_linear(self, weight: Tensor) -> Tensor | None:
-        """Lay a weight ``(out, in)`` out for :meth:`linear`; None if it does not take this one.
+        """Lay a weight ``(out, in)`` out for :meth:`linear`, as ``(out / 16, in, 16)``.
 
-        Returns:
-            ``(out / 16, in, 16)``: 16 outputs of every input side by side.
+        None if it does not take this one.
         """
         if not self.has_linear or weight.shape[0] % (2 * _PANEL):
             return None
@@ -271,7 +255,7 @@ class NativeKernels:
         output = x.new_empty(rows, panels * _PANEL)
         copy = x.new_empty(rows, width) if rows >= _MANY_ROWS else None
         added = None if bias is None else bias.data_ptr()
-        self._linear(
+        self._functions.omni_linear(
             *(x.data_ptr(), x.stride(0), packed.data_ptr(), added, output.data_ptr()),
             *(rows, width, panels * _PANEL, None if copy is None else copy.data_ptr()),
             torch.get_num_threads(),
@@ -284,9 +268,6 @@ class NativeKernels:
         Args:
             packed: what :meth:`pack_linear` made of weights of one shape.
             x: ``(sum of sizes, in)``: ``sizes[0]`` rows for the first weight, and so on.
-
-        Returns:
-            ``(sum of sizes, out)``.
         """
         _require(x=x)
         panels, width, _ = packed[0].shape
@@ -299,7 +280,7 @@ class NativeKernels:
         copy = torch.empty_like(x) if max(sizes) >= _MANY_ROWS else None
         weights = (c_void_p * len(packed))(*(each.data_ptr() for each in packed))
         rows = (c_int64 * len(packed))(*sizes)
-        done = self._linear_groups(
+        done = self._functions.omni_linear_groups(
             *(x.data_ptr(), weights, output.data_ptr(), rows, len(packed), width, panels * _PANEL),
             *(None if copy is None else copy.data_ptr(), _MANY_ROWS, torch.get_num_threads()),
         )
@@ -349,12 +330,7 @@ class NativeKernels:
         return PackedCodes(codes, torch.empty(0), (out, width), _PANEL, 16)
 
     def quantized(self, packed: PackedCodes, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``x W^T + b`` for ``x`` ``(rows, in)``, whose rows may be a stride apart.
-
-        Args:
-            packed: what :meth:`pack_quantized` or :meth:`pack_bfloat16` made of W.
-            bias: ``(out,)`` or None.
-        """
+        """As :meth:`linear`, by what :meth:`pack_quantized` or :meth:`pack_bfloat16` made."""
         if x.stride(-1) != 1:
             x = x.contiguous()
         whole = self.has_bfloat16 if packed.bits == 16 else self.has_vnni
@@ -363,7 +339,7 @@ class NativeKernels:
         output = x.new_empty(rows, out)
         blocks = packed.codes.shape[1]
         scratch = x.new_empty(rows * (blocks * (packed.block + 1) + 1))
-        self._quantized(
+        self._functions.omni_quantized(
             *(x.data_ptr(), x.stride(0), packed.codes.data_ptr(), packed.factors.data_ptr()),
             *(None if bias is None else bias.data_ptr(), output.data_ptr()),
             *(rows, width, out, packed.block, packed.bits, whole, scratch.data_ptr()),
@@ -388,7 +364,7 @@ class NativeKernels:
         if weight.shape != (width,):
             raise ValueError(f"weight is {tuple(weight.shape)}, rows are {width} wide")
         output = torch.empty_like(residual)
-        self._add_rms_norm(
+        self._functions.omni_add_rms_norm(
             None if x is None else x.data_ptr(),
             residual.data_ptr(),
             weight.data_ptr(),
@@ -407,7 +383,7 @@ class NativeKernels:
         if both % 2:
             raise ValueError(f"gate_up has {both} columns, which are not two halves")
         output = gate_up.new_empty(rows, both // 2)
-        self._gated_silu(
+        self._functions.omni_gated_silu(
             gate_up.data_ptr(), output.data_ptr(), rows, both // 2, torch.get_num_threads()
         )
         return output
@@ -429,7 +405,7 @@ class NativeKernels:
             raise ValueError(
                 f"heads {tuple(heads.shape)} take no cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
             )
-        self._rotate(
+        self._functions.omni_rotate(
             *(heads.data_ptr(), heads.stride(0), cos.data_ptr(), sin.data_ptr()),
             *(num_tokens, num_heads, head_dim, rotary_dim // 2, torch.get_num_threads()),
         )
@@ -449,7 +425,7 @@ class NativeKernels:
             raise ValueError(
                 f"key {tuple(key.shape)}, value {tuple(value.shape)} for keys {tuple(keys.shape)}"
             )
-        self._write_kv(
+        self._functions.omni_write_kv(
             key.data_ptr(),
             value.data_ptr(),
             key.stride(0),
@@ -500,7 +476,7 @@ class NativeKernels:
         scratch = query.new_empty(num_tokens, spans.num_parts, num_heads, head_dim + 2)
         output = query.new_empty(query.shape)
         first_row, to_next = spans.spans.data_ptr(), spans.spans.stride(0) * 4
-        self._paged_attention(
+        self._functions.omni_paged_attention(
             *(query.data_ptr(), query.stride(0)),
             *(spans.block_table.data_ptr(), spans.block_table.stride(0)),
             *(first_row, first_row + to_next, first_row + 2 * to_next),
@@ -539,7 +515,7 @@ class NativeKernels:
             if tensor.shape != (size,):
                 raise ValueError(f"{name} is {tuple(tensor.shape)}, expected ({size},)")
         output = torch.empty_like(samples)
-        self._snake(
+        self._functions.omni_snake(
             *(samples.data_ptr(), output.data_ptr(), batch * channels, channels, length),
             *(up.data_ptr(), down.data_ptr(), rates.data_ptr(), scales.data_ptr()),
             torch.get_num_threads(),

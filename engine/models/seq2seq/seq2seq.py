@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig
 
 from engine.attention.layer import Attention, AttentionStep
 from engine.checkpoints.quantized_weight import Target
-from engine.layers import GatedMLP, LayerNorm, Linear, PlainMLP, RMSNorm
+from engine.layers import GatedMLP, Linear, PlainMLP, RMSNorm
 from engine.models.base import ModelSettings
 from engine.models.encoder_module import EncoderDecoderModel, EncoderModule
 from prefix_cache import AttentionSpec, CrossAttentionSpec, FullAttentionSpec
@@ -182,12 +182,12 @@ class Seq2SeqConfig:
         )
 
 
-def build_norm(config: Seq2SeqConfig, settings: ModelSettings) -> LayerNorm | RMSNorm:
+def build_norm(config: Seq2SeqConfig, settings: ModelSettings) -> nn.LayerNorm | RMSNorm:
     """A norm of the family's kind."""
     options = settings.tensor_options
     if config.rms_norm:
         return RMSNorm(config.hidden_size, config.norm_eps, ops=settings.ops, **options)
-    return LayerNorm(config.hidden_size, config.norm_eps, **options)
+    return nn.LayerNorm(config.hidden_size, config.norm_eps, **options).requires_grad_(False)
 
 
 class DecoderAttention(nn.Module):
