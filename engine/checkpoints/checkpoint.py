@@ -216,11 +216,7 @@ class Checkpoint:
 
     @property
     def architecture(self) -> str:
-        """The class name that the config states, or that the part has.
-
-        Raises:
-            ValueError: it states none.
-        """
+        """The class that the config states, or that the part has; ``ValueError`` without any."""
         if self.part is not None:
             return self.part.architecture
         architectures = getattr(self.config, "architectures", None)
@@ -230,22 +226,14 @@ class Checkpoint:
 
     @property
     def whole_config(self) -> PreTrainedConfig:
-        """The config of the folder, also if this is one of several models in it.
-
-        Raises:
-            ValueError: the file has changed, and cannot be used any more.
-        """
+        """The config of the folder, also if this is one of several models in it."""
         if self.part is None:
             return self.config
         return load_config(self.path, trust_remote_code=self.trust_remote_code)
 
     @cached_property
     def weight_files(self) -> Mapping[str, str]:
-        """Tensor name to the file that holds it; reads headers only.
-
-        Raises:
-            ValueError: there are no safetensors weights, or the index is malformed.
-        """
+        """Tensor name to its file; reads headers only, and raises as :attr:`WeightFiles.stored`."""
         prefix = self._prefix
         return {
             name.removeprefix(prefix): file
@@ -280,17 +268,7 @@ class Checkpoint:
             yield name.removeprefix(prefix), plain
 
     def rows_of_whole(self, name: str, indices: Sequence[int]) -> Tensor:
-        """Read single rows of a matrix, which may be another part's, and nothing else of it.
-
-        Args:
-            name: in the whole checkpoint, its part's prefix included.
-
-        Returns:
-            ``(len(indices), width)`` on the CPU, in the type it is stored in.
-
-        Raises:
-            ValueError: there is no such matrix, or it has no such row.
-        """
+        """As :meth:`WeightFiles.rows`, by a name in the whole checkpoint, prefix included."""
         return WeightFiles(self.path).rows(name, indices)
 
     def unplaced(self, targets: Collection[str]) -> list[str]:
@@ -327,14 +305,8 @@ class Checkpoint:
     ) -> None:
         """Copy every tensor to its place, converting type and device on the way.
 
-        At any time at most one tensor of the checkpoint is in memory beside the targets.
-
-        Args:
-            targets: tensor name to the tensor, slice or part of a weight that receives it.
-            ignored: names that may be in the checkpoint without having a place.
-
-        Raises:
-            ValueError: see :meth:`check_weights`; nothing has been copied then.
+        At any time at most one tensor of the checkpoint is in memory beside the targets. Arguments
+        and errors are those of :meth:`check_weights`; nothing has been copied when it raises.
         """
         self.check_weights(targets, ignored=ignored)
         prefix = self._prefix

@@ -1,16 +1,10 @@
-"""Makes configs of transformers of ``config.json`` and ``generation_config.json``.
-
-Checks the JSON files of a checkpoint before anything is made of them: one rule per quantity.
+"""Makes configs of transformers, and checks a checkpoint's JSON files before: a rule per quantity.
 
 What a value may be follows from the kind of quantity that it is, and the kind from the words of its
 name, whatever the family. Transformers checks types of its configs. What it lets pass is caught
 here: names that make it run code or build endless lists, sizes that are 0, negative or beyond all
 that fits into a machine, and factors that are no numbers. Whether sizes fit the weights is known
 when the weights are looked at.
-
-Activations by the names that configs of transformers give them.
-
-Importing transformers' own module of them takes a second; the usual ones are torch's.
 """
 
 from __future__ import annotations
@@ -49,7 +43,7 @@ __all__ = [
     "read_config_file",
 ]
 
-# transformers computes each of these by the same function of torch.
+# transformers, whose own module takes a second to import, has the same functions of torch.
 _OF_TORCH: Mapping[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
     "gelu_pytorch_tanh": partial(nn.GELU, approximate="tanh"),
@@ -60,14 +54,7 @@ _OF_TORCH: Mapping[str, Callable[[], nn.Module]] = {
 
 
 def check_activation(where: str, name: str) -> None:
-    """Check that transformers knows an activation.
-
-    Args:
-        where: what to call the place of the name in a message.
-
-    Raises:
-        ValueError: it does not; says which it knows.
-    """
+    """Raise ``ValueError`` if transformers has no such activation; ``where`` is its place."""
     if name in _OF_TORCH:
         return
     from transformers.activations import ACT2FN
@@ -77,11 +64,7 @@ def check_activation(where: str, name: str) -> None:
 
 
 def activation_of(name: str) -> nn.Module:
-    """The activation of transformers' name.
-
-    Raises:
-        ValueError: transformers knows no such activation.
-    """
+    """The activation of transformers' name; ``ValueError`` if there is none."""
     check_activation("activation", name)
     if name in _OF_TORCH:
         return _OF_TORCH[name]()
@@ -117,15 +100,11 @@ def hidden_progress_bars() -> Iterator[None]:
     The switch that transformers offers also turns the download bars of the hub on or off, and
     forgets how they were. The hook that makes its bars is put back as it was.
     """
-    previous = set_tqdm_hook(_disabled)
+    previous = set_tqdm_hook(lambda make, args, kwargs: make(*args, **kwargs | {"disable": True}))
     try:
         yield
     finally:
         set_tqdm_hook(previous)
-
-
-def _disabled(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return make(*args, **kwargs | {"disable": True})
 
 
 Check: TypeAlias = Callable[[Any], bool]
@@ -446,22 +425,13 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
     Raises:
         ValueError: transformers does not know it, or a value of it cannot be; names the file.
     """
-
-    def load() -> PreTrainedConfig:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
-        )
-        return config
-
+    options = {"trust_remote_code": trust_remote_code, "local_files_only": not trust_remote_code}
+    load = partial(AutoConfig.from_pretrained, folder, **options)
     return _checked_config(folder / CONFIG_FILE, load)
 
 
 def make_config(file: Path, content: Mapping[str, Any]) -> PreTrainedConfig:
-    """Make a config of transformers of what another kind of file says of its model.
-
-    Raises:
-        ValueError: transformers does not know it, or a value of it cannot be; names the file.
-    """
+    """Make a config of what another kind of file says of its model, as :func:`load_config` does."""
     check_content(file, content)
     values = dict(content)
     model_type = values.pop("model_type")

@@ -25,7 +25,7 @@ from engine.files.gguf_header import GGUFHeader, GGUFTensor
 __all__ = ["GGUFWeights", "gguf_config", "gguf_generation_config"]
 
 _ROPE_FACTORS = "rope_freqs.weight"
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 # Those that are held as codes: bits, values of a group, and what zero is as a code, if a number is.
 _HELD: Mapping[str, tuple[Literal[4, 8], int, int | None]] = {
@@ -95,12 +95,13 @@ def gguf_config(header: GGUFHeader) -> PreTrainedConfig:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise ValueError(f"{header.path} lacks the weights token_embd.weight")
+    largest = max(header.tensors.values(), key=lambda tensor: tensor.nbytes)
     content |= {
         "model_type": kind,
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]],
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "dtype": _usual_type(header),
+        "dtype": _PLAIN.get(largest.type_name),
     }
     for key, tensor in (("attention_bias", "attn_q"), ("mlp_bias", "ffn_up")):
         if f"blk.0.{tensor}.bias" in header.tensors:
@@ -121,13 +122,6 @@ def _number(header: GGUFHeader, key: str) -> Any:
     if value is not None and not isinstance(value, int | float):
         raise ValueError(f"{header.path}: {key} must be one number, got {value!r:.80}")
     return value
-
-
-def _usual_type(header: GGUFHeader) -> str | None:
-    """Of the numbers of the largest tensor; None of a quantized one."""
-    largest = max(header.tensors.values(), key=lambda tensor: tensor.nbytes)
-    dtype = _PLAIN.get(largest.type_name)
-    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _add_rope(header: GGUFHeader, content: dict[str, Any]) -> None:
@@ -157,11 +151,7 @@ def _add_rope(header: GGUFHeader, content: dict[str, Any]) -> None:
 
 
 def _set_rope_factors(header: GGUFHeader, config: PreTrainedConfig) -> None:
-    """State the rope parameters that give the factors on wave lengths that a file stores.
-
-    Raises:
-        ValueError: none of those that llama.cpp's converter turns into such factors do.
-    """
+    """State the rope parameters that give a file's factors; ``ValueError`` if no known ones do."""
     parameters, tensor = dict(config.rope_parameters), header.tensors[_ROPE_FACTORS]
     theta, width = parameters.get("rope_theta"), 2 * tensor.shape[0]
     if tensor.type_name != "F32" or len(tensor.shape) != 1 or theta is None:
@@ -241,11 +231,7 @@ class GGUFWeights:
         return lambda values, name: processor.process(values, name).weights
 
     def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Stored]]:
-        """Read tensors one by one, on the CPU; blocks as codes, or as float32 values.
-
-        Raises:
-            ValueError: a tensor is not there, or cannot be read.
-        """
+        """See :class:`WeightFiles`; blocks come as codes, or as float32 values."""
         for name in names:
             stored = self._name(name)
             tensor, values = self.header.tensors[stored], self.values(stored)
@@ -258,14 +244,9 @@ class GGUFWeights:
             yield name, QuantizedWeight(codes, scales, offsets, size, bits)
 
     def check(self, expected: Mapping[str, Target]) -> None:
-        """Compare the header with the places that weights are meant for; reads no weights.
-
-        Raises:
-            ValueError: a tensor is not there, differs in shape, or is of a type that cannot be
-                turned into values.
-        """
+        """See :class:`WeightFiles`; types must be among those that can be turned into values."""
         for name, target in expected.items():
-            stored = self._tensor(name)
+            stored = self.header.tensors[self._name(name)]
             if stored.shape != tuple(target.shape):
                 raise ValueError(
                     f"{name} in {self.header.path} has shape {stored.shape}; "
@@ -308,9 +289,6 @@ class GGUFWeights:
         if name not in self._stored:
             raise ValueError(f"{self.header.path} lacks the weights {name}")
         return self._stored[name]
-
-    def _tensor(self, name: str) -> GGUFTensor:
-        return self.header.tensors[self._name(name)]
 
     def values(self, name: str) -> Any:
         """The array of a tensor by its name in the file: its numbers; blocks become float32."""

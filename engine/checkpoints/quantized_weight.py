@@ -24,7 +24,6 @@ with it as it is. ``int8`` and ``int4`` are made here, of plain tensors, as they
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -150,7 +149,9 @@ class QuantizationScheme:
         groups, most = -(-width // size), 2**self.bits - 1
         codes = torch.empty(rows, groups * size, dtype=torch.uint8, device=weight.device)
         scales, offsets = torch.empty(2, rows, groups, device=weight.device)
-        for at in _slices(rows, width):
+        step = max(_AT_ONCE // width, 1)
+        for start in range(0, rows, step):
+            at = slice(start, start + step)
             # The last value is repeated: padding changes no group's smallest or largest.
             part = weight[at].float()
             part = torch.nn.functional.pad(part[None], (0, groups * size - width), "replicate")[0]
@@ -172,11 +173,6 @@ def _as_half(values: Tensor) -> Tensor:
     """Rounded to the eleven bits that float16 has, whatever their exponents."""
     mantissa, exponent = torch.frexp(values)
     return torch.ldexp(mantissa.mul_(2**11).round_(), exponent - 11)
-
-
-def _slices(rows: int, width: int) -> Iterator[slice]:
-    step = max(_AT_ONCE // width, 1)
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 SCHEMES = {"int8": QuantizationScheme(8, None), "int4": QuantizationScheme(4, 32)}

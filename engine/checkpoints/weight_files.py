@@ -53,11 +53,7 @@ class WeightFiles:
             return dict.fromkeys(file.keys(), _SINGLE_FILE)
 
     def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Stored]]:
-        """Read weights one by one, on the CPU, in the type they are stored in.
-
-        Raises:
-            ValueError: a tensor is not there, or a file is damaged.
-        """
+        """Read weights one by one, on the CPU, in their type; ``ValueError`` if one is missing."""
         for file, members in self._by_file(names):
             for name in members:
                 yield name, file.get_tensor(name)
@@ -137,7 +133,7 @@ class WeightFiles:
     def _opened(self, name: str) -> Iterator[Any]:
         path = file_inside(self.folder, name)
         try:
-            with open_safetensors(path) as file:
+            with safe_open(path, framework="pt", device="cpu") as file:
                 yield file
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is no readable safetensors file: {error}") from error
@@ -166,11 +162,6 @@ class WeightFiles:
         if pickled:
             message += f"; its weights are pickled ({listed(pickled)}), convert them to safetensors"
         return message
-
-
-def open_safetensors(path: Path) -> Any:
-    """Open a file, whose header is checked."""
-    return safe_open(path, framework="pt", device="cpu")
 
 
 def listed(names: Sequence[str]) -> str:

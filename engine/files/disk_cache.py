@@ -44,11 +44,7 @@ class CacheFolderError(ValueError):
 
 
 def cache_root() -> Path:
-    """``$OMNI_CACHE_DIR``, or ``~/.cache/omni-pipeline``.
-
-    Raises:
-        CacheFolderError: the first is not set, and the user has no home.
-    """
+    """``$OMNI_CACHE_DIR``, or ``~/.cache/omni-pipeline``; ``CacheFolderError`` without a home."""
     asked = os.environ.get("OMNI_CACHE_DIR")
     try:
         return Path(asked) if asked else Path.home() / ".cache" / "omni-pipeline"

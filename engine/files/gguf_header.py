@@ -64,11 +64,7 @@ class GGUFHeader:
 
     @property
     def architecture(self) -> str:
-        """What kind of model it holds, by the name that such files have for it.
-
-        Raises:
-            ValueError: it does not say.
-        """
+        """The kind of model, by such files' name for it; ``ValueError`` if it does not say."""
         architecture = self.metadata.get("general.architecture")
         if not isinstance(architecture, str):
             raise ValueError(f"{self.path}: general.architecture is {architecture!r}, no name")
@@ -76,11 +72,7 @@ class GGUFHeader:
 
 
 def find_gguf(model: Path) -> Path | None:
-    """The GGUF file that a path names, or that a folder without safetensors holds; else None.
-
-    Raises:
-        ValueError: the folder holds several.
-    """
+    """A GGUF file, or a folder's if it has no safetensors; else None; ``ValueError`` of several."""
     if model.is_file():
         return model if model.suffix == ".gguf" else None
     if not model.is_dir() or any(model.glob("*.safetensors")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, NoReturn
+from typing import Any
 
 __all__ = ["file_inside", "read_json", "read_json_object"]
 
@@ -106,18 +106,14 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 def _constant(name: str) -> float:
     if name == "NaN":
-        _refuse("NaN is no number")
+        raise ValueError("NaN is no number")
     return float(name)
 
 
 def _integer(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
-        _refuse(f"a number has {len(digits)} digits")
+        raise ValueError(f"a number has {len(digits)} digits")
     return int(digits)
-
-
-def _refuse(reason: str) -> NoReturn:
-    raise ValueError(reason)
 
 
 def _check_depth(file: Path, content: Any) -> None:

@@ -109,11 +109,7 @@ logger = package_logger(__name__)
 
 
 def resolve_device(name: str) -> torch.device:
-    """``auto`` takes CUDA when there is one.
-
-    Raises:
-        ValueError: the device is not known or not there.
-    """
+    """``auto`` takes CUDA when there is one; ``ValueError`` for a device that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

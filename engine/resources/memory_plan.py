@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -55,12 +55,7 @@ def free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-class _Sized(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-
-def require_memory(tensors: Iterable[_Sized], device: torch.device, owner: str) -> None:
+def require_memory(tensors: Iterable[Any], device: torch.device, owner: str) -> None:
     """See to it that there is room for tensors before any is made.
 
     Args:
@@ -258,19 +253,23 @@ class MemoryPlan:
             *([f"  stored as    {self.stored}"] if self.stored else []),
             *self._pool_lines(),
             *(self.kv_cache.lines() if self.kv_cache else []),
-            *([f"attention      {self.attention}"] if self.attention else []),
-            *([f"encoder cache  {self.item_pages}"] if self.item_pages else []),
-            *(
-                [f"swap space     {format_bytes(self.swap_bytes)} host memory"]
-                if self.swap_bytes
-                else []
-            ),
-            *_offload_lines(self.offload),
-            *(
-                f"stage output   {format_bytes(size)} host memory for {name}"
-                for name, size in self.stage_output_bytes.items()
-            ),
+            *self._further_lines(),
         ]
+
+    def _further_lines(self) -> Iterator[str]:
+        if self.attention:
+            yield f"attention      {self.attention}"
+        if self.item_pages:
+            yield f"encoder cache  {self.item_pages}"
+        if self.swap_bytes:
+            yield f"swap space     {format_bytes(self.swap_bytes)} host memory"
+        if self.offload is not None and self.offload.host_bytes is not None:
+            yield f"offload        up to {format_bytes(self.offload.host_bytes)} host memory"
+        if self.offload is not None and self.offload.disk is not None:
+            disk = self.offload.disk
+            yield f"offload        up to {format_bytes(disk.bytes)} on disk in {disk.path}"
+        for name, nbytes in self.stage_output_bytes.items():
+            yield f"stage output   {format_bytes(nbytes)} host memory for {name}"
 
     def _pool_lines(self) -> list[str]:
         if self.kv_cache is None:
@@ -292,16 +291,6 @@ class MemoryPlan:
             f"  room         for the pages of {usable / longest.held_bytes:.1f} sequences of "
             f"{longest.num_tokens} tokens",
         ]
-
-
-def _offload_lines(offload: OffloadSettings | None) -> list[str]:
-    lines = []
-    if offload is not None and offload.host_bytes is not None:
-        lines.append(f"offload        up to {format_bytes(offload.host_bytes)} host memory")
-    if offload is not None and offload.disk is not None:
-        size = format_bytes(offload.disk.bytes)
-        lines.append(f"offload        up to {size} on disk in {offload.disk.path}")
-    return lines
 
 
 def resolve_num_blocks(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from engine import ChatPrompt, EngineConfig, LLMEngine, RequestOutput, SamplingParams
@@ -71,9 +72,10 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Counter[str], Count
     """How often each tensor was read whole, and how many single rows of each."""
     whole: Counter[str] = Counter()
     rows: Counter[str] = Counter()
-    plain = weight_files.open_safetensors
     monkeypatch.setattr(
-        weight_files, "open_safetensors", lambda path: _CountingFile(plain(path), whole, rows)
+        weight_files,
+        "safe_open",
+        lambda path, **how: _CountingFile(safe_open(path, **how), whole, rows),
     )
     yield whole, rows
 
