@@ -62,11 +62,7 @@ class EngineStage(Stage):
         return kind.model_validate(given | own)
 
     def _build_engine(self) -> Engine[Any]:
-        """Build the engine that the stage was configured with.
-
-        Raises:
-            NotImplementedError: the kind of stage does not say how.
-        """
+        """Build the configured engine; ``NotImplementedError``: the kind does not say how."""
         raise NotImplementedError(f"a {type(self).__name__} does not say how to build its engine")
 
     @property

@@ -124,11 +124,7 @@ class PageContents:
         return [g for g, spec in self._specs.items() if not isinstance(spec, CrossAttentionSpec)]
 
     def filled(self, step: StepInputs, runs_encoder: Sequence[bool]) -> list[FilledPage]:
-        """The pages that a step fills; those of an encoder's input all at once.
-
-        Args:
-            runs_encoder: per request, whether its encoder's keys and values come with the step.
-        """
+        """The pages that a step fills; those of an encoder's input, where it runs, all at once."""
         found = []
         for group_id, spec in self._specs.items():
             size, table = spec.block_size, step.groups[group_id].block_table

@@ -148,11 +148,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one generated position, of the model's raw distribution.
-
-    Attributes:
-        top: the likeliest tokens with their log-probabilities, likeliest first.
-    """
+    """Log-probabilities at one generated position, of the raw distribution, likeliest first."""
 
     token_id: int
     logprob: float

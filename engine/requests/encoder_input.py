@@ -337,11 +337,7 @@ class StreamedRows:
         self._num_rows = num_rows
 
     def complete(self, filler: Tensor) -> None:
-        """Say that all positions to come have the row ``filler``, ``(width,)``.
-
-        Raises:
-            ValueError: that had been said.
-        """
+        """Give later positions the row ``filler``, ``(width,)``; ``ValueError``: they have one."""
         if self.is_complete:
             raise ValueError("the rows had ended already")
         self._filler = filler.clone()

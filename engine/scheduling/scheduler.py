@@ -89,11 +89,7 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step in the making.
-
-    Attributes:
-        scheduled: see :class:`SchedulerOutput`, as for the fields below.
-    """
+    """A step in the making; see :class:`SchedulerOutput`."""
 
     num_tokens: int
     encoding_budget: EncodingBudget

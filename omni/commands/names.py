@@ -16,12 +16,7 @@ _HEADINGS = {
 
 
 def described_names(what: str | None = None) -> Iterator[str]:
-    """Yield a block of text for each sort of names.
-
-    Args:
-        what: the one sort that is wanted: ``pipelines``, ``models``, ``architectures``,
-            ``transforms`` or ``kinds``; None for all.
-    """
+    """Yield a block of text for each sort of names, or for the one that is ``what``."""
     for sort, heading in _HEADINGS.items():
         if what in (sort, None):
             yield "\n".join([heading, *(f"  {line}" for line in _lines(sort))])

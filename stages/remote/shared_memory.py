@@ -117,11 +117,7 @@ class Segment:
 
     @property
     def content(self) -> NDArray[np.uint8]:
-        """All of it, ``(size,)``; any view of it keeps the memory.
-
-        Raises:
-            MemoryError: there is no room for the mapping.
-        """
+        """All, ``(size,)``; views keep the memory; ``MemoryError``: no room for the mapping."""
         with self._lock:
             if self._content is None:
                 assert self.file is not None, "a detached one has its content"

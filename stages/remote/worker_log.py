@@ -31,11 +31,7 @@ class Logged(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class LogForwarder(logging.Handler):
-    """Sends every record to another process, which may be gone.
-
-    Args:
-        send: may be called in any thread; raises ``ConnectionError`` if the other process is gone.
-    """
+    """Sends each record to another process, which may be gone (``ConnectionError`` of ``send``)."""
 
     def __init__(self, send: Callable[[Logged], None]) -> None:
         super().__init__()
