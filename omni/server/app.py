@@ -96,7 +96,6 @@ def _form_route(path: str, task: AudioTask) -> Route:
 
 
 async def _list_models(request: Request) -> Response:
-    """All pipelines, those included that are still loading."""
     pipelines = request.state.server.pipelines.values()
     return JSONResponse({"object": "list", "data": [_model(each) for each in pipelines]})
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 
 from msgspec import UNSET
 from starlette.responses import Response
@@ -34,20 +33,6 @@ from omni.server.serving.response_stream import ResponseStream
 __all__ = ["Chat"]
 
 
-@dataclass(slots=True)
-class _Progress:
-    """How far a stream has come.
-
-    ``ended`` says why completions have ended until that is sent; then they are ``over``.
-    """
-
-    parsers: list[ToolCallParser]
-    has_begun: bool = False
-    ended: dict[int, str | None] = field(default_factory=dict)
-    over: set[int] = field(default_factory=set)
-    count: TokenCount = field(default_factory=TokenCount)
-
-
 class Chat(TextResponse):
     """The response to a chat request."""
 
@@ -63,6 +48,13 @@ class Chat(TextResponse):
             self._voice = speaking_stage(self.stages, "modalities")
             check_voice(self.stages, body.audio.voice, "audio.voice")
         self._audio_id = f"audio-{client.request_id}"
+        form = self.pipeline.config.tool_parser
+        self._parsers = [body.tool_parser(form) for _ in range(self._n)]  # by completion
+        self._count = TokenCount()
+        self._has_roles = False  # whether they were sent
+        # Why completions have ended, until that is sent; then they are over.
+        self._ended: dict[int, str | None] = {}
+        self._over: set[int] = set()
 
     async def whole(self) -> Response:
         """The answer in one piece."""
@@ -71,9 +63,8 @@ class Chat(TextResponse):
         output = last[self._stage]
         sound = sound_of(last, self._voice) if self._voice is not None else None
         choices: list[Choice] = []
-        parsers = self._tool_parsers()
         for index, each in enumerate(completions_of(output)):
-            words, calls = parsers[index].feed(each.text or "", is_last=True)
+            words, calls = self._parsers[index].feed(each.text or "", is_last=True)
             for call in calls:
                 call.index = UNSET
             message = AssistantMessage(role="assistant", content=words)
@@ -86,7 +77,7 @@ class Chat(TextResponse):
                     index=index,
                     message=message,
                     logprobs=self._logprobs.chat(each.logprobs or ()) if self._logprobs else None,
-                    finish_reason=_reason(each.finish_reason, parsers[index]),
+                    finish_reason=_reason(each.finish_reason, self._parsers[index]),
                 )
             )
         answer = self._answer("chat.completion", choices)
@@ -95,21 +86,20 @@ class Chat(TextResponse):
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The answer by events: text and sound as they come."""
-        progress = _Progress(self._tool_parsers())
         piece = b""
         async with await self._stream() as stream:
             async for update in stream.updates():
                 delta, sound = update.of(self._stage), update.sound(self._voice)
                 if delta is not None:
-                    progress.count.add(delta)
+                    self._count.add(delta)
                 # Together, and the last ones with the end: each piece is a call of the system, and
                 # wakes the client.
-                new = self._new(delta, sound, progress, is_over=update.is_last)
-                piece = b"".join([self._event(choice, progress.count) for choice in new])
+                new = self._new(delta, sound, is_over=update.is_last)
+                piece = b"".join(map(self._event, new))
                 if piece and not update.is_last:
                     yield piece
         if self._options.include_usage:
-            piece += self._event_of([], usage_so_far([progress.count]))
+            piece += self._event_of([], usage_so_far([self._count]))
         yield piece + DONE
 
     async def _stream(self) -> ResponseStream:
@@ -120,34 +110,29 @@ class Chat(TextResponse):
         stages = [self._stage] if self._voice is None else [self._stage, self._voice]
         return self.stream([request], stages)
 
-    def _event(self, choice: Choice, count: TokenCount) -> bytes:
+    def _event(self, choice: Choice) -> bytes:
         usage = None
         if self._options.counts_each_chunk:
             is_first = isinstance(choice.delta, AssistantMessage) and choice.delta.role is not UNSET
-            usage = count.usage_of(None if is_first else choice.index)
+            usage = self._count.usage_of(None if is_first else choice.index)
         return self._event_of([choice], usage)
 
     def _new(
-        self,
-        delta: OutputDelta | None,
-        sound: Waveform | None,
-        progress: _Progress,
-        *,
-        is_over: bool,
+        self, delta: OutputDelta | None, sound: Waveform | None, *, is_over: bool
     ) -> list[Choice]:
         """What is new: of each completion its beginning and its text, sound, and what has ended."""
         new: list[Choice] = []
         parts = dict(parts_of(delta)) if delta is not None else {}
         for index in range(self._n):
             part = parts.get(index)
-            if delta is not None and not progress.has_begun:
+            if delta is not None and not self._has_roles:
                 new.append(
                     Choice(index=index, delta=AssistantMessage(role="assistant", content=""))
                 )
             if part is None:
                 continue
-            ends = part.finish_reason is not None and index not in progress.over
-            parser = progress.parsers[index]
+            ends = part.finish_reason is not None and index not in self._over
+            parser = self._parsers[index]
             text, calls = parser.feed(part.text or "", is_last=ends)
             if text or (part.logprobs and self._logprobs):
                 said = AssistantMessage(content=text)
@@ -160,22 +145,18 @@ class Chat(TextResponse):
             if calls:
                 new.append(Choice(index=index, delta=AssistantMessage(tool_calls=calls)))
             if ends:
-                progress.ended[index] = _reason(part.finish_reason, parser)
-        progress.has_begun |= delta is not None
+                self._ended[index] = _reason(part.finish_reason, parser)
+        self._has_roles |= delta is not None
         if sound is not None:
             data, rate = sound.encoded("pcm16"), sound.sampling_rate
             audio = ChatAudio(id=self._audio_id, data=data, sampling_rate=rate)
             new.append(Choice(index=0, delta=AssistantMessage(audio=audio)))
         if self._voice is None or is_over:
-            for index, reason in progress.ended.items():
+            for index, reason in self._ended.items():
                 new.append(Choice(index=index, delta=AssistantMessage(), finish_reason=reason))
-            progress.over.update(progress.ended)
-            progress.ended.clear()
+            self._over.update(self._ended)
+            self._ended.clear()
         return new
-
-    def _tool_parsers(self) -> list[ToolCallParser]:
-        form = self.pipeline.config.tool_parser
-        return [self._body.tool_parser(form) for _ in range(self._n)]
 
     async def _file(self, sound: Waveform, transcript: str) -> ChatAudio:
         assert self._body.audio is not None

@@ -522,11 +522,6 @@ class ChatRequest(TextRequest):
         is_required, most = self.required_tools is not None, None if self.parallel_tool_calls else 1
         return ToolCallParser(names, form, is_required=is_required, most=most)
 
-    def template_values(self) -> dict[str, Any]:
-        """Return further values for the chat template."""
-        effort = self.reasoning_effort
-        return ({} if effort is None else {"reasoning_effort": effort}) | self.chat_template_kwargs
-
 
 class CompletionRequest(TextRequest):
     """A request for completions; ``logprobs`` is of how many tokens beside the chosen one."""
@@ -554,11 +549,12 @@ async def chat_prompt(body: ChatRequest, fetcher: UrlFetcher, max_bytes: int) ->
     """
     with fetcher.place() if any(map(_has_address, body.messages)) else nullcontext():
         said, shown = await _messages(body.messages, fetcher, max_bytes)
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     return ChatPrompt(
         tuple(said),
         multi_modal_data={kind: items for kind, items in shown.items() if items},
         tools=tuple(tool.model_dump(exclude_none=True) for tool in body.offered_tools),
-        chat_template_kwargs=body.template_values(),
+        chat_template_kwargs=effort | body.chat_template_kwargs,
     )
 
 

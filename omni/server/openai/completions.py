@@ -80,7 +80,6 @@ class Completions(TextResponse):
         yield end
 
     def _places(self) -> TokenPlaces | None:
-        """Places of the tokens of a completion that begins, for log-probabilities."""
         return None if self._logprobs is None else self._logprobs.places()
 
     def _choice(

@@ -48,8 +48,8 @@ class Embeddings(PipelineResponse):
         super().__init__(server, client, body.model)
         self._stage = _encoding_stage(self.stages)
         self._is_base64 = body.encoding_format == "base64"
-        fields = {"truncate_prompt_tokens": body.truncate_prompt_tokens}
-        given = {} if body.truncate_prompt_tokens is None else fields
+        length = body.truncate_prompt_tokens
+        given = {} if length is None else {"truncate_prompt_tokens": length}
         sampling = merge_sampling(self.stages, self._stage, given, {}, {})
         prompts = prompts_of(body.input, server.settings.limits.max_prompts, "input")
         self._requests = [

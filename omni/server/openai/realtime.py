@@ -164,29 +164,24 @@ class RealtimeSession:
                     self._begin_answer(event.response)
                 case Cancel() as event:
                     await self._cancel(event.response_id)
-                case _ as event:
-                    await self._change_items(event)
+                case CreateItem() as event:
+                    item = await ConversationItem.of(event.item, self._input.form)
+                    await self._add(item, event.previous_item_id)
+                case AboutItem(type="conversation.item.retrieve") as event:
+                    item = self._conversation.find(event.item_id)
+                    shown = await asyncio.to_thread(item.described, with_sound=True)
+                    await self._send("conversation.item.retrieved", item=shown)
+                case AboutItem() as event:
+                    self._conversation.delete(event.item_id)
+                    await self._send("conversation.item.deleted", item_id=event.item_id)
+                case TruncateItem() as event:
+                    self._conversation.truncate(event.item_id, event.audio_end_ms / 1000)
+                    await self._send(
+                        "conversation.item.truncated", item_id=event.item_id, content_index=0,
+                        audio_end_ms=event.audio_end_ms,
+                    )  # fmt: skip
         except ApiError as error:
             await self._send_error(error, await without_faltering(event_id_of, text))
-
-    async def _change_items(self, event: CreateItem | AboutItem | TruncateItem) -> None:
-        match event:
-            case CreateItem():
-                item = await ConversationItem.of(event.item, self._input.form)
-                await self._add(item, event.previous_item_id)
-            case AboutItem(type="conversation.item.retrieve"):
-                item = self._conversation.find(event.item_id)
-                shown = await asyncio.to_thread(item.described, with_sound=True)
-                await self._send("conversation.item.retrieved", item=shown)
-            case AboutItem():
-                self._conversation.delete(event.item_id)
-                await self._send("conversation.item.deleted", item_id=event.item_id)
-            case TruncateItem():
-                self._conversation.truncate(event.item_id, event.audio_end_ms / 1000)
-                await self._send(
-                    "conversation.item.truncated", item_id=event.item_id, content_index=0,
-                    audio_end_ms=event.audio_end_ms,
-                )  # fmt: skip
 
     def _update(self, session: SessionUpdate) -> None:
         if session.model not in (None, self._pipeline.name):
@@ -285,7 +280,7 @@ class RealtimeSession:
         return self._server.find(name)
 
     def _begin_answer(self, options: OneResponse) -> None:
-        if self._response is not None and not self._response.has_ended:
+        if self._response is not None and not self._response.task.done():
             raise ApiError(
                 HTTPStatus.CONFLICT,
                 "a response is being given already; cancel it, or wait for its end",

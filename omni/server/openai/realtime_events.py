@@ -281,31 +281,33 @@ class OneResponse(ResponseOptions):
     metadata: dict[str, Any] | None = None
 
 
-class _Event(ApiModel):
+class ClientEvent(ApiModel):
+    """What a client says."""
+
     event_id: str | None = Field(default=None, max_length=512)
 
 
-class UpdateSession(_Event):
+class UpdateSession(ClientEvent):
     """Change the session from now on."""
 
     type: Literal["session.update"]
     session: SessionUpdate
 
 
-class AppendAudio(_Event):
+class AppendAudio(ClientEvent):
     """Add sound in the session's format, in base64, to the buffer of sound."""
 
     type: Literal["input_audio_buffer.append"]
     audio: str = Field(min_length=1)
 
 
-class EndAudio(_Event):
+class EndAudio(ClientEvent):
     """Make an item of the buffer of sound, or empty it."""
 
     type: Literal["input_audio_buffer.commit", "input_audio_buffer.clear"]
 
 
-class CreateItem(_Event):
+class CreateItem(ClientEvent):
     """Add an item to the conversation: behind another one, behind ``root``, or at its end."""
 
     type: Literal["conversation.item.create"]
@@ -313,14 +315,14 @@ class CreateItem(_Event):
     item: Item
 
 
-class AboutItem(_Event):
+class AboutItem(ClientEvent):
     """Ask for an item, its sound included, or take it out of the conversation."""
 
     type: Literal["conversation.item.retrieve", "conversation.item.delete"]
     item_id: str = Field(min_length=1)
 
 
-class TruncateItem(_Event):
+class TruncateItem(ClientEvent):
     """Leave of a spoken answer what was heard of it."""
 
     type: Literal["conversation.item.truncate"]
@@ -329,35 +331,23 @@ class TruncateItem(_Event):
     audio_end_ms: int = Field(ge=0)
 
 
-class CreateResponse(_Event):
+class CreateResponse(ClientEvent):
     """Answer the conversation."""
 
     type: Literal["response.create"]
     response: OneResponse = OneResponse()
 
 
-class Cancel(_Event):
+class Cancel(ClientEvent):
     """End the answer that is being given; if it is another one than is named, nothing ends."""
 
     type: Literal["response.cancel"]
     response_id: str | None = None
 
 
-ClientEvent = (
-    UpdateSession
-    | AppendAudio
-    | EndAudio
-    | CreateItem
-    | AboutItem
-    | TruncateItem
-    | CreateResponse
-    | Cancel
-)
-"""Any event of a client."""
-
-_KINDS: dict[str, type[ClientEvent]] = {
+_KINDS = {
     kind: each
-    for each in get_args(ClientEvent)
+    for each in ClientEvent.__subclasses__()
     for kind in get_args(each.model_fields["type"].annotation)
 }
 

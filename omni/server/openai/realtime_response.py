@@ -84,12 +84,7 @@ class RealtimeResponse:
 
     def begin(self, timeout_s: float) -> None:
         """Answer in a task, and send it as it comes; failures, too, are events."""
-        self._task = asyncio.create_task(self._run(timeout_s))
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether its end was sent."""
-        return self._task.done()
+        self.task = asyncio.create_task(self._run(timeout_s))
 
     async def _run(self, timeout_s: float) -> None:
         error = await failure_of(self._answer(), timeout_s, "the response")
@@ -113,7 +108,9 @@ class RealtimeResponse:
         ) as stream:
             async for update in stream.updates():
                 await self._send_new(update)
-                if self._only_calls(update):
+                delta = update.of(plan.writer)
+                is_whole = delta is not None and delta.finished
+                if is_whole and self._output and self._message is None:  # nothing is to be spoken
                     break
         if self._message is None and not self._output:
             await self._open_message()
@@ -164,7 +161,7 @@ class RealtimeResponse:
                 message.keep_heard(min(heard_s, message.spoken_s))
             self._conversation.count(message.num_bytes - before)
         await self.abort()
-        if not self._task.cancelled():  # it has failed instead
+        if not self.task.cancelled():  # it has failed instead
             return
         if message is not None:
             await self._close_message(message, "incomplete")
@@ -172,8 +169,8 @@ class RealtimeResponse:
 
     async def abort(self) -> None:
         """End it, and send nothing more."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
 
     def described(self, status: str, error: ApiError | None = None) -> Mapping[str, Any]:
         """Describe the response as events do."""
@@ -182,6 +179,14 @@ class RealtimeResponse:
             details = {"type": "failed", "error": {"type": error.kind, "code": error.code}}
         elif status == "cancelled":
             details = {"type": "cancelled", "reason": self._reason}
+        count, usage = self._count, None
+        if (written := count.written.get(0)) is not None:
+            usage = {
+                "input_tokens": count.prompt,
+                "output_tokens": written,
+                "total_tokens": count.prompt + written,
+                "input_token_details": {"cached_tokens": count.cached},
+            }
         return {
             "id": self.id,
             "object": "realtime.response",
@@ -190,7 +195,7 @@ class RealtimeResponse:
             "output": [item.described() for item in self._output],
             "output_modalities": ["audio" if self._speaks else "text"],
             "metadata": self._options.metadata,
-            "usage": self._usage(),
+            "usage": usage,
         }
 
     async def _send_new(self, update: Update) -> None:
@@ -210,11 +215,6 @@ class RealtimeResponse:
             held, self._held_sound = self._held_sound, []
             for each in () if self._parser.num_calls else held:
                 await self._send_samples(self._sound.of(each))
-
-    def _only_calls(self, update: Update) -> bool:
-        """Whether the text is whole and nothing of it is to be spoken."""
-        delta = update.of(self._plan.writer)
-        return delta is not None and delta.finished and bool(self._output) and not self._message
 
     async def _send_words(self, words: str) -> None:
         message = self._message or await self._open_message()
@@ -288,18 +288,6 @@ class RealtimeResponse:
         index = self._output.index(item)
         return {"response_id": self.id, "output_index": index, "item_id": item.id}
 
-    def _usage(self) -> Mapping[str, Any] | None:
-        count = self._count
-        written = count.written.get(0)
-        if written is None:
-            return None
-        return {
-            "input_tokens": count.prompt,
-            "output_tokens": written,
-            "total_tokens": count.prompt + written,
-            "input_token_details": {"cached_tokens": count.cached},
-        }
-
 
 def _in_event(part: Part) -> dict[str, Any]:
     """A part as events of its own have it, whose kinds are other ones than those of items."""
@@ -307,7 +295,6 @@ def _in_event(part: Part) -> dict[str, Any]:
 
 
 async def _written_down(items: Sequence[ConversationItem]) -> None:
-    """Wait for the text of all sounds."""
     for part in chain.from_iterable(item.parts for item in items):
         if part.transcription is not None:
             await asyncio.wait([part.transcription])

@@ -19,7 +19,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 from starlette.responses import JSONResponse, Response
 
 from engine.interface.placed_error import PlacedError
-from omni.server.openai.answers import TokenCount, completions_of, usage_of, usage_so_far
+from omni.server.openai.answers import usage_so_far
 from omni.server.openai.chat import Chat
 from omni.server.openai.chat_request import ChatRequest, StageFields
 from omni.server.openai.tools import FunctionName, FunctionParts, add_call
@@ -258,6 +258,7 @@ class ResponsesRequest(StageFields):
         system = self.instructions
         first = [{"role": "system", "content": system}] if system else []
         form = self.text.format if self.text is not None else None
+        schema = form.json_schema if form is not None else None
         asked = {
             "model": self.model,
             "messages": [*first, *history, *self.messages()],
@@ -267,7 +268,11 @@ class ResponsesRequest(StageFields):
             "stream": self.stream,
             **tools_of_chat(self.tools, self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
-            "response_format": None if form is None else _response_format(form),
+            "response_format": form
+            and {
+                "type": form.type,
+                "json_schema": None if schema is None else {"schema": schema},
+            },
             "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
             "stages": self.stages,
             "priority": self.priority,
@@ -278,12 +283,6 @@ class ResponsesRequest(StageFields):
         except ValidationError as error:
             finding = error.errors(include_url=False)[0]
             raise ApiError.bad_request(f"input: {finding['msg']}", param="input") from error
-
-
-def _response_format(form: TextFormat) -> dict[str, Any]:
-    if form.type != "json_schema":
-        return {"type": form.type}
-    return {"type": form.type, "json_schema": {"schema": form.json_schema}}
 
 
 _NAMES = {
@@ -322,21 +321,13 @@ class Responses(Chat):
 
     async def whole(self) -> Response:
         """The response in one piece."""
-        async with await self._stream() as stream:
-            (last,) = await stream.last_outputs()
-        output, writer = last[self._stage], self._writer
-        (completion,), (parser,) = completions_of(output), self._tool_parsers()
-        words, calls = parser.feed(completion.text or "", is_last=True)
-        writer.begin()
-        writer.add(words, calls)
-        writer.end(completion.finish_reason == "length", usage_of([output]))
-        self._keep()
-        return JSONResponse(writer.response)
+        async for _ in self.pieces():
+            pass
+        return JSONResponse(self._writer.response)
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The response by events."""
-        writer, count = self._writer, TokenCount()
-        (parser,) = self._tool_parsers()
+        writer, (parser,) = self._writer, self._parsers
         is_cut = has_ended = False
         piece = writer.begin()  # sent with the first text: until then a failure has a status
         async with await self._stream() as stream:
@@ -344,7 +335,7 @@ class Responses(Chat):
                 delta = update.of(self._stage)
                 if delta is None:
                     continue
-                count.add(delta)
+                self._count.add(delta)
                 ends = delta.finish_reason is not None and not has_ended
                 words, calls = parser.feed(delta.text or "", is_last=ends)
                 piece += writer.add(words, calls)
@@ -353,7 +344,7 @@ class Responses(Chat):
                     piece = b""
                 if ends:
                     has_ended, is_cut = True, delta.finish_reason == "length"
-        piece += writer.end(is_cut, usage_so_far([count]))
+        piece += writer.end(is_cut, usage_so_far([self._count]))
         self._keep()
         yield piece
 

@@ -223,7 +223,6 @@ class ResponseStream:
         self._wake_reader()
 
     def _fail(self, running: _Running, error: Exception) -> None:
-        """End a request with an error that :meth:`updates` raises."""
         running.error = error
         self._end(running, "failed")
         self._wake_reader()
