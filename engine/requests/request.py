@@ -202,6 +202,8 @@ class Request:
 
     def codes_of(self, start: int, stop: int) -> list[tuple[int, ...]]:
         """All codes of generated tokens in ``[start, stop)``; none of models of one codebook."""
+        if not self.further_codes:
+            return []
         first = self.num_prompt_tokens
         further = self.further_codes[max(start - first, 0) : max(stop - first, 0)]
         ids = self.token_ids[max(start, first) : stop]

@@ -95,7 +95,7 @@ def test_the_limit_of_characters_can_be_set(seeded: Callable[[str], str]):
     assert engine.generate("12345", SamplingParams(max_tokens=1))
     with pytest.raises(ValueError, match="6 characters, .* raise engine.limits.max_prompt_chars"):
         engine.generate("123456", SamplingParams(max_tokens=1))
-    with pytest.raises(ValueError, match="template makes of the messages has more than 5"):
+    with pytest.raises(ValueError, match="template makes more than 5 characters of the messages"):
         engine.generate(ChatPrompt(({"role": "user", "content": "1"},)))
     engine.close()
 

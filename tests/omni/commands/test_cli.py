@@ -189,6 +189,8 @@ def inputs_of(name: str, folder: Path) -> list[str | Path]:
     if name == "transcribe_then_summarize":
         files = [write_wav(folder / f"{hz}.wav", tone(0.8, hz)) for hz in (300.0, 500.0)]
         return ["--audio", files[0], "--audio", files[1], "--language", "en"]
+    if name == "qwen3_omni_seeded":  # whose talker speaks an assistant's turn
+        return ["--chat", "a quick brown fox", "--chat", "a quick brown dog"]
     prompt = "a quick brown fox jumps over the lazy dog, and the dog sleeps on in the rain"
     return ["-p", prompt, "-p", prompt + ". Why?"]
 

@@ -156,7 +156,7 @@ def test_a_browser_hears_and_is_heard(running: LiveServer, tmp_path: Path):
         for name in ("waiting for its turn", "thinker", "talker", "code2wav"):
             assert name in opened
         memory = page.run("document.querySelector('.stage .bar').getAttribute('aria-label')")
-        assert re.match(r"memory: full attention: \d+ blocks cached; pool: ", memory)
+        assert re.match(r"memory: full attention: \d+ blocks cached; rows of items: ", memory)
 
         page.run("$('speak').checked = false; $('tokens').value = '1500'; $('seed').value = '1';")
         page.run("$('text').value = 'All of it.'; $('form').requestSubmit(); 0")
