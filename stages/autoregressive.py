@@ -93,7 +93,7 @@ class AutoregressiveStage(EngineStage):
     """Generates tokens, and hands on the text, the ids and the per-token tensors.
 
     Args:
-        name, inputs, final_output: see :class:`~stages.stage.Stage`.
+        name: see :class:`~stages.stage.Stage`, as for ``inputs`` and ``final_output``.
         engine: what to build the engine from; or an engine that exists, which only this stage may
             use from then on, and which stays its maker's to close.
         sampling: of requests that bring none.

@@ -74,7 +74,7 @@ class EncoderStage(EngineStage):
     they are written, pooled and normalized; see :mod:`engine.encoder.sentence_layout`.
 
     Args:
-        name, inputs, final_output: see :class:`~stages.stage.Stage`.
+        name: see :class:`~stages.stage.Stage`, as for ``inputs`` and ``final_output``.
         engine: what to build the engine from; the checkpoint decides which engine.
         pooling: how the rows become one: ``auto`` is what a checkpoint in the layout of
             sentence-transformers says; of others it is the checkpoint's own pooler or the mean for

@@ -70,7 +70,7 @@ class GeneratorStage(EngineStage):
     nothing. The switch for caching is kept, and changes nothing.
 
     Args:
-        name, inputs, final_output: see :class:`~stages.stage.Stage`.
+        name: see :class:`~stages.stage.Stage`, as for ``inputs`` and ``final_output``.
         config: what to build the engine from.
 
     Raises:
