@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from transformers.utils import logging
 
 from engine import EncoderEngine, EngineConfig
 from engine.checkpoints.config_file import hidden_progress_bars
+from engine.models.model_loader import open_checkpoint
 
 
 def test_an_encoder_loads_in_silence(
@@ -17,6 +19,14 @@ def test_an_encoder_loads_in_silence(
 ) -> None:
     EncoderEngine(EngineConfig(model=bert_checkpoint, num_blocks=8, max_model_len=16)).close()
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_omni", "qwen3_omni"])
+def test_configs_of_several_parts_open_in_silence(
+    seeded: Callable[[str], str], caplog: pytest.LogCaptureFixture, family: str
+) -> None:
+    open_checkpoint(seeded(family), part="thinker")
+    assert caplog.messages == []
 
 
 def test_bars_are_as_before_when_the_context_ends(capfd: pytest.CaptureFixture[str]) -> None:
