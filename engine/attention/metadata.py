@@ -216,7 +216,7 @@ class AttentionMetadata:
         chunk_size: tokens see their own chunk of so many positions only; None: no chunks.
         causal: query tokens end their sequence and see none behind; False: they see all of it.
         on_device: ``query_start_loc`` and ``seq_lens`` on the device, for kernels that look them
-            up; None where nobody asks for them.
+            up; None if the backend does not ask for them.
     """
 
     query_start_loc: Tensor

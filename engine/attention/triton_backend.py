@@ -58,7 +58,7 @@ class TritonBackend(KernelBackend):
 
     def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
         self._multiprocessors = _multiprocessors(device)
-        # For arguments that a call has none for: of another type, a kernel would be made anew.
+        # In place of missing arguments: an argument of another type compiles another kernel.
         self._nothing = torch.empty(0, device=device)
         self._launch: _Launch | None = None
 

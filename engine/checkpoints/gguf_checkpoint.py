@@ -205,7 +205,7 @@ class GGUFWeights:
 
     @cached_property
     def _stored(self) -> Mapping[str, str]:
-        """Names in the file by transformers' names; those that nobody knows stay as they are."""
+        """Names in the file by transformers' names; unknown ones stay as they are."""
         has_output_norms = any(".post_ffw_norm." in name for name in self.header.tensors)
         names = _NAMES_IN_LAYERS | ({"ffn_norm": _NORM_BETWEEN} if has_output_norms else {})
         stored = {}

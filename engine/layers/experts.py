@@ -1,7 +1,7 @@
 """A mixture of experts: of many gated MLPs, each token runs through the few that a router chooses.
 
 Tokens are grouped by expert, so that an expert reads its weights once, for its own rows alone, and
-one that nobody chose is not read at all::
+one that no token chose is not read at all::
 
     tokens     0 1 2                    two experts to a token: six choices
     choices    0:a,c  1:c,d  2:a,b

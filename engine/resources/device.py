@@ -33,7 +33,7 @@ _ALIGNMENT = 16  # of what is packed into one copy
 
 
 def upload(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:
-    """Arrays as tensors on a device, by one copy through pinned memory that nobody waits for.
+    """Arrays as tensors on a device, by one asynchronous copy through pinned memory.
 
     On a CPU they are taken as they are.
     """
@@ -56,7 +56,7 @@ def upload(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str
 
 
 def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on a device, by a copy through pinned memory that nobody waits for."""
+    """A tensor of the CPU on a device, by an asynchronous copy through pinned memory."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

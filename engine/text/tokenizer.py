@@ -116,8 +116,8 @@ class TemplateProcesses(JobProcesses):
         if isinstance(answer, dict) and "error" in answer:
             raise TemplateRefusalError(answer["error"], answer["refused"])
         beyond = answer["beyond"] if isinstance(answer, dict) else answer
-        told = _BEYOND.get(beyond, _BEYOND["status"])
-        raise TemplateLimitError(f"the checkpoint's chat template {told.format(limits, beyond)}")
+        reason = _BEYOND.get(beyond, _BEYOND["status"])
+        raise TemplateLimitError(f"the checkpoint's chat template {reason.format(limits, beyond)}")
 
 
 _BEYOND = {

@@ -1,6 +1,6 @@
 """What a talker reads: a thinker's rows of users' turns and of its reply, laid beside codes.
 
-Turns are told apart by the sign that begins them and the role behind it; the system's and earlier
+Turns are recognized by the sign that begins them and the role behind it; the system's and earlier
 replies are left out. With the reply ``r``, and E a token of the thinker's vocabulary, embedded::
 
     row    users' turns | <start> assistant \\n | E(tts pad) x 4 ............... | E(tts bos) | s[0]
@@ -12,8 +12,8 @@ replies are left out. With the reply ``r``, and E a token of the thinker's vocab
 Places of users' turns are those that they have in the thinker's prompt, moved together.
 
 Source: ``Qwen3OmniMoeForConditionalGeneration.generate`` of transformers, whose result this is.
-There the reply of a single token, which has no rows, raises; here it is s without any r. Places of
-a video with its own sound are the thinker's here; there the talker is not told of the sound.
+There the reply of a single token, which has no rows, raises; here it is s without any r. Positions
+of a video with its own sound are the thinker's here; transformers' talker leaves its sound out.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ class RealtimeSession:
         await self._send(f"{kind}.completed", **place, transcript=part.text, usage=usage)
 
     def _transcriber(self, options: ResponseOptions) -> ServedPipeline | None:
-        """The pipeline that writes down what the user says; None where nobody wants that."""
+        """The pipeline that transcribes what the user says; None if that is off."""
         name = options.audio.input.transcription.model
         if not name:
             return None

@@ -119,7 +119,7 @@ class ConversationItem:
         return head | {"role": self.role, "content": parts}
 
     def keep_heard(self, seconds: float) -> None:
-        """Leave of a spoken answer the words of its first seconds, as far as that can be told."""
+        """Keep of a spoken answer the words of its first seconds, by an estimate."""
         (part,) = self.parts
         if self._whole_text is None:
             self._whole_text = part.text

@@ -59,8 +59,8 @@ class AudioFormat(ApiModel):
         if not isinstance(data, dict) or data.get("type") not in _TELEPHONES:
             return data
         if data.get("rate") not in (None, _TELEPHONE_RATE):
-            told = f"{data['type']} has 8000 samples a second, got {data['rate']!r:.80}"
-            raise PlacedError(("rate",), f"{told}; leave it out")
+            message = f"{data['type']} has 8000 samples a second, got {data['rate']!r:.80}"
+            raise PlacedError(("rate",), f"{message}; leave it out")
         return data | {"rate": _TELEPHONE_RATE}
 
 

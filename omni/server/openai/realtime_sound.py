@@ -98,7 +98,7 @@ class SpeechTurn:
 class InputSound:
     """The buffer of sound that comes in, and the turns of speech in it.
 
-    While nobody speaks, no more of it is kept than goes before speech.
+    During silence, no more of it is kept than goes before speech.
     """
 
     def __init__(self, form: AudioFormat, detection: TurnDetection) -> None:

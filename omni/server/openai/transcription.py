@@ -60,7 +60,7 @@ class TranscriptionSegment(Struct, kw_only=True):
         seek: where the window begins that they were heard in, in hundredths of a second.
         avg_logprob: of the window's tokens.
         compression_ratio: of the window's text, by zlib; that of a loop is large.
-        no_speech_prob: that nobody speaks between these times, by the voice detector.
+        no_speech_prob: probability of no speech between these times, by the voice detector.
     """
 
     id: int
@@ -315,7 +315,7 @@ class Transcription(PipelineResponse):
 
 
 def _look_for_speech(source: MediaSource, segments: Sequence[TranscriptionSegment]) -> None:
-    """Find out for each segment how likely it is that nobody speaks in it."""
+    """Find out for each segment how likely it is that it has no speech."""
     from engine.media.sound_file import LongestSound, read_sound
     from engine.media.voice_detector import DETECTOR_RATE, WINDOW, VoiceDetector
 
