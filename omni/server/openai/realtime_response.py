@@ -262,6 +262,9 @@ class RealtimeResponse:
         return item
 
     async def _close_message(self, item: ConversationItem, status: str) -> None:
+        if not item.parts:  # ended while the message was being opened
+            await self._close(item, status)
+            return
         place, part = {**self._place(item), "content_index": 0}, item.parts[0]
         if self._speaks:
             await self._send("response.output_audio.done", **place)
