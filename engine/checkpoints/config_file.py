@@ -74,9 +74,9 @@ def activation_of(name: str) -> nn.Module:
     return activation
 
 
-_LOGGERS = tuple(
-    logging.getLogger(f"transformers.{name}")
-    for name in ("configuration_utils", "modeling_rope_utils")
+_LOGGERS = (
+    logging.getLogger("transformers.configuration_utils"),
+    logging.getLogger("transformers.modeling_rope_utils"),
 )
 # The config of a part may name tokens of another part's vocabulary, which is larger than its own.
 # Sections of three axes are read by transformers' models, but unknown to its check of configs.

@@ -11,7 +11,7 @@ import pytest
 from omni.commands.command import shown_log
 from tests.support.import_graph import LAYERS, ROOT, modules
 
-FOREIGN = {"transformers.configuration_utils", "ray"}
+FOREIGN = {"transformers.configuration_utils", "transformers.modeling_rope_utils", "ray"}
 """Loggers of others, which ours keeps quiet."""
 MAKERS = (
     Path(ROOT, "omni/commands/command.py"),
