@@ -31,7 +31,7 @@ from rich.table import Table
 
 from stages.remote.channel import Channel
 from stages.remote.fork_server import shut_down, start_worker
-from stages.stage import StageOutput
+from stages.stage_output import StageOutput
 
 GOALS_MS = {1: 1.0, 16: 5.0}
 

@@ -106,7 +106,7 @@ def __getattr__(name: str) -> Any:
         # Not before: the command line takes the working directory off the import path first.
         check_packages()
         for home in map(importlib.import_module, _HOMES):
-            if name in home.__all__:
+            if hasattr(home, name):
                 return getattr(home, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

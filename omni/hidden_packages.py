@@ -7,8 +7,6 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["check_packages"]
-
 _PACKAGES = ("engine", "prefix_cache", "stages", "stage_configs")
 
 

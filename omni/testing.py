@@ -11,8 +11,6 @@ from omni.runtime.omni import Omni
 from omni.verification.verify import verify
 from omni.verification.verify_report import VerifyReport
 
-__all__ = ["assert_cached_equals_uncached"]
-
 
 def assert_cached_equals_uncached(
     config: str | Path | PipelineConfig | Pipeline | Omni,

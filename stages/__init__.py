@@ -10,17 +10,16 @@ from stages.encoder import EncoderStage, EncoderStageConfig
 from stages.generator import GeneratorStage, GeneratorStageConfig
 from stages.stage import (
     FINAL_OUTPUTS,
-    Completion,
     Prepared,
     Stage,
     StageInputs,
-    StageOutput,
     StageRequest,
     StageStats,
     Transform,
     TransformContext,
 )
 from stages.stage_config import ModelReference, StageConfig, register_stage_kind
+from stages.stage_output import Completion, StageOutput
 from stages.transforms.prompts import (
     hidden_states_as_prompt_embeds,
     text_as_prompt,

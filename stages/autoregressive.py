@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from engine import LLMEngine
 
-__all__ = ["AutoregressiveStage", "AutoregressiveStageConfig"]
-
 
 @register_stage_kind
 class AutoregressiveStageConfig(TokenStageConfig):

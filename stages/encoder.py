@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from engine import EncoderEngine, LLMEngine, Prompt
     from engine.encoder.sentence_layout import Pooling, SentenceLayout
 
-__all__ = ["EncoderStage", "EncoderStageConfig"]
-
 _POOLED = "pooled"
 _HIDDEN_STATES = "hidden_states"
 

@@ -11,17 +11,15 @@ from engine import FinishReason
 from engine.interface.config import EngineConfig, GeneratorConfig
 from engine.interface.log_fields import package_logger
 from engine.interface.outputs import OutputDelta
-from stages.stage import Prepared, Stage, StageOutput, StageRequest, StageStats
+from stages.stage import Prepared, Stage, StageRequest, StageStats
 from stages.stage_config import StageConfig
-from stages.stage_output import OutputAccumulator
+from stages.stage_output import OutputAccumulator, StageOutput
 
 if TYPE_CHECKING:
     import torch
 
     from engine import Engine, Prompt, SamplingParams
     from engine.interface.engine import PreparedRequest
-
-__all__ = ["EngineStage", "select_tensors"]
 
 _logger = package_logger(__name__)
 

@@ -16,8 +16,6 @@ from stages.stage_config import ModelReference, StageConfig, register_stage_kind
 if TYPE_CHECKING:
     from engine import GeneratorEngine
 
-__all__ = ["GeneratorStage", "GeneratorStageConfig"]
-
 
 @register_stage_kind
 class GeneratorStageConfig(StageConfig):

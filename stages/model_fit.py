@@ -11,14 +11,6 @@ from engine.files.json_file import read_json_object
 from engine.interface.outputs import ROW_KEYS
 from engine.models.registry import FAMILIES, FamilyRow
 
-__all__ = [
-    "emitted_by",
-    "misfit_of",
-    "misfit_of_outputs",
-    "modalities_of",
-    "speakers_in",
-]
-
 _Misfit = tuple[str, str] | None
 
 

@@ -10,8 +10,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from engine.interface.placed_error import PlacedError
 from engine.interface.settings import Settings
 
-__all__ = ["Placement", "RuntimeKind"]
-
 RuntimeKind: TypeAlias = Literal["inline", "processes", "ray"]
 """Where the stages of a pipeline run: in this process by turns, in processes of their own on this
 machine, or in the actors of a Ray cluster."""

@@ -17,8 +17,6 @@ from stages.stage_config import StageConfig
 from stages.transforms.registry import is_custom, resolve_transform
 from stages.transforms.user_code import FOLDER_PACKAGE, load_custom
 
-__all__ = ["check_portable", "import_name", "load_by_name", "portable_transform"]
-
 _OURS = "stages.transforms."
 
 

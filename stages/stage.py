@@ -15,28 +15,12 @@ from engine import EngineStats, Prompt, SamplingParams
 from engine.interface.arguments import check_argument, check_names
 from engine.interface.ownership import Ownership
 from engine.interface.settings import Settings
-from stages.stage_output import Completion, StageOutput
+from stages.stage_output import StageOutput
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
-
-
-__all__ = [
-    "FINAL_OUTPUTS",
-    "Completion",
-    "OneOrMore",
-    "Prepared",
-    "Stage",
-    "StageInputs",
-    "StageOutput",
-    "StageRequest",
-    "StageStats",
-    "Transform",
-    "TransformContext",
-    "check_methods",
-]
 
 FINAL_OUTPUTS = ("text", "tensors", "audio")
 """What a stage can hand to the user."""

@@ -33,16 +33,6 @@ from stages.transforms.user_code import load_custom, locate_custom
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "ModelReference",
-    "StageConfig",
-    "TokenStageConfig",
-    "parse_stage_config",
-    "register_stage_kind",
-    "stage_kind_names",
-    "stage_kinds",
-]
-
 ENTRY_POINTS = "omni_pipeline.stage_kinds"
 """Entry points of installed packages: the name is the kind's, the object its configuration."""
 

@@ -17,8 +17,6 @@ from engine import FinishReason, RequestMetrics, TokenLogprobs, Waveform, Window
 from engine.interface.hints import Tensors
 from engine.interface.outputs import CompletionDelta, OutputDelta, failure_of
 
-__all__ = ["Completion", "OutputAccumulator", "StageOutput", "delta_since"]
-
 
 class Completion(NamedTuple):
     """One of the ``SamplingParams.n`` answers to a prompt, so far or in the end.

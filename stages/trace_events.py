@@ -10,8 +10,6 @@ from platform import node
 
 import msgspec
 
-__all__ = ["RUN_AGAIN", "StageEvent", "Traced", "this_clock"]
-
 RUN_AGAIN = "run again"
 """The name of the event that all that a request came with is sent to a stage once more."""
 

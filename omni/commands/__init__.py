@@ -1,3 +1,1 @@
 """The command line. Imports every other room."""
-
-__all__: tuple[str, ...] = ()

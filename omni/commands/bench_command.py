@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from omni.commands.bench.measured_request import LoadTarget
     from omni.pipelines.pipeline_config import PipelineConfig
 
-__all__ = ["run_bench"]
-
 _MOST_DESCRIPTORS = 65_536
 _TABLE_WIDTH = 110
 """The width of tables that go into a file or a pipe."""

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from omni.requests.request import OmniRequest
     from omni.requests.request_file import RequestError
 
-__all__ = ["app"]
-
 _NOTHING_PROVEN = 3
 """Exit status of a verification in which no request hit anything."""
 

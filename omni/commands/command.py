@@ -19,8 +19,6 @@ from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-__all__ = ["CommandOptions", "Stopped", "command", "exit_status", "run_interruptibly", "shown_log"]
-
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM came, which ends a command like Ctrl-C, with another exit status."""

@@ -21,8 +21,6 @@ from omni.runtime.omni import Omni
 from omni.verification.verify import verify
 from omni.verification.verify_report import VerifyReport
 
-__all__ = ["NEXT", "RANDOM_NEXT", "run_demo", "run_random_demo", "summed_up"]
-
 NEXT = (
     'run spoken_sums --chat "seventeen plus five" --speaker Ben --output-dir spoken',
     'run spoken_sums --chat "8 * 4" --chat "hello"',

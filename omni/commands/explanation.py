@@ -14,8 +14,6 @@ from omni.pipelines.runtime_config import resolve_threads, stages_by_worker
 from omni.server.serving.settings import ServerLimits
 from stages import StageConfig
 
-__all__ = ["describe_config", "describe_memory", "describe_serving", "draw_graph", "draw_placement"]
-
 _WAVE = "~"
 _STREAMED = "  ~~N~~► begins while its source goes on, which hands over N tokens at a time"
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-__all__ = ["described_names"]
-
 _HEADINGS = {
     "pipelines": "Pipelines, for omni run NAME:",
     "models": "Seeded models, small and random, for model: NAME:",

@@ -19,18 +19,6 @@ if TYPE_CHECKING:
     from omni.pipelines.pipeline_config import PipelineConfig
     from omni.requests.request import OmniRequest
 
-__all__ = [
-    "BenchOptions",
-    "DemoOptions",
-    "ExplainOptions",
-    "ListOptions",
-    "PromptFlags",
-    "RunOptions",
-    "RuntimeFlags",
-    "ValidateOptions",
-    "VerifyOptions",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class PromptFlags:

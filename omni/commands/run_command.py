@@ -20,8 +20,6 @@ from omni.runtime.omni import Omni
 from omni.runtime.trace import TraceError
 from stages import StageOutput, StageStats
 
-__all__ = ["run_requests"]
-
 
 def run_requests(
     config: PipelineConfig,

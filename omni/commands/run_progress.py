@@ -19,8 +19,6 @@ from rich.progress import (
 )
 from rich.text import Text
 
-__all__ = ["RunProgress"]
-
 
 class RunProgress:
     """A bar on the standard error, where a person looks on; elsewhere only the lines come.

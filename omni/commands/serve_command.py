@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from omni.pipelines.pipeline_config import PipelineConfig
     from omni.server.serving.settings import ServerSettings
 
-__all__ = ["ServeOptions", "serve_pipelines"]
-
 _KEY_VARIABLE = "OMNI_API_KEY"
 
 

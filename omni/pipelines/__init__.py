@@ -1,3 +1,1 @@
 """From a YAML file to a checked graph of stages. Imports seeded, stages, engine."""
-
-__all__: tuple[str, ...] = ()

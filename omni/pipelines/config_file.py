@@ -16,8 +16,6 @@ from engine.interface.settings import explain_validation_error
 from omni.pipelines.runtime_config import leave_behind, tell
 from omni.pipelines.yaml_document import MAX_CHARS, ConfigError, YamlDocument
 
-__all__ = ["load_config", "parse_overrides", "shipped_configs"]
-
 _Config = TypeVar("_Config", bound=BaseModel)
 
 

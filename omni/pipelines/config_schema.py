@@ -15,8 +15,6 @@ from omni.pipelines.pipeline_config import PipelineConfig
 from stages.stage import OneOrMore
 from stages.stage_config import StageConfig, stage_kinds
 
-__all__ = ["config_schema"]
-
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.M)
 _OWN_KIND = r"^.+:[A-Za-z_]\w*$"

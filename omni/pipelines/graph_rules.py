@@ -15,9 +15,6 @@ from stages.transforms.registry import (
     requirements_of,
 )
 
-__all__ = ["GraphError", "check_graph", "check_tensors", "sources_of", "topological_order"]
-
-
 GraphStage: TypeAlias = Stage | StageConfig
 """Settings know of chunks what is known before the model is; the built stage knows all."""
 

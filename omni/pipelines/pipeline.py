@@ -21,8 +21,6 @@ from stages import Stage, Transform
 if TYPE_CHECKING:
     from omni.pipelines.pipeline_config import PipelineConfig
 
-__all__ = ["Pipeline"]
-
 
 class Pipeline:
     """A directed acyclic graph of stages, checked when it is made.

@@ -35,8 +35,6 @@ from stages.placement import Placement
 from stages.stage_config import parse_stage_config
 from stages.transforms.registry import is_custom, locate_transform
 
-__all__ = ["PipelineConfig", "ToolFormat"]
-
 ToolFormat: TypeAlias = Literal["auto", "hermes", "llama3_json", "mistral", "pythonic"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

@@ -10,8 +10,6 @@ from stages.cluster.cluster_address import find_cluster
 from stages.placement import Placement
 from stages.portable import check_portable
 
-__all__ = ["check_devices", "check_runtime"]
-
 
 def check_runtime(config: PipelineConfig) -> None:
     """Check what can be known of a pipeline's runtime without starting any of it.

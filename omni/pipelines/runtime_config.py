@@ -20,16 +20,6 @@ from engine.interface.settings import Settings
 from omni.seeded.checkpoints import SEEDED_MODELS, SEEDED_PREFIX
 from stages.placement import Placement, RuntimeKind
 
-__all__ = [
-    "RuntimeConfig",
-    "leave_behind",
-    "local_config",
-    "placement_for",
-    "resolve_threads",
-    "stages_by_worker",
-    "tell",
-]
-
 _LOG = package_logger(__name__)
 _KINDS = get_args(RuntimeKind)
 _OF_A_CLUSTER = ("address", "tensor_transport")

@@ -10,8 +10,6 @@ from engine.interface.placed_error import suggest
 if TYPE_CHECKING:
     from stages import Stage, StageConfig
 
-__all__ = ["Voices"]
-
 _STOCK_NAMES = (
     *("alloy", "ash", "ballad", "coral", "echo", "fable", "nova", "onyx", "sage", "shimmer"),
     *("verse", "marin", "cedar"),

@@ -10,8 +10,6 @@ import yaml
 
 from engine.interface.placed_error import KeyPath
 
-__all__ = ["MAX_CHARS", "ConfigError", "YamlDocument"]
-
 
 class ConfigError(ValueError):
     """A pipeline configuration is wrong. The message names each wrong place and what to do."""

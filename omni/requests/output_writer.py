@@ -36,8 +36,6 @@ from engine.interface.log_fields import package_logger
 from omni.requests.request import OmniOutput
 from stages import Completion, StageOutput
 
-__all__ = ["Existing", "OutputWriter", "RunRecord", "describe_stage", "file_name"]
-
 logger = package_logger(__name__)
 
 _LOCK = ".outputs.lock"

@@ -12,16 +12,6 @@ from engine.interface.outputs import OutputDelta
 from stages import StageOutput
 from stages.stage_output import OutputAccumulator
 
-__all__ = [
-    "OmniAccumulator",
-    "OmniDelta",
-    "OmniOutput",
-    "OmniRequest",
-    "Requests",
-    "StageTime",
-    "as_requests",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class StageTime:

@@ -21,8 +21,6 @@ from omni.requests.request_line import (
     sampling_of,
 )
 
-__all__ = ["RequestError", "make_request", "read_lines", "read_requests"]
-
 MAX_LINE_BYTES = 100_000_000
 """Longer lines are not looked at: parsed, they would take several times as much memory."""
 

@@ -46,21 +46,6 @@ from engine.media.media_source import regular_file
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "AudioFile",
-    "ChatMessage",
-    "ContentPart",
-    "FolderFiles",
-    "RequestFiles",
-    "RequestLine",
-    "example_line",
-    "only_embeds",
-    "parse_line",
-    "prompt_of",
-    "sampling_of",
-    "text_or",
-]
-
 _TEXT = "Once upon a time"
 _QUESTION: Mapping[str, Any] = {"type": "text", "text": "What is this?"}
 _IMAGE: Mapping[str, Any] = {"type": "image_url", "image_url": {"url": "photo.png"}}

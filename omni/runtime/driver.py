@@ -16,8 +16,6 @@ from engine.interface.placed_error import described
 from omni.requests.request import OmniDelta, OmniRequest
 from omni.runtime.orchestrator import Orchestrator, refusal
 
-__all__ = ["Driver", "Ticket"]
-
 _logger = package_logger(__name__)
 
 Sink: TypeAlias = Callable[[OmniDelta | BaseException], object]

@@ -15,8 +15,6 @@ from stages import Stage, StageOutput
 from stages.stage_output import OutputAccumulator
 from stages.worker.messages import Enter, StreamedEdge
 
-__all__ = ["LiveRequest", "Stream", "next_to_lift"]
-
 
 @dataclass(slots=True)
 class Stream:

@@ -33,8 +33,6 @@ from stages import StageStats
 from stages.remote.remote_stage import RemoteStage
 from stages.worker.stage_link import WorkerState
 
-__all__ = ["Omni", "OmniOutput", "OmniRequest"]
-
 _Event: TypeAlias = tuple[int, OmniDelta | BaseException]
 
 

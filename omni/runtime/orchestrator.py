@@ -34,8 +34,6 @@ from stages.worker.stage_link import StageLink, why_lost
 from stages.worker.stage_tracer import TracedWorker
 from stages.worker.stage_worker import StageWorker
 
-__all__ = ["Orchestrator", "refusal", "streamed_edges"]
-
 # How long a turn waits at most for stages that are driven elsewhere, if its caller does not.
 _PATIENCE_S = 0.1
 

@@ -31,8 +31,6 @@ from stages.remote.messages import StageSpec, WorkerSpec
 from stages.remote.remote_stage import RemoteStage
 from stages.remote.supervisor import Connect, start_workers
 
-__all__ = ["build_pipeline", "place_pipeline"]
-
 
 def build_pipeline(
     config: PipelineConfig,

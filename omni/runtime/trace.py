@@ -19,8 +19,6 @@ from stages.trace_events import RUN_AGAIN, StageEvent, Traced, this_clock
 from stages.worker.messages import Abort, Command, Enter, Event, Extend, Failed, Output
 from stages.worker.stage_worker import num_tensor_bytes
 
-__all__ = ["LinkTracer", "Trace", "TraceError"]
-
 _RECEIPTS = ("make prompt", "take chunk")
 """Events by which a stage's worker tells that something has come."""
 _MOST_REQUESTS = 10_000

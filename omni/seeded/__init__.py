@@ -1,3 +1,1 @@
 """Tiny checkpoints with seeded random weights, written when first asked for. Imports engine."""
-
-__all__: tuple[str, ...] = ()

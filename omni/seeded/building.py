@@ -15,22 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 
 from engine.checkpoints.config_file import hidden_progress_bars
 
-__all__ = [
-    "ATTENTION_GAIN",
-    "NOISE_STD",
-    "TIED_EMBEDDING_STD",
-    "DecoderSettings",
-    "SeededSettings",
-    "byte_level_tokenizer",
-    "chat_tokenizer",
-    "initialise",
-    "quieten",
-    "save_checkpoint",
-    "seeded_model",
-    "train_byte_level",
-    "wordpiece_tokenizer",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeededSettings:

@@ -18,8 +18,6 @@ from typing import Any
 
 from engine.files.disk_cache import DiskCache, cache_root
 
-__all__ = ["BART_BENCHMARK", "SEEDED_MODELS", "SEEDED_PREFIX", "SEEDED_WINDOW", "resolve_model"]
-
 SEEDED_PREFIX = "seeded:"
 
 SEEDED_WINDOW = 16

@@ -42,8 +42,6 @@ from omni.seeded.building import (
     train_byte_level,
 )
 
-__all__ = ["build_bart", "build_mllama", "build_t5", "build_whisper"]
-
 # Flat attention averages its input away: sharper than fan-in alone where families need it.
 _ATTENTION_GAIN = {"t5": 1.5, "whisper": 2.0}
 _NAMED = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}

@@ -25,8 +25,6 @@ from omni.seeded.building import (
 )
 from omni.seeded.checkpoints import SEEDED_WINDOW
 
-__all__ = ["build_causal_lm", "build_text_encoder"]
-
 _HYBRIDS: Mapping[str, Mapping[str, Any]] = {
     # With four layers: Mamba, Mamba with experts, attention, Mamba with experts.
     "jamba": {

@@ -30,8 +30,6 @@ from omni.seeded.building import (
     seeded_model,
 )
 
-__all__ = ["QWEN_VISION", "build_llava", "build_qwen2_5_vl"]
-
 QWEN_VISION: dict[str, Any] = {
     "depth": 2,
     "hidden_size": 32,

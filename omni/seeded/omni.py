@@ -31,23 +31,6 @@ from omni.seeded.building import (
 )
 from omni.seeded.multimodal import QWEN_VISION
 
-__all__ = [
-    "EXTRA_SPECIAL_TOKENS",
-    "OMNI_SPEAKERS",
-    "OMNI_SPECIALS",
-    "SMALL_DECODER",
-    "SMALL_HEARING",
-    "add_specials",
-    "build_qwen2_5_omni",
-    "chat_template",
-    "codec_vocabulary",
-    "marker_ids",
-    "omni_tokenizer",
-    "rope",
-    "save_omni",
-    "spoken_ids",
-]
-
 _TURNS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _AUDIO = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
 _VISION = ("<|vision_bos|>", "<|vision_eos|>", "<|IMAGE|>", "<|VIDEO|>")

@@ -32,8 +32,6 @@ from omni.seeded.omni import (
     save_omni,
 )
 
-__all__ = ["build_qwen3_omni"]
-
 _ROLES = ("system", "user", "assistant")
 _WIDTH = 64
 _NUM_CODES, _NUM_CODEBOOKS = 64, 4

@@ -2,5 +2,3 @@
 
 It needs the extra ``serve``. The command that starts it imports it, and nothing else does.
 """
-
-__all__: tuple[str, ...] = ()

@@ -41,8 +41,6 @@ from omni.server.serving.pipeline_server import PipelineServer, PipelineState, S
 from omni.server.serving.request_body import ApiModel, read_json
 from stages.worker.stage_link import WorkerState
 
-__all__ = ["create_app"]
-
 
 def create_app(server: PipelineServer) -> Guard:
     """Make the ASGI application of a server, whose pipelines are closed when it ends."""

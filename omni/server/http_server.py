@@ -14,8 +14,6 @@ from omni.server.app import create_app
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.settings import ServerSettings
 
-__all__ = ["HttpServer", "bind", "url_of"]
-
 
 def bind(settings: ServerSettings) -> socket.socket:
     """Take the port, so that one that is taken is found before anything is loaded.

@@ -28,8 +28,6 @@ from stages import StageOutput
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["list_recent", "run_pipeline"]
-
 
 class PipelineRequest(RequestLine):
     """A line of ``requests.jsonl``, whose files stand in it themselves."""

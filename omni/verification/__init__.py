@@ -1,3 +1,1 @@
 """Runs a pipeline cached and uncached, and compares. Imports runtime and what is below it."""
-
-__all__: tuple[str, ...] = ()

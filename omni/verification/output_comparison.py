@@ -14,8 +14,6 @@ from engine.interface.outputs import ROW_KEYS
 from omni.verification.verify_report import REFERENCE, Difference, Kind, NearTie, Run
 from stages import StageOutput
 
-__all__ = ["WAVEFORM", "Comparison", "Spread", "Tolerance", "compare_outputs"]
-
 WAVEFORM = "waveform"
 """Name of a stage's sound among the tensors that are compared."""
 

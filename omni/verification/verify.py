@@ -25,8 +25,6 @@ from omni.verification.verify_report import (
 )
 from stages import StageOutput, StageStats
 
-__all__ = ["verify"]
-
 # Requests that are run once more to measure noise: each costs an uncached run of its own.
 _NUM_REGROUPED = 4
 

@@ -6,17 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = [
-    "REFERENCE",
-    "Difference",
-    "Kind",
-    "NearTie",
-    "Run",
-    "StageVerification",
-    "TensorVerification",
-    "VerifyReport",
-]
-
 Run = Literal["regrouped", "cold", "warm"]
 """Runs that are compared with the uncached one: ``regrouped`` is uncached, with other batch mates;
 ``cold`` starts with empty caches and fills them; ``warm`` repeats the requests and hits."""

@@ -27,8 +27,6 @@ from stages.remote.messages import WorkerMessage
 from stages.remote.shared_memory import RemoteBytes
 from stages.remote.supervisor import Connection, NoPlaceError, WorkerGone
 
-__all__ = ["ActorConnection"]
-
 _LOG = package_logger(__name__)
 _EXIT = re.compile(r"Worker exit type: (\w+) Worker exit detail: ([^.\n]*)")
 _LOST_AFTER_S = 3.0

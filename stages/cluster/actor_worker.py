@@ -28,8 +28,6 @@ from stages.remote.worker import Build, WorkerLoop, build_stage, log_fields_of
 from stages.remote.worker_log import forward_log
 from stages.stage import Stage, Transform
 
-__all__ = ["PROTOCOL_VERSION", "ActorWorker", "Bundle", "Hello", "machine_name"]
-
 PROTOCOL_VERSION = 9
 """Of all that actors and their links say to each other. One that speaks another is refused."""
 

@@ -11,8 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["check_answers", "check_is_ray", "find_cluster"]
-
 _ANSWER_S = 5.0
 # What a client of HTTP/2, and so of gRPC, says first, and how the answer begins: with settings.
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4" + bytes(5)

@@ -25,8 +25,6 @@ from engine.interface.placed_error import described
 from stages.remote.codec import INLINE_BYTES, plain_bytes
 from stages.remote.shared_memory import RemoteBytes
 
-__all__ = ["Offers", "check_transport", "fetch", "fetch_home", "forget_borrowed", "is_direct"]
-
 _FIELD = "runtime.tensor_transport"
 _REGISTERED_WITHIN_S = 60.0
 _ASKED_EACH_S = 0.01

@@ -23,8 +23,6 @@ from engine.interface.placed_error import described
 from stages.cluster.cluster_address import check_is_ray
 from stages.cluster.object_bytes import HeldObjects
 
-__all__ = ["Membership", "join"]
-
 _JOINED_WITHIN_S = 120.0
 _LEFT_WITHIN_S = 60.0
 _STORE_BYTES = (80 * 2**20, 8 * 2**30)

@@ -18,9 +18,6 @@ from stages.cluster.direct_transport import fetch, fetch_home, forget_borrowed, 
 from stages.remote.codec import Decoder, Reference, plain_bytes
 from stages.remote.shared_memory import RemoteBytes
 
-__all__ = ["HeldObjects", "ObjectBytes", "ObjectDecoder"]
-
-
 _FETCHED_WITHIN_S = 10.0
 """From an actor that may hang, by the process that would end it."""
 

@@ -26,8 +26,6 @@ from stages.remote.codec import encode
 from stages.remote.messages import WorkerSpec
 from stages.remote.supervisor import Connection, NoPlaceError
 
-__all__ = ["Reservation"]
-
 _RESERVED_WITHIN_S = 60.0
 _PLACED_WITHIN_S = 60.0
 _NODE_ID = "ray.io/node-id"

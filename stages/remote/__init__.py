@@ -7,5 +7,3 @@
 Messages are typed and carry a version, tensors are in shared memory, and nothing is unpickled.
 Imports stages and what drives them, never omni.
 """
-
-__all__: tuple[str, ...] = ()

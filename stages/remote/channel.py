@@ -26,8 +26,6 @@ from engine.interface.log_fields import package_logger
 from stages.remote.codec import INLINE_BYTES, Decoder, Reference, encode, plain_bytes
 from stages.remote.shared_memory import Descriptor, RemoteBytes, Segment, SharedBytes, aligned
 
-__all__ = ["PROTOCOL_VERSION", "Channel", "ChannelClosed", "FrameReader"]
-
 PROTOCOL_VERSION = 8
 """Of all that two processes say to each other. One that speaks another is refused."""
 

@@ -37,8 +37,6 @@ from engine.interface.structured_output import StructuredOutput
 from prefix_cache import KVCacheStats, OffloadStats
 from stages.remote.shared_memory import RemoteBytes, SharedTensor, SharedTensors
 
-__all__ = ["INLINE_BYTES", "Decoder", "Find", "Reference", "Share", "encode", "plain_bytes"]
-
 # The hints of these two, which their module has for type checkers alone.
 vars(stats).update(KVCacheStats=KVCacheStats, OffloadStats=OffloadStats)
 

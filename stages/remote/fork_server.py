@@ -45,8 +45,6 @@ import msgspec
 
 from engine.interface.log_fields import package_logger
 
-__all__ = ["WorkerProcess", "main", "shut_down", "start_worker"]
-
 _LOG = package_logger(__name__)
 _STARTS_WITHIN_S = 300.0
 """A server that takes longer hangs. Its first answer waits for imports, on a busy machine."""

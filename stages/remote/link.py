@@ -44,13 +44,6 @@ from stages.worker.messages import (
 )
 from stages.worker.stage_link import StageLink
 
-__all__ = [
-    "MOST_AHEAD",
-    "Attempt",
-    "PrefixRouter",
-    "RemoteLink",
-]
-
 MOST_AHEAD = 4
 """Requests that a replica may have more than the least loaded one, for the sake of its cache."""
 

@@ -16,23 +16,6 @@ from stages.stage import StageStats
 from stages.trace_events import Traced
 from stages.worker.messages import Command, Event, StreamedEdge
 
-__all__ = [
-    "Built",
-    "Call",
-    "Commands",
-    "Events",
-    "GaveUp",
-    "Heartbeat",
-    "Idle",
-    "LinkMessage",
-    "NotBuilt",
-    "Returned",
-    "StageFacts",
-    "StageSpec",
-    "WorkerMessage",
-    "WorkerSpec",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:

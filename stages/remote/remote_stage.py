@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 from engine import SamplingParams
 from stages.remote.link import RemoteLink
 from stages.remote.supervisor import WorkerSupervisor
-from stages.stage import Stage, StageOutput, StageRequest, StageStats
+from stages.stage import Stage, StageRequest, StageStats
 from stages.stage_config import StageConfig
+from stages.stage_output import StageOutput
 from stages.worker.stage_link import WorkerState
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["RemoteStage"]
 
 _ANSWER_S = 0.2
 

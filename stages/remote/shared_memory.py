@@ -32,8 +32,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["RemoteBytes", "Segment", "SharedBytes", "SharedTensor", "SharedTensors", "aligned"]
-
 _ALIGNMENT = 64
 _MOST_KEPT, _MOST_KEPT_BYTES = 16, 256 * 2**20
 _MOST_OPEN = 256

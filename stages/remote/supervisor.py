@@ -39,22 +39,6 @@ from stages.stage import StageStats
 from stages.worker.messages import Command
 from stages.worker.stage_link import WorkerState
 
-__all__ = [
-    "MOST_STARTS",
-    "Connect",
-    "Connection",
-    "Ended",
-    "NoPlaceError",
-    "ProcessConnection",
-    "StagePort",
-    "WorkerEndedError",
-    "WorkerGone",
-    "WorkerSupervisor",
-    "connect_process",
-    "start_workers",
-]
-
-
 _logger = logging.getLogger(f"omni.{__name__}")
 
 MOST_STARTS = 6

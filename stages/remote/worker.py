@@ -44,9 +44,6 @@ from stages.worker.messages import Abort, Command, Event, Failed, Output
 from stages.worker.stage_tracer import TracedWorker
 from stages.worker.stage_worker import StageWorker
 
-__all__ = ["Build", "WorkerLoop", "answer_call", "build_stage", "log_fields_of", "worker_main"]
-
-
 _AT_ONCE = frozenset(("stats", "describe", "check_sampling"))
 """Calls that may be answered beside a step. The others change the stage, and wait for it."""
 

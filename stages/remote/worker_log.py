@@ -11,8 +11,6 @@ import msgspec
 
 from engine.interface.log_fields import LogFields, set_process_fields
 
-__all__ = ["LogForwarder", "Logged", "forward_log", "relay"]
-
 _ROOT = "omni"
 _LONGEST = 2**16
 """Characters of a message, and of a traceback, that are sent."""

@@ -8,13 +8,6 @@ from engine import EmbedsPrompt, TextChunk, TextPrompt, TokensPrompt
 from stages.stage import TransformContext
 from stages.transforms.registry import chunkable, register_transform, requires
 
-__all__ = [
-    "hidden_states_as_prompt_embeds",
-    "text_as_prompt",
-    "token_ids_as_prompt",
-    "whole_sentences",
-]
-
 _SENTENCE_END = re.compile(
     r"[.!?\u2026]+[\"'\u201d\u2019\u00bb)\]]*(?=\s)|[\u3002\uff01\uff1f]+|\n"
 )

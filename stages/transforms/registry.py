@@ -18,7 +18,8 @@ from typing import Any, TypeVar, cast
 
 from engine import Prompt
 from engine.interface.arguments import check_argument, check_names
-from stages.stage import StageOutput, Transform, TransformContext
+from stages.stage import Transform, TransformContext
+from stages.stage_output import StageOutput
 from stages.transforms.user_code import (
     ModuleText,
     check_looks_like_one,
@@ -27,21 +28,6 @@ from stages.transforms.user_code import (
     load_custom,
     locate_custom,
 )
-
-__all__ = [
-    "Requirements",
-    "check_sources",
-    "chunkable",
-    "is_custom",
-    "locate_transform",
-    "register_transform",
-    "registered_transforms",
-    "requirements_in_text",
-    "requirements_of",
-    "requires",
-    "resolve_transform",
-    "takes_chunks",
-]
 
 _TransformT = TypeVar("_TransformT", bound=Transform)
 

@@ -22,13 +22,6 @@ from stages.transforms.registry import chunkable, register_transform, requires
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "qwen3_talker_to_code2wav",
-    "qwen3_thinker_to_talker",
-    "talker_to_code2wav",
-    "thinker_to_talker",
-]
-
 
 @register_transform("thinker_to_talker")
 @requires("hidden_states", "token_embeds", "position_ids", num_sources=1)

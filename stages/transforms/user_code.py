@@ -27,16 +27,6 @@ from typing import TypeAlias
 from engine.interface.placed_error import suggest
 from stages.stage import TransformContext
 
-__all__ = [
-    "FOLDER_PACKAGE",
-    "ModuleText",
-    "check_looks_like_one",
-    "check_takes_context",
-    "imported_custom",
-    "load_custom",
-    "locate_custom",
-]
-
 FOLDER_PACKAGE = "omni_transforms_"
 """How the names begin of packages that stand for folders of pipelines' files."""
 

@@ -2,5 +2,3 @@
 
 Imports engine and stages.
 """
-
-__all__: tuple[str, ...] = ()

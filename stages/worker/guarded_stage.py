@@ -15,12 +15,10 @@ from engine.interface.log_fields import log_fields, package_logger
 from engine.interface.outputs import OutputDelta
 from engine.interface.ownership import turn_of
 from stages.engine_stage import EngineStage
-from stages.stage import Prepared, Stage, StageOutput
+from stages.stage import Prepared, Stage
 from stages.stage_config import StageConfig
-from stages.stage_output import delta_since
+from stages.stage_output import StageOutput, delta_since
 from stages.worker.request_state import RequestState
-
-__all__ = ["MOST_REBUILDS", "GuardedStage", "StageSteps"]
 
 _logger = package_logger(__name__)
 

@@ -18,24 +18,7 @@ import msgspec
 from engine import SamplingParams
 from engine.interface.hints import AnyPrompt
 from engine.interface.outputs import OutputDelta
-from stages.stage import StageOutput
-
-__all__ = [
-    "Abort",
-    "Ack",
-    "Chunk",
-    "CloseStream",
-    "Command",
-    "Credit",
-    "Enter",
-    "Event",
-    "Extend",
-    "Failed",
-    "Lift",
-    "Output",
-    "StreamPlace",
-    "StreamedEdge",
-]
+from stages.stage_output import StageOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,6 @@ from typing import Generic, TypeVar
 
 from engine import CodecPrompt, EmbedsPrompt, SpeechPrompt, TextPrompt, TokensPrompt
 
-__all__ = ["Preparations", "is_light"]
-
 # Of either lane. What holds Python's lock gains nothing from more.
 _NUM_THREADS = 2
 _NAME = "omni-prepare"

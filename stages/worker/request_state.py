@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 
 from engine import Prompt
 from engine.interface.outputs import OutputDelta
-from stages.stage import Stage, StageOutput, StageRequest
-from stages.stage_output import OutputAccumulator
+from stages.stage import Stage, StageRequest
+from stages.stage_output import OutputAccumulator, StageOutput
 from stages.worker.messages import Chunk, Enter, StreamedEdge, StreamPlace
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = ["ChunkCutter", "RequestState"]
 
 
 @dataclass(slots=True)

@@ -10,8 +10,6 @@ from typing import Literal
 from stages.trace_events import Traced
 from stages.worker.messages import Command, Event
 
-__all__ = ["StageLink", "WorkerState", "why_lost"]
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:

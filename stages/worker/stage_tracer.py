@@ -14,8 +14,6 @@ from stages.worker.messages import Abort, Command, Enter, Event, Extend, Failed,
 from stages.worker.request_state import RequestState
 from stages.worker.stage_worker import StageWorker
 
-__all__ = ["StageTracer", "TracedWorker"]
-
 _MOST_EVENTS = 1_000
 """Kept while there are no other events."""
 

@@ -13,8 +13,8 @@ from engine import CodecPrompt, Prompt, SpeechPrompt, TextChunk
 from engine.interface.outputs import OutputDelta
 from engine.interface.placed_error import described
 from engine.interface.sampling_params import RequestSeeds
-from stages.stage import Prepared, Stage, StageOutput, StageRequest, Transform, TransformContext
-from stages.stage_output import OutputAccumulator
+from stages.stage import Prepared, Stage, StageRequest, Transform, TransformContext
+from stages.stage_output import OutputAccumulator, StageOutput
 from stages.worker.guarded_stage import GuardedStage
 from stages.worker.messages import (
     Abort,
@@ -35,8 +35,6 @@ from stages.worker.messages import (
 from stages.worker.preparations import Preparations, is_light
 from stages.worker.request_state import ChunkCutter, RequestState
 from stages.worker.stage_link import StageLink
-
-__all__ = ["StageWorker", "num_tensor_bytes"]
 
 
 def num_tensor_bytes(outputs: Iterable[StageOutput]) -> int:

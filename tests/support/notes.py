@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from engine.interface.hints import Tensor
-from stages.stage import StageOutput
+from stages.stage_output import StageOutput
 
 __all__ = ["Note"]
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from stages.remote.channel import Channel
-from stages.stage import StageOutput
+from stages.stage_output import StageOutput
 from tests.support.notes import Note
 
 __all__ = [

@@ -3,5 +3,3 @@
 Imports the runtime and what that imports; a server is measured over HTTP, so nothing of
 ``omni.server``. HTTP and plots need the extra ``bench``.
 """
-
-__all__: tuple[str, ...] = ()

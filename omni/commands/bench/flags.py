@@ -8,8 +8,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-__all__ = ["BenchFlags"]
-
 _ENDLESS = 10**9
 _USUAL_REQUESTS, _USUAL_PROMPT_TOKENS, _USUAL_MAX_TOKENS = 32, 128, 64
 

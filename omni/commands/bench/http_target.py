@@ -26,16 +26,6 @@ from omni.commands.bench.flags import BenchFlags
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
 from omni.requests.request_line import AudioFile, ChatMessage, ContentPart, RequestLine, parse_line
 
-__all__ = [
-    "AnswerEvents",
-    "HttpTarget",
-    "OpenAICall",
-    "openai_call",
-    "read_document",
-    "read_events",
-    "read_sound",
-]
-
 _DONE = "[DONE]"
 _USUAL_RATE = 24_000
 """Samples per second of OpenAI's own pcm16, and of servers that do not say."""

@@ -15,19 +15,6 @@ from omni.commands.bench.flags import BenchFlags
 from omni.commands.bench.measured_request import LoadTarget, MeasuredRequest, RequestFailure, Send
 from omni.requests.request_file import read_lines
 
-__all__ = [
-    "LevelRun",
-    "LoadLevel",
-    "LoadTurns",
-    "MadeUpSource",
-    "Measurement",
-    "RequestLines",
-    "line_source",
-    "made_up_text",
-    "parse_levels",
-    "token_lengths",
-]
-
 LoadTurns: TypeAlias = Generator[Send, str | None, None]
 """Yields requests, and is sent the answer to each before it yields the next."""
 

@@ -10,8 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-__all__ = ["METRICS", "LoadTarget", "MeasuredRequest", "RequestFailure", "Send"]
-
 METRICS: Mapping[str, str] = {
     "first_token": "first token",
     "between_tokens": "between tokens",

@@ -17,8 +17,6 @@ from omni.requests.request_file import make_request
 from omni.runtime.omni import Omni
 from stages import StageOutput
 
-__all__ = ["PipelineTarget"]
-
 
 class PipelineTarget:
     """A pipeline in this process, without a server in between."""

@@ -19,17 +19,6 @@ from engine.interface.placed_error import suggest
 from omni.commands.bench.load import LevelRun, LoadLevel
 from omni.commands.bench.measured_request import METRICS, MeasuredRequest
 
-__all__ = [
-    "BenchReport",
-    "Distribution",
-    "LevelReport",
-    "failure_lines",
-    "keeps_limits",
-    "parse_goodput",
-    "report_tables",
-    "save_plot",
-]
-
 _PLOT_COLUMNS = 3
 _CONTINUITY_LIMITS_MS = (50, 100, 200)
 _THROUGHPUTS = {

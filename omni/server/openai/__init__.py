@@ -1,3 +1,1 @@
 """Requests and answers in OpenAI's shapes. Imports serving, and all that serving imports."""
-
-__all__: tuple[str, ...] = ()

@@ -36,26 +36,6 @@ if TYPE_CHECKING:
 
     from omni.pipelines.pipeline import Pipeline
 
-__all__ = [
-    "Answer",
-    "AssistantMessage",
-    "ChatAudio",
-    "Choice",
-    "LogprobWriter",
-    "TextResponse",
-    "TokenCount",
-    "TokenPlaces",
-    "TokenTexts",
-    "Usage",
-    "as_event",
-    "as_json",
-    "completions_of",
-    "parts_of",
-    "text_stage",
-    "usage_of",
-    "usage_so_far",
-]
-
 Usage: TypeAlias = dict[str, Any]
 """Tokens of a prompt, of them those that the cache saved computing, and of all its completions."""
 

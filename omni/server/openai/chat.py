@@ -30,8 +30,6 @@ from omni.server.serving.pipeline_response import DONE
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.response_stream import ResponseStream
 
-__all__ = ["Chat"]
-
 
 class Chat(TextResponse):
     """The response to a chat request."""

@@ -31,19 +31,6 @@ from omni.server.serving.url_fetcher import UrlFetcher
 if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
 
-__all__ = [
-    "ChatRequest",
-    "CompletionRequest",
-    "PromptList",
-    "RequestFields",
-    "StageFields",
-    "StreamOptions",
-    "chat_prompt",
-    "merge_sampling",
-    "prompts_of",
-]
-
-
 _Ids = list[Annotated[int, Field(ge=0)]]
 
 

@@ -24,8 +24,6 @@ from omni.server.serving.pipeline_response import DONE
 from omni.server.serving.pipeline_server import PipelineServer
 from stages import Completion, StageOutput
 
-__all__ = ["Completions"]
-
 
 class Completions(TextResponse):
     """The response to a request for completions of some prompts, each ``n`` times."""

@@ -19,8 +19,6 @@ from stages import StageOutput
 if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
 
-__all__ = ["Embeddings", "EmbeddingsRequest"]
-
 _POOLED = "pooled"
 
 

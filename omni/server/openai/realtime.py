@@ -58,8 +58,6 @@ from omni.server.serving.client import Client
 from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
 from omni.server.serving.request_body import decoded, without_faltering
 
-__all__ = ["RealtimeSession", "talk"]
-
 _UNSUPPORTED_DATA = 1003
 _POLICY_VIOLATION = 1008
 _TRY_AGAIN_LATER = 1013

@@ -16,14 +16,6 @@ from omni.server.openai.tools import add_call
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import decoded
 
-__all__ = [
-    "Conversation",
-    "ConversationItem",
-    "Part",
-    "messages_of",
-    "new_item_id",
-]
-
 _ROOT = "root"
 _ITEM_BYTES = 256
 """What an item takes beside its text and sound, about."""

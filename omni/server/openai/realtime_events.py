@@ -20,27 +20,6 @@ from omni.server.openai.tools import JsonObject
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import ApiModel, check_part, parse_json
 
-__all__ = [
-    "AboutItem",
-    "AppendAudio",
-    "AudioFormat",
-    "Cancel",
-    "CreateItem",
-    "CreateResponse",
-    "EndAudio",
-    "InputTranscription",
-    "Item",
-    "OneResponse",
-    "ResponseOptions",
-    "SessionUpdate",
-    "TruncateItem",
-    "TurnDetection",
-    "UpdateSession",
-    "event_id_of",
-    "in_older_names",
-    "parse_event",
-]
-
 _Rate = Annotated[int, Field(ge=1000, le=384_000)]
 _Milliseconds = Annotated[int, Field(ge=0, le=60_000)]
 _PCM_RATE, _TELEPHONE_RATE = 24_000, 8_000

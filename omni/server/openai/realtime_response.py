@@ -32,8 +32,6 @@ from omni.server.serving.response_stream import ResponseStream, Update
 if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
 
-__all__ = ["RealtimeResponse", "SendEvent", "failure_of", "merged_options", "plan_response"]
-
 _logger = package_logger(__name__)
 
 SendEvent: TypeAlias = Callable[..., Awaitable[None]]

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from engine.media.sound_file import Resampler
     from engine.media.voice_detector import SpeechTurns
 
-__all__ = ["InputSound", "Sound", "SpeechTurn", "samples_of", "telephone_code", "whole_sound"]
-
 _SLICE_S = 0.25
 """Of sound that is listened to at once; while a thread listens to more, others have their turn."""
 _SPARE_S = 0.2

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from omni.server.serving.client import Client
     from omni.server.serving.pipeline_server import PipelineServer
 
-__all__ = ["Responses", "ResponsesRequest", "forget_response", "show_response", "tools_of_chat"]
-
 
 class ContentPart(ApiModel):
     """Text or an image of a message."""

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from engine.media.sound_file import Resampler
     from omni.pipelines.pipeline import Pipeline
 
-__all__ = ["Speech", "SpeechRequest", "SpokenPieces", "check_voice", "sound_of", "speaking_stage"]
-
 _UNKNOWN_BYTES = 0xFFFFFFFF
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from omni.server.serving.pipeline_server import PipelineServer
 
-__all__ = ["detokenize", "tokenize"]
-
 _MOST_TOKENS = 1_000_000
 
 

@@ -30,20 +30,6 @@ from omni.pipelines.pipeline_config import ToolFormat
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import ApiModel
 
-__all__ = [
-    "FunctionName",
-    "FunctionParts",
-    "FunctionTool",
-    "JsonObject",
-    "NamedTool",
-    "RequestedCall",
-    "ToolCall",
-    "ToolCallParser",
-    "add_call",
-    "call_grammar",
-    "check_tools",
-]
-
 _MOST_TOOLS = 128
 _LONGEST_PYTHON = 65_536
 

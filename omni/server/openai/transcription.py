@@ -38,15 +38,6 @@ from stages import StageOutput
 if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
 
-__all__ = [
-    "TIMESTAMP",
-    "Transcription",
-    "TranscriptionRequest",
-    "read_transcription",
-    "segments_of",
-    "words_of",
-]
-
 TIMESTAMP = re.compile(r"<\|\d+\.\d\d\|>")
 """How tokenizers that know timestamps write them."""
 

@@ -2,5 +2,3 @@
 
 Knows HTTP, but no vendor's shapes. Imports runtime, requests, pipelines, stages, engine.
 """
-
-__all__: tuple[str, ...] = ()

@@ -11,8 +11,6 @@ from itertools import count
 
 from omni.server.serving.api_error import ApiError
 
-__all__ = ["AdmissionQueue", "QueuePlace"]
-
 _LONGEST_RETRY_S = 60
 _SMOOTHING = 0.2
 """Weight of the newest request in the mean time that a request takes."""

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-__all__ = ["ApiError"]
-
 _TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from engine import Prompt, SamplingParams
 from omni.requests.request import OmniRequest
 
-__all__ = ["Client"]
-
 
 @dataclass(frozen=True, slots=True)
 class Client:

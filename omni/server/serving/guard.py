@@ -30,8 +30,6 @@ from omni.server.serving.client import Client
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.settings import ServerLimits
 
-__all__ = ["ArrivingBodies", "ArrivingBody", "Guard"]
-
 _REST_S = 5.0
 """Seconds for which the rest of a body may come after the answer; nginx waits as long for more."""
 

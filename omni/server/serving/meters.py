@@ -17,8 +17,6 @@ from omni.server.serving.request_records import RecentRequests, RequestRecord, R
 from stages import StageStats
 from stages.worker.stage_link import WorkerState
 
-__all__ = ["Meters", "RequestMeter", "StageMeters"]
-
 _STAGE = ("model", "stage", "replica")
 
 _COUNTERS = (

@@ -18,8 +18,6 @@ from omni.server.serving.client import Client
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.response_stream import ResponseStream
 
-__all__ = ["DONE", "PipelineResponse", "event"]
-
 _logger = package_logger(__name__)
 
 _EVENTS = "text/event-stream"

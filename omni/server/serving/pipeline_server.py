@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from omni.runtime.driver import Driver
     from omni.runtime.omni import Omni
 
-__all__ = ["PipelineServer", "PipelineState", "ServedPipeline"]
-
 _logger = package_logger(__name__)
 
 _RETRY_WHILE_LOADING_S = 5

@@ -19,16 +19,6 @@ from engine.interface.settings import dotted, explain_validation_error, place_of
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.url_fetcher import UrlFetcher
 
-__all__ = [
-    "ApiModel",
-    "check_part",
-    "decoded",
-    "fetched",
-    "parse_json",
-    "read_json",
-    "without_faltering",
-]
-
 _SMALL = 1 << 16
 _ResultT = TypeVar("_ResultT")
 

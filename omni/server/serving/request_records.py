@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, Tracer
 
-__all__ = ["RecentRequests", "RequestRecord", "RequestSpans", "spans_by_environment"]
-
 _logger = package_logger(__name__)
 
 _KEPT = 200

@@ -13,8 +13,6 @@ from omni.server.serving.api_error import ApiError
 if TYPE_CHECKING:
     from omni.server.serving.client import Client
 
-__all__ = ["ResponseStore"]
-
 _MOST_BYTES = 64 * 2**20
 
 

@@ -24,8 +24,6 @@ from stages.stage_output import OutputAccumulator
 if TYPE_CHECKING:
     from omni.runtime.driver import Ticket
 
-__all__ = ["ResponseStream", "Update"]
-
 
 @dataclass(frozen=True, slots=True)
 class Update:

@@ -10,8 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 if TYPE_CHECKING:
     from stages import StageConfig
 
-__all__ = ["ServerLimits", "ServerSettings"]
-
 _MIB = 2**20
 _ABOVE_0 = {"gt": 0.0, "allow_inf_nan": False}
 

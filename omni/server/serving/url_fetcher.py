@@ -13,8 +13,6 @@ from urllib.parse import SplitResult, urlsplit
 
 from omni.server.serving.api_error import ApiError
 
-__all__ = ["UrlFetcher", "is_public"]
-
 _AT_ONCE = 8
 _CODE = "invalid_url"
 

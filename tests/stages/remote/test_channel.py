@@ -24,7 +24,7 @@ from stages.remote import shared_memory
 from stages.remote.channel import PROTOCOL_VERSION, Channel, ChannelClosed
 from stages.remote.codec import Reference, encode
 from stages.remote.shared_memory import SharedTensor, SharedTensors
-from stages.stage import StageOutput
+from stages.stage_output import StageOutput
 from tests.support.notes import Note
 from tests.support.patience import PATIENCE_S
 

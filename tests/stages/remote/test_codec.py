@@ -62,7 +62,7 @@ from stages.remote.messages import (
     WorkerMessage,
 )
 from stages.remote.worker_log import Logged
-from stages.stage import Completion, StageOutput
+from stages.stage_output import Completion, StageOutput
 from stages.trace_events import StageEvent, Traced
 from stages.worker.messages import (
     Abort,

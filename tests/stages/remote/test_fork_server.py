@@ -24,7 +24,7 @@ from stages.remote import fork_server as module
 from stages.remote import supervisor
 from stages.remote.channel import Channel
 from stages.remote.fork_server import WorkerProcess, shut_down, start_worker
-from stages.stage import StageOutput
+from stages.stage_output import StageOutput
 from tests.support.import_graph import ROOT
 from tests.support.notes import Note
 from tests.support.patience import PATIENCE_S
