@@ -21,6 +21,8 @@ from tests.support.attention_steps import BOUNDS, SHAPES, Bounds, Shape, run_cro
 
 __all__ = ["interpreted"]
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 # Prefills of hundreds of tokens take the interpreter minutes: those run in one type.
 LONG = ("prefix longer than a query tile", "long prefills beside short")

@@ -1,18 +1,44 @@
-"""Reading checkpoints: what is there, and what is said when it is not."""
+"""Reading checkpoints, whole or a part of several: what is there, and what is said otherwise."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled
+from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.utils import logging
 
-from engine.checkpoints.checkpoint import Checkpoint
+from engine import (
+    ChatPrompt,
+    EncoderEngine,
+    EngineConfig,
+    LLMEngine,
+    RequestOutput,
+    SamplingParams,
+    TokensPrompt,
+)
+from engine.checkpoints import checkpoint, weight_files
+from engine.checkpoints.checkpoint import ENTRY_POINTS, Checkpoint, folder_of_source
+from engine.checkpoints.config_file import activation_of, check_activation, hidden_progress_bars
+from engine.generator.generator_engine import GeneratorEngine
+from engine.interface.config import GeneratorConfig
+from engine.models.model_loader import open_checkpoint
+from engine.text.tokenizer import eos_token_ids, load_tokenizer
+from omni import AutoregressiveStage, Omni, Pipeline
 from omni.seeded.language_models import build_causal_lm
+from tests.support.published_layout import publish
 
 NORM = "model.norm.weight"
 
@@ -172,3 +198,292 @@ def test_config_without_architecture_is_refused(folder: Path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="states no architectures"):
         _ = Checkpoint.open(folder).architecture
+
+
+PREFIXES = {"thinker": "thinker.", "talker": "talker.", "code2wav": "token2wav."}
+EMBEDDING = "thinker.model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def omni(seeded: Callable[[str], str]) -> str:
+    return seeded("qwen2_5_omni")
+
+
+class _CountingFile:
+    """A safetensors file that notes what is read of it."""
+
+    def __init__(self, file: Any, read: Counter[str], rows: Counter[str]) -> None:
+        self._file, self._read, self._rows = file, read, rows
+
+    def __enter__(self) -> _CountingFile:
+        self._opened = self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._file.__exit__(*error)
+
+    def keys(self) -> Any:
+        return self._opened.keys()
+
+    def get_tensor(self, name: str) -> Any:
+        self._read[name] += 1
+        return self._opened.get_tensor(name)
+
+    def get_slice(self, name: str) -> Any:
+        rows, matrix = self._rows, self._opened.get_slice(name)
+
+        class Slice:
+            def get_shape(self) -> Any:
+                return matrix.get_shape()
+
+            def get_dtype(self) -> Any:
+                return matrix.get_dtype()
+
+            def __getitem__(self, key: slice) -> Any:
+                rows[name] += key.stop - key.start
+                return matrix[key]
+
+        return Slice()
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Counter[str], Counter[str]]]:
+    """How often each tensor was read whole, and how many single rows of each."""
+    whole: Counter[str] = Counter()
+    rows: Counter[str] = Counter()
+    monkeypatch.setattr(
+        weight_files,
+        "safe_open",
+        lambda path, **how: _CountingFile(safe_open(path, **how), whole, rows),
+    )
+    yield whole, rows
+
+
+def test_the_parts_share_out_all_weights(omni: str):
+    stored = load_file(Path(omni) / "model.safetensors")
+    named = [
+        prefix + name
+        for part, prefix in PREFIXES.items()
+        for name in open_checkpoint(omni, part=part).weight_files
+    ]
+    assert sorted(named) == sorted(stored)
+
+
+def test_a_parts_weights_go_by_their_names_in_it(omni: str):
+    stored = load_file(Path(omni) / "model.safetensors")
+    for name, tensor in open_checkpoint(omni, part="talker").weights():
+        assert torch.equal(tensor, stored[f"talker.{name}"])
+
+
+def test_a_part_has_its_own_config(omni: str):
+    talker = open_checkpoint(omni, part="talker")
+    assert talker.config.model_type == "qwen2_5_omni_talker"
+    assert talker.architecture == "Qwen2_5OmniTalkerForConditionalGeneration"
+    # The file's stop tokens are the thinker's.
+    assert talker.generation_config is None
+    assert open_checkpoint(omni, part="thinker").generation_config is not None
+
+
+@pytest.mark.parametrize("part", ["thinker", "talker"])
+def test_an_engine_reads_its_own_part_once_and_no_other(
+    omni: str, part: str, reads: tuple[Counter[str], Counter[str]]
+):
+    whole, rows = reads
+    LLMEngine(EngineConfig(model=omni, part=part, device="cpu", num_blocks=8, max_model_len=64))
+    stored = load_file(Path(omni) / "model.safetensors")
+    assert whole == Counter(name for name in stored if name.startswith(PREFIXES[part]))
+    # A talker speaks of the text's begin (one per voice), end and padding in the thinker's terms.
+    assert rows == (Counter({EMBEDDING: 4}) if part == "talker" else Counter())
+
+
+def test_the_vocoder_reads_its_own_part_once_and_no_other(
+    omni: str, reads: tuple[Counter[str], Counter[str]]
+):
+    whole, rows = reads
+    GeneratorEngine(GeneratorConfig(model=omni, part="code2wav", device="cpu"))
+    stored = load_file(Path(omni) / "model.safetensors")
+    assert whole == Counter(name for name in stored if name.startswith("token2wav."))
+    assert not rows
+
+
+def test_single_rows_of_another_part_can_be_read(omni: str):
+    stored = load_file(Path(omni) / "model.safetensors")[EMBEDDING]
+    rows = open_checkpoint(omni, part="talker").rows_of_whole(EMBEDDING, [5, 2])
+    assert torch.equal(rows, stored[[5, 2]])
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (None, "holds several models; say by part which: thinker, talker, code2wav"),
+        ("talkr", "no part 'talkr'.*did you mean 'talker'"),
+    ],
+)
+def test_what_is_asked_for_must_be_there(omni: str, part: str | None, message: str):
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(omni, part=part)
+
+
+def test_a_vocoder_is_no_language_model(omni: str):
+    with pytest.raises(ValueError, match="unsupported architecture 'Qwen2_5OmniToken2WavModel'"):
+        LLMEngine(EngineConfig(model=omni, part="code2wav"))
+
+
+def test_one_model_has_no_parts(qwen2_checkpoint: str):
+    with pytest.raises(ValueError, match="one model without parts"):
+        open_checkpoint(qwen2_checkpoint, part="thinker")
+
+
+@pytest.mark.parametrize(("name", "index"), [("thinker.nothing", 0), (EMBEDDING, 768)])
+def test_rows_that_are_not_there_are_refused(omni: str, name: str, index: int):
+    with pytest.raises(ValueError, match=r"lacks the weights|in .* has rows 0 to 767"):
+        open_checkpoint(omni, part="talker").rows_of_whole(name, [index])
+
+
+MODELS = [("llava", None), ("qwen2_5_vl", None), ("qwen2_5_omni", "thinker")]
+MESSAGE = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]}
+
+
+def answer(folder: str | Path, part: str | None) -> RequestOutput:
+    chat = ChatPrompt((MESSAGE,), {"image": [Image.new("RGB", (60, 40), "teal")]})
+    config = EngineConfig(model=str(folder), part=part, num_blocks=64, max_model_len=256)
+    engine = LLMEngine(config)
+    try:
+        (output,) = engine.generate([chat], SamplingParams(max_tokens=16, ignore_eos=True))
+    finally:
+        engine.close()
+    return output
+
+
+@pytest.mark.parametrize(("name", "part"), MODELS)
+def test_the_published_layout_changes_no_token(
+    name: str, part: str | None, seeded: Callable[[str], str], tmp_path: Path
+):
+    folder = seeded(name)
+    here, there = answer(folder, part), answer(publish(folder, tmp_path / "model"), part)
+    assert here.prompt_token_ids == there.prompt_token_ids, "the chat template is the processor's"
+    assert here.outputs[0].token_ids == there.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(("name", "part"), MODELS)
+def test_the_published_layout_ends_replies_by_the_same_tokens(
+    name: str, part: str | None, seeded: Callable[[str], str], tmp_path: Path
+):
+    folder = seeded(name)
+    found = []
+    for each in (folder, publish(folder, tmp_path / "model")):
+        checkpoint = open_checkpoint(each, part=part)
+        tokenizer = load_tokenizer(each)
+        found.append(eos_token_ids(checkpoint.config, checkpoint.generation_config, tokenizer))
+    assert found[0] == found[1] != frozenset()
+
+
+LIMITS: dict[str, Any] = {"num_blocks": 32, "block_size": 4, "max_model_len": 32}
+
+
+def bring(monkeypatch: pytest.MonkeyPatch, **objects: str) -> None:
+    """Install packages that bring names of models."""
+    found = EntryPoints(EntryPoint(name, value, ENTRY_POINTS) for name, value in objects.items())
+    monkeypatch.setattr(checkpoint, "entry_points", lambda **chosen: found.select(**chosen))
+
+
+def locate(reference: str) -> str:
+    if reference != "made:up":
+        raise ValueError(f"there is no model {reference!r}")
+    return "/a/folder"
+
+
+@pytest.mark.parametrize("model", ["org/name", "gpt2", "a folder", "C:/models/mine", "./x", ""])
+def test_what_has_no_source_is_left_alone(model: str) -> None:
+    assert folder_of_source(model) is None
+
+
+def test_a_package_brings_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    bring(monkeypatch, made=f"{__name__}:locate")
+    assert folder_of_source("made:up") == Path("/a/folder")
+    with pytest.raises(ValueError, match="there is no model 'made:down'"):
+        folder_of_source("made:down")
+
+
+def test_a_source_that_is_not_there_is_told_with_those_that_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bring(monkeypatch, made=f"{__name__}:locate", torn="nowhere.at.all:locate")
+    with pytest.raises(ValueError, match="'maid:up': no installed .* known are made:, torn:"):
+        Checkpoint.open("maid:up")
+    with pytest.raises(ValueError, match="'torn:x': 'nowhere.at.all:locate' cannot be loaded: Mod"):
+        Checkpoint.open("torn:x")
+
+
+def test_a_folder_of_such_a_name_goes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bring(monkeypatch, made=f"{__name__}:locate")
+    monkeypatch.chdir(tmp_path)
+    Path("made:up").mkdir()
+    with pytest.raises(ValueError, match="config.json"):
+        Checkpoint.open("made:up")
+
+
+@pytest.mark.usefixtures("checkpoint_cache")
+def test_the_seeded_models_are_known_by_name_wherever_a_model_is() -> None:
+    prompt, greedy = TokensPrompt((5, 6, 7)), SamplingParams(temperature=0.0, max_tokens=3)
+    config = EngineConfig(model="seeded:qwen2", **LIMITS)
+    said = LLMEngine(config).generate(prompt, greedy)[0].outputs[0].token_ids
+    with Omni(Pipeline([AutoregressiveStage("writer", config, sampling=greedy)])) as omni:
+        assert omni.generate(prompt)[0].stages["writer"].token_ids == said
+    assert EncoderEngine(EngineConfig(model="seeded:bert", **LIMITS)).hidden_size
+    with pytest.raises(ValueError, match="unknown seeded model 'seeded:qwne2'"):
+        LLMEngine(EngineConfig(model="seeded:qwne2"))
+
+
+def test_an_encoder_loads_in_silence(
+    bert_checkpoint: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    EncoderEngine(EngineConfig(model=bert_checkpoint, num_blocks=8, max_model_len=16)).close()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_omni", "qwen3_omni"])
+def test_configs_of_several_parts_open_in_silence(
+    seeded: Callable[[str], str], caplog: pytest.LogCaptureFixture, family: str
+) -> None:
+    open_checkpoint(seeded(family), part="thinker")
+    assert caplog.messages == []
+
+
+def test_bars_are_as_before_when_the_context_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    made: list[Any] = []
+
+    def users_own(make: Any, args: Any, kwargs: Any) -> Any:
+        made.append(kwargs)
+        return make(*args, **kwargs)
+
+    before = logging.is_progress_bar_enabled(), are_progress_bars_disabled()
+    previous = logging.set_tqdm_hook(users_own)
+    try:
+        with pytest.raises(RuntimeError, match="in the middle"), hidden_progress_bars():
+            assert list(logging.tqdm(range(3), desc="hidden")) == [0, 1, 2]
+            raise RuntimeError("in the middle")
+        assert made == []
+        list(logging.tqdm(range(3), desc="shown"))
+        assert made == [{"desc": "shown"}]
+    finally:
+        logging.set_tqdm_hook(previous)
+    assert (logging.is_progress_bar_enabled(), are_progress_bars_disabled()) == before
+    shown = capfd.readouterr().err
+    assert "hidden" not in shown
+    assert "shown" in shown or not before[0]
+
+
+@pytest.mark.parametrize("name", ACT2FN)
+def test_an_activation_is_transformers(name: str) -> None:
+    x = torch.linspace(-9, 9, 999)
+    assert torch.equal(activation_of(name)(x), ACT2FN[name](x))
+
+
+def test_an_unknown_activation_is_told_with_those_that_are_known() -> None:
+    with pytest.raises(ValueError, match=r"hidden_act must be one of .*quick_gelu.*, got 'cube'"):
+        check_activation("hidden_act", "cube")
+    with pytest.raises(ValueError, match=r"got 'cube'"):
+        activation_of("cube")

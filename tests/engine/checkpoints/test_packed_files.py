@@ -1,23 +1,35 @@
-"""GPTQ, AWQ and compressed-tensors: the values are a brute force's, damage is told by name."""
+"""GGUF, GPTQ, AWQ and compressed-tensors: right values, and damage is told by name."""
 
 from __future__ import annotations
 
 import json
+import struct
+import tracemalloc
 from collections.abc import Callable
 from contextlib import closing
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoTokenizer
+from transformers.integrations.gguf.dequant import dequantize
 
-from engine import EngineConfig, LLMEngine, SamplingParams, TokensPrompt
+from engine import ChatPrompt, EngineConfig, LLMEngine, SamplingParams, TokensPrompt
 from engine.checkpoints.checkpoint import Checkpoint
+from engine.files.gguf_header import read_gguf_header
 from engine.models.base import ModelSettings
 from engine.models.model_loader import load_model, open_checkpoint
+from engine.text.tokenizer import load_tokenizer
 from omni.seeded.language_models import build_causal_lm
+from tests.support.gguf_files import random_blocks, tiny_gguf, write_gguf
 from tests.support.greedy_reference import GreedyReference, assert_greedy, assert_near
 from tests.support.packed_checkpoints import PACKED, write_packed
 
@@ -143,3 +155,259 @@ def test_other_compressed_tensors_are_told(change: Any, source: Path, tmp_path: 
     (folder / "config.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="config_groups"):
         open_checkpoint(folder)
+
+
+F32 = GGMLQuantizationType.F32
+F16, BF16 = GGMLQuantizationType.F16, GGMLQuantizationType.BF16
+Q4_0, Q4_1, Q8_0 = (GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0"))
+MIXED = [Q8_0, Q4_1, Q4_0, F16, BF16, GGMLQuantizationType.Q5_0]
+SLIDING, FULL = "sliding_attention", "full_attention"
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama untied with biases": ("llama", {"tied": False, "attention_bias": True}),
+    "llama 3": ("llama", {"rope_parameters": LLAMA3, "hidden_size": 128, "num_heads": 2}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 yarn": ("qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3_text", {"num_layers": 6, "layer_types": [SLIDING] * 5 + [FULL]}),
+}
+LONG_PROMPT = list(range(30, 75))
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+def mixed() -> Callable[[str], GGMLQuantizationType]:
+    kinds = cycle(MIXED)
+    return lambda name: next(kinds)
+
+
+def add_llama3_factors(writer: GGUFWriter) -> None:
+    """As llama.cpp's converter computes them, for a head of 64."""
+    base, half = LLAMA3["rope_theta"], 32
+    factors = []
+    for frequency in 1.0 / base ** (np.arange(half) / half):
+        length = 2 * np.pi / frequency
+        low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+        old = LLAMA3["original_max_position_embeddings"]
+        smooth = (old / length - low) / (high - low)
+        factor = 1 / ((1 - smooth) / LLAMA3["factor"] + smooth)
+        factors.append(1.0 if length < old / high else 8.0 if length > old / low else factor)
+    writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_the_dequantized_weights(family: str, tmp_path: Path):
+    architecture, settings = FAMILIES[family]
+    source = build_causal_lm(tmp_path / "source", architecture, **settings)
+    more = add_llama3_factors if family == "llama 3" else lambda writer: None
+    plain = tmp_path / "plain"
+    file = write_gguf(source, tmp_path / "m.gguf", mixed(), dequantized=plain, more=more)
+    answer = GreedyReference(str(plain)).from_ids(LONG_PROMPT, 8)
+    # By torch all is dequantized on load; kernels multiply codes, and round what they multiply.
+    for backend, tolerance in (("torch", 1e-4), ("auto", 5e-3)):
+        config = EngineConfig(model=str(file), num_blocks=32, attention_backend=backend)
+        with closing(LLMEngine(config)) as engine:
+            (output,) = engine.generate([TokensPrompt(LONG_PROMPT)], GREEDY)
+            assert engine.tokenizer is not None
+        assert_greedy(answer, output.outputs[0].token_ids)
+        assert_near(output.outputs[0].tensors["hidden_states"], answer.hidden_states, tolerance)
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K"])
+def test_blocks_have_the_values_that_transformers_gives_them(name: str, tmp_path: Path):
+    kind, shape = GGMLQuantizationType[name], (6, 512)
+    blocks = random_blocks(kind, shape)
+    checkpoint = Checkpoint.open(tiny_gguf(tmp_path, ("blk.0.ffn_up.weight", blocks, kind)))
+    ((_, read),) = checkpoint.weights(["model.layers.0.mlp.up_proj.weight"])
+    expected = dequantize(torch.from_numpy(blocks), kind.value)
+    torch.testing.assert_close(read, expected.reshape(shape), rtol=1e-6, atol=1e-6)
+
+
+def test_the_tokenizer_is_transformers_and_says_what_the_checkpoints_says(
+    seeded: Callable[[str], str], tmp_path: Path
+):
+    file = write_gguf(seeded("llama"), tmp_path / "m.gguf", lambda name: F16)
+    ours, source = load_tokenizer(file), AutoTokenizer.from_pretrained(seeded("llama"))
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    assert ours is not None
+    assert type(ours) is type(theirs)
+    assert ours.chat_template == source.chat_template
+    for text in ("Once upon a time", "<|user|>\nIt's  12 o'clock, naïve 😀<|eos|>", ""):
+        assert ours(text).input_ids == theirs(text).input_ids == source(text).input_ids
+
+
+def test_a_chat_runs_from_a_folder_with_one_file(seeded: Callable[[str], str], tmp_path: Path):
+    folder = tmp_path / "published"
+    folder.mkdir()
+    plain = tmp_path / "plain"
+    write_gguf(seeded("qwen2"), folder / "m.Q8_0.gguf", lambda name: Q8_0, dequantized=plain)
+    prompt = ChatPrompt([{"role": "user", "content": "Once upon a time"}])
+    texts = []
+    for model in (folder, plain):
+        with closing(LLMEngine(EngineConfig(model=str(model), num_blocks=32))) as engine:
+            (output,) = engine.generate([prompt], GREEDY)
+        texts.append((output.prompt_token_ids, output.outputs[0].text))
+    assert texts[0] == texts[1]
+    write_gguf(seeded("qwen2"), folder / "other.gguf", lambda name: F16)
+    with pytest.raises(ValueError, match=r"several GGUF files \(m.Q8_0.gguf, other.gguf\)"):
+        Checkpoint.open(folder)
+
+
+def test_the_header_is_read_as_the_gguf_package_reads_it(
+    seeded: Callable[[str], str], tmp_path: Path
+):
+    file = write_gguf(seeded("gemma2"), tmp_path / "m.gguf", mixed())
+    header, reader = read_gguf_header(file), GGUFReader(file)
+    assert header.tensors.keys() == {tensor.name for tensor in reader.tensors}
+    for tensor in reader.tensors:
+        ours = header.tensors[tensor.name]
+        assert (ours.start, ours.nbytes) == (tensor.data_offset, tensor.n_bytes)
+        assert ours.shape == tuple(reversed(tensor.shape.tolist()))
+        assert ours.type_name == tensor.tensor_type.name
+    for key, value in header.metadata.items():
+        theirs = reader.fields[key].contents()
+        assert value == (len(theirs) if isinstance(theirs, list) and value != theirs else theirs)
+
+
+UP_OF_BLOCK = "blk.0.ffn_up.weight"
+
+# Behind a key: its type, then the value. Behind a tensor's name: dimensions, type and offset.
+VALUE, TYPE, ITEMS, DIMENSION, KIND, OFFSET = 4, 0, 8, 4, 20, 24
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    matrix, row = np.ones((64, 64), np.float32), np.ones(64, np.float32)
+    matrices = ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"]
+    named: list[tuple[str, Any, Any]] = [(f"blk.0.{name}.weight", matrix, F32) for name in matrices]
+    named += [(f"blk.0.{name}.weight", row, F32) for name in ("attn_norm", "ffn_norm")]
+    named.append(("output_norm.weight", row, F32))
+    file = tiny_gguf(tmp_path_factory.mktemp("whole"), *named)
+    attempt(file)
+    return file.read_bytes()
+
+
+def patched(content: bytes, name: str, skip: int, form: str, value: Any) -> bytes:
+    place = content.index(name.encode()) + len(name) + skip
+    return content[:place] + struct.pack(form, value) + content[place + struct.calcsize(form) :]
+
+
+def attempt(file: Path) -> None:
+    load_model(open_checkpoint(file), SETTINGS)
+
+
+HARMS: dict[str, tuple[tuple[str, int, str, Any], str]] = {
+    "no such magic": (("", 0, "4s", b"GGML"), "must begin with"),
+    "version": (("GGUF", 0, "<I", 9), "version must be 2 or 3"),
+    "other byte order": (("GGUF", 0, ">I", 3), "big-endian"),
+    "tensor count": (("GGUF", 4, "<Q", 2**60), "number of tensors must be at most"),
+    "many tensors": (("GGUF", 4, "<Q", 60_000), "must have 1 to 4 dimensions"),
+    "entry count": (("GGUF", 12, "<Q", 2**60), "number of metadata entries must be at most"),
+    "huge string": (("general.architecture", VALUE, "<Q", 2**62), "length of general.architecture"),
+    "long string": (("general.architecture", VALUE, "<Q", 2**21), "cut off"),
+    "unknown value": (("llama.block_count", TYPE, "<I", 77), "type 77, which is not known"),
+    "huge array": (("tokenizer.ggml.scores", ITEMS, "<Q", 2**50), "tokenizer.ggml.scores must be"),
+    "long array": (("tokenizer.ggml.scores", ITEMS, "<Q", 2**21), "cut off"),
+    "array of arrays": (("tokenizer.ggml.scores", VALUE, "<I", 9), "array of the type 9"),
+    "no name": (("general.architecture", VALUE + 8, "5s", b"l\xffama"), "utf-8"),
+    "other architecture": (("general.architecture", VALUE + 8, "5s", b"evil!"), "'evil!'"),
+    "many layers": (("llama.block_count", VALUE, "<I", 2**31), "num_hidden_layers"),
+    "no layers": (("llama.block_count", VALUE, "<I", 0), "num_hidden_layers"),
+    "wide": (("llama.feed_forward_length", VALUE, "<I", 2**31 - 1), "has shape (64, 64)"),
+    "huge dimension": (("token_embd.weight", DIMENSION, "<Q", 2**62), "token_embd.weight"),
+    "other dimension": (("token_embd.weight", DIMENSION, "<Q", 32), "model.embed_tokens.weight"),
+    "many dimensions": (("token_embd.weight", 0, "<I", 2**31), "1 to 4 dimensions"),
+    "no dimension": ((UP_OF_BLOCK, DIMENSION, "<Q", 0), "has shape"),
+    "unknown type": ((UP_OF_BLOCK, KIND, "<I", 999), "type 999, which is not known"),
+    "type without rows": ((UP_OF_BLOCK, KIND, "<I", 14), "blocks of 256 values"),
+    "integers": ((UP_OF_BLOCK, KIND, "<I", 24), "of the type I8"),
+    "offset outside": ((UP_OF_BLOCK, OFFSET, "<Q", 2**40), "but the file has"),
+    "offset between": ((UP_OF_BLOCK, OFFSET, "<Q", 33), "multiple of 32"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_hostile_file_is_refused_by_name_before_memory_is_taken(
+    harm: str, whole: bytes, tmp_path: Path
+):
+    change, told = HARMS[harm]
+    file = tmp_path / "hostile.gguf"
+    file.write_bytes(patched(whole, *change))
+    with pytest.raises(ValueError, match=str(file)):  # what is imported is imported
+        attempt(file)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError) as error:
+            attempt(file)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert str(file) in str(error.value)
+    assert told in str(error.value)
+    assert peak < 2**24, f"{peak} bytes were taken"
+
+
+@given(st.data())
+def test_a_file_that_is_cut_off_is_refused(
+    whole: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+):
+    file = tmp_path_factory.getbasetemp() / "cut.gguf"
+    file.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
+    with pytest.raises(ValueError, match="cut.gguf"):
+        read_gguf_header(file)
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_a_file_with_spoilt_bytes_is_refused_by_name_or_read(
+    whole: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+):
+    content = bytearray(whole)
+    end = whole.index(b"output_norm.weight") + 40
+    for place in data.draw(st.lists(st.integers(0, end), min_size=1, max_size=3)):
+        content[place] = data.draw(st.integers(0, 255))
+    file = tmp_path_factory.getbasetemp() / "spoilt.gguf"
+    file.write_bytes(content)
+    try:
+        open_checkpoint(file)
+    except ValueError as error:
+        assert "spoilt.gguf" in str(error)
+
+
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "model", "merges"])
+def test_a_tokenizer_that_cannot_be_is_refused_by_name(
+    key: str, seeded: Callable[[str], str], tmp_path: Path
+):
+    values = {"model": (8, "4s", b"evil"), "merges": (24, "2s", b"zz")}
+    file = write_gguf(seeded("llama"), tmp_path / "m.gguf", lambda name: F32)
+    change = values.get(key, (0, "<I", 2**31))
+    file.write_bytes(
+        patched(file.read_bytes(), f"tokenizer.ggml.{key}", 4 + change[0], *change[1:])
+    )
+    with pytest.raises(ValueError, match=str(file)):
+        open_checkpoint(file)
+        load_tokenizer(file)
+
+
+def test_a_file_of_another_kind_and_a_part_of_several_are_told(tmp_path: Path):
+    file = tmp_path / "m.txt"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"a folder with a config.json, or a .gguf file"):
+        open_checkpoint(file)
+    part = tiny_gguf(tmp_path, more=lambda writer: writer.add_uint16("split.count", 3))
+    with pytest.raises(ValueError, match="one of 3 parts; join them"):
+        open_checkpoint(part)

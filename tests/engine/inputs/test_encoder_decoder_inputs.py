@@ -1,14 +1,29 @@
-"""Prompts of encoder-decoder models, from what a user gives to what a request holds."""
+"""Prompts of encoder-decoders: text, sound and images, and how the decoder's begins."""
 
 from __future__ import annotations
 
+import wave
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import BartConfig, GenerationConfig, PreTrainedTokenizerBase
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    BartConfig,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    SeamlessM4TFeatureExtractor,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+)
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 
 from engine import (
     AudioPrompt,
@@ -22,11 +37,21 @@ from engine import (
     TokensPrompt,
 )
 from engine.checkpoints.checkpoint import Checkpoint
+from engine.inputs.encoder_decoder_inputs import (
+    AudioEncoderInputs,
+    DecoderPromptRule,
+    ImageEncoderInputs,
+)
 from engine.inputs.input_processor import InputProcessor
 from engine.inputs.prompt_processor import PlainPromptProcessor, PromptSources
 from engine.inputs.prompt_tokens import FitCheck, InputLimits
 from engine.interface.engine import NewRequest
+from engine.media.image_file import load_image_processor
+from engine.media.sound_file import SampleReader, load_extractor
 from engine.models.registry import FAMILIES
+from engine.models.seq2seq.families import T5PromptRule
+from engine.models.whisper.whisper import WhisperPromptRule
+from engine.requests.encoder_input import EncoderInput
 from engine.requests.request import Request
 from engine.text.tokenizer import load_tokenizer
 from omni.seeded.encoder_decoders import build_bart, build_whisper
@@ -249,3 +274,461 @@ def test_a_checkpoint_without_generation_config_gets_that_of_its_config(tmp_path
     assert bart.checkpoint.generation_config is None
     assert bart.request(TEXT).token_ids == [2, 0]
     assert GenerationConfig.from_model_config(BartConfig()).decoder_start_token_id == 2
+
+
+def bart_tokenizer() -> PreTrainedTokenizerBase:
+    """BART's special ids: 0 begins, 1 pads, 2 ends."""
+    words = ["<s>", "<pad>", "</s>", "<unk>", "the", "rain", "in", "spain"]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+
+
+def limits(vocab_size: int) -> InputLimits:
+    return InputLimits(64, 8, vocab_size, vocab_size, 4, 64, torch.float32)
+
+
+def bart_rule(**overrides: Any) -> DecoderPromptRule:
+    config = BartConfig(**overrides)
+    generation = GenerationConfig.from_model_config(config)
+    generation.update(**overrides)
+    return DecoderPromptRule(config, generation, bart_tokenizer(), limits(config.vocab_size))
+
+
+def test_the_default_is_the_start_token_and_bos() -> None:
+    assert bart_rule().prompt_ids("any", None) == [2, 0]
+
+
+def test_a_bos_that_generate_forces_comes_before_the_tokenizers() -> None:
+    assert bart_rule(forced_bos_token_id=7).prompt_ids("any", None) == [2, 7]
+
+
+def test_a_checkpoint_without_bos_begins_with_its_start_token_alone() -> None:
+    assert bart_rule(bos_token_id=None).prompt_ids("any", None) == [2]
+    assert bart_rule(bos_token_id=2).prompt_ids("any", None) == [2], "it is not said twice"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((2, 0, 51, 178, 2), [2, 0, 51, 178, 2]),
+        ((0, 51, 178, 2), [2, 0, 51, 178, 2]),
+        ((51, 178), [2, 51, 178]),
+        ((2,), [2]),
+    ],
+)
+def test_the_start_token_is_put_before_ids_that_lack_it(
+    given: tuple[int, ...], expected: list[int]
+) -> None:
+    assert bart_rule().prompt_ids("any", TokensPrompt(given)) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("the rain", [2, 0, 4, 5]),
+        (TextPrompt("the rain"), [2, 0, 4, 5]),
+        (TextPrompt("the rain", add_special_tokens=False), [2, 4, 5]),
+        ("", [2, 0]),
+        ("the </s>", [2, 0, 4, 2, 2]),
+        (TextPrompt("the </s>", add_special_tokens=False), [2, 4, 2]),
+    ],
+)
+def test_text_goes_on_instead_of_ending(given: object, expected: list[int]) -> None:
+    assert bart_rule().prompt_ids("any", given) == expected
+
+
+def test_an_end_that_the_text_itself_has_is_kept() -> None:
+    assert bart_rule().prompt_ids("any", "</s> the") == [2, 0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (TokensPrompt(()), "the prompt is empty"),
+        (TokensPrompt((5, 60_000)), "prompt token 1 is 60000"),
+        (TextPrompt("", add_special_tokens=False), "the prompt is empty"),
+        (EmbedsPrompt(torch.zeros(2, 4)), "decoder takes text or token ids, .* is embeddings"),
+        (AudioPrompt("a.wav"), "decoder prompt is audio"),
+        (ImagePrompt("a.png"), "decoder prompt is an image"),
+        (ChatPrompt(({"role": "user", "content": "x"},)), "no chat template"),
+        (3, "decoder prompt is a int"),
+    ],
+)
+def test_other_decoder_prompts_are_refused(given: object, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        bart_rule().prompt_ids("any", given)
+
+
+def test_a_checkpoint_must_name_its_start_token() -> None:
+    with pytest.raises(ValueError, match="no decoder_start_token_id or bos_token_id"):
+        bart_rule(decoder_start_token_id=None, bos_token_id=None)
+
+
+@pytest.mark.parametrize("start", [None, 5])
+@pytest.mark.parametrize("given", [None, (7, 8), (0, 7), (5, 7)])
+def test_t5_begins_as_generate_has_it(start: int | None, given: tuple[int, ...] | None) -> None:
+    named = {} if start is None else {"decoder_start_token_id": start}
+    config = T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    model: Any = T5ForConditionalGeneration(config)
+    model.generation_config.update(**({"decoder_start_token_id": 0} | named))
+    extra = {} if given is None else {"decoder_input_ids": torch.tensor([given])}
+    out = model.generate(torch.tensor([[4, 5, 1]]), max_new_tokens=1, do_sample=False, **extra)
+    # Without a start token of its own, generate() needs to be told; padding is T5's.
+    generation = GenerationConfig.from_model_config(config)
+    generation.update(**named)
+    rule = T5PromptRule(config, generation, None, limits(20))
+    prompt = None if given is None else TokensPrompt(given)
+    assert rule.prompt_ids("any", prompt) == out[0, :-1].tolist()
+
+
+@pytest.fixture(scope="module")
+def whisper_model(tmp_path_factory: pytest.TempPathFactory) -> WhisperForConditionalGeneration:
+    folder = build_whisper(tmp_path_factory.mktemp("whisper"))
+    return WhisperForConditionalGeneration.from_pretrained(folder)
+
+
+def whisper_rule(
+    model: WhisperForConditionalGeneration, settings: dict[str, Any] | None = None
+) -> WhisperPromptRule:
+    return WhisperPromptRule(
+        model.config, generation_of(model, settings), None, limits(model.config.vocab_size)
+    )
+
+
+def generation_of(
+    model: WhisperForConditionalGeneration, settings: dict[str, Any] | None
+) -> GenerationConfig:
+    generation = deepcopy(model.generation_config)
+    for name, value in (settings or {}).items():
+        setattr(generation, name, value)
+    return generation
+
+
+def begun_by_generate(
+    model: WhisperForConditionalGeneration, settings: dict[str, Any] | None, **request: Any
+) -> list[list[int]]:
+    """What ``generate`` gives the decoder, read off where it runs up to the first token."""
+    seen: list[list[int]] = []
+
+    def note(module: object, args: object, kwargs: dict[str, Any]) -> None:
+        seen.append(kwargs["input_ids"][0].tolist())
+
+    hook = model.model.decoder.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        features = torch.zeros(1, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+        model.generate(
+            features,
+            generation_config=generation_of(model, settings),
+            max_new_tokens=1,
+            attention_mask=torch.ones_like(features[:, 0]),
+            **request,
+        )
+    finally:
+        hook.remove()
+    return seen
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "as published": {},
+    "a language": {"language": "de"},
+    "a task": {"task": "translate", "language": "<|zh|>"},
+    "timestamps": {"return_timestamps": True, "language": "en"},
+}
+WISHES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "a code": {"language": "zh"},
+    "a name": {"language": "German"},
+    "a token": {"language": "<|en|>"},
+    "a task": {"language": "en", "task": "translate"},
+    "the usual task": {"language": "en", "task": "transcribe"},
+    "timestamps": {"language": "en", "return_timestamps": True},
+    "no timestamps": {"language": "en", "return_timestamps": False},
+}
+
+
+# Where nobody names a language, generate() runs the model once more to detect it.
+NAMED = [(s, w) for s in SETTINGS for w in WISHES if "language" in SETTINGS[s] | WISHES[w]]
+
+
+@pytest.mark.parametrize(("settings", "wishes"), NAMED)
+def test_whisper_begins_as_generate_has_it(
+    settings: str, wishes: str, whisper_model: WhisperForConditionalGeneration
+) -> None:
+    configured, wished = SETTINGS[settings], WISHES[wishes]
+    asked = AudioPrompt(
+        "any.wav",
+        language=wished.get("language"),
+        task=wished.get("task"),
+        timestamps=wished.get("return_timestamps"),
+    )
+    found = whisper_rule(whisper_model, configured).prompt_ids(asked, None)
+    assert [found] == begun_by_generate(whisper_model, configured, **wished)
+
+
+def test_an_old_checkpoints_forced_ids_are_taken(
+    whisper_model: WhisperForConditionalGeneration,
+) -> None:
+    known: Any = whisper_model.generation_config
+    forced = [[1, known.lang_to_id["<|de|>"]], [2, known.task_to_id["translate"]]]
+    settings = {"forced_decoder_ids": forced}
+    found = whisper_rule(whisper_model, settings).prompt_ids(AudioPrompt("any.wav"), None)
+    assert [found] == begun_by_generate(whisper_model, settings)
+    assert found[1:3] == [token_id for _, token_id in forced]
+
+
+@pytest.mark.parametrize("wishes", [{}, {"task": "translate"}, {"return_timestamps": True}])
+@pytest.mark.parametrize("forced", [None, [[1, None]], [[1, None], [2, "transcribe"]]])
+def test_a_language_that_nobody_named_is_chosen_where_generate_detects_it(
+    wishes: dict[str, Any],
+    forced: list[list[Any]] | None,
+    whisper_model: WhisperForConditionalGeneration,
+) -> None:
+    known: Any = whisper_model.generation_config
+    settings: dict[str, Any] = {}
+    if forced is not None:
+        ids = {None: None} | known.task_to_id
+        settings["forced_decoder_ids"] = [[place, ids[name]] for place, name in forced]
+    detecting, *_, expected = begun_by_generate(whisper_model, settings, **wishes)
+    rule = whisper_rule(whisper_model, settings)
+    asked = AudioPrompt(
+        "any.wav", task=wishes.get("task"), timestamps=wishes.get("return_timestamps")
+    )
+    choice = rule.prompt_choice(asked, None)
+    assert choice is not None
+    assert rule.prompt_ids(asked, None) == detecting
+    assert set(choice.candidates) == set(known.lang_to_id.values())
+    assert expected[1] in choice.candidates
+    if "task" not in wishes and "transcribe" not in str(forced):
+        # generate() leaves the task out here, and models write nonsense.
+        expected.insert(2, known.task_to_id["transcribe"])
+    assert (*detecting, expected[1], *choice.then) == tuple(expected)
+
+
+def test_a_named_language_or_a_prompt_of_ones_own_leaves_nothing_to_choose(
+    whisper_model: WhisperForConditionalGeneration,
+) -> None:
+    rule, audio = whisper_rule(whisper_model), AudioPrompt("any.wav")
+    assert rule.prompt_choice(AudioPrompt("any.wav", language="en"), None) is None
+    assert whisper_rule(whisper_model, {"language": "de"}).prompt_choice(audio, None) is None
+    assert rule.prompt_choice(audio, TokensPrompt((9, 10))) is None
+
+
+def test_an_english_model_needs_no_language_and_takes_none(
+    whisper_model: WhisperForConditionalGeneration,
+) -> None:
+    settings = {"is_multilingual": False, "lang_to_id": None, "task_to_id": None}
+    rule = whisper_rule(whisper_model, settings)
+    known: Any = whisper_model.generation_config
+    assert rule.prompt_choice(AudioPrompt("any.wav"), None) is None
+    start = [known.decoder_start_token_id, known.no_timestamps_token_id]
+    assert rule.prompt_ids(AudioPrompt("any.wav"), None) == start
+    with pytest.raises(ValueError, match="knows English only"):
+        rule.prompt_ids(AudioPrompt("any.wav", language="en"), None)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "settings", "expected"),
+    [
+        ({"language": "klingon"}, {}, "language 'klingon' is unknown .* knows de, en, zh"),
+        ({"language": "es"}, {}, "language 'es' is unknown .* knows de, en, zh"),
+        ({"language": "en", "task": "sing"}, {}, "task 'sing' is unknown .* transcribe, translate"),
+        (
+            {"language": "en", "timestamps": True},
+            {"no_timestamps_token_id": None},
+            "timestamps are not to be had",
+        ),
+    ],
+)
+def test_wishes_that_a_checkpoint_cannot_fulfil_are_errors(
+    wishes: dict[str, Any],
+    settings: dict[str, Any],
+    expected: str,
+    whisper_model: WhisperForConditionalGeneration,
+) -> None:
+    with pytest.raises(ValueError, match=expected):
+        whisper_rule(whisper_model, settings).prompt_ids(AudioPrompt("any.wav", **wishes), None)
+
+
+def test_whispers_decoder_prompt_may_begin_with_what_was_said_before(
+    whisper_model: WhisperForConditionalGeneration,
+) -> None:
+    known: Any = whisper_model.generation_config
+    start, previous = known.decoder_start_token_id, known.prev_sot_token_id
+    rule, audio = whisper_rule(whisper_model), AudioPrompt("any.wav")
+    assert rule.prompt_ids(audio, TokensPrompt((previous, 9, start))) == [previous, 9, start]
+    assert rule.prompt_ids(audio, TokensPrompt((9, 10))) == [start, 9, 10]
+
+
+def test_whispers_decoder_text_is_taken_as_it_is(tmp_path: Path) -> None:
+    folder = build_whisper(tmp_path)
+    model = WhisperForConditionalGeneration.from_pretrained(folder)
+    known: Any = model.generation_config
+    bounds = limits(model.config.vocab_size)
+    rule = WhisperPromptRule(model.config, known, load_tokenizer(folder), bounds)
+    text = "<|startoftranscript|><|zh|><|translate|><|notimestamps|>"
+    asked = AudioPrompt("any.wav", language="zh", task="translate")
+    expected = rule.prompt_ids(asked, None)
+    for prompt in (text, TextPrompt(text)):
+        assert rule.prompt_ids(AudioPrompt("any.wav"), prompt) == expected
+    with pytest.raises(ValueError, match="language and task cannot stand beside a decoder prompt"):
+        rule.prompt_ids(asked, text)
+
+
+RATE = 16_000
+EXTRACTOR = WhisperFeatureExtractor(feature_size=16, chunk_length=1)
+INPUTS = AudioEncoderInputs(FixedEncoder(max_encoder_len=50), EXTRACTOR)
+
+
+def sine(seconds: float, rate: int = RATE, hertz: float = 300.0) -> np.ndarray:
+    return np.sin(2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate).astype(np.float32)
+
+
+def write_wav(path: Path, samples: np.ndarray, rate: int = RATE) -> Path:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(np.round(samples * 32767).astype("<i2").tobytes())
+    return path
+
+
+def make(prompt: object, salt: str | None = None):
+    return INPUTS.make(prompt, cache_salt=salt)
+
+
+@pytest.mark.parametrize("kind", [torch.from_numpy, np.asarray, lambda x: x.astype(np.float64)])
+def test_samples_become_the_extractors_features(kind) -> None:
+    samples = sine(0.7)
+    made = make(AudioPrompt(kind(samples)))
+    expected = EXTRACTOR(samples, sampling_rate=RATE, return_tensors="pt")["input_features"][0]
+    assert torch.equal(made.features["input_features"], expected)
+    assert made.num_tokens == 50
+    assert made.token_ids == ()
+
+
+def test_a_file_is_known_by_its_samples(tmp_path: Path) -> None:
+    path = write_wav(tmp_path / "a.wav", sine(0.5))
+    samples = np.round(sine(0.5) * 32767).astype(np.float32) / 32768
+    hashes = {
+        make(AudioPrompt(path)).content_hash,
+        make(AudioPrompt(str(path), sampling_rate=RATE)).content_hash,
+        make(AudioPrompt(samples, language="fr", task="translate")).content_hash,
+    }
+    assert len(hashes) == 1, "what the decoder is asked for changes nothing in the encoder"
+
+
+def test_other_sound_and_another_salt_are_known_apart() -> None:
+    prompts = [AudioPrompt(sine(0.5)), AudioPrompt(sine(0.5, hertz=301)), AudioPrompt(sine(0.6))]
+    hashes = {make(prompt, salt).content_hash for prompt in prompts for salt in (None, "", "a")}
+    assert len(hashes) == 9
+
+
+def test_a_whole_window_is_one_input_and_more_becomes_windows(tmp_path: Path) -> None:
+    assert isinstance(make(AudioPrompt(sine(1.0))), EncoderInput)
+    longer = sine(1.25)
+    for audio in (longer, write_wav(tmp_path / "a.wav", longer)):
+        assert make(AudioPrompt(audio)).num_frames == 125
+
+
+NO_SPEECH = {
+    "text": ("hello", "encoder takes audio .* but the encoder prompt is text"),
+    "a text prompt": (TextPrompt("hello"), "the encoder prompt is text"),
+    "token ids": (TokensPrompt((1, 2)), "the encoder prompt is token ids"),
+    "an image": (ImagePrompt("a.png"), "the encoder prompt is an image"),
+    "nothing": (AudioPrompt(np.zeros(0, np.float32)), "the audio is empty"),
+    "stereo": (AudioPrompt(np.zeros((2, 9), np.float32)), r"must be mono.*got shape \(2, 9\)"),
+    "integers": (AudioPrompt(torch.zeros(9, dtype=torch.int16)), "got torch.int16"),
+    "a list": (AudioPrompt([0.0, 0.1]), "got list"),
+    "not a number": (AudioPrompt(np.array([0.0, np.nan])), "NaN or infinite"),
+    "no rate": (AudioPrompt(sine(0.1), sampling_rate=0), "sampling rate of 0 samples per second"),
+    "no file": (AudioPrompt("no.wav"), "'no.wav' cannot be read"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_SPEECH)
+def test_what_is_no_speech_is_refused(kind: str) -> None:
+    prompt, expected = NO_SPEECH[kind]
+    with pytest.raises(ValueError, match=expected):
+        make(prompt)
+
+
+def test_a_files_own_sampling_rate_cannot_be_contradicted(tmp_path: Path) -> None:
+    path = write_wav(tmp_path / "a.wav", sine(0.1))
+    with pytest.raises(ValueError, match="has 16000 samples per second, but the prompt says"):
+        make(AudioPrompt(path, sampling_rate=8_000))
+
+
+def test_the_extractor_comes_from_the_checkpoint(tmp_path: Path) -> None:
+    EXTRACTOR.save_pretrained(tmp_path)
+    assert SampleReader.of(load_extractor(tmp_path)).longest.seconds == 1.0
+
+
+def test_a_checkpoint_without_the_right_extractor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="feature extractor in .* cannot be loaded"):
+        AudioEncoderInputs(FixedEncoder(), load_extractor(tmp_path))
+    SeamlessM4TFeatureExtractor(feature_size=16, num_mel_bins=16).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="a SeamlessM4T.*must make spectrograms of windows"):
+        AudioEncoderInputs(FixedEncoder(), load_extractor(tmp_path))
+
+
+NAMES = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> ImageEncoderInputs:
+    folder = tmp_path_factory.mktemp("processor")
+    MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=4).save_pretrained(
+        folder
+    )
+    return ImageEncoderInputs(FixedEncoder(68), load_image_processor(folder), NAMES)
+
+
+def picture(width: int = 40, height: int = 20, seed: int = 0, mode: str = "RGB") -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+def test_an_image_becomes_the_processors_tiles(inputs: ImageEncoderInputs) -> None:
+    made = inputs.make(ImagePrompt(picture()), cache_salt=None)
+    processor = MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=4)
+    expected = processor(picture(), return_tensors="pt")
+    assert made.features.keys() == set(NAMES)
+    for name in NAMES:
+        assert torch.equal(made.features[name], expected[name][0])
+    assert made.num_tokens == 68
+
+
+def test_a_file_is_known_by_its_pixels(inputs: ImageEncoderInputs, tmp_path: Path) -> None:
+    picture().save(tmp_path / "a.png")
+    images = [tmp_path / "a.png", str(tmp_path / "a.png"), picture(), picture(seed=1)]
+    hashes = [inputs.make(ImagePrompt(image), cache_salt=None).content_hash for image in images]
+    assert len({*hashes[:3]}) == 1
+    assert hashes[3] != hashes[0]
+    salted = inputs.make(ImagePrompt(picture()), cache_salt="a").content_hash
+    assert salted != hashes[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("text", "encoder takes an image, but the encoder prompt is text"),
+        (AudioPrompt("a.wav"), "the encoder prompt is audio"),
+        (ImagePrompt(3), "image must be a file, an image of Pillow or an array of pixels, got int"),
+    ],
+)
+def test_other_prompts_are_refused(
+    prompt: object, expected: str, inputs: ImageEncoderInputs
+) -> None:
+    with pytest.raises(ValueError, match=expected):
+        inputs.make(prompt, cache_salt=None)
+
+
+def test_a_checkpoint_without_a_processor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="image processor in .* cannot be loaded"):
+        load_image_processor(tmp_path)

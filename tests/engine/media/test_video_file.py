@@ -1,16 +1,33 @@
-"""Frames and sound of mp4 and webm, no more than they may have, and in step."""
+"""Frames and sound of mp4 and webm, in step and bounded; a model sees a file as its tensors."""
 
 from __future__ import annotations
 
+import json
 import os
+from base64 import b64encode
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoImageProcessor
 
+from engine import (
+    AudioPrompt,
+    EngineConfig,
+    LLMEngine,
+    SamplingParams,
+    TokensPrompt,
+    VideoFeatures,
+    VideoPrompt,
+)
+from engine.inputs.multimodal_inputs import VideoFeatureMaker, VideoSampling
 from engine.interface.config import MediaLimits
 from engine.media.media_source import MediaSource
 from engine.media.video_file import VideoInfo, probe_video, read_frames, read_soundtrack, upright
+from tests.support.thinker_asks import shows
 from tests.support.videos import FORMATS, moving_picture, video_file
 
 LIMITS = MediaLimits()
@@ -151,3 +168,241 @@ def test_a_file_that_lost_its_end_is_refused(kind: str, files: dict[str, bytes])
         return
     with pytest.raises(ValueError, match=r"the video (cannot be read|is cut off|is damaged)"):
         chosen(content, list(range(12)))
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+FPS = 8
+
+
+@pytest.fixture(scope="module")
+def folder(seeded: Callable[[str], str]) -> str:
+    return seeded("qwen2_5_omni")
+
+
+@pytest.fixture(scope="module")
+def engine(folder: str) -> LLMEngine:
+    return build(folder, "thinker")
+
+
+@pytest.fixture(scope="module")
+def deaf(seeded: Callable[[str], str]) -> LLMEngine:
+    return build(seeded("qwen2_5_vl"), None)
+
+
+def build(folder: str, part: str | None) -> LLMEngine:
+    return LLMEngine(
+        EngineConfig(
+            model=folder,
+            part=part,
+            num_blocks=256,
+            block_size=8,
+            max_model_len=512,
+            dtype="float32",
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def talkie() -> bytes:
+    return video_file("mp4", moving_picture(28, (84, 60)), FPS, tone(3.5))
+
+
+def as_tensors(folder: str, content: bytes, indices: list[int], *, hears: bool) -> VideoFeatures:
+    """By the image processor alone: a frame is an image, and every second one is the other half."""
+    source = MediaSource(content, "video", 2**20)
+    info = probe_video(source, MediaLimits())
+    frames = list(read_frames(source, info, indices, MediaLimits()))
+    processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    made = processor(images=frames, return_tensors="pt")
+    height, width = made["image_grid_thw"][0, 1:].tolist()
+    patches = made["pixel_values"].reshape(len(frames), height * width, 3, 2, 14 * 14)
+    pairs = torch.stack([patches[0::2, :, :, 0], patches[1::2, :, :, 1]], dim=3)
+    sound = read_soundtrack(source, MediaLimits()) if hears else None
+    seconds = 2 / (len(indices) / info.num_frames * info.fps)
+    return VideoFeatures(
+        pairs.reshape(-1, 3 * 2 * 14 * 14),
+        (len(frames) // 2, height, width),
+        seconds,
+        None if sound is None else AudioPrompt(*sound),
+    )
+
+
+def rows(
+    engine: LLMEngine, item: Any, placeholder: str = "<|VIDEO|>"
+) -> tuple[torch.Tensor, list[int], int]:
+    engine.reset_prefix_cache()
+    assert engine.tokenizer is not None
+    shown = engine.tokenizer.get_vocab()[placeholder]
+    prompt = TokensPrompt((5, shown, 6, 7), {"video": [item]})
+    (output,) = engine.generate(prompt, GREEDY)
+    assert output.error is None
+    return (
+        output.outputs[0].tensors["hidden_states"],
+        list(output.outputs[0].token_ids),
+        output.num_prompt_tokens,
+    )
+
+
+@pytest.mark.parametrize("hears", [True, False])
+@pytest.mark.parametrize("kind", ["mp4", "webm"])
+def test_a_file_is_seen_as_its_frames_given_as_tensors(
+    engine: LLMEngine, folder: str, kind: str, hears: bool, tmp_path: Path
+) -> None:
+    content = video_file(kind, moving_picture(28, (84, 60)), FPS, tone(3.5))
+    # 3.5 s: 7 frames at two a second, of which a grid takes two.
+    indices = [0, 4, 9, 14, 18, 23]
+    expected, ids, num_tokens = rows(engine, as_tensors(folder, content, indices, hears=hears))
+    path = tmp_path / "video"
+    path.write_bytes(content)
+    url = f"data:video/{kind};base64,{b64encode(content).decode()}"
+    forms: list[Any] = [VideoPrompt(form, use_audio=hears) for form in (path, content, url)]
+    if hears:
+        forms.append(str(path))
+    for form in forms:
+        found, found_ids, found_tokens = rows(engine, form)
+        assert (found_ids, found_tokens) == (ids, num_tokens)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["mp4", "webm"])
+def test_a_model_that_does_not_hear_sees_a_file_as_its_frames(
+    deaf: LLMEngine, seeded: Callable[[str], str], kind: str, tmp_path: Path
+) -> None:
+    content = video_file(kind, moving_picture(28, (84, 60)), FPS, tone(3.5))
+    tensors = as_tensors(seeded("qwen2_5_vl"), content, [0, 4, 9, 14, 18, 23], hears=False)
+    expected, ids, num_tokens = rows(deaf, tensors, "<|video_pad|>")
+    path = tmp_path / "video"
+    path.write_bytes(content)
+    for form in (str(path), content, VideoPrompt(path)):
+        found, found_ids, found_tokens = rows(deaf, form, "<|video_pad|>")
+        assert (found_ids, found_tokens) == (ids, num_tokens)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_a_file_hits_what_was_computed_for_it(engine: LLMEngine, talkie: bytes) -> None:
+    prompt = shows(engine, 5, ("video", talkie), 6, 7)
+    engine.reset_prefix_cache()
+    engine.generate(prompt, GREEDY)
+    (again,) = engine.generate(prompt, GREEDY)
+    assert again.num_cached_tokens >= again.num_prompt_tokens - 8
+
+
+def sampling(**stated: Any) -> VideoSampling:
+    return VideoSampling(**stated)
+
+
+@pytest.mark.parametrize(
+    ("stated", "num_frames", "fps", "expected"),
+    [
+        ({}, 48, 24.0, [0, 12, 24, 36]),  # two a second, but no fewer than four
+        ({"min_frames": 2}, 48, 24.0, [0, 12, 24, 36]),
+        ({"fps": 1.0, "min_frames": 2}, 48, 24.0, [0, 24]),
+        ({}, 28, 8.0, [0, 4, 9, 14, 18, 23]),
+        ({"max_frames": 5}, 48, 8.0, [0, 12, 24, 36]),
+        ({"num_frames": 6, "fps": None}, 12, 24.0, [0, 2, 4, 6, 8, 10]),
+        ({}, 3, 24.0, [0, 1]),
+        ({}, 1, 24.0, [0]),
+    ],
+)
+def test_frames_are_chosen_as_by_the_published_processors(
+    stated: dict[str, Any], num_frames: int, fps: float, expected: list[int]
+) -> None:
+    info = VideoInfo(num_frames, fps, 64, 48, False)
+    assert sampling(**stated).choose(info, 2) == expected
+
+
+def test_more_frames_than_there_are_cannot_be_looked_at() -> None:
+    with pytest.raises(ValueError, match="looks at 6 frames of a video, and this one has 4"):
+        sampling(num_frames=6, fps=None).choose(VideoInfo(4, 8.0, 64, 48, False), 2)
+
+
+def test_a_single_frame_is_shown_twice(folder: str) -> None:
+    content = video_file("mp4", moving_picture(1, (56, 56)), FPS)
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    maker = VideoFeatureMaker(processor, VideoSampling(min_pixels=784, max_pixels=12_544))
+    features: Any = maker.read(content, hears=True, check_rows=lambda _: None)
+    assert features.video_grid_thw == (1, 4, 4) and features.audio is None
+    halves = features.pixel_values_videos.view(16, 3, 2, 196)
+    assert torch.equal(halves[:, :, 0], halves[:, :, 1])
+
+
+def test_the_checkpoint_says_what_it_looks_at(tmp_path: Path) -> None:
+    assert VideoSampling.load(tmp_path) == VideoSampling()
+    own = {"fps": 1, "size": {"shortest_edge": 784, "longest_edge": 7840}, "max_frames": 16}
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(own))
+    assert VideoSampling.load(tmp_path) == VideoSampling(
+        fps=1.0, max_frames=16, min_pixels=784, max_pixels=7840
+    )
+    nested = {"video_processor": {"num_frames": 8, "min_pixels": 800}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(nested))
+    assert VideoSampling.load(tmp_path) == VideoSampling(fps=None, num_frames=8, min_pixels=800)
+
+
+def test_frames_share_the_rows_that_a_video_may_take(tmp_path: Path) -> None:
+    """As transformers' video processor reckons where a checkpoint asks for it."""
+    stated: dict[str, Any] = {"size": {"shortest_edge": 3136, "longest_edge": 602_112}}
+    file = tmp_path / "video_preprocessor_config.json"
+    capped = {"cap_pixels_per_frame": True, "max_video_tokens": 1000}
+    for more, few, many in (({}, 602_112, 602_112), (capped, 352_800, 14_112)):
+        file.write_text(json.dumps(stated | more))
+        sampling = VideoSampling.load(tmp_path)
+        assert sampling.size(4, 2, 28) == {"shortest_edge": 3136, "longest_edge": few}
+        assert sampling.size(100, 2, 28) == {"shortest_edge": 3136, "longest_edge": many}
+    assert sampling.size(768, 2, 28)["longest_edge"] == 3292  # no less than 1.05 of the least
+    file.write_text(json.dumps(stated | {"cap_pixels_per_frame": True}))
+    assert VideoSampling.load(tmp_path).max_video_tokens == 128_000
+
+
+WRONG_SETTINGS = {
+    '{"cap_pixels_per_frame": true, "max_video_tokens": 0}': "max_video_tokens must be an integer",
+    '{"fps": 0}': r"video_preprocessor_config\.json: fps must be a number of more than 0, got 0",
+    '{"fps": "fast"}': "fps must be a number",
+    '{"fps": 1, "num_frames": 4}': "fps and num_frames exclude each other",
+    '{"max_frames": 0}': "max_frames must be an integer of 1 or more, got 0",
+    '{"size": 3}': "size must be a mapping, got 3",
+    "[]": "must hold a JSON object, got list",
+    "{": r"video_preprocessor_config\.json is no valid JSON",
+}
+
+
+@pytest.mark.parametrize("content", WRONG_SETTINGS)
+def test_wrong_settings_are_refused_by_file_and_key(tmp_path: Path, content: str) -> None:
+    (tmp_path / "video_preprocessor_config.json").write_text(content)
+    with pytest.raises(ValueError, match=WRONG_SETTINGS[content]):
+        VideoSampling.load(tmp_path)
+
+
+def test_what_the_model_cannot_take_is_refused_before_all_of_it_is_decoded(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine.inputs import multimodal_inputs
+
+    decoded = []
+
+    def counting(*args: Any) -> Any:
+        for frame in read_frames(*args):
+            decoded.append(frame)
+            yield frame
+
+    monkeypatch.setattr(multimodal_inputs, "read_frames", counting)
+    long = video_file("mp4", moving_picture(240, (112, 112)), 2)
+    with pytest.raises(ValueError, match="video 0: the prompt has 1920 tokens, but max_model_len"):
+        engine.generate(shows(engine, 5, ("video", long), 6), GREEDY)
+    assert len(decoded) == 1
+
+
+def test_a_bad_file_fails_alone(engine: LLMEngine, talkie: bytes, tmp_path: Path) -> None:
+    (tmp_path / "no.mp4").write_text("no video")
+    bad = {
+        tmp_path / "no.mp4": "video 0: .*it is neither mp4 nor webm",
+        tmp_path / "missing.mp4": "No such file",
+        talkie[:2000]: "video 0: the video cannot be read as a video",
+    }
+    engine.add_request("good", shows(engine, 5, ("video", talkie), 6), GREEDY)
+    for item, message in bad.items():
+        with pytest.raises(ValueError, match=message):
+            engine.add_request("bad", shows(engine, 5, ("video", item), 6), GREEDY)
+    while engine.has_unfinished_requests:
+        outputs = engine.step()
+    assert [(output.request_id, output.error) for output in outputs] == [("good", None)]
+    engine.check_integrity()

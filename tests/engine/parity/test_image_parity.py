@@ -1,22 +1,31 @@
-"""Files and text in, tokens and rows out, through the whole engine: equal to transformers."""
+"""Pictures and videos among text, through the whole engine: equal to transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Qwen2_5_VLForConditionalGeneration,
+)
 
-from engine import EngineConfig, LLMEngine, SamplingParams, TextPrompt
+from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
+from engine.interface.prompts import VideoFeatures
 from omni.seeded.multimodal import build_llava, build_qwen2_5_vl
 from tests.support.encoder_decoder_reference import assert_greedy_choices
 from tests.support.native_kernels import needs_kernels
 from tests.support.pictures import PLACEHOLDER, picture
+from tests.support.thinker_reference import clip
 
 NUM_TOKENS = 12
 BUILDERS: dict[str, Callable[[Path], Path]] = {
@@ -107,3 +116,248 @@ def test_mixed_requests_equal_transformers(
             torch.testing.assert_close(rows, expected, atol=1e-4, rtol=0)
     assert len({output.outputs[0].token_ids for output in cold}) == len(cold)
     assert engine.stats().encoder_runs == 4
+
+
+NUM_SHOWN = 8
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_SHOWN, ignore_eos=True)
+PLACES_PER_SECOND = 2
+
+Piece = list[int] | Image.Image | VideoFeatures
+
+
+def text(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(6, 700, (count,), generator=generator).tolist()
+    return ids
+
+
+# A clip is 2 x 3 rows for every grid. The first three end in time before they end in width.
+SHORT: dict[str, list[Piece]] = {
+    "video": [text(4, 1), clip(1, grids=2, seconds=1.0), text(5, 2)],
+    "grids at one place": [text(4, 1), clip(2, grids=3, seconds=0.25), text(3, 3)],
+    "a single grid": [clip(3, grids=1), text(6, 4)],
+    "text": [text(9, 5)],
+}
+LONG: dict[str, list[Piece]] = {
+    "video that outlasts its width": [text(4, 1), clip(4, grids=5, seconds=1.0), text(5, 2)],
+    "seconds between grids": [text(2, 6), clip(5, grids=4, seconds=2.5), text(3, 3)],
+    "fractions of places": [text(3, 7), clip(6, grids=6, seconds=0.7), text(3, 8)],
+    "videos and pictures": [
+        picture(0),
+        text(3, 9),
+        clip(7, grids=4, seconds=3.0),
+        picture(2),
+        text(1, 2),
+        clip(4, grids=5, seconds=1.0),
+        text(1, 4),
+        clip(1, grids=2, seconds=1.0),
+        text(4, 3),
+    ],
+}
+TALKS = SHORT | LONG
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A prompt as transformers takes it."""
+
+    ids: Tensor
+    kinds: Tensor
+    places: Tensor
+    features: dict[str, Tensor]
+
+
+class VideoReference:
+    """A checkpoint in transformers; where tokens lie is counted here, one after the other."""
+
+    def __init__(self, folder: str) -> None:
+        loaded = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        self.model = loaded.eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.images: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
+
+    def prompt(self, pieces: Sequence[Piece]) -> TokensPrompt:
+        """As the engine takes it."""
+        config, ids = self.model.config, list[int]()
+        items: dict[str, list[Any]] = {}
+        for piece in pieces:
+            match piece:
+                case list():
+                    ids += piece
+                case VideoFeatures():
+                    ids.append(config.video_token_id)
+                    items.setdefault("video", []).append(piece)
+                case _:
+                    ids.append(config.image_token_id)
+                    items.setdefault("image", []).append(piece)
+        return TokensPrompt(tuple(ids), items)
+
+    def shown(self, pieces: Sequence[Piece]) -> Shown:
+        ids, kinds, places, parts = list[int](), list[int](), list[list[int]](), dict[str, Any]()
+        for piece in pieces:
+            begin = max(map(max, places), default=-1) + 1
+            if isinstance(piece, list):
+                ids += piece
+                kinds += [0] * len(piece)
+                places += [[begin + n] * 3 for n in range(len(piece))]
+                continue
+            kind, grid, seconds, features = self._features(piece)
+            for name, value in features.items():
+                parts.setdefault(name, []).append(value)
+            rows = [
+                [begin + int(t * seconds * PLACES_PER_SECOND), begin + h, begin + w]
+                for t in range(grid[0])
+                for h in range(grid[1] // 2)
+                for w in range(grid[2] // 2)
+            ]
+            placeholders = (self.model.config.image_token_id, self.model.config.video_token_id)
+            ids += [placeholders[kind - 1]] * len(rows)
+            kinds += [kind] * len(rows)
+            places += rows
+        features = {name: torch.cat(values) for name, values in parts.items()}
+        return Shown(torch.tensor([ids]), torch.tensor([kinds]), torch.tensor(places).T, features)
+
+    def _features(
+        self, piece: Image.Image | VideoFeatures
+    ) -> tuple[int, list[int], float, dict[str, Tensor]]:
+        """Its kind in transformers' numbers, its grid, the seconds between grids, its tensors."""
+        if isinstance(piece, VideoFeatures):
+            grid, seconds = [int(side) for side in piece.video_grid_thw], piece.second_per_grid
+            tensors = {
+                "pixel_values_videos": piece.pixel_values_videos,
+                "video_grid_thw": torch.tensor([grid]),
+                "second_per_grid_ts": torch.tensor([seconds]),
+            }
+            return 2, grid, seconds, tensors
+        made: dict[str, Tensor] = dict(self.images(images=piece, return_tensors="pt"))
+        return 1, made["image_grid_thw"][0].tolist(), 0.0, made
+
+    @torch.inference_mode()
+    def rows(self, shown: Shown, answer: Sequence[int]) -> Tensor:
+        """Hidden states of prompt and answer, but for its last token, in one pass."""
+        follow = torch.arange(len(answer) - 1) + int(shown.places.max()) + 1
+        places = torch.cat([shown.places, follow.expand(3, -1)], dim=1)
+        self.model.model.rope_deltas = None
+        output = self.model.model(
+            input_ids=torch.cat([shown.ids, torch.tensor([list(answer[:-1])]).long()], dim=1),
+            position_ids=places[:, None],
+            use_cache=False,
+            **shown.features,
+        )
+        rows: Tensor = output.last_hidden_state[0]
+        return rows
+
+    @torch.inference_mode()
+    def generate(self, shown: Shown) -> list[int]:
+        """By transformers alone, with the places that it finds itself."""
+        self.model.model.rope_deltas = None
+        output = self.model.generate(
+            input_ids=shown.ids,
+            attention_mask=torch.ones_like(shown.ids),
+            mm_token_type_ids=shown.kinds,
+            do_sample=False,
+            max_new_tokens=NUM_SHOWN,
+            eos_token_id=None,
+            **shown.features,
+        )
+        ids: list[int] = output[0, shown.ids.shape[1] :].tolist()
+        return ids
+
+
+@pytest.fixture(scope="module")
+def reference(seeded: Callable[[str], str]) -> VideoReference:
+    return VideoReference(seeded("qwen2_5_vl"))
+
+
+def build(folder: str, block_size: int, budget: int, num_seqs: int) -> LLMEngine:
+    return LLMEngine(
+        EngineConfig(
+            model=folder,
+            block_size=block_size,
+            num_blocks=2048 // block_size,
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=256,
+        )
+    )
+
+
+def assert_equal(reference: VideoReference, pieces: Sequence[Piece], output: RequestOutput) -> None:
+    assert output.error is None
+    shown, answer = reference.shown(pieces), output.outputs[0].token_ids
+    assert list(output.prompt_token_ids) == shown.ids[0].tolist()
+    expected = reference.rows(shown, answer)
+    torch.testing.assert_close(
+        output.outputs[0].tensors["hidden_states"], expected, atol=1e-4, rtol=0
+    )
+    with torch.inference_mode():
+        logits = reference.model.lm_head(expected[shown.ids.shape[1] - 1 :])
+    assert_greedy_choices(logits, list(answer))
+
+
+@pytest.mark.parametrize(
+    ("block_size", "budget", "num_seqs"), [(4, 256, 4), (16, 256, 8), (4, 7, 3)]
+)
+def test_mixed_requests_equal_transformers_cold_and_warm(
+    reference: VideoReference,
+    seeded: Callable[[str], str],
+    block_size: int,
+    budget: int,
+    num_seqs: int,
+) -> None:
+    engine = build(seeded("qwen2_5_vl"), block_size, budget, num_seqs)
+    prompts = [reference.prompt(pieces) for pieces in TALKS.values()]
+    for temperature in ("cold", "warm"):
+        for pieces, output in zip(TALKS.values(), engine.generate(prompts, GREEDY), strict=True):
+            assert_equal(reference, pieces, output)
+            if temperature == "warm":
+                last = output.num_prompt_tokens - 1
+                assert output.num_cached_tokens == last // block_size * block_size
+    stats = engine.stats().kv
+    assert stats is not None and stats.items is not None and stats.items.held == 0
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_generate_of_transformers_gives_the_same(
+    reference: VideoReference, seeded: Callable[[str], str], name: str
+) -> None:
+    """Of what ends in time before it ends in height or width; see the family's module."""
+    shown = reference.shown(SHORT[name])
+    (output,) = build(seeded("qwen2_5_vl"), 4, 64, 1).generate(
+        reference.prompt(SHORT[name]), GREEDY
+    )
+    assert list(output.outputs[0].token_ids) == reference.generate(shown)
+
+
+@pytest.mark.parametrize("name", TALKS)
+def test_places_of_videos_equal_transformers(reference: VideoReference, name: str) -> None:
+    """Each from its own beginning: of that, transformers changed its mind in 5.3."""
+    shown = reference.shown(TALKS[name])
+    grids = {
+        f"{kind}_grid_thw": shown.features.get(f"{kind}_grid_thw") for kind in ("image", "video")
+    }
+    theirs, _ = reference.model.model.get_rope_index(
+        shown.ids,
+        shown.kinds,
+        **grids,
+        second_per_grid_ts=shown.features.get("second_per_grid_ts"),
+    )
+    if name in SHORT:
+        assert torch.equal(theirs[:, 0], shown.places)
+    for begin, end in _runs(shown.kinds[0].tolist()):
+        ours, expected = shown.places[:, begin:end], theirs[:, 0, begin:end]
+        assert torch.equal(ours - ours[0, 0], expected - expected[0, 0])
+
+
+def _runs(kinds: list[int]) -> list[tuple[int, int]]:
+    """Where each run of one kind begins and ends."""
+    borders = [n for n in range(1, len(kinds)) if kinds[n] != kinds[n - 1]]
+    return list(zip([0, *borders], [*borders, len(kinds)], strict=True))
+
+
+def test_answers_depend_on_frames_and_on_their_times(reference: VideoReference) -> None:
+    """Else parity would show little."""
+    shown = [clip(4, grids=5, seconds=1.0), clip(4, grids=5, seconds=2.0), clip(5, grids=5)]
+    rows = [reference.rows(reference.shown([text(4, 1), each, text(5, 2)]), [7]) for each in shown]
+    assert all(float((rows[0][-1] - each[-1]).abs().max()) > 1e-2 for each in rows[1:])

@@ -1,14 +1,21 @@
-"""An engine runs its model with its device as the current one: Triton launches kernels there."""
+"""Devices, cores and freed memory: what a process may use, and how an engine takes it."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from engine.interface import cpu_threads
+from engine.interface.cpu_threads import available_cores, cpu_quota
 from engine.resources.device import _warn_of_slow, on_device, resolve_dtype
 from tests.support.three_engines import KINDS, build_engine
 
@@ -78,3 +85,111 @@ def test_every_model_runs_inside_its_device(
     assert runs
     assert all(runs)
     assert entered == []
+
+
+V2 = "0::/user/job\n"
+V1 = "5:devices:/\n3:cpu,cpuacct:/job\n0::/\n"
+HOST = "0::/docker/0123\n"
+
+
+@pytest.mark.parametrize(
+    ("memberships", "files", "expected"),
+    [
+        (V2, {}, None),
+        (V2, {"user/job/cpu.max": "max 100000"}, None),
+        (V2, {"user/job/cpu.max": "150000 100000"}, 1.5),
+        (V2, {"user/cpu.max": "50000 100000", "user/job/cpu.max": "150000 100000"}, 0.5),
+        (HOST, {"cpu.max": "200000 100000"}, 2.0),
+        (
+            V1,
+            {"cpu,cpuacct/job/cpu.cfs_quota_us": "-1", "cpu,cpuacct/job/cpu.cfs_period_us": "1"},
+            None,
+        ),
+        (
+            V1,
+            {
+                "cpu,cpuacct/cpu.cfs_quota_us": "300000",
+                "cpu,cpuacct/cpu.cfs_period_us": "100000",
+            },
+            3.0,
+        ),
+    ],
+)
+def test_the_smallest_quota_of_the_groups_counts(
+    memberships: str, files: dict[str, str], expected: float | None, tmp_path: Path
+):
+    own = tmp_path / "cgroup"
+    own.write_text(memberships)
+    for name, text in files.items():
+        path = tmp_path / "mount" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert cpu_quota(own, tmp_path / "mount") == expected
+
+
+def test_without_cgroups_there_is_no_quota(tmp_path: Path):
+    assert cpu_quota(tmp_path / "none", tmp_path) is None
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(None, 3), (0.2, 1), (1.5, 2), (64.0, 3)])
+def test_a_quota_bounds_the_cores(quota: float | None, cores: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+    monkeypatch.setattr(cpu_threads, "cpu_quota", lambda: quota)
+    assert available_cores() == cores
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems' torch has another OpenMP")
+@pytest.mark.parametrize(
+    ("first", "given", "expected"),
+    [
+        ("import engine", None, "PASSIVE"),
+        ("import omni; omni.LLMEngine", None, "PASSIVE"),
+        ("import stages", "ACTIVE", "ACTIVE"),
+    ],
+)
+def test_torch_is_loaded_with_threads_that_sleep(first: str, given: str | None, expected: str):
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    environment["OMP_DISPLAY_ENV"] = "TRUE"
+    if given is not None:
+        environment["OMP_WAIT_POLICY"] = given
+    ran = subprocess.run(
+        [sys.executable, "-c", f"{first}; import torch"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.findall("OMP_WAIT_POLICY = '(.*)'", ran.stderr) == [expected]
+
+
+# Frees and asks again for 20 MiB, as a prefill's activations are; counts page faults of the second.
+SCRIPT = """
+import ctypes, resource, sys
+from engine.resources.device import keep_freed_memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+else:
+    libc.mallopt(-3, 128 << 10)
+def use():
+    block = libc.malloc(20 << 20)
+    ctypes.memset(block, 1, 20 << 20)
+    libc.free(block)
+use()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+use()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is on Linux")
+def test_freed_memory_is_used_again_without_page_faults():
+    faults = {}
+    for mode in ("keep", "default"):
+        command = [sys.executable, "-c", SCRIPT, mode]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        faults[mode] = int(done.stdout)
+    # With transparent huge pages even the default faults rarely, so it is only compared with.
+    assert faults["keep"] <= min(faults["default"], 10)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass, fields
+from types import FrameType, SimpleNamespace
+from typing import Any, cast
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.requests.request import Request, RequestStatus
+from engine.scheduling.request_queues import WaitingQueue, _Branch
+from engine.scheduling.scheduler import Admission, SchedulerOutput, StepPlan
+from prefix_cache import BlockHash, KVCacheManager
 from prefix_cache import check_integrity as check_blocks
 from tests.support.examples import examples
-from tests.support.scheduler_harness import Harness, ids
+from tests.support.scheduler_harness import BLOCK_SIZE, Harness, ids
 
 
 def test_prompts_share_the_budget_and_the_last_is_chunked() -> None:
@@ -281,3 +289,385 @@ def test_every_request_finishes_whatever_steps_fail(
     begun(harness, [r for r in requests if r.status is not RequestStatus.FINISHED] or requests)
     assert all(request.num_tokens == request.max_num_tokens for request in requests)
     assert harness.kv.stats().held == 0
+
+
+class PlainAdmission(Admission):
+    """Looks at one waiting request after the other."""
+
+    def admit_waiting(self, step: StepPlan) -> None:
+        for request in sorted(self.queues.waiting, key=lambda r: r.queue_key):
+            if not step.num_tokens or not self.may_have_seat:
+                break
+            prefix = self._find_prefix(request)
+            if prefix.in_flight or not request.can_run_from(prefix.num_tokens):
+                continue
+            if request.is_isolated or not self._let_in(request, prefix, step):
+                break
+
+
+@dataclass(frozen=True)
+class Add:
+    """A prompt of few different tokens, so that many begin alike."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    priority: int
+
+
+Event = Add | tuple[str, int]
+
+PROMPTS = st.one_of(
+    st.lists(st.sampled_from([0, 0, 0, 0, 0, 1]), min_size=1, max_size=40),
+    st.tuples(st.integers(1, 36), st.integers(0, 9), st.integers(0, 9)).map(
+        lambda drawn: [0] * drawn[0] + [2 + drawn[2]] * drawn[1]
+    ),
+)
+EVENTS = st.lists(
+    st.one_of(
+        st.builds(Add, PROMPTS.map(tuple), st.integers(1, 8), st.integers(0, 1)),
+        st.tuples(
+            st.sampled_from(["step", "step", "step", "pause", "resume", "abort", "fail"]),
+            st.integers(0, 20),
+        ),
+    ),
+    min_size=5,
+    max_size=60,
+)
+
+
+def decided(output: SchedulerOutput) -> tuple[list[tuple[str, int]], list[str]]:
+    ran = [(item.request.request_id, item.num_tokens) for item in output.scheduled]
+    return ran, [request.request_id for request in output.preempted]
+
+
+def check_queue(queue: WaitingQueue) -> None:
+    """No branch is kept for nothing, and the first is the first that is not left out."""
+    branches = [queue._root]
+    for branch in branches:
+        branches += branch.children.values()
+        assert len(branch.heap) <= 2 * (branch.num_own + len(branch.children)) + 40
+        if branch.parent is not None and not (queue._closed or queue._passed):
+            assert branch.num_own or len(branch.children) > 1
+    if not (queue._closed or queue._passed):
+        assert queue.first() is min(queue, key=lambda request: request.queue_key, default=None)
+
+
+class Pair:
+    """The same events to both."""
+
+    def __init__(self, **options: object) -> None:
+        self.harnesses = [Harness(**options) for _ in range(2)]  # type: ignore[arg-type]
+        scheduler = self.harnesses[1].scheduler
+        given = {f.name: getattr(scheduler._admission, f.name) for f in fields(Admission)}
+        scheduler._admission = PlainAdmission(**given)
+        self.requests: list[list[Request]] = []
+
+    def run(self, event: Event) -> None:
+        if isinstance(event, Add):
+            if self.harnesses[0].kv.fits(len(event.prompt) + event.max_tokens):
+                self.requests.append([self.add(harness, event) for harness in self.harnesses])
+        elif event[0] in ("step", "fail"):
+            self.step(fails=event[0] == "fail")
+        elif self.requests:
+            pair = self.requests[event[1] % len(self.requests)]
+            for harness, request in zip(self.harnesses, pair, strict=True):
+                if request.status is RequestStatus.FINISHED:
+                    continue
+                if event[0] == "pause":
+                    harness.scheduler.pause(request)
+                elif event[0] == "resume":
+                    harness.scheduler.resume(request)
+                else:
+                    harness.scheduler.finish(request)
+
+    def add(self, harness: Harness, event: Add) -> Request:
+        return harness.add(
+            f"r{len(self.requests)}",
+            list(event.prompt),
+            max_tokens=event.max_tokens,
+            priority=event.priority,
+        )
+
+    def step(self, *, fails: bool = False) -> bool:
+        """Whether anybody ran; both schedulers decide alike."""
+        ours, plain = (h.fail() if fails else h.step() for h in self.harnesses)
+        assert decided(ours) == decided(plain)
+        check_queue(self.harnesses[0].scheduler._admission.queues.waiting)
+        return bool(ours.scheduled)
+
+    def finish(self) -> None:
+        for pair in self.requests:
+            for harness, request in zip(self.harnesses, pair, strict=True):
+                harness.scheduler.resume(request)
+        for _ in range(1000):
+            if all(request.status is RequestStatus.FINISHED for request, _ in self.requests):
+                return
+            assert self.step()
+        raise AssertionError("some never end")
+
+
+ORDER_MIXES = ["full", "three_full", "gemma", "ministral", "llama4", "jamba", "mamba"]
+
+
+@pytest.mark.parametrize("mix", ORDER_MIXES)
+@settings(max_examples=examples(25))
+@given(
+    events=EVENTS,
+    num_blocks=st.integers(12, 40),
+    seats=st.integers(1, 6),
+    budget=st.integers(4, 60),
+    swaps=st.booleans(),
+)
+def test_the_order_is_that_of_a_plain_loop(
+    mix: str, events: list[Event], num_blocks: int, seats: int, budget: int, swaps: bool
+) -> None:
+    pair = Pair(mix=mix, num_blocks=num_blocks, seats=seats, budget=budget, swaps=swaps)
+    for event in events:
+        pair.run(event)
+    pair.finish()
+
+
+def test_the_streams_do_wait_for_blocks_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the property above would prove less: groups are passed over, with and without gaps."""
+    found: list[tuple[str, bool]] = []
+    pass_over_alike = Admission._pass_over_alike
+
+    def noting(self: Admission, request: Request, prefix: object) -> None:
+        pass_over_alike(self, request, prefix)  # type: ignore[arg-type]
+        found.append((mix, any(branch.but for branch in self.queues.waiting._closed)))
+
+    monkeypatch.setattr(Admission, "_pass_over_alike", noting)
+    for mix in ("full", "jamba"):
+        pair = Pair(mix=mix, budget=40, num_blocks=60)
+        for tail in range(6):
+            pair.run(Add((*[0] * 17, *[2 + tail] * (9 + tail)), 2, 0))
+        for _ in range(3):
+            pair.run(("step", 0))
+        pair.finish()
+    assert {mix for mix, _ in found} == {"full", "jamba"}
+
+
+def hashes_of(tokens: list[int]) -> tuple[BlockHash, ...]:
+    """Each stands for those before it as well."""
+    return tuple(BlockHash(bytes(tokens[: end + 1])) for end in range(len(tokens)))
+
+
+def request_of(number: int, priority: int = 0) -> Request:
+    fields: dict[str, Any] = {"request_id": f"r{number}", "queue_key": (priority, number)}
+    return cast(Request, SimpleNamespace(**fields))
+
+
+@pytest.mark.parametrize("depth", [1, 50])
+def test_to_leave_many_out_touches_few(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, not timed: how many branches are looked at, of 3,000 requests that begin alike."""
+    queue = WaitingQueue()
+    for number in range(3000):
+        queue.add(request_of(number), hashes_of([0] * depth + [number // 250 + 1, number % 250]))
+    looked_at: list[_Branch] = []
+    first_of = WaitingQueue._first_of
+
+    def counting(self: WaitingQueue, branch: _Branch) -> Request | _Branch | None:
+        looked_at.append(branch)
+        return first_of(self, branch)
+
+    monkeypatch.setattr(WaitingQueue, "_first_of", counting)
+    for _ in range(20):
+        first = queue.first()
+        assert first is not None
+        queue.pass_over_alike(first, depth)
+        assert queue.first() is None
+        queue.reopen()
+        assert queue.first() is first
+    assert len(looked_at) < 20 * 20
+
+
+MANY = 2000
+
+
+@pytest.fixture
+def looked_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the sequences whose prefixes were looked for."""
+    lengths: list[int] = []
+    find = KVCacheManager.find_cached_prefix
+
+    def noting(self: KVCacheManager, hashes, num_tokens, *args):
+        lengths.append(num_tokens)
+        return find(self, hashes, num_tokens, *args)
+
+    monkeypatch.setattr(KVCacheManager, "find_cached_prefix", noting)
+    return lengths
+
+
+def num_looked_for(harness: Harness, looked_for: list[int]) -> int:
+    looked_for.clear()
+    harness.step()
+    return len(looked_for)
+
+
+@pytest.mark.parametrize("mix", ["full", "gemma", "jamba", "mamba"])
+@pytest.mark.parametrize("num_own", [1, 3 * BLOCK_SIZE])
+def test_requests_that_wait_for_one_prefix_are_looked_at_once(
+    mix: str, num_own: int, looked_for: list[int]
+) -> None:
+    harness = Harness(mix=mix, num_blocks=400, budget=200, seats=4)
+    for number in range(MANY):
+        prompt = [*ids(0, 90), *ids(1000 + 50 * number, num_own)]
+        harness.add(str(number), prompt, max_tokens=50)
+    for _ in range(5):
+        # Those that are let in, the first that is not, and the groups that wait.
+        assert num_looked_for(harness, looked_for) <= 4 + 1 + 2
+    assert harness.scheduler.num_running == 4
+
+
+def calls_of_steps(mix: str, num_waiting: int, num_steps: int = 8) -> list[int]:
+    """How many functions each step calls, Python's own included, of conversations in pairs."""
+    harness = Harness(mix=mix, num_blocks=400, budget=200, seats=4)
+    for number in range(num_waiting):
+        shared = [*ids(0, 90), *ids(1000 + 50 * (number // 2), 3 * BLOCK_SIZE)]
+        harness.add(str(number), [*shared, 10**6 + number], max_tokens=50)
+    counts = []
+    for _ in range(num_steps):
+        num_calls = 0
+
+        def count(_frame: FrameType, event: str, _argument: object) -> None:
+            nonlocal num_calls
+            num_calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            output = harness.scheduler.schedule()
+        finally:
+            sys.setprofile(None)
+        counts.append(num_calls)
+        harness.scheduler.complete(output)
+    return counts
+
+
+@pytest.mark.parametrize("mix", ["full", "gemma", "jamba", "mamba"])
+def test_a_step_does_the_same_however_many_wait(mix: str) -> None:
+    few = calls_of_steps(mix, 24)
+    assert max(few) > 100
+    # Finalizers of what the collector finds may run in between.
+    assert calls_of_steps(mix, 1000) == pytest.approx(few, rel=0.02)
+
+
+def test_requests_that_rest_are_not_looked_at(looked_for: list[int]) -> None:
+    harness = Harness(seats=4)
+    resting = [harness.add(f"resting {n}", ids(50 * n, 9)) for n in range(MANY)]
+    for request in resting:
+        harness.scheduler.pause(request)
+    running = harness.add("running", ids(10**6, 9), max_tokens=9)
+    assert num_looked_for(harness, looked_for) == 1
+    assert num_looked_for(harness, looked_for) == 0
+    assert harness.scheduler.num_waiting == MANY and harness.scheduler.has_idle_requests
+    harness.scheduler.resume(resting[1])
+    assert list(harness.shares()) == ["running", "resting 1"]
+    assert running.status is RequestStatus.RUNNING
+
+
+def test_isolated_requests_are_found_without_looking_at_the_others(
+    looked_for: list[int],
+) -> None:
+    harness = Harness(seats=2, budget=30)
+    for number in range(MANY):
+        harness.add(str(number), ids(50 * number, 9))
+    harness.fail()
+    assert [list(harness.shares()) for _ in range(2)] == [["0"], ["0"]]
+    looked_for.clear()
+    assert list(harness.shares()) == ["1"]
+    assert len(looked_for) == 1
+    assert len(harness.scheduler.fault_isolation._isolated) <= 2
+
+
+def finish_all(harness: Harness, *requests: Request) -> None:
+    for _ in range(100):
+        if all(request.status is RequestStatus.FINISHED for request in requests):
+            return
+        assert harness.step().scheduled
+    raise AssertionError(f"{requests} never end")
+
+
+def paused_holder(harness: Harness, name: str, length: int, **options: int) -> Request:
+    request = harness.add(name, ids(10_000 * (1 + harness.arrivals), length), **options)
+    harness.step()
+    assert request.status is RequestStatus.RUNNING
+    harness.scheduler.pause(request)
+    return request
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_a_paused_request_gives_its_blocks_to_one_that_waits(swaps: bool) -> None:
+    harness = Harness(num_blocks=9, budget=64, swaps=swaps)  # eight to hold
+    first = paused_holder(harness, "first", 12, priority=-2)
+    last = paused_holder(harness, "last", 12, priority=-1)
+    waiting = harness.add("waiting", ids(0, 16), max_tokens=2)
+    assert harness.shares() == {"waiting": 16}
+    # The last in the order has gone, whatever came first, and no more than had to.
+    assert first.status is RequestStatus.RUNNING and last.status is not RequestStatus.RUNNING
+    assert (first.num_preemptions, last.num_preemptions) == (0, 1)
+    harness.step()
+    assert waiting.status is RequestStatus.FINISHED
+    for request in (first, last):
+        harness.scheduler.resume(request)
+    finish_all(harness, first, last)
+    assert [r.num_tokens for r in (first, last)] == [16, 16]
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_a_paused_request_gives_its_seat_to_one_that_waits(swaps: bool) -> None:
+    harness = Harness(seats=1, swaps=swaps)
+    resting = paused_holder(harness, "resting", 9)
+    harness.add("waiting", ids(0, 8), max_tokens=2)
+    assert harness.shares() == {"waiting": 8}
+    assert resting.num_preemptions == 1
+    harness.scheduler.resume(resting)
+    assert harness.shares() == {"waiting": 1}
+    assert list(harness.shares()) == ["resting"]
+
+
+def test_no_paused_request_gives_way_while_there_is_room() -> None:
+    harness = Harness(num_blocks=30)
+    resting = paused_holder(harness, "resting", 12)
+    harness.add("waiting", ids(0, 16), max_tokens=8)
+    assert harness.shares() == {"waiting": 16}
+    assert resting.num_preemptions == 0
+    harness.scheduler.resume(resting)
+    assert set(harness.shares()) == {"resting", "waiting"}
+
+
+def test_a_paused_request_gives_way_before_one_that_runs() -> None:
+    harness = Harness(num_blocks=9, seats=2)
+    resting = paused_holder(harness, "resting", 12, priority=-1)
+    grows = harness.add("grows", ids(0, 12), max_tokens=16)
+    while grows.status is not RequestStatus.FINISHED:
+        assert list(harness.shares()) == ["grows"]
+    assert (grows.num_preemptions, resting.num_preemptions) == (0, 1)
+
+
+def test_a_swapped_request_comes_back_though_a_paused_one_holds_blocks() -> None:
+    harness = Harness(num_blocks=9, seats=3, swaps=True)
+    keeps = harness.add("keeps", ids(0, 8), max_tokens=14)
+    goes = harness.add("goes", ids(100, 8), max_tokens=14)
+    while goes.status is not RequestStatus.SWAPPED:
+        harness.step()
+    # It rests with what it holds, and one is out that would need the same pages.
+    harness.scheduler.pause(keeps)
+    finish_all(harness, goes)
+    harness.scheduler.resume(keeps)
+    finish_all(harness, keeps)
+
+
+def test_a_request_that_is_paused_and_gone_can_be_resumed_and_aborted() -> None:
+    harness = Harness(num_blocks=9, swaps=True)
+    requests = [paused_holder(harness, str(n), 10) for n in range(2)]
+    harness.add("other", ids(0, 28), max_tokens=2)
+    harness.step()
+    for request in requests:
+        assert request.status is not RequestStatus.RUNNING
+        harness.scheduler.pause(request)
+    harness.scheduler.finish(requests[0])
+    assert harness.scheduler.num_waiting == 1
+    harness.scheduler.resume(requests[1])
+    harness.scheduler.resume(requests[1])
+    finish_all(harness, requests[1])
+    assert harness.kv.stats().held == 0 and not harness.scheduler.has_idle_requests

@@ -1,0 +1,360 @@
+"""Every stored name has its place: computed buffers, old names, and published layouts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavBigVGANModel
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeCode2Wav,
+    Qwen3OmniMoeForConditionalGeneration,
+)
+
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.checkpoints.config_file import hidden_progress_bars, quiet_config_log
+from engine.models.base import ModelSettings
+from engine.models.encoder_module import build_empty, make_unplaced, place
+from engine.models.model_loader import (
+    _places,
+    find_family,
+    is_supported,
+    load_generator,
+    load_model,
+    open_checkpoint,
+)
+from engine.models.registry import FAMILIES
+from tests.support.published_layout import publish
+
+OMNI = "qwen2_5_omni"
+NAMES = [
+    *("qwen2", "qwen3", "llama", "mistral", "ministral", "gemma2", "gemma3", "jamba", "bamba"),
+    *("bart", "t5", "whisper", "mllama", "llava", "qwen2_5_vl"),
+]
+MODELS = [*((name, None) for name in NAMES), *((OMNI, p) for p in ("thinker", "code2wav"))]
+SETTINGS = ModelSettings(torch.float32, torch.device("cpu"), 4, 64, pack_weights=False)
+
+
+def load(folder: str | Path, part: str | None) -> Mapping[str, Tensor]:
+    """All tensors of a model: its weights, and what it computes."""
+    checkpoint = open_checkpoint(folder, part=part)
+    model = (
+        load_model(checkpoint, SETTINGS)
+        if is_supported(checkpoint.architecture)
+        else load_generator(checkpoint, torch.device("cpu"))
+    )
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.fixture(scope="module")
+def with_all_buffers(
+    seeded: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Path, int]]:
+    """A checkpoint in which transformers has stored all buffers, as 7; and how many there are."""
+
+    def build(name: str) -> tuple[Path, int]:
+        folder = tmp_path_factory.mktemp(name) / "checkpoint"
+        shutil.copytree(seeded(name), folder)
+        with quiet_config_log(), hidden_progress_bars():
+            (architecture,) = AutoConfig.from_pretrained(folder).architectures
+            model: Any = getattr(transformers, architecture).from_pretrained(folder)
+            stored = set(model.state_dict())
+            for module in model.modules():
+                module._non_persistent_buffers_set.clear()
+            computed = [buffer for key, buffer in model.named_buffers() if key not in stored]
+            for buffer in computed:
+                buffer.fill_(7)
+            model.save_pretrained(folder)
+        return folder, len(computed)
+
+    return build
+
+
+@pytest.mark.parametrize(("name", "part"), MODELS)
+def test_a_checkpoint_that_stores_all_computed_buffers_loads_as_one_that_stores_none(
+    name: str,
+    part: str | None,
+    seeded: Callable[[str], str],
+    with_all_buffers: Callable[[str], tuple[Path, int]],
+):
+    folder, count = with_all_buffers(name)
+    before = len(load_file(Path(seeded(name)) / "model.safetensors"))
+    assert len(load_file(folder / "model.safetensors")) == before + count
+    assert count or name in ("jamba", "t5", "bart", "whisper"), "nothing was tried"
+    assert_same(load(folder, part), load(seeded(name), part))
+
+
+OLD_NAMES = [
+    ("qwen2", None, "model.layers.1.self_attn.rotary_emb.inv_freq"),
+    ("llama", None, "model.layers.0.self_attn.rotary_emb.inv_freq"),
+    ("mllama", None, "language_model.model.layers.0.self_attn.rotary_emb.inv_freq"),
+    ("bart", None, "model.encoder.version"),
+    ("t5", None, "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"),
+    ("llava", None, "vision_tower.embeddings.position_ids"),
+    ("llava", None, "language_model.model.layers.0.self_attn.rotary_emb.inv_freq"),
+    ("qwen2_5_vl", None, "visual.rotary_pos_emb.inv_freq"),
+    (OMNI, "thinker", "thinker.visual.rotary_pos_emb.inv_freq"),
+    (OMNI, "thinker", "thinker.model.layers.0.self_attn.rotary_emb.inv_freq"),
+    (OMNI, "talker", "talker.model.rotary_emb.inv_freq"),
+    (OMNI, "code2wav", "token2wav.code2wav_dit_model.rotary_embed.inv_freq"),
+]
+
+
+def add(folder: str, target: Path, name: str) -> Path:
+    """A checkpoint with a tensor more."""
+    shutil.copytree(folder, target)
+    weights = load_file(target / "model.safetensors")
+    assert name not in weights
+    save_file(weights | {name: torch.full((3,), 7)}, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize(("name", "part", "stored"), OLD_NAMES)
+def test_names_that_published_checkpoints_have_are_ignored(
+    name: str, part: str | None, stored: str, seeded: Callable[[str], str], tmp_path: Path
+):
+    folder = add(seeded(name), tmp_path / "checkpoint", stored)
+    assert_same(load(folder, part), load(seeded(name), part))
+
+
+@pytest.mark.parametrize(("name", "part"), MODELS)
+@pytest.mark.parametrize("stored", ["model.layers.0.mlp.up_proj.lora_A", "inv_freq"])
+def test_other_names_are_still_refused(
+    name: str, part: str | None, stored: str, seeded: Callable[[str], str], tmp_path: Path
+):
+    prefix = {None: "", "thinker": "thinker.", "code2wav": "token2wav."}[part]
+    folder = add(seeded(name), tmp_path / "checkpoint", prefix + stored)
+    with pytest.raises(ValueError, match=rf"has no place for: {stored}$"):
+        load(folder, part)
+
+
+def test_the_published_layout_has_the_buffer_that_the_vocoder_once_stored(
+    seeded: Callable[[str], str], tmp_path: Path
+):
+    folder = publish(seeded(OMNI), tmp_path / "published")
+    stored = open_checkpoint(folder, part="code2wav").weight_files
+    assert "code2wav_dit_model.rotary_embed.inv_freq" in stored
+    assert_same(load(folder, "code2wav"), load(seeded(OMNI), "code2wav"))
+
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+
+
+def test_buffers_are_those_of_transformers_and_weights_have_their_places():
+    config = AutoConfig.for_model("qwen2_5_omni").token2wav_config.bigvgan_config
+    config.upsample_initial_channel = 64
+    expected = Qwen2_5OmniToken2WavBigVGANModel(config)
+    for device in (META, CPU):
+        settings = ModelSettings(torch.float32, device, 4, 64)
+        found = build_empty(Qwen2_5OmniToken2WavBigVGANModel, config, settings)
+        places = {name: (each.shape, each.dtype) for name, each in expected.state_dict().items()}
+        assert places == {
+            name: (each.shape, each.dtype) for name, each in found.state_dict().items()
+        }
+        assert {each.device for each in found.parameters()} == {device}
+    buffers = dict(expected.named_buffers())
+    assert buffers
+    for name, buffer in found.named_buffers():
+        assert torch.equal(buffer, buffers[name]), name
+
+
+def test_what_was_placed_without_memory_can_be_placed_with_some():
+    config = AutoConfig.for_model("qwen2_5_omni").token2wav_config.bigvgan_config
+    config.upsample_initial_channel = 64
+    made = make_unplaced(Qwen2_5OmniToken2WavBigVGANModel, config)
+    for device in (META, CPU):
+        found = place(made, ModelSettings(torch.float32, device, 4, 64))
+        assert found is made and not found.training
+        assert {each.device for each in found.state_dict().values()} == {device}
+    expected = Qwen2_5OmniToken2WavBigVGANModel(config)
+    for (name, buffer), other in zip(found.named_buffers(), expected.buffers(), strict=True):
+        assert torch.equal(buffer, other), name
+
+
+def test_what_is_made_afterwards_is_filled_as_ever():
+    settings = ModelSettings(torch.float32, META, 4, 64)
+    config = AutoConfig.for_model("qwen2_5_omni").token2wav_config.bigvgan_config
+    build_empty(Qwen2_5OmniToken2WavBigVGANModel, config, settings)
+    layer = nn.Linear(8, 8)
+    assert layer.weight.std() > 0 and torch.isfinite(layer.weight).all()
+
+
+DECODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "Qwen/Qwen3-30B-A3B": (
+        "qwen3_moe",
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 40_960,
+        },
+    ),
+    "mistralai/Mixtral-8x7B-v0.1": (
+        "mixtral",
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 32_768,
+        },
+    ),
+    "ai21labs/Jamba-v0.1": (
+        "jamba",
+        {
+            "vocab_size": 65_536,
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_experts": 16,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 8,
+            "attn_layer_offset": 4,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_dt_rank": 256,
+        },
+    ),
+}
+
+
+def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def published(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the files that transformers would write of a model."""
+    return shapes(revert_weight_conversion(model, model.state_dict()))
+
+
+def indexed(folder: Path, names: Mapping[str, Any]) -> Path:
+    """A folder whose index names weights that are not there."""
+    (folder / "model-00001-of-00001.safetensors").touch()
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def placed(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Names and shapes that our model of a checkpoint has places for."""
+    settings = ModelSettings(
+        torch.bfloat16, META, 16, 4096, decoder_config_of=FAMILIES.decoder_config_of
+    )
+    build = find_family(checkpoint).build
+    assert build is not None
+    return shapes(_places(checkpoint, build(checkpoint, settings)).targets)
+
+
+@pytest.mark.parametrize("hub_id", DECODERS)
+def test_every_weight_of_a_published_decoder_has_its_place(hub_id: str, tmp_path: Path) -> None:
+    model_type, figures = DECODERS[hub_id]
+    config: PreTrainedConfig = AutoConfig.for_model(model_type, **figures)
+    with META:
+        theirs = AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(theirs).__name__]
+    stored = published(theirs)
+    assert placed(Checkpoint(indexed(tmp_path, stored), config, None)) == stored
+
+
+# Qwen/Qwen3-Omni-30B-A3B-Instruct
+EXPERTS: Mapping[str, Any] = {"num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}
+QWEN3_OMNI: Mapping[str, Any] = {
+    "thinker_config": {
+        "text_config": {
+            **EXPERTS,
+            "vocab_size": 152_064,
+            "hidden_size": 2048,
+            "intermediate_size": 768,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 65_536,
+        },
+        "vision_config": {"out_hidden_size": 2048},
+        "audio_config": {"output_dim": 2048},
+        "vision_start_token_id": 151_652,
+        "audio_start_token_id": 151_669,
+        "audio_end_token_id": 151_670,
+        "audio_token_id": 151_675,
+        "position_id_per_seconds": 13,
+    },
+    "talker_config": {
+        "text_config": {
+            **EXPERTS,
+            "num_experts_per_tok": 6,
+            "shared_expert_intermediate_size": 768,
+        },
+        "code_predictor_config": {"num_code_groups": 16},
+        "num_code_groups": 16,
+        "spatial_merge_size": 2,
+        "accept_hidden_layer": 24,
+        "speaker_id": {"chelsie": 2301, "ethan": 2302, "aiden": 2303},
+    },
+    "code2wav_config": {},
+}
+
+
+@pytest.fixture(scope="module")
+def whole() -> tuple[PreTrainedConfig, dict[str, tuple[int, ...]]]:
+    """Qwen3-Omni's config, and what its files hold."""
+    config = Qwen3OmniMoeConfig(**QWEN3_OMNI)
+    with META:
+        model = Qwen3OmniMoeForConditionalGeneration(config)
+    return config, published(model)
+
+
+@pytest.mark.parametrize("part", ["thinker", "talker", "code2wav"])
+def test_every_weight_of_the_published_omni_has_its_place(
+    part: str, whole: tuple[Any, dict[str, tuple[int, ...]]], tmp_path: Path
+) -> None:
+    config, stored = whole
+    config.save_pretrained(indexed(tmp_path, stored))
+    found = next(each for each in FAMILIES.parts_of(config.to_dict()) if each.name == part)
+    checkpoint = Checkpoint(tmp_path, getattr(config, found.config_name), None, found)
+    mine = {
+        name.removeprefix(found.prefix): shape
+        for name, shape in stored.items()
+        if name.startswith(found.prefix)
+    }
+    if part == "code2wav":
+        with META:
+            network = Qwen3OmniMoeCode2Wav(checkpoint.config)
+        assert shapes(network.state_dict()) == mine
+    else:
+        assert placed(checkpoint) == mine
+    assert {name.split(".")[0] for name in stored} == {"thinker", "talker", "code2wav"}
