@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(scope="session")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server of ``chat`` and ``spoken_sums``."""
-    command = [str(ROOT / ".venv/bin/omni"), "serve", str(ROOT / "clients/chat.yaml")]
-    command += ["spoken_sums", "--port", "0"]
+    omni = os.environ.get("OMNI", str(ROOT / ".venv/bin/omni"))
+    command = [omni, "serve", str(ROOT / "clients/chat.yaml"), "spoken_sums", "--port", "0"]
     log = tmp_path_factory.mktemp("server") / "log"
     with log.open("w") as out:
         server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)

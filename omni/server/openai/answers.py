@@ -283,8 +283,8 @@ class ChatAudio(Struct, kw_only=True):
     """The sound of an answer, or what is new of it.
 
     ``data`` is written as base64: a file, or in a stream samples of 16 bits. ``sampling_rate`` is
-    ours: it is the checkpoint's, and not always 24,000. Nothing is kept, so it has expired when it
-    is sent.
+    ours: it is the checkpoint's, and not always 24,000. Until ``expires_at`` a later request may
+    name the answer by the ``id``.
     """
 
     id: str

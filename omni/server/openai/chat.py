@@ -30,6 +30,9 @@ from omni.server.serving.pipeline_response import DONE
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.response_stream import ResponseStream
 
+_KEPT_S = 3600
+"""How long a spoken answer is known by the id of its sound, if there is room."""
+
 
 class Chat(TextResponse):
     """The response to a chat request."""
@@ -46,6 +49,9 @@ class Chat(TextResponse):
             self._voice = speaking_stage(self.stages, "modalities")
             check_voice(self.stages, body.audio.voice, "audio.voice")
         self._audio_id = f"audio-{client.request_id}"
+        self._expires_at = self._created + _KEPT_S
+        self._words = ""  # of the completion that is spoken, in a stream
+        self._has_spoken = False
         form = self.pipeline.config.tool_parser
         self._parsers = [body.tool_parser(form) for _ in range(self._n)]  # by completion
         self._count = TokenCount()
@@ -70,6 +76,7 @@ class Chat(TextResponse):
                 message.content, message.tool_calls = words or None, calls
             if sound is not None and not index:  # else the text is the answer, as in a stream
                 message.audio = await self._file(sound, output.text or "")
+                self._keep(words)
             choices.append(
                 Choice(
                     index=index,
@@ -98,15 +105,26 @@ class Chat(TextResponse):
                     yield piece
         if self._options.include_usage:
             piece += self._event_of([], usage_so_far([self._count]))
+        if self._has_spoken:
+            self._keep(self._words)
         yield piece + DONE
 
     async def _stream(self) -> ResponseStream:
         body, limits = self._body, self.server.settings.limits
-        prompt = await chat_prompt(body, self.server.fetcher, limits.max_body_bytes)
+        prompt = await chat_prompt(body, self.server.fetcher, limits.max_body_bytes, self._words_of)
         speaker = body.audio.voice if body.audio is not None else None
         request = body.request(self.client, prompt, self._sampling, speaker=speaker)
         stages = [self._stage] if self._voice is None else [self._stage, self._voice]
         return self.stream([request], stages)
+
+    def _keep(self, words: str) -> None:
+        """Let later requests name the spoken answer by the id of its sound."""
+        kept = {"id": self._audio_id, "expires_at": self._expires_at}
+        self.server.spoken.add(self.client, kept, [{"role": "assistant", "content": words}])
+
+    def _words_of(self, audio_id: str, param: str) -> str:
+        _, (said,) = self.server.spoken.find(self.client, audio_id, param)
+        return str(said["content"])
 
     def _event(self, choice: Choice) -> bytes:
         usage = None
@@ -136,6 +154,7 @@ class Chat(TextResponse):
                 said = AssistantMessage(content=text)
                 if self._voice is not None:
                     said.audio = ChatAudio(id=self._audio_id, transcript=text)
+                    self._words += "" if index else text
                 choice = Choice(index=index, delta=said)
                 if self._logprobs is not None:
                     choice.logprobs = self._logprobs.chat(part.logprobs or ())
@@ -146,12 +165,16 @@ class Chat(TextResponse):
                 self._ended[index] = _reason(part.finish_reason, parser)
         self._has_roles |= delta is not None
         if sound is not None:
+            self._has_spoken = True
             data, rate = sound.encoded("pcm16"), sound.sampling_rate
             audio = ChatAudio(id=self._audio_id, data=data, sampling_rate=rate)
             new.append(Choice(index=0, delta=AssistantMessage(audio=audio)))
         if self._voice is None or is_over:
             for index, reason in self._ended.items():
-                new.append(Choice(index=index, delta=AssistantMessage(), finish_reason=reason))
+                last = AssistantMessage()
+                if self._has_spoken and not index:
+                    last.audio = ChatAudio(id=self._audio_id, expires_at=self._expires_at)
+                new.append(Choice(index=index, delta=last, finish_reason=reason))
             self._over.update(self._ended)
             self._ended.clear()
         return new
@@ -163,7 +186,7 @@ class Chat(TextResponse):
             id=self._audio_id,
             data=content,
             transcript=transcript,
-            expires_at=self._created,
+            expires_at=self._expires_at,
             sampling_rate=sound.sampling_rate,
         )
 

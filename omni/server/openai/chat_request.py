@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -312,7 +312,7 @@ def _merge(
 
 
 class FileUrl(ApiModel):
-    """An image or a video: a data URL, or one of http where the server allows its host."""
+    """An image, a sound or a video: a data URL, or one of http where the server allows its host."""
 
     url: str = Field(min_length=1)
 
@@ -333,33 +333,43 @@ class InputAudio(ApiModel):
 class ContentPart(ApiModel):
     """A part of a message: the one of its fields that ``type`` names."""
 
-    type: Literal["text", "image_url", "input_audio", "video_url"]
+    type: Literal["text", "image_url", "input_audio", "audio_url", "video_url"]
     text: str | None = None
     image_url: ImageUrl | None = None
     input_audio: InputAudio | None = None
+    audio_url: FileUrl | None = None
     video_url: FileUrl | None = None
 
     @property
     def file_url(self) -> str | None:
-        """The image or video; None of a text or a sound."""
-        at = self.image_url or self.video_url
+        """Where its file is; None of a text, and of a sound that stands in the part itself."""
+        at = self.image_url or self.audio_url or self.video_url
         return None if at is None else at.url
 
     @model_validator(mode="after")
     def _has_what_it_names(self) -> ContentPart:
-        names = ("text", "image_url", "input_audio", "video_url")
+        names = ("text", "image_url", "input_audio", "audio_url", "video_url")
         check_part(self, names, self.type, f"a part of type {self.type!r}")
         return self
+
+
+class EarlierAudio(ApiModel):
+    """The sound of an earlier answer, as it was given out, or its id alone."""
+
+    without_effect: ClassVar = frozenset(("data", "expires_at", "sampling_rate"))
+
+    id: str = Field(min_length=1)
+    transcript: str | None = None
 
 
 class ChatMessage(ApiModel):
     """One turn of a conversation; keys that answers have are taken where they are empty.
 
-    The sound of an earlier answer is taken and left aside: its text counts. An earlier answer that
-    asked for calls needs no content, and one of the role ``tool`` has what a call returned.
+    Of a spoken answer the words count: its content, else the transcript of its ``audio``, else what
+    the server has kept under the audio's id. An earlier answer that asked for calls needs no
+    content, and one of the role ``tool`` has what a call returned.
     """
 
-    without_effect: ClassVar = frozenset(("audio",))
     not_supported: ClassVar = dict.fromkeys(("refusal", "function_call", "annotations"), ())
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -372,28 +382,18 @@ class ChatMessage(ApiModel):
         | None
     ) = None
     name: str | None = None
+    audio: EarlierAudio | None = None
     tool_calls: list[RequestedCall] | None = None
     tool_call_id: str | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _says_what_it_sounded_like(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("audio") and data.get("content") is None:
-            raise PlacedError(
-                ("content",),
-                "missing; this server keeps no sound, so give the transcript of the audio here",
-            )
-        return data
-
     @model_validator(mode="after")
     def _fields_suit_the_role(self) -> ChatMessage:
-        if self.tool_calls and self.role != "assistant":
-            raise PlacedError(
-                ("tool_calls",), f"belongs to an assistant's message, not {self.role}'s"
-            )
+        for field in ("tool_calls", "audio"):
+            if getattr(self, field) and self.role != "assistant":
+                raise PlacedError((field,), f"belongs to an assistant's message, not {self.role}'s")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise PlacedError(("tool_call_id",), "goes together with the role 'tool'")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and not self.audio:
             raise PlacedError(("content",), "missing; it must be given")
         return self
 
@@ -529,13 +529,16 @@ class CompletionRequest(TextRequest):
         return self.sampling_fields(self.max_tokens, self.logprobs)
 
 
-async def chat_prompt(body: ChatRequest, fetcher: UrlFetcher, max_bytes: int) -> ChatPrompt:
+async def chat_prompt(
+    body: ChatRequest, fetcher: UrlFetcher, max_bytes: int, words_of: Callable[[str, str], str]
+) -> ChatPrompt:
     """Make the prompt. Files are handed on by their content: nothing that a client sends is a path.
 
-    Images and videos in the network may have ``max_bytes`` together.
+    Files in the network may have ``max_bytes`` together. ``words_of`` finds the words of an earlier
+    answer by the id of its sound, and is told the place of that in the request.
     """
     with fetcher.place() if any(map(_has_address, body.messages)) else nullcontext():
-        said, shown = await _messages(body.messages, fetcher, max_bytes)
+        said, shown = await _messages(body.messages, fetcher, max_bytes, words_of)
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     return ChatPrompt(
         tuple(said),
@@ -554,7 +557,10 @@ def _has_address(message: ChatMessage) -> bool:
 
 
 async def _messages(
-    messages: Sequence[ChatMessage], fetcher: UrlFetcher, max_bytes: int
+    messages: Sequence[ChatMessage],
+    fetcher: UrlFetcher,
+    max_bytes: int,
+    words_of: Callable[[str, str], str],
 ) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
     """The messages as chat templates know them, and what they show by modality."""
     shown: dict[str, list[Any]] = {"image": [], "audio": [], "video": []}
@@ -562,7 +568,10 @@ async def _messages(
     said: list[dict[str, Any]] = []
     for number, message in enumerate(messages):
         if message.content is None or isinstance(message.content, str):
-            said.append(message.as_templates_know_it(message.content))
+            content, audio = message.content, message.audio
+            if content is None and audio is not None:
+                content = audio.transcript or words_of(audio.id, f"messages[{number}].audio.id")
+            said.append(message.as_templates_know_it(content))
             continue
         parts: list[dict[str, str | None]] = []
         for index, part in enumerate(message.content):

@@ -91,7 +91,7 @@ def _ids(body: TokenizeRequest, tokenizer: Any) -> list[int]:
     if body.messages is not None:
         messages = []
         for message in body.messages:
-            if message.content is not None and not isinstance(message.content, str):
+            if not isinstance(message.content, str) and (message.content or message.audio):
                 raise ApiError.bad_field("messages", "contents must be text here")
             messages.append(message.as_templates_know_it(message.content))
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]

@@ -1,8 +1,10 @@
-"""Responses that later requests go on from, in bounded memory."""
+"""Responses and spoken answers that later requests go on from, in bounded memory."""
 
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -20,11 +22,19 @@ class ResponseStore:
     """Responses and the messages before and in them, as long as they fit 64 MiB.
 
     The one that was not used for the longest goes first. A client finds those that were made with
-    its own API key.
+    its own API key, and none after its time ``expires_at``.
+
+    ``kind`` is what errors call an entry, and ``instead`` what they advise where there is none.
     """
 
-    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(
+        self,
+        most_bytes: int = _MOST_BYTES,
+        kind: str = "response",
+        instead: str = "keep the items yourself, and send them as input",
+    ) -> None:
         self._most_bytes = most_bytes
+        self._kind, self._instead = kind, instead
         self._num_bytes = 0
         self._kept: OrderedDict[tuple[str | None, str], tuple[bytes, bytes]] = OrderedDict()
 
@@ -46,18 +56,17 @@ class ResponseStore:
             ApiError: with status 404, or 400 where it is a field of a request.
         """
         key = (client.tenant, response_id)
-        if key not in self._kept:
+        response, messages = map(json.loads, self._kept.get(key, ("{}", "[]")))
+        if not response or response.get("expires_at", math.inf) < time.time():
             status = HTTPStatus.NOT_FOUND if param is None else HTTPStatus.BAD_REQUEST
             raise ApiError(
                 status,
-                f"no response {response_id!r:.80} is kept; keep the items yourself, and send them "
-                "as input",
+                f"no {self._kind} {response_id!r:.80} is kept; {self._instead}",
                 param=param,
-                code="previous_response_not_found" if param is not None else None,
+                code=f"previous_{self._kind}_not_found" if param is not None else None,
             )
         self._kept.move_to_end(key)
-        response, messages = self._kept[key]
-        return json.loads(response), json.loads(messages)
+        return response, messages
 
     def remove(self, client: Client, response_id: str) -> None:
         """Forget a response; see :meth:`find` for what is raised."""

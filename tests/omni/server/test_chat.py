@@ -281,11 +281,14 @@ def test_an_answer_can_be_sent_back_as_it_came(server: LiveServer, client: Any):
     assert answer.choices[0].message.content == expected.text
 
 
-def test_a_sound_that_is_sent_back_alone_is_not_known(client: Any):
+def test_the_sound_of_an_answer_that_nobody_gave_is_not_known(client: Any):
     spoken: dict[str, Any] = {"role": "assistant", "audio": {"id": "audio-1"}}
-    with pytest.raises(openai.BadRequestError, match="keeps no sound") as error:
+    with pytest.raises(openai.BadRequestError, match="no audio 'audio-1' is kept") as error:
         client.chat.completions.create(model="chat", messages=[*HELLO, spoken, HELLO[-1]])
-    assert error.value.param == "messages[2].content"
+    assert error.value.param == "messages[2].audio.id"
+    spoken["role"] = "user"
+    with pytest.raises(openai.BadRequestError, match="belongs to an assistant's message"):
+        client.chat.completions.create(model="chat", messages=[*HELLO, spoken])
 
 
 def test_a_developer_speaks_as_the_system_does(client: Any):

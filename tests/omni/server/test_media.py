@@ -169,10 +169,15 @@ def test_an_image_is_fetched_from_a_host_that_is_named(
     assert answers[0].message.content == answers[1].message.content != ""
 
 
-@pytest.mark.parametrize("kind", ["wav", "flac", "ogg", "mp3"])
+@pytest.mark.parametrize("kind", ["wav", "flac", "ogg", "mp3", "url"])
 def test_sound_is_heard(media: LiveServer, client: Any, kind: str):
+    messages = question("wav" if kind == "url" else kind)
+    if kind == "url":  # as vLLM takes it
+        kind = "wav"
+        url = f"data:audio/wav;base64,{b64encode(sound()).decode()}"
+        messages[0]["content"][0] = {"type": "audio_url", "audio_url": {"url": url}}
     answer = client.chat.completions.create(
-        model="omni_speech", messages=question(kind), extra_body={"stages": SHORT}
+        model="omni_speech", messages=messages, extra_body={"stages": SHORT}
     )
     expected = in_python(media, "omni_speech", spoken_request(kind)).stages["thinker"]
     assert answer.choices[0].message.content == expected.text
@@ -195,11 +200,33 @@ def test_an_answer_is_spoken(media: LiveServer, client: Any, voice: str, kind: s
     # Windows depend on when chunks came, by rounding.
     assert np.abs(heard(b64decode(said.audio.data)).astype(int) - samples).max() <= 1
     assert said.audio.sampling_rate == 24_000
-    client.chat.completions.create(  # and goes on where it was sent back as it came
-        model="omni_speech",
-        messages=[*question(), said.model_dump(), {"role": "user", "content": "And then?"}],
-        extra_body={"stages": SHORT},
-    )
+    assert said.audio.expires_at > answer.created
+    goes_on_alike(client, said.content, said.model_dump(), said.audio.id)
+
+
+def goes_on_alike(client: Any, content: str, as_it_came: Any, audio_id: str) -> None:
+    """An answer is the same in a conversation in whatever form it is sent back."""
+    earlier: Any = [
+        {"content": content},
+        as_it_came,
+        {"audio": {"id": audio_id}},
+        {"audio": {"id": "of another server", "transcript": content}},
+    ]
+    answers = {
+        client.chat.completions.create(
+            model="omni_speech",
+            messages=[
+                *question(),
+                {"role": "assistant"} | each,
+                {"role": "user", "content": "And then?"},
+            ],
+            extra_body={"stages": SHORT},
+        )
+        .choices[0]
+        .message.content
+        for each in earlier
+    }
+    assert len(answers) == 1
 
 
 def test_a_streamed_answer_sounds_while_it_is_made(media: LiveServer, client: Any):
@@ -211,7 +238,7 @@ def test_a_streamed_answer_sounds_while_it_is_made(media: LiveServer, client: An
         stream=True,
         extra_body={"stages": {"thinker": {"max_tokens": 16}, "talker": {"max_tokens": 48}}},
     )
-    text, transcript = "", ""
+    text, transcript, audio = "", "", {}
     pieces: list[bytes] = []
     reasons: list[str] = []
     for chunk in stream:
@@ -225,6 +252,8 @@ def test_a_streamed_answer_sounds_while_it_is_made(media: LiveServer, client: An
         if choice.finish_reason is not None:
             reasons.append(choice.finish_reason)
     assert len(pieces) > 1 and reasons == ["length"]
+    assert audio["expires_at"] > chunk.created
+    goes_on_alike(client, text, {"audio": audio}, audio["id"])
     sampling = {"thinker": {"max_tokens": 16}, "talker": {"max_tokens": 48}}
     request = OmniRequest(spoken_request().prompt, sampling=sampling, speaker="Ethan")
     expected = in_python(media, "omni_speech", request).stages

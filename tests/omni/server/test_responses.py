@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import jsonschema
@@ -234,3 +235,6 @@ def test_the_store_is_bounded_and_keeps_clients_apart() -> None:
     with pytest.raises(ApiError):
         store.find(ann, "big")
     assert store._num_bytes == 0
+    store.add(ann, {"id": "brief", "expires_at": time.time() - 1}, [])
+    with pytest.raises(ApiError):
+        store.find(ann, "brief")
