@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Literal
 
 from msgspec import UNSET
 from starlette.responses import Response
@@ -24,6 +25,7 @@ from omni.server.openai.answers import (
 )
 from omni.server.openai.chat_request import ChatRequest, chat_prompt
 from omni.server.openai.speech import check_voice, sound_of, speaking_stage
+from omni.server.openai.spoken_file import AudioFileFormat, SpokenFile
 from omni.server.openai.tools import ToolCallParser
 from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import DONE
@@ -76,7 +78,7 @@ class Chat(TextResponse):
                 message.content, message.tool_calls = words or None, calls
             if sound is not None and not index:  # else the text is the answer, as in a stream
                 message.audio = await self._file(sound, output.text or "")
-                self._keep(words)
+                self._keep_words(words)
             choices.append(
                 Choice(
                     index=index,
@@ -106,7 +108,7 @@ class Chat(TextResponse):
         if self._options.include_usage:
             piece += self._event_of([], usage_so_far([self._count]))
         if self._has_spoken:
-            self._keep(self._words)
+            self._keep_words(self._words)
         yield piece + DONE
 
     async def _stream(self) -> ResponseStream:
@@ -117,7 +119,7 @@ class Chat(TextResponse):
         stages = [self._stage] if self._voice is None else [self._stage, self._voice]
         return self.stream([request], stages)
 
-    def _keep(self, words: str) -> None:
+    def _keep_words(self, words: str) -> None:
         """Let later requests name the spoken answer by the id of its sound."""
         kept = {"id": self._audio_id, "expires_at": self._expires_at}
         self.server.spoken.add(self.client, kept, [{"role": "assistant", "content": words}])
@@ -181,7 +183,7 @@ class Chat(TextResponse):
 
     async def _file(self, sound: Waveform, transcript: str) -> ChatAudio:
         assert self._body.audio is not None
-        content = await asyncio.to_thread(sound.encoded, self._body.audio.format)
+        content = await asyncio.to_thread(_encoded, sound, self._body.audio.format)
         return ChatAudio(
             id=self._audio_id,
             data=content,
@@ -189,6 +191,13 @@ class Chat(TextResponse):
             expires_at=self._expires_at,
             sampling_rate=sound.sampling_rate,
         )
+
+
+def _encoded(sound: Waveform, form: AudioFileFormat | Literal["pcm16"]) -> bytes:
+    if form == "opus" or form == "aac":
+        file = SpokenFile(form)
+        return file.of(sound) + file.rest()
+    return sound.encoded(form)
 
 
 def _reason(reason: FinishReason | None, parser: ToolCallParser) -> str | None:

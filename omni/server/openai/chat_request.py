@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
 from engine import ChatPrompt, Prompt, SamplingParams, TextPrompt, TokensPrompt
 from engine.interface.placed_error import PlacedError, suggest
@@ -410,11 +410,19 @@ class ChatMessage(ApiModel):
         return said | {key: value for key, value in more.items() if value is not None}
 
 
+def _voice_name(value: Any) -> Any:
+    return value["id"] if isinstance(value, dict) and value.keys() == {"id"} else value
+
+
+Voice = Annotated[str, BeforeValidator(_voice_name), Field(min_length=1)]
+"""A voice by its name; clients name one also as ``{"id": NAME}``."""
+
+
 class AudioOptions(ApiModel):
     """The sound of an answer: its format, and whose voice; without one, the pipeline's choice."""
 
-    voice: str | None = Field(default=None, min_length=1)
-    format: Literal["wav", "mp3", "flac", "pcm16"]
+    voice: Voice | None = None
+    format: Literal["wav", "mp3", "flac", "opus", "aac", "pcm16"]
 
 
 class ChatRequest(TextRequest):

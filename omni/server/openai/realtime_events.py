@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import Field, model_validator
 
 from engine.interface.placed_error import PlacedError
-from omni.server.openai.chat_request import ChatRequest
+from omni.server.openai.chat_request import ChatRequest, Voice
 from omni.server.openai.responses import FunctionToolParts, NamedFunction, tools_of_chat
 from omni.server.openai.tools import JsonObject
 from omni.server.serving.api_error import ApiError
@@ -99,10 +99,9 @@ class _AudioIn(ApiModel):
 
 
 class _AudioOut(ApiModel):
-    not_supported: ClassVar = {"speed": (1, 1.0)}
-
     format: AudioFormat = AudioFormat()
-    voice: str | None = Field(default=None, min_length=1)
+    voice: Voice | None = None
+    speed: float = Field(default=1.0, ge=0.25, le=1.5)
 
 
 class _Audio(ApiModel):

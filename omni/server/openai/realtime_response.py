@@ -22,7 +22,8 @@ from omni.server.openai.realtime_conversation import (
 )
 from omni.server.openai.realtime_events import AudioFormat, OneResponse, ResponseOptions
 from omni.server.openai.realtime_sound import Sound, telephone_code
-from omni.server.openai.speech import SpokenPieces, check_voice, speaking_stage
+from omni.server.openai.speech import check_voice, speaking_stage
+from omni.server.openai.spoken_file import SpokenPieces
 from omni.server.openai.tools import ToolCall
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
@@ -67,7 +68,7 @@ class RealtimeResponse:
         if not self._items:
             raise ApiError.bad_request("the conversation has no items; there is nothing to answer")
         self._send = send
-        self._sound = SpokenPieces(plan.output.rate)
+        self._sound = SpokenPieces(plan.output.rate, options.audio.output.speed)
         self._speaks = plan.voice is not None
         self._text_kind = "output_audio_transcript" if self._speaks else "output_text"
         self._parser = plan.chat.tool_parser(pipeline.config.tool_parser)

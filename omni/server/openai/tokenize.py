@@ -91,7 +91,8 @@ def _ids(body: TokenizeRequest, tokenizer: Any) -> list[int]:
     if body.messages is not None:
         messages = []
         for message in body.messages:
-            if not isinstance(message.content, str) and (message.content or message.audio):
+            is_spoken = message.content is None and message.audio is not None
+            if is_spoken or isinstance(message.content, list):
                 raise ApiError.bad_field("messages", "contents must be text here")
             messages.append(message.as_templates_know_it(message.content))
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]

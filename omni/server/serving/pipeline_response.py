@@ -20,7 +20,7 @@ from omni.server.serving.response_stream import ResponseStream
 
 _logger = package_logger(__name__)
 
-_EVENTS = "text/event-stream"
+EVENTS = "text/event-stream"
 
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream."""
@@ -52,7 +52,7 @@ class PipelineResponse(Response):
         model: str,
         *,
         is_streamed: bool = False,
-        media_type: str = _EVENTS,
+        media_type: str = EVENTS,
     ) -> None:
         # Proxies that gather what they pass on would hold text back.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -95,7 +95,7 @@ class PipelineResponse(Response):
             else:
                 _logger.exception("a stream broke")
                 error = ApiError.internal()
-            if self.media_type == _EVENTS:
+            if self.media_type == EVENTS:
                 await _send_body(send, event(error.to_json()), more=False)
 
     async def _send_pieces(self, send: Send) -> None:
