@@ -38,7 +38,6 @@ from prefix_cache.kv_cache.offloaded_blocks import OffloadedBlocks
 from prefix_cache.kv_cache.swap_space import SwapSpace
 from prefix_cache.layer_types.coordinator import (
     MANAGER_TYPES,
-    ChunkedLocalAttentionManager,
     ChunkStops,
     CrossAttentionManager,
     FullAttentionManager,
@@ -49,7 +48,6 @@ from prefix_cache.layer_types.coordinator import (
 )
 from prefix_cache.specs.kv_cache_spec import (
     AttentionSpec,
-    ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     HostOnlySpec,
@@ -76,8 +74,6 @@ __all__ = [
     "BlockPool",
     "CachedPrefix",
     "ChunkStops",
-    "ChunkedLocalAttentionManager",
-    "ChunkedLocalAttentionSpec",
     "ContentSpan",
     "CrossAttentionManager",
     "CrossAttentionSpec",

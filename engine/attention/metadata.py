@@ -1,12 +1,11 @@
 """What one step gives the layers of one KV-cache group: those that attend, and recurrent ones.
 
 From above it is always causality that ends what a token sees, its own position being the last.
-From below it is one position, which windows and chunks move up::
+From below it is one position, which windows move up::
 
     position        0 1 2 3 4 5 6 7 8
     full            x x x x x x x q        first visible: 0
     window of 3     . . . . . x x q        itself included
-    chunks of 4     . . . . x x x q        chunks begin at multiples of 4
 
 Products become scores: scaled, capped, and with a bias by distance. A soft cap bounds scores by
 ``softcap * tanh(score / softcap)`` before the mask and the softmax, which torch's fused attention
@@ -42,7 +41,6 @@ __all__ = [
     "StateMetadata",
     "bias_at",
     "bias_of_tile",
-    "chunk_bounds",
     "first_visible",
     "layer_chunks",
     "soft_capped_attention",
@@ -51,26 +49,15 @@ __all__ = [
 ]
 
 
-def first_visible(positions: Tensor, window: int | None, chunk_size: int | None) -> Tensor:
+def first_visible(positions: Tensor, window: int | None) -> Tensor:
     """The first position that tokens see, in the shape and type of their positions.
 
     Args:
         window: how many positions a token sees at most, itself included; None: all before it.
-        chunk_size: a token sees its own chunk of so many positions only; None: no chunks.
     """
-    first = torch.zeros_like(positions)
-    if window is not None:
-        first = (positions - window + 1).clamp_(min=0)
-    if chunk_size is not None:
-        first = torch.maximum(first, positions - positions % chunk_size)
-    return first
-
-
-def chunk_bounds(start: int, end: int, chunk_size: int | None) -> list[int]:
-    """Cut positions ``start .. end - 1`` where chunks end: ``start``, ends between, ``end``."""
-    if chunk_size is None:
-        return [start, end]
-    return [start, *range((start // chunk_size + 1) * chunk_size, end, chunk_size), end]
+    if window is None:
+        return torch.zeros_like(positions)
+    return (positions - window + 1).clamp_(min=0)
 
 
 def write_kv(key: Tensor, value: Tensor, kv_cache: LayerKVCache, row_mapping: Tensor) -> None:
@@ -213,7 +200,6 @@ class AttentionMetadata:
             :mod:`prefix_cache.stores.paged_memory`.
         num_decodes: how many of the leading requests have exactly one query token.
         window: how many positions a token sees at most, itself included; None: all before it.
-        chunk_size: tokens see their own chunk of so many positions only; None: no chunks.
         causal: query tokens end their sequence and see none behind; False: they see all of it.
         on_device: ``query_start_loc`` and ``seq_lens`` on the device, for kernels that look them
             up; None if the backend does not ask for them.
@@ -227,16 +213,12 @@ class AttentionMetadata:
     num_decodes: int
     block_size: int
     window: int | None = None
-    chunk_size: int | None = None
     causal: bool = True
     on_device: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if not self.causal and (self.window is not None or self.chunk_size is not None):
-            raise ValueError(
-                f"without causality there are no windows or chunks, got window={self.window}, "
-                f"chunk_size={self.chunk_size}"
-            )
+        if not self.causal and self.window is not None:
+            raise ValueError(f"without causality there are no windows, got window={self.window}")
 
     @property
     def num_reqs(self) -> int:
@@ -321,8 +303,7 @@ class AttentionBackend(ABC):
 
         Token i of a request whose sequence is ``s`` long after this step and that has ``q``
         query tokens sits at position ``s - q + i`` and sees positions ``0 .. s - q + i``, or of
-        them those that ``metadata.window`` and ``metadata.chunk_size`` leave; without
-        ``metadata.causal`` it sees ``0 .. s - 1``.
+        them the last ``metadata.window``; without ``metadata.causal`` it sees ``0 .. s - 1``.
 
         Returns:
             ``(num_tokens, num_heads, head_dim)``.

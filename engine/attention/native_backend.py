@@ -149,9 +149,5 @@ def _visible_spans(metadata: AttentionMetadata) -> Tensor:
     # Tokens counted through the step, plus what lies before each request's first.
     spans[2] = np.arange(1, num_tokens + 1)
     spans[2] += (seq_lens - query_start_loc[1:]).repeat(query_lens)
-    if metadata.window is None and metadata.chunk_size is None:
-        spans[1] = 0
-    else:
-        positions = torch.from_numpy(spans[2] - 1)
-        spans[1] = first_visible(positions, metadata.window, metadata.chunk_size).numpy()
+    spans[1] = first_visible(torch.from_numpy(spans[2] - 1), metadata.window).numpy()
     return torch.from_numpy(spans)

@@ -20,20 +20,16 @@ __all__ = ["ReferenceBackend", "visibility_mask"]
 
 
 def visibility_mask(
-    query_len: int,
-    seq_len: int,
-    window: int | None = None,
-    chunk_size: int | None = None,
-    causal: bool = True,
+    query_len: int, seq_len: int, window: int | None = None, causal: bool = True
 ) -> Tensor:
     """Which keys each query sees when the queries are the last tokens of a sequence.
 
     For 2 queries in a sequence of 5 (``x``: seen)::
 
-                          with a window of 3   with chunks of 2     not causal
-        key      0 1 2 3 4      0 1 2 3 4            0 1 2 3 4       0 1 2 3 4
-        query 3  x x x x .      . x x x .            . . x x .       x x x x x
-        query 4  x x x x x      . . x x x            . . . . x       x x x x x
+                          with a window of 3   not causal
+        key      0 1 2 3 4      0 1 2 3 4       0 1 2 3 4
+        query 3  x x x x .      . x x x .       x x x x x
+        query 4  x x x x x      . . x x x       x x x x x
 
     Returns:
         ``(query_len, seq_len)`` booleans, True where query i may see key j.
@@ -45,8 +41,6 @@ def visibility_mask(
     visible = keys <= queries
     if window is not None:
         visible &= keys > queries - window
-    if chunk_size is not None:
-        visible &= keys // chunk_size == queries // chunk_size
     return visible
 
 
@@ -72,9 +66,7 @@ class ReferenceBackend(AttentionBackend):
             seq_len = int(metadata.seq_lens[request])
             if seq_len == 0:  # of an encoder: there is nothing to see
                 continue
-            mask = visibility_mask(
-                end - start, seq_len, metadata.window, metadata.chunk_size, metadata.causal
-            )
+            mask = visibility_mask(end - start, seq_len, metadata.window, metadata.causal)
             # No query sees what lies before: it may be gone, and is not even to be read.
             first = int(mask.any(dim=0).nonzero()[0])
             keys, values = _sequence_rows(

@@ -23,9 +23,7 @@ nothing of the kind. So outputs are looked at, at the cost of a sum, and only on
 is computed once more, with such keys left out, for the queries that do not see them.
 
 Tiles keep a mask from being all queries by all keys. A tile's keys begin with the first that its
-first query sees and end with the key of its last query. Tiles end where chunks of local attention
-do: inside of one, all queries see from the same position on, so that causality and the window are
-all that is left to mask::
+first query sees and end with the key of its last query::
 
     keys         |<- before the tile ->|<- tile ->|
     first query  |  x  x  x  x  x  x   | x . . .  |
@@ -52,7 +50,6 @@ from engine.attention.metadata import (
     Scoring,
     bias_at,
     bias_of_tile,
-    chunk_bounds,
     first_visible,
     layer_chunks,
     soft_capped_attention,
@@ -136,7 +133,7 @@ def lay_out_prefill(metadata: AttentionMetadata, request: int) -> Prefill:
     seq_len, block_size = int(metadata.seq_lens[request]), metadata.block_size
     if not metadata.causal:
         # Every query sees every key; keys may be of earlier steps, so they are read from pages.
-        bounds = pairwise(_tile_bounds(start, end, None))
+        bounds = pairwise(_tile_bounds(start, end))
         return Prefill(
             tokens=slice(start, end),
             pages=metadata.block_table[request, : -(-seq_len // block_size)],
@@ -145,10 +142,10 @@ def lay_out_prefill(metadata: AttentionMetadata, request: int) -> Prefill:
             is_masked=False,
         )
     num_cached = seq_len - (end - start)
-    positions = _tile_bounds(num_cached, seq_len, metadata.chunk_size)
+    positions = _tile_bounds(num_cached, seq_len)
     # The last bound stands for the last query: to run as one, it too must see position 0.
     queries = torch.tensor([*positions[:-1], seq_len - 1])
-    *firsts, first_of_last = first_visible(queries, metadata.window, metadata.chunk_size).tolist()
+    *firsts, first_of_last = first_visible(queries, metadata.window).tolist()
     # A first query at position 0 sees from 0 on: without cached tokens this is 0.
     first_block = firsts[0] // block_size
     first_key = first_block * block_size
@@ -168,10 +165,9 @@ def lay_out_prefill(metadata: AttentionMetadata, request: int) -> Prefill:
     )
 
 
-def _tile_bounds(start: int, end: int, chunk_size: int | None) -> list[int]:
+def _tile_bounds(start: int, end: int) -> list[int]:
     """Positions where tiles begin, and ``end``."""
-    chunks = pairwise(chunk_bounds(start, end, chunk_size))
-    return [*(bound for a, b in chunks for bound in range(a, b, _TILE_QUERIES)), end]
+    return [*range(start, end, _TILE_QUERIES), end]
 
 
 class TileMask:
@@ -288,7 +284,7 @@ class TorchBackend(AttentionBackend):
         """Prepare the decodes and lay out the prefills."""
         self._lay_out_prefills(metadata, metadata.num_decodes)
         seq_lens = metadata.seq_lens[: metadata.num_decodes]
-        first = first_visible(seq_lens - 1, metadata.window, metadata.chunk_size)
+        first = first_visible(seq_lens - 1, metadata.window)
         lengths = (seq_lens - first // metadata.block_size * metadata.block_size).tolist()
         self._buckets = [
             self._decode_bucket(members, first, metadata)

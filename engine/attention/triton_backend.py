@@ -30,7 +30,7 @@ _DECODE_ROWS, _PREFILL_ROWS = 16, 64
 _MAX_SEGMENTS, _SEGMENT_KEYS = 16, 256
 # Programs that keep a device busy are some of these for each of its multiprocessors.
 _PROGRAMS_PER_SM = 4
-_NO_LIMIT = 2**30  # positions of a window, or of a chunk
+_NO_LIMIT = 2**30  # positions of a window
 _LOG2_E = 1.4426950408889634
 
 
@@ -154,7 +154,6 @@ class TritonBackend(KernelBackend):
             metadata.num_reqs,
             launch.num_segments,
             _NO_LIMIT if metadata.window is None else metadata.window,
-            _NO_LIMIT if metadata.chunk_size is None else metadata.chunk_size,
             int(metadata.causal),
             2 * kv_cache.layer_index,
             0 if bias is None else bias.shape[1],

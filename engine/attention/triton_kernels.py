@@ -49,7 +49,6 @@ _OF_A_STEP = [
     "num_reqs",
     "num_segments",
     "window",
-    "chunk_size",
     "is_causal",
     "first_chunk",
     "num_distances",
@@ -91,7 +90,6 @@ def paged_attention(
     num_reqs: tl.tensor,
     num_segments: tl.tensor,
     window: tl.tensor,
-    chunk_size: tl.tensor,
     is_causal: tl.tensor,
     first_chunk: tl.tensor,
     num_distances: tl.tensor,
@@ -118,7 +116,7 @@ def paged_attention(
         chunks_ptr: all chunks of the group's pages; the layer's keys are ``first_chunk`` of a page.
         bias_ptr: ``(heads, num_distances)`` float32; with 0 distances there is none.
         scale: factor on scores, times ``log2(e)`` unless they are capped: weights are powers of 2.
-        window: positions that a query sees at most; ``chunk_size``: of one chunk.
+        window: positions that a query sees at most.
         DOT_DTYPE: what products multiply.
     """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -144,8 +142,7 @@ def paged_attention(
     token = (start + query).to(tl.int64)
     # Without causality a query sees all, as if it were the last.
     position = tl.where(is_causal != 0, seq_len - query_len + query, seq_len - 1)
-    in_chunk = position - position % chunk_size
-    first_seen = tl.maximum(tl.maximum(position - window + 1, in_chunk), 0)
+    first_seen = tl.maximum(position - window + 1, 0)
 
     queries = tl.load(
         query_ptr + token[:, None] * query_stride + head[:, None] * HEAD_DIM + dim[None, :],

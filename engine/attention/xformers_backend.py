@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -23,7 +22,6 @@ from engine.attention.kernel_backend import KernelBackend
 from engine.attention.metadata import (
     AttentionMetadata,
     LayerCall,
-    chunk_bounds,
     first_visible,
     visible_blocks,
     write_kv,
@@ -72,8 +70,7 @@ def prefill_bias(
     r0 q1 | x x x x    | . . . . . |
     r1 q0 | . . . .    | x x x x x |     cached: 4 of 5 tokens
 
-    The keys are those of :func:`prefill_slots`. Chunks of local attention are as good as requests
-    of their own, whose keys follow each other. In xformers too a window counts the query.
+    The keys are those of :func:`prefill_slots`. In xformers too a window counts the query.
 
     Without causality the blocks are full; rectangles in cross-attention, squares where the
     queries are the sequence itself, as in an encoder::
@@ -94,16 +91,9 @@ def prefill_bias(
     seq_lens = metadata.seq_lens[prefills].tolist()
     if not metadata.causal:
         return BlockDiagonalMask.from_seqlens(query_lens, seq_lens, device=device)
-    queries: list[int] = []
-    keys: list[int] = []
-    for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
-        bounds = chunk_bounds(seq_len - query_len, seq_len, metadata.chunk_size)
-        firsts = first_visible(
-            torch.tensor(bounds[:-1]), metadata.window, metadata.chunk_size
-        ).tolist()
-        queries += [end - start for start, end in pairwise(bounds)]
-        keys += [end - first for end, first in zip(bounds[1:], firsts, strict=True)]
-    bias = BlockDiagonalCausalFromBottomRightMask.from_seqlens(queries, keys, device=device)
+    begins = metadata.seq_lens[prefills] - metadata.query_start_loc.diff()[prefills]
+    keys = (metadata.seq_lens[prefills] - first_visible(begins, metadata.window)).tolist()
+    bias = BlockDiagonalCausalFromBottomRightMask.from_seqlens(query_lens, keys, device=device)
     if metadata.window is None or metadata.window >= max(keys):
         return bias
     return BlockDiagonalCausalLocalAttentionFromBottomRightMask(
@@ -127,7 +117,7 @@ def prefill_slots(metadata: AttentionMetadata) -> Tensor | None:
     block_table = metadata.block_table[metadata.num_decodes :]
     # Those before a cross-attention's queries are no positions of its keys.
     before = seq_lens - query_lens if metadata.causal else torch.zeros_like(seq_lens)
-    first = first_visible(before, metadata.window, metadata.chunk_size)
+    first = first_visible(before, metadata.window)
     first, end = (x.to(block_table.device)[:, None] for x in (first, seq_lens))
     slots = block_table.long()[:, :, None] * metadata.block_size
     slots = (slots + torch.arange(metadata.block_size, device=slots.device)).flatten(1)
@@ -143,7 +133,7 @@ def decode_bias(
     A page of the kernel is one chunk of the buffer (one layer's K or V of one block). The layer
     is in the shifted view, so that one table ``block_id * chunks_per_page`` serves all layers.
 
-    Where windows or chunks hide the first tokens, the table holds visible blocks only, and the
+    Where windows hide the first tokens, the table holds visible blocks only, and the
     bias leaves out what is hidden in the first of them.
 
     Args:
@@ -158,7 +148,7 @@ def decode_bias(
     count, page_size = metadata.num_decodes, metadata.block_size
     seq_lens, block_table = metadata.seq_lens[:count], metadata.block_table[:count]
     device = block_table.device
-    first = first_visible(seq_lens - 1, metadata.window, metadata.chunk_size)
+    first = first_visible(seq_lens - 1, metadata.window)
     if not first.any():
         return PagedBlockDiagonalPaddedKeysMask.from_seqlens(
             q_seqlen=[1] * count,

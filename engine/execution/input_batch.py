@@ -35,7 +35,6 @@ from engine.scheduling.request_queues import EncoderCacheManager
 from engine.scheduling.scheduler import ScheduledRequest
 from prefix_cache import (
     AttentionSpec,
-    ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     KVCacheManager,
     MambaSpec,
@@ -135,7 +134,6 @@ def _attention(
         num_decodes=shared.num_decodes,
         block_size=spec.block_size,
         window=spec.window if isinstance(spec, SlidingWindowSpec) else None,
-        chunk_size=spec.chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None,
         causal=not is_cross,
         on_device=(tensors["query_start_loc"], tensors[lengths]),
     )

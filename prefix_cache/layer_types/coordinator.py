@@ -11,7 +11,6 @@ from typing import ClassVar
 from prefix_cache.blocks.block import BlockHash, KVCacheBlock, LargePage
 from prefix_cache.blocks.block_pool import HIGH_PRIORITY, LOW_PRIORITY, BlockPool
 from prefix_cache.specs.kv_cache_spec import (
-    ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     HostOnlySpec,
@@ -24,7 +23,6 @@ from prefix_cache.specs.kv_cache_spec import (
 __all__ = [
     "MANAGER_TYPES",
     "ChunkStops",
-    "ChunkedLocalAttentionManager",
     "CrossAttentionManager",
     "FullAttentionManager",
     "KVCacheCoordinator",
@@ -323,8 +321,10 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
         self._num_published[request_id] = len(table)
 
 
-class LocalAttentionManager(SingleTypeKVCacheManager):
+class SlidingWindowManager(SingleTypeKVCacheManager):
     """Keeps the blocks that the next token can see, and gives the others back as it moves on.
+
+    A token sees the last ``spec.window`` tokens, itself included.
 
     A hit needs only the blocks that the token after it sees. Window 6, blocks of 4, a hit of 12
     tokens: token 12 sees 7 to 12, which lie in blocks 1 and 2::
@@ -334,14 +334,7 @@ class LocalAttentionManager(SingleTypeKVCacheManager):
         hit     | null    | cached  | cached  |
     """
 
-    @abstractmethod
-    def first_visible_token(self, position: int) -> int:
-        """The first token that the token at ``position`` sees."""
-
-    @property
-    @abstractmethod
-    def reach(self) -> int:
-        """Most tokens that a token sees, itself included."""
+    spec: SlidingWindowSpec
 
     def find_longest_cache_hit(
         self, block_hashes: Sequence[BlockHash], max_num_tokens: int
@@ -364,52 +357,18 @@ class LocalAttentionManager(SingleTypeKVCacheManager):
 
     def max_blocks(self, num_tokens: int) -> int:
         """What a step's tokens and all that the first of them sees can spread over."""
-        span = self.reach - 1 + self.max_num_batched_tokens
+        span = self.spec.window - 1 + self.max_num_batched_tokens
         spread = (span + self.block_size - 2) // self.block_size + 1
         return min(-(-num_tokens // self.block_size), spread)
 
     def first_needed_block(self, num_computed_tokens: int) -> int:
         """The block of the first token that the next one sees."""
-        return self.first_visible_token(num_computed_tokens) // self.block_size
-
-
-class SlidingWindowManager(LocalAttentionManager):
-    """Layers in which a token sees the last ``spec.window`` tokens, itself included."""
-
-    spec: SlidingWindowSpec
-
-    @property
-    def reach(self) -> int:
-        """The window."""
-        return self.spec.window
-
-    def first_visible_token(self, position: int) -> int:
-        """``position - window + 1``, or the start."""
-        return max(0, position - self.spec.window + 1)
+        return max(0, num_computed_tokens - self.spec.window + 1) // self.block_size
 
     def next_release(self, num_computed_tokens: int) -> int:
         """When the window's first token is that of the next block."""
         next_block = self.first_needed_block(num_computed_tokens) + 1
         return next_block * self.block_size + self.spec.window - 1
-
-
-class ChunkedLocalAttentionManager(LocalAttentionManager):
-    """Layers in which a token sees its chunk of ``spec.chunk_size`` tokens, up to itself."""
-
-    spec: ChunkedLocalAttentionSpec
-
-    @property
-    def reach(self) -> int:
-        """The chunk."""
-        return self.spec.chunk_size
-
-    def first_visible_token(self, position: int) -> int:
-        """The start of the chunk."""
-        return position // self.spec.chunk_size * self.spec.chunk_size
-
-    def next_release(self, num_computed_tokens: int) -> int:
-        """The start of the next chunk."""
-        return (num_computed_tokens // self.spec.chunk_size + 1) * self.spec.chunk_size
 
 
 class MambaManager(SingleTypeKVCacheManager):
@@ -578,7 +537,6 @@ class ChunkStops:
 MANAGER_TYPES: dict[type[KVCacheSpec], type[SingleTypeKVCacheManager]] = {
     FullAttentionSpec: FullAttentionManager,
     SlidingWindowSpec: SlidingWindowManager,
-    ChunkedLocalAttentionSpec: ChunkedLocalAttentionManager,
     MambaSpec: MambaManager,
     CrossAttentionSpec: CrossAttentionManager,
     HostOnlySpec: FullAttentionManager,

@@ -36,7 +36,6 @@ import torch
 
 __all__ = [
     "AttentionSpec",
-    "ChunkedLocalAttentionSpec",
     "CrossAttentionSpec",
     "FullAttentionSpec",
     "HostOnlySpec",
@@ -106,14 +105,6 @@ class AttentionSpec(KVCacheSpec):
         """Tokens, of the encoder in cross-attention, that a request's last one works with."""
         return num_tokens
 
-    def _check_reach(self, name: str, num_tokens: int) -> None:
-        KVCacheSpec.__post_init__(self)
-        if num_tokens < self.block_size:
-            raise ValueError(
-                f"{name} of {num_tokens} tokens is smaller than a block of "
-                f"{self.block_size}: set block_size to at most {num_tokens}"
-            )
-
 
 @dataclass(frozen=True, slots=True)
 class FullAttentionSpec(AttentionSpec):
@@ -131,29 +122,16 @@ class SlidingWindowSpec(AttentionSpec):
     window: int
 
     def __post_init__(self) -> None:
-        self._check_reach("a sliding window", self.window)
+        KVCacheSpec.__post_init__(self)
+        if self.window < self.block_size:
+            raise ValueError(
+                f"a sliding window of {self.window} tokens is smaller than a block of "
+                f"{self.block_size}: set block_size to at most {self.window}"
+            )
 
     def num_needed(self, num_tokens: int, num_encoder_tokens: int) -> int:
         """The window, or what there is of it."""
         return min(num_tokens, self.window)
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkedLocalAttentionSpec(AttentionSpec):
-    """Causal attention inside chunks: a token sees its chunk's tokens up to itself.
-
-    Attributes:
-        chunk_size: tokens per chunk; at least one block.
-    """
-
-    chunk_size: int
-
-    def __post_init__(self) -> None:
-        self._check_reach("an attention chunk", self.chunk_size)
-
-    def num_needed(self, num_tokens: int, num_encoder_tokens: int) -> int:
-        """The last token's chunk, up to itself."""
-        return (num_tokens - 1) % self.chunk_size + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +206,6 @@ def spec_in_words(spec: KVCacheSpec) -> str:
     match spec:
         case SlidingWindowSpec():
             return f"sliding window of {spec.window}"
-        case ChunkedLocalAttentionSpec():
-            return f"attention in chunks of {spec.chunk_size}"
         case CrossAttentionSpec():
             return "cross-attention"
         case AttentionSpec():

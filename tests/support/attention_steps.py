@@ -37,15 +37,13 @@ class Bounds:
     """What keeps tokens from seeing all that lies before them."""
 
     window: int | None = None
-    chunk_size: int | None = None
 
     def first_visible(self, position: int) -> int:
         """Found by trying, so that it shares nothing with what is tested."""
         return next(
             key
             for key in range(position + 1)
-            if (self.window is None or position - key < self.window)
-            and (self.chunk_size is None or position // self.chunk_size == key // self.chunk_size)
+            if self.window is None or position - key < self.window
         )
 
 
@@ -72,11 +70,6 @@ BOUNDS = {
     "window of 16": Bounds(window=16),
     "window of 40": Bounds(window=40),
     "window longer than any sequence": Bounds(window=1000),
-    "chunks of 4": Bounds(chunk_size=4),
-    "chunks of 7": Bounds(chunk_size=7),
-    "chunks of 48": Bounds(chunk_size=48),
-    "chunks longer than any sequence": Bounds(chunk_size=1000),
-    "windows in chunks": Bounds(window=9, chunk_size=13),
 }
 
 SHAPES = {
@@ -107,14 +100,7 @@ def bounded_metadata(
     memory: PagedMemory, table: Tensor, shape: Shape, bounds: Bounds
 ) -> AttentionMetadata:
     """The metadata of a step of that shape."""
-    return metadata_for(
-        memory,
-        shape.query_lens,
-        shape.seq_lens,
-        table,
-        window=bounds.window,
-        chunk_size=bounds.chunk_size,
-    )
+    return metadata_for(memory, shape.query_lens, shape.seq_lens, table, window=bounds.window)
 
 
 def run_steps(

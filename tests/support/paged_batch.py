@@ -103,7 +103,6 @@ def metadata_for(
     *,
     group_id: int = 0,
     window: int | None = None,
-    chunk_size: int | None = None,
 ) -> AttentionMetadata:
     """The metadata of a step; decodes (``query_len == 1``) must come first."""
     num_decodes = sum(length == 1 for length in query_lens)
@@ -125,7 +124,6 @@ def metadata_for(
         num_decodes=num_decodes,
         block_size=block_size,
         window=window,
-        chunk_size=chunk_size,
     )
 
 

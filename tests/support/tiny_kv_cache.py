@@ -9,7 +9,6 @@ import torch
 from prefix_cache import (
     BlockHash,
     BlockPool,
-    ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     HostOnlySpec,
@@ -30,11 +29,10 @@ GROUP_MIXES: dict[str, dict[str, int]] = {
     "three_full": {"full": 2, "full ": 3, "full  ": 5},
     "gemma": {"full": 2, "sliding": 3},
     "ministral": {"sliding": 3, "host": 1},
-    "llama4": {"full": 1, "chunked": 3},
     "jamba": {"full": 2, "mamba": 3},
     "mamba": {"mamba": 1, "host": 1},
     "mllama": {"cross": 2, "full": 3},
-    "all": {"cross": 2, "sliding": 3, "full": 5, "chunked": 1, "mamba": 2, "host": 1},
+    "all": {"cross": 2, "sliding": 3, "full": 5, "mamba": 2, "host": 1},
 }
 """Kinds of layers that stand side by side in one model, with their numbers of layers."""
 
@@ -72,8 +70,6 @@ def _spec(kind: str, block_size: int, reach: int) -> KVCacheSpec:
             return CrossAttentionSpec(*attention)
         case "sliding":
             return SlidingWindowSpec(*attention, window=reach)
-        case "chunked":
-            return ChunkedLocalAttentionSpec(*attention, chunk_size=reach)
         case "mamba":
             return MambaSpec(block_size, (StateTensor((2 * block_size,), torch.float32),))
         case "host":

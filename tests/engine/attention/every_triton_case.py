@@ -38,7 +38,7 @@ def test_every_shape_in_every_bound(shape: str, bounds: Bounds, dtype: torch.dty
 
 
 @pytest.mark.parametrize("shape", LONG)
-@pytest.mark.parametrize("bounds", ["all", "windows in chunks"])
+@pytest.mark.parametrize("bounds", ["all", "window of 16"])
 def test_long_prefills(shape: str, bounds: str):
     assert_equals_the_reference(SHAPES[shape], BOUNDS[bounds], num_layers=1)
 

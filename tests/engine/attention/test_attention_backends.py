@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import T5Config
 from transformers.masking_utils import (
-    chunked_causal_mask_function,
     sliding_window_causal_mask_function,
 )
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
@@ -103,7 +102,7 @@ def test_backend_equals_the_reference_and_reads_nothing_hidden(name: str, shape:
     for bounds in BOUNDS.values():
         for softcap in (None, 30.0):
             assert_equals_the_reference(name, shape, bounds, softcap)
-    for which in ("all", "window of 16", "chunks of 7", "windows in chunks"):
+    for which in ("all", "window of 16"):
         assert_equals_the_reference(name, shape, BOUNDS[which], num_distances=33)
 
 
@@ -127,7 +126,7 @@ def test_backend_equals_the_reference_on_any_batch(name: str, data: st.DataObjec
     block_size = data.draw(st.sampled_from([1, 4, 16]))
     shape = Shape(tuple(query_lens), seq_lens, block_size, num_kv_heads * group, num_kv_heads, 8)
     length = st.none() | st.integers(1, 50)
-    bounds = Bounds(window=data.draw(length), chunk_size=data.draw(length))
+    bounds = Bounds(window=data.draw(length))
     softcap = data.draw(st.sampled_from([None, 5.0, 30.0]))
     num_distances = data.draw(st.none() | st.integers(1, 90)) if softcap != 30.0 else None
     assert_equals_the_reference(name, shape, bounds, softcap, num_distances)
@@ -151,20 +150,17 @@ def transformers_mask(bounds: Bounds, query_len: int, seq_len: int) -> Tensor:
     batch = torch.zeros(1, 1, dtype=torch.int64)
     mask = torch.ones(query_len, seq_len, dtype=torch.bool)
     window = bounds.window or seq_len
-    mask &= sliding_window_causal_mask_function(window)(batch, batch, queries, keys)
-    chunk_size = bounds.chunk_size or seq_len
-    no_padding = torch.zeros(1, dtype=torch.int64)
-    return mask & chunked_causal_mask_function(chunk_size, no_padding)(batch, batch, queries, keys)
+    return mask & sliding_window_causal_mask_function(window)(batch, batch, queries, keys)
 
 
 @ALL_BOUNDS
 @pytest.mark.parametrize(("query_len", "seq_len"), [(1, 1), (1, 40), (30, 30), (5, 70)])
 def test_masks_equal_transformers(bounds: Bounds, query_len: int, seq_len: int):
     expected = transformers_mask(bounds, query_len, seq_len)
-    mask = visibility_mask(query_len, seq_len, bounds.window, bounds.chunk_size)
+    mask = visibility_mask(query_len, seq_len, bounds.window)
     assert torch.equal(mask, expected)
     positions = torch.arange(seq_len - query_len, seq_len)
-    firsts = first_visible(positions, bounds.window, bounds.chunk_size)
+    firsts = first_visible(positions, bounds.window)
     assert torch.equal(firsts, expected.int().argmax(1))
 
 
@@ -176,9 +172,7 @@ def test_reference_equals_attention_of_gemma2(bounds: Bounds, softcap: float | N
         num_blocks=20, block_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float64
     )
     table = random_block_table([61], 4, 20, generator)
-    metadata = metadata_for(
-        memory, [61], [61], table, window=bounds.window, chunk_size=bounds.chunk_size
-    )
+    metadata = metadata_for(memory, [61], [61], table, window=bounds.window)
     query, key, value = (
         torch.randn(61, heads, 8, generator=generator, dtype=torch.float64) for heads in (6, 2, 2)
     )
@@ -560,7 +554,7 @@ def test_any_spoilt_position_touches_only_who_sees_it(name: str, data: st.DataOb
     block_size = data.draw(st.sampled_from([1, 4, 16]))
     shape = Shape(tuple(query_lens), seq_lens, block_size)
     length = st.none() | st.integers(1, 50)
-    bounds = Bounds(window=data.draw(length), chunk_size=data.draw(length))
+    bounds = Bounds(window=data.draw(length))
     request = data.draw(st.integers(0, len(seq_lens) - 1))
     spoilt = Spoilt(
         request,

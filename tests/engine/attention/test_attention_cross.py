@@ -253,5 +253,5 @@ def test_metadata_without_causality_has_no_windows():
     memory = paged_memory(num_blocks=4, block_size=4, num_layers=1, num_kv_heads=2, head_dim=8)
     table = random_block_table([6], 4, 4, torch.Generator().manual_seed(0))
     metadata = cross_metadata_for(memory, [3], [6], [False], table)
-    with pytest.raises(ValueError, match="no windows or chunks, got window=3"):
+    with pytest.raises(ValueError, match="no windows, got window=3"):
         dataclasses.replace(metadata, window=3)

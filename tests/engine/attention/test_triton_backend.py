@@ -67,7 +67,7 @@ CASES: dict[str, tuple[Shape, str, float | None, int | None, torch.dtype]] = {
     "mixed": (Shape((1, 4, 7), (40, 21, 7), 24), "window of 16", 30.0, None, torch.float32),
     "segments": (Shape((1,), (300,), 16, 2, 1), "all", None, 290, torch.float32),
     "padded heads": (Shape((1, 1), (17, 31), 16, 6, 3, 80), "all", None, None, torch.bfloat16),
-    "odd groups": (Shape((9,), (49,), 16, 7, 1), "windows in chunks", None, None, torch.float16),
+    "odd groups": (Shape((9,), (49,), 16, 7, 1), "window of 16", None, None, torch.float16),
 }
 
 

@@ -46,8 +46,6 @@ def first_visible(kind: str, position: int, reach: int) -> int:
     match kind:
         case "sliding":
             return max(0, position - reach + 1)
-        case "chunked":
-            return position // reach * reach
         case "mamba":
             return max(0, position - 1)
     return 0
@@ -322,7 +320,6 @@ def _machine(mix_name: str, pages: int) -> Any:
 TestThreeSizesOfFullAttention = _machine("three_full", 4)
 TestSlidingBesideFull = _machine("gemma", 6)
 TestSlidingOnly = _machine("ministral", 9)
-TestChunkedBesideFull = _machine("llama4", 6)
 TestStatesBesideFull = _machine("jamba", 7)
 TestStatesOnly = _machine("mamba", 8)
 TestCrossBesideFull = _machine("mllama", 6)

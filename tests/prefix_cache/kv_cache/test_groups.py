@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from prefix_cache import (
     BlockPool,
-    ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderBlocks,
     FullAttentionSpec,
@@ -142,22 +141,18 @@ def test_mistakes_are_named():
         KVCacheConfig(8, (KVCacheGroup(("a",), spec()), host))
     with pytest.raises(ValueError, match="window of 3 tokens is smaller than a block of 4"):
         mixed_config({"sliding": 1}, 8, 4, reach=3)
-    with pytest.raises(ValueError, match="chunk of 3 tokens is smaller than a block of 4"):
-        mixed_config({"chunked": 1}, 8, 4, reach=3)
     with pytest.raises(NotImplementedError, match="KVCacheSpec states no page size"):
         _ = KVCacheSpec(4).layer_page_bytes
 
 
 BLOCK_SIZE = 4
 CHUNKS = st.lists(st.integers(1, 13), min_size=1, max_size=8)
-KINDS = ["full", "sliding", "chunked", "mamba", "host"]
+KINDS = ["full", "sliding", "mamba", "host"]
 
 
 def first_visible(kind: str, position: int, reach: int) -> int:
     if kind == "sliding":
         return max(0, position - reach + 1)
-    if kind == "chunked":
-        return position - position % reach
     return 0
 
 
@@ -206,11 +201,10 @@ def test_all_that_a_step_sees_is_held_and_no_more_than_the_bound(kind, chunks, c
     assert manager.stats().held == 0
 
 
-@pytest.mark.parametrize("kind", ["sliding", "chunked"])
 @settings(max_examples=examples(40))
 @given(chunk=st.integers(1, 9), reach=st.integers(BLOCK_SIZE, 11))
-def test_a_long_request_holds_its_neighbourhood_only(kind, chunk, reach):
-    config = mixed_config({kind: 1, "host": 1}, 12, BLOCK_SIZE, reach=reach)
+def test_a_long_request_holds_its_neighbourhood_only(chunk, reach):
+    config = mixed_config({"sliding": 1, "host": 1}, 12, BLOCK_SIZE, reach=reach)
     manager = KVCacheManager(config, enable_prefix_caching=False, max_num_batched_tokens=chunk)
     bound = manager.coordinator.max_blocks(400)[0]
     assert bound == (reach - 1 + chunk + BLOCK_SIZE - 2) // BLOCK_SIZE + 1 < 12
@@ -219,14 +213,14 @@ def test_a_long_request_holds_its_neighbourhood_only(kind, chunk, reach):
         assert manager.allocate_slots("a", start + chunk, num_computed_tokens=start)
         held.append(sum(block_id != 0 for block_id in manager.block_ids("a")))
     assert max(held) <= bound
-    if chunk % 2 and kind == "sliding":
+    if chunk % 2:
         assert max(held) == bound, "the bound is no larger than it must be"
     assert manager.stats().free + manager.stats().held == 11
 
 
 @given(num_tokens=st.integers(1, 40), chunks=CHUNKS, hit=st.integers(0, 6))
 def test_the_bound_holds_for_a_request_that_begins_with_a_hit(num_tokens, chunks, hit):
-    mix = {"sliding": 2, "chunked": 1, "mamba": 3, "host": 1}
+    mix = {"sliding": 2, "mamba": 3, "host": 1}
     manager = KVCacheManager(
         mixed_config(mix, 40, BLOCK_SIZE, reach=7), max_num_batched_tokens=max(chunks)
     )
@@ -325,7 +319,6 @@ MAMBA = MambaSpec(BLOCK_SIZE, (StateTensor((4,), torch.float32),))
 LENGTHS = st.integers(BLOCK_SIZE, 20)
 TABLE_SPECS = st.one_of(
     st.builds(lambda n: SlidingWindowSpec(BLOCK_SIZE, *TINY_HEADS, n), LENGTHS),
-    st.builds(lambda n: ChunkedLocalAttentionSpec(BLOCK_SIZE, *TINY_HEADS, n), LENGTHS),
     st.just(MAMBA),
 )
 
@@ -492,7 +485,6 @@ SPECS = st.sampled_from(
         FullAttentionSpec(4, 1, 8, torch.float32),
         SlidingWindowSpec(4, 1, 8, torch.float32, window=7),
         SlidingWindowSpec(4, 3, 8, torch.float32, window=12),
-        ChunkedLocalAttentionSpec(4, 1, 8, torch.float32, chunk_size=10),
         CrossAttentionSpec(4, 1, 8, torch.float32),
         MambaSpec(4, (StateTensor((3, 5), torch.float32), StateTensor((7,), torch.float64))),
     ]

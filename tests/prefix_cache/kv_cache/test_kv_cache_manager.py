@@ -308,8 +308,6 @@ def tokens_needed(kind: str, num_tokens: int, reach: int) -> set[int]:
             return set(range(num_tokens))
         case "sliding":
             return {j for j in range(num_tokens) if num_tokens - reach < j}
-        case "chunked":
-            return {j for j in range(num_tokens) if j // reach == num_tokens // reach}
         case "mamba":
             return {num_tokens - 1} - {-1}
     raise ValueError(kind)
