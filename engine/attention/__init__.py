@@ -1,3 +1,1 @@
 """Attention over paged keys and values, by several backends. Imports native and prefix_cache."""
-
-__all__: tuple[str, ...] = ()

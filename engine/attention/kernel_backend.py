@@ -13,8 +13,6 @@ from engine.interface.placed_error import described
 from engine.resources.device import on_device, require_finite
 from prefix_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroup, PagedMemory
 
-__all__ = ["KernelBackend"]
-
 _MIN_CAPABILITY = (8, 0)
 
 

@@ -28,8 +28,6 @@ from engine.attention.metadata import (
 )
 from prefix_cache import AttentionSpec, LayerKVCache, MambaSpec
 
-__all__ = ["Attention", "AttentionStep", "StateLayer"]
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:

@@ -33,21 +33,6 @@ from torch import Tensor
 from engine.resources.device import upload_tensor
 from prefix_cache import LayerKVCache
 
-__all__ = [
-    "AttentionBackend",
-    "AttentionMetadata",
-    "LayerCall",
-    "Scoring",
-    "StateMetadata",
-    "bias_at",
-    "bias_of_tile",
-    "first_visible",
-    "layer_chunks",
-    "soft_capped_attention",
-    "visible_blocks",
-    "write_kv",
-]
-
 
 def first_visible(positions: Tensor, window: int | None) -> Tensor:
     """The first position that tokens see, in the shape and type of their positions.

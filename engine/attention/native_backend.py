@@ -26,8 +26,6 @@ from engine.attention.metadata import AttentionMetadata, LayerCall, first_visibl
 from engine.attention.torch_backend import TorchBackend, new_output
 from engine.native import NativeBuildError, PagedSpans, load_kernels
 
-__all__ = ["NativeBackend"]
-
 # Sequences are cut into parts while threads would idle, but not into shorter ones than this.
 _TASKS_PER_THREAD = 4
 _MIN_PART_TOKENS = 64

@@ -16,8 +16,6 @@ from engine.attention.metadata import (
 )
 from prefix_cache import LayerKVCache
 
-__all__ = ["ReferenceBackend", "visibility_mask"]
-
 
 def visibility_mask(
     query_len: int, seq_len: int, window: int | None = None, causal: bool = True

@@ -15,8 +15,6 @@ from engine.attention.triton_backend import TritonBackend
 from engine.attention.xformers_backend import XformersBackend
 from engine.interface.log_fields import package_logger
 
-__all__ = ["get_backend", "resolve_backend_name"]
-
 _BACKENDS: dict[str, type[AttentionBackend]] = {
     backend.name: backend
     for backend in (NativeBackend, TorchBackend, TritonBackend, XformersBackend, ReferenceBackend)

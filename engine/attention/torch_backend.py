@@ -59,15 +59,6 @@ from engine.attention.metadata import (
 from engine.resources.device import are_finite, upload_tensor
 from prefix_cache import LayerKVCache
 
-__all__ = [
-    "QueryTile",
-    "TileMask",
-    "TorchBackend",
-    "bucket_by_length",
-    "lay_out_prefill",
-    "new_output",
-]
-
 
 def attend_to_seen(
     attend: Callable[[Tensor, Tensor], Tensor],

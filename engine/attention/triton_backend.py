@@ -21,8 +21,6 @@ from engine.attention.kernel_backend import KernelBackend
 from engine.attention.metadata import AttentionMetadata, LayerCall, write_kv
 from prefix_cache import LayerKVCache
 
-__all__ = ["TritonBackend"]
-
 _MAX_HEAD_DIM = 256
 _MIN_BLOCK_SIZE = 16
 # Rows of a program: the fewest that tensor cores multiply, and what a prefill has.

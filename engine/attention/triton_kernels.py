@@ -21,8 +21,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["IS_INTERPRETED", "dot_dtype", "merge_segments", "paged_attention"]
-
 # Whether kernels run as Python: decided when they are defined, by TRITON_INTERPRET.
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
         PagedBlockDiagonalPaddedKeysMask,
     )
 
-__all__ = ["XformersBackend", "decode_bias", "prefill_bias", "prefill_slots", "with_a_key_for_all"]
-
 
 def with_a_key_for_all(metadata: AttentionMetadata) -> tuple[AttentionMetadata, Tensor | None]:
     """Let requests that have nothing to see look at the null page, since no kernel runs on no key.

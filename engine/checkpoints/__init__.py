@@ -1,3 +1,1 @@
 """Checkpoints of Hugging Face: their config, weights and parts. Imports nothing of the project."""
-
-__all__: tuple[str, ...] = ()

@@ -41,8 +41,6 @@ from engine.checkpoints.quantized_weight import QuantizedWeight, Target
 from engine.checkpoints.weight_files import WeightFiles, listed
 from engine.files.gguf_header import GGUFHeader, find_gguf, read_gguf_header
 
-__all__ = ["ENTRY_POINTS", "Checkpoint", "CheckpointPart", "folder_of_source"]
-
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPart:

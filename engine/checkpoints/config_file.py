@@ -28,21 +28,6 @@ from transformers.utils.logging import set_tqdm_hook
 from engine.files.json_file import file_inside, read_json_object
 from engine.interface.sampling_params import checkpoint_defaults
 
-__all__ = [
-    "CONFIG_FILE",
-    "activation_of",
-    "check_activation",
-    "check_files",
-    "check_generation",
-    "describe",
-    "hidden_progress_bars",
-    "load_config",
-    "load_generation_config",
-    "make_config",
-    "quiet_config_log",
-    "read_config_file",
-]
-
 # transformers, whose own module takes a second to import, has the same functions of torch.
 _OF_TORCH: Mapping[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,

@@ -22,8 +22,6 @@ from engine.checkpoints.config_file import check_generation, make_config
 from engine.checkpoints.quantized_weight import QuantizedWeight, Stored, Target
 from engine.files.gguf_header import GGUFHeader, GGUFTensor
 
-__all__ = ["GGUFWeights", "gguf_config", "gguf_generation_config"]
-
 _ROPE_FACTORS = "rope_freqs.weight"
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")

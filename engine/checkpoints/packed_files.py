@@ -29,8 +29,6 @@ from engine.checkpoints.config_file import CONFIG_FILE
 from engine.checkpoints.quantized_weight import QuantizedWeight, Stored, Target
 from engine.checkpoints.weight_files import WeightFiles
 
-__all__ = ["PackedFiles", "PackedFormat"]
-
 _METHODS = {"gptq": "GPTQ", "awq": "AWQ", "compressed-tensors": "compressed-tensors"}
 # What else is not supported, by key.
 _ONLY = {

@@ -30,8 +30,6 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["SCHEMES", "QuantizationScheme", "QuantizedWeight", "Stored", "Target"]
-
 # Weights that are quantized, or dequantized, at once.
 _AT_ONCE = 1 << 22
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from engine.checkpoints.quantized_weight import Stored, Target
 from engine.files.json_file import file_inside, read_json_object
 
-__all__ = ["WeightFiles", "listed"]
-
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")

@@ -1,3 +1,1 @@
 """The engine of encoder stages: an input, one pass. Imports models, inputs and the rooms below."""
-
-__all__: tuple[str, ...] = ()

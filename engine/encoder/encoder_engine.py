@@ -45,8 +45,6 @@ from prefix_cache import (
     whole_input_hash,
 )
 
-__all__ = ["EncoderEngine", "EncoderQueue", "EncoderRequest"]
-
 
 class EncoderModel:
     """Loads a checkpoint's encoder and says what it takes and what it gives.

@@ -25,15 +25,6 @@ from torch import Tensor, nn
 from engine.files.json_file import file_inside, read_json, read_json_object
 from engine.resources.device import on_device, require_finite
 
-__all__ = [
-    "Pooling",
-    "SentenceLayout",
-    "normalized",
-    "pool",
-    "read_sentence_layout",
-    "resolve_pooling",
-]
-
 Pooling: TypeAlias = Literal["auto", "mean", "cls", "last", "pooler"]
 """``mean`` of all rows, the first (``cls``), the ``last``, or the checkpoint's own ``pooler``;
 ``auto`` is the pooler of a checkpoint that has one, else the mean."""

@@ -1,3 +1,1 @@
 """Runs a scheduled step, from tables to samples. Imports scheduling, models and what is below."""
-
-__all__: tuple[str, ...] = ()

@@ -42,8 +42,6 @@ from prefix_cache import (
     SlidingWindowSpec,
 )
 
-__all__ = ["InputBatch", "ModelInputBuilder", "ModelInputs", "StepInputs", "build_step_metadata"]
-
 GroupMetadata = AttentionMetadata | StateMetadata | None
 """None for a group without layers."""
 

@@ -50,9 +50,6 @@ from prefix_cache import (
     PagedMemory,
 )
 
-__all__ = ["FilledPage", "ModelRunner", "PageContents", "SampledToken", "SwapError"]
-
-
 # Names of what goes to the device, and comes from it, beside what models take and give.
 _SAMPLED, _FINITE = "rows to sample", "sum of what was made"
 

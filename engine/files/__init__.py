@@ -2,5 +2,3 @@
 
 Imports nothing of the project.
 """
-
-__all__: tuple[str, ...] = ()

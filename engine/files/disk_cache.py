@@ -28,8 +28,6 @@ from pathlib import Path
 
 from engine.interface.log_fields import package_logger
 
-__all__ = ["CacheFolderError", "DiskCache", "cache_root"]
-
 logger = package_logger(__name__)
 
 _SUMS = "SHA256SUMS"

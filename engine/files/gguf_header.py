@@ -17,8 +17,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GGUFHeader", "GGUFTensor", "find_gguf", "read_gguf_header"]
-
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 # Published headers have some 50 entries, a few thousand tensors and 16 MiB of vocabulary.

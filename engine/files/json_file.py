@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-__all__ = ["file_inside", "read_json", "read_json_object"]
-
 
 def file_inside(folder: Path, name: str) -> Path:
     """A file that a folder, or a file in it, names.

@@ -1,3 +1,1 @@
 """Engine of generator stages, whole or in windows. Imports models and the rooms below them."""
-
-__all__: tuple[str, ...] = ()

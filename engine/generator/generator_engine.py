@@ -41,8 +41,6 @@ from engine.resources.device import are_finite, on_device, resolve_device
 from engine.resources.memory_plan import format_bytes
 from prefix_cache import IntegrityError
 
-__all__ = ["GeneratorEngine", "GeneratorRequest", "WindowGathering", "WindowSizes"]
-
 
 @dataclass(frozen=True, slots=True)
 class WindowSizes:

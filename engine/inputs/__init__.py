@@ -1,3 +1,1 @@
 """From a prompt to a request; knows no model. Imports requests and the rooms below it."""
-
-__all__: tuple[str, ...] = ()

@@ -56,15 +56,6 @@ from engine.requests.encoder_input import (
 from engine.sampling.sampler import LogitsProcessor
 from prefix_cache import BlockHash, ContentSpan, content_hash, whole_input_hash
 
-__all__ = [
-    "AudioEncoderInputs",
-    "DecoderPromptRule",
-    "EncoderDecoderPromptProcessor",
-    "ImageEncoderInputs",
-    "InputWindows",
-    "features_hash",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class InputWindows:

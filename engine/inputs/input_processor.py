@@ -21,8 +21,6 @@ from engine.sampling.token_grammar import GrammarCompiler
 from engine.text.stop_checker import CompletionText, check_stop_strings
 from prefix_cache import EncoderBlocks
 
-__all__ = ["InputProcessor"]
-
 _GENERATION = "generation_config.json"
 _SEED_STEP = 2**40
 """From one sequence of a completion to the next: further than completions lie apart."""

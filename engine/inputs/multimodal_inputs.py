@@ -57,14 +57,6 @@ from engine.media.video_file import VideoInfo, probe_video, read_frames, read_so
 from engine.requests.encoder_input import Modality, MultiModalInput, PromptPositions, item_spans
 from prefix_cache import ContentSpan
 
-__all__ = [
-    "AudioFeatureMaker",
-    "AudioInVideo",
-    "MultiModalPromptProcessor",
-    "VideoFeatureMaker",
-    "VideoSampling",
-]
-
 
 class FeatureMaker(ABC):
     """Makes the features of items of one modality."""

@@ -30,15 +30,6 @@ from engine.requests.request import Request
 from engine.sampling.sampler import LogitsProcessor
 from prefix_cache import ContentSpan
 
-__all__ = [
-    "PlainPromptProcessor",
-    "PromptContent",
-    "PromptProcessor",
-    "PromptSources",
-    "items_of",
-    "refuse_items",
-]
-
 MODALITIES: tuple[Modality, ...] = get_args(Modality)
 """All of them."""
 

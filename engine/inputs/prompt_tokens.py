@@ -33,19 +33,6 @@ from engine.resources.memory_plan import format_bytes
 from engine.text.tokenizer import TemplateLimits, render_chat, token_ids
 from prefix_cache import KVCacheManager
 
-__all__ = [
-    "FitCheck",
-    "InputLimits",
-    "WrittenPrompt",
-    "check_item",
-    "check_rows",
-    "check_token_ids",
-    "first_ids",
-    "resolve_prompt",
-    "tokenize",
-    "truncated",
-]
-
 _DEFAULTS = RequestLimits()
 
 

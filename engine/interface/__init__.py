@@ -2,5 +2,3 @@
 
 Imports no torch, no other room.
 """
-
-__all__: tuple[str, ...] = ()

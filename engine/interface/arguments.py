@@ -12,14 +12,6 @@ from engine.interface.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "check_argument",
-    "check_dense",
-    "check_names",
-    "check_request_arguments",
-    "check_sampling_argument",
-]
-
 
 def check_argument(
     name: str, value: object, kind: type | UnionType, wanted: str, fix: str | None = None

@@ -10,19 +10,6 @@ from engine.interface.placed_error import PlacedError
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.settings import Settings
 
-__all__ = [
-    "DiskSettings",
-    "EngineConfig",
-    "EngineSettings",
-    "GenerationParams",
-    "GeneratorConfig",
-    "GeneratorSettings",
-    "MediaLimits",
-    "OffloadSettings",
-    "RequestLimits",
-    "StreamWindow",
-]
-
 
 class StreamWindow(Settings):
     """How speech that comes in chunks is cut, in blocks of the model.

@@ -6,8 +6,6 @@ import math
 import os
 from pathlib import Path
 
-__all__ = ["available_cores", "configure_openmp", "cpu_quota"]
-
 _PROC = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from engine.interface.prompts import Prompt
     from engine.interface.sampling_params import SamplingParams
 
-__all__ = ["Engine", "EngineBrokenError", "NewRequest", "PreparedRequest"]
-
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:

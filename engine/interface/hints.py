@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-__all__ = ["AnyPrompt", "Tensor", "Tensors"]
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import Tensor
+    from torch import Tensor as Tensor
 
     from engine.interface.prompts import Prompt
 

@@ -6,8 +6,6 @@ import logging
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-__all__ = ["LogFields", "log_fields", "package_logger", "set_process_fields"]
-
 _ROOT = "omni"
 
 

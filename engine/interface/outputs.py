@@ -13,22 +13,6 @@ from engine.interface.hints import Tensor, Tensors
 if TYPE_CHECKING:
     from prefix_cache import KVCacheStats, OffloadStats
 
-__all__ = [
-    "ROW_KEYS",
-    "CompletionDelta",
-    "CompletionOutput",
-    "EncoderOutput",
-    "EngineStats",
-    "FinishReason",
-    "GeneratorOutput",
-    "OutputDelta",
-    "RequestMetrics",
-    "RequestOutput",
-    "TokenLogprobs",
-    "Waveform",
-    "WindowStart",
-]
-
 ROW_KEYS = "row_keys"
 """An output of any model: what the cache of the next stage may know its rows by, without reading
 them. Made only where it is asked for by name."""

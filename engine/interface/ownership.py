@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
-__all__ = ["Ownership", "Renewable", "renew_in_forks", "turn_of"]
-
 
 class Renewable(Protocol):
     """What has locks."""

@@ -6,8 +6,6 @@ import difflib
 from collections.abc import Iterable
 from typing import TypeAlias
 
-__all__ = ["KeyPath", "PlacedError", "described", "shortened", "suggest"]
-
 _LONGEST_VALUE = 80
 """Characters of a value that a message repeats."""
 

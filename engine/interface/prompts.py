@@ -12,26 +12,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-__all__ = [
-    "AudioPrompt",
-    "AudioTask",
-    "ChatPrompt",
-    "CodecPrompt",
-    "DecoderPrompt",
-    "EmbedsPrompt",
-    "EncoderPrompt",
-    "ExplicitEncoderDecoderPrompt",
-    "ImagePrompt",
-    "MultiModalData",
-    "Prompt",
-    "SpeechPrompt",
-    "TextChunk",
-    "TextPrompt",
-    "TokensPrompt",
-    "VideoFeatures",
-    "VideoPrompt",
-]
-
 
 MultiModalData: TypeAlias = (
     "Mapping[str, Sequence[str | Path | bytes | Image | Tensor | NDArray[Any] | AudioPrompt | "

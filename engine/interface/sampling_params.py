@@ -27,14 +27,6 @@ from engine.interface.placed_error import PlacedError, shortened
 from engine.interface.settings import Settings
 from engine.interface.structured_output import StructuredOutput
 
-__all__ = [
-    "CHECKPOINT_FIELDS",
-    "RequestSeeds",
-    "SamplingParams",
-    "checkpoint_defaults",
-    "unsupported_generation",
-]
-
 
 class RequestSeeds:
     """One after another, in the order in which requests come: the same wherever a stage runs.

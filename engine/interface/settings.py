@@ -14,8 +14,6 @@ from pydantic_core import ErrorDetails
 
 from engine.interface.placed_error import KeyPath, PlacedError, shortened, suggest
 
-__all__ = ["Settings", "dotted", "explain_validation_error", "explain_value_error", "place_of"]
-
 _WORDS = {
     "a valid array": "a list",
     "a valid tuple": "a list",

@@ -11,8 +11,6 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from engine.interface.placed_error import PlacedError
 from engine.interface.settings import Settings
 
-__all__ = ["JSON_STYLE", "StructuredOutput"]
-
 _LONGEST = 65_536
 """Characters of a grammar: 10 times as many take seconds to read."""
 

@@ -26,8 +26,6 @@ from engine.checkpoints.quantized_weight import Target
 from engine.layers.layer_ops import LayerOps
 from engine.layers.linear import GatedMLP, Linear, multiply_groups
 
-__all__ = ["ExpertsConfig", "SparseMoE"]
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:

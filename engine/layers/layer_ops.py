@@ -24,19 +24,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from engine.checkpoints.quantized_weight import QuantizedWeight, Target
 from engine.native import NativeKernels, PackedCodes
 
-__all__ = [
-    "HeadNorm",
-    "LayerOps",
-    "MultiAxisRotaryEmbedding",
-    "NativeLayerOps",
-    "PackedWeight",
-    "RMSNorm",
-    "RotaryEmbedding",
-    "apply_rotary",
-    "can_pack",
-    "rope_frequencies",
-]
-
 # Of a table of cosines and sines: what is made on the way to it takes little memory.
 _ROWS_AT_ONCE = 2**14
 _MOST_CHANNELS = 2**16

@@ -14,8 +14,6 @@ from engine.checkpoints.config_file import activation_of
 from engine.checkpoints.quantized_weight import QuantizationScheme, QuantizedWeight, Target
 from engine.layers.layer_ops import LayerOps, PackedWeight
 
-__all__ = ["GatedMLP", "Linear", "PlainMLP", "multiply_groups"]
-
 
 class Linear(nn.Module):
     """``y = x W^T + b`` where W stacks one or several matrices of the checkpoint.

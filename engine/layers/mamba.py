@@ -40,19 +40,6 @@ from engine.layers.linear import Linear
 from engine.resources.device import are_finite, upload_tensor
 from prefix_cache import MambaSpec, StateTensor
 
-__all__ = [
-    "CausalConv",
-    "Chunks",
-    "Mamba2Config",
-    "Mamba2Mixer",
-    "MambaConfig",
-    "MambaMixer",
-    "PackedLayout",
-    "SsdInputs",
-    "TimeOrder",
-    "ssd_scan",
-]
-
 _MAX_CHUNK = 64
 
 _IntArray = npt.NDArray[np.int64]

@@ -2,5 +2,3 @@
 
 Imports execution, scheduling, models, inputs and the rooms below them.
 """
-
-__all__: tuple[str, ...] = ()

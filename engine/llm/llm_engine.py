@@ -62,8 +62,6 @@ from prefix_cache import (
     group_layers,
 )
 
-__all__ = ["LLMEngine"]
-
 logger = package_logger(__name__)
 
 # The warm-up runs two requests, of three tokens and of two.

@@ -16,8 +16,6 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.interface.config import EngineConfig
 from prefix_cache import DiskTier, HostTier, KVCacheManager, OffloadedBlocks, PagedMemory
 
-__all__ = ["build_offloaded_blocks"]
-
 _PACKAGES = Path(__file__).parents[2]
 _LIBRARIES = ("torch", "transformers", "numpy", "gguf")
 _WEIGHTS_AND_CODE = frozenset({".safetensors", ".json", ".py"})

@@ -18,8 +18,6 @@ from engine.requests.request import Request, RequestGroup, RequestStatus
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from prefix_cache import KVCacheManager
 
-__all__ = ["OutputProcessor"]
-
 logger = package_logger(__name__)
 
 

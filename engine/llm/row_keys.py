@@ -22,8 +22,6 @@ from torch import Tensor
 
 from engine.requests.request import Request
 
-__all__ = ["RowKeys"]
-
 _SALT_BYTES, _HASH_BYTES = 16, 32
 
 

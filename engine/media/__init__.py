@@ -1,3 +1,1 @@
 """Sound and pictures as files and as arrays. Imports interface."""
-
-__all__: tuple[str, ...] = ()

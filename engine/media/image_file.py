@@ -21,8 +21,6 @@ from engine.media.media_source import MediaSource
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["check_image", "image_features", "load_image_processor", "open_image", "upright_rgb"]
-
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 _LONGEST_STRIP = 200

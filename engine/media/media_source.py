@@ -12,8 +12,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["MediaSource", "open_regular_file", "regular_file"]
-
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",

@@ -35,19 +35,6 @@ from engine.interface.config import MediaLimits
 from engine.interface.log_fields import package_logger
 from engine.media.media_source import MediaSource
 
-__all__ = [
-    "LibsndfileError",
-    "LongestSound",
-    "Resampler",
-    "SampleReader",
-    "SoundStream",
-    "SpectrogramExtractor",
-    "check_sound",
-    "load_extractor",
-    "read_sound",
-    "stated_duration",
-]
-
 
 class SoundStream(SoundFile):
     """A file of which one piece after the other is read.

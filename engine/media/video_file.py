@@ -21,8 +21,6 @@ from engine.media.media_source import MediaSource
 if TYPE_CHECKING:
     from av.container import InputContainer
 
-__all__ = ["VideoInfo", "check_video", "probe_video", "read_frames", "read_soundtrack"]
-
 _VIDEO_CODECS = ("h264", "hevc", "mpeg4", "vp8", "vp9", "av1")
 _AUDIO_CODECS = ("aac", "mp3", "opus", "vorbis", "flac", "alac")
 _HIGHEST_FPS = 1_000

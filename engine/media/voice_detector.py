@@ -16,15 +16,6 @@ from numpy.typing import NDArray
 
 from engine.media.sound_file import Resampler
 
-__all__ = [
-    "DETECTOR_RATE",
-    "WINDOW",
-    "SpeechTurns",
-    "TurnSettings",
-    "VoiceDetector",
-    "spoken_spans",
-]
-
 DETECTOR_RATE = 16_000
 """Samples a second of what the detector takes."""
 

@@ -3,5 +3,3 @@
 The contracts import inputs, layers and the rooms below; families import the contracts; the table of
 families stands above them all, in ``registry``, and ``model_loader`` above the table.
 """
-
-__all__: tuple[str, ...] = ()

@@ -19,8 +19,6 @@ from engine.interface.sampling_params import SamplingParams
 from engine.layers import LayerOps, Linear, SparseMoE
 from engine.requests.encoder_input import EncoderInput, Modality, MultiModalInput
 
-__all__ = ["CausalModel", "CodeChunk", "GeneratorModel", "ModelSettings"]
-
 
 class TensorOptions(TypedDict):
     """What every weight of a model has in common."""

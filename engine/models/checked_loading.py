@@ -38,8 +38,6 @@ from engine.checkpoints.config_file import describe
 from engine.checkpoints.quantized_weight import Target
 from engine.resources.memory_plan import require_memory
 
-__all__ = ["Places", "load_checked", "told_of_config"]
-
 
 def computed_names(checkpoint: Checkpoint, unplaced: Collection[str]) -> set[str]:
     """Which of the stored tensors that have no place are computed, or ignored by transformers.

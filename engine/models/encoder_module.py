@@ -16,15 +16,6 @@ from engine.checkpoints.quantized_weight import Target
 from engine.models.base import CausalModel, ModelSettings
 from engine.requests.encoder_input import EncoderInput, EncoderView
 
-__all__ = [
-    "EncoderDecoderModel",
-    "EncoderModule",
-    "TextEncoder",
-    "build_empty",
-    "make_unplaced",
-    "place",
-]
-
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 

@@ -15,8 +15,6 @@ from engine.checkpoints.checkpoint import Checkpoint, CheckpointPart
 from engine.inputs.prompt_processor import PlainPromptProcessor, PromptProcessor, PromptSources
 from engine.models.base import CausalModel, GeneratorModel, ModelSettings
 
-__all__ = ["ModelFamily", "deferred", "has_head", "part_of"]
-
 Builder: TypeAlias = Callable[[Checkpoint, ModelSettings], CausalModel]
 """From a checkpoint and settings to a model without its weights yet. Raises ``ValueError`` if
 something that the config asks for does not fit or is not supported."""

@@ -16,15 +16,6 @@ from engine.models.checked_loading import Places, load_checked, told_of_config
 from engine.models.family import ModelFamily
 from engine.models.registry import FAMILIES
 
-__all__ = [
-    "find_family",
-    "is_supported",
-    "load_generator",
-    "load_model",
-    "longest_sequence",
-    "open_checkpoint",
-]
-
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 

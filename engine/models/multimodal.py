@@ -23,8 +23,6 @@ from engine.inputs.multimodal_inputs import AudioInVideo
 from engine.models.base import CausalModel
 from engine.requests.encoder_input import Modality, MultiModalInput
 
-__all__ = ["ItemTower", "MultiModalModel", "unique_prefix"]
-
 _EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from engine.models.family import ModelFamily
 from engine.interface.log_fields import package_logger
 
-__all__ = ["ENTRY_POINTS", "FAMILIES", "FamilyRegistry", "FamilyRow", "register_model_family"]
-
 logger = package_logger(__name__)
 
 ENTRY_POINTS = "omni_pipeline.model_families"

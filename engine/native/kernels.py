@@ -27,15 +27,6 @@ from torch import Tensor
 from engine.files.disk_cache import CacheFolderError, DiskCache, cache_root
 from prefix_cache import LayerKVCache
 
-__all__ = [
-    "NativeBuildError",
-    "NativeKernels",
-    "PackedCodes",
-    "PagedSpans",
-    "compile_kernels",
-    "find_compiler",
-]
-
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.[ch]")))
 # Not -ffast-math: linking with it makes the whole process flush denormals to zero.
 _FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-fPIC", "-fno-math-errno", "-fno-trapping-math")

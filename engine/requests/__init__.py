@@ -2,5 +2,3 @@
 
 Imports prefix_cache, sampling, text, interface.
 """
-
-__all__: tuple[str, ...] = ()

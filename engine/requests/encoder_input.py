@@ -24,22 +24,6 @@ from engine.interface.sampling_params import SamplingParams
 from engine.sampling.sampler import SamplingState
 from prefix_cache import BlockHash, ContentSpan, content_hash
 
-__all__ = [
-    "Continuation",
-    "EncoderInput",
-    "EncoderView",
-    "Modality",
-    "MultiModalInput",
-    "PromptChoice",
-    "PromptPositions",
-    "Sequel",
-    "StreamedRows",
-    "embeds_spans",
-    "encoder_spans",
-    "item_spans",
-    "position_spans",
-]
-
 Modality: TypeAlias = Literal["image", "audio", "video"]
 """What a prompt can show beside its text."""
 

@@ -42,8 +42,6 @@ from prefix_cache import (
     partial_block_hash,
 )
 
-__all__ = ["Request", "RequestGroup", "RequestStatus", "RequestTimes"]
-
 
 class RequestStatus(Enum):
     """Where a request is. A preempted request waits again, its tokens kept, or is swapped out."""

@@ -2,5 +2,3 @@
 
 Imports prefix_cache, interface.
 """
-
-__all__: tuple[str, ...] = ()

@@ -17,18 +17,6 @@ from torch import Tensor
 
 from engine.interface.log_fields import package_logger
 
-__all__ = [
-    "are_finite",
-    "keep_freed_memory",
-    "on_device",
-    "require_finite",
-    "resolve_device",
-    "resolve_dtype",
-    "total",
-    "upload",
-    "upload_tensor",
-]
-
 _ALIGNMENT = 16  # of what is packed into one copy
 
 

@@ -23,17 +23,6 @@ from prefix_cache import (
     spec_in_words,
 )
 
-__all__ = [
-    "MemoryPlan",
-    "ModelNeeds",
-    "format_bytes",
-    "plan_memory",
-    "report_kv_cache",
-    "require_memory",
-    "resolve_num_blocks",
-    "step_bytes",
-]
-
 
 def format_bytes(size: int) -> str:
     """Bytes for people: ``1536`` is ``1.5 KiB``."""

@@ -1,3 +1,1 @@
 """From logits to token ids: penalties, masks, seeded draws. Imports interface."""
-
-__all__: tuple[str, ...] = ()

@@ -37,19 +37,6 @@ from engine.interface.sampling_params import SamplingParams
 from engine.resources.device import upload
 from engine.sampling.token_grammar import TokenGrammar, apply_grammars
 
-__all__ = [
-    "BadWords",
-    "LogitsProcessor",
-    "Sampler",
-    "SamplerOutput",
-    "SamplingState",
-    "apply_biases",
-    "apply_masks",
-    "apply_penalties",
-    "draw_code",
-    "shape_distribution",
-]
-
 _SPARE = 64
 
 

@@ -23,8 +23,6 @@ from engine.interface.structured_output import StructuredOutput
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["GrammarCompiler", "TokenGrammar", "apply_grammars"]
-
 _NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 
 

@@ -1,3 +1,1 @@
 """Which tokens run next, which requests hold which blocks. Imports requests and below; no model."""
-
-__all__: tuple[str, ...] = ()

@@ -40,8 +40,6 @@ from prefix_cache import (
     WholeInputCache,
 )
 
-__all__ = ["EncoderCacheManager", "EncodingBudget", "ItemShare", "RequestQueues", "WaitingQueue"]
-
 
 @dataclass(frozen=True, slots=True)
 class EncodingBudget:

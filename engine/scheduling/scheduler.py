@@ -18,15 +18,6 @@ from engine.scheduling.request_queues import (
 )
 from prefix_cache import CachedPrefix, KVCacheManager, OffloadedBlocks, PageCopy, SwapSpace
 
-__all__ = [
-    "Admission",
-    "PageMove",
-    "ScheduledRequest",
-    "Scheduler",
-    "SchedulerOutput",
-    "StepPlan",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class PageMove:

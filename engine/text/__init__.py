@@ -1,3 +1,1 @@
 """Tokenizers, chat templates, incremental decoding, stop strings. Imports interface."""
-
-__all__: tuple[str, ...] = ()

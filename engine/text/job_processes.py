@@ -16,8 +16,6 @@ from typing import Any
 
 from engine.interface.ownership import renew_in_forks
 
-__all__ = ["JobProcesses"]
-
 # Kept for the next job; more are started while more are asked for at once.
 _MOST_IDLE = 2
 # CPU time is limited by the system. Should the process be held up in any other way, it is ended

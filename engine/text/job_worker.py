@@ -28,8 +28,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-__all__ = ["main"]
-
 
 class _GenerationTag(Extension):
     """``{% generation %}`` marks what an assistant says; here it is a block like any other."""

@@ -14,14 +14,6 @@ from engine.interface.placed_error import PlacedError
 from engine.interface.sampling_params import SamplingParams
 from engine.text.tokenizer import raise_panic
 
-__all__ = [
-    "CompletionText",
-    "IncrementalDetokenizer",
-    "StopStrings",
-    "check_stop_strings",
-    "ids_without_text",
-]
-
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _LONGEST_CHARACTER = 4  # bytes of UTF-8

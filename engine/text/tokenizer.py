@@ -30,21 +30,6 @@ from engine.files.json_file import read_json_object
 from engine.interface.ownership import turn_of
 from engine.text.job_processes import JobProcesses
 
-__all__ = [
-    "TemplateLimitError",
-    "TemplateLimits",
-    "TemplateProcesses",
-    "TemplateRefusalError",
-    "doubtful_patterns",
-    "eos_token_ids",
-    "load_tokenizer",
-    "max_prompt_chars",
-    "patterns_of_decoder",
-    "raise_panic",
-    "render_chat",
-    "token_ids",
-]
-
 Message: TypeAlias = Mapping[str, Any]
 Form: TypeAlias = Literal["text", "parts"]
 

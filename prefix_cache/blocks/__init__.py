@@ -1,3 +1,1 @@
 """Blocks, hashes, pages, the order of eviction; the integrity error. Imports specs."""
-
-__all__: tuple[str, ...] = ()

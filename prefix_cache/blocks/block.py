@@ -23,20 +23,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = [
-    "BlockHash",
-    "ContentSpan",
-    "EvictionKey",
-    "IntegrityError",
-    "KVCacheBlock",
-    "LargePage",
-    "content_hash",
-    "extend_block_hashes",
-    "partial_block_hash",
-    "whole_input_block_hashes",
-    "whole_input_hash",
-]
-
 BlockHash = NewType("BlockHash", bytes)
 """A SHA-256 digest, 32 bytes."""
 

@@ -57,16 +57,6 @@ from torch import Tensor
 from prefix_cache.blocks.block import BlockHash, EvictionKey, KVCacheBlock, LargePage
 from prefix_cache.specs.kv_cache_spec import KVCacheConfig
 
-__all__ = [
-    "HIGH_PRIORITY",
-    "LOW_PRIORITY",
-    "REUSED_PRIORITY",
-    "BlockPool",
-    "EvictionQueue",
-    "GroupPages",
-    "PageArena",
-]
-
 LOW_PRIORITY = 0
 """For content inside of a sequence that a hit needs only if it ends just there."""
 HIGH_PRIORITY = 1

@@ -1,3 +1,1 @@
 """The manager that an engine talks to, and its helpers. Imports every other room of the cache."""
-
-__all__: tuple[str, ...] = ()

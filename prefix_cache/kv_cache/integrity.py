@@ -30,14 +30,6 @@ from prefix_cache.specs.kv_cache_spec import (
     MambaSpec,
 )
 
-__all__ = [
-    "check_integrity",
-    "check_pool_integrity",
-    "needed_bytes",
-    "one_size_groups",
-    "request_bytes",
-]
-
 
 def needed_bytes(
     groups: Sequence[KVCacheGroup], num_tokens: int, num_encoder_tokens: int = 0

@@ -25,15 +25,6 @@ from prefix_cache.stores.paged_memory import PageCopy, PagedMemory
 from prefix_cache.stores.stage_output_cache import StageOutputCache
 from prefix_cache.stores.whole_input_cache import WholeInputCache
 
-__all__ = [
-    "ENCODER_HIDDEN_STATES",
-    "CachedPrefix",
-    "EncoderBlocks",
-    "KVCacheManager",
-    "PendingBlocks",
-    "SavedRows",
-]
-
 ENCODER_HIDDEN_STATES = "encoder_hidden_states"
 """An output with a row per encoder token; kept only where it is asked for by name."""
 

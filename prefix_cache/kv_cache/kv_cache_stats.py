@@ -10,8 +10,6 @@ from typing import Literal, TypeAlias
 from prefix_cache.blocks.block_pool import BlockPool
 from prefix_cache.specs.kv_cache_spec import KVCacheConfig, spec_in_words
 
-__all__ = ["ITEM_ROWS", "GroupStats", "KVCacheStats", "PrefixMiss"]
-
 ITEM_ROWS = "rows of items"
 """The kind of the group of pages that towers' rows lie in, behind those of layers."""
 

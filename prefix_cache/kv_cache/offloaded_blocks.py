@@ -37,8 +37,6 @@ from prefix_cache.stores.offload_tiers import DiskTier, HostTier, OffloadStats, 
 from prefix_cache.stores.paged_memory import PagedMemory
 from prefix_cache.stores.stage_output_cache import StageOutputCache
 
-__all__ = ["OffloadedBlocks"]
-
 # Padded, so that what follows is aligned.
 _NUM_ROWS = struct.Struct("<Q8x")
 

@@ -26,8 +26,6 @@ from prefix_cache.blocks.block import BlockHash, KVCacheBlock
 from prefix_cache.layer_types.coordinator import KVCacheCoordinator
 from prefix_cache.stores.stage_output_cache import StageOutputCache
 
-__all__ = ["PartialBlocks", "PartialHash", "PartialHit"]
-
 PartialHash: TypeAlias = Callable[[int], BlockHash | None]
 """Hash of a sequence's first tokens, so many, that end inside of a block; None: not known yet."""
 

@@ -22,8 +22,6 @@ from prefix_cache.kv_cache.kv_cache_manager import KVCacheManager, SavedRows
 from prefix_cache.layer_types.coordinator import ChunkStops
 from prefix_cache.stores.paged_memory import PageCopy
 
-__all__ = ["SwapSpace"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Swapped:

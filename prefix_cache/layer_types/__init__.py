@@ -1,3 +1,1 @@
 """What each type of layer keeps, and what all can serve together. Imports blocks, specs."""
-
-__all__: tuple[str, ...] = ()

@@ -20,17 +20,6 @@ from prefix_cache.specs.kv_cache_spec import (
     SlidingWindowSpec,
 )
 
-__all__ = [
-    "MANAGER_TYPES",
-    "ChunkStops",
-    "CrossAttentionManager",
-    "FullAttentionManager",
-    "KVCacheCoordinator",
-    "MambaManager",
-    "SingleTypeKVCacheManager",
-    "SlidingWindowManager",
-]
-
 _NONE: Mapping[int, KVCacheBlock] = MappingProxyType({})
 
 NEVER = 2**62

@@ -1,3 +1,1 @@
 """What layers keep: specs of cached state, grouped into a config. Imports no other room."""
-
-__all__: tuple[str, ...] = ()

@@ -34,22 +34,6 @@ from math import lcm, prod
 
 import torch
 
-__all__ = [
-    "AttentionSpec",
-    "CrossAttentionSpec",
-    "FullAttentionSpec",
-    "HostOnlySpec",
-    "KVCacheConfig",
-    "KVCacheGroup",
-    "KVCacheSpec",
-    "MambaSpec",
-    "SlidingWindowSpec",
-    "StateTensor",
-    "group_layers",
-    "pad_pages",
-    "spec_in_words",
-]
-
 # States of different types lie side by side in a page; each begins at a multiple of this.
 _STATE_ALIGNMENT = 16
 

@@ -1,3 +1,1 @@
 """The bytes behind block ids: pages, mirrored and encoder outputs. Imports blocks, specs."""
-
-__all__: tuple[str, ...] = ()

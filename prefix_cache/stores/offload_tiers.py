@@ -28,8 +28,6 @@ from dataclasses import dataclass, fields
 from logging import getLogger
 from pathlib import Path
 
-__all__ = ["DiskTier", "HostTier", "OffloadStats", "TierKey"]
-
 logger = getLogger(f"omni.{__name__}")
 
 TierKey = bytes

@@ -31,8 +31,6 @@ from torch import Tensor
 
 from prefix_cache.specs.kv_cache_spec import AttentionSpec, KVCacheConfig, MambaSpec
 
-__all__ = ["LayerKVCache", "PageCopy", "PagedMemory"]
-
 SlotsT = TypeVar("SlotsT", Tensor, npt.NDArray[np.int64])
 
 

@@ -24,8 +24,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["StageOutputCache"]
-
 # No row has this tag.
 _NOBODYS = -1
 

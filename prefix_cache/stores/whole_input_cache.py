@@ -19,8 +19,6 @@ from prefix_cache.blocks.block import BlockHash, KVCacheBlock, whole_input_block
 from prefix_cache.blocks.block_pool import BlockPool
 from prefix_cache.stores.stage_output_cache import StageOutputCache
 
-__all__ = ["WholeInputCache"]
-
 
 class WholeInputCache:
     """Blocks of whole inputs, in one group of a pool.

@@ -1,3 +1,1 @@
 """Decoder-only families of attention layers. Imports the contracts in engine.models, and layers."""
-
-__all__: tuple[str, ...] = ()

@@ -42,21 +42,6 @@ from engine.models.base import CausalModel, ModelSettings
 from engine.models.family import ModelFamily, has_head
 from prefix_cache import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
-__all__ = [
-    "DecoderConfig",
-    "DecoderLayer",
-    "DecoderModel",
-    "LayerKind",
-    "SelfAttention",
-    "build_decoder",
-    "build_mlp",
-    "build_multi_axis_rotary",
-    "build_norm",
-    "build_rotary",
-    "decoder_family",
-    "layer_kinds",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:

@@ -13,22 +13,6 @@ from transformers import PreTrainedConfig
 from engine.layers import ExpertsConfig
 from engine.models.decoders.decoder import DecoderConfig, LayerKind, decoder_family, layer_kinds
 
-__all__ = [
-    "GEMMA2",
-    "GEMMA3",
-    "LLAMA",
-    "MINISTRAL",
-    "MISTRAL",
-    "MIXTRAL",
-    "QWEN2",
-    "QWEN3",
-    "QWEN3_MOE",
-    "llama_config",
-    "qwen2_config",
-    "qwen3_config",
-    "qwen3_moe_config",
-]
-
 
 def llama_config(config: PreTrainedConfig) -> DecoderConfig:
     """Llama: the plain decoder; ``attention_bias`` covers all four projections."""

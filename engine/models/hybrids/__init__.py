@@ -1,3 +1,1 @@
 """Decoders that mix attention with recurrent layers. Imports decoders and the rooms below it."""
-
-__all__: tuple[str, ...] = ()

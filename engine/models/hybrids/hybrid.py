@@ -43,8 +43,6 @@ from engine.models.decoders.decoder import (
 from engine.models.decoders.families import llama_config
 from engine.models.family import ModelFamily, has_head
 
-__all__ = ["BAMBA", "JAMBA", "HybridLayer", "HybridModel"]
-
 
 class HybridLayer(nn.Module):
     """A mixer of tokens and an MLP, with their norms; see the module's picture."""

@@ -1,3 +1,1 @@
 """LLaVA: a decoder that sees pictures. Imports decoders and the rooms below it."""
-
-__all__: tuple[str, ...] = ()

@@ -23,8 +23,6 @@ from engine.models.family import ModelFamily
 from engine.models.multimodal import ItemTower, MultiModalModel, unique_prefix
 from engine.requests.encoder_input import Modality, MultiModalInput
 
-__all__ = ["FAMILY"]
-
 _PIXELS = "pixel_values"
 _TOWER = "clip_vision_model"
 

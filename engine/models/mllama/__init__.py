@@ -1,3 +1,1 @@
 """Mllama: a decoder with cross-attention to pictures. Imports decoders and the rooms below it."""
-
-__all__: tuple[str, ...] = ()

@@ -48,8 +48,6 @@ from engine.models.family import ModelFamily
 from engine.requests.encoder_input import EncoderInput, EncoderView
 from prefix_cache import CrossAttentionSpec
 
-__all__ = ["FAMILY", "MllamaModel"]
-
 
 class ImageLayer(nn.Module):
     """Gated cross-attention and gated MLP; see the module's picture."""

@@ -31,15 +31,6 @@ from engine.models.encoder_module import make_unplaced, place
 from engine.models.qwen2_5_omni.speakers import SPEAKERS_FILE, Speaker, load_speakers
 from engine.native import NativeBuildError, NativeKernels, load_kernels
 
-__all__ = [
-    "Code2Wav",
-    "NativeSnake",
-    "flow_times",
-    "initial_noise",
-    "neighbour_attention",
-    "use_native_snakes",
-]
-
 _RATIO, _TAPS = 2, 12
 
 

@@ -19,8 +19,6 @@ from pathlib import Path
 from engine.models.family import deferred, part_of
 from engine.models.qwen2_5_omni.speakers import SpeechPromptProcessor, load_speakers
 
-__all__ = ["CODE2WAV", "TALKER", "THINKER"]
-
 _part = partial(part_of, "qwen2_5_omni")
 
 

@@ -38,18 +38,6 @@ from engine.interface.prompts import Prompt, SpeechPrompt
 from engine.requests.encoder_input import PromptPositions, StreamedRows, position_spans
 from engine.requests.request import Request
 
-__all__ = [
-    "SPEAKERS_FILE",
-    "Speaker",
-    "Speakers",
-    "SpeechPromptProcessor",
-    "check_positions",
-    "check_voice",
-    "embeddings",
-    "load_speakers",
-    "positions_before",
-]
-
 _TEXT_EMBEDDING = "thinker.model.embed_tokens.weight"
 _NUM_AXES = 3
 _NUM_FOLLOWING = 2

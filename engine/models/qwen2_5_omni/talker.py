@@ -23,8 +23,6 @@ from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import DecoderModel, build_multi_axis_rotary
 from engine.models.decoders.families import qwen2_config
 
-__all__ = ["Qwen2_5OmniTalker"]
-
 
 class Qwen2_5OmniTalker(DecoderModel):
     """A decoder that projects its inputs; see the module's note.

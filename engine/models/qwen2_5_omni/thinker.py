@@ -51,8 +51,6 @@ from engine.models.qwen2_5_vl.qwen2_5_vl import (
 )
 from engine.requests.encoder_input import Modality, MultiModalInput
 
-__all__ = ["AudioTower", "Qwen2_5OmniThinker", "build_qwen2_5_omni_thinker"]
-
 _FRAMES = "input_features"
 
 

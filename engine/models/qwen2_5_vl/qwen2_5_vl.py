@@ -65,8 +65,6 @@ from engine.models.multimodal import ItemTower, MultiModalModel
 from engine.requests.encoder_input import MultiModalInput
 from prefix_cache import ContentSpan
 
-__all__ = ["FAMILY", "ImageTower", "MultiAxisModel", "VideoTower", "build_multi_axis_decoder"]
-
 _MOST_PLACES = 2**31
 
 

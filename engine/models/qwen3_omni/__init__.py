@@ -1,3 +1,1 @@
 """Qwen3-Omni: thinker, talker, code2wav. Imports qwen3_vl, decoders and what is below."""
-
-__all__: tuple[str, ...] = ()

@@ -36,8 +36,6 @@ from engine.models.base import CodeChunk, GeneratorModel, ModelSettings
 from engine.models.checked_loading import Places, load_checked
 from engine.models.encoder_module import build_empty
 
-__all__ = ["Qwen3Code2Wav"]
-
 # Samples per second of this family; its configs do not tell.
 _SAMPLING_RATE = 24_000
 _CAUSAL = (Qwen3OmniMoeCausalConvNet, Qwen3OmniMoeCausalTransConvNet)

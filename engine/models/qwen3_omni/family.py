@@ -17,8 +17,6 @@ from functools import partial
 from engine.models.family import deferred, part_of
 from engine.models.qwen3_omni.speech_prompts import Qwen3SpeechPrompts, speakers_of
 
-__all__ = ["CODE2WAV", "TALKER", "THINKER"]
-
 _part = partial(part_of, "qwen3_omni_moe")
 
 THINKER = _part(

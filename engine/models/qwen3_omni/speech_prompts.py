@@ -37,8 +37,6 @@ from engine.models.qwen2_5_omni.speakers import (
 )
 from engine.requests.encoder_input import PromptPositions, StreamedRows
 
-__all__ = ["Qwen3SpeechPrompts", "speakers_of"]
-
 # Tokens of the last turn that begin it: its sign, the role, the end of the line.
 _NUM_OPENING = 3
 # Of codes that stand for a speech model's thoughts, and before them none.

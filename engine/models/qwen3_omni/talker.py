@@ -42,8 +42,6 @@ from engine.models.decoders.decoder import (
 )
 from engine.models.decoders.families import qwen3_config, qwen3_moe_config
 
-__all__ = ["SECTIONS", "Qwen3OmniTalker"]
-
 SECTIONS = (24, 20, 20)
 """Of rotary channels, where a config does not say them, as transformers has it."""
 

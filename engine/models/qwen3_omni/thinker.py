@@ -48,8 +48,6 @@ from engine.models.qwen2_5_vl.qwen2_5_vl import ImageTower, VideoTower
 from engine.models.qwen3_omni.talker import SECTIONS
 from engine.requests.encoder_input import MultiModalInput
 
-__all__ = ["Qwen3OmniThinker", "build_qwen3_omni_thinker"]
-
 
 class Qwen3AudioTower(AudioTower):
     """Sound of any length to rows; see the module's note."""

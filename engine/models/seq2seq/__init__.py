@@ -1,3 +1,1 @@
 """BART and T5: encoder-decoders for text. Imports engine.models and below."""
-
-__all__: tuple[str, ...] = ()

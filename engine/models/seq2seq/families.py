@@ -36,8 +36,6 @@ from engine.models.seq2seq.seq2seq import (
     Sublayer,
 )
 
-__all__ = ["BART", "T5", "T5PromptRule"]
-
 _BART_NAMES = replace(
     FAIRSEQ_NAMES,
     embeddings=(

@@ -32,16 +32,6 @@ from engine.models.base import ModelSettings
 from engine.models.encoder_module import EncoderDecoderModel, EncoderModule
 from prefix_cache import AttentionSpec, CrossAttentionSpec, FullAttentionSpec
 
-__all__ = [
-    "FAIRSEQ_NAMES",
-    "RelativeBias",
-    "Seq2SeqConfig",
-    "Seq2SeqModel",
-    "Seq2SeqNames",
-    "Sublayer",
-    "relative_buckets",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Sublayer:

@@ -1,3 +1,1 @@
 """Whisper: an encoder-decoder that reads sound. Imports seq2seq and the rooms below it."""
-
-__all__: tuple[str, ...] = ()

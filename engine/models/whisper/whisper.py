@@ -51,8 +51,6 @@ from engine.models.seq2seq.seq2seq import FAIRSEQ_NAMES, Seq2SeqConfig, Seq2SeqM
 from engine.requests.encoder_input import Continuation, EncoderInput, PromptChoice, Sequel
 from engine.sampling.sampler import LogitsProcessor
 
-__all__ = ["FAMILY", "SpeechWindows", "TimestampRule", "WhisperPromptRule"]
-
 _FRAMES_PER_TIMESTAMP = 2
 _TIMESTAMP_S = 0.02
 
