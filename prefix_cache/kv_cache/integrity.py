@@ -164,6 +164,11 @@ def _check_requests(manager: KVCacheManager) -> None:
             )
 
 
+def _check_equal(place: str, what: str, actual: object, other: str, expected: object) -> None:
+    if actual != expected:
+        raise IntegrityError(f"{place}: {what} ({actual}) != {other} ({expected})")
+
+
 def _check_conservation(arena: PageArena) -> None:
     free, unheld = len(arena.free_pages), len(arena.unheld)
     held = sum(page.num_held > 0 for page in arena.pages)
@@ -185,11 +190,8 @@ def _check_page(
 ) -> None:
     has_no_group = page.group_id is None
     num_blocks = 0 if page.group_id is None else arena.groups[page.group_id].blocks_per_page
-    if len(page.blocks) != num_blocks:
-        raise IntegrityError(
-            f"large page {page.page_id} of group {page.group_id}: blocks ({len(page.blocks)}) != "
-            f"blocks per page ({num_blocks})"
-        )
+    place = f"large page {page.page_id} of group {page.group_id}"
+    _check_equal(place, "blocks", len(page.blocks), "blocks per page", num_blocks)
     if is_free != (has_no_group and page.page_id > 0):
         raise IntegrityError(
             f"large page {page.page_id} serves group {page.group_id}, and free = {is_free}"
@@ -199,10 +201,7 @@ def _check_page(
         generation = generations[block.group_id][block.block_id]
         _check_block(arena, page, block, holders.get(block, 0), generation)
         held += block.ref_cnt > 0
-    if page.num_held != held:
-        raise IntegrityError(
-            f"large page {page.page_id}: num_held ({page.num_held}) != held blocks ({held})"
-        )
+    _check_equal(place, "num_held", page.num_held, "held blocks", held)
     waits = not has_no_group and held == 0
     if waits != (page in arena.unheld):
         raise IntegrityError(
@@ -214,32 +213,20 @@ def _check_page(
 def _check_block(
     arena: PageArena, page: LargePage, block: KVCacheBlock, num_holders: int, generation: int
 ) -> None:
-    group = arena.groups[block.group_id]
+    group, name = arena.groups[block.group_id], f"block {block.block_id} of group {block.group_id}"
     if block.group_id != page.group_id or block.large_page is not page:
-        raise IntegrityError(
-            f"{_name(block)} lies in large page {page.page_id} of group {page.group_id}"
-        )
-    if block.ref_cnt != num_holders:
-        raise IntegrityError(
-            f"{_name(block)}: ref_cnt ({block.ref_cnt}) != places in block tables ({num_holders})"
-        )
+        raise IntegrityError(f"{name} lies in large page {page.page_id} of group {page.group_id}")
+    _check_equal(name, "ref_cnt", block.ref_cnt, "places in block tables", num_holders)
     has_hash = block.block_hash is not None
     actual = (block in page.free, block in group.cached)
     expected = (block.ref_cnt == 0 and not has_hash, block.ref_cnt == 0 and has_hash)
     if actual != expected:
         raise IntegrityError(
-            f"{_name(block)} (ref_cnt {block.ref_cnt}, hash {_short(block.block_hash)}): "
+            f"{name} (ref_cnt {block.ref_cnt}, hash {_short(block.block_hash)}): "
             f"(free, cached) = {actual}, expected {expected}"
         )
-    if block.generation != generation:
-        raise IntegrityError(
-            f"{_name(block)}: generation ({block.generation}) != "
-            f"generations[{block.block_id}] ({generation})"
-        )
-
-
-def _name(block: KVCacheBlock) -> str:
-    return f"block {block.block_id} of group {block.group_id}"
+    known = f"generations[{block.block_id}]"
+    _check_equal(name, "generation", block.generation, known, generation)
 
 
 def _check_group(arena: PageArena, group: GroupPages) -> None:
@@ -250,33 +237,21 @@ def _check_group(arena: PageArena, group: GroupPages) -> None:
             f"({null.generation}), block_hash ({_short(null.block_hash)}), expected 0, 0, None"
         )
     pages = [page for page in arena.pages if page.group_id == group.group_id]
-    held = sum(page.num_held for page in pages)
-    if group.num_held != held:
-        raise IntegrityError(
-            f"group {group.group_id}: num_held ({group.num_held}) != blocks that its pages count "
-            f"as held ({held})"
-        )
-    spare = sum(len(page.blocks) - page.num_held for page in pages if page.num_held)
-    if group.num_spare != spare:
-        raise IntegrityError(
-            f"group {group.group_id}: num_spare ({group.num_spare}) != blocks in held pages that "
-            f"no request holds ({spare})"
-        )
-    for name, known, expected in (
-        ("held", group.held_with_free, {p.page_id for p in pages if p.num_held and p.free}),
-        ("unheld", group.unheld_with_free, {p.page_id for p in pages if not p.num_held and p.free}),
-    ):
-        if known.keys() != expected:
-            raise IntegrityError(
-                f"group {group.group_id}: {name} pages with free blocks {sorted(known)} != "
-                f"{sorted(expected)}"
-            )
+    held = [page for page in pages if page.num_held]
+    spare = sum(len(page.blocks) - page.num_held for page in held)
     num_cached = sum(1 for page in pages for _ in page.cached)
-    if len(group.cached) != num_cached:
-        raise IntegrityError(
-            f"group {group.group_id}: cached queue ({len(group.cached)}) != cached blocks "
-            f"({num_cached})"
-        )
+    free: dict[bool, list[int]] = {False: [], True: []}
+    for page in pages:
+        if page.free:
+            free[page.num_held > 0].append(page.page_id)
+    for what, actual, of_pages, expected in (
+        ("num_held", group.num_held, "held blocks of its pages", sum(p.num_held for p in held)),
+        ("num_spare", group.num_spare, "blocks in held pages that no request holds", spare),
+        ("held_with_free", sorted(group.held_with_free), "such pages", free[True]),
+        ("unheld_with_free", sorted(group.unheld_with_free), "such pages", free[False]),
+        ("cached queue", len(group.cached), "cached blocks", num_cached),
+    ):
+        _check_equal(f"group {group.group_id}", what, actual, of_pages, expected)
 
 
 def _check_hash_table(pool: BlockPool) -> None:

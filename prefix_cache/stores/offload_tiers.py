@@ -22,9 +22,9 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from glob import escape, iglob
 from logging import getLogger
 from pathlib import Path
 
@@ -243,8 +243,9 @@ class DiskTier:
         aside = f"{file}.{os.getpid()}-{threading.get_ident()}~"
         try:
             os.makedirs(os.path.dirname(file), mode=0o700, exist_ok=True)
-            with open(aside, "wb", buffering=0) as opened:
-                _write_whole(opened.fileno(), (_header(key, data), data))
+            with open(aside, "wb") as opened:
+                opened.write(_header(key, data))
+                opened.write(data)
             os.replace(aside, file)
         except OSError:
             _remove(aside)
@@ -256,15 +257,15 @@ class DiskTier:
         """Look through the folder, and remove what was used least recently if it is too much."""
         found: list[tuple[float, int, str]] = []
         now = time.time()
-        for entry in _files(self._root):
+        for path in iglob(f"{escape(str(self._root))}/*/*/*"):
             try:
-                status = entry.stat(follow_symlinks=False)
+                status = os.lstat(path)
             except OSError:
                 continue  # another process has removed it
-            if entry.name.endswith(_SUFFIX):
-                found.append((status.st_mtime, status.st_size, entry.path))
-            elif entry.name.endswith("~") and now - status.st_mtime > _OLD_S:
-                _remove(entry.path)  # of a process that was killed
+            if path.endswith(_SUFFIX):
+                found.append((status.st_mtime, status.st_size, path))
+            elif path.endswith("~") and now - status.st_mtime > _OLD_S:
+                _remove(path)  # of a process that was killed
         total = sum(size for _, size, _ in found)
         for _, size, path in sorted(found) if total > self.capacity_bytes * _LEFT_BY_SCAN else ():
             if total <= self.capacity_bytes * _LEFT_BY_SCAN:
@@ -282,38 +283,11 @@ def _header(key: TierKey, data: bytearray) -> bytes:
 
 
 def _read_whole(file: str) -> tuple[bytes, bytearray]:
-    with open(file, "rb", buffering=0) as opened:
+    with open(file, "rb") as opened:
         data = bytearray(max(0, os.fstat(opened.fileno()).st_size - _HEADER.size))
         header = opened.read(_HEADER.size)
-        place = 0
-        while place < len(data) and (count := opened.readinto(memoryview(data)[place:])):
-            place += count
+        opened.readinto(data)
     return header, data
-
-
-def _write_whole(file: int, parts: Sequence[bytes | bytearray]) -> None:
-    for part in parts:
-        rest = memoryview(part)
-        while rest:
-            rest = rest[os.write(file, rest) :]
-
-
-def _files(root: Path) -> Iterator[os.DirEntry[str]]:
-    """Files two folders below a root; what vanishes meanwhile is passed over."""
-    folders = [str(root)]
-    for depth in range(3):
-        below: list[str] = []
-        for folder in folders:
-            try:
-                with os.scandir(folder) as entries:
-                    for entry in entries:
-                        if entry.is_dir(follow_symlinks=False):
-                            below.append(entry.path)
-                        elif depth == 2:
-                            yield entry
-            except OSError:
-                continue
-        folders = below
 
 
 def _remove(path: str) -> None:

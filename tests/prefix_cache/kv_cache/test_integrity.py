@@ -155,9 +155,9 @@ def orphan_a_table(manager: KVCacheManager) -> None:
         ),
         (lose_an_unheld_page, r"free \(3\) \+ held \(2\) \+ cached \(2\) \+ null \(1\) = 8"),
         (give_a_page_to_nobody, r"page 3 of group None: blocks \(1\) != blocks per page \(0\)"),
-        (miscount_held_blocks, r"large page 4: num_held \(2\) != held blocks \(1\)"),
+        (miscount_held_blocks, r"large page 4 of group 0: num_held \(2\) != held blocks \(1\)"),
         (miscount_spare_blocks, r"group 0: num_spare \(1\) != .* no request holds \(0\)"),
-        (invent_a_page_with_free_blocks, r"held pages with free blocks \[4\] != \[\]"),
+        (invent_a_page_with_free_blocks, r"held_with_free \(\[4\]\) != such pages \(\[\]\)"),
         (cache_a_stranger, r"group 0: cached queue \(4\) != cached blocks \(3\)"),
         (keep_a_block_of_a_page_that_is_gone, r"block 6 of group 0 .* gone to others"),
         (

@@ -202,12 +202,12 @@ def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
 def test_a_full_disk_costs_blocks_and_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(file: int, data: memoryview) -> int:
+    def full(source: str, target: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     tier = DiskTier(tmp_path, CAPACITY, b"f" * 32)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
+        patch.setattr(os, "replace", full)
         for number in range(9):
             tier.put(key(number), content(number))
             tier.flush(PATIENCE_S)
