@@ -21,11 +21,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
-
-# No row has this tag.
-_NOBODYS = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +34,10 @@ class _TokenStore:
     Attributes:
         rows: ``(num_blocks * block_size, *tail)``, indexed by slot.
         tags: ``(num_blocks, block_size)`` int64, the generation each row was written for.
-        flat_tags: ``(num_blocks * block_size,)``, the same memory.
     """
 
     rows: Tensor
     tags: Tensor
-    flat_tags: Tensor
 
     @property
     def nbytes(self) -> int:
@@ -149,7 +146,7 @@ class StageOutputCache:
         tags = self._generations.index_select(0, slot_mapping.floor_divide(self.block_size))
         for store, rows in matched:
             store.rows.index_copy_(0, slot_mapping, rows)
-            store.flat_tags.index_copy_(0, slot_mapping, tags)
+            store.tags.view(-1).index_copy_(0, slot_mapping, tags)
 
     def slots(self, blocks: Tensor) -> Tensor:
         """The slots of all rows of some blocks, ``(len(blocks) * block_size,)`` int64."""
@@ -184,20 +181,18 @@ class StageOutputCache:
             )
         first_block = start // self.block_size
         end_block = -(-num_tokens // self.block_size)
-        blocks = torch.tensor(block_ids[first_block:end_block], dtype=torch.int64)
+        block_ids = block_ids[first_block:end_block]
         wanted_rows = slice(
             start - first_block * self.block_size, num_tokens - first_block * self.block_size
         )
         # Row by row, not block by block: torch copies wide slices (32,768 elements) on one thread.
-        slots = self.slots(blocks)[wanted_rows]
-        current = self._current(blocks)
+        slots = self.slots(torch.tensor(block_ids, dtype=torch.int64))[wanted_rows]
         gathered: dict[str, Tensor] = {}
         for name, store in self._stores.items():
             if names is not None and name not in names:
                 continue
-            if not _valid_rows(store, blocks, current).view(-1)[wanted_rows].all():
-                continue
-            gathered[name] = store.rows.index_select(0, slots)
+            if self._are_valid(store, block_ids)[wanted_rows].all():
+                gathered[name] = store.rows.index_select(0, slots)
         return gathered
 
     def num_valid_rows(self, block_ids: Sequence[int], names: Collection[str] | None = None) -> int:
@@ -209,15 +204,13 @@ class StageOutputCache:
         if not block_ids:
             return 0
         num_valid = len(block_ids) * self.block_size
-        # The same memory; for so few elements numpy is several times cheaper.
-        current = self._generations.numpy()[block_ids][:, None]
         for name in self.wanted if names is None else names:
             store = self._stores.get(name)
             if store is None:
                 return 0
-            valid = (store.tags.numpy()[block_ids] == current) & (current > 0)
+            valid = self._are_valid(store, block_ids)
             if not valid.all():  # as a rule it is
-                num_valid = min(num_valid, int(valid.reshape(-1).argmin()))
+                num_valid = min(num_valid, int(valid.argmin()))
         return num_valid
 
     def num_valid_blocks(
@@ -226,12 +219,14 @@ class StageOutputCache:
         """Leading blocks in which every row is valid; see :meth:`num_valid_rows`."""
         return self.num_valid_rows(block_ids, names) // self.block_size
 
-    def _current(self, blocks: Tensor) -> Tensor:
-        """The tag of rows that belong to what a block holds now, ``(len(blocks), 1)``."""
-        current = self._generations.index_select(0, blocks).unsqueeze(1)
+    def _are_valid(self, store: _TokenStore, block_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Which rows belong to what their blocks hold now, ``(len(block_ids) * block_size,)``."""
+        # The same memory; for so few elements numpy is several times cheaper.
+        current = self._generations.numpy()[block_ids][:, None]
         # A block never handed out, the null block among them, has generation 0, like the tag of
         # a row never written: equal, but no block's row.
-        return current.masked_fill_(current == 0, _NOBODYS)
+        valid: npt.NDArray[np.bool_] = (store.tags.numpy()[block_ids] == current) & (current > 0)
+        return valid.reshape(-1)
 
     def _match_stores(
         self, num_tokens: int, tensors: Mapping[str, Tensor]
@@ -265,13 +260,4 @@ class StageOutputCache:
             # that it was written.
             rows = torch.empty((num_slots, *like.shape[1:]), dtype=like.dtype)
             tags = torch.zeros((self.num_blocks, self.block_size), dtype=torch.int64)
-        return _TokenStore(
-            rows=rows,
-            tags=tags,
-            flat_tags=tags.view(-1),
-        )
-
-
-def _valid_rows(store: _TokenStore, blocks: Tensor, current: Tensor) -> Tensor:
-    """``(len(blocks), block_size)`` bool: rows that have the tag that is current."""
-    return store.tags.index_select(0, blocks) == current
+        return _TokenStore(rows, tags)
