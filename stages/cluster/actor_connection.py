@@ -25,7 +25,7 @@ from stages.cluster.object_bytes import HeldObjects, ObjectBytes, ObjectDecoder
 from stages.remote.codec import INLINE_BYTES, Reference, encode, plain_bytes
 from stages.remote.messages import WorkerMessage
 from stages.remote.shared_memory import RemoteBytes
-from stages.remote.supervisor import Connection, NoPlaceError, WorkerGone
+from stages.remote.supervisor import Connection, NoPlaceError
 
 _LOG = package_logger(__name__)
 _EXIT = re.compile(r"Worker exit type: (\w+) Worker exit detail: ([^.\n]*)")
@@ -125,7 +125,7 @@ class ActorConnection(Connection):
 
     def _check_open(self) -> None:
         if self._is_over or self._is_closed or not ray.is_initialized():
-            raise WorkerGone("its actor has ended")
+            raise ConnectionError("its actor has ended")
 
     def _kill(self) -> None:
         if not ray.is_initialized():

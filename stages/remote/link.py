@@ -25,7 +25,7 @@ from engine.interface.outputs import OutputDelta
 from engine.interface.sampling_params import RequestSeeds
 from stages.remote.messages import Built, Idle, NotBuilt
 from stages.remote.shared_memory import SharedTensors
-from stages.remote.supervisor import Ended, WorkerGone, WorkerSupervisor
+from stages.remote.supervisor import WorkerSupervisor
 from stages.stage_output import OutputAccumulator, StageOutput, delta_since
 from stages.trace_events import RUN_AGAIN, StageEvent, Traced, this_clock
 from stages.worker.messages import (
@@ -42,7 +42,7 @@ from stages.worker.messages import (
     StreamedEdge,
     StreamPlace,
 )
-from stages.worker.stage_link import StageLink
+from stages.worker.stage_link import StageLink, WorkerState, why_lost
 
 MOST_AHEAD = 4
 """Requests that a replica may have more than the least loaded one, for the sake of its cache."""
@@ -393,7 +393,7 @@ class RemoteLink(StageLink):
             for command in commands:
                 if isinstance(command, Enter) and command.request_id in self._attempts:
                     self._attempts[command.request_id].is_sent = True
-        except WorkerGone:
+        except ConnectionError:
             return  # they are sent to the next one
         except (ValueError, MemoryError) as error:
             if len(commands) > 1:  # one of them cannot be sent; the others can
@@ -431,7 +431,7 @@ class RemoteLink(StageLink):
                 _logger.warning(
                     "a worker of stage %r cannot be built: %s", self._name, message.error
                 )
-            case Ended():
+            case WorkerState():
                 self._worker_ended(replica, message)
 
     def _take(self, event: Event) -> None:
@@ -472,25 +472,23 @@ class RemoteLink(StageLink):
         if new is not None:
             self._events.append(new)
 
-    def _worker_ended(self, replica: int, ended: Ended) -> None:
+    def _worker_ended(self, replica: int, ended: WorkerState) -> None:
         """A worker has ended: run again what it had."""
         self._is_up[replica] = False
-        self._trace("worker ended", replica, reason=ended.reason)
+        self._trace("worker ended", replica, reason=str(ended.last_end))
         self._outboxes[replica] = []
         self._idle_at[replica] = -1
         self._router.forget(replica)
-        if ended.is_waiting:
-            self._hopeless[replica] = (
-                f"it takes no requests until there is a place for it: its worker {ended.reason}"
-            )
-        elif ended.is_final:
-            message = f"it cannot be used any more: its worker {ended.reason}"
-            self._hopeless[replica] = message
-            _logger.error("stage %r: a worker %s, for the last time", self._name, ended.reason)
+        if (why := why_lost([ended])) is not None:
+            self._hopeless[replica] = why
+        if ended.state == "down":
+            _logger.error("stage %r: a worker %s, for the last time", self._name, ended.last_end)
         for attempt in self._attempts_of(replica):
             if attempt.is_sent and attempt.num_runs > self._max_retries:
                 runs = f"{attempt.num_runs} times" if attempt.num_runs > 1 else "once"
-                message = f"its worker {ended.reason} while it had this request; it was run {runs}"
+                message = (
+                    f"its worker {ended.last_end} while it had this request; it was run {runs}"
+                )
                 self._fail(attempt, message)
             elif attempt.is_sent:
                 self._run_again(attempt)

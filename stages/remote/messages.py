@@ -140,7 +140,8 @@ class Commands(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 class Events(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """What happened in one turn of a worker, by stage, with the counters of stages that are done
-    with a request: should the worker die, its work has been counted."""
+    with a request: should the worker die, its work has been counted. One without events is a sign
+    of life."""
 
     events: Mapping[str, tuple[Event | Traced, ...]]
     stats: Mapping[str, StageStats] = {}
@@ -152,14 +153,8 @@ class Idle(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_commands: int
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A sign of life, with the counters of some stages."""
-
-    stats: Mapping[str, StageStats]
-
-
 LinkMessage: TypeAlias = Commands | Call
 """Messages to a worker."""
 
-WorkerMessage: TypeAlias = Built | NotBuilt | GaveUp | Returned | Events | Idle | Heartbeat | Logged
+WorkerMessage: TypeAlias = Built | NotBuilt | GaveUp | Returned | Events | Idle | Logged
 """Messages from a worker."""

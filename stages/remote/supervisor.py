@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any, TypeAlias
 
 from engine.interface.placed_error import PlacedError, described
-from stages.remote.channel import Channel, ChannelClosed
+from stages.remote.channel import Channel
 from stages.remote.codec import encode
 from stages.remote.fork_server import WorkerProcess, start_worker
 from stages.remote.messages import (
@@ -27,7 +27,6 @@ from stages.remote.messages import (
     Commands,
     Events,
     GaveUp,
-    Heartbeat,
     NotBuilt,
     Returned,
     StageFacts,
@@ -52,10 +51,6 @@ _STATS_PATIENCE_S = 2.0
 
 _MAIN = "stages.remote.worker:worker_main"
 _EXIT_PATIENCE_S = 5.0
-
-
-class WorkerGone(ConnectionError):
-    """There is no worker at the other end any more."""
 
 
 class NoPlaceError(ValueError):
@@ -83,7 +78,7 @@ class Connection(ABC):
         """Hand a command or a call over, without waiting for the worker.
 
         Raises:
-            WorkerGone: it has ended.
+            ConnectionError: it has ended.
             ValueError: the message holds what cannot be sent.
             MemoryError: there is no room for its tensors.
         """
@@ -131,10 +126,7 @@ class ProcessConnection(Connection):
 
     def send(self, message: Any) -> None:
         """See :class:`Connection`."""
-        try:
-            self._channel.send(message)
-        except ChannelClosed as error:
-            raise WorkerGone(str(error)) from error
+        self._channel.send(message)
 
     def kill(self, reason: str) -> None:
         """See :class:`Connection`."""
@@ -178,21 +170,6 @@ class WorkerEndedError(RuntimeError):
     """The worker that was asked has ended, or is being started again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Takes the place of a message: the worker has ended.
-
-    Attributes:
-        reason: what it died of.
-        is_final: whether none is started in its place.
-        is_waiting: whether one is started only when there is a place for it, which may be never.
-    """
-
-    reason: str
-    is_final: bool
-    is_waiting: bool = False
-
-
 class StagePort:
     """One stage's side of a worker: its commands go out, what the worker says of it comes in.
 
@@ -209,7 +186,10 @@ class StagePort:
         self._seen = 1  # the first worker has built the stage before anybody reads
 
     def messages(self) -> list[Any]:
-        """Events, ``Idle`` and ``Built`` since this was last called, :class:`Ended` in between."""
+        """What the worker said since this was last called: events, ``Idle``, ``Built``.
+
+        In between, a ``WorkerState`` says that it has ended.
+        """
         taken = []
         while self.inbox:
             generation, message = self.inbox.popleft()
@@ -323,7 +303,7 @@ class WorkerSupervisor:
         """Send commands to the worker of a number.
 
         Raises:
-            WorkerGone: it has ended; the next one gets nothing before its ``Built`` was read.
+            ConnectionError: it has ended; the next one gets nothing before its ``Built`` was read.
             ValueError: they hold what cannot be sent.
             MemoryError: there is no room for their tensors.
         """
@@ -334,7 +314,7 @@ class WorkerSupervisor:
 
     def _send_over(self, connection: Connection | None, message: Any) -> None:
         if connection is None or not self.is_up:
-            raise WorkerGone("no worker is up")
+            raise ConnectionError("no worker is up")
         connection.send(message)
 
     def call(
@@ -366,7 +346,7 @@ class WorkerSupervisor:
             self._settings[stage, method] = message
         try:
             self._send_over(self._connection, message)
-        except WorkerGone:
+        except ConnectionError:
             self._fail_calls("its worker is being started again", number)
         return answer.result(timeout_s)
 
@@ -469,9 +449,6 @@ class WorkerSupervisor:
             case Returned():
                 self._resolve(message)
                 return
-            case Heartbeat():
-                self._latest.update(message.stats)
-                return
             case GaveUp():
                 self._is_connected.wait()
                 if (connection := self._connection) is not None:
@@ -484,7 +461,8 @@ class WorkerSupervisor:
                 self._latest.update(message.stats)
                 for name, events in message.events.items():
                     self.ports[name].inbox.append((generation, events))
-                self.on_event()
+                if message.events:
+                    self.on_event()
                 return
             case NotBuilt() if self.facts is None:
                 self._fail_first(message.error)
@@ -537,7 +515,7 @@ class WorkerSupervisor:
             is_waiting = is_late and not is_final
             was_waiting = self._state.state == "waiting"
             num_restarts = int(not is_final and not was_waiting)
-            self._state = WorkerState(
+            self._state = state = WorkerState(
                 "down" if is_final else "waiting" if is_waiting else "starting",
                 self._state.num_restarts + num_restarts,
                 reason,
@@ -553,7 +531,7 @@ class WorkerSupervisor:
         self._fail_calls(f"its worker {reason}")
         self._fail_first(f"{self.spec.called}: its worker {reason}, before it was built")
         # Reported before another one is started, which might speak at once.
-        self._put_all(generation, Ended(reason, is_final, is_waiting))
+        self._put_all(generation, state)
         if not is_final:
             plan = "it is started when there is a place" if is_waiting else "it is started again"
             if not (is_waiting and was_waiting):  # it is logged once

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import fields
 from typing import Any
 
 from engine.interface.log_fields import LogFields
@@ -26,7 +27,6 @@ from stages.remote.messages import (
     Commands,
     Events,
     GaveUp,
-    Heartbeat,
     Idle,
     LinkMessage,
     NotBuilt,
@@ -78,19 +78,9 @@ def log_fields_of(spec: WorkerSpec) -> LogFields:
 
 def _facts_of(stage: Stage) -> StageFacts:
     """Describe a stage to those who cannot ask it."""
-    return StageFacts(
-        hidden_size=stage.hidden_size,
-        dtype=None if stage.dtype is None else str(stage.dtype).removeprefix("torch."),
-        sampling=stage.sampling,
-        seed=stage.seed,
-        takes_chunks=stage.takes_chunks,
-        gives_chunks=stage.gives_chunks,
-        speakers=stage.speakers,
-        has_cache=stage.has_cache,
-        enable_prefix_caching=stage.enable_prefix_caching,
-        final_output_kinds=stage.final_output_kinds,
-        description=dict(stage.describe()),
-    )
+    facts = {each.name: getattr(stage, each.name, None) for each in fields(StageFacts)}
+    dtype = None if stage.dtype is None else str(stage.dtype).removeprefix("torch.")
+    return StageFacts(**facts | {"dtype": dtype, "description": dict(stage.describe())})
 
 
 _logger = logging.getLogger(f"omni.{__name__}")
@@ -114,15 +104,15 @@ def build_stage(spec: StageSpec) -> tuple[Stage, Transform | None]:
 
 
 @contextmanager
-def _alive(send: Callable[[Heartbeat], None]) -> Iterator[None]:
+def _alive(send: _Send) -> Iterator[None]:
     """Give signs of life while this thread cannot: to load a model may take minutes."""
     is_over = threading.Event()
 
     def beat() -> None:
         with suppress(ConnectionError):
-            send(Heartbeat({}))
+            send(Events({}))
             while not is_over.wait(_HEARTBEAT_S):
-                send(Heartbeat({}))
+                send(Events({}))
 
     thread = threading.Thread(target=beat, name="signs of life", daemon=True)
     thread.start()
@@ -302,7 +292,7 @@ class WorkerLoop:
 
     def _send_counts(self, names: Iterable[str]) -> None:
         self._counted_at = time.monotonic()
-        self._send(Heartbeat({name: self._workers[name].stage.stats() for name in names}))
+        self._send(Events({}, {name: self._workers[name].stage.stats() for name in names}))
 
     def _sleep(self, longest_s: float | None) -> None:
         """Sleep until something comes, or it is time for a sign of life."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from stages.remote.codec import Decoder, encode
 from stages.remote.messages import LinkMessage, WorkerMessage, WorkerSpec
-from stages.remote.supervisor import Connection, NoPlaceError, WorkerGone
+from stages.remote.supervisor import Connection, NoPlaceError
 from stages.remote.worker import Build, WorkerLoop, build_stage
 
 __all__ = ["Build", "ThreadWorkers"]
@@ -67,7 +67,7 @@ class _ThreadConnection(Connection):
 
     def send(self, message: Any) -> None:
         if self._is_over:
-            raise WorkerGone("it has ended")
+            raise ConnectionError("it has ended")
         self.loop.take(self._decoder.decode(encode(message)))
 
     def kill(self, reason: str) -> None:
@@ -80,14 +80,14 @@ class _ThreadConnection(Connection):
     def _run(self) -> None:
         try:
             self.loop.run()
-        except WorkerGone:
+        except ConnectionError:
             return
         self._finish("ended with exit status 0")
 
     def _hear(self, message: Any) -> None:
         with self._lock:
             if self._is_over:
-                raise WorkerGone("nobody listens")
+                raise ConnectionError("nobody listens")
             self._on_message(self._decoder.decode(encode(message)))
 
     def _finish(self, reason: str) -> None:

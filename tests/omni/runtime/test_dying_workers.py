@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from stages import Stage, StageRequest
 from stages.remote import supervisor, worker
-from stages.remote.messages import Heartbeat, StageSpec
-from stages.remote.supervisor import Connection, WorkerGone, WorkerSupervisor
+from stages.remote.messages import Events, StageSpec
+from stages.remote.supervisor import Connection, WorkerSupervisor
 from tests.support.examples import examples
 from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.remote_stages import one_stage, remote_stage
@@ -251,7 +251,7 @@ def test_a_worker_gives_signs_of_life_while_it_builds(monkeypatch: pytest.Monkey
 
     def receiving(supervisor: WorkerSupervisor, number: int, message: Any) -> None:
         receive(supervisor, number, message)
-        if isinstance(message, Heartbeat):
+        if isinstance(message, Events) and not message.events:
             heard.release()
 
     monkeypatch.setattr(WorkerSupervisor, "_receive", receiving)
@@ -300,7 +300,7 @@ class _Silent(Connection):
         self._on_end = on_end
 
     def send(self, message: Any) -> None:
-        raise WorkerGone("it never came so far")
+        raise ConnectionError("it never came so far")
 
     def kill(self, reason: str) -> None:
         self._on_end(reason)

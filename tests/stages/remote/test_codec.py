@@ -53,7 +53,6 @@ from stages.remote.messages import (
     Commands,
     Events,
     GaveUp,
-    Heartbeat,
     Idle,
     LinkMessage,
     NotBuilt,
@@ -348,7 +347,7 @@ def test_what_goes_in_comes_out(message: object):
 
 def test_every_kind_of_message_is_tried():
     """Whoever adds one adds it above."""
-    tried = {Note, Heartbeat, Enter, Extend, Credit, CloseStream, Lift, Abort, Output, Ack, Failed}
+    tried = {Note, Enter, Extend, Credit, CloseStream, Lift, Abort, Output, Ack, Failed}
     tried |= {Traced, Commands, Events, Call, Returned, Logged, Idle, GaveUp, NotBuilt, Built}
     known = {*get_args(LinkMessage), *get_args(WorkerMessage), *get_args(Command), *get_args(Event)}
     assert known <= tried
@@ -367,7 +366,7 @@ def test_stats_survive():
         num_running=2,
         kv=KVCacheStats(1, 2, 3, 4, 5, 6, 7, 8, 9, (GroupStats("recurrent", 1, 2, 3),)),
     )
-    assert there_and_back(Heartbeat({"s": stats})).stats == {"s": stats}
+    assert there_and_back(Events({}, {"s": stats})).stats == {"s": stats}
 
 
 def test_a_parameter_arrives_as_its_values():

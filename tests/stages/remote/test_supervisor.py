@@ -11,7 +11,7 @@ import pytest
 
 from stages.remote import supervisor
 from stages.remote.messages import Built, Commands, Idle, StageFacts, WorkerSpec
-from stages.remote.supervisor import Connection, WorkerGone, WorkerSupervisor
+from stages.remote.supervisor import Connection, WorkerSupervisor
 from stages.worker.messages import Abort
 from tests.support.patience import wait_for
 from tests.support.remote_stages import one_stage
@@ -75,7 +75,7 @@ def test_commands_before_the_next_workers_first_word_reach_neither(
     workers: Supervised,
 ) -> None:
     workers.replace()
-    with pytest.raises(WorkerGone):
+    with pytest.raises(ConnectionError):
         workers.port.send((Abort("for the first one"),))
     workers.port.messages()
     workers.port.send((Abort("for the next one"),))
@@ -94,6 +94,10 @@ def test_the_last_word_of_a_worker_may_come_late(
 
     monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=overtaken))
     workers.connections[0].say(Idle(1))
-    assert [type(each).__name__ for each in workers.port.messages()] == ["Ended", "Built", "Idle"]
+    assert [type(each).__name__ for each in workers.port.messages()] == [
+        "WorkerState",
+        "Built",
+        "Idle",
+    ]
     workers.port.send((Abort("for the next one"),))
     assert [each.sent for each in workers.connections] == [[], [FOR_THE_NEXT]]
