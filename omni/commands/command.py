@@ -19,6 +19,8 @@ from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from omni.commands.option import PARAMETER, option
+
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM came, which ends a command like Ctrl-C, with another exit status."""
@@ -169,25 +171,21 @@ _TRACEBACK = "OMNI_TRACEBACK"
 class CommandOptions:
     """The options of every command.
 
-    Each field of a subclass is a parameter as typer reads it: ``Annotated[type,
-    typer.Option(...)]`` and its default.
+    Each field of a subclass is a parameter: an :func:`~omni.commands.option.option`, an
+    ``argument``, or as typer reads it, ``Annotated[type, typer.Option(...)]``.
     """
 
-    verbose: Annotated[
-        int,
-        typer.Option(
-            "--verbose",
-            "-v",
-            count=True,
-            show_default=False,
-            metavar="",
-            help="Show what is decided on the way; -vv shows all, with the tracebacks of errors.",
-        ),
-    ] = 0
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No progress, no summary, no warnings.")
-    ] = False
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False
+    verbose: int = option(
+        "Show what is decided on the way; -vv shows all, with the tracebacks of errors.",
+        "--verbose",
+        "-v",
+        default=0,
+        count=True,
+        show_default=False,
+        metavar="",
+    )
+    quiet: bool = option("No progress, no summary, no warnings.", "--quiet", "-q", default=False)
+    debug: bool = option("Show the traceback of an error.", "--debug", default=False)
 
     @property
     def verbosity(self) -> int:
@@ -245,6 +243,9 @@ def command(
         The decorator; its function returns whether all went well, else the exit status is 1.
     """
     hints = get_type_hints(options, include_extras=True)
+    for each in fields(options):
+        if (parameter := each.metadata.get(PARAMETER)) is not None:
+            hints[each.name] = Annotated[hints[each.name], parameter]
     parameters = [
         inspect.Parameter(
             field.name,

@@ -13,6 +13,7 @@ import typer
 
 from omni.commands.bench.flags import BenchFlags
 from omni.commands.command import CommandOptions
+from omni.commands.option import argument, option
 
 if TYPE_CHECKING:
     from engine import EncoderPrompt, Prompt
@@ -28,76 +29,48 @@ class PromptFlags:
     is for stands in its help.
     """
 
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--prompt",
-            "-p",
-            metavar="TEXT",
-            help="A prompt, taken as it stands, placeholders included; may be given several times.",
-        ),
-    ] = None
-    chats: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--chat",
-            metavar="TEXT",
-            help="What a user says, in the checkpoint's chat template, after each --image, --audio "
-            "and --video; needs no placeholders. Each of several is a conversation of its own.",
-        ),
-    ] = None
-    audio: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--audio",
-            metavar="FILE",
-            help="Sound (WAV, FLAC, OGG, MP3) that every --chat begins with, after its images, or "
-            "that every --prompt shows where its next placeholder is; without either, each is a "
-            "request of its own. May be given several times.",
-        ),
-    ] = None
-    language: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CODE",
-            help="The language spoken in every --audio: en, fr, ...; the model finds out if it is "
-            "left out.",
-        ),
-    ] = None
-    encoder_prompts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--encoder-prompt",
-            metavar="TEXT",
-            help="Text for an encoder; may be given several times.",
-        ),
-    ] = None
-    decoder_prompt: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="What the decoder goes on from, beside every --audio or --encoder-prompt.",
-        ),
-    ] = None
-    images: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--image",
-            metavar="FILE",
-            help="An image that every --chat begins with, or that every --prompt shows where its "
-            "next placeholder is; may be given several times.",
-        ),
-    ] = None
-    videos: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--video",
-            metavar="FILE",
-            help="A video (mp4, webm), with its sound where the model hears it, that every --chat "
-            "begins with, after its sounds, or that every --prompt shows where its next "
-            "placeholder is; may be given several times.",
-        ),
-    ] = None
+    prompts: list[str] | None = option(
+        "A prompt, taken as it stands, placeholders included; may be given several times.",
+        "--prompt",
+        "-p",
+        metavar="TEXT",
+    )
+    chats: list[str] | None = option(
+        "What a user says, in the checkpoint's chat template, after each --image, --audio and "
+        "--video; needs no placeholders. Each of several is a conversation of its own.",
+        "--chat",
+        metavar="TEXT",
+    )
+    audio: list[Path] | None = option(
+        "Sound (WAV, FLAC, OGG, MP3) that every --chat begins with, after its images, or that "
+        "every --prompt shows where its next placeholder is; without either, each is a request "
+        "of its own. May be given several times.",
+        "--audio",
+        metavar="FILE",
+    )
+    language: str | None = option(
+        "The language spoken in every --audio: en, fr, ...; the model finds out if it is left out.",
+        metavar="CODE",
+    )
+    encoder_prompts: list[str] | None = option(
+        "Text for an encoder; may be given several times.", "--encoder-prompt", metavar="TEXT"
+    )
+    decoder_prompt: str | None = option(
+        "What the decoder goes on from, beside every --audio or --encoder-prompt.", metavar="TEXT"
+    )
+    images: list[Path] | None = option(
+        "An image that every --chat begins with, or that every --prompt shows where its next "
+        "placeholder is; may be given several times.",
+        "--image",
+        metavar="FILE",
+    )
+    videos: list[Path] | None = option(
+        "A video (mp4, webm), with its sound where the model hears it, that every --chat begins "
+        "with, after its sounds, or that every --prompt shows where its next placeholder is; "
+        "may be given several times.",
+        "--video",
+        metavar="FILE",
+    )
 
     @property
     def given(self) -> bool:
@@ -257,21 +230,13 @@ SpeakerName: TypeAlias = Annotated[
 class SamplingFlags:
     """Flags that change how every stage samples that does; a request's own word counts more."""
 
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Tokens to generate at most, in every stage that samples, where a request does "
-            "not say.",
-        ),
-    ] = None
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            metavar="NUMBER",
-            help="Of every stage that samples, where a request does not say; 0 is greedy.",
-        ),
-    ] = None
+    max_tokens: int | None = option(
+        "Tokens to generate at most, in every stage that samples, where a request does not say.",
+        metavar="N",
+    )
+    temperature: float | None = option(
+        "Of every stage that samples, where a request does not say; 0 is greedy.", metavar="NUMBER"
+    )
 
     def with_sampling(self, pipeline: PipelineConfig) -> PipelineConfig:
         """Change how every stage samples that does.
@@ -312,22 +277,16 @@ class SamplingFlags:
 class RuntimeFlags:
     """Flags that say where the stages run, in the place of what the pipeline's file says."""
 
-    runtime: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND",
-            autocompletion=_complete_runtime,
-            help="Where the stages run: inline, in this process; processes, each in processes of "
-            "its own; ray, in a Ray cluster.",
-        ),
-    ] = None
-    address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Of the Ray cluster to join; without it one that runs here, or a new one.",
-        ),
-    ] = None
+    runtime: str | None = option(
+        "Where the stages run: inline, in this process; processes, each in processes of its "
+        "own; ray, in a Ray cluster.",
+        metavar="KIND",
+        autocompletion=_complete_runtime,
+    )
+    address: str | None = option(
+        "Of the Ray cluster to join; without it one that runs here, or a new one.",
+        metavar="HOST:PORT",
+    )
 
     @property
     def runtime_overrides(self) -> dict[str, str]:
@@ -342,32 +301,25 @@ class RunOptions(PromptFlags, SamplingFlags, RuntimeFlags, CommandOptions):
 
     config: Config
     input_file: Input = None
-    output_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--output-dir",
-            "-o",
-            metavar="DIR",
-            help="Write outputs.jsonl, tensors and sounds here; texts are printed as well.",
-        ),
-    ] = None
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Go on with a run into --output-dir that was cut short, if there is."
-        ),
-    ] = False
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the outputs that --output-dir has.")
-    ] = False
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write a timeline of every request, which Perfetto (ui.perfetto.dev) and "
-            "chrome://tracing show.",
-        ),
-    ] = None
+    output_dir: Path | None = option(
+        "Write outputs.jsonl, tensors and sounds here; texts are printed as well.",
+        "--output-dir",
+        "-o",
+        metavar="DIR",
+    )
+    resume: bool = option(
+        "Go on with a run into --output-dir that was cut short, if there is.",
+        "--resume",
+        default=False,
+    )
+    overwrite: bool = option(
+        "Replace the outputs that --output-dir has.", "--overwrite", default=False
+    )
+    trace: Path | None = option(
+        "Write a timeline of every request, which Perfetto (ui.perfetto.dev) and "
+        "chrome://tracing show.",
+        metavar="FILE",
+    )
     speaker: SpeakerName = None
     overrides: Overrides = None
 
@@ -376,19 +328,18 @@ class RunOptions(PromptFlags, SamplingFlags, RuntimeFlags, CommandOptions):
 class DemoOptions(CommandOptions):
     """Options of ``omni demo``."""
 
-    output_dir: Annotated[
-        Path,
-        typer.Option(
-            "--output-dir", "-o", metavar="DIR", help="Write the answers here, as WAV files."
-        ),
-    ] = Path("answers")
-    random: Annotated[
-        bool,
-        typer.Option(
-            "--random",
-            help="Show pipelines of random models instead: nothing makes sense, all is exact.",
-        ),
-    ] = False
+    output_dir: Path = option(
+        "Write the answers here, as WAV files.",
+        "--output-dir",
+        "-o",
+        default=Path("answers"),
+        metavar="DIR",
+    )
+    random: bool = option(
+        "Show pipelines of random models instead: nothing makes sense, all is exact.",
+        "--random",
+        default=False,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -405,14 +356,12 @@ class ExplainOptions(RuntimeFlags, CommandOptions):
     """Options of ``omni explain``."""
 
     config: Config
-    load: Annotated[
-        bool,
-        typer.Option(
-            "--load/--no-load",
-            help="Load the models, to show what each stage reserves; they must be here, or on "
-            "a hub that can be reached.",
-        ),
-    ] = True
+    load: bool = option(
+        "Load the models, to show what each stage reserves; they must be here, or on a hub that "
+        "can be reached.",
+        "--load/--no-load",
+        default=True,
+    )
     overrides: Overrides = None
 
 
@@ -422,14 +371,11 @@ class VerifyOptions(PromptFlags, SamplingFlags, RuntimeFlags, CommandOptions):
 
     config: Config
     input_file: Input = None
-    atol: Annotated[
-        float | None,
-        typer.Option(
-            metavar="NUMBER",
-            help="How far tensor elements may be apart (in proportion in rows that exceed 1), "
-            "instead of measuring what rounding does.",
-        ),
-    ] = None
+    atol: float | None = option(
+        "How far tensor elements may be apart (in proportion in rows that exceed 1), instead of "
+        "measuring what rounding does.",
+        metavar="NUMBER",
+    )
     speaker: SpeakerName = None
     overrides: Overrides = None
 
@@ -438,43 +384,31 @@ class VerifyOptions(PromptFlags, SamplingFlags, RuntimeFlags, CommandOptions):
 class ListOptions(CommandOptions):
     """Options of ``omni list``."""
 
-    what: Annotated[
-        Literal["pipelines", "models", "architectures", "transforms", "kinds"] | None,
-        typer.Argument(
-            metavar="[WHAT]",
-            help="pipelines, models, architectures, transforms or kinds; all of them if left out.",
-        ),
-    ] = None
+    what: Literal["pipelines", "models", "architectures", "transforms", "kinds"] | None = argument(
+        "pipelines, models, architectures, transforms or kinds; all of them if left out.",
+        default=None,
+        metavar="[WHAT]",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BenchOptions(BenchFlags, RuntimeFlags, CommandOptions):
     """Options of ``omni bench``."""
 
-    config: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[CONFIG]",
-            help="A pipeline's YAML file, or the name of a shipped one, to run in this process.",
-            autocompletion=complete_config,
-        ),
-    ] = None
+    config: str | None = argument(
+        "A pipeline's YAML file, or the name of a shipped one, to run in this process.",
+        default=None,
+        metavar="[CONFIG]",
+        autocompletion=complete_config,
+    )
     input_file: Input = None
-    goodput: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MEASURE=NUMBER,...",
-            help="Count the requests that keep limits: seconds for first_token, between_tokens, "
-            "per_token, first_audio, end_to_end; a factor for real_time_factor.",
-        ),
-    ] = None
-    json: Annotated[
-        Path | None,
-        typer.Option(
-            "--json", "-o", metavar="FILE", help="Write all figures here, for other programs."
-        ),
-    ] = None
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Draw them over the load.")
-    ] = None
+    goodput: str | None = option(
+        "Count the requests that keep limits: seconds for first_token, between_tokens, "
+        "per_token, first_audio, end_to_end; a factor for real_time_factor.",
+        metavar="MEASURE=NUMBER,...",
+    )
+    json: Path | None = option(
+        "Write all figures here, for other programs.", "--json", "-o", metavar="FILE"
+    )
+    plot: Path | None = option("Draw them over the load.", metavar="FILE.svg")
     overrides: Overrides = None

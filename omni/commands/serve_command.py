@@ -6,11 +6,12 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from omni.commands.command import CommandOptions
+from omni.commands.option import argument, option
 from omni.commands.options import RuntimeFlags
 
 if TYPE_CHECKING:
@@ -24,75 +25,51 @@ _KEY_VARIABLE = "OMNI_API_KEY"
 class ServeOptions(RuntimeFlags, CommandOptions):
     """Options of ``omni serve``; what each is for stands in its help."""
 
-    configs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="CONFIG...",
-            help="YAML files of pipelines, or names of shipped ones; the name of each is its "
-            "model id.",
-        ),
-    ]
-    host: Annotated[
-        str, typer.Option(metavar="NAME", help="Where to listen; 0.0.0.0 for all networks.")
-    ] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000
-    api_keys: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--api-key",
-            metavar="KEY",
-            help="Let in only who sends it; may be given several times. Better in "
-            f"${_KEY_VARIABLE}, with commas between several: others see what is typed here.",
-        ),
-    ] = None
-    allow_origins: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-origin",
-            metavar="URL",
-            help="Let web pages of another host ask, such as https://example.org; may be given "
-            "several times.",
-        ),
-    ] = None
-    allow_url_hosts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-url-hosts",
-            metavar="NAME",
-            help="Fetch images and videos from there that requests give the address of; may be "
-            "given several times.",
-        ),
-    ] = None
-    transcriber: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="The pipeline, one of those served, that writes down what is said in realtime "
-            "sessions; models that only read are spoken to by it.",
-        ),
-    ] = None
-    max_running_requests: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Of each pipeline at once; else as many as its stages together can run."
-        ),
-    ] = None
-    max_waiting_requests: Annotated[
-        int, typer.Option(min=0, help="Behind these, per pipeline; one more is answered with 429.")
-    ] = 64
-    max_sessions: Annotated[
-        int, typer.Option(min=0, help="Realtime sessions that are open at once.")
-    ] = 64
-    max_body_mib: Annotated[int, typer.Option(min=1, help="Of one request, in MiB.")] = 64
-    request_timeout: Annotated[
-        float, typer.Option(min=0.001, metavar="SECONDS", help="Of one request, with waiting.")
-    ] = 600.0
-    stop_timeout: Annotated[
-        float,
-        typer.Option(
-            min=0.0, metavar="SECONDS", help="For what still runs when the server is to stop."
-        ),
-    ] = 30.0
+    configs: list[str] = argument(
+        "YAML files of pipelines, or names of shipped ones; the name of each is its model id.",
+        metavar="CONFIG...",
+    )
+    host: str = option(
+        "Where to listen; 0.0.0.0 for all networks.", default="127.0.0.1", metavar="NAME"
+    )
+    port: int = option("0 takes a free one.", default=8000, min=0, max=65535)
+    api_keys: list[str] | None = option(
+        "Let in only who sends it; may be given several times. Better in "
+        f"${_KEY_VARIABLE}, with commas between several: others see what is typed here.",
+        "--api-key",
+        metavar="KEY",
+    )
+    allow_origins: list[str] | None = option(
+        "Let web pages of another host ask, such as https://example.org; may be given several "
+        "times.",
+        "--allow-origin",
+        metavar="URL",
+    )
+    allow_url_hosts: list[str] | None = option(
+        "Fetch images and videos from there that requests give the address of; may be given "
+        "several times.",
+        "--allow-url-hosts",
+        metavar="NAME",
+    )
+    transcriber: str | None = option(
+        "The pipeline, one of those served, that writes down what is said in realtime sessions; "
+        "models that only read are spoken to by it.",
+        metavar="NAME",
+    )
+    max_running_requests: int | None = option(
+        "Of each pipeline at once; else as many as its stages together can run.", min=1
+    )
+    max_waiting_requests: int = option(
+        "Behind these, per pipeline; one more is answered with 429.", default=64, min=0
+    )
+    max_sessions: int = option("Realtime sessions that are open at once.", default=64, min=0)
+    max_body_mib: int = option("Of one request, in MiB.", default=64, min=1)
+    request_timeout: float = option(
+        "Of one request, with waiting.", default=600.0, min=0.001, metavar="SECONDS"
+    )
+    stop_timeout: float = option(
+        "For what still runs when the server is to stop.", default=30.0, min=0.0, metavar="SECONDS"
+    )
 
 
 def serve_pipelines(configs: Sequence[PipelineConfig], options: ServeOptions) -> None:

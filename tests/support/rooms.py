@@ -41,7 +41,7 @@ stages.worker
 stages.remote
 stages.cluster
 stage_configs
-omni.seeded
+omni.seeded, omni.commands.option
 omni.pipelines, omni.requests
 omni.runtime
 omni.runtime.omni

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import typer
+from omni.commands.option import option
 
 _ENDLESS = 10**9
 _USUAL_REQUESTS, _USUAL_PROMPT_TOKENS, _USUAL_MAX_TOKENS = 32, 128, 64
@@ -16,93 +16,57 @@ _USUAL_REQUESTS, _USUAL_PROMPT_TOKENS, _USUAL_MAX_TOKENS = 32, 128, 64
 class BenchFlags:
     """Flags on a server, on requests that are made up, and on how much load there is."""
 
-    url: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Measure this server, ours or another with OpenAI's API, instead of a pipeline "
-            "in this process.",
-        ),
-    ] = None
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of the server; else its only one.")
-    ] = None
-    api_key: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="That the server wants; better in $OMNI_API_KEY."),
-    ] = None
-    speech: Annotated[
-        bool, typer.Option("--speech", help="Let the server's chats be answered by sound as well.")
-    ] = False
-    voice: Annotated[str | None, typer.Option(metavar="NAME", help="Whose, with --speech.")] = None
-    endpoint: Annotated[
-        Literal["chat", "completions", "speech", "embeddings", "transcriptions", "realtime"] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Ask by chat messages, as is done if left out, or for completions, for models "
-            "without a chat template; with --url also for speech, embeddings, transcriptions (of "
-            "--input) and realtime answers.",
-        ),
-    ] = None
-    prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Of each prompt, about; else 128.")
-    ] = None
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Of each answer at most; else 64.")
-    ] = None
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Let every answer have all of --max-tokens.")
-    ] = False
-    temperature: Annotated[
-        float | None, typer.Option(metavar="NUMBER", help="0 is greedy; else the model's.")
-    ] = None
-    shared_prefix_tokens: Annotated[
-        int,
-        typer.Option(min=0, metavar="N", help="Of each prompt, that it shares with others, about."),
-    ] = 0
-    prefixes: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How many such beginnings there are.")
-    ] = 1
-    turns: Annotated[
-        int,
-        typer.Option(
-            min=1, metavar="N", help="Requests of one conversation, each with all before it."
-        ),
-    ] = 1
-    concurrency: Annotated[
-        str | None,
-        typer.Option(
-            metavar="1,2,4", help="So many requests at once, one level after the other; else 1."
-        ),
-    ] = None
-    rate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="0.5,1,2",
-            help="Instead: so many a second arrive, by chance (Poisson), whether or not others "
-            "are answered.",
-        ),
-    ] = None
-    requests: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Of each level; else 32, or as many as the file has, or with --duration all that "
-            "fit.",
-        ),
-    ] = None
-    duration: Annotated[
-        float | None,
-        typer.Option(min=0.001, metavar="SECONDS", help="After which a level sends no more."),
-    ] = None
-    warmup: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Requests before, which are not counted.")
-    ] = 4
-    timeout: Annotated[
-        float, typer.Option(min=0.001, metavar="SECONDS", help="Of one request.")
-    ] = 600.0
-    seed: Annotated[int, typer.Option(help="Of words and arrivals.")] = 0
+    url: str | None = option(
+        "Measure this server, ours or another with OpenAI's API, instead of a pipeline in this "
+        "process.",
+        metavar="URL",
+    )
+    model: str | None = option("Of the server; else its only one.", metavar="NAME")
+    api_key: str | None = option("That the server wants; better in $OMNI_API_KEY.", metavar="KEY")
+    speech: bool = option(
+        "Let the server's chats be answered by sound as well.", "--speech", default=False
+    )
+    voice: str | None = option("Whose, with --speech.", metavar="NAME")
+    endpoint: (
+        Literal["chat", "completions", "speech", "embeddings", "transcriptions", "realtime"] | None
+    ) = option(
+        "Ask by chat messages, as is done if left out, or for completions, for models without a "
+        "chat template; with --url also for speech, embeddings, transcriptions (of --input) and "
+        "realtime answers.",
+        metavar="NAME",
+    )
+    prompt_tokens: int | None = option("Of each prompt, about; else 128.", min=1, metavar="N")
+    max_tokens: int | None = option("Of each answer at most; else 64.", min=1, metavar="N")
+    ignore_eos: bool = option(
+        "Let every answer have all of --max-tokens.", "--ignore-eos", default=False
+    )
+    temperature: float | None = option("0 is greedy; else the model's.", metavar="NUMBER")
+    shared_prefix_tokens: int = option(
+        "Of each prompt, that it shares with others, about.", default=0, min=0, metavar="N"
+    )
+    prefixes: int = option("How many such beginnings there are.", default=1, min=1, metavar="N")
+    turns: int = option(
+        "Requests of one conversation, each with all before it.", default=1, min=1, metavar="N"
+    )
+    concurrency: str | None = option(
+        "So many requests at once, one level after the other; else 1.", metavar="1,2,4"
+    )
+    rate: str | None = option(
+        "Instead: so many a second arrive, by chance (Poisson), whether or not others are "
+        "answered.",
+        metavar="0.5,1,2",
+    )
+    requests: int | None = option(
+        "Of each level; else 32, or as many as the file has, or with --duration all that fit.",
+        min=1,
+        metavar="N",
+    )
+    duration: float | None = option(
+        "After which a level sends no more.", min=0.001, metavar="SECONDS"
+    )
+    warmup: int = option("Requests before, which are not counted.", default=4, min=0, metavar="N")
+    timeout: float = option("Of one request.", default=600.0, min=0.001, metavar="SECONDS")
+    seed: int = option("Of words and arrivals.", default=0)
 
     @property
     def is_text(self) -> bool:
