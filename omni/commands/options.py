@@ -244,9 +244,7 @@ class SamplingFlags:
         Raises:
             ValueError: a value is wrong, or does not go with what a stage has, or no stage samples.
         """
-        from pydantic import ValidationError  # only here: help need not wait for it
-
-        from engine.interface.settings import explain_validation_error
+        from omni.requests.request_line import merged_sampling  # only here: help need not wait
 
         given = {"max_tokens": self.max_tokens, "temperature": self.temperature}
         changes = {field: value for field, value in given.items() if value is not None}
@@ -254,22 +252,19 @@ class SamplingFlags:
             return pipeline
         flags = " ".join(f"--{field.replace('_', '-')} {value}" for field, value in changes.items())
         stages = dict(pipeline.stages)
-        sampling = {name: stage.own_sampling for name, stage in stages.items()}
-        if not any(sampling.values()):
+        sampled = {name: each for name, each in stages.items() if each.own_sampling is not None}
+        if not sampled:
             raise ValueError(f"{flags}: no stage of the pipeline {pipeline.name!r} samples")
-        for name, own in sampling.items():
-            if own is None:
-                continue
-            if "sampling" not in type(stages[name]).model_fields:
-                kind = stages[name].kind
-                raise ValueError(f"{flags}: stage {name!r}, of kind {kind!r}, has no 'sampling'")
-            values = own.model_dump() | changes
+        for name, stage in sampled.items():
+            if "sampling" not in type(stage).model_fields:
+                raise ValueError(
+                    f"{flags}: stage {name!r}, of kind {stage.kind!r}, has no 'sampling'"
+                )
             try:
-                changed = type(own).model_validate(values)
-            except ValidationError as error:
-                message = explain_validation_error(error, type(own), values).replace("\n", "; ")
-                raise ValueError(f"{flags}: stage {name!r}: {message}") from error
-            stages[name] = stages[name].model_copy(update={"sampling": changed})
+                changed = merged_sampling(stage.own_sampling, changes)
+            except ValueError as error:
+                raise ValueError(f"{flags}: stage {name!r}: {error}") from error
+            stages[name] = stage.model_copy(update={"sampling": changed})
         return pipeline.model_copy(update={"stages": stages})
 
 

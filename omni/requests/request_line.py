@@ -39,7 +39,7 @@ from engine import (
     TokensPrompt,
     VideoPrompt,
 )
-from engine.interface.placed_error import PlacedError, suggest
+from engine.interface.placed_error import KeyPath, PlacedError, suggest
 from engine.interface.settings import explain_validation_error
 from engine.media.media_source import regular_file
 
@@ -268,8 +268,13 @@ def sampling_of(
             raise ValueError(f"sampling.{stage}: should be a mapping of its fields, got {shown}")
         if own[stage] is None and value.keys() != {"truncate_prompt_tokens"}:
             raise ValueError(f"sampling.{stage}: this stage does not sample; leave it out")
-    named = sampled if fields else stages
-    return {stage: _merged(stage, fields, stages.get(stage, {}), own) for stage in named}
+    merged = {}
+    for stage in sampled if fields else stages:
+        for_it = stages.get(stage, {})
+        # A mistake in what is for all stages is reported without the name of one of them.
+        within = ("sampling", stage) if for_it or not fields else ("sampling",)
+        merged[stage] = merged_sampling(own[stage], fields | dict(for_it), within)
+    return merged
 
 
 def _is_field(key: str, value: object, own: Mapping[str, object]) -> bool:
@@ -279,19 +284,15 @@ def _is_field(key: str, value: object, own: Mapping[str, object]) -> bool:
     return key in SamplingParams.model_fields or not isinstance(value, Mapping)
 
 
-def _merged(
-    stage: str,
-    for_all: Mapping[str, Any],
-    for_it: Mapping[str, Any],
-    own: Mapping[str, SamplingParams | None],
+def merged_sampling(
+    own: SamplingParams | None, changes: Mapping[str, Any], within: KeyPath = ()
 ) -> SamplingParams:
-    params = own[stage] or SamplingParams(max_tokens=0)
-    changed = params.model_dump(mode="json") | dict(for_all) | dict(for_it)
+    """Lay fields over a stage's own parameters; ``ValueError`` names a wrong one below a place."""
+    params = own or SamplingParams(max_tokens=0)
+    changed = params.model_dump(mode="json") | dict(changes)
     try:
         return SamplingParams.model_validate_json(json.dumps(changed), strict=True)
     except ValidationError as error:
-        # A mistake in what is for all stages is reported without the name of one of them.
-        within = ("sampling", stage) if for_it or not for_all else ("sampling",)
         message = explain_validation_error(error, SamplingParams, changed, within=within)
         raise ValueError(message.replace("\n", "; ")) from error
 

@@ -277,12 +277,6 @@ class RemoteLink(StageLink):
         for life in self._lives:
             life.on_event = on_event
 
-    def prepare_aside(self) -> None:
-        """Workers elsewhere always do."""
-
-    def work(self) -> None:
-        """The workers work by themselves."""
-
     @property
     def has_requests(self) -> bool:
         """Whether any worker has a request, or gets one when it is up."""
@@ -301,9 +295,6 @@ class RemoteLink(StageLink):
         # A worker's other stages have had commands, too.
         busy = {attempt.replica for attempt in self._attempts.values()}
         return all(self._idle_at[each] == self._lives[each].num_commands for each in busy)
-
-    def close(self) -> None:
-        """The workers are the stage's to end."""
 
     def send(self, command: Command) -> None:
         """See :class:`~stages.worker.stage_link.StageLink`."""

@@ -168,51 +168,6 @@ def _take_number(count: int) -> None:
             new_thread.submit(torch.set_num_threads, others).result()
 
 
-class StageSteps:
-    """Steps a stage, and returns what is new of the requests that moved.
-
-    Stages around an engine say that themselves. A kind of stage from outside returns cumulative
-    outputs from ``step``: what they add to the ones before is found here.
-    """
-
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
-        self._last: dict[str, StageOutput] = {}
-
-    def step(self) -> list[OutputDelta]:
-        """One unit of work of the stage."""
-        stage = self._stage
-        # One whose ``step`` was overridden, in a subclass or by a test, is asked that way.
-        own = getattr(stage.step, "__func__", None)
-        if isinstance(stage, EngineStage) and own is EngineStage.step:
-            return stage.step_deltas()
-        return [self._delta(output) for output in stage.step()]
-
-    def _delta(self, output: StageOutput) -> OutputDelta:
-        request_id = output.request_id
-        before = self._last.pop(request_id, None)
-        try:
-            delta = delta_since(output, before)
-        except ValueError as error:  # its neighbours' outputs are emitted once, now or never
-            about = {"request_id": request_id}
-            _logger.exception("an output of request %r is not cumulative", request_id, extra=about)
-            self._stage.abort(request_id)
-            return OutputDelta(
-                request_id, finished=True, finish_reason=FinishReason.ERROR, error=str(error)
-            )
-        if not output.finished:
-            self._last[request_id] = output
-        return delta
-
-    def forget(self, request_id: str) -> None:
-        """The stage has a request no more."""
-        self._last.pop(request_id, None)
-
-    def clear(self) -> None:
-        """The stage has no request any more."""
-        self._last.clear()
-
-
 class GuardedStage:
     """The requests that are in a stage, and what becomes of them if it breaks.
 
@@ -231,7 +186,6 @@ class GuardedStage:
         self.stage = stage
         self.inside: dict[str, RequestState] = {}
         self._broken = BrokenStage(stage)
-        self._steps = StageSteps(stage)
         self._threads = StepThreads(stage)
         # The messages for requests that it lost when it was rebuilt.
         self._lost: dict[str, str] = {}
@@ -282,7 +236,7 @@ class GuardedStage:
             self._rebuild()
         elif not lost:
             try:
-                return self._steps.step(), {}
+                return self._step_deltas(), {}
             except Exception as error:  # whatever it is, the other stages' requests go on
                 if self.stage.is_broken:
                     self._broken.note(error)
@@ -294,6 +248,35 @@ class GuardedStage:
                     lost.update(dict.fromkeys(self.inside, message))
         self._lost = {}
         return [], lost
+
+    def _step_deltas(self) -> list[OutputDelta]:
+        """What is new after one unit of work.
+
+        Stages around an engine say that themselves. A kind of stage from outside returns cumulative
+        outputs from ``step``: what they add to the ones before is found here.
+        """
+        stage = self.stage
+        # One whose ``step`` was overridden, in a subclass or by a test, is asked that way.
+        own = getattr(stage.step, "__func__", None)
+        if isinstance(stage, EngineStage) and own is EngineStage.step:
+            return stage.step_deltas()
+        return [self._delta(output) for output in stage.step()]
+
+    def _delta(self, output: StageOutput) -> OutputDelta:
+        request_id = output.request_id
+        state = self.inside.get(request_id)
+        try:
+            delta = delta_since(output, None if state is None else state.last)
+        except ValueError as error:  # its neighbours' outputs are emitted once, now or never
+            about = {"request_id": request_id}
+            _logger.exception("an output of request %r is not cumulative", request_id, extra=about)
+            self.stage.abort(request_id)
+            return OutputDelta(
+                request_id, finished=True, finish_reason=FinishReason.ERROR, error=str(error)
+            )
+        if state is not None:
+            state.last = output
+        return delta
 
     def recover(self) -> None:
         """After a failed step, trust nothing that the stage had cached; it must be idle."""
@@ -351,7 +334,6 @@ class GuardedStage:
         self.recover()
 
     def _abort(self, request_id: str) -> None:
-        self._steps.forget(request_id)
         try:
             self.stage.abort(request_id)
         except Exception as error:  # the request is over either way; the stage may be as well
@@ -365,7 +347,6 @@ class GuardedStage:
         except ValueError as error:
             self._lost.update(dict.fromkeys(self.inside, str(error)))
             return str(error)
-        self._steps.clear()
         for request_id, state in self.inside.items():
             state.is_paused = False
             if request_id not in self._lost and not self._restart(state):

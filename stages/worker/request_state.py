@@ -105,6 +105,7 @@ class RequestState:
         was_restarted: whether the stage broke under it before.
         has_cut: whether a chunk was cut since it was last decided if it should rest.
         is_paused: whether it rests, since a stage behind does not keep up.
+        last: the output before, of a stage whose outputs are cumulative.
     """
 
     enter: Enter
@@ -118,9 +119,11 @@ class RequestState:
     was_restarted: bool = False
     has_cut: bool = False
     is_paused: bool = False
+    last: StageOutput | None = None
 
     def begin_output(self, stage: str) -> None:
         """Begin to add up what the stage makes of it, from nothing, where that is needed."""
+        self.last = None
         if self.so_far is not None:
             self.so_far = OutputAccumulator(self.request_id, stage)
 

@@ -62,8 +62,7 @@ class StageLink(ABC):
     def flush(self) -> None:  # noqa: B027 - what takes commands at once has nothing to flush
         """Let the worker have what was sent; what is sent together arrives together."""
 
-    @abstractmethod
-    def work(self) -> None:
+    def work(self) -> None:  # noqa: B027 - workers elsewhere work by themselves
         """Do one unit of work, where the stage is driven by the caller."""
 
     @abstractmethod
@@ -100,10 +99,8 @@ class StageLink(ABC):
     def notify(self, on_event: Callable[[], object]) -> None:
         """Have a function called, in any thread, when :attr:`has_work` may have become true."""
 
-    @abstractmethod
-    def prepare_aside(self) -> None:
+    def prepare_aside(self) -> None:  # noqa: B027 - workers elsewhere always do
         """Have requests made ready in other threads from now on, so that no work waits for it."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - workers elsewhere are their stage's to end
         """Let go of what the link itself has; the stage is closed by its pipeline."""

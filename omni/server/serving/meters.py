@@ -180,23 +180,22 @@ class Meters:
             ["model", "status"],
             registry=self._registry,
         )
-        self.queue = self._seconds("queue", "Waiting for a turn.")
-        self.first_token = self._seconds("time_to_first_token", "Until the first text or token.")
-        self.first_audio = self._seconds("time_to_first_audio", "Until the first sound.")
-        self.between_tokens = Histogram(
-            "omni_time_between_tokens_seconds",
-            "From one token to the next, of stages whose text or tensors the user gets.",
-            ["model", "stage"],
-            buckets=_GAPS,
-            registry=self._registry,
+        self.queue = self._histogram("queue_seconds", "Waiting for a turn.")
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "Until the first text or token."
         )
-        self.total = self._seconds("request_duration", "From arrival to the end, of whole answers.")
-        self.real_time = Histogram(
-            "omni_real_time_factor",
-            "Seconds that a second of sound took.",
-            ["model"],
-            buckets=_FACTORS,
-            registry=self._registry,
+        self.first_audio = self._histogram("time_to_first_audio_seconds", "Until the first sound.")
+        self.between_tokens = self._histogram(
+            "time_between_tokens_seconds",
+            "From one token to the next, of stages whose text or tensors the user gets.",
+            _GAPS,
+            ("model", "stage"),
+        )
+        self.total = self._histogram(
+            "request_duration_seconds", "From arrival to the end, of whole answers."
+        )
+        self.real_time = self._histogram(
+            "real_time_factor", "Seconds that a second of sound took.", _FACTORS
         )
         self._registry.register(StageMeters(pipelines))
 
@@ -204,10 +203,14 @@ class Meters:
         """All of it, as Prometheus reads it."""
         return generate_latest(self._registry)
 
-    def _seconds(self, name: str, what: str) -> Histogram:
-        return Histogram(
-            f"omni_{name}_seconds", what, ["model"], buckets=_SECONDS, registry=self._registry
-        )
+    def _histogram(
+        self,
+        name: str,
+        what: str,
+        buckets: Sequence[float] = _SECONDS,
+        labels: Sequence[str] = ("model",),
+    ) -> Histogram:
+        return Histogram(f"omni_{name}", what, labels, buckets=buckets, registry=self._registry)
 
 
 class RequestMeter:
