@@ -35,7 +35,7 @@ from engine import TokensPrompt
 from omni import Omni, OmniOutput, OmniRequest
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.seeded.language_models import build_causal_lm
-from stages.remote.link import PrefixRouter
+from stages.remote.remote_stage import PrefixRouter
 from stages.worker.messages import Enter
 
 _SPOKEN = [f"what is it that you say, number {number}" for number in range(8)]

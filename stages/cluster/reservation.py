@@ -18,8 +18,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from stages.cluster.actor_connection import ActorConnection
-from stages.cluster.actor_worker import ActorWorker
+from stages.cluster.actor import ActorConnection, ActorWorker
 from stages.cluster.membership import Membership, join
 from stages.placement import Placement
 from stages.remote.codec import encode

@@ -1,21 +1,534 @@
-"""A stage whose workers run elsewhere, as its pipeline sees it."""
+"""A stage whose workers run in other processes and may die, and the link to it.
+
+Of several replicas a request goes to the one that most likely holds its prefix. A request keeps
+what it takes to run again in another worker, its seed included.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import logging
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
+from hashlib import blake2b
+from itertools import count
+from operator import lt
 from typing import TYPE_CHECKING, Any
 
-from engine import SamplingParams
-from stages.remote.link import RemoteLink
+import msgspec
+
+from engine import (
+    ChatPrompt,
+    ExplicitEncoderDecoderPrompt,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
+from engine.interface.outputs import OutputDelta
+from engine.interface.sampling_params import RequestSeeds
+from stages.remote.messages import Built, Idle, NotBuilt
+from stages.remote.shared_memory import SharedTensors
 from stages.remote.supervisor import WorkerSupervisor
 from stages.stage import Stage, StageRequest, StageStats
 from stages.stage_config import StageConfig
-from stages.stage_output import StageOutput
-from stages.worker.stage_link import WorkerState
+from stages.stage_output import OutputAccumulator, StageOutput, delta_since
+from stages.trace_events import RUN_AGAIN, StageEvent, Traced, this_clock
+from stages.worker.messages import (
+    Abort,
+    Ack,
+    CloseStream,
+    Command,
+    Credit,
+    Enter,
+    Event,
+    Extend,
+    Failed,
+    Output,
+    StreamedEdge,
+    StreamPlace,
+)
+from stages.worker.stage_link import StageLink, WorkerState, why_lost
 
 if TYPE_CHECKING:
     import torch
+
+MOST_AHEAD = 4
+"""Requests that a replica may have more than the least loaded one, for the sake of its cache."""
+
+_PIECE_BYTES = 64
+_MOST_PIECES = 512
+_MOST_KNOWN = 2**16
+
+
+class PrefixRouter:
+    """Remembers which replica has seen which beginnings of prompts. ::
+
+        prompt    | piece | piece | piece | piece |        hash 1 covers piece 1, hash 2 pieces 1-2
+        replica       0       0       1                    goes to 1, if 1 is not overloaded
+
+    A choice never changes what comes out, only how much of it is computed again. The replica with
+    the longest known prefix gets the request, unless it has more than :data:`MOST_AHEAD` requests
+    more than the one that has the fewest, which then gets it. Nothing known: the one with the
+    fewest, by turns among equals.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, int] = OrderedDict()
+        self._turn = 0
+
+    def choose(self, enter: Enter, loads: Mapping[int, int]) -> int:
+        """Choose one of the replicas whose numbers of requests are given, and remember it."""
+        if len(loads) == 1:
+            return next(iter(loads))
+        hashes = _prefix_hashes(enter)
+        fewest = min(loads.values())
+        free = [each for each, load in loads.items() if load <= fewest + MOST_AHEAD]
+        holders = (self._known.get(each) for each in reversed(hashes))
+        chosen = next((each for each in holders if each in free), None)
+        if chosen is None:
+            self._turn += 1
+            chosen = min(loads, key=lambda each: (loads[each], (each - self._turn) % len(loads)))
+        for each in hashes:
+            self._known[each] = chosen
+            self._known.move_to_end(each)
+        while len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+        return chosen
+
+    def forget(self, replica: int) -> None:
+        """A replica has lost what it held."""
+        for each in [each for each, holder in self._known.items() if holder == replica]:
+            del self._known[each]
+
+
+def _prefix_hashes(enter: Enter) -> list[bytes]:
+    """A hash for every beginning of a prompt, shortest first; none of one that has no text."""
+    content = _content(enter.prompt)
+    # Requests with different salts share nothing.
+    chain = blake2b((enter.cache_salt or "").encode(), digest_size=16)
+    hashes = []
+    for start in range(0, min(len(content), _PIECE_BYTES * _MOST_PIECES), _PIECE_BYTES):
+        chain.update(content[start : start + _PIECE_BYTES])
+        hashes.append(chain.digest())
+    return hashes
+
+
+def _content(prompt: object) -> bytes:
+    match prompt:
+        case str():
+            return prompt.encode(errors="replace")
+        case TextPrompt():
+            return _content(prompt.prompt)
+        case TokensPrompt():
+            return array("q", prompt.prompt_token_ids).tobytes()
+        case ChatPrompt():
+            return json.dumps((prompt.tools, prompt.messages), default=str).encode()
+        case ExplicitEncoderDecoderPrompt():
+            return _content(prompt.encoder_prompt)
+        case _:
+            return b""
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One request in a stage, through all the workers that run it one after another. ::
+
+        first run    a b c d ✗            the worker died; a b c were emitted, c in a chunk
+        second run           a b c | d e  what was emitted is dropped, chunks go on after c
+
+    A second run emits the same, since that depends on prompt, parameters and seed alone.
+
+    Attributes:
+        enter: as the orchestrator sent it.
+        ticket: of the present run, for the worker.
+        emitted: what the orchestrator has got of it, but for its sound.
+        places: by consumer, how far its streamed edges have come.
+        num_samples: of the sound that the orchestrator has got.
+        again: what the present run has emitted, as long as that is nothing new; None if it is.
+        num_took: chunks that the orchestrator knows to be taken.
+        num_taken_again: chunks that the present run has taken.
+        num_runs: that were begun.
+        replica: which worker has it, or gets it when it is up.
+    """
+
+    enter: Enter
+    ticket: int
+    emitted: OutputAccumulator
+    extends: list[Extend] = field(default_factory=list)
+    places: dict[str, StreamPlace] = field(default_factory=dict)
+    num_samples: int = 0
+    again: OutputAccumulator | None = None
+    num_took: int = 0
+    num_taken_again: int = 0
+    num_runs: int = 1
+    replica: int = 0
+    is_sent: bool = False
+
+    def begin_again(self, ticket: int) -> None:
+        """Another run begins, in a worker that knows nothing of it."""
+        self.ticket = ticket
+        self.again = OutputAccumulator(self.enter.request_id, self.emitted.stage)
+        self.num_taken_again = 0
+        self.num_runs += 1
+        self.is_sent = False
+
+    def entry(self) -> Enter:
+        """What the present run begins by."""
+        return msgspec.structs.replace(self.enter, ticket=self.ticket, streams=dict(self.places))
+
+    def take(self) -> bool:
+        """The present run has taken a chunk; whether that is new."""
+        self.num_taken_again += 1
+        if self.num_taken_again <= self.num_took:
+            return False
+        self.num_took = self.num_taken_again
+        return True
+
+    def new_in(self, event: Output) -> Output | None:
+        """What is new in an output of the present run; None if nothing is.
+
+        Raises:
+            ValueError: it is not what the run before had emitted.
+        """
+        for chunk in event.chunks:
+            num_tokens, num_rows = len(chunk.output.token_ids), _num_rows(chunk.output.tensors)
+            place = self.places[chunk.consumer]
+            self.places[chunk.consumer] = place.after(num_tokens, num_rows)
+        delta = event.delta
+        if delta is not None and self.again is not None:
+            delta = self._new_of_rerun(self.again, delta)
+        if delta is None and not event.chunks:
+            return None
+        if delta is not None and not delta.finished:
+            if delta.audio is not None:
+                self.num_samples += delta.audio.samples.shape[0]
+            self.emitted.add(delta if delta.audio is None else replace(delta, audio=None))
+        return Output(self.enter.ticket, delta, event.chunks)
+
+    def _new_of_rerun(self, again: OutputAccumulator, delta: OutputDelta) -> OutputDelta | None:
+        """What is new in a run that begins by emitting again what the one before had emitted."""
+        if delta.failure is not None:
+            return replace(delta, text=None, token_ids=(), logprobs=None, others=(), audio=None)
+        again.add(delta)
+        now, before = again.output(), self.emitted.output()
+        sound = again.sound_from(self.num_samples)
+        lengths, had = _lengths(now), _lengths(before)
+        is_behind = any(map(lt, lengths, had))
+        if not delta.finished and (is_behind or (lengths == had and sound is None)):
+            return None
+        self.again = None
+        return replace(delta_since(now, before), audio=sound, whole_audio=delta.whole_audio)
+
+
+def _lengths(output: StageOutput) -> list[int]:
+    """How many tokens each completion has, and how much text."""
+    texts = [output.text or "", *(each.text for each in output.completions[1:])]
+    ids = [output.token_ids, *(each.token_ids for each in output.completions[1:])]
+    return [*map(len, texts), *map(len, ids)]
+
+
+def _num_rows(tensors: Mapping[str, object]) -> int:
+    """Rows of the longest tensor, none of which is mapped for it."""
+    entries = tensors.entries if isinstance(tensors, SharedTensors) else tensors
+    shapes = [entry.shape for entry in entries.values()]  # type: ignore[attr-defined]
+    return max((shape[0] for shape in shapes), default=0)
+
+
+_logger = logging.getLogger(f"omni.{__name__}")
+
+
+class RemoteLink(StageLink):
+    """Sends commands to a stage's workers, and hides from the orchestrator that they die.
+
+    What a request needs to run again is kept until the stage is done with it. A worker that ends
+    is started again; the requests that it had run again there, or in another replica, from what
+    they came with, at most ``max_retries`` times. So do those that the stage itself ended with an
+    error. Nothing is emitted twice.
+
+    Args:
+        edges: the streamed edges that leave the stage.
+        max_retries: how often a request is run again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        lives: Sequence[WorkerSupervisor],
+        edges: tuple[StreamedEdge, ...],
+        max_retries: int,
+    ) -> None:
+        self._name = name
+        self._lives = tuple(lives)
+        self._ports = [life.ports[name] for life in lives]
+        self._edges = edges
+        self._max_retries = max_retries
+        self._router = PrefixRouter()
+        self._attempts: dict[str, Attempt] = {}
+        self._by_ticket: dict[int, Attempt] = {}
+        self._tickets = count()
+        facts = (lives[0].facts or {}).get(name)
+        self._sampling = None if facts is None else facts.sampling
+        self._seeds = RequestSeeds(None if facts is None else facts.seed)
+        self._events: list[Event] = []
+        self._traces: list[Traced] = []
+        # The stage is built by the time that a link is made.
+        self._is_up = [True] * len(self._lives)
+        self._outboxes: list[list[Command]] = [[] for _ in self._lives]
+        self._idle_at = [-1] * len(self._lives)
+        self._hopeless: dict[int, str] = {}
+        self._has_moved = False
+        self._on_event: Callable[[], object] = lambda: None
+
+    def notify(self, on_event: Callable[[], object]) -> None:
+        """See :class:`~stages.worker.stage_link.StageLink`."""
+        self._on_event = on_event
+        for life in self._lives:
+            life.on_event = on_event
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any worker has a request, or gets one when it is up."""
+        return bool(self._attempts)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any worker has said something."""
+        return bool(self._events) or any([port.inbox for port in self._ports])
+
+    def check_idle(self) -> bool:
+        """Whether every worker has said that nothing moves, with all that was sent to it."""
+        if self._has_moved or self._events:
+            self._has_moved = False
+            return False
+        # A worker's other stages have had commands, too.
+        busy = {attempt.replica for attempt in self._attempts.values()}
+        return all(self._idle_at[each] == self._lives[each].num_commands for each in busy)
+
+    def send(self, command: Command) -> None:
+        """See :class:`~stages.worker.stage_link.StageLink`."""
+        self._has_moved = True
+        if isinstance(command, Enter):
+            self._enter(command)
+            return
+        attempt = self._attempts.get(command.request_id)
+        if attempt is None:
+            return
+        match command:
+            case Extend():
+                attempt.extends.append(command)
+            case Credit():
+                place = attempt.places[command.consumer]
+                attempt.places[command.consumer] = place.credited()
+            case CloseStream():
+                place = attempt.places[command.consumer]
+                attempt.places[command.consumer] = place.closed()
+            case Abort():
+                self._forget(attempt)
+        self._hand_over(attempt, command)
+
+    def drop_all(self) -> None:
+        """See :class:`~stages.worker.stage_link.StageLink`."""
+        attempts, self._attempts = self._attempts, {}
+        self._by_ticket, self._events = {}, []
+        for attempt in attempts.values():
+            self._hand_over(attempt, Abort(attempt.enter.request_id))
+
+    def events(self) -> list[Event]:
+        """See :class:`~stages.worker.stage_link.StageLink`."""
+        self._listen()
+        events, self._events = self._events, []
+        self._has_moved |= bool(events)
+        return events
+
+    def traces(self) -> list[Traced]:
+        """See :class:`~stages.worker.stage_link.StageLink`."""
+        traces, self._traces = self._traces, []
+        return traces
+
+    def _listen(self) -> None:
+        for replica, port in enumerate(self._ports):
+            for message in port.messages():
+                self._hear(replica, message)
+
+    def _enter(self, enter: Enter) -> None:
+        self._listen()  # a worker may have come back since events were last asked for
+        # Here, since a second run, maybe in another worker, has to draw the same tokens.
+        sampling = self._seeds.seeded(enter.sampling, self._sampling)
+        enter = msgspec.structs.replace(enter, sampling=sampling)
+        places = {edge.consumer: StreamPlace() for edge in self._edges} | dict(enter.streams)
+        emitted = OutputAccumulator(enter.request_id, self._name)
+        attempt = Attempt(enter, next(self._tickets), emitted, places=places)
+        self._attempts[enter.request_id] = self._by_ticket[attempt.ticket] = attempt
+        self._place(attempt)
+
+    def _place(self, attempt: Attempt) -> None:
+        """Choose a replica for a run that begins, and hand it over if that is up."""
+        loads = {each: 0 for each in range(len(self._lives)) if each not in self._hopeless}
+        if not loads:
+            self._fail(attempt, next(iter(self._hopeless.values())))
+            return
+        for other in self._attempts.values():
+            if other is not attempt and other.replica in loads:
+                loads[other.replica] += 1
+        up = {each: load for each, load in loads.items() if self._is_up[each]}
+        attempt.replica = self._router.choose(attempt.enter, up or loads)
+        self._hand_over(attempt, attempt.entry(), *attempt.extends)
+
+    def _hand_over(self, attempt: Attempt, *commands: Command) -> None:
+        """Send what concerns a request to its worker; if none is up, it gets all of it later."""
+        if self._is_up[attempt.replica]:
+            self._outboxes[attempt.replica] += commands
+
+    def flush(self) -> None:
+        """See :class:`~stages.worker.stage_link.StageLink`."""
+        for replica, outbox in enumerate(self._outboxes):
+            if outbox:
+                self._outboxes[replica] = []
+                self._dispatch(replica, tuple(outbox))
+
+    def _dispatch(self, replica: int, commands: tuple[Command, ...]) -> None:
+        try:
+            self._ports[replica].send(commands)
+            for command in commands:
+                if isinstance(command, Enter) and command.request_id in self._attempts:
+                    self._attempts[command.request_id].is_sent = True
+        except ConnectionError:
+            return  # they are sent to the next one
+        except (ValueError, MemoryError) as error:
+            if len(commands) > 1:  # one of them cannot be sent; the others can
+                for command in commands:
+                    self._dispatch(replica, (command,))
+                return
+            attempt = self._attempts.get(commands[0].request_id)
+            if attempt is not None:
+                has_begun = not isinstance(commands[0], Enter)
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                is_prompts = not kind and isinstance(commands[0], Enter) and not commands[0].sources
+                self._fail(attempt, f"{kind}{error}", has_begun=has_begun, refused=is_prompts)
+                if has_begun:
+                    self._hand_over(attempt, Abort(attempt.enter.request_id))
+
+    def _hear(self, replica: int, message: Any) -> None:
+        match message:
+            case tuple():
+                for event in message:
+                    if isinstance(event, Traced):
+                        self._traces.append(event)
+                    else:
+                        self._take(event)
+            case Idle():
+                self._idle_at[replica] = message.num_commands
+            case Built():
+                self._is_up[replica] = True
+                self._hopeless.pop(replica, None)
+                self._trace("worker started", replica)
+                self._outboxes[replica] = []
+                self._idle_at[replica] = -1
+                for attempt in self._attempts_of(replica):
+                    self._hand_over(attempt, attempt.entry(), *attempt.extends)
+            case NotBuilt():
+                _logger.warning(
+                    "a worker of stage %r cannot be built: %s", self._name, message.error
+                )
+            case WorkerState():
+                self._worker_ended(replica, message)
+
+    def _take(self, event: Event) -> None:
+        attempt = self._by_ticket.get(event.ticket)
+        if attempt is None:
+            return
+        match event:
+            case Ack():
+                if attempt.take():
+                    self._events.append(Ack(attempt.enter.ticket))
+            case Failed():
+                if event.is_stages and attempt.num_runs <= self._max_retries:
+                    self._run_again(attempt)
+                else:
+                    self._forget(attempt)
+                    failed = msgspec.structs.replace(event, ticket=attempt.enter.ticket)
+                    self._events.append(failed)
+            case Output():
+                self._take_output(attempt, event)
+
+    def _take_output(self, attempt: Attempt, event: Output) -> None:
+        delta = event.delta
+        if delta is not None and delta.error is not None and attempt.num_runs <= self._max_retries:
+            # It was interrupted, perhaps; what is wrong with the request itself comes out again.
+            self._run_again(attempt)
+            return
+        try:
+            new = attempt.new_in(event)
+        except ValueError:
+            self._hand_over(attempt, Abort(attempt.enter.request_id))
+            error = "its worker died, and another run did not say what the first one had said"
+            self._fail(attempt, error)
+            return
+        if delta is not None and delta.finished:
+            if delta.error is None:
+                self._lives[attempt.replica].num_starts = 0
+            self._forget(attempt)
+        if new is not None:
+            self._events.append(new)
+
+    def _worker_ended(self, replica: int, ended: WorkerState) -> None:
+        """A worker has ended: run again what it had."""
+        self._is_up[replica] = False
+        self._trace("worker ended", replica, reason=str(ended.last_end))
+        self._outboxes[replica] = []
+        self._idle_at[replica] = -1
+        self._router.forget(replica)
+        if (why := why_lost([ended])) is not None:
+            self._hopeless[replica] = why
+        if ended.state == "down":
+            _logger.error("stage %r: a worker %s, for the last time", self._name, ended.last_end)
+        for attempt in self._attempts_of(replica):
+            if attempt.is_sent and attempt.num_runs > self._max_retries:
+                runs = f"{attempt.num_runs} times" if attempt.num_runs > 1 else "once"
+                message = (
+                    f"its worker {ended.last_end} while it had this request; it was run {runs}"
+                )
+                self._fail(attempt, message)
+            elif attempt.is_sent:
+                self._run_again(attempt)
+            else:
+                self._place(attempt)
+
+    def _attempts_of(self, replica: int) -> list[Attempt]:
+        return [each for each in self._attempts.values() if each.replica == replica]
+
+    def _run_again(self, attempt: Attempt) -> None:
+        del self._by_ticket[attempt.ticket]
+        attempt.begin_again(next(self._tickets))
+        self._by_ticket[attempt.ticket] = attempt
+        self._place(attempt)
+        self._trace(RUN_AGAIN, attempt.replica, attempt.enter.request_id, run=attempt.num_runs)
+
+    def _trace(
+        self, name: str, replica: int, request_id: str | None = None, **args: int | str
+    ) -> None:
+        """Tell a trace, if there is one, what no worker can."""
+        if self._lives[replica].spec.is_traced:
+            now_s = time.monotonic()
+            event = StageEvent(name, now_s, None, request_id, args)
+            self._traces.append(Traced((event,), replica, this_clock(), now_s))
+
+    def _fail(
+        self, attempt: Attempt, error: str, *, has_begun: bool = True, refused: bool = False
+    ) -> None:
+        self._forget(attempt)
+        message = f"stage {self._name!r}: {error}"
+        self._events.append(Failed(attempt.enter.ticket, message, has_begun, refused))
+        self._on_event()
+
+    def _forget(self, attempt: Attempt) -> None:
+        self._attempts.pop(attempt.enter.request_id, None)
+        self._by_ticket.pop(attempt.ticket, None)
+
 
 _ANSWER_S = 0.2
 

@@ -14,8 +14,7 @@ import numpy as np
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from stages.cluster.actor_connection import ActorConnection
-from stages.cluster.actor_worker import PROTOCOL_VERSION, ActorWorker, Hello
+from stages.cluster.actor import PROTOCOL_VERSION, ActorConnection, ActorWorker, Hello
 from stages.cluster.object_bytes import HeldObjects
 from stages.remote.codec import encode
 from stages.remote.messages import WorkerSpec

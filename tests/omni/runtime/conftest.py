@@ -10,7 +10,7 @@ import pytest
 from omni.pipelines.pipeline import Pipeline
 from omni.runtime import orchestrator
 from stages import Stage
-from stages.cluster import actor_connection, actor_worker
+from stages.cluster import actor
 from stages.remote.worker import Build
 from stages.worker.messages import StreamedEdge
 from stages.worker.stage_link import StageLink
@@ -39,8 +39,7 @@ def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         yield Anywhere(where)
         return
     if where == "ray":
-        for module in (actor_connection, actor_worker):
-            monkeypatch.setattr(module, "INLINE_BYTES", _INLINE_BYTES)
+        monkeypatch.setattr(actor, "INLINE_BYTES", _INLINE_BYTES)
     with ExitStack() as workers:
 
         def link(

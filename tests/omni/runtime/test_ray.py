@@ -15,8 +15,7 @@ import torch
 from engine.interface.log_fields import LogFields
 from omni import Omni, OmniOutput, OmniRequest, verify
 from omni.pipelines.pipeline_config import PipelineConfig
-from stages.cluster.actor_connection import ActorConnection
-from stages.cluster.actor_worker import PROTOCOL_VERSION, Bundle, Hello
+from stages.cluster.actor import PROTOCOL_VERSION, ActorConnection, Bundle, Hello
 from stages.cluster.cluster_address import check_is_ray
 from stages.cluster.object_bytes import HeldObjects
 from stages.remote.codec import INLINE_BYTES

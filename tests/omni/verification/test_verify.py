@@ -22,7 +22,7 @@ from omni import (
     StageInputs,
 )
 from omni.seeded.language_models import build_causal_lm
-from omni.verification import output_comparison as tolerance
+from omni.verification import comparison as tolerance
 from omni.verification import verify as verify_module
 from omni.verification.verify import verify
 from omni.verification.verify_report import StageVerification, VerifyReport

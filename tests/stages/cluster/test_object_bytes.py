@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ray
 
-from stages.cluster.actor_connection import ActorConnection
+from stages.cluster.actor import ActorConnection
 from stages.cluster.object_bytes import HeldObjects, ObjectBytes
 from stages.remote.messages import Commands
 
