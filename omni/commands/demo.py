@@ -18,8 +18,8 @@ import stage_configs
 from engine import ChatPrompt, TextPrompt, Waveform
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.omni import Omni
+from omni.verification.comparison import VerifyReport
 from omni.verification.verify import verify
-from omni.verification.verify_report import VerifyReport
 
 NEXT = (
     'run spoken_sums --chat "seventeen plus five" --speaker Ben --output-dir spoken',

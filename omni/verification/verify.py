@@ -13,15 +13,18 @@ from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniRequest, Requests, as_requests
 from omni.runtime.omni import Omni
 from omni.runtime.orchestrator import Orchestrator
-from omni.verification.output_comparison import WAVEFORM, Spread, Tolerance, compare_outputs
-from omni.verification.verify_report import (
+from omni.verification.comparison import (
     REFERENCE,
+    WAVEFORM,
     Difference,
     NearTie,
     Run,
+    Spread,
     StageVerification,
     TensorVerification,
+    Tolerance,
     VerifyReport,
+    compare_outputs,
 )
 from stages import StageOutput, StageStats
 

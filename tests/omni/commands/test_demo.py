@@ -11,7 +11,7 @@ import pytest
 import soundfile
 
 from omni.commands.demo import NEXT, RANDOM_NEXT, summed_up
-from omni.verification.verify_report import StageVerification, VerifyReport
+from omni.verification.comparison import StageVerification, VerifyReport
 from tests.support.command_line import omni
 from tests.support.pages import commands
 

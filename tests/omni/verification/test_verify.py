@@ -24,8 +24,8 @@ from omni import (
 from omni.seeded.language_models import build_causal_lm
 from omni.verification import comparison as tolerance
 from omni.verification import verify as verify_module
+from omni.verification.comparison import StageVerification, VerifyReport
 from omni.verification.verify import verify
-from omni.verification.verify_report import StageVerification, VerifyReport
 from prefix_cache import BlockHash, KVCacheBlock, extend_block_hashes
 from stages import StageOutput, StageStats
 from tests.support.fake_stage import FakeStage
@@ -279,8 +279,7 @@ def test_what_cannot_be_verified_is_a_clear_error(
 
 def test_a_stage_behind_a_near_tie_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both runs are right, so the stages behind it have different inputs, and rightly so."""
-    from omni.verification.output_comparison import Comparison, Tolerance
-    from omni.verification.verify_report import NearTie
+    from omni.verification.comparison import Comparison, NearTie, Tolerance
 
     compared: list[str] = []
 
