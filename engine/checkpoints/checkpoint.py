@@ -207,9 +207,10 @@ class Checkpoint:
     def require_plain(self) -> None:
         """``ValueError`` where only a folder of plain weights is of use."""
         if self.stored is not None:
+            key = "" if self.packed is None else "quantization_config: "
             raise ValueError(
-                f"{self.path} is stored as {self.stored}; only decoders take that: name a "
-                "checkpoint of plain weights"
+                f"{self.config_file}: {key}weights are stored as {self.stored}; only decoders "
+                "take that: name a checkpoint of plain weights"
             )
 
     @property

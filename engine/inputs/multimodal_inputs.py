@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from PIL import Image
@@ -77,7 +77,6 @@ _FPS = 2.0
 """What the published processors take where their files say nothing."""
 
 _PIXELS = 28 * 28
-_MAX_VIDEO_TOKENS = 128_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +106,10 @@ class VideoSampling:
     min_pixels: int = 128 * _PIXELS
     max_pixels: int = 768 * _PIXELS
     max_video_tokens: int | None = None
+    usual_video_tokens: ClassVar[int] = 128_000
 
     @classmethod
-    def load(cls, folder: Path) -> VideoSampling:
+    def load(cls, folder: Path) -> Self:
         """Read what a checkpoint's folder says of its video processor.
 
         That is ``processor_config.json`` under ``video_processor``, or else
@@ -137,7 +137,7 @@ class VideoSampling:
             "max_pixels": stated.get("max_pixels", size.get("longest_edge")),
         }
         if stated.get("cap_pixels_per_frame"):
-            found["max_video_tokens"] = stated.get("max_video_tokens", _MAX_VIDEO_TOKENS)
+            found["max_video_tokens"] = stated.get("max_video_tokens", cls.usual_video_tokens)
         values: dict[str, Any] = {name: n for name, n in found.items() if n is not None}
         for name, value in values.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -171,7 +171,7 @@ class VideoSampling:
         chosen: list[int] = torch.arange(0, total, total / count).int().tolist()
         return chosen
 
-    def size(self, num_frames: int, temporal_patch_size: int, side: int) -> dict[str, int]:
+    def size(self, num_frames: int, temporal_patch_size: int, side: int) -> dict[str, float]:
         """How many pixels a frame may have, as image processors of transformers name it."""
         most = self.max_pixels
         if self.max_video_tokens is not None:
@@ -240,7 +240,9 @@ class VideoFeatureMaker(FeatureMaker):
         if hears and prompt.use_audio and info.has_sound:
             sound = read_soundtrack(source, self.limits)
             audio = None if sound is None else AudioPrompt(*sound)
-        return VideoFeatures(pixels, grid, depth / sampled_fps, audio)
+        ends = zip(indices[::depth], [*indices[depth - 1 :: depth], indices[-1]], strict=False)
+        timestamps = [(first + last) / 2 / info.fps for first, last in ends]
+        return VideoFeatures(pixels, grid, depth / sampled_fps, audio, timestamps)
 
     def _frames(
         self, source: MediaSource, info: VideoInfo, indices: list[int]
@@ -317,6 +319,10 @@ class FeatureTaker(Protocol):
     @property
     def hears_silence(self) -> bool:
         """Whether silence stands behind a sound when its features are made."""
+
+    @property
+    def sampling(self) -> type[VideoSampling]:
+        """How frames of a video's file are chosen."""
 
     def num_rows(self, features: Mapping[str, Tensor]) -> int:
         """Rows that one item gives; ``ValueError`` if the features are not those of one."""
@@ -425,7 +431,7 @@ def load_feature_makers(
                     extractor, hears = load_extractor(path, **trust), tower.hears_silence
                     makers[modality] = AudioFeatureMaker(extractor, limits, hears_silence=hears)
                 case "video":
-                    sampling, frames = VideoSampling.load(path), None
+                    sampling, frames = tower.sampling.load(path), None
                     try:
                         frames = load_image_processor(path, **trust)
                     except ValueError as error:  # tensors are still taken
@@ -639,15 +645,17 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
     ) -> tuple[list[int], tuple[MultiModalInput, ...]]:
         """What comes in the place of a placeholder: token ids, and whose rows replace them."""
         way = self._model.audio_in_video
-        check_rows = partial(self._check_rows, modality)
+        check_rows = partial(self.check_rows, modality)
         item = self._makers[modality].read(item, hears=way is not None, check_rows=check_rows)
-        entry = self._input(modality, item, offset, cache_salt)
         if not isinstance(item, VideoFeatures) or item.audio is None:
-            return [self._model.placeholders[modality]] * entry.length, (entry,)
+            return self.place(modality, item, offset, cache_salt)
         if way is None:
             raise ValueError("this model takes no video with its own sound; leave out its audio")
+        features = self._makers[modality].make(item)
+        entry = self.input_of(modality, features, offset, cache_salt)
         try:
-            sound = self._input("audio", item.audio, offset, cache_salt)
+            heard = self._makers["audio"].make(item.audio)
+            sound = self.input_of("audio", heard, offset, cache_salt)
         except ValueError as error:
             raise ValueError(f"its audio: {error}") from error
         towers = self._model.towers
@@ -660,15 +668,28 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
             ids += [self._model.placeholders[piece.modality]] * piece.length
         return [*ids, way.end_id], pieces
 
-    def _check_rows(self, modality: Modality, num_rows: int) -> None:
+    def place(
+        self, modality: Modality, item: object, offset: int, cache_salt: str | None
+    ) -> tuple[list[int], tuple[MultiModalInput, ...]]:
+        """Token ids that show one item, from a position on, and whose rows replace them."""
+        features = self._makers[modality].make(item)
+        entry = self.input_of(modality, features, offset, cache_salt)
+        return [self._model.placeholders[modality]] * entry.length, (entry,)
+
+    def check_rows(self, modality: Modality, num_rows: int) -> None:
+        """Refuse an item of so many rows if it could not be shown, before it is read."""
         row_bytes = self._limits.row_bytes * self._model.towers[modality].row_parts
         check_item(num_rows, row_bytes, self._cache_bytes)
         self._limits.check_length(num_rows)
 
-    def _input(
-        self, modality: Modality, item: object, offset: int, cache_salt: str | None
+    def input_of(
+        self,
+        modality: Modality,
+        features: Mapping[str, Tensor],
+        offset: int,
+        cache_salt: str | None,
     ) -> MultiModalInput:
-        features = self._makers[modality].make(item)
+        """What a tower gets of an item at a position; ``ValueError`` if it cannot be held."""
         tower = self._model.towers[modality]
         length, parts = tower.num_rows(features), tower.row_parts
         check_item(length, self._limits.row_bytes * parts, self._cache_bytes)

@@ -45,12 +45,15 @@ class VideoFeatures:
         second_per_grid: seconds from one grid to the next.
         audio: the video's own sound, from its beginning on, in any form of ``"audio"`` in
             :data:`MultiModalData`; the model sees and hears the two in step. None for no sound.
+        timestamps: seconds at which each grid is shown, for models that are told in words; None:
+            ``second_per_grid`` apart from the beginning on.
     """
 
     pixel_values_videos: Tensor
     video_grid_thw: Sequence[int] | Tensor
     second_per_grid: float
     audio: str | Path | bytes | Tensor | NDArray[Any] | AudioPrompt | None = None
+    timestamps: Sequence[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

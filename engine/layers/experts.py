@@ -40,6 +40,8 @@ class ExpertsConfig:
             its own; 0: there is none.
         router: what checkpoints call the router.
         names: what they call an expert's gate, up and down projection.
+        stacked: whether they hold the matrices of all experts in one tensor, gate above up, each
+            of them transposed or not; else each one by itself.
 
     Raises:
         ValueError: more experts per token than there are.
@@ -52,6 +54,7 @@ class ExpertsConfig:
     shared_size: int = 0
     router: str = "gate"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    stacked: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_experts_per_token <= self.num_experts:
@@ -110,8 +113,14 @@ class SparseMoE(nn.Module):
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the slice that its tensor is copied to."""
         yield from self.router.targets(prefix)
-        for index, expert in enumerate(self.experts):
-            yield from expert.targets(f"{prefix}experts.{index}.")
+        if self.config.stacked:
+            for name, side in (("gate_up_proj", "up"), ("down_proj", "down")):
+                products: list[Linear] = [getattr(expert, side) for expert in self.experts]
+                places = [[place for _, place in each.targets("")] for each in products]
+                yield f"{prefix}experts.{name}", _StackTarget(places)
+        else:
+            for index, expert in enumerate(self.experts):
+                yield from expert.targets(f"{prefix}experts.{index}.")
         if self.shared is not None:
             yield from self.shared.targets(f"{prefix}shared_expert.")
             yield from self.shared_gate.targets(prefix)
@@ -170,6 +179,48 @@ class SparseMoE(nn.Module):
         if self.config.normalize:
             weights /= weights.sum(dim=-1, keepdim=True)
         return weights.to(x.dtype), chosen
+
+
+@dataclass(frozen=True, slots=True)
+class _StackTarget:
+    """The places of one product of all experts, whose matrices come in one tensor.
+
+    Attributes:
+        places: of each expert's matrices, which lie below each other.
+    """
+
+    places: Sequence[Sequence[Target]]
+
+    @property
+    def shape(self) -> torch.Size:
+        """``(experts, out_features of all matrices, in_features)``."""
+        first = self.places[0]
+        rows = sum(place.shape[0] for place in first)
+        return torch.Size((len(self.places), rows, first[0].shape[1]))
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """What may be stored: also with each matrix transposed."""
+        experts, rows, width = self.shape
+        return (experts, rows, width), (experts, width, rows)
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`Target`."""
+        return sum(place.nbytes for places in self.places for place in places)
+
+    def is_floating_point(self) -> bool:
+        """See :class:`Target`."""
+        return True
+
+    def copy_(self, source: Tensor, /) -> None:
+        """Give each expert its own; what could be either way is taken as not transposed."""
+        if source.shape != self.shape:
+            source = source.transpose(1, 2)
+        for places, matrices in zip(self.places, source, strict=True):
+            parts = matrices.split([place.shape[0] for place in places])
+            for place, part in zip(places, parts, strict=True):
+                place.copy_(part.contiguous())
 
 
 def _stacked(linears: Sequence[Linear]) -> Tensor | None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from engine.attention.layer import AttentionStep
 from engine.checkpoints.quantized_weight import QuantizationScheme, Target
-from engine.inputs.multimodal_inputs import AudioInVideo
+from engine.inputs.multimodal_inputs import AudioInVideo, VideoSampling
 from engine.models.base import CausalModel
 from engine.requests.encoder_input import Modality, MultiModalInput
 
@@ -36,6 +36,7 @@ class ItemTower(nn.Module):
         row_parts: how many times as wide as an embedding its rows are.
         hears_silence: whether silence stands behind a sound when its features are made; else its
             end is mirrored there.
+        sampling: how frames of a video's file are chosen.
     """
 
     module: PreTrainedModel
@@ -43,6 +44,7 @@ class ItemTower(nn.Module):
     known_weight: str
     row_parts: int = 1
     hears_silence: bool = True
+    sampling: type[VideoSampling] = VideoSampling
 
     def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Target]]:
         """Names of the checkpoint's ``stored`` ones, each with the tensor that receives it."""

@@ -100,6 +100,11 @@ _TABLE = (
         modalities=("text", "image", "video"),
     ),
     FamilyRow(
+        "qwen3_vl.qwen3_vl",
+        ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+        modalities=("text", "image", "video"),
+    ),
+    FamilyRow(
         f"{_OMNI}.family",
         ("Qwen2_5OmniThinkerForConditionalGeneration",),
         "THINKER",

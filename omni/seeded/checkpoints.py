@@ -135,6 +135,7 @@ SEEDED_MODELS: dict[str, SeededModel] = {
     "mllama": SeededModel("encoder_decoders:build_mllama", {"model_type": "mllama"}),
     "llava": SeededModel("multimodal:build_llava", {"model_type": "llava"}),
     "qwen2_5_vl": SeededModel("multimodal:build_qwen2_5_vl", {"model_type": "qwen2_5_vl"}),
+    "qwen3_vl": SeededModel("multimodal:build_qwen3_vl", {"model_type": "qwen3_vl"}),
     "qwen2_5_omni": SeededModel("omni:build_qwen2_5_omni", _OF_PARTS),
     "qwen2_5_omni-benchmark": SeededModel("omni:build_qwen2_5_omni", _OF_PARTS, benchmark=True),
     "qwen3_omni": SeededModel("qwen3_omni:build_qwen3_omni", {"model_type": "qwen3_omni_moe"}),

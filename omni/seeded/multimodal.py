@@ -1,22 +1,22 @@
-"""Seeded decoders that see: LLaVA and Qwen2.5-VL, with the files that real ones have."""
+"""Seeded decoders that see: LLaVA, Qwen2.5-VL and Qwen3-VL, with the files that real ones have."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
     CLIPImageProcessorPil,
     LlavaConfig,
     LlavaForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
 )
 
@@ -43,6 +43,17 @@ QWEN_VISION: dict[str, Any] = {
     "fullatt_block_indexes": [1],
 }
 """The vision tower of seeded Qwen2.5 models; its ``out_hidden_size`` is the decoder's width."""
+
+DEEP_VISION: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 14,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1],
+}
+"""The same of seeded Qwen3 models."""
 
 _TEXT = DecoderSettings(num_layers=3)
 _GAINS = dict.fromkeys(("q_proj", "k_proj", "qkv"), ATTENTION_GAIN)
@@ -103,27 +114,61 @@ def build_llava(
 
 def build_qwen2_5_vl(directory: str | Path, *, tied: bool = False, **text_overrides: Any) -> Path:
     """Write a seeded Qwen2.5-VL with its processors: 1 to 16 rows for an image or two frames."""
+    # As published: a grid of two frames, at two frames a second, is two places after the last.
+    vision = QWEN_VISION | {"tokens_per_second": 2}
+    text = {"rope_parameters": _rope([2, 3, 3])} | text_overrides
+    return _save_qwen(directory, "qwen2_5_vl", vision, text, tied)
+
+
+def build_qwen3_vl(
+    directory: str | Path, *, experts: bool = False, tied: bool = False, **text_overrides: Any
+) -> Path:
+    """Write a seeded Qwen3-VL, with experts or without: 1 to 16 rows for an image or two frames."""
+    text = {"rope_parameters": _rope([4, 2, 2]), "head_dim": 16} | text_overrides
+    if experts:
+        text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    model_type = "qwen3_vl_moe" if experts else "qwen3_vl"
+    return _save_qwen(directory, model_type, DEEP_VISION, text, tied, frames=4)
+
+
+def _rope(sections: list[int]) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections}
+
+
+def _save_qwen(
+    directory: str | Path,
+    model_type: str,
+    vision: dict[str, Any],
+    text: dict[str, Any],
+    tied: bool,
+    *,
+    frames: int = 1,
+) -> Path:
+    """Write a decoder that sees, with its processors; of videos, so many frames share pixels."""
     names = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     start, end, image, video = names
     in_chat = {"image": f"{start}{image}{end}", "video": f"{start}{video}{end}"}
     tokenizer = _tokenizer(names, in_chat, adds_bos=False)
-    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
-    text = _TEXT.text_config(tokenizer) | {"rope_parameters": rope}
-    # As published: a grid of two frames, at two frames a second, is two places after the last.
-    vision = QWEN_VISION | {"out_hidden_size": text["hidden_size"], "tokens_per_second": 2}
-    config = Qwen2_5_VLConfig(
-        vision_config=vision,
-        text_config=text | text_overrides,
+    whole = _TEXT.text_config(tokenizer)
+    config = AutoConfig.for_model(
+        model_type,
+        vision_config=vision | {"out_hidden_size": whole["hidden_size"]},
+        text_config=whole | text,
         tie_word_embeddings=tied,
         image_token_id=tokenizer.get_vocab()[image],
         video_token_id=tokenizer.get_vocab()[video],
         vision_start_token_id=tokenizer.get_vocab()[start],
         vision_end_token_id=tokenizer.get_vocab()[end],
     )
-    path = _save(directory, Qwen2_5_VLForConditionalGeneration, config, tokenizer)
-    processor = Qwen2VLImageProcessorPil(patch_size=14, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
-    processor.save_pretrained(path)
-    video_processor = {"fps": 2.0, "min_frames": 4, "max_frames": 768, "size": dict(processor.size)}
+    path = _save(directory, AutoModelForImageTextToText.from_config, config, tokenizer)
+    side = vision["patch_size"]
+    pixels = (2 * side) ** 2
+    image_processor = Qwen2VLImageProcessorPil(
+        patch_size=side, min_pixels=pixels, max_pixels=16 * pixels
+    )
+    image_processor.save_pretrained(path)
+    size = {"shortest_edge": frames * pixels, "longest_edge": frames * 16 * pixels}
+    video_processor = {"fps": 2.0, "min_frames": 4, "max_frames": 768, "size": size}
     (path / "video_preprocessor_config.json").write_text(json.dumps(video_processor, indent=2))
     return path
 
@@ -143,12 +188,12 @@ def _tokenizer(
 
 def _save(
     directory: str | Path,
-    model_class: type[Any],
+    make: Callable[[Any], Any],
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerFast,
 ) -> Path:
     draw = partial(initialise, tied=bool(config.tie_word_embeddings), gains=_GAINS)
     generator = torch.Generator().manual_seed(0)
-    model = seeded_model(lambda: model_class(config), generator, draw)
+    model = seeded_model(lambda: make(config), generator, draw)
     quieten(model, tokenizer)
     return save_checkpoint(directory, model, tokenizer)

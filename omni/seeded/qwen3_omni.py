@@ -22,6 +22,7 @@ from omni.seeded.building import (
     initialise,
     seeded_model,
 )
+from omni.seeded.multimodal import DEEP_VISION
 from omni.seeded.omni import (
     OMNI_SPEAKERS,
     SMALL_DECODER,
@@ -36,16 +37,6 @@ _ROLES = ("system", "user", "assistant")
 _WIDTH = 64
 _NUM_CODES, _NUM_CODEBOOKS = 64, 4
 _ROPE = rope([4, 2, 2])
-_VISION: Mapping[str, Any] = {
-    "depth": 3,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 2,
-    "patch_size": 14,
-    "out_hidden_size": _WIDTH,
-    "num_position_embeddings": 64,
-    "deepstack_visual_indexes": [0, 1],
-}
 _AUDIO: Mapping[str, Any] = {**SMALL_HEARING, "downsample_hidden_size": 8}
 _EXPERTS: Mapping[str, Any] = {
     "num_experts": 8,
@@ -111,8 +102,9 @@ def _config(tokenizer: PreTrainedTokenizerFast, speaks: bool) -> Qwen3OmniMoeCon
         for place, sign in enumerate(signs)
     }
     voices = enumerate(OMNI_SPEAKERS, _NUM_CODES + len(signs))
+    seen = DEEP_VISION | {"out_hidden_size": _WIDTH}
     return Qwen3OmniMoeConfig(
-        thinker_config={"text_config": words, "vision_config": _VISION, "audio_config": _AUDIO}
+        thinker_config={"text_config": words, "vision_config": seen, "audio_config": _AUDIO}
         | markers,
         talker_config={
             "text_config": _TALKER,

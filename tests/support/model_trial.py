@@ -104,6 +104,7 @@ TRIALS: Mapping[str, Trial] = {
     "mllama": Trial("mllama", prompt=lambda: ImagePrompt(Image.new("RGB", (60, 40), "teal"))),
     "llava": Trial("llava", prompt=_picture),
     "qwen2_5_vl": Trial("qwen2_5_vl", prompt=_picture),
+    "qwen3_vl": Trial("qwen3_vl", prompt=_picture),
     "thinker": Trial("qwen2_5_omni", "thinker", prompt=_picture),
     "qwen3 thinker": Trial("qwen3_omni", "thinker", prompt=_picture),
     "qwen3 talker": Trial("qwen3_omni", "talker", prompt=None),

@@ -9,7 +9,11 @@ from PIL import Image
 
 __all__ = ["PLACEHOLDER", "picture"]
 
-PLACEHOLDER = {"llava": "<image>", "qwen2_5_vl": "<|image_pad|>"}
+PLACEHOLDER = {
+    "llava": "<image>",
+    "qwen2_5_vl": "<|image_pad|>",
+    "qwen3_vl": "<|image_pad|>",
+}
 # The first three take equally many placeholders in every family.
 _SIZES = [(84, 56), (84, 56), (56, 84), (56, 28)]
 

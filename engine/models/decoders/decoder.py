@@ -160,7 +160,8 @@ def layer_kinds(
     ``sliding_window`` alone decides nothing: configs state it also where no layer slides.
 
     Args:
-        config: of a family whose ``layer_types`` transformers fills in and obeys.
+        config: of a family whose ``layer_types`` transformers fills in and obeys; without any, all
+            layers attend to all.
         ropes: layer types that have rope parameters of their own, in the order in which the
             model holds them; others take the first.
 
@@ -168,7 +169,8 @@ def layer_kinds(
         ValueError: a layer type other than full and sliding attention, or no window to slide.
     """
     kinds = []
-    for index, layer_type in enumerate(config.layer_types):
+    full = ["full_attention"] * config.num_hidden_layers
+    for index, layer_type in enumerate(getattr(config, "layer_types", full)):
         if layer_type not in ("full_attention", "sliding_attention"):
             raise ValueError(
                 f"layer {index} of {type(config).__name__} is {layer_type!r}; "
@@ -444,20 +446,19 @@ def build_rotary(
 def build_multi_axis_rotary(
     config: PreTrainedConfig,
     settings: ModelSettings,
-    sections: Sequence[int] | None = None,
     *,
     interleaved: bool = False,
 ) -> RotaryEmbedding:
     """Cosines and sines of three numbers to a place.
 
     Args:
-        sections: where the config has none.
-        interleaved: whether the numbers take turns at every frequency.
+        interleaved: whether the numbers take turns at every frequency, by default as published.
 
     Raises:
         ValueError: nothing says which channels each of them turns.
     """
-    sections = (config.rope_parameters or {}).get("mrope_section") or sections
+    usual = (24, 20, 20) if interleaved else None
+    sections = (config.rope_parameters or {}).get("mrope_section") or usual
     if sections is None:
         raise ValueError(f"rope_parameters of {type(config).__name__} has no mrope_section")
     make = partial(MultiAxisRotaryEmbedding, sections=sections, interleaved=interleaved)

@@ -7,6 +7,7 @@ Sources: Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Siz
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -59,11 +60,11 @@ def qwen3_config(config: PreTrainedConfig) -> DecoderConfig:
     return replace(_biased(config), layers=layer_kinds(config), qk_norm=True)
 
 
-def qwen3_moe_config(config: PreTrainedConfig, shared_size: int = 0) -> DecoderConfig:
+def qwen3_moe_config(config: PreTrainedConfig, **declared: Any) -> DecoderConfig:
     """Qwen3 with experts; layers without are named, or left between those of a step.
 
     Args:
-        shared_size: width inside an expert that all tokens run through; 0: there is none.
+        **declared: what else an :class:`ExpertsConfig` may say.
     """
     plain = _biased(config)
     experts = None
@@ -72,8 +73,9 @@ def qwen3_moe_config(config: PreTrainedConfig, shared_size: int = 0) -> DecoderC
             config.num_experts,
             config.num_experts_per_tok,
             config.moe_intermediate_size,
-            normalize=config.norm_topk_prob,
-            shared_size=shared_size,
+            # Where it is no setting, they are.
+            normalize=getattr(config, "norm_topk_prob", True),
+            **declared,
         )
 
     def kind(index: int) -> LayerKind:

@@ -44,7 +44,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +68,7 @@ _MOST_PLACES = 2**31
 
 
 class ImageTower(ItemTower):
-    """Patches of images to rows.
+    """Patches of images to rows, each with the features of earlier layers behind it, if any.
 
     ``pixel_values`` are ``(patches, values of a patch)``, ``image_grid_thw`` ``(3,)``: 1, and the
     height and width in patches.
@@ -86,6 +85,7 @@ class ImageTower(ItemTower):
     def __init__(self, module: PreTrainedModel, vision: PreTrainedConfig) -> None:
         super().__init__()
         self.module = module
+        self.row_parts = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
         self.merge_size: int = vision.spatial_merge_size
         self.patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
 
@@ -138,12 +138,8 @@ class ImageTower(ItemTower):
         values = torch.cat([item.features[pixels] for item in inputs])
         grids = torch.stack([item.features[grid].flatten() for item in inputs])
         output = self.module(values.to(device, self.module.dtype), grid_thw=grids.to(device))
-        return list(self.rows_of(output).split([item.num_rows for item in inputs]))
-
-    def rows_of(self, output: Any) -> Tensor:
-        """The rows of all items, of what transformers' tower gives."""
-        rows: Tensor = output.pooler_output
-        return rows
+        rows = torch.cat([output.pooler_output, *getattr(output, "deepstack_features", ())], dim=-1)
+        return list(rows.split([item.num_rows for item in inputs]))
 
 
 class VideoTower(ImageTower):

@@ -42,7 +42,6 @@ from engine.models.decoders.decoder import (
 )
 from engine.models.decoders.families import qwen3_config, qwen3_moe_config
 
-SECTIONS = (24, 20, 20)
 """Of rotary channels, where a config does not say them, as transformers has it."""
 
 
@@ -157,8 +156,8 @@ class Qwen3OmniTalker(DecoderModel):
     def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
         config: Any = checkpoint.config
         text = config.text_config
-        decoder = qwen3_moe_config(text, text.shared_expert_intermediate_size)
-        rotary = build_multi_axis_rotary(text, settings, SECTIONS, interleaved=True)
+        decoder = qwen3_moe_config(text, shared_size=text.shared_expert_intermediate_size)
+        rotary = build_multi_axis_rotary(text, settings, interleaved=True)
         super().__init__(decoder.for_length(settings.max_model_len), [rotary], settings)
         self.row_width: int = config.thinker_hidden_size + 1
         self.predictor = CodePredictor(config.code_predictor_config, settings)

@@ -7,12 +7,16 @@ import os
 from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoImageProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as frame_size
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as video_size
 
 from engine import (
     AudioPrompt,
@@ -27,6 +31,7 @@ from engine.inputs.multimodal_inputs import VideoFeatureMaker, VideoSampling
 from engine.interface.config import MediaLimits
 from engine.media.media_source import MediaSource
 from engine.media.video_file import VideoInfo, probe_video, read_frames, read_soundtrack, upright
+from engine.models.qwen3_vl.qwen3_vl import SpreadSampling
 from tests.support.thinker_asks import shows
 from tests.support.videos import FORMATS, moving_picture, video_file
 
@@ -309,6 +314,37 @@ def test_frames_are_chosen_as_by_the_published_processors(
 ) -> None:
     info = VideoInfo(num_frames, fps, 64, 48, False)
     assert sampling(**stated).choose(info, 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("stated", "num_frames", "fps"),
+    [
+        ({}, 48, 24.0),
+        ({"min_frames": 2}, 48, 24.0),
+        ({}, 29, 8.0),
+        ({"fps": 3.0}, 100, 12.5),
+        ({"max_frames": 5}, 48, 8.0),
+        ({"num_frames": 6, "fps": None}, 12, 24.0),
+        ({}, 3, 24.0),
+    ],
+)
+def test_frames_are_spread_and_scaled_as_by_the_published_processor(
+    stated: dict[str, Any], num_frames: int, fps: float
+) -> None:
+    theirs: Any = SimpleNamespace(fps=2, min_frames=4, max_frames=768)
+    vars(theirs).update(stated)
+    metadata = SimpleNamespace(total_num_frames=num_frames, fps=fps)
+    expected = Qwen3VLVideoProcessor.sample_frames(theirs, metadata, stated.get("num_frames"))
+    ours = SpreadSampling(min_pixels=4096, max_pixels=2**20, **stated)
+    indices = ours.choose(VideoInfo(num_frames, fps, 64, 48, False), 2)
+    assert indices == expected.tolist()
+    count = len(indices) + len(indices) % 2
+    for height, width in ((48, 64), (1080, 1920), (64, 64)):
+        size = ours.size(count, 2, 32)
+        resized = frame_size(height, width, 32, *size.values())
+        assert resized == video_size(
+            count, height, width, factor=32, min_pixels=4096, max_pixels=2**20
+        )
 
 
 def test_more_frames_than_there_are_cannot_be_looked_at() -> None:

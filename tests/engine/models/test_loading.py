@@ -25,7 +25,7 @@ from engine.models.registry import FAMILIES
 from engine.requests.encoder_input import EncoderInput, EncoderView, MultiModalInput
 from omni.seeded.encoder_decoders import build_bart, build_t5
 from omni.seeded.language_models import build_causal_lm
-from omni.seeded.multimodal import build_llava, build_qwen2_5_vl
+from omni.seeded.multimodal import build_llava, build_qwen2_5_vl, build_qwen3_vl
 from prefix_cache import CrossAttentionSpec, SlidingWindowSpec
 from tests.support.encoder_decoder_reference import EncoderDecoderReference
 from tests.support.encoder_decoder_requests import Case, Oracle, noise_image
@@ -203,6 +203,25 @@ def test_every_published_naming_of_weights_loads(
     after = load_multimodal(folder).state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_experts_that_are_stored_transposed_load(quantization: str | None, tmp_path: Path):
+    """As the hub has them; transformers writes them the other way, and reads both."""
+    folder = build_qwen3_vl(tmp_path, experts=True)
+    tokens = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+
+    def mixed() -> Tensor:
+        decoder: Any = load(folder, quantization=quantization).decoder
+        return decoder.layers[0].mlp(tokens)
+
+    before = mixed()
+    weights = load_file(folder / "model.safetensors")
+    for key, tensor in weights.items():
+        if ".experts." in key:
+            weights[key] = tensor.transpose(1, 2).contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(mixed(), before)
 
 
 def test_towers_keep_the_frequencies_of_their_own_type(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavBigVGANModel
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeConfig
@@ -287,6 +294,67 @@ def test_every_weight_of_a_published_decoder_has_its_place(hub_id: str, tmp_path
         theirs = AutoModelForCausalLM.from_config(config)
     config.architectures = [type(theirs).__name__]
     stored = published(theirs)
+    assert placed(Checkpoint(indexed(tmp_path, stored), config, None)) == stored
+
+
+SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "Qwen/Qwen3-VL-2B-Instruct": (
+        "qwen3_vl",
+        {
+            "text_config": {
+                "vocab_size": 151_936,
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "max_position_embeddings": 262_144,
+            },
+            "vision_config": {
+                "depth": 24,
+                "hidden_size": 1024,
+                "intermediate_size": 4096,
+                "deepstack_visual_indexes": [5, 11, 17],
+                "out_hidden_size": 2048,
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": (
+        "qwen3_vl_moe",
+        {
+            "text_config": {
+                "vocab_size": 151_936,
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_hidden_layers": 48,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "head_dim": 128,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+                "max_position_embeddings": 262_144,
+            },
+            "vision_config": {"out_hidden_size": 2048},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("hub_id", SEEING)
+def test_every_weight_of_a_published_decoder_that_sees_has_its_place(
+    hub_id: str, tmp_path: Path
+) -> None:
+    model_type, figures = SEEING[hub_id]
+    config: PreTrainedConfig = AutoConfig.for_model(model_type, **figures)
+    with META:
+        theirs = AutoModelForImageTextToText.from_config(deepcopy(config))
+    config.architectures = [type(theirs).__name__]
+    stored = published(theirs)
+    if config.tie_word_embeddings:
+        del stored["lm_head.weight"]
     assert placed(Checkpoint(indexed(tmp_path, stored), config, None)) == stored
 
 

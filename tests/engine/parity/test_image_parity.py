@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +18,12 @@ from transformers import (
     AutoImageProcessor,
     AutoModelForImageTextToText,
     AutoTokenizer,
-    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLProcessor,
 )
 
 from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
 from engine.interface.prompts import VideoFeatures
-from omni.seeded.multimodal import build_llava, build_qwen2_5_vl
+from omni.seeded.multimodal import build_llava, build_qwen2_5_vl, build_qwen3_vl
 from tests.support.encoder_decoder_reference import assert_greedy_choices
 from tests.support.native_kernels import needs_kernels
 from tests.support.pictures import PLACEHOLDER, picture
@@ -38,6 +40,8 @@ BUILDERS: dict[str, Callable[[Path], Path]] = {
     "llava with one key head": partial(build_llava, num_key_value_heads=1),
     "qwen2_5_vl tied": partial(build_qwen2_5_vl, tied=True),
     "qwen2_5_vl with one key head": partial(build_qwen2_5_vl, num_key_value_heads=1),
+    "qwen3_vl": build_qwen3_vl,
+    "qwen3_vl of experts, tied": partial(build_qwen3_vl, experts=True, tied=True),
 }
 
 
@@ -59,7 +63,7 @@ class Reference:
         """
         ids = torch.tensor([[*prompt, *answer]])
         shown = dict(self.processor(images=list(images), return_tensors="pt")) if images else {}
-        if self.model.config.model_type == "qwen2_5_vl":
+        if self.model.config.model_type.startswith("qwen"):
             # What earlier calls left behind would be taken for this one's.
             self.model.model.rope_deltas = None
             is_image = ids == self.model.config.image_token_id
@@ -171,7 +175,7 @@ class VideoReference:
     """A checkpoint in transformers; where tokens lie is counted here, one after the other."""
 
     def __init__(self, folder: str) -> None:
-        loaded = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
         self.model = loaded.eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.images: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
@@ -264,9 +268,58 @@ class VideoReference:
         return ids
 
 
+class DatedReference(VideoReference):
+    """One whose videos are written out, and where all lies is found, by transformers alone."""
+
+    def shown(self, pieces: Sequence[Piece]) -> Shown:
+        config, ids, parts = self.model.config, list[int](), dict[str, Any]()
+        for piece in pieces:
+            if isinstance(piece, list):
+                ids += piece
+                continue
+            _, grid, _, features = self._features(piece)
+            features.pop("second_per_grid_ts", None)
+            for name, value in features.items():
+                parts.setdefault(name, []).append(value)
+            if isinstance(piece, VideoFeatures):
+                text = self._written(piece)
+                ids += self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            else:
+                ids += [config.image_token_id] * (math.prod(grid) // 4)
+        together = {name: torch.cat(values) for name, values in parts.items()}
+        row = torch.tensor([ids])
+        kinds = (row == config.image_token_id) + 2 * (row == config.video_token_id)
+        grids = {name: together.get(name) for name in ("image_grid_thw", "video_grid_thw")}
+        places, _ = self.model.model.get_rope_index(row, kinds, **grids)
+        return Shown(row, kinds, places[:, 0], together)
+
+    def _written(self, video: VideoFeatures) -> str:
+        """By its processor, whose own videos' processor needs torchvision."""
+        grid = torch.as_tensor(video.video_grid_thw)
+        processor = Qwen3VLProcessor.__new__(Qwen3VLProcessor)
+        processor.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+        processor.video_token = self.tokenizer.decode([self.model.config.video_token_id])
+        processor.vision_start_token = "<|vision_start|>"
+        processor.vision_end_token = "<|vision_end|>"
+        frames = SimpleNamespace(
+            fps=2 / video.second_per_grid, frames_indices=list(range(2 * int(grid[0])))
+        )
+        inputs = {"video_grid_thw": grid[None], "video_metadata": [frames]}
+        text: str = processor.replace_video_token(inputs, 0)
+        return text
+
+
+REFERENCES = {"qwen2_5_vl": VideoReference, "qwen3_vl": DatedReference}
+
+
 @pytest.fixture(scope="module")
-def reference(seeded: Callable[[str], str]) -> VideoReference:
-    return VideoReference(seeded("qwen2_5_vl"))
+def references(seeded: Callable[[str], str]) -> dict[str, VideoReference]:
+    return {family: make(seeded(family)) for family, make in REFERENCES.items()}
+
+
+@pytest.fixture
+def reference(references: dict[str, VideoReference]) -> VideoReference:
+    return references["qwen2_5_vl"]
 
 
 def build(folder: str, block_size: int, budget: int, num_seqs: int) -> LLMEngine:
@@ -296,16 +349,25 @@ def assert_equal(reference: VideoReference, pieces: Sequence[Piece], output: Req
 
 
 @pytest.mark.parametrize(
-    ("block_size", "budget", "num_seqs"), [(4, 256, 4), (16, 256, 8), (4, 7, 3)]
+    ("family", "block_size", "budget", "num_seqs"),
+    [
+        ("qwen2_5_vl", 4, 256, 4),
+        ("qwen2_5_vl", 16, 256, 8),
+        ("qwen2_5_vl", 4, 7, 3),
+        ("qwen3_vl", 16, 256, 8),
+        ("qwen3_vl", 4, 7, 3),
+    ],
 )
 def test_mixed_requests_equal_transformers_cold_and_warm(
-    reference: VideoReference,
+    references: dict[str, VideoReference],
     seeded: Callable[[str], str],
+    family: str,
     block_size: int,
     budget: int,
     num_seqs: int,
 ) -> None:
-    engine = build(seeded("qwen2_5_vl"), block_size, budget, num_seqs)
+    reference = references[family]
+    engine = build(seeded(family), block_size, budget, num_seqs)
     prompts = [reference.prompt(pieces) for pieces in TALKS.values()]
     for temperature in ("cold", "warm"):
         for pieces, output in zip(TALKS.values(), engine.generate(prompts, GREEDY), strict=True):
@@ -318,15 +380,17 @@ def test_mixed_requests_equal_transformers_cold_and_warm(
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [*(("qwen2_5_vl", name) for name in SHORT), ("qwen3_vl", "videos and pictures")],
+)
 def test_generate_of_transformers_gives_the_same(
-    reference: VideoReference, seeded: Callable[[str], str], name: str
+    references: dict[str, VideoReference], seeded: Callable[[str], str], family: str, name: str
 ) -> None:
-    """Of what ends in time before it ends in height or width; see the family's module."""
-    shown = reference.shown(SHORT[name])
-    (output,) = build(seeded("qwen2_5_vl"), 4, 64, 1).generate(
-        reference.prompt(SHORT[name]), GREEDY
-    )
+    """Of what ends in time before it ends in height or width, where that matters."""
+    reference = references[family]
+    shown = reference.shown(TALKS[name])
+    (output,) = build(seeded(family), 4, 64, 1).generate(reference.prompt(TALKS[name]), GREEDY)
     assert list(output.outputs[0].token_ids) == reference.generate(shown)
 
 
@@ -356,8 +420,12 @@ def _runs(kinds: list[int]) -> list[tuple[int, int]]:
     return list(zip([0, *borders], [*borders, len(kinds)], strict=True))
 
 
-def test_answers_depend_on_frames_and_on_their_times(reference: VideoReference) -> None:
+@pytest.mark.parametrize("family", REFERENCES)
+def test_answers_depend_on_frames_and_on_their_times(
+    references: dict[str, VideoReference], family: str
+) -> None:
     """Else parity would show little."""
+    reference = references[family]
     shown = [clip(4, grids=5, seconds=1.0), clip(4, grids=5, seconds=2.0), clip(5, grids=5)]
     rows = [reference.rows(reference.shown([text(4, 1), each, text(5, 2)]), [7]) for each in shown]
     assert all(float((rows[0][-1] - each[-1]).abs().max()) > 1e-2 for each in rows[1:])

@@ -245,6 +245,7 @@ def test_what_a_transform_needs_and_no_model_emits_is_missed_before_it_is_loaded
         ("mllama", None),
         ("llava", None),
         ("qwen2_5_vl", None),
+        ("qwen3_vl", None),
         ("qwen2_5_omni", "thinker"),
         ("qwen2_5_omni", "talker"),
     ],

@@ -1,0 +1,201 @@
+"""Qwen3-VL, dense and with experts: images, and videos whose frames are dated in words.
+
+A video comes as one image for every two of its frames, each behind the time at which it is shown;
+of all that, the prompt holds one placeholder, which a chat template puts between ``[`` and ``]``::
+
+    prompt      | a | [ | * | ] | b |               "[", "]" are <|vision_start|>, <|vision_end|>
+    expanded    | a | [ | <0.2 seconds> [ v v v v ] | <1.2 seconds> [ v v v v ] | ] | b |
+
+So each grid of patches is an item of its own, which lies in height and width where an image would:
+its tower may run for one after the other, and videos that begin alike share what is cached of it.
+Source: Bai et al., "Qwen3-VL Technical Report", 2025; transformers' ``qwen3_vl``.
+
+A row of an image replaces a placeholder's embedding, as elsewhere, and brings features of earlier
+layers of the tower, which are added behind the decoder's first layers (Meng et al., "DeepStack",
+2024, arXiv:2406.04334)::
+
+    tower     layer 8 ──► features 0 ─┐   layer 16 ──► features 1 ─┐      last layer ──► embedding
+    decoder   embedding ──► layer 0 ─ + ──────────────► layer 1 ─── + ──► layer 2 ──► ...
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+from engine.attention.layer import AttentionStep
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.inputs.multimodal_inputs import MultiModalPromptProcessor, VideoSampling
+from engine.inputs.prompt_processor import PromptSources
+from engine.inputs.prompt_tokens import tokenize
+from engine.interface.prompts import VideoFeatures
+from engine.layers import RotaryEmbedding
+from engine.media.video_file import VideoInfo
+from engine.models.base import ModelSettings
+from engine.models.decoders.decoder import DecoderConfig, DecoderModel, build_multi_axis_rotary
+from engine.models.decoders.families import qwen3_config, qwen3_moe_config
+from engine.models.encoder_module import build_empty
+from engine.models.family import ModelFamily
+from engine.models.qwen2_5_vl.qwen2_5_vl import ImageTower, MultiAxisModel
+from engine.requests.encoder_input import Modality, MultiModalInput
+
+
+class DeepstackDecoder(DecoderModel):
+    """A decoder that adds its items' features behind its first layers.
+
+    Args:
+        kept_layer: after so many layers its stream is emitted too, as ``layer_states``, before
+            features are added; None: it is not.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rotary: RotaryEmbedding,
+        settings: ModelSettings,
+        kept_layer: int | None = None,
+    ) -> None:
+        super().__init__(config.for_length(settings.max_model_len), [rotary], settings)
+        if kept_layer is not None and not 0 <= kept_layer <= len(self.layers):
+            raise ValueError(
+                f"the stream after {kept_layer} layers is asked for; there are {len(self.layers)}"
+            )
+        self.kept_layer = kept_layer
+
+    def forward(
+        self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
+    ) -> dict[str, Tensor]:
+        """Run the layers; see :meth:`CausalModel.forward`."""
+        rotation = self.rotaries[0](positions)
+        features: tuple[Tensor, ...] = ()
+        if step.item_features is not None:
+            features = step.item_features.split(self.hidden_size, dim=-1)
+        kept = inputs_embeds
+        # Layers add to the residual in place; the caller's embeddings are not ours to change.
+        residual, x = inputs_embeds.clone(), None
+        for index, layer in enumerate(self.layers, 1):
+            x = layer(x, residual, rotation, step)
+            if index == self.kept_layer:
+                kept = residual + x
+            if index <= len(features):
+                x = x + features[index - 1]
+        normed = self.final_norm(residual) if x is None else self.final_norm.add(x, residual)
+        if self.kept_layer is None:
+            return {"hidden_states": normed}
+        # transformers has the normed stream in the place of the last layer's.
+        is_last = self.kept_layer == len(self.layers)
+        return {"hidden_states": normed, "layer_states": normed if is_last else kept}
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadSampling(VideoSampling):
+    """Frames from the first to the last one; all of them share the pixels of a video."""
+
+    min_pixels: int = 128 * 32**2
+    max_pixels: int = 768 * 32**2
+    usual_video_tokens: ClassVar[int] = 768
+
+    def choose(self, info: VideoInfo, temporal_patch_size: int) -> list[int]:
+        """See :meth:`VideoSampling.choose`; the last one of an odd number is repeated."""
+        wanted = max(int(info.num_frames / info.fps * (self.fps or 0)), self.min_frames)
+        count = min(self.num_frames or min(wanted, self.max_frames), info.num_frames)
+        chosen: list[int] = np.linspace(0, info.num_frames - 1, count).round().astype(int).tolist()
+        return chosen
+
+    def size(self, num_frames: int, temporal_patch_size: int, side: int) -> dict[str, float]:
+        """See :meth:`VideoSampling.size`."""
+        most = self.max_pixels / num_frames
+        if self.max_video_tokens is not None:
+            least = int(self.min_pixels * 1.05)
+            most = max(min(self.max_video_tokens * side**2, int(most)), least)
+        return {"shortest_edge": self.min_pixels / num_frames, "longest_edge": most}
+
+
+class DatedVideoTower(ImageTower):
+    """Patches of videos to rows, or of one of their grids: ``pixel_values_videos`` and its grid."""
+
+    feature_names = ("pixel_values_videos", "video_grid_thw")
+    kind = "video"
+    has_frames = True
+    sampling = SpreadSampling
+
+    def seconds(self, video: VideoFeatures, count: int) -> list[float]:
+        """When each grid is shown, halfway through it; ``ValueError`` if times are not theirs."""
+        halfway = (1 - 1 / self.module.config.temporal_patch_size) / 2
+        times = video.timestamps
+        if times is None:
+            times = [(grid + halfway) * float(video.second_per_grid) for grid in range(count)]
+        if len(times) != count or not all(0 <= time < math.inf for time in times):
+            raise ValueError(f"timestamps must be {count} numbers of 0 or more, got {times}")
+        return list(times)
+
+
+class DatedVideoPrompts(MultiModalPromptProcessor):
+    """Puts the grids of a video behind each other, each behind its time; see the module's note."""
+
+    def __init__(self, sources: PromptSources) -> None:
+        super().__init__(sources)
+        self._begin = int(sources.checkpoint.config.vision_start_token_id)
+        self._end = int(sources.checkpoint.config.vision_end_token_id)
+
+    def check_rows(self, modality: Modality, num_rows: int) -> None:
+        """See :meth:`MultiModalPromptProcessor.check_rows`; a video's grids are held one by one."""
+        if modality != "video":
+            super().check_rows(modality, num_rows)
+        self._limits.check_length(num_rows)
+
+    def place(
+        self, modality: Modality, item: Any, offset: int, cache_salt: str | None
+    ) -> tuple[list[int], tuple[MultiModalInput, ...]]:
+        """See :meth:`MultiModalPromptProcessor.place`."""
+        if modality != "video":
+            return super().place(modality, item, offset, cache_salt)
+        tower = self._model.towers[modality]
+        features = self._makers[modality].make(item)
+        assert isinstance(tower, DatedVideoTower) and isinstance(item, VideoFeatures)
+        pixels, grid = (features[name] for name in tower.feature_names)
+        count, *_ = tower.sides({name: features[name] for name in tower.feature_names})
+        one = torch.tensor([1, *grid.flatten().tolist()[1:]])
+        ids: list[int] = []
+        items: list[MultiModalInput] = []
+        for seconds, patches in zip(tower.seconds(item, count), pixels.chunk(count), strict=True):
+            said = f"<{seconds:.1f} seconds>"
+            ids += tokenize(said, self._tokenizer, self._limits, as_it_is=True)
+            shown = dict(zip(tower.feature_names, (patches, one), strict=True))
+            items.append(self.input_of(modality, shown, offset + len(ids) + 1, cache_salt))
+            placeholders = [self._model.placeholders[modality]] * items[-1].length
+            ids += [self._begin, *placeholders, self._end]
+        return ids, tuple(items)
+
+
+def build_qwen3_vl(checkpoint: Checkpoint, settings: ModelSettings) -> MultiAxisModel:
+    """Build a Qwen3-VL, its weights not yet loaded; see :data:`Builder`."""
+    config = checkpoint.config
+    text, vision = config.text_config, config.vision_config
+    decoder = qwen3_config(text)
+    if hasattr(text, "num_experts"):
+        decoder = qwen3_moe_config(text, stacked=True)
+    # Whether the head is the embedding is a matter of the whole, not of its text part.
+    decoder = replace(decoder, tie_word_embeddings=bool(config.tie_word_embeddings))
+    rotary = build_multi_axis_rotary(text, settings, interleaved=True)
+    module = build_empty(Qwen3VLVisionModel, vision, settings)
+    return MultiAxisModel(
+        DeepstackDecoder(decoder, rotary, settings),
+        {"image": ImageTower(module, vision), "video": DatedVideoTower(module, vision)},
+        {"image": int(config.image_token_id), "video": int(config.video_token_id)},
+        checkpoint.weight_files,
+    )
+
+
+FAMILY = ModelFamily(
+    "qwen3_vl",
+    ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+    build=build_qwen3_vl,
+    prompts=DatedVideoPrompts,
+)
