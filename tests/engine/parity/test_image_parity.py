@@ -18,8 +18,8 @@ from transformers import (
     AutoImageProcessor,
     AutoModelForImageTextToText,
     AutoTokenizer,
-    Qwen3VLProcessor,
 )
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
 from engine.interface.prompts import VideoFeatures
