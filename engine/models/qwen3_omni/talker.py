@@ -42,9 +42,6 @@ from engine.models.decoders.decoder import (
 )
 from engine.models.decoders.families import qwen3_config, qwen3_moe_config
 
-"""Of rotary channels, where a config does not say them, as transformers has it."""
-
-
 class PredictorLayer(DecoderLayer):
     """A layer over the few codes of one token, for all tokens of a step together."""
 

@@ -1,3 +1,1 @@
 """Qwen3-VL: a decoder that sees pictures and dated videos. Imports qwen2_5_vl and those below."""
-
-__all__: tuple[str, ...] = ()
