@@ -42,6 +42,7 @@ from engine.models.decoders.decoder import (
 )
 from engine.models.decoders.families import qwen3_config, qwen3_moe_config
 
+
 class PredictorLayer(DecoderLayer):
     """A layer over the few codes of one token, for all tokens of a step together."""
 
