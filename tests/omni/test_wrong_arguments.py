@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from typing import Any
 
@@ -13,170 +14,101 @@ import stages as stages_package
 from omni import EngineConfig, LLMEngine, PipelineConfig, SamplingParams
 from omni.testing import assert_cached_equals_uncached
 from tests.support.fake_stage import FakeStage
-
-# A type checker would find each of these mistakes; they are made on purpose.
-engine_room: Any = engine_package
-public: Any = omni_package
-stages_room: Any = stages_package
-check_cache: Any = assert_cached_equals_uncached
-load: Any = PipelineConfig.load
+from tests.support.tables import rows
 
 CONFIG = EngineConfig(model="not loaded")
-SOME: Any = {"kind": "autoregressive", "model": "x"}
 
 
 def writer(**wrong: Any) -> object:
-    return public.AutoregressiveStage("writer", CONFIG, **wrong)
+    return omni_package.AutoregressiveStage("writer", CONFIG, **wrong)
 
 
-MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
-    "Omni(3)": (
-        lambda: public.Omni(3),
-        "config must be the name of a shipped pipeline, .* got 3 .int.",
-    ),
-    "Omni(overrides=3)": (
-        lambda: public.Omni("two_step", overrides=3),
-        "overrides must be a mapping of dotted places to values, got 3",
-    ),
-    "Omni(overrides={3: 4})": (
-        lambda: public.Omni("two_step", overrides={3: 4}),
-        "each place in overrides must be a str, got 3",
-    ),
-    "assert(3)": (lambda: check_cache(3, "x"), "config must be the name of a"),
-    "PipelineConfig.load(3)": (
-        lambda: load(3),
-        "config must be a path, or the name",
-    ),
-    "StageInputs(str)": (
-        lambda: public.StageInputs("writer", "text_as_prompt"),
-        r"sources must be a tuple of stages' names, got 'writer' \(str\); "
-        r"write StageInputs\(\('writer',\), ...\)",
-    ),
-    "StageInputs(int)": (
-        lambda: public.StageInputs((3,), "x"),
-        "each of sources must be a str, got 3",
-    ),
-    "StageInputs(transform=3)": (
-        lambda: public.StageInputs(("a",), 3),
-        "transform must be a registered name, 'package.module:function' or a function, got 3",
-    ),
-    "Pipeline(3)": (lambda: public.Pipeline(3), "stages must be a list of stages, got 3"),
-    "Pipeline(stage)": (
-        lambda: public.Pipeline(FakeStage("a")),
-        "stages must be a list of stages",
-    ),
-    "Pipeline([3])": (lambda: public.Pipeline([3]), "each of stages must be a Stage, got 3"),
-    "Pipeline(speaker=3)": (
-        lambda: public.Pipeline([FakeStage("a")], speaker=3),
-        "speaker must be a str or None, got 3",
-    ),
-    "Stage(3)": (lambda: public.AutoregressiveStage(3, CONFIG), "name must be a str, got 3"),
-    "Stage('')": (lambda: public.AutoregressiveStage("", CONFIG), "name must not be empty"),
-    "AutoregressiveStage('path')": (
-        lambda: public.AutoregressiveStage("writer", "path"),
-        r"engine must be an EngineConfig or an LLMEngine, got 'path' \(str\); "
-        r"write EngineConfig\(model='path'\)",
-    ),
-    "sampling=dict": (
-        lambda: writer(sampling={"max_tokens": 3}),
-        r"sampling must be SamplingParams or None, got .*; write SamplingParams\(max_tokens=3\)",
-    ),
-    "outputs=str": (
-        lambda: writer(outputs="hidden_states"),
-        r"outputs must be a list of names or None, got 'hidden_states' .*write \['hidden_states'\]",
-    ),
-    "final_output=str": (
-        lambda: writer(final_output="text"),
-        r"final_output must be a list of names, got 'text' \(str\); write \['text'\]",
-    ),
-    "inputs=str": (
-        lambda: writer(inputs="writer"),
-        "inputs must be StageInputs or None, got 'writer' .*; write StageInputs",
-    ),
-    "EncoderStage('path')": (
-        lambda: public.EncoderStage("e", "path"),
-        r"engine must be an EngineConfig, got 'path' \(str\); write EngineConfig\(model='path'\)",
-    ),
-    "GeneratorStage(config)": (
-        lambda: public.GeneratorStage("g", CONFIG),
-        r"config must be a GeneratorConfig, got EngineConfig.*; write GeneratorConfig",
-    ),
-    "LLMEngine('path')": (
-        lambda: public.LLMEngine("path"),
-        r"config must be an EngineConfig, got 'path' \(str\); write EngineConfig\(model='path'\)",
-    ),
-    "LLMEngine(output_names=str)": (
-        lambda: public.LLMEngine(CONFIG, output_names="hidden_states"),
-        "output_names must be a list of names or None, got 'hidden_states'",
-    ),
-    "EncoderEngine('path')": (
-        lambda: engine_room.EncoderEngine("path"),
-        "config must be an EngineConfig",
-    ),
-    "GeneratorEngine('path')": (
-        lambda: engine_room.GeneratorEngine("path"),
-        "config must be a GeneratorConfig",
-    ),
-    "EngineConfig()": (
-        lambda: public.EngineConfig(),
-        "EngineConfig: model: missing; it must be given",
-    ),
-    "EngineConfig('path')": (
-        lambda: public.EngineConfig("path"),
-        "EngineConfig takes its fields by name, such as model=..., got 'path'",
-    ),
-    "EngineConfig(typo)": (
-        lambda: public.EngineConfig(model="x", blok_size=3),
-        "EngineConfig: blok_size: unknown key; did you mean 'block_size'",
-    ),
-    "GeneratorConfig(typo)": (
-        lambda: public.GeneratorConfig(model="x", generation={"num_step": 3}),
-        "GeneratorConfig: generation.num_step: unknown key; did you mean 'num_steps'",
-    ),
-    "GenerationParams": (
-        lambda: engine_room.GenerationParams(num_steps=0),
-        "GenerationParams: num_steps: should be greater than or equal to 2, got 0",
-    ),
-    "SamplingParams": (
-        lambda: public.SamplingParams(max_tokens=-1),
-        "SamplingParams: max_tokens: should be greater than or equal to 0, got -1",
-    ),
-    "SamplingParams(both)": (
-        lambda: public.SamplingParams(min_tokens=8, max_tokens=3),
-        r"SamplingParams: min_tokens \(8\) is larger than max_tokens \(3\)",
-    ),
-    "PipelineConfig(stages)": (
-        lambda: public.PipelineConfig(name="x", stages={"a": SOME | {"modle": "y"}}),
-        "PipelineConfig: stages.a.modle: unknown key; did you mean 'model'",
-    ),
-    "PipelineConfig(kind)": (
-        lambda: public.PipelineConfig(name="x", stages={"a": SOME | {"kind": "autoregresive"}}),
-        "PipelineConfig: stages.a.kind: unknown kind 'autoregresive'; did you mean",
-    ),
-    "AutoregressiveStageConfig": (
-        lambda: stages_room.AutoregressiveStageConfig(**SOME, enigne={}),
-        "AutoregressiveStageConfig: enigne: unknown key; did you mean 'engine'",
-    ),
-    "requires(3)": (
-        lambda: public.requires(3),
-        "each of what a transform requires must be a str, got 3",
-    ),
-    "chunkable(3)": (
-        lambda: public.chunkable(3),
-        "a chunkable transform must be a function, got 3",
-    ),
-    "register_transform(3)": (
-        lambda: public.register_transform(3),
-        "a transform's name must be a str, got 3",
-    ),
+PACKAGES: tuple[Any, ...] = (stages_package, engine_package, omni_package)
+NAMES: dict[str, Any] = {
+    name: getattr(package, name) for package in PACKAGES for name in package.__all__
 }
+NAMES |= {each.__name__: each for each in (writer, FakeStage, assert_cached_equals_uncached)}
+NAMES |= {"load_config": PipelineConfig.load, "CONFIG": CONFIG}
 
 
-@pytest.mark.parametrize("case", MISTAKES)
-def test_a_wrong_argument_is_told_in_a_sentence(case: str) -> None:
-    call, message = MISTAKES[case]
+def result_of(code: ast.expr) -> Any:
+    """What code of calls, names and literals stands for, by ``NAMES``."""
+    match code:
+        case ast.Call(ast.Name(name), given, named):
+            keywords = {str(each.arg): result_of(each.value) for each in named}
+            return NAMES[name](*map(result_of, given), **keywords)
+        case ast.Name(name):
+            return NAMES[name]
+        case ast.List(items):
+            return [result_of(each) for each in items]
+    return ast.literal_eval(code)
+
+
+# What is called, and what is said of it. A type checker would find each of these mistakes.
+MISTAKES = rows(r"""
+Omni(3) | config must be the name of a shipped pipeline, .* got 3 .int.
+Omni('two_step', overrides=3) | overrides must be a mapping of dotted places to values, got 3
+Omni('two_step', overrides={3: 4}) | each place in overrides must be a str, got 3
+assert_cached_equals_uncached(3, 'x') | config must be the name of a
+load_config(3) | config must be a path, or the name
+StageInputs('writer', 'text_as_prompt') | sources must be a tuple of stages' names, got 'writer' \
+\(str\); write StageInputs\(\('writer',\), ...\)
+StageInputs((3,), 'x') | each of sources must be a str, got 3
+StageInputs(('a',), 3) | transform must be a registered name, 'package.module:function' or a \
+function, got 3
+Pipeline(3) | stages must be a list of stages, got 3
+Pipeline(FakeStage('a')) | stages must be a list of stages
+Pipeline([3]) | each of stages must be a Stage, got 3
+Pipeline([FakeStage('a')], speaker=3) | speaker must be a str or None, got 3
+AutoregressiveStage(3, CONFIG) | name must be a str, got 3
+AutoregressiveStage('', CONFIG) | name must not be empty
+AutoregressiveStage('writer', 'path') | engine must be an EngineConfig or an LLMEngine, got \
+'path' \(str\); write EngineConfig\(model='path'\)
+writer(sampling={'max_tokens': 3}) | sampling must be SamplingParams or None, got .*; write \
+SamplingParams\(max_tokens=3\)
+writer(outputs='hidden_states') | outputs must be a list of names or None, got 'hidden_states' \
+.*write \['hidden_states'\]
+writer(final_output='text') | final_output must be a list of names, got 'text' \(str\); write \
+\['text'\]
+writer(inputs='writer') | inputs must be StageInputs or None, got 'writer' .*; write StageInputs
+EncoderStage('e', 'path') | engine must be an EngineConfig, got 'path' \(str\); write \
+EngineConfig\(model='path'\)
+GeneratorStage('g', CONFIG) | config must be a GeneratorConfig, got EngineConfig.*; write \
+GeneratorConfig
+LLMEngine('path') | config must be an EngineConfig, got 'path' \(str\); write \
+EngineConfig\(model='path'\)
+LLMEngine(CONFIG, output_names='hidden_states') | output_names must be a list of names or None, \
+got 'hidden_states'
+EncoderEngine('path') | config must be an EngineConfig
+GeneratorEngine('path') | config must be a GeneratorConfig
+EngineConfig() | EngineConfig: model: missing; it must be given
+EngineConfig('path') | EngineConfig takes its fields by name, such as model=..., got 'path'
+EngineConfig(model='x', blok_size=3) | EngineConfig: blok_size: unknown key; did you mean \
+'block_size'
+GeneratorConfig(model='x', generation={'num_step': 3}) | GeneratorConfig: generation.num_step: \
+unknown key; did you mean 'num_steps'
+GenerationParams(num_steps=0) | GenerationParams: num_steps: should be greater than or equal to \
+2, got 0
+SamplingParams(max_tokens=-1) | SamplingParams: max_tokens: should be greater than or equal to 0, \
+got -1
+SamplingParams(min_tokens=8, max_tokens=3) | SamplingParams: min_tokens \(8\) is larger than \
+max_tokens \(3\)
+PipelineConfig(name='x', stages={'a': {'kind': 'encoder', 'model': 'x', 'modle': 'y'}}) | \
+PipelineConfig: stages.a.modle: unknown key; did you mean 'model'
+PipelineConfig(name='x', stages={'a': {'kind': 'autoregresive'}}) | PipelineConfig: \
+stages.a.kind: unknown kind 'autoregresive'; did you mean
+AutoregressiveStageConfig(kind='autoregressive', model='x', enigne={}) | \
+AutoregressiveStageConfig: enigne: unknown key; did you mean 'engine'
+requires(3) | each of what a transform requires must be a str, got 3
+chunkable(3) | a chunkable transform must be a function, got 3
+register_transform(3) | a transform's name must be a str, got 3
+""")
+
+
+@pytest.mark.parametrize(("call", "message"), MISTAKES)
+def test_a_wrong_argument_is_told_in_a_sentence(call: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        call()
+        result_of(ast.parse(call, mode="eval").body)
     assert "pydantic" not in f"{type(caught.value)} {caught.value}"
 
 

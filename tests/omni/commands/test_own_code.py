@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command_line import omni
+
 ROOT = Path(__file__).parents[3]
 
 PIPELINE = """\
@@ -71,55 +73,36 @@ def trap(folder: Path, traces: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("as_script", [False, True])
-def test_nothing_that_lies_in_the_working_directory_is_run(
-    tmp_path: Path, traces: Path, as_script: bool, seeded: Callable[[str], str]
+def test_only_what_lies_beside_the_file_is_run_and_nothing_of_the_working_directory(
+    tmp_path: Path, traces: Path, seeded: Callable[[str], str]
 ) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
-    trap(here, traces)
-    (here / "mine.yaml").write_text(
-        PIPELINE.format(model=seeded("qwen2"), transform="text_as_prompt")
-    )
-    done = call(here, "run", "mine.yaml", "--prompt", "hello", "--quiet", as_script=as_script)
+    folder, here = tmp_path / "pipeline", tmp_path / "here"
+    for place in (folder, here):
+        place.mkdir()
+        trap(place, traces)
+    (folder / "my_transform.py").write_text(BACKWARDS)
+    (here / "my_transform.py").write_text(BOMB.format(str(traces)) + BACKWARDS)
+    config = folder / "mine.yaml"
+    config.write_text(PIPELINE.format(model=seeded("qwen2"), transform="my_transform:backwards"))
+    done = call(here, "run", config, "--prompt", "hello", "--quiet")
     assert done.returncode == 0, done.stderr
-    assert not traces.exists(), traces.read_text()
     (here / "kind.yaml").write_text("name: a\nstages: {a: {kind: trap, final_output: text}}\n")
-    done = call(here, "validate", "kind.yaml", as_script=as_script)
+    done = call(here, "validate", "kind.yaml", as_script=True)
     assert "unknown kind 'trap'" in done.stderr
     assert not traces.exists(), traces.read_text()
 
 
-def test_a_transform_beside_the_file_runs_wherever_one_is(
-    tmp_path: Path, traces: Path, seeded: Callable[[str], str]
-) -> None:
-    folder, elsewhere = tmp_path / "pipeline", tmp_path / "elsewhere"
-    folder.mkdir()
-    elsewhere.mkdir()
-    trap(folder, traces)
-    (folder / "my_transform.py").write_text(BACKWARDS)
-    (elsewhere / "my_transform.py").write_text(BOMB.format(str(traces)) + BACKWARDS)
-    model = seeded("qwen2")
-    config = folder / "mine.yaml"
-    config.write_text(PIPELINE.format(model=model, transform="my_transform:backwards"))
-    done = call(elsewhere, "run", config, "--prompt", "hello", "--quiet")
-    assert done.returncode == 0, done.stderr
-    assert not traces.exists(), traces.read_text()
-
-
 def test_validate_runs_nobodys_code_and_says_so(tmp_path: Path, traces: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(
-        PIPELINE.format(model="seeded:qwen2", transform="my_transform:backwards")
-    )
-    (tmp_path / "my_transform.py").write_text(BOMB.format(str(traces)) + BACKWARDS)
-    done = call(tmp_path, "validate", "mine.yaml")
-    assert done.returncode == 0, done.stderr
-    file = tmp_path / "my_transform.py"
+    config, file = tmp_path / "mine.yaml", tmp_path / "my_transform.py"
+    config.write_text(PIPELINE.format(model="seeded:qwen2", transform="my_transform:backwards"))
+    file.write_text(BOMB.format(str(traces)) + BACKWARDS)
+    done = omni("validate", config)
+    assert done.exit_code == 0, done.stderr
     assert f"stage reader: its transform {file}:backwards is there; it was not run" in done.stdout
     assert not traces.exists()
     file.write_text("def backward(context): ...")
-    done = call(tmp_path, "validate", "mine.yaml")
-    assert done.returncode == 2
+    done = omni("validate", config)
+    assert done.exit_code == 2
     assert "mine.yaml:14: stages.reader.inputs.transform: " in done.stderr
     assert "has no 'backwards'; did you mean 'backward'?" in done.stderr
 
@@ -127,20 +110,22 @@ def test_validate_runs_nobodys_code_and_says_so(tmp_path: Path, traces: Path) ->
 def test_what_is_no_transform_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint/config.json").write_text("{}")  # no model, which would be told as well
-    (tmp_path / "mine.yaml").write_text(
-        PIPELINE.format(model="./checkpoint", transform="os:system")
-    )
-    done = call(tmp_path, "run", "mine.yaml", "--prompt", "touch here")
-    assert done.returncode == 2
+    config, made = tmp_path / "mine.yaml", tmp_path / "here"
+    config.write_text(PIPELINE.format(model="./checkpoint", transform="os:system"))
+    done = omni("run", config, "--prompt", f"touch {made}")
+    assert done.exit_code == 2
     assert "'os:system' is no transform" in done.stderr
-    assert not (tmp_path / "here").exists()
+    assert not made.exists()
 
 
-def test_the_working_directory_is_searched_if_it_is_asked_for(tmp_path: Path) -> None:
+def test_the_working_directory_is_searched_if_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_transform.py").write_text(BACKWARDS)
     override = "stages.reader.inputs.transform=my_transform:backwards"
-    done = call(tmp_path, "validate", "two_step", "--set", override)
-    assert done.returncode == 2 and "'my_transform' is not installed" in done.stderr
+    monkeypatch.chdir(tmp_path)
+    refused = omni("validate", "two_step", "--set", override)
+    assert refused.exit_code == 2 and "'my_transform' is not installed" in refused.stderr
     asked = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     done = call(tmp_path, "validate", "two_step", "--set", override, **asked)
     assert done.returncode == 0, done.stderr

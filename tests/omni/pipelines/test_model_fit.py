@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +18,6 @@ from omni.pipelines.yaml_document import ConfigError
 from omni.seeded.checkpoints import SEEDED_MODELS
 from prefix_cache import ENCODER_HIDDEN_STATES
 from stages.model_fit import emitted_by, modalities_of
-from tests.support.import_graph import ROOT
 
 PIPELINE = """\
 name: mine
@@ -186,14 +183,6 @@ def test_the_table_names_parts_as_their_families_do() -> None:
     for row in rows:
         part = row.load().part
         assert part is not None and part.name == row.part
-
-
-def test_names_of_architectures_need_no_torch() -> None:
-    code = (
-        "import sys\nfrom engine.models.registry import FAMILIES\nassert FAMILIES.architectures()\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_outputs_that_a_transform_needs_are_missed_without_a_model() -> None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from omni.pipelines import runtime_checks
+from omni.pipelines.config_file import parse_overrides
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.runtime_checks import check_devices, check_runtime
 from omni.pipelines.runtime_config import RuntimeConfig, resolve_threads
@@ -20,6 +21,7 @@ from omni.requests.output_writer import RunRecord
 from stages import Stage, StageConfig, register_stage_kind, stage_config
 from stages.placement import Placement
 from tests.support.fake_stage import FakeStage
+from tests.support.tables import rows
 
 STAGES = ("thinker", "talker", "code2wav")
 IN_PROCESSES = {"runtime.kind": "processes"}
@@ -94,133 +96,47 @@ def test_a_kind_replaces_no_more_than_the_kind() -> None:
         RuntimeConfig.parse(3)  # type: ignore[arg-type]
 
 
-MISTAKES = {
-    "an unknown runtime": (
-        {"runtime.kind": "threads"},
-        "runtime.kind: unknown runtime 'threads'; known are 'inline', 'processes', 'ray'",
-    ),
-    "a word for a mapping": (
-        {"runtime": "processes"},
-        "runtime: is a mapping: write runtime: {kind: processes}",
-    ),
-    "an address without a cluster": (
-        IN_PROCESSES | {"runtime.address": "head:6379"},
-        "runtime.address: 'head:6379' is that of a Ray cluster; it needs kind: ray",
-    ),
-    "an address without a port": (
-        ON_RAY | {"runtime.address": "head"},
-        "runtime.address: must be host:port or auto, got 'head'",
-    ),
-    "a port that cannot be": (
-        ON_RAY | {"runtime.address": "head:99999"},
-        "runtime.address: must be host:port or auto, got 'head:99999'",
-    ),
-    "a transport without a cluster": (
-        IN_PROCESSES | {"runtime.tensor_transport": "nixl"},
-        "runtime.tensor_transport: 'nixl' is for a Ray cluster; it needs kind: ray",
-    ),
-    "replicas in one process": (
-        {"stages.talker.placement.replicas": 2},
-        "stages.talker.placement.replicas: 2 is for workers, and with runtime.kind: inline all "
-        "stages share one worker; it needs runtime: {kind: processes}",
-    ),
-    "a shared worker in one process": (
-        {"stages.talker.placement.worker": "voice"},
-        "stages.talker.placement.worker: 'voice' is for processes that stages share; it needs "
-        "runtime: {kind: processes} (or --runtime processes), not 'inline'",
-    ),
-    "a shared worker on a cluster": (
-        ON_RAY | {"stages.talker.placement.worker": "voice"},
-        "stages.talker.placement.worker: 'voice' is for processes that stages share; it needs "
-        "runtime: {kind: processes} (or --runtime processes), not 'ray'",
-    ),
-    "a shared worker with replicas": (
-        IN_PROCESSES | {"stages.talker.placement": {"worker": "voice", "replicas": 2}},
-        "stages.talker.placement.worker: stages that share a worker have one replica each, and "
-        "this one 2",
-    ),
-    "a shared worker without a name": (
-        IN_PROCESSES | {"stages.talker.placement.worker": ""},
-        "stages.talker.placement.worker: must not be empty",
-    ),
-    "a cluster's resources in one process": (
-        {"stages.talker.placement.resources": {"disk": 1}},
-        "stages.talker.placement.resources: {'disk': 1.0} is for a Ray cluster; it needs runtime: "
-        "{kind: ray}",
-    ),
-    "a cluster's resources in processes": (
-        IN_PROCESSES | {"stages.talker.placement.num_gpus": 1},
-        "stages.talker.placement.num_gpus: 1.0 is for a Ray cluster",
-    ),
-    "a cluster's node in processes": (
-        IN_PROCESSES | {"stages.talker.placement.node": "head"},
-        "stages.talker.placement.node: 'head' is for a Ray cluster",
-    ),
-    "a device and devices": (
-        IN_PROCESSES | {"stages.talker.placement": {"device": "cpu", "devices": ["cpu"]}},
-        "stages.talker.placement.devices: there is a device, too; give the one or the others",
-    ),
-    "not a device for each replica": (
-        IN_PROCESSES | {"stages.talker.placement": {"replicas": 3, "devices": ["cpu", "cpu"]}},
-        "stages.talker.placement.devices: must be one for each of 3 replicas, got 2",
-    ),
-    "no devices": (
-        IN_PROCESSES | {"stages.talker.placement.devices": []},
-        "stages.talker.placement.devices: must not be empty",
-    ),
-    "one device for a list": (
-        IN_PROCESSES | {"stages.talker.placement.devices": "cpu"},
-        "stages.talker.placement.devices: should be a list, got 'cpu'",
-    ),
-    "what is no device": (
-        {"stages.talker.placement.device": "GPU 1"},
-        "stages.talker.placement.device: must be a device such as cpu, cuda or cuda:1",
-    ),
-    "a device by a number that it does not have on a cluster": (
-        ON_RAY | {"stages.talker.placement.device": "cuda:1"},
-        "stages.talker.placement.device: 'cuda:1': on a Ray cluster a worker sees only the GPUs "
-        "that are reserved for it: give device: cuda, and num_gpus",
-    ),
-    "GPUs as a resource": (
-        ON_RAY | {"stages.talker.placement.resources": {"GPU": 1}},
-        "stages.talker.placement.resources.GPU: is asked for by num_gpus",
-    ),
-    "one GPU and a half": (
-        ON_RAY | {"stages.talker.placement.num_gpus": 1.5},
-        "stages.talker.placement.num_gpus: above 1 it must be a whole number, got 1.5",
-    ),
-    "no replica": (
-        {"stages.talker.placement.replicas": 0},
-        "stages.talker.placement.replicas: should be greater than or equal to 1, got 0",
-    ),
-    "a million replicas": (
-        {"stages.talker.placement.replicas": 1_000_000},
-        "stages.talker.placement.replicas: should be less than or equal to 256",
-    ),
-    "a number in quotes": (
-        {"stages.talker.placement.replicas": "2"},
-        "stages.talker.placement.replicas: should be a valid integer, got '2'",
-    ),
-    "a key misspelt": (
-        {"stages.talker.placement.replica": 2},
-        "stages.talker.placement.replica: unknown key; did you mean 'replicas'?",
-    ),
-    "no time to live": (
-        {"runtime.stall_timeout_s": 0},
-        "runtime.stall_timeout_s: should be greater than 0, got 0",
-    ),
-    "fewer than no retries": (
-        {"runtime.max_retries": -1},
-        "runtime.max_retries: should be greater than or equal to 0, got -1",
-    ),
-}
+# What is set of the talker's placement, or of the runtime; and what is said of it.
+MISTAKES = rows("""
+runtime.kind=threads | runtime.kind: unknown runtime 'threads'; known are 'inline', 'processes', 'ra
+runtime=processes | runtime: is a mapping: write runtime: {kind: processes}
+processes & runtime.address=head:6379 | runtime.address: 'head:6379' is that of a Ray cluster; it ne
+ray & runtime.address=head | runtime.address: must be host:port or auto, got 'head'
+ray & runtime.address=head:99999 | runtime.address: must be host:port or auto, got 'head:99999'
+processes & runtime.tensor_transport=nixl | runtime.tensor_transport: 'nixl' is for a Ray cluster; i
+.replicas=2 | .replicas: 2 is for workers, and with runtime.kind: inline all stages share one worker
+.worker=v | .worker: 'v' is for processes that stages share; it needs runtime: {kind: processes} (or
+ray & .worker=v | .worker: 'v' is for processes that stages share; it needs runtime: {kind: processe
+processes & ={worker: v, replicas: 2} | .worker: stages that share a worker have one replica each, a
+processes & .worker='' | .worker: must not be empty
+.resources={disk: 1} | .resources: {'disk': 1.0} is for a Ray cluster; it needs runtime: {kind: ray}
+processes & .num_gpus=1 | .num_gpus: 1.0 is for a Ray cluster
+processes & .node=head | .node: 'head' is for a Ray cluster
+processes & ={device: cpu, devices: [cpu]} | .devices: there is a device, too; give the one or the o
+processes & ={replicas: 3, devices: [cpu, cpu]} | .devices: must be one for each of 3 replicas, got
+processes & .devices=[] | .devices: must not be empty
+processes & .devices=cpu | .devices: should be a list, got 'cpu'
+.device=GPU 1 | .device: must be a device such as cpu, cuda or cuda:1
+ray & .device=cuda:1 | .device: 'cuda:1': on a Ray cluster a worker sees only the GPUs that are rese
+ray & .resources={GPU: 1} | .resources.GPU: is asked for by num_gpus
+ray & .num_gpus=1.5 | .num_gpus: above 1 it must be a whole number, got 1.5
+.replicas=0 | .replicas: should be greater than or equal to 1, got 0
+.replicas=1000000 | .replicas: should be less than or equal to 256
+.replicas='2' | .replicas: should be a valid integer, got '2'
+.replica=2 | .replica: unknown key; did you mean 'replicas'?
+runtime.stall_timeout_s=0 | runtime.stall_timeout_s: should be greater than 0, got 0
+runtime.max_retries=-1 | runtime.max_retries: should be greater than or equal to 0, got -1
+""")
 
 
-@pytest.mark.parametrize("what", MISTAKES)
-def test_a_mistake_is_told_with_its_place(what: str) -> None:
-    overrides, told = MISTAKES[what]
-    message = error_of(overrides)
-    assert told in message
+@pytest.mark.parametrize(("changes", "told"), MISTAKES)
+def test_a_mistake_is_told_with_its_place(changes: str, told: str) -> None:
+    place = "stages.talker.placement"
+    *kind, change = changes.split(" & ")
+    assignments = [f"runtime.kind={each}" for each in kind]
+    assignments.append(place + change if change[0] in ".=" else change)
+    message = error_of(parse_overrides(assignments))
+    assert (place + told if told.startswith(".") else told) in message
     assert "\n" not in message
 
 

@@ -15,11 +15,13 @@ from engine import EngineConfig
 from engine.interface.config import GenerationParams, GeneratorConfig
 from omni import Omni, Pipeline
 from omni.commands.cli import app
+from omni.pipelines.config_file import parse_overrides
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.voices import Voices
 from omni.pipelines.yaml_document import ConfigError
 from stages import AutoregressiveStageConfig, GeneratorStageConfig
 from tests.support.speech_pipeline import speech_stages
+from tests.support.tables import rows
 
 SPEECH = """\
 name: speech
@@ -65,89 +67,38 @@ def test_a_generators_settings_parts_and_streams_reach_their_stages(tmp_path: Pa
     assert code2wav.final_output == ("audio",)
 
 
-STREAMS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "several sources": (
-        {"stages.code2wav.inputs.from": ["talker", "thinker"]},
-        "stages.code2wav.inputs.chunk_size: is for one source, got 2",
-        "leave it out",
-    ),
-    "several sources of a transform for one": (
-        {
-            "stages.code2wav.inputs": {
-                "from": ["talker", "thinker"],
-                "transform": "talker_to_code2wav",
-            }
-        },
-        "stages.code2wav.inputs.from: transform 'talker_to_code2wav' takes 1 source(s), got 2",
-        "",
-    ),
-    "a transform for whole outputs": (
-        {"stages.talker.inputs.transform": "text_as_prompt"},
-        "stages.talker.inputs.chunk_size: needs a transform that works chunk by chunk",
-        "'text_as_prompt'",
-    ),
-    "an encoder that would take chunks": (
-        {
-            "stages.talker.kind": "encoder",
-            "stages.code2wav.inputs.from": "thinker",
-            "stages.talker.final_output": "tensors",
-        },
-        "stages.talker.inputs.chunk_size: is not for an encoder",
-        "leave it out",
-    ),
-    "an encoder that would give chunks": (
-        {"stages.thinker.kind": "encoder", "stages.thinker.final_output": "tensors"},
-        "stages.talker.inputs.chunk_size: needs a source that generates tokens",
-        "'thinker' is of kind 'encoder'",
-    ),
-    "no tokens to a chunk": (
-        {"stages.talker.inputs.chunk_size": 0},
-        "stages.talker.inputs.chunk_size: should be greater than or equal to 1, got 0",
-        "",
-    ),
-    "unknown inputs key": (
-        {"stages.talker.inputs.chunksize": 4},
-        "stages.talker.inputs.chunksize: unknown key",
-        "'chunk_size'",
-    ),
-    "unknown generation key": (
-        {"stages.code2wav.generation.steps": 4},
-        "stages.code2wav.generation.steps: unknown key",
-        "'num_steps'",
-    ),
-    "unknown window key": (
-        {"stages.code2wav.generation.window.left": 4},
-        "stages.code2wav.generation.window.left: unknown key",
-        "'left_blocks'",
-    ),
-    "an engine setting that a generator does not have": (
-        {"stages.code2wav.engine.num_blocks": 4},
-        "stages.code2wav.engine.num_blocks: unknown key",
-        "known are",
-    ),
-    "text of a generator": (
-        {"stages.code2wav.final_output": "text"},
-        "stages.code2wav.final_output: should be 'audio', got 'text'",
-        "",
-    ),
-    "sampling of a generator": (
-        {"stages.code2wav.sampling.seed": 1},
-        "stages.code2wav.sampling: unknown key",
-        "",
-    ),
-    "a speaker without a name": ({"speaker": ""}, "speaker: ", "at least 1 character"),
-}
+STREAMS = rows("""
+code2wav.inputs.from=[talker, thinker] | code2wav.inputs.chunk_size: is for one source, got 2 | out
+code2wav.inputs={from: [talker, thinker], transform: talker_to_code2wav} | takes 1 source(s), got |
+talker.inputs.transform=text_as_prompt | needs a transform that works chunk by | 'text_as_prompt'
+talker.kind=encoder & ENDS | talker.inputs.chunk_size: is not for an encoder | leave it out
+thinker.kind=encoder & thinker.final_output=tensors | needs a source that generates tok | 'encoder'
+talker.inputs.chunk_size=0 | chunk_size: should be greater than or equal to 1, got 0 |
+talker.inputs.chunksize=4 | talker.inputs.chunksize: unknown key | 'chunk_size'
+code2wav.generation.steps=4 | code2wav.generation.steps: unknown key | 'num_steps'
+code2wav.generation.window.left=4 | generation.window.left: unknown key | 'left_blocks'
+code2wav.engine.num_blocks=4 | code2wav.engine.num_blocks: unknown key | known are
+code2wav.final_output=text | code2wav.final_output: should be 'audio', got 'text' |
+code2wav.sampling.seed=1 | code2wav.sampling: unknown key |
+""")
 
 
-@pytest.mark.parametrize("mistake", STREAMS)
-def test_a_mistake_in_a_pipeline_that_speaks_is_named_too(mistake: str, tmp_path: Path) -> None:
-    overrides, place, fix = STREAMS[mistake]
+@pytest.mark.parametrize(("changes", "place", "fix"), STREAMS)
+def test_a_mistake_in_a_pipeline_that_speaks_is_named_too(
+    changes: str, place: str, fix: str, tmp_path: Path
+) -> None:
+    changes = changes.replace("ENDS", "code2wav.inputs.from=thinker & talker.final_output=tensors")
     with pytest.raises(ConfigError) as caught:
-        load(tmp_path, overrides)
+        load(tmp_path, parse_overrides([f"stages.{each}" for each in changes.split(" & ")]))
     message = str(caught.value)
-    assert place in message
+    assert place in message and "stages." in message
     assert fix in message
     assert "\n" not in message, "one mistake, one line"
+
+
+def test_a_speaker_has_a_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="speaker: .*at least 1 character"):
+        load(tmp_path, {"speaker": ""})
 
 
 VOICES = {"speakers": ("Ada", "Ben")}

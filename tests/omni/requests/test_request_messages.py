@@ -15,6 +15,7 @@ from engine import ChatPrompt, SamplingParams
 from omni.requests.request import OmniRequest
 from omni.requests.request_file import RequestError, read_requests
 from omni.requests.request_line import example_line
+from tests.support.tables import rows
 
 
 def error_of(folder: Path, line: Any) -> str:
@@ -36,82 +37,46 @@ def chat(*parts: Any) -> dict[str, Any]:
 FILES_ELSEWHERE = (
     "files go into the request's 'images', 'audio' and 'videos' lists, in the order of their parts"
 )
-WHOLE_MESSAGES = {
-    "a fraction as token id": (
-        {"prompt_token_ids": [1.5]},
-        "prompt_token_ids[0]: should be a valid integer, got 1.5",
-    ),
-    "an unknown type": (
-        chat({"type": "vidio"}),
-        "prompt[0].content[0].type: should be 'text', 'image', 'audio', 'video', "
-        "'image_url', 'input_audio' or 'video_url', got 'vidio'",
-    ),
-    "another program's part": (
-        chat({"type": "image", "path": "a.png"}),
-        "prompt[0].content[0].path: unknown key; " + FILES_ELSEWHERE,
-    ),
-    "an address that is a number": (
-        chat({"type": "image_url", "image_url": 3}),
-        "prompt[0].content[0].image_url: should be a file, or a mapping that has it as 'url', "
-        "got 3",
-    ),
-    "an image_url without one": (
-        chat({"type": "image_url"}),
-        "prompt[0].content[0]: a part of type image_url has an image_url, and no other part has",
-    ),
-    "a fraction for all stages": (
-        {"prompt": "x", "sampling": {"max_tokens": 1.5}},
-        "sampling.max_tokens: should be a valid integer, got 1.5",
-    ),
-    "a fraction for one stage": (
-        {"prompt": "x", "sampling": {"temperature": 0, "writer": {"max_tokens": 1.5}}},
-        "sampling.writer.max_tokens: should be a valid integer, got 1.5",
-    ),
-    "a field that nobody has, for all stages": (
-        {"prompt": "x", "sampling": {"max_token": 3}},
-        "sampling.max_token: unknown key; did you mean 'max_tokens'?",
-    ),
-    "no role": ({"prompt": [{"content": "x"}]}, "prompt[0].role: missing; it must be given"),
-    "no role beyond an encoder": (
-        {"encoder_prompt": {"prompt": [{"content": "x"}]}},
-        "encoder_prompt.prompt[0].role: missing; it must be given",
-    ),
-    "a number as content": (
-        {"prompt": [{"role": "user", "content": 5}]},
-        "prompt[0].content: should be text or a list of parts, got 5",
-    ),
-    "a number as text": (
-        chat({"type": "text", "text": 5}),
-        "prompt[0].content[0].text: should be text, got 5",
-    ),
-    "text of an image": (
-        chat({"type": "image", "text": "a cat"}),
-        "prompt[0].content[0]: a part of type text has a text, and no other part has",
-    ),
-    "one message without a list": (
-        {"prompt": {"role": "user", "content": "x"}},
-        "prompt: should be text or a list of chat messages, got {'role': 'user', 'content': 'x'}",
-    ),
-    "a number as file": (
-        {"audio": [3]},
-        "audio[0]: should be the name of a file, or a mapping that has one as 'file', got 3",
-    ),
-    "a number as encoder prompt": (
-        {"encoder_prompt": 5},
-        "encoder_prompt: should be a prompt: text, or a mapping with one of prompt, messages, "
-        "prompt_token_ids, prompt_embeds, got 5",
-    ),
-    "another unknown key of a part": (
-        chat({"type": "text", "txt": "x", "text": "x"}),
-        "prompt[0].content[0].txt: unknown key; did you mean 'text'?",
-    ),
-}
+# A line, or a part of its only message; and what is said of it.
+WHOLE_MESSAGES = rows(r"""
+{"prompt_token_ids": [1.5]} | prompt_token_ids[0]: should be a valid integer, got 1.5
+{"type": "vidio"} | prompt[0].content[0].type: should be 'text', 'image', 'audio', 'video', \
+'image_url', 'input_audio' or 'video_url', got 'vidio'
+{"type": "image", "path": "a.png"} | prompt[0].content[0].path: unknown key; FILES_ELSEWHERE
+{"type": "image_url", "image_url": 3} | prompt[0].content[0].image_url: should be a file, or a \
+mapping that has it as 'url', got 3
+{"type": "image_url"} | prompt[0].content[0]: a part of type image_url has an image_url, and no \
+other part has
+{"prompt": "x", "sampling": {"max_tokens": 1.5}} | sampling.max_tokens: should be a valid \
+integer, got 1.5
+{"prompt": "x", "sampling": {"temperature": 0, "writer": {"max_tokens": 1.5}}} | \
+sampling.writer.max_tokens: should be a valid integer, got 1.5
+{"prompt": "x", "sampling": {"max_token": 3}} | sampling.max_token: unknown key; did you mean \
+'max_tokens'?
+{"prompt": [{"content": "x"}]} | prompt[0].role: missing; it must be given
+{"encoder_prompt": {"prompt": [{"content": "x"}]}} | encoder_prompt.prompt[0].role: missing; it \
+must be given
+{"prompt": [{"role": "user", "content": 5}]} | prompt[0].content: should be text or a list of \
+parts, got 5
+{"type": "text", "text": 5} | prompt[0].content[0].text: should be text, got 5
+{"type": "image", "text": "a cat"} | prompt[0].content[0]: a part of type text has a text, and no \
+other part has
+{"prompt": {"role": "user", "content": "x"}} | prompt: should be text or a list of chat messages, \
+got {'role': 'user', 'content': 'x'}
+{"audio": [3]} | audio[0]: should be the name of a file, or a mapping that has one as 'file', got 3
+{"encoder_prompt": 5} | encoder_prompt: should be a prompt: text, or a mapping with one of \
+prompt, messages, prompt_token_ids, prompt_embeds, got 5
+{"type": "text", "txt": "x", "text": "x"} | prompt[0].content[0].txt: unknown key; did you mean \
+'text'?
+""")
 
 
-@pytest.mark.parametrize("mistake", WHOLE_MESSAGES)
-def test_one_mistake_is_told_once(mistake: str, tmp_path: Path) -> None:
-    line, expected = WHOLE_MESSAGES[mistake]
-    assert error_of(tmp_path, line).partition("requests.jsonl:2: ")[2] == expected
+@pytest.mark.parametrize(("text", "expected"), WHOLE_MESSAGES)
+def test_one_mistake_is_told_once(text: str, expected: str, tmp_path: Path) -> None:
+    line = json.loads(text)
+    message = error_of(tmp_path, chat(line) if "type" in line else line)
+    expected = expected.replace("FILES_ELSEWHERE", FILES_ELSEWHERE)
+    assert message.partition("requests.jsonl:2: ")[2] == expected
 
 
 OF_OTHER_PROGRAMS = {

@@ -224,8 +224,7 @@ def test_what_a_server_refuses_at_once_is_told_as_a_mistake():
     assert "the first request was not answered: status 400: as it was told to" in result.stderr
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_prints_and_writes_what_was_measured(sent: signal.Signals, tmp_path: Path):
+def test_an_interrupt_prints_and_writes_what_was_measured(tmp_path: Path):
     """Three requests are answered; the fourth one never is."""
     served = 0
 
@@ -253,11 +252,11 @@ def test_an_interrupt_prints_and_writes_what_was_measured(sent: signal.Signals, 
         )
         try:
             wait_until(lambda: served > 3 or process.poll() is not None)
-            process.send_signal(sent)
+            process.send_signal(signal.SIGTERM)
             printed, told = process.communicate(timeout=PATIENCE_S)
         finally:
             process.kill()
-    assert process.returncode == 128 + sent, told
+    assert process.returncode == 128 + signal.SIGTERM, told
     assert "cut short" in printed and "end to end" in printed
     assert "interrupted: what stands above is of the 3 requests that had ended" in told
     assert "Traceback" not in told
@@ -265,14 +264,3 @@ def test_an_interrupt_prints_and_writes_what_was_measured(sent: signal.Signals, 
     assert not written["is_complete"]
     counts = written["levels"][0]["requests"]
     assert (counts["ok"], counts["unfinished"]) == (3, 1)
-
-
-def test_measuring_a_server_imports_neither_torch_nor_the_server():
-    code = (
-        "import sys\nfrom omni.commands.cli import app\n"
-        f"app(['bench', '--url', '{NOWHERE}'], standalone_mode=False)\n"
-        "heavy = {'torch', 'transformers', 'tokenizers', 'starlette', 'uvicorn', 'matplotlib'}\n"
-        "found = heavy & set(sys.modules)\nassert 'httpx2' in sys.modules and not found, found"
-    )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0 and "cannot be reached" in run.stderr, run.stderr

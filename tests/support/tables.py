@@ -1,0 +1,15 @@
+"""Cases of a test as a table in text: a row a line, which is easier to read than nested tuples."""
+
+from __future__ import annotations
+
+__all__ = ["rows"]
+
+
+def rows(table: str, divider: str = " | ") -> list[tuple[str, ...]]:
+    """The cells of each line, stripped; a last one may be empty.
+
+    A line that ends in a backslash goes on in the next one.
+    """
+    joined = table.replace("\\\n", "").strip()
+    lines = (line.strip() for line in joined.splitlines())
+    return [tuple(cell.strip() for cell in f"{line} ".split(divider)) for line in lines]
