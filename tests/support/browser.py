@@ -29,13 +29,12 @@ _FLAGS = (
 class Browser:
     """One page of a browser."""
 
-    def __init__(self, folder: Path, url: str, microphone: Path | None = None) -> None:
+    def __init__(self, folder: Path, microphone: Path | None = None) -> None:
         assert CHROMIUM is not None
         flags: tuple[str, ...] = _FLAGS
         if microphone is not None:
             flags += ("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream")
             flags += (f"--use-file-for-fake-audio-capture={microphone}%noloop",)
-        self._url = url
         self._folder = folder
         self._process = subprocess.Popen(
             [CHROMIUM, *flags, f"--user-data-dir={folder}", "about:blank"],
@@ -51,7 +50,6 @@ class Browser:
             self._socket = self._connection.__enter__()
             for domain in ("Page", "Runtime", "Log"):
                 self.send(f"{domain}.enable")
-            self.send("Page.navigate", url=self._url)
         except BaseException:
             self._end()
             raise
@@ -60,6 +58,16 @@ class Browser:
     def __exit__(self, *error: object) -> None:
         self._connection.__exit__(None, None, None)
         self._end()
+
+    def open(self, url: str) -> Self:
+        """Show a server's page as to somebody who was never there."""
+        self.send("Page.navigate", url="about:blank")
+        self.send("Storage.clearDataForOrigin", origin=url, storageTypes="all")
+        self.send("Emulation.clearDeviceMetricsOverride")
+        self.send("Emulation.setEmulatedMedia", features=[])
+        self.problems.clear()
+        self.send("Page.navigate", url=f"{url}/")
+        return self
 
     def send(self, method: str, **params: Any) -> Any:
         """Give a command; return its result."""

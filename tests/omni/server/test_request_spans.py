@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -45,11 +46,16 @@ def by_name(exporter: InMemorySpanExporter) -> dict[str, Any]:
     return {span.name: span for span in exporter.get_finished_spans()}
 
 
-@pytest.fixture
-def server(checkpoint_cache: object, spans: RequestSpans) -> Iterator[LiveServer]:
+@pytest.fixture(scope="module")
+def running(checkpoint_cache: object) -> Iterator[LiveServer]:
     with LiveServer(["two_step"]) as running:
-        running.pipelines.meters.spans = spans
         yield running
+
+
+@pytest.fixture
+def server(running: LiveServer, spans: RequestSpans, monkeypatch: pytest.MonkeyPatch) -> LiveServer:
+    monkeypatch.setattr(running.pipelines.meters, "spans", spans)
+    return running
 
 
 def test_a_request_is_a_span_with_one_for_every_stage(
@@ -207,25 +213,26 @@ class Collector(BaseHTTPRequestHandler):
         """Nothing."""
 
 
-def test_a_collector_gets_spans_that_belong_together(checkpoint_cache: object) -> None:
+def test_a_collector_gets_spans_that_belong_together(
+    running: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken: list[Any] = []
     with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
         collector.taken = taken  # type: ignore[attr-defined]
         thread = threading.Thread(target=collector.serve_forever, daemon=True)
         thread.start()
         endpoint = f"http://127.0.0.1:{collector.server_port}"
-        with LiveServer(["two_step"]) as server:
-            server.pipelines.meters.spans = None
-            with pytest.MonkeyPatch.context() as patch:
-                # Read by the exporter itself.
-                patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
-                patch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
-                patch.setenv("OTEL_SERVICE_NAME", "spoken")
-                spans = spans_by_environment()
-            assert spans is not None
-            server.pipelines.meters.spans = spans
-            client = server.client(default_headers={"traceparent": f"00-{TRACE_ID}-{'1' * 16}-01"})
-            client.completions.create(model="two_step", prompt="Once upon a time", max_tokens=5)
+        # Read by the exporter itself.
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
+        monkeypatch.setenv("OTEL_SERVICE_NAME", "spoken")
+        spans = spans_by_environment()
+        assert spans is not None
+        monkeypatch.setattr(running.pipelines.meters, "spans", spans)
+        client = running.client(default_headers={"traceparent": f"00-{TRACE_ID}-{'1' * 16}-01"})
+        client.completions.create(model="two_step", prompt="Once upon a time", max_tokens=5)
+        running.check_nothing_is_left()
+        spans.close()
         collector.shutdown()
         thread.join()
     assert {path for path, _ in taken} == {"/v1/traces"}
@@ -256,27 +263,27 @@ def test_a_collector_gets_spans_that_belong_together(checkpoint_cache: object) -
     assert counted["omni.generated_tokens"] == 5
 
 
-@pytest.mark.parametrize(
-    ("told", "name"),
-    [
-        ({}, "omni-pipeline"),
-        ({"OTEL_SERVICE_NAME": "spoken"}, "spoken"),
-        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=written"}, "written"),
-    ],
-)
-def test_the_environment_s_exporter_gets_the_spans(told: dict[str, str], name: str) -> None:
+def test_the_environment_s_exporter_gets_the_spans() -> None:
     code = (
-        "import sys\n"
+        "import os, sys\n"
         "from omni.server.serving.request_records import spans_by_environment\n"
         "from omni.server.serving.request_records import RequestRecord\n"
         "assert not any(name.startswith('opentelemetry') for name in sys.modules)\n"
-        "spans = spans_by_environment()\n"
-        "spans.add(RequestRecord('mine', 'r', None, 1.0, 1.0, ended_s=2.0, status='ok'))\n"
-        "spans.close()\n"
+        "service = {'OTEL_SERVICE_NAME': 'spoken'}\n"
+        "resource = {'OTEL_RESOURCE_ATTRIBUTES': 'service.name=written'}\n"
+        "for told in ({}, service, resource):\n"
+        "    for name in (*service, *resource):\n"
+        "        os.environ.pop(name, None)\n"
+        "    os.environ.update(told)\n"
+        "    spans = spans_by_environment()\n"
+        "    spans.add(RequestRecord('mine', 'r', None, 1.0, 1.0, ended_s=2.0, status='ok'))\n"
+        "    spans.close()\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT,
-        env={**os.environ, "OTEL_TRACES_EXPORTER": "console", **told},
+        env={**os.environ, "OTEL_TRACES_EXPORTER": "console"},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert '"name": "request mine"' in done.stdout and f'"service.name": "{name}"' in done.stdout
+    assert done.stdout.count('"name": "request mine"') == 3
+    names = re.findall(r'"service.name": "(.*)"', done.stdout)
+    assert names == ["omni-pipeline", "spoken", "written"]
