@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,14 +19,17 @@ from omni.seeded.omni import OMNI_SPEAKERS
 from stages import AutoregressiveStage, GeneratorStage, StageInputs, StageOutput
 from tests.support.greedy_reference import NEAR_TIE
 from tests.support.pictures import picture
+from tests.support.whole_orchestrator import WholeOrchestrator
 
 __all__ = [
     "SUPPRESSED",
     "Conversation",
     "Turn",
+    "assert_all_as_alone",
     "assert_same",
     "build_pipeline",
     "conversations",
+    "only_output",
     "sound",
 ]
 
@@ -204,6 +208,57 @@ def assert_same(ours: OmniOutput, theirs: OmniOutput) -> None:
     said, expected = ours.stages["code2wav"].audio, theirs.stages["code2wav"].audio
     assert said is not None and expected is not None
     torch.testing.assert_close(said.samples, expected.samples, atol=_ATOL, rtol=0)
+
+
+def assert_all_as_alone(
+    pipeline: Pipeline,
+    script: Sequence[tuple[str, Any]],
+    request: Callable[[Any, str], OmniRequest],
+    alone: Callable[[Any], OmniOutput],
+) -> None:
+    """Add, step and abort as a script says; each request has the output that it has alone.
+
+    Args:
+        pipeline: which checks its stages' integrity after every step.
+        script: of ``("add", what)``, ``("step", how often)`` and ``("abort", number)``, which
+            counts the additions.
+        request: makes one of what is added and its id.
+        alone: the output of what is added when nothing runs beside it.
+    """
+    orchestrator = WholeOrchestrator(pipeline)
+    live: dict[str, Any] = {}
+    num_added = 0
+
+    def step() -> None:
+        for output in orchestrator.step():
+            if output.finished:
+                assert_same(output, alone(live.pop(output.request_id)))
+        for stage in pipeline.stages.values():
+            stage.check_integrity()
+
+    for event, argument in script:
+        if event == "add":
+            live[f"r{num_added}"] = argument
+            orchestrator.add_request(request(argument, f"r{num_added}"))
+            num_added += 1
+        elif event == "step":
+            for _ in range(argument):
+                step()
+        elif live.pop(f"r{argument}", None) is not None:
+            orchestrator.abort(f"r{argument}")
+    while live:
+        step()
+    assert not orchestrator.has_unfinished_requests
+    assert not any(stage.has_unfinished_requests for stage in pipeline.stages.values())
+
+
+def only_output(orchestrator: WholeOrchestrator, request: OmniRequest) -> OmniOutput:
+    """The last output of a request that nothing runs beside."""
+    orchestrator.add_request(request)
+    while True:
+        for output in orchestrator.step():
+            if output.finished:
+                return output
 
 
 def _parted_by_a_tie(ours: StageOutput, theirs: StageOutput) -> bool:

@@ -26,7 +26,13 @@ from omni.seeded.omni import OMNI_SPEAKERS
 from prefix_cache import PageCopy
 from stages import AutoregressiveStage
 from tests.support.examples import examples
-from tests.support.omni_stages import assert_same, build_pipeline, sound
+from tests.support.omni_stages import (
+    assert_all_as_alone,
+    assert_same,
+    build_pipeline,
+    only_output,
+    sound,
+)
 from tests.support.pictures import picture
 from tests.support.placed import PLACES, place
 from tests.support.whole_orchestrator import WholeOrchestrator
@@ -99,14 +105,7 @@ def answer(
     uncached = build_pipeline(seeded("qwen2_5_omni"), caching=False, num_blocks=64, **USUAL)
     orchestrator = WholeOrchestrator(uncached)
 
-    @cache
-    def answer(ask: Ask) -> OmniOutput:
-        orchestrator.add_request(ask.request("alone", placeholders))
-        while True:
-            for output in orchestrator.step():
-                if output.finished:
-                    return output
-
+    answer = cache(lambda ask: only_output(orchestrator, ask.request("alone", placeholders)))
     # By itself and without a cache, it says the same whoever goes first and shares with whom.
     return lambda ask: answer(replace(ask, priority=0, salt=None))
 
@@ -179,44 +178,12 @@ def test_preempted_while_streaming_equals_the_uncached_whole(rig: Rig):
     @settings(max_examples=examples(rig.num_examples))
     @given(crowd=st.lists(LONG, min_size=CROWD, max_size=CROWD), events=EVENTS)
     def check(crowd: list[Ask], events: list[tuple[str, Any]]) -> None:
-        equals_the_uncached_whole(rig, crowd, events)
+        script = [*(("add", ask) for ask in crowd), *events]
+        assert_all_as_alone(
+            rig.pipeline, script, lambda ask, name: ask.request(name, rig.placeholders), rig.answer
+        )
 
     check()
-
-
-def equals_the_uncached_whole(rig: Rig, crowd: list[Ask], events: list[tuple[str, Any]]) -> None:
-    orchestrator = WholeOrchestrator(rig.pipeline)
-    live: dict[str, Ask] = {}
-    num_added = 0
-
-    def add(ask: Ask) -> None:
-        nonlocal num_added
-        request_id = f"r{num_added}"
-        num_added += 1
-        orchestrator.add_request(ask.request(request_id, rig.placeholders))
-        live[request_id] = ask
-
-    def step() -> None:
-        for output in orchestrator.step():
-            if output.finished:
-                assert_same(output, rig.answer(live.pop(output.request_id)))
-        for stage in rig.pipeline.stages.values():
-            stage.check_integrity()
-
-    for ask in crowd:
-        add(ask)
-    for event, argument in events:
-        if event == "add":
-            add(argument)
-        elif event == "step":
-            for _ in range(argument):
-                step()
-        elif f"r{argument}" in live:
-            orchestrator.abort(f"r{argument}")
-            del live[f"r{argument}"]
-    while live:
-        step()
-    assert not any(stage.has_unfinished_requests for stage in rig.pipeline.stages.values())
 
 
 def test_what_the_small_pools_preempt_does_stream(rig: Rig, monkeypatch: pytest.MonkeyPatch):

@@ -180,20 +180,10 @@ def test_replicas_share_the_requests(texts: list[OmniOutput]) -> None:
         assert_same(omni.generate(PROMPTS), texts)
 
 
-SHARED = {
-    "stages.writer.placement.worker": "both",
-    "stages.reader.placement.worker": "both",
-    "runtime.kind": "processes",
-}
-
-
-@pytest.mark.parametrize(
-    "options", [{"apart": True}, {"overrides": SHARED}], ids=["apart", "by name"]
-)
 def test_stages_that_share_a_worker_answer_as_those_of_one_process_whatever_dies(
-    options: dict[str, Any], texts: list[OmniOutput]
+    texts: list[OmniOutput],
 ) -> None:
-    with Omni("two_step", **options) as omni:
+    with Omni("two_step", apart=True) as omni:
         (first,) = {*pids_of(omni, "writer"), *pids_of(omni, "reader")}
         assert first != os.getpid()
         assert_same(omni.generate(PROMPTS), texts)
@@ -216,9 +206,8 @@ def test_stages_that_share_a_worker_answer_as_those_of_one_process_whatever_dies
     wait_for(lambda: not is_alive(first) and not is_alive(second))
 
 
-@pytest.mark.parametrize("after", [0, 3])
 def test_speech_from_a_shared_worker_that_is_killed_is_that_of_one_process(
-    after: int, speeches: list[OmniOutput]
+    speeches: list[OmniOutput],
 ) -> None:
     """The talker streams to code2wav within the worker; the thinker has one of its own."""
     shared = {f"stages.{name}.placement.worker": "voice" for name in ("talker", "code2wav")}
@@ -229,7 +218,7 @@ def test_speech_from_a_shared_worker_that_is_killed_is_that_of_one_process(
         assert_same(streamed(omni, SPOKEN), speeches)
         last: dict[str, OmniOutput] = {}
         for number, output in enumerate(omni.stream([OmniRequest(t, t) for t in SPOKEN])):
-            if number == after:
+            if number == 3:
                 os.kill(voice, signal.SIGKILL)
             if output.finished:
                 last[output.request_id] = output

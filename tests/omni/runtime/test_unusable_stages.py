@@ -60,7 +60,16 @@ def test_a_stage_that_breaks_when_it_has_no_requests_is_replaced_before_the_next
         assert drain(pipeline.orchestrator)["y"][-1].error is None
 
 
-def test_a_stage_that_cannot_be_rebuilt_at_present_gets_another_worker_at_once() -> None:
+@pytest.mark.parametrize(
+    ("error", "num_tries", "told"),
+    [
+        (MemoryError("no room"), 1, "could not be rebuilt: MemoryError: no room"),
+        (None, MOST_REBUILDS, "it broke 4 times in a row"),
+    ],
+)
+def test_a_stage_that_cannot_be_rebuilt_or_breaks_again_gets_another_worker(
+    error: Exception | None, num_tries: int, told: str
+) -> None:
     """Inline it would be tried again when the next request comes: there is nothing better."""
     tries = 0
     shapes = held_up_at_first()
@@ -71,32 +80,8 @@ def test_a_stage_that_cannot_be_rebuilt_at_present_gets_another_worker_at_once()
         def rebuild() -> None:
             nonlocal tries
             tries += 1
-            raise MemoryError("no room")
-
-        b.rebuild = rebuild
-        return [a, b]
-
-    with rig(make, max_retries=1) as pipeline:
-        pipeline.add({"x": "x"})
-        until(pipeline, lambda: holds(pipeline, "b", 1))
-        pipeline.spoil("b")
-        last = drain(pipeline.orchestrator)["x"][-1]
-        assert last.error is None and last.stages["b"].text == "b(a(x))"
-        assert tries == 1
-        (state,) = pipeline.stages[1].worker_states()
-        assert "could not be rebuilt: MemoryError: no room" in str(state.last_end)
-
-
-def test_a_stage_that_breaks_whenever_it_was_rebuilt_gets_another_worker() -> None:
-    builds = 0
-    shapes = held_up_at_first()
-
-    def make() -> list[Any]:
-        a, b = shapes()
-
-        def rebuild() -> None:
-            nonlocal builds
-            builds += 1
+            if error is not None:
+                raise error
             b.held.clear()
             pipeline.spoil("b")
 
@@ -109,6 +94,6 @@ def test_a_stage_that_breaks_whenever_it_was_rebuilt_gets_another_worker() -> No
         pipeline.spoil("b")
         last = drain(pipeline.orchestrator)["x"][-1]
         assert last.error is None and last.stages["b"].text == "b(a(x))"
-        assert builds == MOST_REBUILDS
+        assert tries == num_tries
         (state,) = pipeline.stages[1].worker_states()
-        assert "it broke 4 times in a row" in str(state.last_end)
+        assert told in str(state.last_end)
