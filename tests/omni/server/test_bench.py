@@ -26,18 +26,9 @@ def test_tokens_and_hits_are_the_same_in_process_and_over_http(
     server: LiveServer, endpoint: str, tmp_path: Path
 ):
     """One request at a time, so that what is hit does not depend on who came first."""
-    flags: tuple[str, ...] = (
-        "--endpoint",
-        endpoint,
-        "--requests",
-        "6",
-        "--turns",
-        "2",
-        "--prompt-tokens",
-        "60",
-    )
-    flags += ("--shared-prefix-tokens", "32", "--max-tokens", "7", "--seed", "4711")
-    flags += ("--temperature", "0", "--ignore-eos", "--warmup", "2")
+    flags: tuple[str, ...] = ("--endpoint", endpoint, "--requests", "6", "--turns", "2")
+    flags += ("--prompt-tokens", "60", "--shared-prefix-tokens", "32", "--max-tokens", "7")
+    flags += ("--seed", "4711", "--temperature", "0", "--ignore-eos", "--warmup", "2")
     within = measured(tmp_path / "within.json", "two_step", *flags)
     over = measured(tmp_path / "over.json", "--url", server.url, "--model", "two_step", *flags)
     assert within["requests"]["ok"] == over["requests"]["ok"] == 6
@@ -52,6 +43,7 @@ def test_every_endpoint_is_measured(checkpoint_cache: object, tmp_path: Path):
     question = resources.files("stage_configs") / "spoken_sums/questions/twelve_plus_thirty.flac"
     (tmp_path / "in.jsonl").write_text(json.dumps({"audio": [str(question)]}))
     models = {
+        "chat": "omni_speech",
         "speech": "omni_speech",
         "realtime": "omni_speech",
         "embeddings": "encode_then_generate",
@@ -65,26 +57,18 @@ def test_every_endpoint_is_measured(checkpoint_cache: object, tmp_path: Path):
             more: tuple[str, ...] = ("--prompt-tokens", "24")
             if endpoint == "transcriptions":
                 more = ("-i", str(tmp_path / "in.jsonl"))
-            if endpoint == "realtime":
+            if endpoint in ("chat", "realtime"):
                 more += ("--speech", "--voice", "Ethan")
             levels[endpoint] = measured(tmp_path / "out.json", *url, *flags, *more)
+        url = ("--url", speaking.url, "--model", "omni_speech", "--max-tokens", "6")
+        silent = measured(tmp_path / "silent.json", *url, *flags)
+    assert silent["audio_s"] == 0 and "first_audio" not in silent["latencies"]
+    assert levels["chat"]["latencies"]["real_time_factor"]["count"] == 2
     for level in levels.values():
         assert level["requests"]["ok"] == level["latencies"]["end_to_end"]["count"] == 2
-    for endpoint in ("speech", "realtime"):
+    for endpoint in ("chat", "speech", "realtime"):
         assert levels[endpoint]["audio_s"] > 0
         assert levels[endpoint]["latencies"]["first_audio"]["count"] == 2
     assert levels["realtime"]["tokens"]["output"] > 2
     assert levels["embeddings"]["tokens"]["prompt"] > 20
     assert "first_token" not in levels["transcriptions"]["latencies"]
-
-
-def test_speech_is_timed_over_http(checkpoint_cache: object, tmp_path: Path):
-    flags = ("--requests", "2", "--prompt-tokens", "24", "--max-tokens", "6", "--warmup", "0")
-    with LiveServer(["omni_speech"]) as speaking:
-        url = ("--url", speaking.url)
-        level = measured(tmp_path / "out.json", *url, "--speech", "--voice", "Ethan", *flags)
-        silent = measured(tmp_path / "silent.json", *url, *flags)
-    assert level["audio_s"] > 0
-    assert level["latencies"]["first_audio"]["count"] == 2
-    assert level["latencies"]["real_time_factor"]["count"] == 2
-    assert silent["audio_s"] == 0 and "first_audio" not in silent["latencies"]

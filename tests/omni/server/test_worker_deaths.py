@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import signal
 import threading
@@ -16,7 +15,6 @@ import msgspec
 import openai
 import pytest
 
-from omni import ChatPrompt, Omni, OmniRequest
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.server.serving.pipeline_server import ServedPipeline
 from stages.remote import supervisor
@@ -44,9 +42,9 @@ def served(max_retries: int, kind: str = "processes") -> PipelineConfig:
     )
 
 
-@pytest.fixture
-def unforgiving() -> Iterator[LiveServer]:
-    """Runs nothing again."""
+@pytest.fixture(scope="module")
+def unforgiving(checkpoint_cache: object) -> Iterator[LiveServer]:
+    """Runs nothing again; the last test here leaves it without a worker."""
     with LiveServer([served(max_retries=0)]) as running:
         yield running
 
@@ -144,19 +142,6 @@ def test_without_retries_those_in_the_worker_fail_alone(unforgiving: LiveServer)
     unforgiving.check_nothing_is_left()
 
 
-def test_a_stage_that_will_never_be_back_is_told_by_health(
-    unforgiving: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "MOST_STARTS", 1)
-    kill_worker(unforgiving)
-    wait_until(lambda: health(unforgiving)[0] == 503)
-    _, told = health(unforgiving)
-    assert told["status"] == told["pipelines"]["chat"]["status"] == "failed"
-    assert told["pipelines"]["chat"]["error"] == "no worker is left of writer"
-    assert writer_of(told)["state"] == "down"
-    assert refused(unforgiving, "it cannot be used any more") == ("stage_down", None)
-
-
 def test_a_stage_that_waits_for_a_place_is_told_by_health_until_it_has_one(
     unforgiving: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,24 +200,14 @@ def test_a_worker_that_is_started_again_is_told_by_health_until_it_is_up(
     assert health(unforgiving)[1]["pipelines"]["chat"]["error"] is None
 
 
-def test_a_voice_from_apart_is_that_of_the_pipeline(checkpoint_cache: object) -> None:
-    messages: Any = [{"role": "user", "content": "Say something."}]
-    with LiveServer(["omni_speech"], apart=True) as server, Omni("omni_speech") as omni:
-        (expected,) = omni.generate(OmniRequest(ChatPrompt(tuple(messages)), speaker="Chelsie"))
-        events = [
-            event.choices[0].delta
-            for event in server.client().chat.completions.create(
-                model="omni_speech",
-                messages=messages,
-                modalities=["text", "audio"],
-                audio={"voice": "Chelsie", "format": "pcm16"},
-                stream=True,
-            )
-            if event.choices
-        ]
-    said = [each.audio for each in events if getattr(each, "audio", None) is not None]
-    text = "".join(getattr(each, "transcript", None) or "" for each in said)
-    assert text == expected.stages["thinker"].text
-    sound = b"".join(base64.b64decode(getattr(each, "data", None) or "") for each in said)
-    audio = expected.stages["code2wav"].audio
-    assert audio is not None and sound == audio.encoded("pcm16")
+def test_a_stage_that_will_never_be_back_is_told_by_health(
+    unforgiving: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "MOST_STARTS", 1)
+    kill_worker(unforgiving)
+    wait_until(lambda: health(unforgiving)[0] == 503)
+    _, told = health(unforgiving)
+    assert told["status"] == told["pipelines"]["chat"]["status"] == "failed"
+    assert told["pipelines"]["chat"]["error"] == "no worker is left of writer"
+    assert writer_of(told)["state"] == "down"
+    assert refused(unforgiving, "it cannot be used any more") == ("stage_down", None)
