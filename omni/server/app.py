@@ -9,7 +9,7 @@ from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from functools import cache
+from functools import lru_cache
 from http import HTTPStatus
 from importlib import resources
 from importlib.metadata import version
@@ -33,9 +33,14 @@ from omni.server.openai.responses import (
     show_response,
 )
 from omni.server.openai.speech import Speech, SpeechRequest
-from omni.server.openai.tokenize import detokenize, tokenize
-from omni.server.openai.transcription import Transcription, read_transcription
-from omni.server.pipeline_route import list_recent, run_pipeline
+from omni.server.openai.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from omni.server.openai.transcription import (
+    Transcription,
+    TranscriptionRequest,
+    read_transcription,
+)
+from omni.server.openapi import FORM, BodyRoute, describe_routes, type_of
+from omni.server.pipeline_route import PipelineRequest, list_recent, run_pipeline
 from omni.server.serving.guard import Guard
 from omni.server.serving.pipeline_server import PipelineServer, PipelineState, ServedPipeline
 from omni.server.serving.request_body import ApiModel, read_json
@@ -65,14 +70,16 @@ def create_app(server: PipelineServer) -> Guard:
         Route("/v1/models", _list_models),
         Route("/v1/models/{name}", _retrieve_model),
         Route("/v1/pipelines", _figures),
-        Route("/v1/pipelines/{name}", run_pipeline, methods=["POST"]),
+        BodyRoute("/v1/pipelines/{name}", run_pipeline, PipelineRequest),
         Route("/v1/pipelines/{name}/requests", list_recent),
         Route("/", _page),
-        Route("/tokenize", tokenize, methods=["POST"]),
-        Route("/detokenize", detokenize, methods=["POST"]),
+        BodyRoute("/tokenize", tokenize, TokenizeRequest),
+        BodyRoute("/detokenize", detokenize, DetokenizeRequest),
         Route("/version", _version),
         Route("/health", _health),
         Route("/metrics", _metrics),
+        Route("/openapi.json", _openapi),
+        Route("/docs", _docs),
     )
     return Guard(Router(routes, lifespan=lifespan), server)
 
@@ -82,7 +89,7 @@ def _json_route(path: str, body: type[ApiModel], response: Callable[..., Respons
         parsed: Any = await read_json(request, body)
         return response(request.state.server, request.state.client, parsed)
 
-    return Route(path, respond, methods=["POST"])
+    return BodyRoute(path, respond, body)
 
 
 def _form_route(path: str, task: AudioTask) -> Route:
@@ -90,15 +97,17 @@ def _form_route(path: str, task: AudioTask) -> Route:
         body, audio = await read_transcription(request)
         return Transcription(request.state.server, request.state.client, body, audio, task)
 
-    return Route(path, respond, methods=["POST"])
+    return BodyRoute(path, respond, TranscriptionRequest, FORM)
 
 
 async def _list_models(request: Request) -> Response:
+    """All pipelines."""
     pipelines = request.state.server.pipelines.values()
     return JSONResponse({"object": "list", "data": [_model(each) for each in pipelines]})
 
 
 async def _retrieve_model(request: Request) -> Response:
+    """One pipeline."""
     return JSONResponse(_model(request.state.server.find(request.path_params["name"])))
 
 
@@ -130,33 +139,54 @@ def _model(pipeline: ServedPipeline) -> dict[str, object]:
 
 
 async def _version(_: Request) -> Response:
+    """The version of omni-pipeline."""
     return JSONResponse({"version": version("omni-pipeline")})
 
 
 async def _page(_: Request) -> Response:
     """The page: one file that fetches nothing from elsewhere."""
-    content, policy = _page_file()
-    headers = {"content-security-policy": policy, "referrer-policy": "no-referrer"}
-    return Response(content, media_type="text/html; charset=utf-8", headers=headers)
+    return _html(_file("page.html"))
 
 
-@cache
-def _page_file() -> tuple[bytes, str]:
-    """Read the page, and write the policy by which browsers run only what stands in it."""
-    text = (resources.files("omni.server") / "page.html").read_text("utf-8")
+async def _openapi(request: Request) -> Response:
+    """This description of all addresses, for programs."""
+    return JSONResponse(await _description(request))
+
+
+async def _docs(request: Request) -> Response:
+    """This description of all addresses, for people."""
+    import jinja2  # it takes a while, and is seldom asked for
+
+    page = jinja2.Environment(autoescape=True).from_string(_file("docs.html"))
+    return _html(page.render(await _description(request), type_of=type_of))
+
+
+async def _description(request: Request) -> dict[str, Any]:
+    return await asyncio.to_thread(describe_routes, request.scope["router"].routes)
+
+
+def _file(name: str) -> str:
+    return (resources.files("omni.server") / name).read_text("utf-8")
+
+
+@lru_cache(maxsize=2)
+def _html(text: str) -> Response:
+    """A page with the policy by which browsers run only what stands in it."""
     allowed = {
-        tag: b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+        f"{tag}-src": f"'sha256-{b64encode(hashlib.sha256(inner.encode()).digest()).decode()}'"
         for tag, inner in re.findall(r"<(style|script)>(.*?)</\1>", text, re.S)
     }
     policy = (
-        f"default-src 'none'; script-src 'sha256-{allowed['script']}'; "
-        f"style-src 'sha256-{allowed['style']}'; connect-src 'self'; img-src blob: data:; "
-        "media-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; {'; '.join(map(' '.join, allowed.items()))}; connect-src 'self'; "
+        "img-src blob: data:; media-src blob:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
     )
-    return text.encode(), policy
+    headers = {"content-security-policy": policy, "referrer-policy": "no-referrer"}
+    return Response(text, media_type="text/html; charset=utf-8", headers=headers)
 
 
 async def _health(request: Request) -> Response:
+    """Whether the server and its pipelines are ready."""
     server: PipelineServer = request.state.server
     pipelines = {name: _condition(pipeline) for name, pipeline in server.pipelines.items()}
     return JSONResponse(
@@ -195,6 +225,7 @@ def _ended_in(workers: Mapping[str, Sequence[WorkerState]], state: str) -> list[
 
 
 async def _metrics(request: Request) -> Response:
+    """Figures for Prometheus."""
     server: PipelineServer = request.state.server
     return Response(await asyncio.to_thread(server.meters.text), media_type=CONTENT_TYPE_LATEST)
 

@@ -12,9 +12,8 @@ import numpy as np
 from engine import Waveform
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from engine.media.sound_file import Resampler
+    from av import AudioFrame
+    from av.filter import Graph
 
 AudioFileFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm"]
 
@@ -43,7 +42,7 @@ _FFMPEG = {
 
 
 class SpokenPieces:
-    """Makes samples of 16 bits of the sound of one answer, piece by piece.
+    """Makes samples of 16 bits of the sound of one answer, piece by piece, however it is cut.
 
     ``rate`` is how many a second; without one, as many as the pipeline makes. ``speed``, from 0.25
     to 4, is that of the speech, whose pitch it leaves.
@@ -52,71 +51,55 @@ class SpokenPieces:
     def __init__(self, rate: int | None = None, speed: float = 1.0) -> None:
         self.rate = rate
         self._speed = speed
-        self._tempo: _Tempo | None = None
-        self._resampler: Resampler | None = None
+        self._graph: Graph | None = None
 
     def of(self, sound: Waveform) -> bytes:
         """Convert sound that follows that before; perhaps to nothing yet, if it is changed."""
-        made = sound.sampling_rate
+        samples, made = sound.encoded("pcm16"), sound.sampling_rate
         self.rate = self.rate or made
         if self.rate == made and self._speed == 1.0:
-            return sound.encoded("pcm16")
-        if self._resampler is None:
-            # Libraries for sound, which a server need not import before it answers.
-            from engine.media.sound_file import Resampler
-
-            self._resampler = Resampler(made, self.rate)
-            self._tempo = _Tempo(made, self._speed) if self._speed != 1.0 else None
-        samples = sound.samples.float().numpy(force=True)
-        if self._tempo is not None:
-            samples = self._tempo.changed(samples)
-        return self._samples(self._resampler.resampled(samples))
+            return samples
+        if self._graph is None:
+            self._graph = _graph(made, self.rate, self._speed)
+        return self._passed(_frame(samples, made)) if samples else b""
 
     def rest(self) -> bytes:
         """Return what was held back until nothing more comes."""
-        if self._resampler is None:
-            return b""
-        last = self._tempo.changed(None) if self._tempo is not None else np.zeros(0, np.float32)
-        return self._samples(self._resampler.resampled(last, last=True))
+        return b"" if self._graph is None else self._passed(None)
 
-    def _samples(self, samples: NDArray[np.float32]) -> bytes:
-        import torch  # a server answers before it is imported
-
-        assert self.rate is not None
-        return Waveform(torch.from_numpy(samples), self.rate).encoded("pcm16")
-
-
-class _Tempo:
-    """Makes speech faster or slower by FFmpeg's filter ``atempo``, however it is cut."""
-
-    def __init__(self, rate: int, speed: float) -> None:
-        import av.filter
-
-        self._rate, self._num_fed = rate, 0
-        self._graph = av.filter.Graph()
-        # Each by a factor of 2 at most: beyond that the filter leaves some out, or takes no value.
-        num_steps = math.ceil(abs(math.log2(speed)))
-        steps = [self._graph.add("atempo", f"{speed ** (1 / num_steps)}") for _ in range(num_steps)]
-        source = self._graph.add_abuffer(sample_rate=rate, format="flt", layout="mono")
-        self._graph.link_nodes(source, *steps, self._graph.add("abuffersink")).configure()
-
-    def changed(self, samples: NDArray[np.float32] | None) -> NDArray[np.float32]:
-        """Take the next samples, ``(n,)``, or None at the end; return what they make certain."""
+    def _passed(self, frame: AudioFrame | None) -> bytes:
         import av
 
-        if samples is None:
-            self._graph.push(None)
-        elif len(samples):
-            frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples)[None], "flt", "mono")
-            frame.sample_rate, frame.pts = self._rate, self._num_fed
-            self._num_fed += len(samples)
-            self._graph.push(frame)
-        parts = [np.zeros(0, np.float32)]
+        assert self._graph is not None
+        self._graph.push(frame)
+        parts = []
         while True:
             try:
-                parts.append(self._graph.pull().to_ndarray()[0])
+                parts.append(self._graph.pull().to_ndarray().tobytes())
             except (av.BlockingIOError, av.EOFError):
-                return np.concatenate(parts)
+                return b"".join(parts)
+
+
+def _graph(rate: int, wanted: int, speed: float) -> Graph:
+    """What changes tempo and rate: filters of FFmpeg, which a server imports when it speaks."""
+    import av.filter
+
+    graph = av.filter.Graph()
+    # Each by a factor of 2 at most: beyond that the filter leaves some out, or takes no value.
+    num_steps = math.ceil(abs(math.log2(speed)))
+    steps = [graph.add("atempo", f"{speed ** (1 / num_steps)}") for _ in range(num_steps)]
+    source = graph.add_abuffer(sample_rate=rate, format="s16", layout="mono")
+    ends = graph.add("aresample", f"{wanted}"), graph.add("abuffersink")
+    graph.link_nodes(source, *steps, *ends).configure()
+    return graph
+
+
+def _frame(samples: bytes, rate: int) -> AudioFrame:
+    import av
+
+    frame = av.AudioFrame.from_ndarray(np.frombuffer(samples, "<i2")[None], "s16", "mono")
+    frame.sample_rate = rate
+    return frame
 
 
 class SpokenFile:
@@ -160,24 +143,6 @@ def _wav_stream_header(sampling_rate: int) -> bytes:
     )
 
 
-class _Sink(io.RawIOBase):
-    """Gathers what a container writes until it is taken."""
-
-    def __init__(self) -> None:
-        self.written = b""
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self.written += bytes(data)
-        return len(data)
-
-    def take(self) -> bytes:
-        taken, self.written = self.written, b""
-        return taken
-
-
 class _Encoder:
     """Compresses samples of 16 bits by FFmpeg, at the next rate that the codec has."""
 
@@ -186,24 +151,25 @@ class _Encoder:
 
         container, codec, options = _FFMPEG[form]
         rates = av.codec.Codec(codec, "w").audio_rates or [rate]
-        self._rate = rate
-        self._out = io.BytesIO() if form == "flac" else _Sink()
-        self._container = av.open(self._out, "w", format=container, options=options)
         at_rate = min((each for each in rates if each >= rate), default=max(rates))
+        self._rate, self._comes_whole = rate, form == "flac"
+        self._out, self._num_taken = io.BytesIO(), 0
+        self._container = av.open(self._out, "w", format=container, options=options)
         self._stream: Any = self._container.add_stream(codec, rate=at_rate, layout="mono")
 
     def encoded(self, samples: bytes) -> bytes:
         """Take the next samples, and return what they make certain."""
-        import av
-
         if samples:
-            frame = av.AudioFrame.from_ndarray(np.frombuffer(samples, "<i2")[None], "s16", "mono")
-            frame.sample_rate = self._rate
-            self._container.mux(self._stream.encode(frame))
-        return self._out.take() if isinstance(self._out, _Sink) else b""
+            self._container.mux(self._stream.encode(_frame(samples, self._rate)))
+        return b"" if self._comes_whole else self._new()
 
     def end(self) -> bytes:
         """Return what is left."""
         self._container.mux(self._stream.encode(None))
         self._container.close()
-        return self._out.take() if isinstance(self._out, _Sink) else self._out.getvalue()
+        return self._new()
+
+    def _new(self) -> bytes:
+        new = bytes(self._out.getbuffer()[self._num_taken :])
+        self._num_taken += len(new)
+        return new

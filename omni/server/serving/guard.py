@@ -160,8 +160,8 @@ class ArrivingBody:
 
 _logger = package_logger(__name__)
 
-_OPEN_PATHS = frozenset({"/", "/health"})
-"""For everybody: a page without anybody's data, and whether the server is well."""
+_OPEN_PATHS = frozenset({"/", "/docs", "/openapi.json", "/health"})
+"""For everybody: pages without anybody's data, and whether the server is well."""
 
 _PROTOCOL_PREFIX = "openai-insecure-api-key."
 """How a browser, which cannot set headers of a WebSocket, sends a key among the subprotocols."""

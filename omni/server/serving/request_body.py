@@ -68,6 +68,12 @@ _ModelT = TypeVar("_ModelT", bound=BaseModel)
 _ABSENT: tuple[Any, ...] = (None, [], {})
 
 
+def _add_hints(schema: dict[str, Any], model: type[ApiModel]) -> None:
+    """Let the schema of a model have the keys that are taken and change nothing."""
+    hints = {key: {"description": "changes nothing"} for key in sorted(model.without_effect)}
+    schema["properties"] = schema.get("properties", {}) | hints
+
+
 class ApiModel(BaseModel):
     """A request's body, or a part of it. Unknown keys are refused; null is as good as absent.
 
@@ -77,7 +83,7 @@ class ApiModel(BaseModel):
         without_effect: keys that are taken, and change nothing about the answer.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=_add_hints)
 
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     without_effect: ClassVar[frozenset[str]] = frozenset()
