@@ -519,18 +519,27 @@ class ChatRequest(TextRequest):
 
 
 class CompletionRequest(TextRequest):
-    """A request for completions; ``logprobs`` is of how many tokens beside the chosen one."""
+    """A request for completions; ``logprobs`` is of how many tokens beside the chosen one.
+
+    With ``echo`` each text begins with its prompt.
+    """
 
     without_effect: ClassVar = frozenset(("user",))
     not_supported: ClassVar = {
         "best_of": (1,),
-        "echo": (False,),
         "suffix": ("",),
     }
 
     prompt: PromptList
     max_tokens: int | None = None
     logprobs: int | None = Field(default=None, ge=0, le=5)
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _echoes_text_alone(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise PlacedError(("echo",), "not supported with logprobs: the prompt's are not known")
+        return self
 
     def stage_fields(self) -> tuple[dict[str, Any], dict[str, str]]:
         """See :meth:`TextRequest.sampling_fields`."""

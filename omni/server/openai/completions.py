@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 from starlette.responses import Response
 
+from engine import Prompt, TextPrompt, TokensPrompt
 from engine.interface.outputs import CompletionDelta, OutputDelta
 from omni.server.openai.answers import (
     Choice,
@@ -19,6 +20,7 @@ from omni.server.openai.answers import (
     usage_so_far,
 )
 from omni.server.openai.chat_request import CompletionRequest, prompts_of
+from omni.server.openai.tokenize import prompt_reader
 from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import DONE
 from omni.server.serving.pipeline_server import PipelineServer
@@ -38,6 +40,10 @@ class Completions(TextResponse):
             body.request(client, prompt, self._sampling, index)
             for index, prompt in enumerate(prompts)
         ]
+        self._echoes: dict[int, str] = {}  # by completion, until they are sent
+        if body.echo:
+            texts = [self._text_of(prompt) for prompt in prompts]
+            self._echoes = dict(enumerate(text for text in texts for _ in range(self._n)))
 
     async def whole(self) -> Response:
         """All completions in one piece."""
@@ -77,6 +83,13 @@ class Completions(TextResponse):
             end = self._event_of([], usage_so_far(counts)) + DONE
         yield end
 
+    def _text_of(self, prompt: Prompt) -> str:
+        if isinstance(prompt, TextPrompt):
+            return prompt.prompt
+        assert isinstance(prompt, TokensPrompt)
+        tokenizer, _ = prompt_reader(self.server, self.pipeline.name)
+        return str(tokenizer.decode(list(prompt.prompt_token_ids)))
+
     def _places(self) -> TokenPlaces | None:
         return None if self._logprobs is None else self._logprobs.places()
 
@@ -88,7 +101,8 @@ class Completions(TextResponse):
     ) -> Choice:
         """All of a completion, or what is new of it."""
         reason = None if part.finish_reason is None else part.finish_reason.value
-        choice = Choice(index=index, text=part.text or "", finish_reason=reason)
+        text = self._echoes.pop(index, "") + (part.text or "")
+        choice = Choice(index=index, text=text, finish_reason=reason)
         if self._logprobs is not None and places is not None:
             choice.logprobs = self._logprobs.completion(part.logprobs or (), places)
         return choice

@@ -6,6 +6,7 @@ from base64 import b64encode
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
+from pydantic import Field
 from starlette.responses import Response
 
 from omni.server.openai.answers import as_json
@@ -25,15 +26,16 @@ _POOLED = "pooled"
 class EmbeddingsRequest(RequestFields):
     """A request for embeddings, to a pipeline with an encoder whose tensors the user gets.
 
-    ``encoding_format`` is numbers, or base64 of float32, little-endian.
+    ``encoding_format`` is numbers, or base64 of float32, little-endian. Of each row the first
+    ``dimensions`` are given, at length 1.
     """
 
     without_effect: ClassVar = frozenset(("user",))
-    not_supported: ClassVar = {"dimensions": ()}
 
     model: str
     input: PromptList
     encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(default=None, ge=1)
     truncate_prompt_tokens: int | None = None
 
 
@@ -46,6 +48,7 @@ class Embeddings(PipelineResponse):
         super().__init__(server, client, body.model)
         self._stage = _encoding_stage(self.stages)
         self._is_base64 = body.encoding_format == "base64"
+        self._width = body.dimensions
         length = body.truncate_prompt_tokens
         given = {} if length is None else {"truncate_prompt_tokens": length}
         sampling = merge_sampling(self.stages, self._stage, given, {}, {})
@@ -72,6 +75,11 @@ class Embeddings(PipelineResponse):
 
     def _row(self, output: StageOutput) -> list[float] | str:
         row = output.tensors[_POOLED].float().numpy()
+        if self._width is not None:
+            if self._width > len(row):
+                raise ApiError.bad_field("dimensions", f"the model's rows have {len(row)}")
+            row = row[: self._width]
+            row = row / max(np.linalg.norm(row), np.finfo(row.dtype).tiny)
         if self._is_base64:
             return b64encode(np.ascontiguousarray(row, dtype="<f4").tobytes()).decode()
         numbers: list[float] = row.tolist()

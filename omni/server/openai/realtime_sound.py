@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from functools import cache
+from io import BytesIO
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,34 +42,27 @@ class Sound:
         return np.frombuffer(self.samples, "<i2").astype(np.float32) / np.float32(2**15)
 
 
-@cache
-def _telephone_levels(kind: str) -> NDArray[np.int16]:
-    """The sample behind each of the 256 codes of G.711, as the recommendation defines them."""
-    codes = np.arange(256)
-    if kind == "audio/pcmu":
-        codes = ~codes & 0xFF
-        magnitude = (((codes & 15) << 3) + 132 << (codes >> 4 & 7)) - 132
-        return np.where(codes & 128, -magnitude, magnitude).astype(np.int16)
-    codes ^= 0x55
-    segment, step = codes >> 4 & 7, (codes & 15) << 4
-    magnitude = np.where(segment, step + 264 << np.maximum(segment, 1) - 1, step + 8)
-    return np.where(codes & 128, magnitude, -magnitude).astype(np.int16)
+_TELEPHONES = {"audio/pcmu": "ULAW", "audio/pcma": "ALAW"}
 
 
 def telephone_code(samples: bytes, kind: str) -> bytes:
-    """Write samples of 16 bits in the nearest codes of ``audio/pcmu`` or ``audio/pcma``."""
-    levels = _telephone_levels(kind).astype(np.int32)
-    order = np.argsort(levels, kind="stable")
-    between = (levels[order][1:] + levels[order][:-1] + 1) // 2
-    nearest = np.searchsorted(between, np.frombuffer(samples, "<i2"), side="right")
-    return order.astype(np.uint8)[nearest].tobytes()
+    """Write samples of 16 bits in the codes of ``audio/pcmu`` or ``audio/pcma``."""
+    import soundfile
+
+    file = BytesIO()
+    soundfile.write(file, np.frombuffer(samples, "<i2"), 8000, _TELEPHONES[kind], format="RAW")
+    return file.getvalue()
 
 
 def samples_of(content: bytes, form: AudioFormat) -> bytes:
     """Read samples of 16 bits from what is in a format of a session."""
     if form.type == "audio/pcm":
         return content
-    return _telephone_levels(form.type)[np.frombuffer(content, np.uint8)].astype("<i2").tobytes()
+    import soundfile
+
+    how = {"samplerate": 8000, "channels": 1, "format": "RAW", "subtype": _TELEPHONES[form.type]}
+    samples, _ = soundfile.read(BytesIO(content), dtype="int16", **how)
+    return bytes(samples.astype("<i2").tobytes())
 
 
 def whole_sound(samples: bytes, rate: int, place: str) -> Sound:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import struct
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -29,11 +28,11 @@ AUDIO_TYPES: dict[AudioFileFormat, str] = {
 _PCM_RATE = 24_000
 """Clients take ``pcm`` for that many samples a second: nothing in it says how many there are."""
 
-_UNKNOWN_BYTES = 0xFFFFFFFF
-
 # FFmpeg's names of a container and a codec, and options of the container.
 _FFMPEG = {
     # Frames alone: whatever stands before them tells the length, which is not known yet.
+    "pcm": ("s16le", "pcm_s16le", {}),
+    "wav": ("wav", "pcm_s16le", {"fflags": "+bitexact"}),
     "mp3": ("mp3", "libmp3lame", {"write_xing": "0", "id3v2_version": "0"}),
     "opus": ("ogg", "libopus", {"page_duration": "100000"}),  # microseconds, and else a second
     "aac": ("adts", "aac", {}),
@@ -105,69 +104,51 @@ def _frame(samples: bytes, rate: int) -> AudioFrame:
 class SpokenFile:
     """Writes the sound of one answer as a file, which can be played while it is written.
 
-    Only FLAC comes in one piece: its head says how long it is.
+    It has the sound's own rate, or the next one that the format has. Only FLAC comes in one piece:
+    its head says how long it is.
     """
 
     def __init__(self, form: AudioFileFormat, speed: float = 1.0) -> None:
         self._form = form
-        self._pieces = SpokenPieces(_PCM_RATE if form == "pcm" else None, speed)
-        self._encoder: _Encoder | None = None
-        self.has_begun = False
+        self._pieces = SpokenPieces(speed=speed)
+        self._out, self._num_taken = io.BytesIO(), 0
+        self._container: Any = None
+        self._stream: Any = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was any sound."""
+        return self._container is not None
 
     def of(self, sound: Waveform) -> bytes:
         """Write sound that follows that before; perhaps nothing yet."""
-        return self._written(self._pieces.of(sound), sound.sampling_rate)
+        if self._container is None:
+            self._open(sound.sampling_rate)
+        self._encode(self._pieces.of(sound))
+        return b"" if self._form == "flac" else self._new()
 
     def rest(self) -> bytes:
         """Write what was held back until nothing more comes."""
-        assert self._pieces.rate is not None
-        written = self._written(self._pieces.rest(), self._pieces.rate)
-        return written if self._encoder is None else written + self._encoder.end()
-
-    def _written(self, samples: bytes, rate: int) -> bytes:
-        is_first, self.has_begun = not self.has_begun, True
-        if self._form == "pcm":
-            return samples
-        if self._form == "wav":
-            return (_wav_stream_header(rate) if is_first else b"") + samples
-        if self._encoder is None:
-            self._encoder = _Encoder(self._form, rate)
-        return self._encoder.encoded(samples)
-
-
-def _wav_stream_header(sampling_rate: int) -> bytes:
-    """Write the head of a WAV file of mono samples of 16 bits whose length is not known yet."""
-    form = (16, 1, 1, sampling_rate, 2 * sampling_rate, 2, 16)
-    return struct.pack(
-        "<4sI8sIHHIIHH4sI", b"RIFF", _UNKNOWN_BYTES, b"WAVEfmt ", *form, b"data", _UNKNOWN_BYTES
-    )
-
-
-class _Encoder:
-    """Compresses samples of 16 bits by FFmpeg, at the next rate that the codec has."""
-
-    def __init__(self, form: AudioFileFormat, rate: int) -> None:
-        import av
-
-        container, codec, options = _FFMPEG[form]
-        rates = av.codec.Codec(codec, "w").audio_rates or [rate]
-        at_rate = min((each for each in rates if each >= rate), default=max(rates))
-        self._rate, self._comes_whole = rate, form == "flac"
-        self._out, self._num_taken = io.BytesIO(), 0
-        self._container = av.open(self._out, "w", format=container, options=options)
-        self._stream: Any = self._container.add_stream(codec, rate=at_rate, layout="mono")
-
-    def encoded(self, samples: bytes) -> bytes:
-        """Take the next samples, and return what they make certain."""
-        if samples:
-            self._container.mux(self._stream.encode(_frame(samples, self._rate)))
-        return b"" if self._comes_whole else self._new()
-
-    def end(self) -> bytes:
-        """Return what is left."""
+        self._encode(self._pieces.rest())
         self._container.mux(self._stream.encode(None))
         self._container.close()
         return self._new()
+
+    def _open(self, rate: int) -> None:
+        import av
+
+        container, codec, options = _FFMPEG[self._form]
+        rates = av.codec.Codec(codec, "w").audio_rates or [rate]
+        if self._form == "pcm":
+            rates = [_PCM_RATE]
+        at_rate = min((each for each in rates if each >= rate), default=max(rates))
+        self._container = av.open(self._out, "w", format=container, options=options)
+        self._stream = self._container.add_stream(codec, rate=at_rate, layout="mono")
+
+    def _encode(self, samples: bytes) -> None:
+        if samples:
+            assert self._pieces.rate is not None
+            self._container.mux(self._stream.encode(_frame(samples, self._pieces.rate)))
 
     def _new(self) -> bytes:
         new = bytes(self._out.getbuffer()[self._num_taken :])

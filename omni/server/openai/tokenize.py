@@ -53,7 +53,7 @@ class DetokenizeRequest(ApiModel):
 async def tokenize(request: Request) -> Response:
     """The ids of a prompt's tokens."""
     body = await read_json(request, TokenizeRequest)
-    tokenizer, length = _reader(request.state.server, body.model)
+    tokenizer, length = prompt_reader(request.state.server, body.model)
     ids = await asyncio.to_thread(_ids, body, tokenizer)
     answer = {"count": len(ids), "max_model_len": length, "tokens": ids}
     if body.return_token_strs:
@@ -64,7 +64,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of tokens."""
     body = await read_json(request, DetokenizeRequest)
-    tokenizer, _ = _reader(request.state.server, body.model)
+    tokenizer, _ = prompt_reader(request.state.server, body.model)
     for index, token_id in enumerate(body.tokens):
         if token_id >= len(tokenizer):
             raise ApiError.bad_field(
@@ -73,7 +73,7 @@ async def detokenize(request: Request) -> Response:
     return JSONResponse({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
 
 
-def _reader(server: PipelineServer, model: str) -> tuple[Any, int | None]:
+def prompt_reader(server: PipelineServer, model: str) -> tuple[Any, int | None]:
     """The tokenizer of the stage that reads prompts, and the longest prompt."""
     pipeline = server.find(model)
     for name, stage in pipeline.omni.pipeline.stages.items():

@@ -329,6 +329,25 @@ def test_completions_are_those_of_omni_in_python(server: LiveServer, client: Any
     assert list(zip(texts, reasons, strict=True)) == expected
 
 
+@pytest.mark.parametrize("prompt", [PROMPTS, [[5, 6, 7], [8, 9]]])
+def test_an_echo_is_the_prompt_before_each_completion(server: LiveServer, client: Any, prompt: Any):
+    asked = {"model": "chat", "prompt": prompt, "n": 2, "temperature": 1.0, "seed": 3}
+    plain = client.completions.create(**asked)
+    tokenizer: Any = server.pipelines.find("chat").tokenizer("writer")
+    texts = [each if isinstance(each, str) else tokenizer.decode(each) for each in prompt]
+    expected = [texts[choice.index // 2] + choice.text for choice in plain.choices]
+    whole = client.completions.create(**asked, echo=True)
+    assert [choice.text for choice in whole.choices] == expected
+    streamed = [""] * len(expected)
+    for part in client.completions.create(**asked, echo=True, stream=True):
+        for choice in part.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == expected
+    with pytest.raises(openai.BadRequestError, match="the prompt's are not known") as error:
+        client.completions.create(**asked, echo=True, logprobs=1)
+    assert error.value.param == "echo"
+
+
 def test_token_ids_are_prompts_as_well(server: LiveServer, client: Any):
     one = client.completions.create(model="chat", prompt=[5, 6, 7])
     several = client.completions.create(model="chat", prompt=[[5, 6, 7], [8, 9]])

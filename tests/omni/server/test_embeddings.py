@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+import torch
 
 from omni import OmniRequest, TextPrompt
 from tests.support.live_server import LiveServer
@@ -44,6 +45,26 @@ def test_embeddings_are_the_encoders_pooled_rows(embedding: LiveServer, client: 
         np.testing.assert_allclose(row, expected.numpy(), atol=1e-5)
     tokens = sum(output.stages["encoder"].num_prompt_tokens for output in outputs)
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == tokens
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+def test_rows_are_shortened_as_sentence_transformers_does(client: Any, encoding: Any):
+    asked = {"model": "encode_then_generate", "input": TEXTS, "encoding_format": encoding}
+    whole, short = (
+        [
+            np.frombuffer(b64decode(each.embedding), "<f4")
+            if encoding == "base64"
+            else np.array(each.embedding, np.float32)
+            for each in client.embeddings.create(**asked, **more).data
+        ]
+        for more in ({}, {"dimensions": 5})
+    )
+    for row, cut in zip(whole, short, strict=True):
+        expected = torch.nn.functional.normalize(torch.from_numpy(row[:5].copy()), dim=0)
+        np.testing.assert_allclose(cut, expected.numpy(), atol=1e-6)
+    for wrong in (0, len(whole[0]) + 1):
+        with pytest.raises(openai.BadRequestError, match="dimensions"):
+            client.embeddings.create(**asked, dimensions=wrong)
 
 
 def test_one_text_and_token_ids_have_embeddings_too(client: Any):

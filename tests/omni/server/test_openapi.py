@@ -48,7 +48,8 @@ def test_what_clients_send_is_valid_and_what_is_refused_is_not(described: Any):
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": True}}
     body = {"model": "chat", "messages": [hello], "user": "me", "response_format": schema}
     chat.validate(body)
-    for wrong in ({"messages": []}, {"temprature": 1}, {"audio": {"format": "midi"}}):
+    wrongs: list[Any] = [{"messages": []}, {"temprature": 1}, {"audio": {"format": "midi"}}]
+    for wrong in wrongs:
         with pytest.raises(jsonschema.ValidationError):
             chat.validate(body | wrong)
     checker(described, "/v1/responses").validate({"model": "chat", "input": [hello]})
