@@ -37,6 +37,7 @@ from omni.server.openai.realtime_events import (
     InputTranscription,
     OneResponse,
     ResponseOptions,
+    SessionKind,
     SessionUpdate,
     TruncateItem,
     TurnDetection,
@@ -69,14 +70,20 @@ async def talk(websocket: WebSocket) -> None:
     offered = websocket.scope.get("subprotocols", ())
     await websocket.accept(subprotocol="realtime" if "realtime" in offered else None)
     server: PipelineServer = websocket.state.server
-    model = websocket.query_params.get("model", "")
+    asked = websocket.query_params
+    kind: SessionKind = "transcription" if asked.get("intent") == "transcription" else "realtime"
+    model = asked.get("model", "")
+    if kind == "transcription" and not model:  # which the client names later, or leaves to us
+        model = server.settings.transcriber or next(iter(server.pipelines))
     is_older = _OLDER_API in websocket.headers.get("openai-beta", "")
     is_older |= "openai-beta.realtime-v1" in offered
     try:
         with server.session():
             client: Client = websocket.state.client
             pipeline = server.find(model)
-            await RealtimeSession(websocket, server, pipeline, client, is_older=is_older).run()
+            await RealtimeSession(
+                websocket, server, pipeline, client, kind, is_older=is_older
+            ).run()
     except ApiError as error:
         websocket.state.refusal = error
         is_full = error.status is HTTPStatus.TOO_MANY_REQUESTS
@@ -94,7 +101,8 @@ def _suppress_gone() -> AbstractContextManager[None]:
 class RealtimeSession:
     """One client's session with one pipeline. Its end aborts its own requests, and nothing else.
 
-    A client that ``is_older`` knows the names of OpenAI's beta.
+    A client that ``is_older`` knows the names of OpenAI's beta. A session of the kind
+    ``transcription`` writes down what it hears, and answers nothing.
     """
 
     def __init__(
@@ -103,6 +111,7 @@ class RealtimeSession:
         server: PipelineServer,
         pipeline: ServedPipeline,
         client: Client,
+        kind: SessionKind = "realtime",
         *,
         is_older: bool = False,
     ) -> None:
@@ -111,10 +120,11 @@ class RealtimeSession:
         self._limits = server.settings.limits
         self._pipeline = pipeline
         self._client = client
+        self._kind = kind
         self._is_older = is_older
-        self._options = _first_options(server, pipeline)
+        self._options = _first_options(server, pipeline, kind)
         # Without any options it can answer, or there is no session.
-        plan_response(pipeline.omni.pipeline, self._options, "session")
+        self._check(self._options)
         self._conversation = Conversation(self._limits.max_body_bytes)
         sound = self._options.audio.input
         self._input = InputSound(sound.format, sound.turn_detection)
@@ -181,13 +191,23 @@ class RealtimeSession:
         except ApiError as error:
             await self._send_error(error, await without_faltering(event_id_of, text))
 
+    def _check(self, options: OneResponse) -> None:
+        if self._kind == "realtime":
+            plan_response(self._pipeline.omni.pipeline, options, "session")
+
     def _update(self, session: SessionUpdate) -> None:
+        if session.type not in (None, self._kind):
+            raise ApiError.bad_field(
+                "session.type",
+                f"this session is of type {self._kind!r}, which its address says: "
+                "?intent=transcription for one that writes down what it hears",
+            )
         if session.model not in (None, self._pipeline.name):
             raise ApiError.bad_field("session.model", "the model of a session cannot be changed")
         options = merged_options(self._options, session)
         if session.stages is not None:  # all of them, so that one can be taken back
             options = options.model_copy(update={"stages": session.stages})
-        plan_response(self._pipeline.omni.pipeline, options, "session")
+        self._check(options)
         self._transcriber(options)
         self._input.change(options.audio.input.format, options.audio.input.turn_detection)
         self._options = options
@@ -213,7 +233,7 @@ class RealtimeSession:
         )
         try:
             await self._commit(turn.sound)
-            if detection.create_response:
+            if detection.create_response and self._kind == "realtime":
                 self._begin_answer(OneResponse())
         except ApiError as error:  # the client has asked for nothing, so it is no event's
             await self._send_error(error, None)
@@ -278,6 +298,8 @@ class RealtimeSession:
         return self._server.find(name)
 
     def _begin_answer(self, options: OneResponse) -> None:
+        if self._kind != "realtime":
+            raise ApiError.bad_request("a session of type 'transcription' answers nothing")
         if self._response is not None and not self._response.task.done():
             raise ApiError(
                 HTTPStatus.CONFLICT,
@@ -323,10 +345,11 @@ class RealtimeSession:
             sound["turn_detection"] = None
         if not sound["transcription"]["model"]:
             sound["transcription"] = None
-        return {
-            "type": "realtime",
+        own = {"type": self._kind, "id": f"sess_{self._client.request_id}"}
+        if self._kind == "transcription":
+            return own | {"object": "realtime.transcription_session", "audio": {"input": sound}}
+        return own | {
             "object": "realtime.session",
-            "id": f"sess_{self._client.request_id}",
             "model": self._pipeline.name,
             "instructions": "",
             "tools": [],
@@ -336,15 +359,17 @@ class RealtimeSession:
         }
 
 
-def _first_options(server: PipelineServer, pipeline: ServedPipeline) -> OneResponse:
+def _first_options(
+    server: PipelineServer, pipeline: ServedPipeline, kind: SessionKind
+) -> OneResponse:
     """The options of a session that has said nothing: those of OpenAI's, as far as it can."""
     speaks = any("audio" in stage.final_output for stage in pipeline.omni.pipeline.stages.values())
     hears = "audio" in pipeline.describe()["modalities"]["input"]
-    transcriber = server.settings.transcriber
+    transcriber = server.settings.transcriber if kind == "realtime" else pipeline.name
     audio: dict[str, Any] = {}
     if hears or transcriber is not None:
         audio["turn_detection"] = TurnDetection()
-    if not hears and transcriber is not None:
+    if (not hears or kind == "transcription") and transcriber is not None:
         audio["transcription"] = InputTranscription(model=transcriber)
     return OneResponse.model_validate(
         {"audio": {"input": audio}, "output_modalities": ["audio" if speaks else "text"]}

@@ -193,10 +193,13 @@ class ResponseOptions(ApiModel):
         return ChatRequest.model_validate(asked, strict=True)
 
 
-class SessionUpdate(ResponseOptions):
-    """Options of a session; its model is that of the address."""
+SessionKind = Literal["realtime", "transcription"]
 
-    type: Literal["realtime"] = "realtime"
+
+class SessionUpdate(ResponseOptions):
+    """Options of a session; its model and type are those of the address."""
+
+    type: SessionKind | None = None
     model: str | None = None
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from av import AudioFrame
     from av.filter import Graph
 
+    from engine.media.sound_file import Resampler
+
 AudioFileFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm"]
 
 AUDIO_TYPES: dict[AudioFileFormat, str] = {
@@ -22,11 +24,13 @@ AUDIO_TYPES: dict[AudioFileFormat, str] = {
     "flac": "audio/flac",
     "opus": "audio/ogg",
     "aac": "audio/aac",
-    "pcm": "application/octet-stream",
+    "pcm": "audio/pcm",
 }
 
 _PCM_RATE = 24_000
 """Clients take ``pcm`` for that many samples a second: nothing in it says how many there are."""
+
+_LOUDEST = np.float32(2**15 - 1)
 
 # FFmpeg's names of a container and a codec, and options of the container.
 _FFMPEG = {
@@ -50,37 +54,50 @@ class SpokenPieces:
     def __init__(self, rate: int | None = None, speed: float = 1.0) -> None:
         self.rate = rate
         self._speed = speed
-        self._graph: Graph | None = None
+        self._tempo: Graph | None = None
+        self._resampler: Resampler | None = None
 
     def of(self, sound: Waveform) -> bytes:
         """Convert sound that follows that before; perhaps to nothing yet, if it is changed."""
         samples, made = sound.encoded("pcm16"), sound.sampling_rate
         self.rate = self.rate or made
-        if self.rate == made and self._speed == 1.0:
-            return samples
-        if self._graph is None:
-            self._graph = _graph(made, self.rate, self._speed)
-        return self._passed(_frame(samples, made)) if samples else b""
+        if self._speed != 1.0 and samples:
+            if self._tempo is None:
+                self._tempo = _tempo(made, self._speed)
+            samples = self._at_speed(_frame(samples, made))
+        if self.rate != made and self._resampler is None:
+            # Libraries for sound, which a server need not import before it answers.
+            from engine.media.sound_file import Resampler
+
+            self._resampler = Resampler(made, self.rate)
+        return self._at_rate(samples)
 
     def rest(self) -> bytes:
         """Return what was held back until nothing more comes."""
-        return b"" if self._graph is None else self._passed(None)
+        return self._at_rate(b"" if self._tempo is None else self._at_speed(None), last=True)
 
-    def _passed(self, frame: AudioFrame | None) -> bytes:
+    def _at_speed(self, frame: AudioFrame | None) -> bytes:
         import av
 
-        assert self._graph is not None
-        self._graph.push(frame)
+        assert self._tempo is not None
+        self._tempo.push(frame)
         parts = []
         while True:
             try:
-                parts.append(self._graph.pull().to_ndarray().tobytes())
+                parts.append(self._tempo.pull().to_ndarray().tobytes())
             except (av.BlockingIOError, av.EOFError):
                 return b"".join(parts)
 
+    def _at_rate(self, samples: bytes, *, last: bool = False) -> bytes:
+        if self._resampler is None:
+            return samples
+        given = np.frombuffer(samples, "<i2").astype(np.float32) / _LOUDEST
+        made = self._resampler.resampled(given, last=last).clip(-1, 1) * _LOUDEST
+        return bytes(np.rint(made).astype("<i2").tobytes())
 
-def _graph(rate: int, wanted: int, speed: float) -> Graph:
-    """What changes tempo and rate: filters of FFmpeg, which a server imports when it speaks."""
+
+def _tempo(rate: int, speed: float) -> Graph:
+    """FFmpeg's filter of that name."""
     import av.filter
 
     graph = av.filter.Graph()
@@ -88,8 +105,7 @@ def _graph(rate: int, wanted: int, speed: float) -> Graph:
     num_steps = math.ceil(abs(math.log2(speed)))
     steps = [graph.add("atempo", f"{speed ** (1 / num_steps)}") for _ in range(num_steps)]
     source = graph.add_abuffer(sample_rate=rate, format="s16", layout="mono")
-    ends = graph.add("aresample", f"{wanted}"), graph.add("abuffersink")
-    graph.link_nodes(source, *steps, *ends).configure()
+    graph.link_nodes(source, *steps, graph.add("abuffersink")).configure()
     return graph
 
 
@@ -110,7 +126,7 @@ class SpokenFile:
 
     def __init__(self, form: AudioFileFormat, speed: float = 1.0) -> None:
         self._form = form
-        self._pieces = SpokenPieces(speed=speed)
+        self._pieces = SpokenPieces(_PCM_RATE if form == "pcm" else None, speed)
         self._out, self._num_taken = io.BytesIO(), 0
         self._container: Any = None
         self._stream: Any = None
@@ -122,9 +138,10 @@ class SpokenFile:
 
     def of(self, sound: Waveform) -> bytes:
         """Write sound that follows that before; perhaps nothing yet."""
+        samples = self._pieces.of(sound)
         if self._container is None:
-            self._open(sound.sampling_rate)
-        self._encode(self._pieces.of(sound))
+            self._open(self._pieces.rate or sound.sampling_rate)
+        self._encode(samples)
         return b"" if self._form == "flac" else self._new()
 
     def rest(self) -> bytes:
@@ -139,8 +156,6 @@ class SpokenFile:
 
         container, codec, options = _FFMPEG[self._form]
         rates = av.codec.Codec(codec, "w").audio_rates or [rate]
-        if self._form == "pcm":
-            rates = [_PCM_RATE]
         at_rate = min((each for each in rates if each >= rate), default=max(rates))
         self._container = av.open(self._out, "w", format=container, options=options)
         self._stream = self._container.add_stream(codec, rate=at_rate, layout="mono")

@@ -281,7 +281,7 @@ def decoded_by_ffmpeg(content: bytes) -> tuple[np.ndarray, int]:
 
 TYPES = {
     "wav": "audio/wav", "mp3": "audio/mpeg", "flac": "audio/flac", "opus": "audio/ogg",
-    "aac": "audio/aac", "pcm": "application/octet-stream",
+    "aac": "audio/aac", "pcm": "audio/pcm",
 }  # fmt: skip
 
 

@@ -28,6 +28,8 @@ from tests.support.live_server import LiveServer
 from tests.support.patience import PATIENCE_S
 
 RATE = 24_000
+SUM = {"type": "input_text", "text": "twelve plus thirty"}
+SOUND = "response.output_audio.delta"
 TOOL = {"type": "function", "name": "add", "parameters": ADD}
 Kinds = dict[str, type[BaseModel]]
 
@@ -171,6 +173,45 @@ def test_speech_ends_by_itself_and_is_written_down_and_answered_by_voice(server:
         (answer,) = of_kind(heard, "response.done")[0]["response"]["output"]
         assert answer["content"][0]["transcript"] == "12 + 30 = forty two"
         assert of_kind(heard, "response.output_audio.delta")
+
+
+@pytest.mark.parametrize("model", ["", "ears"])
+def test_a_session_of_transcriptions_writes_down_and_answers_nothing(
+    server: LiveServer, model: str
+):
+    with talk(server, f"{model}&intent=transcription") as one:
+        transcription = {"model": "gpt-4o-transcribe", "language": "en"}
+        session = one.set(type="transcription", audio={"input": {"transcription": transcription}})
+        assert session["type"] == "transcription"
+        one.speak(question())
+        written = "conversation.item.input_audio_transcription.completed"
+        heard = one.until(written)
+        (committed,) = of_kind(heard, "input_audio_buffer.committed")
+        (part,) = one.item(committed["item_id"])["content"]
+        samples = np.frombuffer(b64decode(part["audio"]), "<i2").astype(np.float32) / 2**15
+        prompt = AudioPrompt(samples, RATE, language="en")
+        (expected,) = server.omni("ears").generate([prompt])
+        text = expected.stages["writer"].text.strip()
+        assert of_kind(heard, written)[0]["transcript"] == text != ""
+        assert "answers nothing" in one.mistake("response.create")["message"]
+        wrong = one.mistake("session.update", session={"type": "realtime"})
+        assert wrong["param"] == "session.type"
+
+
+def test_a_session_speaks_faster_where_that_is_asked(server: LiveServer):
+    spoken = []
+    with talk(server, "spoken_sums") as one:
+        for speed in (1.0, 1.5):
+            one.set(audio={"output": {"speed": speed}})
+            one.say("conversation.item.create", item=message(SUM) | {"id": f"sum-{speed}"})
+            one.say("response.create")
+            heard = one.until("response.done")
+            sound = b"".join(b64decode(each["delta"]) for each in of_kind(heard, SOUND))
+            spoken.append(len(sound) / 2 / RATE)
+            (answer,) = of_kind(heard, "response.done")[0]["response"]["output"]
+            for item in (answer["id"], f"sum-{speed}"):
+                one.say("conversation.item.delete", item_id=item)
+    assert spoken[1] == pytest.approx(spoken[0] / 1.5, abs=0.15)
 
 
 def test_silence_noise_and_tones_begin_nothing(server: LiveServer):
