@@ -155,7 +155,8 @@ def run_cross_step(
 ) -> Tensor:
     """Attention without causality over what all encoders give in the step; the rest holds NaN.
 
-    But for the null page, which the engine keeps at zero and some kernels read.
+    But for the null page and what follows an input in its last page: the engine clears both, and
+    some backends read them.
     """
     generator = torch.Generator().manual_seed(0)
     shape = Shape(query_lens, encoder_lens, block_size, 8, 2, 64)
@@ -163,6 +164,9 @@ def run_cross_step(
     memory.buffer.view(dtype).fill_(float("nan"))
     memory.clear_null_page()
     table = random_block_table(encoder_lens, block_size, num_blocks, generator)
+    for row, encoder_len in zip(table.tolist(), encoder_lens, strict=True):
+        if encoder_len % block_size:
+            memory.clear_page(0, row[encoder_len // block_size])
     written = (True,) * len(encoder_lens)
     metadata = cross_metadata_for(memory, query_lens, encoder_lens, written, table)
     metadata = to_device(metadata, device)

@@ -61,20 +61,27 @@ class Trial:
         Raises:
             Exception: whatever the engine raises when it is built, or when it runs.
         """
-        engine = self._engine(str(folder))
+        engine = self.engine(str(folder))
         try:
             return None if self.prompt is None else _ask(engine, self.prompt())
         finally:
             engine.close()
 
-    def _engine(self, model: str) -> Engine[Any]:
+    def engine(self, model: str, device: str = "cpu", block_size: int = 8) -> Engine[Any]:
+        """One in float32."""
         if self.kind == "generator":
             params = GenerationParams(num_steps=2)
             return GeneratorEngine(
-                GeneratorConfig(model=model, part=self.part, device="cpu", generation=params)
+                GeneratorConfig(model=model, part=self.part, device=device, generation=params)
             )
         config = EngineConfig(
-            model=model, part=self.part, device="cpu", num_blocks=64, block_size=8, max_num_seqs=4
+            model=model,
+            part=self.part,
+            device=device,
+            dtype="float32",
+            num_blocks=64,
+            block_size=block_size,
+            max_num_seqs=4,
         )
         return EncoderEngine(config) if self.kind == "encoder" else LLMEngine(config)
 
