@@ -8,8 +8,8 @@ process of its own, for a bounded time; what fails, hangs or crashes is recorded
 goes on. What the parts are, and what they print, is in :mod:`benchmarks.gpu_parts`.
 
 ``DIR/report.md`` and ``DIR/report.json`` are written again whenever a part has found something, so
-that a stop in the middle loses nothing; ``DIR/PART.jsonl`` and ``DIR/PART.log`` hold what a part found
-and printed. The exit status is 1 if a part did not come to its end.
+that a stop in the middle loses nothing; ``DIR/PART.jsonl`` and ``DIR/PART.log`` hold what a part
+found and printed. The exit status is 1 if a part did not come to its end.
 """
 
 from __future__ import annotations

@@ -272,8 +272,8 @@ class Throughput:
             for count in self.seats:
                 with run.case("transformers", requests=count):
                     prompts = random_prompts(count, self.prompt_len, self.shape, 1)
-                    ids = [prompt.prompt_token_ids for prompt in prompts]
-                    wall = [self._generate(model, ids, n) for n in (2, 1, 1 + self.steps)]
+                    rows = [prompt.prompt_token_ids for prompt in prompts]
+                    wall = [self._generate(model, rows, n) for n in (2, 1, 1 + self.steps)]
                     self.generate_ms[count] = 1e3 * (wall[2] - wall[1]) / self.steps
             for length in self.lengths:
                 with run.case("transformers", prompt=length):
@@ -326,7 +326,7 @@ class Throughput:
     def prefills(self, engine: LLMEngine, side: str, lengths: Sequence[int]) -> None:
         """Prompts to their first token, new ones and such of which the first half is cached."""
         config, hidden, layers = self.config, self.config.hidden_size, self.config.num_hidden_layers
-        kv = hidden * config.num_key_value_heads // config.num_attention_heads
+        kv = hidden * _SHAPES[self.shape][4] // _SHAPES[self.shape][3]
         per_layer = hidden * (2 * hidden + 2 * kv + 3 * config.intermediate_size)
         for length in lengths:
             with self.run.case(f"prefills, {self.shape}", side=side, prompt=length):
@@ -347,7 +347,8 @@ class Throughput:
 
     def _prefill_seconds(self, engine: LLMEngine, length: int) -> tuple[float, float]:
         """Of a new prompt, and of one whose first half is cached."""
-        first, second = [], []
+        first: list[float] = []
+        second: list[float] = []
         for seed in range(4):
             prompt, other = random_prompts(2, length, self.shape, 100 + seed)
             half = TokensPrompt(
@@ -367,11 +368,16 @@ def throughput(run: Run, shape: str) -> None:
     bound = Throughput(run, shape)
     with run.case("transformers"):
         bound.of_transformers()
-    for side, mirrors in (("mirrored", True), ("not mirrored", False)):
-        with run.case("engine", side=side), random_engine(run, shape, mirrors=mirrors) as engine:
-            few = slice(-2, None) if mirrors else slice(None)
-            bound.decodes(engine, side, bound.seats[few])
-            bound.prefills(engine, side, bound.lengths[: 1 if mirrors else None])
+    last, first = bound.seats[-2:], bound.lengths[:1]
+    sides: dict[str, tuple[dict[str, bool], Sequence[int], Sequence[int]]] = {
+        "not mirrored": ({"mirrors": False}, bound.seats, bound.lengths),
+        "mirrored": ({}, last, first),
+        "eager, not mirrored": ({"mirrors": False, "enforce_eager": True}, last, ()),
+    }
+    for side, (changes, seats, lengths) in sides.items():
+        with run.case("engine", side=side), random_engine(run, shape, **changes) as engine:
+            bound.decodes(engine, side, seats)
+            bound.prefills(engine, side, lengths)
             if run.device.type == "cuda":
                 peak = torch.cuda.max_memory_allocated(run.device) / 2**30
                 run.row("memory", side=side, peak_gib=peak, attention=engine.memory_plan.attention)
@@ -425,7 +431,7 @@ def _count_waits(run: Run, engine: LLMEngine) -> int:
 
 
 def _report_profile(run: Run, found: Any) -> None:
-    kernels = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [e for e in found.events() if e.device_type.name == "CUDA"]
     if kernels:
         busy = sum(e.time_range.elapsed_us() for e in kernels)
         first = min(e.time_range.start for e in kernels)

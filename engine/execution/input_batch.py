@@ -18,7 +18,7 @@ without a loop over tokens::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -216,13 +216,15 @@ class ModelInputBuilder:
         scheduled: Sequence[ScheduledRequest] = (),
         encoded: Tensor | None = None,
         extra: Mapping[str, npt.NDArray[Any]] | None = None,
+        place: Callable[[int], Tensor] | None = None,
     ) -> ModelInputs:
         """Make what the model gets; the towers' rows that the step shows are in their pages.
 
         All that comes of the host's tables goes to the device in one copy.
 
         Args:
-            extra: arrays for which the caller has a use on the device.
+            extra: arrays for which the caller has a use on the device; they are copied last.
+            place: where the copy goes; see :func:`upload`.
         """
         arrays = step_arrays(step, self.memory) | {
             "token_ids": step.token_ids,
@@ -236,7 +238,7 @@ class ModelInputBuilder:
         if codes is not None:
             arrays["codes"] = codes
         arrays |= {name: array for name, array in marks.items() if array is not None}
-        tensors = upload(arrays | dict(extra or {}), self.device)
+        tensors = upload(arrays | dict(extra or {}), self.device, place)
         return ModelInputs(
             step,
             build_step_metadata(step, self.memory, tensors),
@@ -380,14 +382,12 @@ def _follows_encoder(
     step: StepInputs, scheduled: Sequence[ScheduledRequest]
 ) -> npt.NDArray[np.bool_] | None:
     """Per token, whether it comes after its request's encoder input; None if all do."""
-    views = [item.request.encoder_view for item in scheduled]
-    if not any(views):
-        return None
-    starts = [0 if view is None else view.start for view in views]
-    if not any(starts):
-        return None
-    first = np.repeat(starts, step.seq_lens - step.num_computed_tokens)
-    return step.positions >= first
+    starts = np.zeros_like(step.seq_lens)
+    for place, item in enumerate(scheduled):
+        view = item.request.encoder_view
+        starts[place] = 0 if view is None else view.start
+    follows = step.positions >= np.repeat(starts, step.seq_lens - step.num_computed_tokens)
+    return None if follows.all() else follows
 
 
 def _shows_item(
@@ -477,6 +477,7 @@ class InputBatch:
             for group_id, size in enumerate(self._block_sizes)
         )
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.max_num_seqs = max_num_seqs
         self.clear()
 
     def clear(self) -> None:
@@ -578,6 +579,38 @@ class InputBatch:
                     for group_id in range(len(self._block_sizes))
                 ]
             ),
+        )
+
+    def pad(self, step: StepInputs, size: int) -> StepInputs:
+        """A step of decodes with rows for ``size`` requests, and tables as wide as they get.
+
+        The rows that are no request's begin, and keep their token in the null page.
+        """
+        rest = size - len(step.seq_lens)
+
+        def padded(array: IntArray, value: int = 0) -> IntArray:
+            return np.pad(array, (0, rest), constant_values=value)
+
+        groups = []
+        for group_id, group in enumerate(step.groups):
+            rows, width = group.block_table.shape
+            table = np.zeros((size, self._block_tables[group_id].shape[1]), dtype=np.int32)
+            table[:rows, :width] = group.block_table
+            slots = group.slot_mapping
+            groups.append(
+                GroupInputs(table, slots if group_id in self._cross_groups else padded(slots))
+            )
+        starts = np.concatenate(
+            (step.query_start_loc, step.query_start_loc[-1] + np.arange(1, rest + 1))
+        )
+        return StepInputs(
+            positions=padded(step.positions),
+            token_ids=padded(step.token_ids),
+            query_start_loc=starts,
+            seq_lens=padded(step.seq_lens, 1),
+            num_computed_tokens=padded(step.num_computed_tokens),
+            encoder_lens=padded(step.encoder_lens),
+            groups=tuple(groups),
         )
 
     def _prepare_cross_group(

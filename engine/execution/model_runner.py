@@ -29,6 +29,7 @@ from torch import Tensor
 
 from engine.attention.layer import AttentionStep
 from engine.attention.metadata import AttentionBackend, AttentionMetadata
+from engine.execution.decode_graphs import DecodeGraphs, Recorder
 from engine.execution.input_batch import (
     InputBatch,
     ModelInputBuilder,
@@ -248,6 +249,7 @@ class ModelRunner:
         backends: one per KV-cache group; None where it has no attention.
         items: rows of images and the like; None for a model that takes none.
         row_dtype: of mirrored rows that are no integers; None: as the model makes them.
+        record: how steps of decodes are recorded, to be replayed; None: they run as they come.
     """
 
     def __init__(
@@ -263,6 +265,7 @@ class ModelRunner:
         max_num_batched_tokens: int,
         items: EncoderCacheManager | None = None,
         row_dtype: torch.dtype | None = None,
+        record: Recorder | None = None,
     ) -> None:
         self._model = model
         self._row_dtype = row_dtype
@@ -279,6 +282,9 @@ class ModelRunner:
         self._contents = PageContents(memory)
         self._host_copy = HostCopy(device, max_num_batched_tokens)
         self._sampler = Sampler()
+        self._graphs: DecodeGraphs | None = None
+        if record is not None:
+            self._graphs = DecodeGraphs(self._decode, input_batch, device, record)
         self._bind_layers()
 
     def _bind_layers(self) -> None:
@@ -320,8 +326,7 @@ class ModelRunner:
         filled = self._contents.filled(step, runs_encoder)
         samples = [place for place, item in enumerate(output.scheduled) if item.samples]
         extra = {_SAMPLED: step.query_start_loc[1:][samples] - 1} | page_indices(filled)
-        inputs = self._inputs.build(step, output.scheduled, encoded, extra)
-        tensors = self._forward(inputs)
+        inputs, tensors = self._run(step, output.scheduled, encoded, extra)
         mirrored = self._mirrored(tensors)
         rows = mirrored | {"hidden_states": tensors["hidden_states"]}
         # Whether all that the step made is finite is asked now, and the answer read at the end.
@@ -402,11 +407,12 @@ class ModelRunner:
         try:
             step = self._batch.prepare(["warm-up 0", "warm-up 1"], [0, 0], [3, 2])
             with on_device(self._device):
-                tensors = self._forward(self._inputs.build(step))
+                _, tensors = self._run(step)
                 if self._device.type == "cuda":
                     # Steps of decodes alone have kernels of their own, compiled on first use.
-                    decodes = self._batch.prepare(["warm-up 0", "warm-up 1"], [2, 1], [1, 1])
-                    self._forward(self._inputs.build(decodes))
+                    decodes = self._batch.prepare(["warm-up 0"], [2], [1])
+                    for size in reversed((1,) if self._graphs is None else self._graphs.sizes):
+                        self._run(decodes, size=size)
                 if self._model.vocab_size:
                     self._model.compute_logits(tensors["hidden_states"][:1])
             self._host_copy.start(self._mirrored(tensors))
@@ -470,6 +476,34 @@ class ModelRunner:
             raise ValueError(f"the tower gave rows of {kinds} that are NaN or infinite")
         for entry, rows in zip(items, encoded, strict=True):
             manager.fill(entry, rows)
+
+    def _run(
+        self,
+        step: StepInputs,
+        scheduled: Sequence[ScheduledRequest] = (),
+        encoded: Tensor | None = None,
+        extra: Mapping[str, NDArray[np.int64]] | None = None,
+        size: int = 1,
+    ) -> tuple[ModelInputs, Mapping[str, Tensor]]:
+        """What the model gets, and what it gives for each token; as a graph, if that can be.
+
+        Args:
+            size: the smallest of a graph.
+        """
+        graphs = self._graphs
+        padded = None if graphs is None else graphs.pad(step, size)
+        if graphs is None or padded is None:
+            inputs = self._inputs.build(step, scheduled, encoded, extra)
+            return inputs, self._forward(inputs)
+        inputs = self._inputs.build(padded, scheduled, encoded, extra, graphs.place)
+        tensors, num_tokens = graphs.run(inputs), len(step.token_ids)
+        return inputs, {name: rows[:num_tokens] for name, rows in tensors.items()}
+
+    def _decode(self, inputs: ModelInputs) -> dict[str, Tensor]:
+        """Run a padded step; what its padding has left in the null page is removed."""
+        tensors = self._forward(inputs)
+        self._memory.clear_null_page()
+        return tensors
 
     def _forward(self, inputs: ModelInputs) -> dict[str, Tensor]:
         metadata = inputs.metadata

@@ -252,6 +252,8 @@ class EngineSettings(Settings):
         device: ``auto`` takes CUDA when there is one.
         attention_backend: ``auto`` takes triton on CUDA, native on a CPU (C kernels, compiled on
             first use, for norms and activations too), torch where those cannot run.
+        enforce_eager: launch the kernels of every decode step one by one on CUDA, and replay no
+            graphs of them; graphs take some memory, and some seconds when the engine starts.
         block_size: tokens per KV block.
         num_blocks: blocks in the pool, the null block included, or large pages in models whose
             layers keep different things; None sizes the pool for ``max_num_seqs`` requests of
@@ -287,6 +289,7 @@ class EngineSettings(Settings):
     attention_backend: Literal["auto", "native", "torch", "triton", "xformers", "reference"] = (
         "auto"
     )
+    enforce_eager: bool = False
     block_size: int = Field(default=16, ge=1)
     num_blocks: int | None = Field(default=None, ge=2)
     memory_fraction: float = Field(default=0.5, gt=0.0, le=1.0)

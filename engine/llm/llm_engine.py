@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from engine.attention.metadata import AttentionBackend
 from engine.attention.registry import get_backend, resolve_backend_name
 from engine.checkpoints.checkpoint import Checkpoint
+from engine.execution.decode_graphs import CudaGraphs, Recorder
 from engine.execution.input_batch import InputBatch
 from engine.execution.model_runner import ModelRunner, SwapError
 from engine.inputs.input_processor import InputProcessor
@@ -223,6 +224,13 @@ def _attention_backends(
     ]
 
 
+def _recorder(config: EngineConfig, model: CausalModel, choices: _Choices) -> Recorder | None:
+    """Records steps of decodes, if their kernels take lengths from the device; None elsewhere."""
+    if config.enforce_eager or choices.attention != "triton" or choices.device.type != "cuda":
+        return None
+    return CudaGraphs() if model.has_static_decodes else None
+
+
 def _cache_groups(model: CausalModel, block_size: int) -> tuple[KVCacheGroup, ...]:
     """The groups of a model's layers, and one on the host if none of them keeps all tokens."""
     specs: dict[str, KVCacheSpec] = {x.layer_name: x.spec for x in model.attention_layers}
@@ -419,6 +427,7 @@ class LLMEngine(Engine[RequestOutput]):
             device=choices.device,
             max_num_batched_tokens=max(config.max_num_batched_tokens, _WARM_UP_TOKENS),
             items=self._encoder_cache_manager,
+            record=_recorder(config, model, choices),
         )
         self.memory_plan = replace(
             plan,

@@ -194,6 +194,14 @@ class CausalModel(nn.Module):
     num_codebooks: int = 1
     code_sampling: SamplingParams = SamplingParams()
 
+    @property
+    def has_static_decodes(self) -> bool:
+        """Whether the host launches the same kernels in all steps of so many decodes.
+
+        Recurrent layers upload an order of their own; experts may ask how many tokens they have.
+        """
+        return not self.state_layers and not any(isinstance(m, SparseMoE) for m in self.modules())
+
     @abstractmethod
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names, each with the tensor (or slice) that receives it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, reduce
 from typing import Any
@@ -20,12 +20,19 @@ from engine.interface.log_fields import package_logger
 _ALIGNMENT = 16  # of what is packed into one copy
 
 
-def upload(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:
+def upload(
+    arrays: Mapping[str, NDArray[Any]],
+    device: torch.device,
+    place: Callable[[int], Tensor] | None = None,
+) -> dict[str, Tensor]:
     """Arrays as tensors on a device, by one asynchronous copy through pinned memory.
 
-    On a CPU they are taken as they are.
+    On a CPU they are taken as they are, unless they have a place.
+
+    Args:
+        place: from a number of bytes to those of the device that take them; None: new ones.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" and place is None:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
     places: dict[str, slice] = {}
     end = 0
@@ -36,7 +43,10 @@ def upload(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str
     packed = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for name, array in arrays.items():
         packed.numpy()[places[name]] = array.reshape(-1).view(np.uint8)
-    there = packed.to(device, non_blocking=True)
+    if place is None:
+        there = packed.to(device, non_blocking=True)
+    else:
+        there = place(end).copy_(packed, non_blocking=True)
     return {
         name: there[places[name]].view(_torch_dtype(array.dtype)).view(array.shape)
         for name, array in arrays.items()

@@ -23,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from engine.attention import triton_backend
+from engine.llm import llm_engine
+from tests.support.called_graphs import CalledGraphs
 from tests.support.import_graph import LAYERS, ROOT
 from tests.support.interpreted_triton import need_interpreter
 
@@ -274,6 +276,7 @@ def pretended_cuda(monkeypatch: Any) -> Iterator[Crossings]:
     monkeypatch.setattr(torch.cuda, "_exchange_device", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", lambda _: 0)
     monkeypatch.setattr(triton_backend, "_multiprocessors", lambda _: 16)
+    monkeypatch.setattr(llm_engine, "CudaGraphs", CalledGraphs)
     if find_spec("triton") is not None:
         need_interpreter()
         from engine.attention import triton_kernels

@@ -186,6 +186,11 @@ class Qwen3OmniTalker(DecoderModel):
         yield from self.hidden_projection.targets("hidden_projection.")
         yield from self.predictor.targets("code_predictor.")
 
+    @property
+    def has_static_decodes(self) -> bool:
+        """No: whether a row is shown is asked of the device."""
+        return False
+
     def embed(self, input_ids: Tensor) -> Tensor:
         """Codes ``(n,)`` to ``(n, hidden_size + row_width)``, with room for a row behind each."""
         return F.pad(super().embed(input_ids), (0, self.row_width))

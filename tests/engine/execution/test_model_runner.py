@@ -193,6 +193,7 @@ def test_decodes_on_cuda_wait_once_a_step_and_give_the_cpus_tokens(
             model=seeded(family),
             dtype="float32",
             num_blocks=32,
+            max_num_seqs=2,
             device=device,
             attention_backend=backend,
         )
