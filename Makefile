@@ -5,6 +5,7 @@
 # make test-clients  third-party clients against omni serve, in an environment of their own
 # make interpret  kernels for GPUs, without one: every case run as Python, and compiled, for 20 minutes
 # make bench    the benchmarks of benchmarks/, printed
+# make gpu      what can only be learnt on a GPU, in nine minutes: outputs/gpu/report.md
 # make train-spoken-sums  train the checkpoint of spoken_sums: hours, and Debian's espeak-ng and flite
 # make torture  the scripts of torture/: faults and hostile inputs, for hours
 #
@@ -34,7 +35,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := test
-.PHONY: install run test test-clients lint pytest docs interpret bench torture train-spoken-sums clean which-python
+.PHONY: install run test test-clients lint pytest docs interpret bench gpu torture train-spoken-sums clean which-python
 
 install: $(STAMP)
 
@@ -110,6 +111,9 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/runtime.py
 	$(BIN)/python -m benchmarks.chaos
 	$(BIN)/python -m benchmarks.encoder_decoder_cpu
+
+gpu: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu --out outputs/gpu
 
 torture: $(STAMP)
 	$(BIN)/python -m torture

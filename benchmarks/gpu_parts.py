@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -215,10 +216,13 @@ def random_engine(run: Run, shape: str, **changes: Any) -> Iterator[LLMEngine]:
         ):
             names = None if mirrors else ()
             engine = LLMEngine(EngineConfig(**settings | changes), output_names=names)
-        try:
-            yield engine
-        finally:
-            engine.close()
+        yield engine
+        engine.close()
+        del engine
+        gc.collect()
+        if run.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(run.device)
 
 
 def random_prompts(count: int, length: int, shape: str, seed: int) -> list[TokensPrompt]:

@@ -253,7 +253,7 @@ class EngineSettings(Settings):
         attention_backend: ``auto`` takes triton on CUDA, native on a CPU (C kernels, compiled on
             first use, for norms and activations too), torch where those cannot run.
         enforce_eager: launch the kernels of every decode step one by one on CUDA, and replay no
-            graphs of them; graphs take some memory, and some seconds when the engine starts.
+            graphs of them. Graphs take some memory, and time when the engine starts.
         block_size: tokens per KV block.
         num_blocks: blocks in the pool, the null block included, or large pages in models whose
             layers keep different things; None sizes the pool for ``max_num_seqs`` requests of

@@ -105,7 +105,7 @@ def test_graphs_give_what_steps_as_they_come_give(
     for _ in range(2):  # again with what the first time left: cached blocks, graphs, rows
         assert_equal(run(engine, ASKS[family]()), expected)
     assert CalledGraphs.num_replays > 10
-    buffer = engine._runner._memory.buffer  # type: ignore[attr-defined]
+    buffer = engine._runner._memory.buffer
     null_page = buffer[: engine.memory_plan.page_bytes]
     assert not null_page.any()
     engine.check_integrity()
@@ -117,18 +117,18 @@ def test_rows_of_a_failed_request_do_not_come_into_later_steps(
     expected = run(start(qwen2_checkpoint), decoder_asks()[1:])
     call_graphs(monkeypatch)
     engine = start(qwen2_checkpoint)
-    embed: Callable[[Tensor], Tensor] = engine._runner._model.embed  # type: ignore[attr-defined]
+    model = engine._runner._model
+    embed: Callable[[Tensor], Tensor] = model.embed
 
     def spoilt(token_ids: Tensor) -> Tensor:
         rows = embed(token_ids)
         return rows.fill_(torch.nan) if len(token_ids) == 4 else rows
 
-    monkeypatch.setattr(engine._runner._model, "embed", spoilt)  # type: ignore[attr-defined]
-    errors = [output.error for output in run(engine, decoder_asks())]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "embed", spoilt)
+        errors = [output.error for output in run(engine, decoder_asks())]
     assert any(error and "NaN" in error for error in errors)
-    monkeypatch.undo()
     engine.reset_prefix_cache()
-    engine._runner._model.embed = embed  # type: ignore[attr-defined]
     assert_equal(run(engine, decoder_asks()[1:]), expected)
 
 
