@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import logging
-import os
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from PIL import Image
 
 from engine import AudioPrompt, ChatPrompt, ExplicitEncoderDecoderPrompt, TextPrompt, native
 from omni.commands.explanation import draw_placement
 from omni.commands.options import PromptFlags, RuntimeFlags
 from omni.pipelines.pipeline_config import PipelineConfig
 from tests.support.command_line import omni, read_outputs, write_requests
-from tests.support.encoder_decoder_requests import tone, write_wav
+from tests.support.tables import rows
 
 
 @pytest.fixture(autouse=True)
@@ -57,20 +52,18 @@ def test_max_tokens_and_temperature_are_for_every_stage_unless_a_request_says(
 
 @pytest.mark.parametrize(
     ("flags", "told"),
-    [
-        (["--max-tokens", "-1"], "--max-tokens -1: stage 'writer': max_tokens: should be greater"),
-        (["--temperature", "-0.5"], "--temperature -0.5: stage 'writer': temperature: should be"),
-        (["--temperature", "nan"], "--temperature nan: stage 'writer': temperature: should be"),
-        (
-            ["--max-tokens", "1", "--set", "stages.reader.sampling.min_tokens=3"],
-            "--max-tokens 1: stage 'reader': min_tokens (3) is larger than max_tokens (1)",
-        ),
-        (["--max-tokens", "x"], "--max-tokens"),
-    ],
+    rows("""
+        --max-tokens -1 | --max-tokens -1: stage 'writer': max_tokens: should be greater
+        --temperature -0.5 | --temperature -0.5: stage 'writer': temperature: should be
+        --temperature nan | --temperature nan: stage 'writer': temperature: should be
+        --max-tokens 1 --set MIN | --max-tokens 1: stage 'reader': min_tokens (3) is larger than max
+        --max-tokens x | --max-tokens
+        """),
 )
 @pytest.mark.parametrize("command", ["run", "verify"])
-def test_a_wrong_value_names_its_flag(command: str, flags: list[str], told: str) -> None:
-    result = omni(command, "two_step", "-p", "x", *flags)
+def test_a_wrong_value_names_its_flag(command: str, flags: str, told: str) -> None:
+    words = flags.replace("MIN", "stages.reader.sampling.min_tokens=3").split()
+    result = omni(command, "two_step", "-p", "x", *words)
     assert result.exit_code == 2
     assert told in result.stderr
 
@@ -145,73 +138,43 @@ def test_a_cache_that_cannot_be_written_to_is_told_plainly(
         PipelineConfig.load("two_step").resolved("writer")
 
 
-def test_the_log_of_a_command_ends_with_it() -> None:
-    before = list(logging.getLogger("omni").handlers)
-    omni("validate", "two_step", "-vv")
-    assert logging.getLogger("omni").handlers == before
+SOUND, IMAGES = (Path("a.wav"), Path("b.wav")), (Path("a.png"), Path("b.png"))
+SHOWN = {"image": IMAGES, "audio": SOUND}
 
 
-def test_messages_show_images_and_sound_that_they_bring(tmp_path: Path) -> None:
-    """As OpenAI's requests have them, and the same as files beside the messages."""
-    picture = BytesIO()
-    Image.new("RGB", (60, 40), "teal").save(picture, "PNG")
-    (tmp_path / "a.png").write_bytes(picture.getvalue())
-    sound = write_wav(tmp_path / "a.wav", tone(0.3)).read_bytes()
-    data = f"data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"
-    text = {"type": "text", "text": "What?"}
-    brought = [
-        {"type": "image_url", "image_url": {"url": data}},
-        {"type": "input_audio",
-         "input_audio": {"data": base64.b64encode(sound).decode(), "format": "wav"}},
-        text,
-    ]  # fmt: skip
-    named = [{"type": "image"}, {"type": "audio"}, text]
-    requests = write_requests(
-        tmp_path,
-        {"messages": [{"role": "user", "content": brought}]},
-        {"prompt": [{"role": "user", "content": named}], "images": ["a.png"], "audio": ["a.wav"]},
-    )
-    flags = ("--max-tokens", "4", "-q", "-o", tmp_path / "out")
-    result = omni("run", "omni_speech", "-i", requests, *flags)
-    assert result.exit_code == 0, result.stderr
-    ours, theirs = (stages["thinker"] for stages in stages_of(tmp_path / "out"))
-    assert ours["num_prompt_tokens"] == theirs["num_prompt_tokens"] > 10
-    assert ours["token_ids"] == theirs["token_ids"]
-
-
-def test_a_bad_image_in_a_message_fails_alone(tmp_path: Path) -> None:
-    parts = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
-    requests = write_requests(
-        tmp_path,
-        {"messages": [{"role": "user", "content": parts}]},
-        {"messages": [{"role": "user", "content": "hello"}]},
-    )
-    result = omni("run", "omni_speech", "-i", requests, "--max-tokens", "2")
-    assert result.exit_code == 1
-    assert "line-1: error: " in result.stderr and "cannot be read" in result.stderr
-    assert "requests: 2, failed: 1" in result.stderr
-    assert os.linesep + "=== line-2" in os.linesep + result.stdout
-
-
-def test_every_prompt_is_a_request() -> None:
-    requests = PromptFlags(prompts=["a", "b"]).requests()
-    assert [request.prompt for request in requests] == ["a", "b"]
-    assert [request.request_id for request in requests] == ["prompt-1", "prompt-2"]
-
-
-def test_the_decoder_prompt_stands_beside_every_encoder_prompt() -> None:
-    requests = PromptFlags(encoder_prompts=["a", "b"], decoder_prompt="c").requests()
-    assert [request.prompt for request in requests] == [
-        ExplicitEncoderDecoderPrompt("a", "c"),
-        ExplicitEncoderDecoderPrompt("b", "c"),
-    ]
-
-
-def test_every_prompt_shows_all_images() -> None:
-    files = (Path("a.png"), Path("b.png"))
-    requests = PromptFlags(prompts=["x", "y"], images=files).requests()
-    assert [request.prompt for request in requests] == [
-        TextPrompt(text, multi_modal_data={"image": files}) for text in ("x", "y")
+@pytest.mark.parametrize(
+    ("flags", "prompts"),
+    [
+        ({"prompts": ["a", "b"]}, ["a", "b"]),
+        (
+            {"encoder_prompts": ["a", "b"], "decoder_prompt": "c"},
+            [ExplicitEncoderDecoderPrompt(text, "c") for text in "ab"],
+        ),
+        (
+            {"prompts": ["x", "y"], "images": IMAGES},
+            [TextPrompt(text, multi_modal_data={"image": IMAGES}) for text in "xy"],
+        ),
+        (
+            {"prompts": ["x", "y"], "images": IMAGES, "audio": SOUND},
+            [TextPrompt(text, multi_modal_data=SHOWN) for text in "xy"],
+        ),
+        (
+            {"chats": ["x", "y"]},
+            [ChatPrompt(({"role": "user", "content": text},)) for text in "xy"],
+        ),
+    ],
+)
+def test_every_prompt_is_a_request_and_shows_all_files(
+    flags: dict[str, Any], prompts: list[Any]
+) -> None:
+    no_flags: dict[str, Any] = {
+        name: None if isinstance(given, str) else [] for name, given in flags.items()
+    }
+    assert not PromptFlags(**no_flags).given and PromptFlags(**flags).given
+    requests = PromptFlags(**flags).requests()
+    assert [request.prompt for request in requests] == prompts
+    assert [request.request_id for request in requests][:2] == ["prompt-1", "prompt-2"][
+        : len(prompts)
     ]
 
 
@@ -225,69 +188,40 @@ def test_audio_brings_its_language() -> None:
     assert (audio.audio, audio.language) == (Path("a.wav"), "fr")
 
 
-def test_every_prompt_shows_all_sound() -> None:
-    sound, images = (Path("a.wav"), Path("b.wav")), (Path("a.png"),)
-    requests = PromptFlags(prompts=["x", "y"], audio=sound, images=images).requests()
-    assert [request.prompt for request in requests] == [
-        TextPrompt(text, multi_modal_data={"image": images, "audio": sound}) for text in ("x", "y")
-    ]
-
-
-def test_every_chat_is_a_conversation_of_one_message() -> None:
-    requests = PromptFlags(chats=["x", "y"]).requests()
-    assert [request.prompt for request in requests] == [
-        ChatPrompt(({"role": "user", "content": text},)) for text in ("x", "y")
-    ]
-    assert [request.request_id for request in requests] == ["prompt-1", "prompt-2"]
-
-
 def test_every_chat_begins_with_the_images_and_then_the_sound() -> None:
-    sound, images = (Path("a.wav"),), (Path("a.png"), Path("b.png"))
-    requests = PromptFlags(chats=["x", "y"], audio=sound, images=images).requests()
+    requests = PromptFlags(chats=["x", "y"], audio=SOUND, images=IMAGES).requests()
+    kinds = ["image", "image", "audio", "audio", "text"]
     for text, request in zip("xy", requests, strict=True):
         prompt = request.prompt
         assert isinstance(prompt, ChatPrompt)
         (message,) = prompt.messages
-        assert [part["type"] for part in message["content"]] == ["image", "image", "audio", "text"]
+        assert [part["type"] for part in message["content"]] == kinds
         assert message["role"] == "user" and message["content"][-1]["text"] == text
-        assert prompt.multi_modal_data == {"image": images, "audio": sound}
+        assert prompt.multi_modal_data == SHOWN
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ({"chats": ["a"], "prompts": ["b"]}, "--chat and --prompt do not go together"),
-        ({"chats": ["a"], "decoder_prompt": "x"}, "--decoder-prompt stands beside"),
-        (
-            {"chats": ["a"], "audio": [Path("a.wav")], "language": "en"},
-            "--language stands beside --audio only, without --chat",
-        ),
-        ({"decoder_prompt": "x"}, "--decoder-prompt stands beside"),
-        ({"prompts": ["a"], "decoder_prompt": "x"}, "--decoder-prompt stands beside"),
-        (
-            {"prompts": ["a"], "encoder_prompts": ["b"], "decoder_prompt": "x"},
-            "--decoder-prompt stands beside",
-        ),
-        ({"images": [Path("a.png")]}, "--image stands beside --chat or --prompt"),
-        ({"prompts": ["a"], "language": "en"}, "--language stands beside --audio"),
-        ({"encoder_prompts": ["a"], "language": "en"}, "--language stands beside --audio"),
-        (
-            {"prompts": ["a"], "audio": [Path("a.wav")], "language": "en"},
-            "--language stands beside --audio only",
-        ),
-    ],
+    ("given", "expected"),
+    rows("""
+        chats prompts | --chat and --prompt do not go together
+        chats decoder_prompt | --decoder-prompt stands beside
+        chats audio language | --language stands beside --audio only, without --chat
+        decoder_prompt | --decoder-prompt stands beside
+        prompts decoder_prompt | --decoder-prompt stands beside
+        prompts encoder_prompts decoder_prompt | --decoder-prompt stands beside
+        images | --image stands beside --chat or --prompt
+        prompts language | --language stands beside --audio
+        encoder_prompts language | --language stands beside --audio
+        prompts audio language | --language stands beside --audio only
+        """),
 )
-def test_a_flag_with_nothing_to_stand_beside_is_an_error(
-    flags: dict[str, Any], expected: str
-) -> None:
+def test_a_flag_with_nothing_to_stand_beside_is_an_error(given: str, expected: str) -> None:
+    single = {"decoder_prompt": "x", "language": "en"}
+    files: dict[str, Any] = {"audio": [Path("a.wav")], "images": [Path("a.png")]}
+    flags = {name: (single | files).get(name, ["a"]) for name in given.split()}
     assert PromptFlags(**flags).given
     with pytest.raises(ValueError, match=expected):
         PromptFlags(**flags).requests()
-
-
-def test_no_flag_is_no_flag() -> None:
-    assert not PromptFlags().given
-    assert not PromptFlags(prompts=[], chats=[], audio=[], encoder_prompts=[], images=[]).given
 
 
 def explained(*words: str) -> str:
@@ -313,22 +247,6 @@ def test_a_flag_is_the_same_as_its_place() -> None:
         "stall_timeout_s": 120.0,
     }
     assert RuntimeFlags().runtime_overrides == {}
-
-
-def test_every_default_of_a_placement_is_shown() -> None:
-    stages = settings(explained())["stages"]
-    assert isinstance(stages, dict)
-    assert stages["talker"]["placement"] == {
-        "worker": None,
-        "replicas": 1,
-        "threads": 1,
-        "device": None,
-        "devices": None,
-        "num_cpus": None,
-        "num_gpus": None,
-        "resources": {},
-        "node": None,
-    }
 
 
 def test_an_unknown_runtime_is_told_by_its_flag() -> None:

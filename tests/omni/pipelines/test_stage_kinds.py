@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -25,7 +23,6 @@ from stages import (
 )
 from tests.support.command_line import omni
 from tests.support.fake_stage import FakeStage
-from tests.support.import_graph import ROOT
 
 SHOUT = """\
 name: loud
@@ -341,20 +338,12 @@ def test_what_a_transforms_text_declares_is_checked_without_running_it(
     [
         ("murmur = murmuring:MurmurStageConfig", 0, "murmurer(hi)"),
         ("murmur = murmuring:Nothing", 2, "kind 'murmur': 'murmuring:Nothing' cannot be loaded"),
-        (
-            "murmurs = murmuring:MurmurStageConfig",
-            2,
-            "unknown kind 'murmur'; did you mean 'murmurs'?",
-        ),
-        (
-            "murmur = murmuring:OtherStageConfig",
-            2,
-            "'murmuring:OtherStageConfig' is of another kind",
-        ),
+        ("murmurs = murmuring:MurmurStageConfig", 2, "'murmur'; did you mean 'murmurs'?"),
+        ("murmur = murmuring:OtherStageConfig", 2, "OtherStageConfig' is of another kind"),
     ],
 )
 def test_an_installed_package_brings_its_kinds(
-    entry_point: str, status: int, expected: str, tmp_path: Path
+    entry_point: str, status: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = tmp_path / "installed"
     (installed / "murmuring-1.0.dist-info").mkdir(parents=True)
@@ -365,12 +354,8 @@ def test_an_installed_package_brings_its_kinds(
     config = tmp_path / "quiet.yaml"
     stage = "{kind: murmur, volume: 2, final_output: text}"
     config.write_text(f"name: quiet\nstages:\n  murmurer: {stage}\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "omni", "run", config, "--prompt", "hi", "--quiet"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == status, done.stderr
+    monkeypatch.syspath_prepend(installed)
+    monkeypatch.delitem(sys.modules, "murmuring", raising=False)
+    done = omni("run", config, "--prompt", "hi", "--quiet")
+    assert done.exit_code == status, done.stderr
     assert expected in done.stdout + done.stderr

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -105,13 +105,12 @@ def test_a_key_that_cannot_be_sent_is_told_without_showing_it(served: list[HttpS
     assert "error: api_keys" in result.stderr and "my secret" not in result.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_well_even_while_it_loads(number: signal.Signals):
+def test_a_signal_ends_it_well_even_while_it_loads():
     command = [sys.executable, "-m", "omni", "serve", "two_step", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("serving two_step at ")
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         told = process.stderr.read()
         assert process.wait(PATIENCE_S) == 0, told
         assert "Traceback" not in told
@@ -128,30 +127,52 @@ def _status(url: str) -> int | None:
         return None
 
 
-def test_a_second_signal_ends_what_runs_with_a_word_to_its_client():
-    command = [sys.executable, "-m", "omni", "serve", "two_step", "--port", "0"]
-    body = {
-        "model": "two_step",
-        "stream": True,
-        "messages": [{"role": "user", "content": "Once upon a time"}],
-        "stages": {
-            "writer": {"max_tokens": 2},
-            "reader": {"max_tokens": 1500, "ignore_eos": True},
-        },
-    }
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+HALF_SAID = """\
+import time
+from typing import Literal
+from stages import StageConfig
+
+
+class HalfSaidConfig(StageConfig):
+    kind: Literal["half_said"]
+
+    def build_stage(self, name):
+        from tests.support.fake_stage import FakeStage
+
+        class HalfSaid(FakeStage):
+            def step(self):
+                time.sleep(0.01)
+                outputs = super().step()
+                self.endless = (*self.held,)
+                return outputs
+
+        return HalfSaid(name)
+"""
+
+
+def test_a_second_signal_ends_what_runs_with_a_word_to_its_client(tmp_path: Path):
+    (tmp_path / "half.py").write_text(HALF_SAID)
+    stage = "{kind: 'half.py:HalfSaidConfig', final_output: text}"
+    (tmp_path / "mine.yaml").write_text(f"name: mine\nstages:\n  speaker: {stage}\n")
+    with subprocess.Popen(
+        [sys.executable, "-m", "omni", "serve", "mine.yaml", "--port", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as process:
         assert process.stderr is not None
         try:
             url = process.stderr.readline().split()[-1]
-            while _status(f"{url}/health") != HTTPStatus.OK:
-                time.sleep(0.05)
-            asked = Request(f"{url}/v1/chat/completions", json.dumps(body).encode())
+            assert process.stderr.readline() == "ready\n"
+            body = {"model": "mine", "stream": True, "prompt": "Once upon a time"}
+            asked = Request(f"{url}/v1/completions", json.dumps(body).encode())
             asked.add_header("Content-Type", "application/json")
             with urlopen(asked, timeout=PATIENCE_S) as answer:
-                assert b"content" in next(answer)
+                assert b"speaker(" in next(answer)
                 process.send_signal(signal.SIGINT)
                 while _status(f"{url}/health") is not None:
-                    time.sleep(0.01)
+                    time.sleep(0.05)
                 process.send_signal(signal.SIGINT)
                 *_, last = (line for line in answer if line.strip())
             told = process.stderr.read()
