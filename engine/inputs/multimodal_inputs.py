@@ -19,7 +19,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
@@ -645,7 +644,7 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
     ) -> tuple[list[int], tuple[MultiModalInput, ...]]:
         """What comes in the place of a placeholder: token ids, and whose rows replace them."""
         way = self._model.audio_in_video
-        check_rows = partial(self.check_rows, modality)
+        check_rows = self._limits.check_length
         item = self._makers[modality].read(item, hears=way is not None, check_rows=check_rows)
         if not isinstance(item, VideoFeatures) or item.audio is None:
             return self.place(modality, item, offset, cache_salt)
@@ -675,12 +674,6 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
         features = self._makers[modality].make(item)
         entry = self.input_of(modality, features, offset, cache_salt)
         return [self._model.placeholders[modality]] * entry.length, (entry,)
-
-    def check_rows(self, modality: Modality, num_rows: int) -> None:
-        """Refuse an item of so many rows if it could not be shown, before it is read."""
-        row_bytes = self._limits.row_bytes * self._model.towers[modality].row_parts
-        check_item(num_rows, row_bytes, self._cache_bytes)
-        self._limits.check_length(num_rows)
 
     def input_of(
         self,

@@ -114,10 +114,9 @@ class SparseMoE(nn.Module):
         """Checkpoint names under ``prefix``, each with the slice that its tensor is copied to."""
         yield from self.router.targets(prefix)
         if self.config.stacked:
-            for name, side in (("gate_up_proj", "up"), ("down_proj", "down")):
-                products: list[Linear] = [getattr(expert, side) for expert in self.experts]
-                places = [[place for _, place in each.targets("")] for each in products]
-                yield f"{prefix}experts.{name}", _StackTarget(places)
+            up, down = ([getattr(each, side) for each in self.experts] for side in ("up", "down"))
+            yield f"{prefix}experts.gate_up_proj", _StackTarget(up)
+            yield f"{prefix}experts.down_proj", _StackTarget(down)
         else:
             for index, expert in enumerate(self.experts):
                 yield from expert.targets(f"{prefix}experts.{index}.")
@@ -181,33 +180,15 @@ class SparseMoE(nn.Module):
         return weights.to(x.dtype), chosen
 
 
-@dataclass(frozen=True, slots=True)
 class _StackTarget:
-    """The places of one product of all experts, whose matrices come in one tensor.
+    """The place of one product of all experts, as one tensor: ``(experts, outputs, inputs)``."""
 
-    Attributes:
-        places: of each expert's matrices, which lie below each other.
-    """
-
-    places: Sequence[Sequence[Target]]
-
-    @property
-    def shape(self) -> torch.Size:
-        """``(experts, out_features of all matrices, in_features)``."""
-        first = self.places[0]
-        rows = sum(place.shape[0] for place in first)
-        return torch.Size((len(self.places), rows, first[0].shape[1]))
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """What may be stored: also with each matrix transposed."""
-        experts, rows, width = self.shape
-        return (experts, rows, width), (experts, width, rows)
-
-    @property
-    def nbytes(self) -> int:
-        """See :class:`Target`."""
-        return sum(place.nbytes for places in self.places for place in places)
+    def __init__(self, products: Sequence[Linear]) -> None:
+        self.places = [[place for _, place in each.targets("")] for each in products]
+        rows, width = products[0].out_features, products[0].in_features
+        self.shape = torch.Size((len(products), rows, width))
+        self.shapes = (len(products), rows, width), (len(products), width, rows)
+        self.nbytes = sum(place.nbytes for places in self.places for place in places)
 
     def is_floating_point(self) -> bool:
         """See :class:`Target`."""

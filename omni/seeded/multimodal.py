@@ -116,23 +116,24 @@ def build_qwen2_5_vl(directory: str | Path, *, tied: bool = False, **text_overri
     """Write a seeded Qwen2.5-VL with its processors: 1 to 16 rows for an image or two frames."""
     # As published: a grid of two frames, at two frames a second, is two places after the last.
     vision = QWEN_VISION | {"tokens_per_second": 2}
-    text = {"rope_parameters": _rope([2, 3, 3])} | text_overrides
+    text = {"rope_parameters": rope([2, 3, 3])} | text_overrides
     return _save_qwen(directory, "qwen2_5_vl", vision, text, tied)
 
 
 def build_qwen3_vl(
     directory: str | Path, *, experts: bool = False, tied: bool = False, **text_overrides: Any
 ) -> Path:
-    """Write a seeded Qwen3-VL, with experts or without: 1 to 16 rows for an image or two frames."""
-    text = {"rope_parameters": _rope([4, 2, 2]), "head_dim": 16} | text_overrides
+    """Write a seeded Qwen3-VL, with experts or without: 1 to 16 rows for an image or a video."""
+    text = {"rope_parameters": rope([4, 2, 2]), "head_dim": 16} | text_overrides
     if experts:
         text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     model_type = "qwen3_vl_moe" if experts else "qwen3_vl"
-    return _save_qwen(directory, model_type, DEEP_VISION, text, tied, frames=4)
+    return _save_qwen(directory, model_type, DEEP_VISION, text, tied)
 
 
-def _rope(sections: list[int]) -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections}
+def rope(sections: list[int]) -> dict[str, Any]:
+    """Parameters of three numbers to a place."""
+    return {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
 
 
 def _save_qwen(
@@ -141,10 +142,8 @@ def _save_qwen(
     vision: dict[str, Any],
     text: dict[str, Any],
     tied: bool,
-    *,
-    frames: int = 1,
 ) -> Path:
-    """Write a decoder that sees, with its processors; of videos, so many frames share pixels."""
+    """Write a decoder that sees, and its processors."""
     names = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     start, end, image, video = names
     in_chat = {"image": f"{start}{image}{end}", "video": f"{start}{video}{end}"}
@@ -161,14 +160,9 @@ def _save_qwen(
         vision_end_token_id=tokenizer.get_vocab()[end],
     )
     path = _save(directory, AutoModelForImageTextToText.from_config, config, tokenizer)
-    side = vision["patch_size"]
-    pixels = (2 * side) ** 2
-    image_processor = Qwen2VLImageProcessorPil(
-        patch_size=side, min_pixels=pixels, max_pixels=16 * pixels
-    )
-    image_processor.save_pretrained(path)
-    size = {"shortest_edge": frames * pixels, "longest_edge": frames * 16 * pixels}
-    video_processor = {"fps": 2.0, "min_frames": 4, "max_frames": 768, "size": size}
+    processor = Qwen2VLImageProcessorPil(patch_size=14, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
+    processor.save_pretrained(path)
+    video_processor = {"fps": 2.0, "min_frames": 4, "max_frames": 768, "size": dict(processor.size)}
     (path / "video_preprocessor_config.json").write_text(json.dumps(video_processor, indent=2))
     return path
 

@@ -29,7 +29,7 @@ from omni.seeded.building import (
     save_checkpoint,
     seeded_model,
 )
-from omni.seeded.multimodal import QWEN_VISION
+from omni.seeded.multimodal import QWEN_VISION, rope
 
 _TURNS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _AUDIO = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
@@ -192,11 +192,6 @@ _BIGVGAN: Mapping[str, Any] = {
     "upsample_rates": [10, 6, 4],
     "upsample_kernel_sizes": [20, 12, 8],
 }
-
-
-def rope(sections: list[int]) -> dict[str, Any]:
-    """Parameters of three numbers to a place."""
-    return {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
 
 
 _BENCHMARK: Mapping[str, Mapping[str, Any]] = {

@@ -22,14 +22,13 @@ from omni.seeded.building import (
     initialise,
     seeded_model,
 )
-from omni.seeded.multimodal import DEEP_VISION
+from omni.seeded.multimodal import DEEP_VISION, rope
 from omni.seeded.omni import (
     OMNI_SPEAKERS,
     SMALL_DECODER,
     SMALL_HEARING,
     marker_ids,
     omni_tokenizer,
-    rope,
     save_omni,
 )
 

@@ -337,6 +337,11 @@ class DecoderModel(CausalModel):
         has_head: False for a headless checkpoint (an embedding model): ``vocab_size`` is then 0.
         layers: of families that have others than :class:`DecoderLayer`.
         num_embeddings: rows of the embedding, where there are more of them than logits.
+        kept_layer: after so many layers the stream is emitted too, as ``layer_states``, before an
+            item's features are added; None: it is not.
+
+    Raises:
+        ValueError: there are fewer layers.
     """
 
     head_name = "lm_head"
@@ -351,6 +356,7 @@ class DecoderModel(CausalModel):
         has_head: bool = True,
         layers: Sequence[nn.Module] | None = None,
         num_embeddings: int | None = None,
+        kept_layer: int | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -373,6 +379,11 @@ class DecoderModel(CausalModel):
             own = [DecoderLayer(i, config, settings) for i in range(len(config.layers))]
             layers, self.attention_layers = own, [layer.attention for layer in own]
         self.layers = nn.ModuleList(layers)
+        if kept_layer is not None and not 0 <= kept_layer <= len(layers):
+            raise ValueError(
+                f"the stream after {kept_layer} layers is asked for; there are {len(layers)}"
+            )
+        self.kept_layer = kept_layer
         self.final_norm = build_norm(config, settings)
         self.head: Linear | None = None
         if has_head:
@@ -404,24 +415,39 @@ class DecoderModel(CausalModel):
         """Run the layers; see :meth:`CausalModel.forward`."""
         rotations = [rotary(positions) for rotary in self.rotaries]
         given = [(rotations[kind.rope], step) for kind in self.config.layers]
-        return self.run_layers(inputs_embeds, given)
+        items = step.item_features
+        features = () if items is None else items.split(self.hidden_size, dim=-1)
+        return self.run_layers(inputs_embeds, given, features)
 
     def run_layers(
-        self, inputs_embeds: Tensor, given: Sequence[tuple[Any, ...]]
+        self,
+        inputs_embeds: Tensor,
+        given: Sequence[tuple[Any, ...]],
+        features: Sequence[Tensor] = (),
     ) -> dict[str, Tensor]:
         """Run one layer after the other, and the final norm; see :meth:`CausalModel.forward`.
 
         Args:
             inputs_embeds: ``(num_tokens, hidden_size)``.
             given: what each layer takes beside what is still to be added and the residual.
+            features: what is added behind the first layers, ``(num_tokens, hidden_size)`` each.
         """
         # Layers add to the residual in place; the caller's embeddings are not ours to change.
         residual = inputs_embeds.clone()
         x: Tensor | None = None
-        for layer, arguments in zip(self.layers, given, strict=True):
+        kept = inputs_embeds
+        for index, (layer, arguments) in enumerate(zip(self.layers, given, strict=True), 1):
             x = layer(x, residual, *arguments)
+            if index == self.kept_layer:
+                kept = residual + x
+            if index <= len(features):
+                x = x + features[index - 1]
         normed = self.final_norm(residual) if x is None else self.final_norm.add(x, residual)
-        return {"hidden_states": normed}
+        if self.kept_layer is None:
+            return {"hidden_states": normed}
+        # transformers has the normed stream in the place of the last layer's.
+        is_last = self.kept_layer == len(self.layers)
+        return {"hidden_states": normed, "layer_states": normed if is_last else kept}
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Rows of hidden states to float32 logits; see :meth:`CausalModel.compute_logits`."""

@@ -41,6 +41,7 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.multimodal_inputs import AudioInVideo
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import DecoderModel
+from engine.models.decoders.families import qwen2_config
 from engine.models.encoder_module import build_empty
 from engine.models.multimodal import ItemTower
 from engine.models.qwen2_5_vl.qwen2_5_vl import (
@@ -144,7 +145,7 @@ def build_qwen2_5_omni_thinker(
     module = build_empty(Qwen2_5OmniVisionEncoder, vision, settings)
     return Qwen2_5OmniThinker(
         checkpoint,
-        build_multi_axis_decoder(config, settings),
+        build_multi_axis_decoder(config, settings, qwen2_config(config.text_config)),
         {
             "image": ImageTower(module, vision),
             "audio": AudioTower(config.audio_config, settings),

@@ -56,7 +56,7 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
 from engine.layers import MultiAxisRotaryEmbedding
 from engine.models.base import ModelSettings
-from engine.models.decoders.decoder import DecoderModel, build_multi_axis_rotary
+from engine.models.decoders.decoder import DecoderConfig, DecoderModel, build_multi_axis_rotary
 from engine.models.decoders.families import qwen2_config
 from engine.models.encoder_module import build_empty
 from engine.models.family import ModelFamily
@@ -222,20 +222,24 @@ def _place_text(columns: Tensor, steps: Tensor, start: int) -> int:
     return int(columns[0, -1]) + 1
 
 
-def build_multi_axis_decoder(config: PreTrainedConfig, settings: ModelSettings) -> DecoderModel:
-    """Build a Qwen2 that turns its channels by three numbers, its weights not yet loaded.
+def build_multi_axis_decoder(
+    config: PreTrainedConfig,
+    settings: ModelSettings,
+    decoder: DecoderConfig,
+    *,
+    interleaved: bool = False,
+    kept_layer: int | None = None,
+) -> DecoderModel:
+    """Build a decoder that turns its channels by three numbers, its weights not yet loaded.
 
-    Args:
-        config: of the checkpoint, the text's part in it.
-
-    Raises:
-        ValueError: the config asks for something that is not supported.
+    ``decoder`` is read of the text's part in ``config``; for the others, and errors, see
+    :func:`build_multi_axis_rotary` and :class:`DecoderModel`.
     """
-    text = config.text_config
     # Whether the head is the embedding is a matter of the whole, not of its text part.
-    decoder = replace(qwen2_config(text), tie_word_embeddings=bool(config.tie_word_embeddings))
-    rotary = build_multi_axis_rotary(text, settings)
-    return DecoderModel(decoder.for_length(settings.max_model_len), [rotary], settings)
+    decoder = replace(decoder, tie_word_embeddings=bool(config.tie_word_embeddings))
+    rotary = build_multi_axis_rotary(config.text_config, settings, interleaved=interleaved)
+    decoder = decoder.for_length(settings.max_model_len)
+    return DecoderModel(decoder, [rotary], settings, kept_layer=kept_layer)
 
 
 def build_qwen2_5_vl(checkpoint: Checkpoint, settings: ModelSettings) -> MultiAxisModel:
@@ -244,7 +248,7 @@ def build_qwen2_5_vl(checkpoint: Checkpoint, settings: ModelSettings) -> MultiAx
     vision = config.vision_config
     module = build_empty(Qwen2_5_VisionTransformerPretrainedModel, vision, settings)
     return MultiAxisModel(
-        build_multi_axis_decoder(config, settings),
+        build_multi_axis_decoder(config, settings, qwen2_config(config.text_config)),
         {
             "image": ImageTower(module, vision),
             "video": VideoTower(module, vision, float(vision.tokens_per_second)),

@@ -20,7 +20,6 @@ Rows of images bring features of several depths: see :mod:`engine.models.qwen3_v
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,12 +32,14 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 from engine.attention.layer import AttentionStep
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.models.base import ModelSettings
-from engine.models.decoders.decoder import build_multi_axis_rotary
 from engine.models.decoders.families import qwen3_moe_config
 from engine.models.encoder_module import build_empty
 from engine.models.qwen2_5_omni.thinker import AudioTower, Qwen2_5OmniThinker
-from engine.models.qwen2_5_vl.qwen2_5_vl import ImageTower, VideoTower
-from engine.models.qwen3_vl.qwen3_vl import DeepstackDecoder
+from engine.models.qwen2_5_vl.qwen2_5_vl import (
+    ImageTower,
+    VideoTower,
+    build_multi_axis_decoder,
+)
 from engine.requests.encoder_input import MultiModalInput
 
 
@@ -89,16 +90,13 @@ def build_qwen3_omni_thinker(checkpoint: Checkpoint, settings: ModelSettings) ->
     One whose checkpoint has no talker emits nothing for it.
     """
     config, vision = checkpoint.config, checkpoint.config.vision_config
-    text, whole = config.text_config, checkpoint.whole_config
-    # Whether the head is the embedding is a matter of the whole, not of its text part.
-    decoder = replace(qwen3_moe_config(text), tie_word_embeddings=bool(config.tie_word_embeddings))
-    rotary = build_multi_axis_rotary(text, settings, interleaved=True)
+    decoder, whole = qwen3_moe_config(config.text_config), checkpoint.whole_config
     speaks = getattr(whole, "enable_audio_output", False)
     kept = int(whole.talker_config.accept_hidden_layer) if speaks else None
     module = build_empty(Qwen3OmniMoeVisionEncoder, vision, settings)
     return Qwen3OmniThinker(
         checkpoint,
-        DeepstackDecoder(decoder, rotary, settings, kept),
+        build_multi_axis_decoder(config, settings, decoder, interleaved=True, kept_layer=kept),
         {
             "image": ImageTower(module, vision),
             "audio": Qwen3AudioTower(config.audio_config, settings),

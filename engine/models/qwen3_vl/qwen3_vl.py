@@ -21,76 +21,29 @@ layers of the tower, which are added behind the decoder's first layers (Meng et 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from engine.attention.layer import AttentionStep
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.multimodal_inputs import MultiModalPromptProcessor, VideoSampling
 from engine.inputs.prompt_processor import PromptSources
 from engine.inputs.prompt_tokens import tokenize
 from engine.interface.prompts import VideoFeatures
-from engine.layers import RotaryEmbedding
 from engine.media.video_file import VideoInfo
 from engine.models.base import ModelSettings
-from engine.models.decoders.decoder import DecoderConfig, DecoderModel, build_multi_axis_rotary
 from engine.models.decoders.families import qwen3_config, qwen3_moe_config
 from engine.models.encoder_module import build_empty
 from engine.models.family import ModelFamily
-from engine.models.qwen2_5_vl.qwen2_5_vl import ImageTower, MultiAxisModel
+from engine.models.qwen2_5_vl.qwen2_5_vl import (
+    ImageTower,
+    MultiAxisModel,
+    build_multi_axis_decoder,
+)
 from engine.requests.encoder_input import Modality, MultiModalInput
-
-
-class DeepstackDecoder(DecoderModel):
-    """A decoder that adds its items' features behind its first layers.
-
-    Args:
-        kept_layer: after so many layers its stream is emitted too, as ``layer_states``, before
-            features are added; None: it is not.
-    """
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        rotary: RotaryEmbedding,
-        settings: ModelSettings,
-        kept_layer: int | None = None,
-    ) -> None:
-        super().__init__(config.for_length(settings.max_model_len), [rotary], settings)
-        if kept_layer is not None and not 0 <= kept_layer <= len(self.layers):
-            raise ValueError(
-                f"the stream after {kept_layer} layers is asked for; there are {len(self.layers)}"
-            )
-        self.kept_layer = kept_layer
-
-    def forward(
-        self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
-    ) -> dict[str, Tensor]:
-        """Run the layers; see :meth:`CausalModel.forward`."""
-        rotation = self.rotaries[0](positions)
-        features: tuple[Tensor, ...] = ()
-        if step.item_features is not None:
-            features = step.item_features.split(self.hidden_size, dim=-1)
-        kept = inputs_embeds
-        # Layers add to the residual in place; the caller's embeddings are not ours to change.
-        residual, x = inputs_embeds.clone(), None
-        for index, layer in enumerate(self.layers, 1):
-            x = layer(x, residual, rotation, step)
-            if index == self.kept_layer:
-                kept = residual + x
-            if index <= len(features):
-                x = x + features[index - 1]
-        normed = self.final_norm(residual) if x is None else self.final_norm.add(x, residual)
-        if self.kept_layer is None:
-            return {"hidden_states": normed}
-        # transformers has the normed stream in the place of the last layer's.
-        is_last = self.kept_layer == len(self.layers)
-        return {"hidden_states": normed, "layer_states": normed if is_last else kept}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +84,8 @@ class DatedVideoTower(ImageTower):
         times = video.timestamps
         if times is None:
             times = [(grid + halfway) * float(video.second_per_grid) for grid in range(count)]
-        if len(times) != count or not all(0 <= time < math.inf for time in times):
+        fit = (isinstance(time, int | float) and 0 <= time < math.inf for time in times)
+        if len(times) != count or not all(fit):
             raise ValueError(f"timestamps must be {count} numbers of 0 or more, got {times}")
         return list(times)
 
@@ -144,12 +98,6 @@ class DatedVideoPrompts(MultiModalPromptProcessor):
         self._begin = int(sources.checkpoint.config.vision_start_token_id)
         self._end = int(sources.checkpoint.config.vision_end_token_id)
 
-    def check_rows(self, modality: Modality, num_rows: int) -> None:
-        """See :meth:`MultiModalPromptProcessor.check_rows`; a video's grids are held one by one."""
-        if modality != "video":
-            super().check_rows(modality, num_rows)
-        self._limits.check_length(num_rows)
-
     def place(
         self, modality: Modality, item: Any, offset: int, cache_salt: str | None
     ) -> tuple[list[int], tuple[MultiModalInput, ...]]:
@@ -159,8 +107,10 @@ class DatedVideoPrompts(MultiModalPromptProcessor):
         tower = self._model.towers[modality]
         features = self._makers[modality].make(item)
         assert isinstance(tower, DatedVideoTower) and isinstance(item, VideoFeatures)
-        pixels, grid = (features[name] for name in tower.feature_names)
-        count, *_ = tower.sides({name: features[name] for name in tower.feature_names})
+        whole = {name: features[name] for name in tower.feature_names}
+        self._limits.check_length(tower.num_rows(whole))
+        count, *_ = tower.sides(whole)
+        pixels, grid = whole.values()
         one = torch.tensor([1, *grid.flatten().tolist()[1:]])
         ids: list[int] = []
         items: list[MultiModalInput] = []
@@ -178,15 +128,11 @@ def build_qwen3_vl(checkpoint: Checkpoint, settings: ModelSettings) -> MultiAxis
     """Build a Qwen3-VL, its weights not yet loaded; see :data:`Builder`."""
     config = checkpoint.config
     text, vision = config.text_config, config.vision_config
-    decoder = qwen3_config(text)
-    if hasattr(text, "num_experts"):
-        decoder = qwen3_moe_config(text, stacked=True)
-    # Whether the head is the embedding is a matter of the whole, not of its text part.
-    decoder = replace(decoder, tie_word_embeddings=bool(config.tie_word_embeddings))
-    rotary = build_multi_axis_rotary(text, settings, interleaved=True)
+    has_experts = hasattr(text, "num_experts")
+    decoder = qwen3_moe_config(text, stacked=True) if has_experts else qwen3_config(text)
     module = build_empty(Qwen3VLVisionModel, vision, settings)
     return MultiAxisModel(
-        DeepstackDecoder(decoder, rotary, settings),
+        build_multi_axis_decoder(config, settings, decoder, interleaved=True),
         {"image": ImageTower(module, vision), "video": DatedVideoTower(module, vision)},
         {"image": int(config.image_token_id), "video": int(config.video_token_id)},
         checkpoint.weight_files,

@@ -6,6 +6,7 @@ import json
 import os
 from base64 import b64encode
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -212,13 +213,15 @@ def talkie() -> bytes:
     return video_file("mp4", moving_picture(28, (84, 60)), FPS, tone(3.5))
 
 
-def as_tensors(folder: str, content: bytes, indices: list[int], *, hears: bool) -> VideoFeatures:
+def as_tensors(
+    folder: str, content: bytes, indices: list[int], *, hears: bool, **given: Any
+) -> VideoFeatures:
     """By the image processor alone: a frame is an image, and every second one is the other half."""
     source = MediaSource(content, "video", 2**20)
     info = probe_video(source, MediaLimits())
     frames = list(read_frames(source, info, indices, MediaLimits()))
     processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
-    made = processor(images=frames, return_tensors="pt")
+    made = processor(images=frames, return_tensors="pt", **given)
     height, width = made["image_grid_thw"][0, 1:].tolist()
     patches = made["pixel_values"].reshape(len(frames), height * width, 3, 2, 14 * 14)
     pairs = torch.stack([patches[0::2, :, :, 0], patches[1::2, :, :, 1]], dim=3)
@@ -284,6 +287,28 @@ def test_a_model_that_does_not_hear_sees_a_file_as_its_frames(
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
+def test_a_model_that_is_told_times_is_told_those_of_a_files_frames(
+    seeded: Callable[[str], str],
+) -> None:
+    folder = seeded("qwen3_vl")
+    engine, content = build(folder, None), video_file("mp4", moving_picture(24, (84, 60)), 8)
+    size = {"shortest_edge": 28**2 / 6, "longest_edge": 16 * 28**2 / 6}
+    tensors = as_tensors(folder, content, [0, 5, 9, 14, 18, 23], hears=False, size=size)
+    dated = replace(tensors, timestamps=[5 / 16, 23 / 16, 41 / 16])
+    found = {
+        name: rows(engine, item, "<|video_pad|>")
+        for name, item in (("file", content), ("dated", dated), ("even", tensors))
+    }
+    assert found["file"][1:] == found["dated"][1:]
+    torch.testing.assert_close(found["file"][0], found["dated"][0], atol=1e-5, rtol=0)
+    assert found["even"][0].shape != found["dated"][0].shape or not torch.allclose(
+        found["even"][0], found["dated"][0], atol=1e-3
+    )
+    for times in ([0.5, 1.0], [0.5, 1.0, -1.0], [0.5, 1.0, "2"]):
+        with pytest.raises(ValueError, match="video 0: timestamps must be 3 numbers of 0 or more"):
+            rows(engine, replace(tensors, timestamps=times), "<|video_pad|>")
+
+
 def test_a_file_hits_what_was_computed_for_it(engine: LLMEngine, talkie: bytes) -> None:
     prompt = shows(engine, 5, ("video", talkie), 6, 7)
     engine.reset_prefix_cache()
@@ -338,8 +363,7 @@ def test_frames_are_spread_and_scaled_as_by_the_published_processor(
     ours = SpreadSampling(min_pixels=4096, max_pixels=2**20, **stated)
     indices = ours.choose(VideoInfo(num_frames, fps, 64, 48, False), 2)
     assert indices == expected.tolist()
-    count = len(indices) + len(indices) % 2
-    for height, width in ((48, 64), (1080, 1920), (64, 64)):
+    for count, height, width in ((2, 48, 64), (12, 1080, 1920), (60, 320, 240)):
         size = ours.size(count, 2, 32)
         resized = frame_size(height, width, 32, *size.values())
         assert resized == video_size(
