@@ -21,6 +21,7 @@ layers of the tower, which are added behind the decoder's first layers (Meng et 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -81,7 +82,7 @@ class DatedVideoTower(ImageTower):
     def seconds(self, video: VideoFeatures, count: int) -> list[float]:
         """When each grid is shown, halfway through it; ``ValueError`` if times are not theirs."""
         halfway = (1 - 1 / self.module.config.temporal_patch_size) / 2
-        times = video.timestamps
+        times: Sequence[Any] | None = video.timestamps
         if times is None:
             times = [(grid + halfway) * float(video.second_per_grid) for grid in range(count)]
         fit = (isinstance(time, int | float) and 0 <= time < math.inf for time in times)
