@@ -170,7 +170,7 @@ class VideoSampling:
         chosen: list[int] = torch.arange(0, total, total / count).int().tolist()
         return chosen
 
-    def size(self, num_frames: int, temporal_patch_size: int, side: int) -> dict[str, float]:
+    def size(self, num_frames: int, temporal_patch_size: int, side: int) -> dict[str, int]:
         """How many pixels a frame may have, as image processors of transformers name it."""
         most = self.max_pixels
         if self.max_video_tokens is not None:

@@ -62,13 +62,13 @@ class SpreadSampling(VideoSampling):
         chosen: list[int] = np.linspace(0, info.num_frames - 1, count).round().astype(int).tolist()
         return chosen
 
-    def size(self, num_frames: int, temporal_patch_size: int, side: int) -> dict[str, float]:
-        """See :meth:`VideoSampling.size`."""
-        most = self.max_pixels / num_frames
+    def size(self, num_frames: int, temporal_patch_size: int, side: int) -> dict[str, int]:
+        """See :meth:`VideoSampling.size`; an image processor takes whole numbers."""
+        most = self.max_pixels // num_frames
         if self.max_video_tokens is not None:
             least = int(self.min_pixels * 1.05)
-            most = max(min(self.max_video_tokens * side**2, int(most)), least)
-        return {"shortest_edge": self.min_pixels / num_frames, "longest_edge": most}
+            most = max(min(self.max_video_tokens * side**2, most), least)
+        return {"shortest_edge": -(-self.min_pixels // num_frames), "longest_edge": most}
 
 
 class DatedVideoTower(ImageTower):

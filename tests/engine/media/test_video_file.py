@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from base64 import b64encode
 from collections.abc import Callable
@@ -17,7 +18,6 @@ import torch
 from transformers import AutoImageProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as frame_size
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
-from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as video_size
 
 from engine import (
     AudioPrompt,
@@ -292,7 +292,7 @@ def test_a_model_that_is_told_times_is_told_those_of_a_files_frames(
 ) -> None:
     folder = seeded("qwen3_vl")
     engine, content = build(folder, None), video_file("mp4", moving_picture(24, (84, 60)), 8)
-    size = {"shortest_edge": 28**2 / 6, "longest_edge": 16 * 28**2 / 6}
+    size = {"shortest_edge": 131, "longest_edge": 2090}
     tensors = as_tensors(folder, content, [0, 5, 9, 14, 18, 23], hears=False, size=size)
     dated = replace(tensors, timestamps=[5 / 16, 23 / 16, 41 / 16])
     found = {
@@ -353,22 +353,33 @@ def test_frames_are_chosen_as_by_the_published_processors(
         ({}, 3, 24.0),
     ],
 )
-def test_frames_are_spread_and_scaled_as_by_the_published_processor(
+def test_frames_are_spread_as_by_the_published_processor(
     stated: dict[str, Any], num_frames: int, fps: float
 ) -> None:
     theirs: Any = SimpleNamespace(fps=2, min_frames=4, max_frames=768)
     vars(theirs).update(stated)
     metadata = SimpleNamespace(total_num_frames=num_frames, fps=fps)
     expected = Qwen3VLVideoProcessor.sample_frames(theirs, metadata, stated.get("num_frames"))
-    ours = SpreadSampling(min_pixels=4096, max_pixels=2**20, **stated)
-    indices = ours.choose(VideoInfo(num_frames, fps, 64, 48, False), 2)
+    indices = SpreadSampling(**stated).choose(VideoInfo(num_frames, fps, 64, 48, False), 2)
     assert indices == expected.tolist()
-    for count, height, width in ((2, 48, 64), (12, 1080, 1920), (60, 320, 240)):
-        size = ours.size(count, 2, 32)
-        resized = frame_size(height, width, 32, *size.values())
-        assert resized == video_size(
-            count, height, width, factor=32, min_pixels=4096, max_pixels=2**20
+
+
+@pytest.mark.parametrize("max_video_tokens", [None, 12])
+def test_frames_are_scaled_as_by_the_published_processor(max_video_tokens: int | None) -> None:
+    most, least = 2**20, 4096
+    theirs: Any = SimpleNamespace(max_video_tokens=max_video_tokens, cap_pixels_per_frame=None)
+    stated = {
+        **{"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2},
+        "size": {"shortest_edge": least, "longest_edge": most},
+        "cap_pixels_per_frame": max_video_tokens is not None,
+    }
+    ours = SpreadSampling(min_pixels=least, max_pixels=most, max_video_tokens=max_video_tokens)
+    for count, height, width in ((2, 48, 64), (2, 32, 32), (12, 1080, 1920), (60, 320, 240)):
+        sides = frame_size(height, width, 32, *ours.size(count, 2, 32).values())
+        expected = Qwen3VLVideoProcessor.get_num_of_video_patches(
+            theirs, count, height, width, stated
         )
+        assert math.prod(sides) // 16**2 * count // 2 == expected
 
 
 def test_more_frames_than_there_are_cannot_be_looked_at() -> None:
