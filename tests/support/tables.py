@@ -6,10 +6,10 @@ __all__ = ["rows"]
 
 
 def rows(table: str, divider: str = " | ") -> list[tuple[str, ...]]:
-    """The cells of each line, stripped; a last one may be empty.
+    """The cells of each line, stripped; one may be empty.
 
     A line that ends in a backslash goes on in the next one.
     """
     joined = table.replace("\\\n", "").strip()
     lines = (line.strip() for line in joined.splitlines())
-    return [tuple(cell.strip() for cell in f"{line} ".split(divider)) for line in lines]
+    return [tuple(cell.strip() for cell in f" {line} ".split(divider)) for line in lines]

@@ -23,6 +23,7 @@ from stages import (
 )
 from tests.support.command_line import omni
 from tests.support.fake_stage import FakeStage
+from tests.support.tables import rows
 
 SHOUT = """\
 name: loud
@@ -259,19 +260,16 @@ def test_a_relative_path_starts_at_the_pipelines_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "told"),
-    [
-        (
-            "own.py:MurmurStage",
-            "has no 'MurmurStage'; did you mean 'MurmurStageConfig'?",
-        ),
-        ("other.py:Murmur", "kind 'other.py:Murmur': there is no file"),
-        ("other:Murmur", "kind 'other:Murmur': module 'other' is not beside"),
-        ("own.py:Literal", "kind 'own.py:Literal' is no subclass of omni.StageConfig"),
-        ("own.py:as_prompt", "kind 'own.py:as_prompt' is no subclass of omni.StageConfig"),
-        ("own.py:", "kind 'own.py:' must have the form"),
-        ("x" * 500, "unknown kind 'x{80}'; known are "),
-        ("murmurs", "unknown kind 'murmurs'; .*file.py:Class.*'omni_pipeline.stage_kinds'"),
-    ],
+    rows(f"""
+own.py:MurmurStage | has no 'MurmurStage'; did you mean 'MurmurStageConfig'?
+other.py:Murmur | kind 'other.py:Murmur': there is no file
+other:Murmur | kind 'other:Murmur': module 'other' is not beside
+own.py:Literal | kind 'own.py:Literal' is no subclass of omni.StageConfig
+own.py:as_prompt | kind 'own.py:as_prompt' is no subclass of omni.StageConfig
+own.py: | kind 'own.py:' must have the form
+{"x" * 500} | unknown kind 'x{{80}}'; known are
+murmurs | unknown kind 'murmurs'; .*file.py:Class.*'omni_pipeline.stage_kinds'
+"""),
 )
 def test_a_file_without_that_kind_is_told(kind: str, told: str, tmp_path: Path) -> None:
     path = in_file(tmp_path, "own.py:MurmurStageConfig")
@@ -294,31 +292,26 @@ def test_a_file_of_kinds_that_is_imported_may_hold_the_transforms_too(
 
 @pytest.mark.parametrize(
     ("decorators", "told"),
-    [
-        (
-            "",
-            "needs a transform that works chunk by chunk, which 'own:f' does not; mark .* @omni",
-        ),
-        (
-            "@omni.requires(num_sources=1)\n",
-            "which 'own:f' does not; mark one that does with @omni",
-        ),
-        ("@requires('hidden_states')\n", "which 'own:f' does not; mark one that does with @omni"),
-        ("@requires('codes')\n@chunkable\n", "stage 'second' needs 'codes' of 'first' with its"),
-        ("@requires(num_sources=2)\n@chunkable\n", "transform 'own:f' takes 2 source"),
-        ("@chunkable\n", None),
-        ("@omni.chunkable\n", None),
-        ("@named\n@requires(num_sources=1)\n", None),
-        ("@unknown\n", None),
-        ("@requires(*names)\n", None),
-    ],
+    rows("""
+ | needs a transform that works chunk by chunk, which 'own:f' does not; mark .* @omni
+@omni.requires(num_sources=1) | which 'own:f' does not; mark one that does with @omni
+@requires('hidden_states') | which 'own:f' does not; mark one that does with @omni
+@requires('codes') @chunkable | stage 'second' needs 'codes' of 'first' with its
+@requires(num_sources=2) @chunkable | transform 'own:f' takes 2 source
+@chunkable |
+@omni.chunkable |
+@named @requires(num_sources=1) |
+@unknown |
+@requires(*names) |
+"""),
 )
 def test_what_a_transforms_text_declares_is_checked_without_running_it(
-    decorators: str, told: str | None, tmp_path: Path
+    decorators: str, told: str, tmp_path: Path
 ) -> None:
     (tmp_path / "own.py").write_text(
         "import omni\nfrom omni import chunkable, requires, chunkable as named\n"
-        "from elsewhere import unknown, names\n" + decorators + "def f(context): ...\n"
+        "from elsewhere import unknown, names\n"
+        + "\n".join([*decorators.split(), "def f(context): ...\n"])
     )
     path = tmp_path / "mine.yaml"
     path.write_text(
@@ -327,10 +320,10 @@ def test_what_a_transforms_text_declares_is_checked_without_running_it(
         "  second: {kind: autoregressive, model: 'seeded:qwen2', final_output: text,\n"
         "           inputs: {from: first, transform: 'own.py:f', chunk_size: 4}}\n"
     )
-    if told is None:
-        PipelineConfig.load(path)
-    else:
+    if told:
         assert re.search(told, error_of(path))
+    else:
+        PipelineConfig.load(path)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from omni import EmbedsPrompt, OmniRequest, TextPrompt
 from tests.support.encoder_decoder_requests import SAMPLING_RATE, tone
 from tests.support.http_call import call
 from tests.support.live_server import LiveServer
+from tests.support.tables import rows
 
 IMAGE = {"type": "image_url", "image_url": "x.png"}
 
@@ -53,9 +54,9 @@ def test_every_final_stage_answers_with_its_tensors(running: LiveServer):
     (expected,) = running.omni("encode_then_generate").generate([request])
     assert line["stages"]["generator"]["text"] == expected.stages["generator"].text
     assert line["stages"]["generator"]["finish_reason"] == "length"
-    for name, rows in expected.stages["encoder"].tensors.items():
+    for name, tensor in expected.stages["encoder"].tensors.items():
         found = load(b64decode(line["stages"]["encoder"]["tensors"][name]))
-        torch.testing.assert_close(found, {name: rows}, atol=1e-5, rtol=0)
+        torch.testing.assert_close(found, {name: tensor}, atol=1e-5, rtol=0)
 
 
 def test_embeddings_come_as_a_file_in_base64(running: LiveServer):
@@ -102,39 +103,30 @@ def test_a_stream_tells_every_stage_and_ends_with_the_whole(running: LiveServer)
 
 @pytest.mark.parametrize(
     ("body", "param", "message"),
-    [
-        ({}, None, "exactly one of prompt"),
-        ({"prompt": "x", "prompts": "y"}, "prompts", "did you mean 'prompt'?"),
-        ({"prompt": 3}, "prompt", "should be text or a list of chat messages"),
-        ({"prompt": "x", "speaker": "nobody"}, "speaker", "none of the stages"),
-        ({"prompt": "x", "sampling": {"generator": {"top_p": 3}}}, "sampling.generator.top_p", "1"),
-        ({"prompt": "x", "sampling": {"max_toks": 3}}, "sampling.max_toks", "max_tokens"),
-        ({"prompt": "x", "sampling": {"n": 999}}, "sampling.n", "n is 999"),
-        ({"prompt": "x", "sampling": {"generator": {"n": 999}}}, "sampling.generator.n", "999"),
-        ({"prompt_embeds": "/etc/passwd"}, "prompt_embeds", "safetensors file in base64"),
-        ({"prompt_embeds": b64encode(b"x" * 99).decode()}, "prompt_embeds", "safetensors"),
-        ({"images": ["/etc/passwd"]}, "images", "reads no files of its own"),
-        ({"images": ["file:///etc/passwd"]}, "images", "reads no files of its own"),
-        ({"audio": ["../a.wav"]}, "audio", "reads no files of its own"),
-        ({"audio": ["data:audio/wav;base64,%%"]}, "audio", "not valid base64"),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "image_url", "image_url": "x.png"}]}
-                ]
-            },
-            None,
-            "reads no files of its own",
-        ),
-    ],
+    rows("""
+{} |  | exactly one of prompt
+{"prompt": "x", "prompts": "y"} | prompts | did you mean 'prompt'?
+{"prompt": 3} | prompt | should be text or a list of chat messages
+{"prompt": "x", "speaker": "nobody"} | speaker | none of the stages
+{"prompt": "x", "sampling": {"generator": {"top_p": 3}}} | sampling.generator.top_p | 1
+{"prompt": "x", "sampling": {"max_toks": 3}} | sampling.max_toks | max_tokens
+{"prompt": "x", "sampling": {"n": 999}} | sampling.n | n is 999
+{"prompt": "x", "sampling": {"generator": {"n": 999}}} | sampling.generator.n | 999
+{"prompt_embeds": "/etc/passwd"} | prompt_embeds | safetensors file in base64
+{"images": ["/etc/passwd"]} | images | reads no files of its own
+{"images": ["file:///etc/passwd"]} | images | reads no files of its own
+{"audio": ["../a.wav"]} | audio | reads no files of its own
+{"audio": ["data:audio/wav;base64,%%"]} | audio | not valid base64
+{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x.png"}]}]} |  | \
+reads no files of its own
+{"prompt_embeds": "eHh4eHh4eHh4"} | prompt_embeds | safetensors
+"""),
 )
-def test_a_mistake_is_told_with_its_key(
-    running: LiveServer, body: Any, param: str | None, message: str
-):
-    status, content = post(running, "encode_then_generate", body)
+def test_a_mistake_is_told_with_its_key(running: LiveServer, body: str, param: str, message: str):
+    status, content = post(running, "encode_then_generate", json.loads(body))
     error = json.loads(content)["error"]
     assert status == 400 and message in error["message"], error
-    assert error["param"] == param
+    assert error["param"] == (param or None)
 
 
 @pytest.mark.parametrize("name", ["nobody", "..%2f..%2fetc", "a%00b", "%0d%0aX-Evil:%201"])

@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from tests.support.live_server import LiveServer
+from tests.support.tables import rows
 
 SCHEMA = {
     "type": "object",
@@ -92,33 +93,22 @@ def test_chats_and_completions_take_the_words_of_vllm(
 
 @pytest.mark.parametrize(
     ("form", "param", "message"),
-    [
-        (
-            {"response_format": {"type": "json_schema"}},
-            "response_format.json_schema",
-            "missing; it must be given",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
-            "response_format",
-            "response_format.json_schema: cannot be read: Invalid type: x",
-        ),
-        ({"guided_regex": "a("}, "guided_regex", "unclosed group"),
-        (
-            {"guided_regex": "a", "guided_choice": ["b"]},
-            "guided_choice",
-            "given beside guided_regex; give one of them",
-        ),
-        ({"structured_outputs": {}}, "structured_outputs", "give one of json_schema"),
-        ({"guided_regex": "a", "min_tokens": 3}, None, "min_tokens does not go with"),
-    ],
+    rows("""
+{"response_format": {"type": "json_schema"}} | response_format.json_schema | \
+missing; it must be given
+{"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}} | \
+response_format | response_format.json_schema: cannot be read: Invalid type: x
+{"guided_regex": "a("} | guided_regex | unclosed group
+{"guided_regex": "a", "guided_choice": ["b"]} | guided_choice | \
+given beside guided_regex; give one of them
+{"structured_outputs": {}} | structured_outputs | give one of json_schema
+{"guided_regex": "a", "min_tokens": 3} |  | min_tokens does not go with
+"""),
 )
-def test_a_wrong_form_is_named(
-    client: openai.OpenAI, form: dict[str, Any], param: str | None, message: str
-) -> None:
+def test_a_wrong_form_is_named(client: openai.OpenAI, form: str, param: str, message: str) -> None:
     with pytest.raises(openai.BadRequestError, match=re.escape(message)) as caught:
-        client.chat.completions.create(**ASKED, extra_body=form)
-    assert caught.value.param == param
+        client.chat.completions.create(**ASKED, extra_body=json.loads(form))
+    assert caught.value.param == (param or None)
 
 
 def test_a_form_that_would_take_long_to_read_is_refused(server: LiveServer) -> None:

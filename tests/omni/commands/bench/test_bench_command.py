@@ -22,6 +22,7 @@ from tests.support.import_graph import ROOT
 from tests.support.live_server import wait_until
 from tests.support.marked_processes import heed_interrupts
 from tests.support.patience import PATIENCE_S
+from tests.support.tables import rows
 
 DONE = b"data: [DONE]\n\n"
 NOWHERE = "http://127.0.0.1:1"
@@ -158,52 +159,52 @@ def test_the_key_comes_from_the_environment_and_stands_nowhere(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("flags", "told"),
-    [
-        ([], "give either a pipeline or --url"),
-        (["two_step", "--url", NOWHERE], "give either a pipeline or --url"),
-        (["two_setp"], "two_setp"),
-        (["two_step", "--model", "x"], "--model goes together with --url"),
-        (["two_step", "--speech"], "--speech goes together with --url"),
-        (["--url", NOWHERE, "--runtime", "inline"], "--runtime is about a pipeline"),
-        (["--url", NOWHERE, "--set", "a=b"], "--set is about a pipeline"),
-        (["--url", NOWHERE, "--voice", "x"], "--voice goes together with --speech"),
-        *(
-            (["--url", each], "--url: must be such as http://localhost:8000")
-            for each in ("nonsense", "localhost:8000", "ftp://x", "http://x:99999", "http://x/?a=b")
-        ),
-        (["--url", NOWHERE], f"--url {NOWHERE}: cannot be reached"),
-        (["two_step", "--concurrency", "0"], "--concurrency: must be numbers above 0"),
-        (["two_step", "--concurrency", "1,x"], "--concurrency: must be numbers above 0"),
-        (["two_step", "--concurrency", "1.5"], "--concurrency: must be whole numbers"),
-        (["two_step", "--concurrency", "2,2"], "--concurrency: a number stands twice"),
-        (["two_step", "--concurrency", "1e9"], "--concurrency: must be from 1 to 65536"),
-        (["two_step", "--rate", "nan"], "--rate: must be numbers above 0"),
-        (
-            ["two_step", "--rate", "1e12"],
-            "--rate: must be above 0 and at most 1e+06 requests a second",
-        ),
-        (["two_step", "--rate", "1", "--concurrency", "1"], "give one of them"),
-        (["two_step", "--goodput", "speed=1"], "--goodput: unknown measure 'speed'"),
-        (["two_step", "--goodput", "first_tokn=1"], "did you mean 'first_token'?"),
-        (["two_step", "--goodput", "first_token"], "--goodput: must be limits such as"),
-        (["two_step", "--goodput", "first_token=x"], "--goodput: first_token: must be a number"),
-        (["two_step", "--goodput", "end_to_end=1,end_to_end=2"], "end_to_end stands twice"),
-        (["two_step", "--requests", "0"], "--requests"),
-        (["two_step", "--endpoint", "x"], "--endpoint"),
-        (["two_step", "--endpoint", "speech"], "--endpoint speech goes together with --url"),
-        (["--url", NOWHERE, "--endpoint", "speech", "--turns", "2"], "--turns says nothing to"),
-        (["--url", NOWHERE, "--endpoint", "transcriptions"], "goes together with --input"),
-        (["--url", NOWHERE, "--endpoint", "embeddings", "--speech"], "--speech is about chats"),
-        (["two_step", "-i", "x", "--endpoint", "chat"], "--endpoint is about requests that are"),
-        (["two_step", "--plot", "out.png"], "--plot: must end in .svg"),
-        (["two_step", "--json", "/nowhere/out.json"], "--json: '/nowhere/out.json' cannot be"),
-        (["two_step", "-i", "nowhere.jsonl"], "--input: nowhere.jsonl: cannot be read"),
-        (["two_step", "-i", "x", "--turns", "2"], "--turns is about requests that are made up"),
-        (["two_step", "--prompt-tokens", "8", "--shared-prefix-tokens", "8"], "must be fewer than"),
-    ],
+    rows(
+        """
+ | give either a pipeline or --url
+two_step --url NOWHERE | give either a pipeline or --url
+two_setp | two_setp
+two_step --model x | --model goes together with --url
+two_step --speech | --speech goes together with --url
+--url NOWHERE --runtime inline | --runtime is about a pipeline
+--url NOWHERE --set a=b | --set is about a pipeline
+--url NOWHERE --voice x | --voice goes together with --speech
+--url nonsense | --url: must be such as http://localhost:8000
+--url localhost:8000 | --url: must be such as http://localhost:8000
+--url ftp://x | --url: must be such as http://localhost:8000
+--url http://x:99999 | --url: must be such as http://localhost:8000
+--url http://x/?a=b | --url: must be such as http://localhost:8000
+--url NOWHERE | --url NOWHERE: cannot be reached
+two_step --concurrency 0 | --concurrency: must be numbers above 0
+two_step --concurrency 1,x | --concurrency: must be numbers above 0
+two_step --concurrency 1.5 | --concurrency: must be whole numbers
+two_step --concurrency 2,2 | --concurrency: a number stands twice
+two_step --concurrency 1e9 | --concurrency: must be from 1 to 65536
+two_step --rate nan | --rate: must be numbers above 0
+two_step --rate 1e12 | --rate: must be above 0 and at most 1e+06 requests a second
+two_step --rate 1 --concurrency 1 | give one of them
+two_step --goodput speed=1 | --goodput: unknown measure 'speed'
+two_step --goodput first_tokn=1 | did you mean 'first_token'?
+two_step --goodput first_token | --goodput: must be limits such as
+two_step --goodput first_token=x | --goodput: first_token: must be a number
+two_step --goodput end_to_end=1,end_to_end=2 | end_to_end stands twice
+two_step --requests 0 | --requests
+two_step --endpoint x | --endpoint
+two_step --endpoint speech | --endpoint speech goes together with --url
+--url NOWHERE --endpoint speech --turns 2 | --turns says nothing to
+--url NOWHERE --endpoint transcriptions | goes together with --input
+--url NOWHERE --endpoint embeddings --speech | --speech is about chats
+two_step -i x --endpoint chat | --endpoint is about requests that are
+two_step --plot out.png | --plot: must end in .svg
+two_step --json /nowhere/out.json | --json: '/nowhere/out.json' cannot be
+two_step -i nowhere.jsonl | --input: nowhere.jsonl: cannot be read
+two_step -i x --turns 2 | --turns is about requests that are made up
+two_step --prompt-tokens 8 --shared-prefix-tokens 8 | must be fewer than
+""".replace("NOWHERE", NOWHERE)
+    ),
 )
-def test_a_mistake_is_told_with_its_flag_before_anything_runs(flags: list[str], told: str):
-    result = bench(*flags)
+def test_a_mistake_is_told_with_its_flag_before_anything_runs(flags: str, told: str):
+    result = bench(*flags.split())
     assert result.exit_code == 2
     assert told in result.stderr and "Traceback" not in result.stderr
 

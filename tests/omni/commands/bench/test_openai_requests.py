@@ -26,6 +26,7 @@ from omni.commands.bench.http_target import (
     read_sound,
 )
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure
+from tests.support.tables import rows
 
 HERE = Path()
 SAME = ("model", "stream", "stream_options")
@@ -130,35 +131,26 @@ def test_a_line_of_openais_files_for_batches_is_taken_as_it_is():
 
 @pytest.mark.parametrize(
     ("line", "told"),
-    [
-        ({}, "exactly one of prompt"),
-        ({"promt": "x"}, "did you mean 'prompt'"),
-        ({"encoder_prompt": "x"}, "encoder_prompt: OpenAI's API has no form"),
-        ({"prompt_embeds": "x.safetensors"}, "prompt_embeds: OpenAI's API has no form"),
-        ({"audio": ["x.wav"]}, "write messages"),
-        ({"prompt": "x", "images": ["x.png"]}, "write messages"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "more parts of type 'image' than files",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "x"}], "audio": ["x.wav"]},
-            "more files than parts of type 'audio'",
-        ),
-        (
-            {
-                "messages": [{"role": "user", "content": [{"type": "audio"}]}],
-                "audio": ["nowhere.wav"],
-            },
-            "nowhere.wav' does not exist, or is no file",
-        ),
-        ({"url": "/v1/embeddings", "body": {}}, "url: must be one of /v1/chat/completions"),
-        ({"url": "/v1/completions", "body": 3}, "body: must be an object, got 3"),
-    ],
+    rows("""
+{} | exactly one of prompt
+{"promt": "x"} | did you mean 'prompt'
+{"encoder_prompt": "x"} | encoder_prompt: OpenAI's API has no form
+{"prompt_embeds": "x.safetensors"} | prompt_embeds: OpenAI's API has no form
+{"audio": ["x.wav"]} | write messages
+{"prompt": "x", "images": ["x.png"]} | write messages
+{"messages": [{"role": "user", "content": [{"type": "image"}]}]} | \
+more parts of type 'image' than files
+{"messages": [{"role": "user", "content": "x"}], "audio": ["x.wav"]} | \
+more files than parts of type 'audio'
+{"messages": [{"role": "user", "content": [{"type": "audio"}]}], "audio": ["nowhere.wav"]} | \
+nowhere.wav' does not exist, or is no file
+{"url": "/v1/embeddings", "body": {}} | url: must be one of /v1/chat/completions
+{"url": "/v1/completions", "body": 3} | body: must be an object, got 3
+"""),
 )
-def test_what_cannot_be_said_is_refused(line: dict[str, Any], told: str, tmp_path: Path):
+def test_what_cannot_be_said_is_refused(line: str, told: str, tmp_path: Path):
     with pytest.raises(ValueError) as error:
-        call("chat", line, tmp_path)
+        call("chat", json.loads(line), tmp_path)
     assert told in str(error.value)
 
 
