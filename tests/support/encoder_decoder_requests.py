@@ -75,7 +75,7 @@ def write_wav(path: Path, samples: NDArray[Any], rate: int = SAMPLING_RATE) -> P
         file.setnchannels(1)
         file.setsampwidth(2)
         file.setframerate(rate)
-        file.writeframes((samples * 32767).astype("<i2").tobytes())
+        file.writeframes(np.round(samples * 32767).astype("<i2").tobytes())
     return path
 
 

@@ -136,24 +136,49 @@ def test_wrong_shape_names_tensor_and_both_shapes(folder: Path):
         Checkpoint.open(folder).load_into(targets)
 
 
-def test_pickled_weights_are_refused(folder: Path):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pickled \(pytorch_model.bin\), convert"):
-        list(Checkpoint.open(folder).weights())
+def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_damaged_file_is_named(folder: Path):
-    (folder / "model.safetensors").write_bytes(b"x" * 100)
-    with pytest.raises(ValueError, match=r"model.safetensors is no readable safetensors file"):
-        list(Checkpoint.open(folder).weights())
+Harm = Callable[[Path], object]
+HARMS: dict[str, tuple[Harm, str]] = {
+    "pickled": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        r"pickled \(pytorch_model.bin\), convert",
+    ),
+    "damaged": (
+        lambda f: (f / "model.safetensors").write_bytes(b"x" * 100),
+        "model.safetensors is no readable safetensors file",
+    ),
+    "no config": (lambda f: (f / "config.json").unlink(), "it has no config.json"),
+    "no architecture": (
+        lambda f: change_config(f, lambda config: config.pop("architectures")),
+        "states no architectures",
+    ),
+    **{
+        content: (
+            lambda f, content=content: (f / "config.json").write_text(content),
+            r"single/config.json (cannot be used|is no valid JSON)",
+        )
+        for content in ("{", "{}", '{"model_type": "gpt9"}')
+    },
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_what_is_wrong_with_a_folder_is_told(folder: Path, harm: str):
+    change, told = HARMS[harm]
+    change(folder)
+    with pytest.raises(ValueError, match=told):
+        _ = list(Checkpoint.open(folder).weights()), Checkpoint.open(folder).architecture
 
 
 def test_missing_shard_is_named(sharded: Path):
     shard = sorted(sharded.glob("*.safetensors"))[0]
     shard.unlink()
-    with pytest.raises(
-        ValueError, match=f"index.json names the shard '{shard.name}': .* is not there"
-    ):
+    with pytest.raises(ValueError, match=f"the shard '{shard.name}': .* is not there"):
         list(Checkpoint.open(sharded).weights())
 
 
@@ -164,40 +189,17 @@ def test_malformed_index_is_named(sharded: Path, content: str):
         list(Checkpoint.open(sharded).weights())
 
 
-@pytest.mark.parametrize("model", ["/no/such/folder", "./nowhere", "a/b/c"])
-def test_missing_folder_is_named(model: str):
-    with pytest.raises(ValueError, match=f"model folder '{model}' does not exist"):
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        *((name, f"folder '{name}' does not exist") for name in ("/no/such", "./none", "a/b/c")),
+        ("nobody/nothing", "'nobody/nothing' is no folder.*Hugging Face hub"),
+        (__file__, "is a file; a checkpoint is a folder"),
+    ],
+)
+def test_what_is_no_folder_is_told(model: str, told: str):
+    with pytest.raises(ValueError, match=told):
         Checkpoint.open(model)
-
-
-def test_hub_model_that_cannot_be_fetched_is_named():
-    with pytest.raises(ValueError, match=r"'nobody/nothing' is no folder.*Hugging Face hub"):
-        Checkpoint.open("nobody/nothing")
-
-
-def test_file_instead_of_folder_is_refused(folder: Path):
-    with pytest.raises(ValueError, match="is a file; a checkpoint is a folder"):
-        Checkpoint.open(folder / "config.json")
-
-
-def test_folder_without_config_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"it has no config.json"):
-        Checkpoint.open(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["{", "{}", '{"model_type": "gpt9"}'])
-def test_config_that_is_not_understood_is_named(folder: Path, content: str):
-    (folder / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"single/config.json (cannot be used|is no valid JSON)"):
-        Checkpoint.open(folder)
-
-
-def test_config_without_architecture_is_refused(folder: Path):
-    config = json.loads((folder / "config.json").read_text())
-    del config["architectures"]
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="states no architectures"):
-        _ = Checkpoint.open(folder).architecture
 
 
 PREFIXES = {"thinker": "thinker.", "talker": "talker.", "code2wav": "token2wav."}

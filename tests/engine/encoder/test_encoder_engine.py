@@ -42,16 +42,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    built: dict[str, str] = {}
-
+    @cache
     def build(architecture: str) -> str:
-        if architecture not in built:
-            folder = tmp_path_factory.mktemp(architecture)
-            build_text_encoder(
-                folder, architecture, max_position_embeddings=64, **ARCHITECTURES[architecture]
-            )
-            built[architecture] = str(folder)
-        return built[architecture]
+        folder, options = tmp_path_factory.mktemp(architecture), ARCHITECTURES[architecture]
+        return str(build_text_encoder(folder, architecture, max_position_embeddings=64, **options))
 
     return build
 
@@ -100,6 +94,11 @@ def alone(model: str, **inputs: Tensor) -> tuple[Tensor, Tensor | None]:
     output = oracle(model)(**inputs)
     pooled = output.get("pooler_output")
     return output.last_hidden_state[0], None if pooled is None else pooled[0]
+
+
+@cache
+def rows_alone(model: str, ids: tuple[int, ...]) -> Tensor:
+    return alone(model, input_ids=torch.tensor([ids]))[0]
 
 
 def assert_same(actual: EncoderOutput, expected: EncoderOutput) -> None:
@@ -275,9 +274,9 @@ def test_a_partly_evicted_input_is_computed_again(bert: str):
     num_blocks=st.integers(5, 12),
 )
 def test_any_stream_gives_what_each_input_gives_alone(
-    bert: str, bert_alone: Callable[[tuple[int, ...]], Tensor], stream: list[Any], num_blocks: int
+    bert: str, stream: list[Any], num_blocks: int
 ):
-    engine = cached_engine(bert, num_blocks)
+    engine = cached_engine(bert, num_blocks=num_blocks)
     engine.reset_prefix_cache()
     expected: dict[str, tuple[int, ...]] = {}
     outputs: list[EncoderOutput] = []
@@ -296,7 +295,7 @@ def test_any_stream_gives_what_each_input_gives_alone(
         engine.check_integrity()
     assert sorted(output.request_id for output in outputs) == sorted(expected)
     for output in outputs:
-        rows = bert_alone(expected[output.request_id])
+        rows = rows_alone(bert, expected[output.request_id])
         torch.testing.assert_close(output.tensors["hidden_states"], rows, atol=1e-5, rtol=0)
 
 
@@ -321,7 +320,7 @@ def test_any_stream_gives_what_each_input_gives_alone(
 def test_an_input_that_cannot_run_is_refused_and_changes_nothing(
     bert: str, prompt: Any, message: str
 ):
-    engine = cached_engine(bert, 7, max_num_batched_tokens=32)
+    engine = cached_engine(bert, num_blocks=7, max_num_batched_tokens=32)
     with pytest.raises(ValueError, match=message):
         engine.add_request("bad", prompt)
     assert not engine.has_unfinished_requests
@@ -409,31 +408,8 @@ def test_the_memory_plan_tells_what_the_rows_take(bert: str):
 # What the tests need
 
 
-@pytest.fixture(scope="module")
-def bert_alone(bert: str) -> Callable[[tuple[int, ...]], Tensor]:
-    module = AutoModel.from_pretrained(bert, dtype=torch.float32).eval()
-    known: dict[tuple[int, ...], Tensor] = {}
-
-    def rows(ids: tuple[int, ...]) -> Tensor:
-        if ids not in known:
-            with torch.no_grad():
-                known[ids] = module(input_ids=torch.tensor([ids])).last_hidden_state[0]
-        return known[ids]
-
-    return rows
-
-
-_ENGINES: dict[tuple[str, int, int], EncoderEngine] = {}
-
-
-def cached_engine(model: str, num_blocks: int, max_num_batched_tokens: int = 64) -> EncoderEngine:
-    """An engine per geometry: building one costs more than a test's whole stream."""
-    key = (model, num_blocks, max_num_batched_tokens)
-    if key not in _ENGINES:
-        _ENGINES[key] = engine_of(
-            model, num_blocks=num_blocks, max_num_batched_tokens=max_num_batched_tokens
-        )
-    return _ENGINES[key]
+# Building an engine costs more than a test's whole stream: there is one per geometry.
+cached_engine = cache(engine_of)
 
 
 def copy_of(model: str, folder: Path, keep: Callable[[str], bool]) -> str:

@@ -23,7 +23,7 @@ from tests.support.line_faults import LineFault, choose_events
 from tests.support.patience import PATIENCE_S
 from tests.support.subjects import SUBJECTS, subject_of
 
-FAULTS = 9
+FAULTS = 6
 # A run of it takes as long as ten of the others.
 FAULTS_OF_VOCODER = 2
 SOUND = {"went on", "failed alone"}
@@ -101,6 +101,7 @@ def test_who_is_interrupted_on_the_way_in_or_out_lets_other_threads_in(subject: 
     assert num_doors > 50
 
 
+@pytest.mark.parametrize("subject", ["qwen2", "bert"], indirect=True)
 def test_what_is_wrong_would_be_noticed(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that loses an output, or an engine that holds on to something, is not called sound."""
     engine: Any = subject.build()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import wave
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -55,6 +54,7 @@ from engine.requests.encoder_input import EncoderInput
 from engine.requests.request import Request
 from engine.text.tokenizer import load_tokenizer
 from omni.seeded.encoder_decoders import build_bart, build_whisper
+from tests.support.encoder_decoder_requests import write_wav
 from tests.support.fixed_encoder import FixedEncoder
 
 TEXT = "The rain in spain falls mainly on the"
@@ -587,15 +587,6 @@ INPUTS = AudioEncoderInputs(FixedEncoder(max_encoder_len=50), EXTRACTOR)
 
 def sine(seconds: float, rate: int = RATE, hertz: float = 300.0) -> np.ndarray:
     return np.sin(2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate).astype(np.float32)
-
-
-def write_wav(path: Path, samples: np.ndarray, rate: int = RATE) -> Path:
-    with wave.open(str(path), "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(rate)
-        file.writeframes(np.round(samples * 32767).astype("<i2").tobytes())
-    return path
 
 
 def make(prompt: object, salt: str | None = None):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import wave
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +13,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from transformers import Qwen2_5OmniProcessor, WhisperFeatureExtractor
 
 from engine import AudioPrompt, EngineConfig, LLMEngine, RequestOutput, SamplingParams, TokensPrompt
 from engine.inputs.multimodal_inputs import AudioFeatureMaker, AudioInVideo
 from engine.requests.encoder_input import Modality, MultiModalInput
+from tests.support.encoder_decoder_requests import write_wav
 from tests.support.pictures import picture
 from tests.support.thinker_asks import TowerRuns, shows
 from tests.support.thinker_reference import Talk, ThinkerReference, clip, tone
@@ -50,15 +49,6 @@ def engine(shared_engine: LLMEngine) -> Iterator[LLMEngine]:
     yield shared_engine
     shared_engine.check_integrity()
     assert not shared_engine.has_unfinished_requests
-
-
-def write_wav(path: Path, samples: NDArray[np.float32], rate: int = RATE) -> Path:
-    with wave.open(str(path), "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(rate)
-        file.writeframes(np.round(samples * 32767).astype("<i2").tobytes())
-    return path
 
 
 def broken(path: Path, kind: str) -> Path:

@@ -78,44 +78,35 @@ def engine(folder: str) -> LLMEngine:
 
 
 @pytest.fixture(scope="module")
-def reference(folder: str) -> Callable[..., list[int]]:
+def long_form(folder: str) -> Callable[..., Any]:
+    """``generate`` of transformers over samples of any length."""
     model: Any = WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     extractor = AutoFeatureExtractor.from_pretrained(folder)
 
-    def answer(samples: np.ndarray, num_tokens: int | None, **wishes: Any) -> list[int]:
-        features = extractor(
+    @torch.inference_mode()
+    def generate(samples: np.ndarray, num_tokens: int | None, **wishes: Any) -> Any:
+        made = extractor(
             samples,
             sampling_rate=SAMPLING_RATE,
             truncation=False,
             padding="longest",
             return_tensors="pt",
-        )["input_features"]
+        )
         given = {} if num_tokens is None else {"max_new_tokens": num_tokens}
-        with torch.inference_mode():
-            ids: torch.Tensor = model.generate(features, return_timestamps=True, **given, **wishes)
-        return [int(each) for each in ids[0]]
+        return model.generate(made["input_features"], return_timestamps=True, **given, **wishes)
 
-    return answer
+    return generate
 
 
 @pytest.fixture(scope="module")
-def reference_segments(folder: str) -> Callable[[np.ndarray, int], Any]:
-    model: Any = WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-    extractor = AutoFeatureExtractor.from_pretrained(folder)
+def reference(long_form: Callable[..., Any]) -> Callable[..., list[int]]:
+    return lambda *given, **wishes: [int(each) for each in long_form(*given, **wishes)[0]]
 
+
+@pytest.fixture(scope="module")
+def reference_segments(long_form: Callable[..., Any]) -> Callable[[np.ndarray, int], Any]:
     def answer(samples: np.ndarray, num_tokens: int) -> list[tuple[float, float, list[int]]]:
-        features = extractor(
-            samples,
-            sampling_rate=SAMPLING_RATE,
-            truncation=False,
-            padding="longest",
-            return_tensors="pt",
-        )["input_features"]
-        with torch.inference_mode():
-            told = model.generate(
-                features, return_timestamps=True, return_segments=True, language="en",
-                max_new_tokens=num_tokens,
-            )  # fmt: skip
+        told = long_form(samples, num_tokens, return_segments=True, language="en")
         return [
             (round(float(each["start"]), 2), round(float(each["end"]), 2), each["tokens"].tolist())
             for each in told["segments"][0]

@@ -77,10 +77,19 @@ class Reference:
         return rows, self.model.lm_head(rows)
 
 
+KERNELS = [
+    *("llava", "qwen2_5_vl", "llava over mistral"),
+    *("llava with one key head", "qwen2_5_vl with one key head"),
+]
+
+
 @pytest.mark.parametrize(
-    ("budget", "backend"), [(64, "torch"), pytest.param(7, "native", marks=needs_kernels)]
+    ("name", "budget", "backend"),
+    [
+        *((name, 64, "torch") for name in BUILDERS if " one " not in name),
+        *(pytest.param(name, 7, "native", marks=needs_kernels) for name in KERNELS),
+    ],
 )
-@pytest.mark.parametrize("name", BUILDERS)
 def test_mixed_requests_equal_transformers(
     name: str, budget: int, backend: str, tmp_path: Path
 ) -> None:

@@ -184,7 +184,7 @@ def adapt(family: Family, script: Script, sources: list[int]) -> Script:
     ]
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(24))
 @given(data=st.data(), sources=st.lists(st.integers(0, SOURCES - 1), min_size=1, max_size=6))
 def test_random_streams_equal_uncached_and_conserve_blocks(
     family: Family, data: st.DataObject, sources: list[int]
@@ -202,7 +202,7 @@ def on_disk(family: Family) -> OffloadedBlocks:
 
 
 @pytest.mark.parametrize("family", ON_DISK, indirect=True, ids="-".join)
-@settings(max_examples=examples(15))
+@settings(max_examples=examples(10))
 @given(
     data=st.data(),
     sources=st.lists(st.integers(0, SOURCES - 1), min_size=1, max_size=6),

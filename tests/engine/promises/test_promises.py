@@ -75,7 +75,7 @@ def roomy(qwen2_checkpoint: str) -> Iterator[LLMEngine]:
     yield small_engine(qwen2_checkpoint, num_blocks=64)
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(160))
 @given(script=scripts(MAX_PROMPT))
 def test_promise_1_and_6_random_streams_equal_uncached_and_conserve_blocks(
     engine: LLMEngine, alone: Alone, script: Script
@@ -439,7 +439,7 @@ def family(
     return Family(placeholders, engine, alone_with(folder, part=part, rtol=rtol))
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(24))
 @given(data=st.data())
 def test_random_streams_equal_uncached_and_conserve_items(
     family: Family, data: st.DataObject

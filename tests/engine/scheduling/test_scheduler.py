@@ -121,7 +121,7 @@ MIXES = ["three_full", "gemma", "ministral", "jamba", "mamba"]
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(40))
 @given(
     prompts=st.lists(
         st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(1, 12), st.integers(0, 1)),
@@ -257,7 +257,7 @@ def test_an_isolated_request_that_makes_room_is_computed_again_and_not_swapped()
     assert begun(harness, [goes]) == ["goes"]
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(120))
 @given(
     prompts=st.lists(
         st.tuples(st.integers(0, 2), st.integers(1, 20), st.integers(1, 6), st.integers(0, 2)),

@@ -51,7 +51,7 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(100))
 @given(data=st.data())
 def test_pieces_join_to_the_text_of_all_ids(kind: str, skip_special_tokens: bool, data):
     tokenizer = TOKENIZERS[kind]()

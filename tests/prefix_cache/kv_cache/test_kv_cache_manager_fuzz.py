@@ -320,6 +320,6 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
 
 
 KVCacheManagerMachine.TestCase.settings = settings(
-    max_examples=examples(150), stateful_step_count=40
+    max_examples=examples(100), stateful_step_count=40
 )
 TestKVCacheManager = KVCacheManagerMachine.TestCase
