@@ -73,6 +73,13 @@ def _set(file: str, key: str, value: Any) -> Harm:
     return _edit(file, lambda content: content.update({key: value}))
 
 
+def _keys(
+    file: str, changes: Mapping[str, tuple[str, Any]]
+) -> dict[str, tuple[Harm, tuple[str, ...]]]:
+    """A wrong value for each key, which the error has to name."""
+    return {what: (_set(file, key, value), (file, key)) for what, (key, value) in changes.items()}
+
+
 def _write(file: str, content: bytes) -> Harm:
     return lambda folder: (folder / file).write_bytes(content)
 
@@ -240,38 +247,22 @@ _CONFIGS: dict[str, tuple[Harm, tuple[str, ...]]] = {
     "model_type is unknown": (_set("config.json", "model_type", "gpt9"), ("config.json",)),
     "model_type is a number": (_set("config.json", "model_type", 9), ("config.json",)),
     "model_type is of another family": (_set("config.json", "model_type", "gpt2"), ()),
-    "architectures is a text": (
-        _set("config.json", "architectures", "X"),
-        ("config.json", "architectures"),
-    ),
-    "architectures holds a number": (
-        _set("config.json", "architectures", [1]),
-        ("config.json", "architectures"),
-    ),
-    "a key hides a method": (
-        _set("config.json", "get_text_config", 5),
-        ("config.json", "get_text_config"),
-    ),
-    "another config is to be read": (
-        _set("config.json", "configuration_files", ["config.4.0.0.json"]),
-        ("config.json", "configuration_files"),
-    ),
-    "there are a billion labels": (
-        _set("config.json", "num_labels", 10**9),
-        ("config.json", "num_labels"),
-    ),
-    "there are a billion layers": (
-        _set("config.json", "num_hidden_layers", 10**9),
-        ("config.json", "num_hidden_layers"),
-    ),
     "code is brought along": (
         _set("config.json", "auto_map", {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil"}),
         (),
     ),
     "attention is code of the hub": (_set("config.json", "attn_implementation", "evil/code"), ()),
-    "weights are quantized": (
-        _set("config.json", "quantization_config", {"quant_method": "gptq", "bits": 4}),
-        ("config.json", "quantization_config"),
+    **_keys(
+        "config.json",
+        {
+            "architectures is a text": ("architectures", "X"),
+            "architectures holds a number": ("architectures", [1]),
+            "a key hides a method": ("get_text_config", 5),
+            "another config is to be read": ("configuration_files", ["config.4.0.0.json"]),
+            "there are a billion labels": ("num_labels", 10**9),
+            "there are a billion layers": ("num_hidden_layers", 10**9),
+            "weights are quantized": ("quantization_config", {"quant_method": "gptq", "bits": 4}),
+        },
     ),
 }
 _SHARDS: dict[str, tuple[Harm, tuple[str, ...]]] = {
@@ -352,17 +343,13 @@ _TEXTS: dict[str, tuple[Harm, tuple[str, ...]]] = {
     ),
     "generation is a list": (_write("generation_config.json", b"[]"), _GENERATION),
     "generation is half": (_write("generation_config.json", b"{"), _GENERATION),
-    "generation ends at a text": (
-        _set("generation_config.json", "eos_token_id", "end"),
-        (*_GENERATION, "eos_token_id"),
-    ),
-    "generation suppresses texts": (
-        _set("generation_config.json", "suppress_tokens", ["a"]),
-        (*_GENERATION, "suppress_tokens"),
-    ),
-    "generation forces numbers": (
-        _set("generation_config.json", "forced_decoder_ids", [1, 2]),
-        (*_GENERATION, "forced_decoder_ids"),
+    **_keys(
+        "generation_config.json",
+        {
+            "generation ends at a text": ("eos_token_id", "end"),
+            "generation suppresses texts": ("suppress_tokens", ["a"]),
+            "generation forces numbers": ("forced_decoder_ids", [1, 2]),
+        },
     ),
 }
 _PROCESSOR = "preprocessor_config.json"
@@ -391,21 +378,14 @@ _PROCESSORS: dict[str, tuple[Harm, tuple[str, ...]]] = {
         _set(_PROCESSOR, "crop_size", {"height": 10**6, "width": 10**6}),
         (_PROCESSOR, "height"),
     ),
-    "the processor's patches have no size": (
-        _set(_PROCESSOR, "patch_size", 0),
-        (_PROCESSOR, "patch_size"),
-    ),
-    "the processor makes enormous spectrograms": (
-        _set(_PROCESSOR, "feature_size", 10**9),
-        (_PROCESSOR, "feature_size"),
-    ),
-    "the processor hears a million years": (
-        _set(_PROCESSOR, "chunk_length", 10**12),
-        (_PROCESSOR, "chunk_length"),
-    ),
-    "the processor's means are a text": (
-        _set(_PROCESSOR, "image_mean", "grey"),
-        (_PROCESSOR, "image_mean"),
+    **_keys(
+        _PROCESSOR,
+        {
+            "the processor's patches have no size": ("patch_size", 0),
+            "the processor makes enormous spectrograms": ("feature_size", 10**9),
+            "the processor hears a million years": ("chunk_length", 10**12),
+            "the processor's means are a text": ("image_mean", "grey"),
+        },
     ),
 }
 

@@ -15,10 +15,12 @@ from transformers import (
     AutoImageProcessor,
     AutoTokenizer,
     Qwen2_5OmniForConditionalGeneration,
-    Qwen2_5OmniProcessor,
 )
 
-__all__ = ["OmniAnswer", "OmniReference", "VideoTensors"]
+from engine import VideoFeatures
+from tests.support.thinker_reference import NoVideos, Processor
+
+__all__ = ["OmniAnswer", "OmniReference"]
 
 
 @dataclass(frozen=True)
@@ -28,31 +30,6 @@ class OmniAnswer:
     text_ids: tuple[int, ...]
     codes: tuple[int, ...]
     samples: Tensor
-
-
-@dataclass(frozen=True)
-class VideoTensors:
-    """Frames in patches, as transformers' model takes them, for one video, and samples with it."""
-
-    pixel_values_videos: Tensor
-    video_grid_thw: Tensor
-    second_per_grid: float
-    audio: NDArray[Any] | None = None
-
-
-class _NoVideoProcessor:
-    """Transformers' own needs torchvision; its processor wants some."""
-
-    temporal_patch_size = 2
-    merge_size = 2
-    model_input_names = ("pixel_values_videos", "video_grid_thw")
-
-
-class _Processor(Qwen2_5OmniProcessor):
-    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-        if argument_name == "video_processor":
-            return type(argument)
-        return super().check_argument_for_proper_class(argument_name, argument)
 
 
 def _give_mask_back(
@@ -90,9 +67,9 @@ class OmniReference:
             folder, dtype=torch.float32
         ).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._processor = _Processor(
+        self._processor = Processor(
             image_processor=AutoImageProcessor.from_pretrained(folder, backend="pil"),
-            video_processor=_NoVideoProcessor(),
+            video_processor=NoVideos(),
             feature_extractor=AutoFeatureExtractor.from_pretrained(folder),
             tokenizer=self.tokenizer,
             chat_template=self.tokenizer.chat_template,
@@ -114,7 +91,7 @@ class OmniReference:
         messages: Sequence[Mapping[str, Any]],
         images: Sequence[Image] = (),
         audio: Sequence[NDArray[Any]] = (),
-        video: VideoTensors | None = None,
+        video: VideoFeatures | None = None,
     ) -> dict[str, Tensor]:
         """What the model takes."""
         text = self.tokenizer.apply_chat_template(
@@ -125,7 +102,7 @@ class OmniReference:
             sound = self._sound_of(video.audio)
             text = text.replace("<|VIDEO|>", self._in_step(video, sound["feature_attention_mask"]))
         elif video is not None:
-            rows = int(video.video_grid_thw.prod()) // 4
+            rows = int(torch.as_tensor(video.video_grid_thw).prod()) // 4
             text = text.replace("<|VIDEO|>", "<|VIDEO|>" * rows)
         given: dict[str, Any] = {"images": list(images)} if images else {}
         given |= {"audio": list(audio)} if audio else {}
@@ -138,7 +115,7 @@ class OmniReference:
             inputs["thinker_pixel_values"] = inputs.pop("pixel_values")
         if video is not None:
             inputs["thinker_pixel_values_videos"] = video.pixel_values_videos
-            inputs["video_grid_thw"] = video.video_grid_thw.reshape(1, 3)
+            inputs["video_grid_thw"] = torch.as_tensor(video.video_grid_thw).reshape(1, 3)
             inputs["video_second_per_grid"] = torch.tensor([video.second_per_grid])
         return inputs | sound
 
@@ -156,13 +133,13 @@ class OmniReference:
             "use_audio_in_video": True,
         }
 
-    def _in_step(self, video: VideoTensors, sound_mask: Tensor) -> str:
+    def _in_step(self, video: VideoFeatures, sound_mask: Tensor) -> str:
         """Placeholders by the processor's own function."""
         num_frames = int(sound_mask.sum())
         thinker = self.model.config.thinker_config
         text: str = self._processor.replace_video_with_audio_token(
             {
-                "video_grid_thw": video.video_grid_thw.reshape(1, 3).tolist(),
+                "video_grid_thw": torch.as_tensor(video.video_grid_thw).reshape(1, 3).tolist(),
                 "video_second_per_grid": [video.second_per_grid],
             },
             0,
@@ -179,7 +156,7 @@ class OmniReference:
         messages: Sequence[Mapping[str, Any]],
         images: Sequence[Image] = (),
         audio: Sequence[NDArray[Any]] = (),
-        video: VideoTensors | None = None,
+        video: VideoFeatures | None = None,
         *,
         speaker: str = "Chelsie",
         repetition_penalty: float = 1.0,

@@ -33,7 +33,10 @@ from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
 from engine import ChatPrompt, VideoFeatures
 from engine.checkpoints.config_file import quiet_config_log
 
-__all__ = ["Talk", "ThinkerAnswer", "ThinkerReference", "clip", "talkie", "tone"]
+__all__ = [
+    *("NoVideos", "Processor", "Talk", "ThinkerAnswer", "ThinkerReference"),
+    *("clip", "talkie", "tone"),
+]
 
 RATE = 16_000
 _MERGED = 4  # patches to a row
@@ -122,11 +125,11 @@ class ThinkerAnswer:
     speech_rows: Tensor | None = None
 
 
-class _NoVideos:
+class NoVideos:
     """Stands where transformers wants a video processor, which needs torchvision."""
 
     model_input_names = ("pixel_values_videos", "video_grid_thw")
-    merge_size = 2
+    merge_size = temporal_patch_size = 2
 
 
 class _Lenient:
@@ -136,8 +139,8 @@ class _Lenient:
         return super().check_argument_for_proper_class(name, argument)  # type: ignore[misc]
 
 
-class _Processor(_Lenient, Qwen2_5OmniProcessor):  # type: ignore[misc]
-    pass
+class Processor(_Lenient, Qwen2_5OmniProcessor):  # type: ignore[misc]
+    """Qwen2.5-Omni's, without videos."""
 
 
 class _Processor3(_Lenient, Qwen3OmniMoeProcessor):  # type: ignore[misc]
@@ -145,7 +148,7 @@ class _Processor3(_Lenient, Qwen3OmniMoeProcessor):  # type: ignore[misc]
 
 
 _FAMILIES: dict[str, tuple[Any, Any]] = {
-    "qwen2_5_omni": (Qwen2_5OmniForConditionalGeneration, _Processor),
+    "qwen2_5_omni": (Qwen2_5OmniForConditionalGeneration, Processor),
     "qwen3_omni_moe": (Qwen3OmniMoeForConditionalGeneration, _Processor3),
 }
 
@@ -163,7 +166,7 @@ class ThinkerReference:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.processor = processor_class(
             AutoImageProcessor.from_pretrained(folder, backend="pil"),
-            _NoVideos(),
+            NoVideos(),
             AutoFeatureExtractor.from_pretrained(folder),
             self.tokenizer,
             chat_template=self.tokenizer.chat_template,

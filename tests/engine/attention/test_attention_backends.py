@@ -29,7 +29,7 @@ from engine.attention.layer import Attention, AttentionStep
 from engine.attention.metadata import AttentionBackend, LayerCall, Scoring, first_visible
 from engine.attention.reference import ReferenceBackend, visibility_mask
 from engine.attention.registry import get_backend
-from engine.attention.torch_backend import QueryTile, TileMask, TorchBackend, bucket_by_length
+from engine.attention.torch_backend import TorchBackend, bucket_by_length
 from engine.layers.mamba import Chunks, SsdInputs, ssd_scan
 from prefix_cache import FullAttentionSpec, LayerKVCache
 from tests.support.attention_steps import BOUNDS, SHAPES, Bounds, Shape, bounded_metadata, run_steps
@@ -261,13 +261,6 @@ def test_scores_in_half_precision_are_as_near_as_its_rounding(dtype: torch.dtype
     # One rounding of the output; a bias is rounded as scores are.
     tolerance = (1 if is_capped else 4) * torch.finfo(dtype).eps
     torch.testing.assert_close(outputs[0], outputs[1], atol=tolerance, rtol=tolerance)
-
-
-def test_tile_masks_follow_a_change_of_window():
-    masks = TileMask(CPU, torch.float32)
-    tile = QueryTile(slice(0, 2), slice(0, 4))
-    seen = [(masks.corner(tile, window) == 0).sum().item() for window in (None, 2, 1, None)]
-    assert seen == [7, 4, 2, 7]
 
 
 def test_decodes_gather_a_window_and_not_the_sequence(monkeypatch: pytest.MonkeyPatch):

@@ -492,9 +492,3 @@ def test_mates_are_those_nearest_in_length():
 def test_a_mate_of_higher_priority_goes_before_a_nearer_one():
     queue = queue_of(request(0, 6), request(1, 6, 2), request(2, 6, 2), request(3, 8, 1))
     assert ids(queue.next_batch(share=False)) == ["r0", "r3", "r1"]
-
-
-def test_equal_inputs_share_only_where_they_may():
-    queue = queue_of(request(0, 6), request(1, 6), request(2, 5))
-    assert ids(queue.next_batch(share=True)) == ["r0", "r2"]
-    assert ids(queue.next_batch(share=False)) == ["r0", "r1", "r2"]

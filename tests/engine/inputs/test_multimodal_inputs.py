@@ -113,117 +113,78 @@ def test_what_is_no_list_of_items_is_refused(engine: LLMEngine, data: Any, messa
     refuse(engine, TokensPrompt((5, 6), data), message)
 
 
-def pixels(**changed: Any) -> Any:
-    return replace(clip(0), **changed)
-
-
-WRONG: dict[str, tuple[Modality, Any, str]] = {
-    "a strip": ("image", picture(0, (1, 4000)), "image 0: it has 1 x 4000 pixels, and one side"),
-    "a number": (
-        "image",
-        3,
-        "image 0: image must be a file, an image of Pillow or an array of pixels, got int",
-    ),
-    "nothing to hear": ("audio", np.zeros(0, np.float32), "audio 0: the audio is empty"),
-    "two frames": ("audio", tone(0.02), "audio 0: the audio is too short: it has 2 frames"),
-    "too long": ("audio", tone(31.0), r"audio 0: .* is 31\.00 s long, but the model takes 30 s"),
-    "stereo": ("audio", np.zeros((2, 99), np.float32), "audio 0: .* must be mono"),
-    "integers": ("audio", np.zeros(99, np.int16), "audio 0: .* floating-point .* got int16"),
-    "integers as they are": ("audio", tone(0.5) * 32_768, "samples of up to .*divide 16-bit"),
-    "no number": ("audio", np.full(9999, np.nan, np.float32), "audio 0: .* NaN or infinite"),
-    "no rate": ("audio", AudioPrompt(tone(0.25), 0), "audio 0: the audio has a sampling rate of 0"),
-    "a language": ("audio", AudioPrompt(tone(0.25), language="fr"), "language is for speech model"),
-    "no file of sound": ("audio", "no.wav", "audio 0: audio 'no.wav' cannot be read"),
-    "a file of video": ("video", "a.mp4", "video 0: video 'a.mp4' cannot be read: No such"),
-    "bytes": (
-        "video",
-        pixels(pixel_values_videos=torch.zeros(48, 1176, dtype=torch.uint8)),
-        "must be a floating-point tensor, got torch.uint8",
-    ),
-    "no pixel": (
-        "video",
-        pixels(pixel_values_videos=torch.full((48, 1176), torch.inf)),
-        "video 0: pixel_values_videos holds NaN or infinite",
-    ),
-    "too few patches": (
-        "video",
-        pixels(video_grid_thw=(3, 4, 6)),
-        r"video 0: .* of 3 x 4 x 6 patches must be \(72, 1176\), got \(48, 1176\)",
-    ),
-    "half a square": ("video", pixels(video_grid_thw=(4, 3, 4)), "two multiples of 2, got"),
-    "no grid": ("video", pixels(video_grid_thw=(0, 4, 6)), "must be at least 1 and two multiples"),
-    "half a grid": ("video", pixels(video_grid_thw=(4, 6)), "must have three numbers"),
-    "a grid of fractions": (
-        "video",
-        pixels(video_grid_thw=torch.ones(3)),
-        "must be integers, got torch.float32",
-    ),
-    "no time": ("video", pixels(second_per_grid=0.0), "second_per_grid must be more than 0"),
-    "a slow video": ("video", pixels(second_per_grid=9.0), "reaches place 227 .* is 200"),
-    "a strange sound": (
-        "video",
-        pixels(audio=3),
-        "video 0: its audio: audio must be a file of sound",
-    ),
-    "a video too short to hear": (
-        "video",
-        pixels(audio=tone(0.02)),
-        "video 0: its audio: the audio is too short: it has 2 frames",
-    ),
-    "a missing soundtrack": ("video", pixels(audio="no.wav"), "video 0: its audio: .* cannot be"),
-    "a video that speaks French": (
-        "video",
-        pixels(audio=AudioPrompt(tone(0.25), language="fr")),
-        "video 0: its audio: language is for speech model",
-    ),
-    "a late grid": (
-        "video",
-        pixels(second_per_grid=9.0, audio=tone(0.25)),
-        "reaches place 227 .* is 200",
-    ),
-    "no samples": ("audio", torch.empty(8000, device="meta"), "audio must be a tensor with values"),
-    "sparse samples": ("audio", torch.ones(8000).to_sparse(), "audio must be a dense tensor, got"),
+META, SPARSE = "meta", torch.ones(8000).to_sparse()
+WRONG_SOUNDS: dict[str, tuple[Any, str]] = {
+    "nothing to hear": (np.zeros(0, np.float32), "audio 0: the audio is empty"),
+    "two frames": (tone(0.02), "audio 0: the audio is too short: it has 2 frames"),
+    "too long": (tone(31.0), r"audio 0: .* is 31\.00 s long, but the model takes 30 s"),
+    "stereo": (np.zeros((2, 99), np.float32), "audio 0: .* must be mono"),
+    "integers": (np.zeros(99, np.int16), "audio 0: .* floating-point .* got int16"),
+    "integers as they are": (tone(0.5) * 32_768, "samples of up to .*divide 16-bit"),
+    "no number": (np.full(9999, np.nan, np.float32), "audio 0: .* NaN or infinite"),
+    "no rate": (AudioPrompt(tone(0.25), 0), "audio 0: the audio has a sampling rate of 0"),
+    "a language": (AudioPrompt(tone(0.25), language="fr"), "language is for speech model"),
+    "no file of sound": ("no.wav", "audio 0: audio 'no.wav' cannot be read"),
+    "no samples": (torch.empty(8000, device=META), "audio must be a tensor with values"),
+    "sparse samples": (SPARSE, "audio must be a dense tensor, got"),
     "a rate in words": (
-        "audio",
         AudioPrompt(tone(0.25), "fast"),  # type: ignore[arg-type]
         r"sampling_rate must be a number or None, got 'fast' \(str\)",
     ),
+}
+COLOURS = (56, 56, 3)
+WRONG_IMAGES: dict[str, tuple[Any, str]] = {
+    "a strip": (picture(0, (1, 4000)), "image 0: it has 1 x 4000 pixels, and one side"),
+    "a number": (3, "image 0: image must be a file, .* or an array of pixels, got int"),
     "no colours": (
-        "image",
-        torch.empty(56, 56, 3, dtype=torch.uint8, device="meta"),
+        torch.empty(COLOURS, dtype=torch.uint8, device=META),
         "image 0: pixels must be a tensor with values, got one on the device meta",
     ),
     "half colours": (
-        "image",
-        torch.ones(56, 56, 3, dtype=torch.bfloat16),
+        torch.ones(COLOURS, dtype=torch.bfloat16),
         r"an array of pixels must be .* got \(56, 56, 3\) of bfloat16",
     ),
-    "no patches": (
+}
+# What of a clip is changed.
+PATCHES, GRID, SOUND = "pixel_values_videos", "video_grid_thw", "audio"
+WRONG_CLIPS: dict[str, tuple[str, Any, str]] = {
+    "bytes": (PATCHES, torch.zeros(48, 1176).byte(), "be a floating-point tensor, got torch.uint8"),
+    "no pixel": (PATCHES, torch.full((48, 1176), torch.inf), "videos holds NaN or infinite"),
+    "no patches": (PATCHES, torch.empty(48, 1176, device=META), "videos must be a tensor with"),
+    "sparse patches": (PATCHES, torch.ones(48, 1176).to_sparse(), "must be a dense tensor"),
+    "too few patches": (GRID, (3, 4, 6), r"of 3 x 4 x 6 patches must be \(72, 1176\), got \(48,"),
+    "half a square": (GRID, (4, 3, 4), "two multiples of 2, got"),
+    "no grid": (GRID, (0, 4, 6), "must be at least 1 and two multiples"),
+    "half a grid": (GRID, (4, 6), "must have three numbers"),
+    "a grid of fractions": (GRID, torch.ones(3), "must be integers, got torch.float32"),
+    "a grid in words": (GRID, "abc", "video_grid_thw must be integers:"),
+    "no grid at all": (GRID, None, "video_grid_thw must be integers:"),
+    "a huge grid": (GRID, (10**30, 4, 6), "grid_thw must be integers:"),
+    "a complex grid": (GRID, torch.ones(3) * 1j, "must be integers, got torch.complex64"),
+    "a grid without values": (GRID, torch.ones(3, device=META).long(), "be a tensor with values"),
+    "no time": ("second_per_grid", 0.0, "second_per_grid must be more than 0"),
+    "a slow video": ("second_per_grid", 9.0, "reaches place 227 .* is 200"),
+    "time in words": ("second_per_grid", "x", "second_per_grid must be a number:"),
+    "no time at all": ("second_per_grid", None, "second_per_grid must be a number:"),
+    "an age": ("second_per_grid", 1e30, "1e.30 s, which cannot be placed"),
+    "a strange sound": (SOUND, 3, "video 0: its audio: audio must be a file of sound"),
+    "too short to hear": (SOUND, tone(0.02), "its audio: the audio is too short: it has 2 frames"),
+    "a missing soundtrack": (SOUND, "no.wav", "video 0: its audio: .* cannot be"),
+    "it speaks French": (SOUND, AudioPrompt(tone(0.25), language="fr"), "its audio: language is"),
+}
+WRONG: dict[str, tuple[Modality, Any, str]] = {
+    **{name: ("audio", *each) for name, each in WRONG_SOUNDS.items()},
+    **{name: ("image", *each) for name, each in WRONG_IMAGES.items()},
+    **{
+        name: ("video", replace(clip(0), **{changed: value}), told)
+        for name, (changed, value, told) in WRONG_CLIPS.items()
+    },
+    "a file of video": ("video", "a.mp4", "video 0: video 'a.mp4' cannot be read: No such"),
+    "a late grid": (
         "video",
-        pixels(pixel_values_videos=torch.empty(48, 1176, device="meta")),
-        "pixel_values_videos must be a tensor with values",
+        replace(clip(0), second_per_grid=9.0, audio=tone(0.25)),
+        "reaches place 227 .* is 200",
     ),
-    "sparse patches": (
-        "video",
-        pixels(pixel_values_videos=torch.ones(48, 1176).to_sparse()),
-        "pixel_values_videos must be a dense tensor",
-    ),
-    "a grid in words": ("video", pixels(video_grid_thw="abc"), "video_grid_thw must be integers:"),
-    "no grid at all": ("video", pixels(video_grid_thw=None), "video_grid_thw must be integers:"),
-    "a huge grid": ("video", pixels(video_grid_thw=(10**30, 4, 6)), "grid_thw must be integers:"),
-    "a complex grid": (
-        "video",
-        pixels(video_grid_thw=torch.ones(3, dtype=torch.complex64)),
-        "video_grid_thw must be integers, got torch.complex64",
-    ),
-    "a grid without values": (
-        "video",
-        pixels(video_grid_thw=torch.ones(3, dtype=torch.int64, device="meta")),
-        "video_grid_thw must be a tensor with values",
-    ),
-    "time in words": ("video", pixels(second_per_grid="x"), "second_per_grid must be a number:"),
-    "no time at all": ("video", pixels(second_per_grid=None), "second_per_grid must be a number:"),
-    "an age": ("video", pixels(second_per_grid=1e30), "1e.30 s, which cannot be placed"),
 }
 
 

@@ -142,18 +142,6 @@ def engine(seeded: Callable[[str], str]) -> LLMEngine:
     return LLMEngine(EngineConfig(model=seeded("qwen2"), **LIMITS))
 
 
-def test_a_second_owner_is_refused_until_the_first_one_lets_go() -> None:
-    owned, first, second = Ownership("this thing"), Owner(), Owner()
-    owned.claim(first, "the first")
-    with pytest.raises(RuntimeError, match="this thing belongs to the first already: build"):
-        owned.claim(second, "the second")
-    owned.release(second)
-    assert owned.owner_name == "the first", "only the owner gives it back"
-    owned.release(first)
-    owned.claim(second, "the second")
-    assert owned.owner_name == "the second"
-
-
 def test_an_owner_that_was_dropped_owns_nothing() -> None:
     owned, owner = Ownership("this thing"), Owner()
     owned.claim(owner, "the first")
@@ -161,16 +149,6 @@ def test_an_owner_that_was_dropped_owns_nothing() -> None:
     gc.collect()
     assert owned.owner_name is None
     owned.claim(Owner(), "the second")
-
-
-def test_what_is_closed_has_no_use_any_more() -> None:
-    owned = Ownership("this thing")
-    owned.claim(owner := Owner(), "the first")
-    owned.close()
-    assert owned.is_over and owned.owner_name is None
-    for call in (owned.check, lambda: owned.claim(owner, "the first")):
-        with pytest.raises(RuntimeError, match="this thing is closed: build a new one"):
-            call()
 
 
 def test_of_many_threads_one_claims_it_and_one_is_inside() -> None:

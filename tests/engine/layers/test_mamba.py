@@ -24,7 +24,7 @@ from engine.layers import (
     MambaMixer,
     PackedLayout,
 )
-from engine.layers.mamba import CausalConv, Chunks, SsdInputs, TimeOrder, ssd_scan
+from engine.layers.mamba import CausalConv, Chunks, SsdInputs, ssd_scan
 from tests.support.examples import examples
 
 HIDDEN = 32
@@ -238,14 +238,6 @@ def test_a_strong_decay_does_not_blur_the_weak_ones_after_it():
         h = h * a[t].double().exp()[:, None, None] + x[t].double()[..., None] * b[t].double()
         torch.testing.assert_close(y[t].double(), (h * c[t].double()).sum(-1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(after[0].double(), h, atol=1e-5, rtol=1e-5)
-
-
-def test_time_order_of_the_example():
-    order = TimeOrder.of(torch.tensor([3, 1, 4]), CPU)
-    a, b, c = [0, 1, 2], [3], [4, 5, 6, 7]
-    assert order.sequences.tolist() == [2, 0, 1]
-    assert order.items.tolist() == [c[0], a[0], b[0], c[1], a[1], c[2], a[2], c[3]]
-    assert order.batch_sizes == (3, 2, 2, 1)
 
 
 def test_sizes_that_do_not_fit_are_refused():

@@ -32,7 +32,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.config_file import hidden_progress_bars, quiet_config_log
 from engine.models.base import ModelSettings
-from engine.models.encoder_module import build_empty, make_unplaced, place
+from engine.models.encoder_module import build_empty
 from engine.models.model_loader import (
     _places,
     find_family,
@@ -164,37 +164,6 @@ CPU = torch.device("cpu")
 META = torch.device("meta")
 
 
-def test_buffers_are_those_of_transformers_and_weights_have_their_places():
-    config = AutoConfig.for_model("qwen2_5_omni").token2wav_config.bigvgan_config
-    config.upsample_initial_channel = 64
-    expected = Qwen2_5OmniToken2WavBigVGANModel(config)
-    for device in (META, CPU):
-        settings = ModelSettings(torch.float32, device, 4, 64)
-        found = build_empty(Qwen2_5OmniToken2WavBigVGANModel, config, settings)
-        places = {name: (each.shape, each.dtype) for name, each in expected.state_dict().items()}
-        assert places == {
-            name: (each.shape, each.dtype) for name, each in found.state_dict().items()
-        }
-        assert {each.device for each in found.parameters()} == {device}
-    buffers = dict(expected.named_buffers())
-    assert buffers
-    for name, buffer in found.named_buffers():
-        assert torch.equal(buffer, buffers[name]), name
-
-
-def test_what_was_placed_without_memory_can_be_placed_with_some():
-    config = AutoConfig.for_model("qwen2_5_omni").token2wav_config.bigvgan_config
-    config.upsample_initial_channel = 64
-    made = make_unplaced(Qwen2_5OmniToken2WavBigVGANModel, config)
-    for device in (META, CPU):
-        found = place(made, ModelSettings(torch.float32, device, 4, 64))
-        assert found is made and not found.training
-        assert {each.device for each in found.state_dict().values()} == {device}
-    expected = Qwen2_5OmniToken2WavBigVGANModel(config)
-    for (name, buffer), other in zip(found.named_buffers(), expected.buffers(), strict=True):
-        assert torch.equal(buffer, other), name
-
-
 def test_what_is_made_afterwards_is_filled_as_ever():
     settings = ModelSettings(torch.float32, META, 4, 64)
     config = AutoConfig.for_model("qwen2_5_omni").token2wav_config.bigvgan_config
@@ -205,58 +174,33 @@ def test_what_is_made_afterwards_is_filled_as_ever():
 
 # Of 32 or 48, which repeat: a period of Jamba's, whose layers differ.
 LAYERS = 8
-DECODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+FIGURES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
+    *("num_key_value_heads", "num_experts_per_tok", "num_hidden_layers"),
+)
+
+
+def figures(*values: int, **more: Any) -> dict[str, Any]:
+    """Of a published config: those that all have, and more."""
+    return dict(zip(FIGURES, (*values, LAYERS), strict=True)) | more
+
+
+DECODERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "Qwen/Qwen3-30B-A3B": (
         "qwen3_moe",
-        {
-            "vocab_size": 151_936,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": True,
-            "max_position_embeddings": 40_960,
-        },
+        figures(151_936, 2048, 6144, 32, 4, 8, num_experts=128, head_dim=128)
+        | {"moe_intermediate_size": 768, "max_position_embeddings": 40_960},
     ),
     "mistralai/Mixtral-8x7B-v0.1": (
         "mixtral",
-        {
-            "vocab_size": 32_000,
-            "hidden_size": 4096,
-            "intermediate_size": 14_336,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "max_position_embeddings": 32_768,
-        },
+        figures(32_000, 4096, 14_336, 32, 8, 2, num_local_experts=8),
     ),
     "ai21labs/Jamba-v0.1": (
         "jamba",
-        {
-            "vocab_size": 65_536,
-            "hidden_size": 4096,
-            "intermediate_size": 14_336,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "num_experts": 16,
-            "num_experts_per_tok": 2,
-            "attn_layer_period": 8,
-            "attn_layer_offset": 4,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-            "mamba_d_state": 16,
-            "mamba_d_conv": 4,
-            "mamba_expand": 2,
-            "mamba_dt_rank": 256,
-        },
+        figures(65_536, 4096, 14_336, 32, 8, 2, num_experts=16)
+        | {"attn_layer_period": 8, "attn_layer_offset": 4}
+        | {"expert_layer_period": 2, "expert_layer_offset": 1}
+        | {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 256},
     ),
 }
 
@@ -364,17 +308,8 @@ def test_every_weight_of_a_published_decoder_that_sees_has_its_place(
 EXPERTS: Mapping[str, Any] = {"num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}
 QWEN3_OMNI: Mapping[str, Any] = {
     "thinker_config": {
-        "text_config": {
-            **EXPERTS,
-            "vocab_size": 152_064,
-            "hidden_size": 2048,
-            "intermediate_size": 768,
-            "moe_intermediate_size": 768,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 65_536,
-        },
+        "text_config": figures(152_064, 2048, 768, 32, 4, 8)
+        | {**EXPERTS, "moe_intermediate_size": 768, "max_position_embeddings": 65_536},
         "vision_config": {"out_hidden_size": 2048},
         "audio_config": {"output_dim": 2048},
         "vision_start_token_id": 151_652,

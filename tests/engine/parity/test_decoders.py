@@ -31,96 +31,57 @@ WINDOW = 18
 PROMPT_LENGTHS = (1, 5, 16, 17, 40, 75, 130)
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0}
+YARN = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0}}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+SCALED: dict[str, Any] = {
+    FULL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+}
+NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+# Caps so low that they bend these small scores and logits.
+LOW_CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}
+UNTIED, SLIDES = {"tied": False}, {"sliding_window": WINDOW}
+SLIDES_TOO = {"use_sliding_window": True, **SLIDES}
+EXPERTS = {"norm_topk_prob": False, "num_experts_per_tok": 3}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
-    "qwen2 untied": ("qwen2", {"tied": False}),
+    "qwen2 untied": ("qwen2", UNTIED),
     "qwen2 window that is off": ("qwen2", {"use_sliding_window": False, "sliding_window": 8}),
+    "qwen2 sliding upper layers": ("qwen2", {**SLIDES_TOO, "max_window_layers": 1}),
+    "qwen2 sliding in all layers": ("qwen2", {**SLIDES_TOO, "max_window_layers": 0, **UNTIED}),
     "qwen3": ("qwen3", {"head_dim": 32}),
-    "qwen3 with biases": ("qwen3", {"attention_bias": True, "tied": False}),
-    "llama": ("llama", {}),
-    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama 3 rope": (
-        "llama",
-        {
-            "tied": False,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 10_000.0,
-                "factor": 4.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 16,
-            },
-        },
-    ),
-    "llama yarn": ("llama", {"rope_parameters": YARN}),
-    "llama all heads alike": ("llama", {"num_kv_heads": 4, "hidden_act": "gelu"}),
-    "mistral of a wide window": ("mistral", {"tied": False, "sliding_window": 200}),
-    "mistral": ("mistral", {"sliding_window": WINDOW}),
-    "mistral untied": ("mistral", {"sliding_window": WINDOW, "tied": False}),
-    "qwen2 sliding upper layers": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
-    ),
-    "qwen2 sliding in all layers": (
-        "qwen2",
-        {
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-            "max_window_layers": 0,
-            "tied": False,
-        },
-    ),
+    "qwen3 with biases": ("qwen3", {"attention_bias": True, **UNTIED}),
     "qwen3 sliding": (
         "qwen3",
-        {
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-            "layer_types": [SLIDING, FULL, SLIDING],
-            "head_dim": 24,
-        },
+        {**SLIDES_TOO, "layer_types": [SLIDING, FULL, SLIDING], "head_dim": 24},
     ),
-    "ministral": ("ministral", {"sliding_window": WINDOW, "tied": False}),
-    "ministral all layers": ("ministral", {"sliding_window": WINDOW, "layer_types": [SLIDING] * 3}),
-    # Caps so low that they bend these small scores and logits.
-    "gemma2": (
-        "gemma2",
-        {
-            "sliding_window": WINDOW,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 1.5,
-        },
-    ),
-    "gemma2 untied": (
-        "gemma2",
-        {"sliding_window": WINDOW, "tied": False, "query_pre_attn_scalar": 40},
-    ),
-    "gemma2 no caps": (
-        "gemma2",
-        {
-            "sliding_window": WINDOW,
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-            "attention_bias": True,
-            "head_dim": 24,
-        },
-    ),
-    "gemma3": ("gemma3_text", {"sliding_window": WINDOW}),
+    "llama": ("llama", {}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama 3 rope": ("llama", {**UNTIED, "rope_parameters": LLAMA3}),
+    "llama yarn": ("llama", YARN),
+    "llama all heads alike": ("llama", {"num_kv_heads": 4, "hidden_act": "gelu"}),
+    "mistral": ("mistral", SLIDES),
+    "mistral untied": ("mistral", SLIDES | UNTIED),
+    "mistral of a wide window": ("mistral", {**UNTIED, "sliding_window": 200}),
+    "ministral": ("ministral", SLIDES | UNTIED),
+    "ministral all layers": ("ministral", {**SLIDES, "layer_types": [SLIDING] * 3}),
+    "gemma2": ("gemma2", SLIDES | LOW_CAPS),
+    "gemma2 untied": ("gemma2", {**SLIDES, **UNTIED, "query_pre_attn_scalar": 40}),
+    "gemma2 no caps": ("gemma2", {**SLIDES, **NO_CAPS, "attention_bias": True, "head_dim": 24}),
+    "gemma3": ("gemma3_text", SLIDES),
     "gemma3 scaled rope": (
         "gemma3_text",
-        {
-            "sliding_window": WINDOW,
-            "tied": False,
-            "final_logit_softcapping": 3.0,
-            "rope_parameters": {
-                FULL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-                SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-            },
-        },
+        {**SLIDES, **UNTIED, "final_logit_softcapping": 3.0, "rope_parameters": SCALED},
     ),
-    "jamba": ("jamba", {"tied": False}),
+    "jamba": ("jamba", UNTIED),
     "jamba tied": ("jamba", {}),
     "jamba without experts": ("jamba", {"num_experts": 1}),
     "jamba with all experts": ("jamba", {"num_experts_per_tok": 4}),
@@ -128,49 +89,37 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba with a wide convolution": ("jamba", {"mamba_d_conv": 7, "hidden_act": "gelu"}),
     "jamba all mamba": ("jamba", {"attn_layer_period": 9, "attn_layer_offset": 8}),
     "jamba all attention": ("jamba", {"attn_layer_period": 1, "attn_layer_offset": 0}),
-    "qwen3 with experts": ("qwen3_moe", {"tied": False}),
+    "qwen3 with experts": ("qwen3_moe", UNTIED),
     "qwen3 with experts in some layers": (
         "qwen3_moe",
-        {
-            "mlp_only_layers": [0],
-            "norm_topk_prob": False,
-            "num_experts_per_tok": 3,
-            "attention_bias": True,
-        },
+        {**EXPERTS, "mlp_only_layers": [0], "attention_bias": True},
     ),
     "qwen3 with experts in every second layer": (
         "qwen3_moe",
-        {
-            "decoder_sparse_step": 2,
-            "head_dim": 32,
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-        },
+        {**SLIDES_TOO, "decoder_sparse_step": 2, "head_dim": 32},
     ),
-    "mixtral": ("mixtral", {"tied": False}),
-    "mixtral sliding": ("mixtral", {"sliding_window": WINDOW, "num_experts_per_tok": 1}),
-    "bamba": ("bamba", {"tied": False}),
+    "mixtral": ("mixtral", UNTIED),
+    "mixtral sliding": ("mixtral", {**SLIDES, "num_experts_per_tok": 1}),
+    "bamba": ("bamba", UNTIED),
     "bamba tied, one group": ("bamba", {"mamba_n_groups": 1, "attn_layer_indices": [1, 3]}),
     "bamba with biases": (
         "bamba",
-        {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True},
+        dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias"), True),
     ),
     "bamba without a bias": ("bamba", {"mamba_conv_bias": False}),
     "bamba with limited steps": ("bamba", {"time_step_limit": (0.3, 0.9)}),
     "bamba all mamba": ("bamba", {"attn_layer_indices": []}),
-    "bamba yarn": ("bamba", {"rope_parameters": YARN}),
+    "bamba yarn": ("bamba", YARN),
     # Dimensions of size 1 change strides, and kernels read those.
     "qwen2 with one head": ("qwen2", {"num_heads": 1, "num_kv_heads": 1}),
-    "gemma3 with one head": (
-        "gemma3_text",
-        {"sliding_window": WINDOW, "num_heads": 1, "num_kv_heads": 1},
-    ),
-    "qwen3 with one key head": ("qwen3", {"num_kv_heads": 1}),
-    "llama with one key head": ("llama", {"num_kv_heads": 1}),
-    "ministral with one key head": ("ministral", {"sliding_window": WINDOW, "num_kv_heads": 1}),
-    "gemma2 with one key head": ("gemma2", {"sliding_window": WINDOW, "num_kv_heads": 1}),
-    "jamba with one key head": ("jamba", {"tied": False, "num_kv_heads": 1}),
-    "bamba with one key head": ("bamba", {"tied": False, "num_kv_heads": 1}),
+    "gemma3 with one head": ("gemma3_text", {**SLIDES, "num_heads": 1, "num_kv_heads": 1}),
+    **{
+        f"{family} with one key head": (family, {"num_kv_heads": 1, **more})
+        for family, more in {
+            **{"qwen3": {}, "llama": {}, "ministral": SLIDES, "gemma2": SLIDES},
+            **{"jamba": UNTIED, "bamba": UNTIED},
+        }.items()
+    },
 }
 
 
@@ -237,10 +186,7 @@ NATIVE = WAYS[2:]
 
 
 def ways_of(name: str) -> tuple[tuple[int, int, str], ...]:
-    """A family's first variant runs in every way, those after it in one each, in turns.
-
-    Dimensions of size 1 change strides, and the kernels are what reads those.
-    """
+    """A family's first variant runs in every way, those after it in one each, in turns."""
     names = [each for each in VARIANTS if VARIANTS[each][0] == VARIANTS[name][0]]
     place = names.index(name)
     return WAYS if not place else NATIVE if " one " in name else (WAYS[place % len(WAYS)],)

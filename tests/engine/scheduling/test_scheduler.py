@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, fields
-from types import FrameType, SimpleNamespace
-from typing import Any, cast
+from types import FrameType
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.requests.request import Request, RequestStatus
-from engine.scheduling.request_queues import WaitingQueue, _Branch
+from engine.scheduling.request_queues import WaitingQueue
 from engine.scheduling.scheduler import Admission, SchedulerOutput, StepPlan
-from prefix_cache import BlockHash, KVCacheManager
+from prefix_cache import KVCacheManager
 from prefix_cache import check_integrity as check_blocks
 from tests.support.examples import examples
 from tests.support.scheduler_harness import BLOCK_SIZE, Harness, ids
@@ -445,40 +444,6 @@ def test_the_streams_do_wait_for_blocks_in_flight(monkeypatch: pytest.MonkeyPatc
             pair.run(("step", 0))
         pair.finish()
     assert {mix for mix, _ in found} == {"full", "jamba"}
-
-
-def hashes_of(tokens: list[int]) -> tuple[BlockHash, ...]:
-    """Each stands for those before it as well."""
-    return tuple(BlockHash(bytes(tokens[: end + 1])) for end in range(len(tokens)))
-
-
-def request_of(number: int, priority: int = 0) -> Request:
-    fields: dict[str, Any] = {"request_id": f"r{number}", "queue_key": (priority, number)}
-    return cast(Request, SimpleNamespace(**fields))
-
-
-@pytest.mark.parametrize("depth", [1, 50])
-def test_to_leave_many_out_touches_few(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted, not timed: how many branches are looked at, of 3,000 requests that begin alike."""
-    queue = WaitingQueue()
-    for number in range(3000):
-        queue.add(request_of(number), hashes_of([0] * depth + [number // 250 + 1, number % 250]))
-    looked_at: list[_Branch] = []
-    first_of = WaitingQueue._first_of
-
-    def counting(self: WaitingQueue, branch: _Branch) -> Request | _Branch | None:
-        looked_at.append(branch)
-        return first_of(self, branch)
-
-    monkeypatch.setattr(WaitingQueue, "_first_of", counting)
-    for _ in range(20):
-        first = queue.first()
-        assert first is not None
-        queue.pass_over_alike(first, depth)
-        assert queue.first() is None
-        queue.reopen()
-        assert queue.first() is first
-    assert len(looked_at) < 20 * 20
 
 
 MANY = 2000

@@ -9,7 +9,7 @@ import torch
 
 from engine import ChatPrompt, FinishReason, VideoFeatures
 from omni import Omni, OmniOutput, OmniRequest
-from tests.support.omni_reference import OmniAnswer, OmniReference, VideoTensors
+from tests.support.omni_reference import OmniAnswer, OmniReference
 from tests.support.omni_stages import SUPPRESSED, Conversation, Turn, build_pipeline
 from tests.support.thinker_reference import tone
 
@@ -164,13 +164,9 @@ def test_a_video_with_and_without_its_sound_equals_transformers(
     generator = torch.Generator().manual_seed(3)
     grid = torch.tensor([3, 4, 6])
     pixels = torch.randn(int(grid.prod()), 3 * 2 * 14 * 14, generator=generator)
-    answer = reference.answer(
-        VIDEO_MESSAGES, video=VideoTensors(pixels, grid, second_per_grid, sound), speaker="Ethan"
-    )
-    prompt = ChatPrompt(
-        tuple(VIDEO_MESSAGES),
-        multi_modal_data={"video": [VideoFeatures(pixels, grid, second_per_grid, sound)]},
-    )
+    video = VideoFeatures(pixels, grid, second_per_grid, sound)
+    answer = reference.answer(VIDEO_MESSAGES, video=video, speaker="Ethan")
+    prompt = ChatPrompt(tuple(VIDEO_MESSAGES), multi_modal_data={"video": [video]})
     with sees_videos.paused() as pipeline:
         for stage in pipeline.stages.values():
             stage.reset_prefix_cache()

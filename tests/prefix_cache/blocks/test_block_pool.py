@@ -16,7 +16,6 @@ from prefix_cache.blocks.block_pool import (
     HIGH_PRIORITY,
     LOW_PRIORITY,
     REUSED_PRIORITY,
-    EvictionQueue,
     PageArena,
 )
 from tests.support.examples import examples
@@ -29,23 +28,6 @@ def digest(index: int) -> BlockHash:
 
 def ids(blocks) -> list[int]:
     return [block.block_id for block in blocks]
-
-
-def test_queue_goes_by_priority_then_time_and_removes_from_anywhere():
-    queue: EvictionQueue[KVCacheBlock] = EvictionQueue()
-    keys = [(1, 1), (1, 2), (0, 3), (1, 4), (0, 5)]
-    blocks = [KVCacheBlock(index, 0, None, key=key) for index, key in enumerate(keys)]
-    assert queue.first is None
-    for block in blocks[:4]:
-        queue.append(block)
-    assert ids(queue) == [2, 0, 1, 3] and len(queue) == 4 and queue.first is blocks[2]
-    queue.append(blocks[4])
-    assert ids(queue) == [2, 4, 0, 1, 3], "a later one of low priority goes before all others"
-    queue.remove(blocks[1])
-    assert blocks[1] not in queue and blocks[3] in queue
-    assert ids(queue) == [2, 4, 0, 3]
-    with pytest.raises(KeyError):
-        queue.remove(blocks[1])
 
 
 def test_a_pool_needs_a_block_beside_the_null_block():
@@ -66,15 +48,6 @@ def test_the_null_block_is_never_handed_out_nor_held():
     pool.release([null, blocks[0], null])
     assert (null.ref_cnt, null.generation, pool.num_free()) == (0, 0, 1)
     check_pool_integrity(pool, [[*blocks[1:], null]])
-
-
-def test_every_hand_out_is_a_new_generation():
-    pool = BlockPool.uniform(3)
-    for generation in (1, 2, 3):
-        (block, other) = pool.allocate({0: 2})[0]
-        assert (block.generation, other.generation) == (generation, generation)
-        assert pool.generations(0).tolist() == [0, generation, generation]
-        pool.release([block, other])
 
 
 def test_a_free_block_without_content_cannot_be_shared():

@@ -53,19 +53,6 @@ def test_layers_of_one_spec_are_one_group_in_the_order_of_the_model():
     assert groups == (KVCacheGroup(("a", "c", "e"), spec()), KVCacheGroup(("b", "d"), wide))
 
 
-def test_the_example_of_two_and_three_layers():
-    # 2 cross-attention and 3 self-attention layers, 128 bytes per layer and token, block size 1:
-    # two heads of eight fp32 elements, keys and values.
-    attention = {"num_kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
-    cross = KVCacheGroup(("c0", "c1"), CrossAttentionSpec(1, **attention))
-    full = KVCacheGroup(("s0", "s1", "s2"), FullAttentionSpec(1, **attention))
-    config = KVCacheConfig(4, (cross, full))
-    assert [group.page_bytes for group in config.groups] == [256, 384]
-    assert config.large_page_bytes == 768
-    assert [config.pages_per_large_page(group_id) for group_id in (0, 1)] == [3, 2]
-    assert [config.num_blocks(group_id) for group_id in (0, 1)] == [12, 8]
-
-
 def test_states_are_aligned_one_after_another():
     states = (StateTensor((3, 5), torch.bfloat16), StateTensor((7,), torch.float32))
     assert [state.nbytes for state in states] == [32, 32]
@@ -472,6 +459,7 @@ def test_text_and_images_beside_each_other_in_pages_of_two_sizes():
     assert [group.page_bytes for group in config.groups] == [256, 384]
     assert config.large_page_bytes == 768
     assert [config.pages_per_large_page(group_id) for group_id in (0, 1)] == [3, 2]
+    assert [config.num_blocks(group_id) for group_id in (0, 1)] == [12, 8]
     manager = KVCacheManager(config, output_names=())
     assert manager.allocate_slots("r", 2, encoder=EncoderBlocks(3, ()))
     assert manager.block_ids("r", 0) == [3, 4, 5]  # large page 1
