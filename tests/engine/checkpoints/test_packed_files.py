@@ -29,6 +29,7 @@ from engine.models.base import ModelSettings
 from engine.models.model_loader import load_model, open_checkpoint
 from engine.text.tokenizer import load_tokenizer
 from omni.seeded.language_models import build_causal_lm
+from tests.support.examples import examples
 from tests.support.gguf_files import random_blocks, tiny_gguf, write_gguf
 from tests.support.greedy_reference import GreedyReference, assert_greedy, assert_near
 from tests.support.packed_checkpoints import PACKED, write_packed
@@ -371,7 +372,7 @@ def test_a_file_that_is_cut_off_is_refused(
         read_gguf_header(file)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.data())
 def test_a_file_with_spoilt_bytes_is_refused_by_name_or_read(
     whole: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -151,8 +151,6 @@ def assert_all_equal_transformers(family: Family, engine: LLMEngine) -> None:
     [
         (1, 64, "reference"),
         (4, 3, "torch"),
-        (16, 64, "torch"),
-        pytest.param(4, 64, "native", marks=needs_kernels),
         pytest.param(16, 3, "native", marks=needs_kernels),
     ],
 )
@@ -314,7 +312,7 @@ def test_encoder_rows_are_kept_only_when_asked_for(family: Family) -> None:
     assert output.outputs[0].tensors.keys() == {"hidden_states"}
 
 
-@pytest.mark.parametrize("limit", [1, 40, 150, None])
+@pytest.mark.parametrize("limit", [1, 40, None])
 def test_a_step_encodes_no_more_than_its_budget(family: Family, limit: int | None) -> None:
     """Unless a single input is longer: that one runs by itself."""
     engine = build(family.folder, max_num_encoder_tokens=limit, max_num_seqs=5)

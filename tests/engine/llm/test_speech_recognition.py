@@ -545,13 +545,20 @@ SAMPLING = {
 }
 
 
+@pytest.fixture(scope="module")
+def detecting(folder: str) -> LLMEngine:
+    return build(folder)
+
+
 @pytest.mark.parametrize("name", SAMPLING)
 def test_a_detected_language_gives_what_the_named_one_gives(
-    folder: str, heard: list[Heard], known: Any, name: str
+    detecting: LLMEngine, heard: list[Heard], known: Any, name: str
 ) -> None:
     params = SAMPLING[name]
-    found = build(folder).generate([unnamed(each) for each in heard], params)
-    expected = build(folder).generate([named(each, known) for each in heard], params)
+    detecting.reset_prefix_cache()
+    found = detecting.generate([unnamed(each) for each in heard], params)
+    detecting.reset_prefix_cache()
+    expected = detecting.generate([named(each, known) for each in heard], params)
     for one, other, each in zip(found, expected, heard, strict=True):
         assert one.prompt_token_ids[1] == each.language_id
         assert_same(one, other)

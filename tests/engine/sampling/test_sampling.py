@@ -577,6 +577,7 @@ def completion(output: RequestOutput) -> CompletionOutput:
     return only
 
 
+@settings(max_examples=examples(50))
 @given(data=st.data())
 def test_every_text_is_json_of_its_schema_in_any_batch(
     forming: LLMEngine, data: st.DataObject
@@ -609,6 +610,7 @@ def test_completions_of_a_prompt_differ(forming: LLMEngine) -> None:
     assert len({each.text for each in output.outputs}) > 1
 
 
+@settings(max_examples=examples(50))
 @given(choice=st.lists(st.text(max_size=8), min_size=1, max_size=4, unique=True))
 def test_every_text_is_one_of_the_choices(forming: LLMEngine, choice: list[str]) -> None:
     (output,) = forming.generate([TextPrompt("Choose:")], params(1, choice=tuple(choice)))

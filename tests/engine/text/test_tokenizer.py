@@ -399,7 +399,7 @@ def test_a_damaged_template_file_is_named(qwen2_checkpoint: str, tmp_path: Path,
         load_tokenizer(folder)
 
 
-TIGHT = TemplateLimits(max_chars=10_000, seconds=0.3, num_bytes=2**28)
+TIGHT = TemplateLimits(max_chars=10_000, seconds=0.2, num_bytes=2**28)
 VALUES: dict[str, Any] = {"messages": [{"role": "user", "content": "Who?"}]}
 GOOD = "{{ messages[0].content }}"
 

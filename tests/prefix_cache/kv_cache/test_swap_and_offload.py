@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from prefix_cache import (
     content_hash,
     whole_input_hash,
 )
+from tests.support.examples import examples
 from tests.support.tiny_kv_cache import GROUP_MIXES, hashes_of, mixed_config
 
 BLOCK_SIZE = 4
@@ -285,6 +286,7 @@ EVENTS = st.lists(
 
 
 @pytest.mark.parametrize("mix", GROUP_MIXES)
+@settings(max_examples=examples(60))
 @given(events=EVENTS)
 def test_any_order_of_events_conserves_blocks_and_pages(
     mix: str, events: list[tuple[str, int, int]]
