@@ -77,11 +77,7 @@ def events_of_steps(subject: Subject, *, bytecodes: bool = False) -> list[list[E
 
 
 def disturbed_run(
-    engine: Engine[Any],
-    subject: Subject,
-    step: int,
-    fault: LineFault,
-    aborted: int | None = None,
+    engine: Engine[Any], subject: Subject, step: int, fault: LineFault, aborted: int | None = None
 ) -> Outcome:
     """Interrupt one step, go on, then ask everything again, and compare with each alone.
 

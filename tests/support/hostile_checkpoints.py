@@ -237,10 +237,7 @@ _CONFIGS: dict[str, tuple[Harm, tuple[str, ...]]] = {
         _prepend("config.json", '"hidden": ' + "9" * 5000),
         ("config.json",),
     ),
-    "config is huge": (
-        lambda folder: os.truncate(folder / "config.json", 2**33),
-        ("config.json",),
-    ),
+    "config is huge": (lambda folder: os.truncate(folder / "config.json", 2**33), ("config.json",)),
     "config is a pipe": (_replace_by("config.json", os.mkfifo), ("config.json",)),
     "config is a folder": (_replace_by("config.json", Path.mkdir), ("config.json",)),
     "config leads outside": (_link_outside("config.json"), ("config.json",)),

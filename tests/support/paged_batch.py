@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.metadata import AttentionMetadata
-from prefix_cache import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroup,
-    LayerKVCache,
-    PagedMemory,
-)
+from prefix_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroup, LayerKVCache, PagedMemory
 
 __all__ = [
     "cross_metadata_for",

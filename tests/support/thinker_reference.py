@@ -172,11 +172,7 @@ class ThinkerReference:
             chat_template=self.tokenizer.chat_template,
         )
         config = self.model.config
-        self.placeholders = (
-            config.image_token_id,
-            config.audio_token_id,
-            config.video_token_id,
-        )
+        self.placeholders = (config.image_token_id, config.audio_token_id, config.video_token_id)
 
     @property
     def suppressed(self) -> tuple[int, ...]:

@@ -19,9 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import T5Config
-from transformers.masking_utils import (
-    sliding_window_causal_mask_function,
-)
+from transformers.masking_utils import sliding_window_causal_mask_function
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 from transformers.models.t5.modeling_t5 import T5Attention
 

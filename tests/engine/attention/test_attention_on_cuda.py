@@ -78,11 +78,7 @@ def test_triton_equals_the_reference_in_float32(shape: Shape, num_distances: int
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize(
     "lens",
-    [
-        ((1, 17, 130), (1, 17, 130)),
-        ((1, 1, 5, 40), (70, 0, 33, 0)),
-        ((1, 1, 1), (1, 65, 300)),
-    ],
+    [((1, 17, 130), (1, 17, 130)), ((1, 1, 5, 40), (70, 0, 33, 0)), ((1, 1, 1), (1, 65, 300))],
     ids=["encoder", "cross", "cross decodes"],
 )
 def test_cross_attention_equals_the_reference_on_cuda(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,10 @@ def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def write_config(content: str, folder: Path) -> None:
+    (folder / "config.json").write_text(content)
+
+
 Harm = Callable[[Path], object]
 HARMS: dict[str, tuple[Harm, str]] = {
     "pickled": (
@@ -158,10 +163,7 @@ HARMS: dict[str, tuple[Harm, str]] = {
         "states no architectures",
     ),
     **{
-        content: (
-            lambda f, content=content: (f / "config.json").write_text(content),
-            r"single/config.json (cannot be used|is no valid JSON)",
-        )
+        content: (partial(write_config, content), "single/config.json (cannot be used|is no valid)")
         for content in ("{", "{}", '{"model_type": "gpt9"}')
     },
 }

@@ -137,12 +137,7 @@ def test_a_nan_late_in_a_prompt_leaves_the_prefix_to_others(
     prefix = ids_of(1, 70)
     with monkeypatch.context() as patch:
         poison_embeddings(rig.engine, patch)
-        done = rig.run(
-            {
-                "ill": ((*prefix, POISON, 5), max_tokens),
-                "other": (ids_of(2, 9), 3),
-            }
-        )
+        done = rig.run({"ill": ((*prefix, POISON, 5), max_tokens), "other": (ids_of(2, 9), 3)})
         assert_failed(done["ill"])
         assert_same(done["other"], rig.alone(ids_of(2, 9), 3), ATOL)
         well = rig.one((*prefix, 6))

@@ -331,8 +331,7 @@ def faulty(request: pytest.FixtureRequest, qwen2_checkpoint: str) -> Faulty:
 
 @settings(max_examples=examples(24))
 @given(
-    script=scripts(MAX_PROMPT),
-    points=st.lists(st.sampled_from([None, None, *POINTS]), max_size=40),
+    script=scripts(MAX_PROMPT), points=st.lists(st.sampled_from([None, None, *POINTS]), max_size=40)
 )
 def test_everybody_says_what_they_say_alone_then_and_later(
     faulty: Faulty, script: Script, points: list[str | None]

@@ -13,13 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine import (
-    Engine,
-    EngineConfig,
-    LLMEngine,
-    Prompt,
-    SamplingParams,
-)
+from engine import Engine, EngineConfig, LLMEngine, Prompt, SamplingParams
 from engine.interface.ownership import Ownership
 from stages import AutoregressiveStage
 from tests.support.idle_engine import drop_all
@@ -220,10 +214,7 @@ def test_a_second_thread_is_refused_and_the_first_one_gets_what_it_would_alone(
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(engine.generate, TOKENS, GREEDY)
         assert held.inside.wait(PATIENCE_S)
-        for call in (
-            lambda: engine.add_request("b", TOKENS, GREEDY),
-            engine.step,
-        ):
+        for call in (lambda: engine.add_request("b", TOKENS, GREEDY), engine.step):
             with pytest.raises(RuntimeError, match="in use by another thread: one thread drives"):
                 call()
         with pytest.raises(ValueError, match="drives the engine alone, but 1 requests are live"):

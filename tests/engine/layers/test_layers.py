@@ -195,12 +195,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 32,
         **THETA,
     },
-    "yarn": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-        **THETA,
-    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, **THETA},
     "longrope": {
         "rope_type": "longrope",
         "factor": 4.0,

@@ -17,13 +17,7 @@ from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 
 from engine.attention.layer import AttentionStep
 from engine.attention.metadata import StateMetadata
-from engine.layers import (
-    Mamba2Config,
-    Mamba2Mixer,
-    MambaConfig,
-    MambaMixer,
-    PackedLayout,
-)
+from engine.layers import Mamba2Config, Mamba2Mixer, MambaConfig, MambaMixer, PackedLayout
 from engine.layers.mamba import CausalConv, Chunks, SsdInputs, ssd_scan
 from tests.support.examples import examples
 

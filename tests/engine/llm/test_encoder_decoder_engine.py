@@ -18,24 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
-from engine import (
-    AudioPrompt,
-    EngineConfig,
-    LLMEngine,
-    RequestOutput,
-    SamplingParams,
-    TokensPrompt,
-)
+from engine import AudioPrompt, EngineConfig, LLMEngine, RequestOutput, SamplingParams, TokensPrompt
 from engine.models.encoder_module import EncoderDecoderModel
 from engine.requests.encoder_input import EncoderInput
 from omni.seeded.encoder_decoders import build_bart, build_mllama, build_t5, build_whisper
-from tests.support.encoder_decoder_requests import (
-    Case,
-    Oracle,
-    cases,
-    tone,
-    write_wav,
-)
+from tests.support.encoder_decoder_requests import Case, Oracle, cases, tone, write_wav
 from tests.support.greedy_reference import GreedyAnswer, assert_greedy
 from tests.support.idle_engine import finish
 from tests.support.native_kernels import needs_kernels
@@ -148,11 +135,7 @@ def assert_all_equal_transformers(family: Family, engine: LLMEngine) -> None:
 
 @pytest.mark.parametrize(
     ("block_size", "budget", "backend"),
-    [
-        (1, 64, "reference"),
-        (4, 3, "torch"),
-        pytest.param(16, 3, "native", marks=needs_kernels),
-    ],
+    [(1, 64, "reference"), (4, 3, "torch"), pytest.param(16, 3, "native", marks=needs_kernels)],
 )
 def test_a_mixed_batch_equals_transformers(
     family: Family, block_size: int, budget: int, backend: Any

@@ -228,9 +228,7 @@ def test_start_up_errors_say_what_would_work(
         start(model=seeded("bert"))
 
 
-def test_a_headless_checkpoint_embeds_but_does_not_generate(
-    seeded: Callable[[str], str],
-) -> None:
+def test_a_headless_checkpoint_embeds_but_does_not_generate(seeded: Callable[[str], str]) -> None:
     engine = LLMEngine(EngineConfig(model=seeded("qwen2-headless"), block_size=4))
     output = engine.generate(PROMPT, SamplingParams(max_tokens=0))[0]
     assert output.outputs[0].tensors["hidden_states"].shape == (20, 64)

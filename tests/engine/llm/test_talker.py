@@ -139,9 +139,7 @@ SEVERAL_CODES = pytest.mark.parametrize("talker", KINDS[2:], indirect=True, ids=
 
 @pytest.fixture(scope="module", params=KINDS, ids=str)
 def talker(
-    request: pytest.FixtureRequest,
-    seeded: Callable[[str], str],
-    alone: Callable[[str], Alone],
+    request: pytest.FixtureRequest, seeded: Callable[[str], str], alone: Callable[[str], Alone]
 ) -> Talker:
     name, block_size, preemption = request.param
     config = EngineConfig(

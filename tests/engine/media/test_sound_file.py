@@ -253,9 +253,7 @@ def test_a_stream_may_state_any_size_that_is_none(
     np.testing.assert_array_equal(read(tmp_path / "a.wav", content), np.array([1, 2, 3]) / 128)
 
 
-def test_a_stream_whose_header_was_written_as_that_of_an_empty_file_is_read(
-    tmp_path: Path,
-) -> None:
+def test_a_stream_whose_header_was_written_as_that_of_an_empty_file_is_read(tmp_path: Path) -> None:
     path = write(tmp_path / "a.wav", b"")
     content = path.read_bytes() + encode([1, 2, 3], 2)
     np.testing.assert_array_equal(read(path, content), np.array([1, 2, 3]) / 128)

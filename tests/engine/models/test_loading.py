@@ -175,8 +175,7 @@ def _newer(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "rename"),
-    [("llava", _nested), ("llava", _newer), ("qwen2.5-vl", _newer)],
+    ("name", "rename"), [("llava", _nested), ("llava", _newer), ("qwen2.5-vl", _newer)]
 )
 def test_every_published_naming_of_weights_loads(
     name: str, rename: Callable[[str], str], tmp_path: Path

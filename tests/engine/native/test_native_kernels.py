@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from engine.layers import LayerOps, NativeLayerOps
 from engine.native import NativeBuildError, NativeKernels, PagedSpans, load_kernels
 from engine.native.kernels import compile_kernels, find_compiler
 from tests.support.import_graph import ROOT
-from tests.support.native_kernels import needs_compiler, needs_kernels
+from tests.support.native_kernels import needs_compiler, needs_kernels, run_pieces
 from tests.support.patience import PATIENCE_S
 
 WIDTHS = [1, 7, 16, 33, 768]
@@ -235,9 +233,7 @@ def test_a_library_that_does_not_load_is_an_error_that_says_so(tmp_path: Path):
 
 
 def test_without_a_compiler_an_engine_runs_with_torch_and_says_so_once(
-    qwen2_checkpoint: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    qwen2_checkpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("OMNI_NATIVE", raising=False)
@@ -276,16 +272,7 @@ def test_backend_and_layers_are_switched_together(qwen2_checkpoint: str):
         assert f"attention      {name}" in engine.memory_plan.lines()
 
 
-WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 THREADS = [1, 2, 3, 7]
-
-
-def run(piece: Callable[[int], None], pieces: int, threads: int) -> None:
-    """A job whose pieces are calls of a Python function."""
-    library = ctypes.CDLL(str(compile_kernels()))
-    library.omni_team_run(
-        WORK(lambda _, number: piece(number)), None, ctypes.c_int64(pieces), threads
-    )
 
 
 @needs_kernels
@@ -293,7 +280,7 @@ def run(piece: Callable[[int], None], pieces: int, threads: int) -> None:
 def test_every_piece_runs_once_in_each_of_many_jobs(threads: int):
     for job in range(68):
         seen: list[int] = []
-        run(seen.append, job % 17, threads)
+        run_pieces(seen.append, job % 17, threads)
         assert Counter(seen) == Counter(range(job % 17))
 
 
@@ -309,7 +296,7 @@ def test_a_delayed_piece_delays_no_other():
         if len(seen) == 19:
             others.set()
 
-    run(piece, 20, 2)
+    run_pieces(piece, 20, 2)
     assert seen[-1] == 0 and sorted(seen) == list(range(20))
 
 
@@ -318,7 +305,7 @@ def test_jobs_of_several_threads_at_once_are_all_done():
     def job(first: int) -> list[int]:
         seen: list[int] = []
         for _ in range(20):
-            run(lambda number: seen.append(first + number), 8, 3)
+            run_pieces(lambda number: seen.append(first + number), 8, 3)
         return seen
 
     with ThreadPoolExecutor(4) as pool:
@@ -341,10 +328,10 @@ def test_a_late_member_takes_no_piece_of_a_job_half_replaced(tmp_path: Path):
 @needs_kernels
 def test_at_most_as_many_threads_work_as_were_asked_for():
     """Also where an earlier job has left more members than that."""
-    run(lambda number: None, 64, 7)
+    run_pieces(lambda number: None, 64, 7)
     for _ in range(20):
         workers: set[int] = set()
-        run(lambda number, workers=workers: workers.add(threading.get_native_id()), 64, 2)
+        run_pieces(lambda number, workers=workers: workers.add(threading.get_native_id()), 64, 2)
         assert len(workers) <= 2
 
 
@@ -389,10 +376,10 @@ def test_a_fork_has_a_team_of_its_own():
     """In a program of its own, since a fork of pytest would take its threads' locks along."""
     program = (
         "import os, sys, torch\n"
-        "from tests.engine.native.test_native_kernels import run\n"
+        "from tests.support.native_kernels import run_pieces\n"
         "def total():\n"
         "    seen = []\n"
-        "    run(seen.append, 64, 3)\n"
+        "    run_pieces(seen.append, 64, 3)\n"
         "    return len(seen)\n"
         "assert total() == 64\n"
         "child = os.fork()\n"

@@ -47,7 +47,7 @@ SCALED: dict[str, Any] = {
 NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 # Caps so low that they bend these small scores and logits.
 LOW_CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}
-UNTIED, SLIDES = {"tied": False}, {"sliding_window": WINDOW}
+UNTIED, SLIDES, KEY_HEAD = {"tied": False}, {"sliding_window": WINDOW}, {"num_kv_heads": 1}
 SLIDES_TOO = {"use_sliding_window": True, **SLIDES}
 EXPERTS = {"norm_topk_prob": False, "num_experts_per_tok": 3}
 
@@ -113,13 +113,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     # Dimensions of size 1 change strides, and kernels read those.
     "qwen2 with one head": ("qwen2", {"num_heads": 1, "num_kv_heads": 1}),
     "gemma3 with one head": ("gemma3_text", {**SLIDES, "num_heads": 1, "num_kv_heads": 1}),
-    **{
-        f"{family} with one key head": (family, {"num_kv_heads": 1, **more})
-        for family, more in {
-            **{"qwen3": {}, "llama": {}, "ministral": SLIDES, "gemma2": SLIDES},
-            **{"jamba": UNTIED, "bamba": UNTIED},
-        }.items()
-    },
+    "qwen3 with one key head": ("qwen3", KEY_HEAD),
+    "llama with one key head": ("llama", KEY_HEAD),
+    "ministral with one key head": ("ministral", SLIDES | KEY_HEAD),
+    "gemma2 with one key head": ("gemma2", SLIDES | KEY_HEAD),
+    "jamba with one key head": ("jamba", UNTIED | KEY_HEAD),
+    "bamba with one key head": ("bamba", UNTIED | KEY_HEAD),
 }
 
 

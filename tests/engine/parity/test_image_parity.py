@@ -411,10 +411,7 @@ def test_places_of_videos_equal_transformers(reference: VideoReference, name: st
         f"{kind}_grid_thw": shown.features.get(f"{kind}_grid_thw") for kind in ("image", "video")
     }
     theirs, _ = reference.model.model.get_rope_index(
-        shown.ids,
-        shown.kinds,
-        **grids,
-        second_per_grid_ts=shown.features.get("second_per_grid_ts"),
+        shown.ids, shown.kinds, **grids, second_per_grid_ts=shown.features.get("second_per_grid_ts")
     )
     if name in SHORT:
         assert torch.equal(theirs[:, 0], shown.places)

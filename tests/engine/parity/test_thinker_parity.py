@@ -128,11 +128,7 @@ def assert_equal(output: RequestOutput, expected: ThinkerAnswer, handed_on: set[
     ],
 )
 def test_mixed_requests_equal_transformers_cold_and_warm(
-    name: str,
-    block_size: int,
-    budget: int,
-    num_seqs: int,
-    thinker: Callable[[str], Thinker],
+    name: str, block_size: int, budget: int, num_seqs: int, thinker: Callable[[str], Thinker]
 ) -> None:
     case = thinker(name)
     engine = build(

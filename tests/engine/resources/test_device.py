@@ -20,9 +20,7 @@ from engine.resources.device import _warn_of_slow, on_device, resolve_dtype
 from tests.support.three_engines import KINDS, build_engine
 
 
-def test_a_cuda_device_is_current_inside_and_a_cpu_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_cuda_device_is_current_inside_and_a_cpu_changes_nothing(monkeypatch: pytest.MonkeyPatch):
     current = [0]
 
     def exchange(index: int) -> int:
@@ -57,9 +55,7 @@ def test_a_half_type_on_a_cpu_without_its_instructions_warns_once(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_model_runs_inside_its_device(
-    kind: str,
-    seeded: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, seeded: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ):
     entered: list[torch.device] = []
     runs: list[bool] = []
@@ -107,10 +103,7 @@ HOST = "0::/docker/0123\n"
         ),
         (
             V1,
-            {
-                "cpu,cpuacct/cpu.cfs_quota_us": "300000",
-                "cpu,cpuacct/cpu.cfs_period_us": "100000",
-            },
+            {"cpu,cpuacct/cpu.cfs_quota_us": "300000", "cpu,cpuacct/cpu.cfs_period_us": "100000"},
             3.0,
         ),
     ],

@@ -184,9 +184,7 @@ def test_a_pool_without_a_page_for_every_group_is_refused() -> None:
         planned(HALF_SLIDING, 8192, num_blocks=2)
 
 
-def test_a_window_smaller_than_a_block_is_refused_at_start(
-    seeded: Callable[[str], str],
-) -> None:
+def test_a_window_smaller_than_a_block_is_refused_at_start(seeded: Callable[[str], str]) -> None:
     with pytest.raises(ValueError, match="smaller than a block of 32: set block_size to at most"):
         LLMEngine(EngineConfig(model=seeded("gemma2"), block_size=32))
 

@@ -435,8 +435,7 @@ params_of_row = st.builds(
     ),
 )
 history = st.tuples(
-    st.lists(st.integers(0, 40), min_size=1, max_size=6),
-    st.lists(st.integers(0, 40), max_size=6),
+    st.lists(st.integers(0, 40), min_size=1, max_size=6), st.lists(st.integers(0, 40), max_size=6)
 )
 
 

@@ -132,11 +132,7 @@ MIXES = ["three_full", "gemma", "ministral", "jamba", "mamba"]
     budget=st.integers(4, 24),
 )
 def test_every_request_that_fits_alone_finishes_whatever_the_groups(
-    mix: str,
-    prompts: list[tuple[int, int, int, int]],
-    num_blocks: int,
-    seats: int,
-    budget: int,
+    mix: str, prompts: list[tuple[int, int, int, int]], num_blocks: int, seats: int, budget: int
 ) -> None:
     """Whatever content lies around in the pages, and however it is scattered."""
     harness = Harness(num_blocks=num_blocks, seats=seats, budget=budget, mix=mix)
@@ -530,9 +526,7 @@ def test_requests_that_rest_are_not_looked_at(looked_for: list[int]) -> None:
     assert running.status is RequestStatus.RUNNING
 
 
-def test_isolated_requests_are_found_without_looking_at_the_others(
-    looked_for: list[int],
-) -> None:
+def test_isolated_requests_are_found_without_looking_at_the_others(looked_for: list[int]) -> None:
     harness = Harness(seats=2, budget=30)
     for number in range(MANY):
         harness.add(str(number), ids(50 * number, 9))

@@ -76,13 +76,7 @@ def test_salt_and_lora_separate_every_block(left, right):
 
 
 @pytest.mark.parametrize(
-    "other",
-    [
-        image(0, content=b"j" * 32),
-        image(0, kind="audio"),
-        image(1),
-        image(0, length=5),
-    ],
+    "other", [image(0, content=b"j" * 32), image(0, kind="audio"), image(1), image(0, length=5)]
 )
 def test_a_span_counts_with_content_kind_place_and_length(other):
     with_image = block_hashes(TOKENS, spans=[image(0)])

@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefix_cache import BlockHash, BlockPool, KVCacheBlock, check_pool_integrity
-from prefix_cache.blocks.block_pool import (
-    HIGH_PRIORITY,
-    LOW_PRIORITY,
-    REUSED_PRIORITY,
-    PageArena,
-)
+from prefix_cache.blocks.block_pool import HIGH_PRIORITY, LOW_PRIORITY, REUSED_PRIORITY, PageArena
 from tests.support.examples import examples
 from tests.support.tiny_kv_cache import GROUP_MIXES, mixed_config
 

@@ -305,8 +305,7 @@ FULL = FullAttentionSpec(BLOCK_SIZE, *TINY_HEADS)
 MAMBA = MambaSpec(BLOCK_SIZE, (StateTensor((4,), torch.float32),))
 LENGTHS = st.integers(BLOCK_SIZE, 20)
 TABLE_SPECS = st.one_of(
-    st.builds(lambda n: SlidingWindowSpec(BLOCK_SIZE, *TINY_HEADS, n), LENGTHS),
-    st.just(MAMBA),
+    st.builds(lambda n: SlidingWindowSpec(BLOCK_SIZE, *TINY_HEADS, n), LENGTHS), st.just(MAMBA)
 )
 
 

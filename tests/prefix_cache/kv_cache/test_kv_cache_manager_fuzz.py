@@ -13,13 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefix_cache import BlockHash, CachedPrefix, KVCacheManager, check_integrity
 from tests.support.examples import examples
