@@ -138,30 +138,25 @@ __all__ = [
 configure_openmp()
 
 _IMPORTED_ON_USE = {
-    "CausalModel": "engine.models.base",
-    "Checkpoint": "engine.checkpoints.checkpoint",
-    "CheckpointPart": "engine.checkpoints.checkpoint",
-    "CodeChunk": "engine.models.base",
-    "DecoderConfig": "engine.models.decoders.decoder",
-    "EncoderEngine": "engine.encoder.encoder_engine",
-    "GeneratorEngine": "engine.generator.generator_engine",
-    "GeneratorModel": "engine.models.base",
-    "ItemTower": "engine.models.multimodal",
-    "LayerKind": "engine.models.decoders.decoder",
-    "LLMEngine": "engine.llm.llm_engine",
-    "MemoryPlan": "engine.resources.memory_plan",
-    "ModelFamily": "engine.models.family",
-    "ModelSettings": "engine.models.base",
-    "Modality": "engine.requests.encoder_input",
-    "MultiModalInput": "engine.requests.encoder_input",
-    "MultiModalModel": "engine.models.multimodal",
-    "MultiModalPromptProcessor": "engine.inputs.multimodal_inputs",
-    "PromptContent": "engine.inputs.prompt_processor",
-    "PromptProcessor": "engine.inputs.prompt_processor",
-    "PromptSources": "engine.inputs.prompt_processor",
-    "build_decoder": "engine.models.decoders.decoder",
-    "decoder_family": "engine.models.decoders.decoder",
-    "register_model_family": "engine.models.registry",
+    name: f"engine.{module}"
+    for module, names in {
+        "checkpoints.checkpoint": ("Checkpoint", "CheckpointPart"),
+        "encoder.encoder_engine": ("EncoderEngine",),
+        "generator.generator_engine": ("GeneratorEngine",),
+        "inputs.multimodal_inputs": ("MultiModalPromptProcessor",),
+        "inputs.prompt_processor": ("PromptContent", "PromptProcessor", "PromptSources"),
+        "llm.llm_engine": ("LLMEngine",),
+        "models.base": ("CausalModel", "CodeChunk", "GeneratorModel", "ModelSettings"),
+        "models.decoders.decoder": (
+            *("DecoderConfig", "LayerKind", "build_decoder", "decoder_family"),
+        ),
+        "models.family": ("ModelFamily",),
+        "models.multimodal": ("ItemTower", "MultiModalModel"),
+        "models.registry": ("register_model_family",),
+        "requests.encoder_input": ("Modality", "MultiModalInput"),
+        "resources.memory_plan": ("MemoryPlan",),
+    }.items()
+    for name in names
 }
 
 

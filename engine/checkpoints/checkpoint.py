@@ -10,7 +10,6 @@ Checkpoints that hold several models, each of which a stage of its own runs.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,15 +30,12 @@ from engine.checkpoints.config_file import (
     load_generation_config,
     read_config_file,
 )
-from engine.checkpoints.gguf_checkpoint import (
-    GGUFWeights,
-    gguf_config,
-    gguf_generation_config,
-)
+from engine.checkpoints.gguf_checkpoint import GGUFWeights, gguf_config, gguf_token_ids
 from engine.checkpoints.packed_files import PackedFiles, PackedFormat
 from engine.checkpoints.quantized_weight import QuantizedWeight, Target
 from engine.checkpoints.weight_files import WeightFiles, listed
 from engine.files.gguf_header import GGUFHeader, find_gguf, read_gguf_header
+from engine.interface.placed_error import suggest
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +71,7 @@ def find_part(
     if name is None:
         raise ValueError(f"{path} holds several models; say by part which: {', '.join(by_name)}")
     if name not in by_name:
-        close = difflib.get_close_matches(name, by_name, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"{path} has no part {name!r}, but {', '.join(by_name)}{hint}")
+        raise ValueError(f"{path} has no part {name!r}{suggest(name, by_name)}")
     return by_name[name]
 
 
@@ -177,7 +171,7 @@ class Checkpoint:
         if (file := find_gguf(path)) is not None:
             find_part((), part, file)
             header = read_gguf_header(file)
-            generation = gguf_generation_config(header)
+            generation = GenerationConfig(**gguf_token_ids(header))
             return cls(file, gguf_config(header), generation, gguf=header)
         check_files(path, _WANTED_FILES)
         content = read_config_file(path)
@@ -265,10 +259,6 @@ class Checkpoint:
         for name, stored in self._whole.tensors([f"{prefix}{name}" for name in wanted]):
             plain = stored.dequantize() if isinstance(stored, QuantizedWeight) else stored
             yield name.removeprefix(prefix), plain
-
-    def rows_of_whole(self, name: str, indices: Sequence[int]) -> Tensor:
-        """As :meth:`WeightFiles.rows`, by a name in the whole checkpoint, prefix included."""
-        return WeightFiles(self.path).rows(name, indices)
 
     def unplaced(self, targets: Collection[str]) -> list[str]:
         """Names of the stored tensors that are not among the targets."""

@@ -297,9 +297,7 @@ def check_files(folder: Path, patterns: Collection[str]) -> None:
 def check_generation(file: Path, content: Mapping[str, Any]) -> None:
     """Check the ids of a ``generation_config.json``."""
     for key, value in content.items():
-        for names, wanted, check in _GENERATION:
-            if value is not None and names.fullmatch(key) and not check(value):
-                raise ValueError(f"{file}: {key} cannot be {value!r}: it must be {wanted}")
+        _check(f"{file}: ", key, value, _GENERATION)
 
 
 def check_content(file: Path, content: Mapping[str, Any]) -> None:

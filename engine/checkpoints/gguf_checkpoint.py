@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.checkpoints.config_file import check_generation, make_config
@@ -84,7 +84,7 @@ def gguf_config(header: GGUFHeader) -> PreTrainedConfig:
             f"{header.path}: transformers cannot make a config of the architecture "
             f"{architecture!r}; it knows {', '.join(sorted(GGUF_CONFIG_MAPPING))}"
         )
-    content = _token_ids(header)
+    content = gguf_token_ids(header)
     table: Mapping[str, Any] = GGUF_CONFIG_MAPPING
     for key, field in {**table[architecture], **_MORE_KEYS}.items():
         value = _number(header, f"{architecture}.{key}")
@@ -170,12 +170,8 @@ def _set_rope_factors(header: GGUFHeader, config: PreTrainedConfig) -> None:
         )
 
 
-def gguf_generation_config(header: GGUFHeader) -> GenerationConfig:
-    """The tokens that begin and end a text, by the metadata."""
-    return GenerationConfig(**_token_ids(header))
-
-
-def _token_ids(header: GGUFHeader) -> dict[str, Any]:
+def gguf_token_ids(header: GGUFHeader) -> dict[str, Any]:
+    """The tokens that begin and end a text, by transformers' names."""
     names = ("bos", "padding", "eos", "eot", "eom")
     first, padding, *ends = (_number(header, f"tokenizer.ggml.{n}_token_id") for n in names)
     ids: dict[str, Any] = {"bos_token_id": first, "pad_token_id": padding}

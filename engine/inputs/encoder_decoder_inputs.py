@@ -325,25 +325,20 @@ def features_hash(
     return whole_input_hash([0] * num_tokens, spans=spans, salt=cache_salt)
 
 
+_IN_WORDS = {
+    **dict.fromkeys((str, TextPrompt, ChatPrompt), "text"),
+    TokensPrompt: "token ids",
+    EmbedsPrompt: "embeddings",
+    AudioPrompt: "audio",
+    ImagePrompt: "an image",
+    ExplicitEncoderDecoderPrompt: "itself a pair of prompts",
+    type(None): "missing",
+}
+
+
 def describe_prompt(prompt: object) -> str:
     """Say in a word or two what kind of prompt this is."""
-    match prompt:
-        case str() | TextPrompt() | ChatPrompt():
-            return "text"
-        case TokensPrompt():
-            return "token ids"
-        case EmbedsPrompt():
-            return "embeddings"
-        case AudioPrompt():
-            return "audio"
-        case ImagePrompt():
-            return "an image"
-        case ExplicitEncoderDecoderPrompt():
-            return "itself a pair of prompts"
-        case None:
-            return "missing"
-        case _:
-            return f"a {type(prompt).__name__}"
+    return _IN_WORDS.get(type(prompt), f"a {type(prompt).__name__}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -309,23 +309,15 @@ class EngineSettings(Settings):
     seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
-    def _every_running_request_can_step(self) -> Self:
+    def _go_together(self) -> Self:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}), or running requests could not all "
                 "decode one token in a step"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _swap_blocks_are_for_swapping(self) -> Self:
         if self.num_swap_blocks is not None and self.preemption != "swap":
             raise ValueError("num_swap_blocks is for preemption: swap; set that, or leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _offloaded_blocks_are_found(self) -> Self:
         if self.offload is not None and not self.enable_prefix_caching:
             raise ValueError(
                 "offload keeps blocks of the prefix cache, which enable_prefix_caching: false "

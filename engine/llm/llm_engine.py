@@ -149,6 +149,9 @@ def _load_model(config: EngineConfig, choices: _Choices) -> CausalModel:
 def _plan(
     config: EngineConfig, model: CausalModel, choices: _Choices
 ) -> tuple[KVCacheConfig, MemoryPlan]:
+    # Of the widest rows that the model's towers make, if it has any.
+    towers = getattr(model, "towers", {})
+    parts = max((t.row_parts for t in towers.values()), default=int(bool(model.placeholders)))
     return plan_memory(
         config,
         ModelNeeds(
@@ -157,19 +160,12 @@ def _plan(
             dtype=choices.dtype,
             max_model_len=choices.max_model_len,
             max_encoder_len=model.max_encoder_len,
-            item_row_bytes=_item_row_bytes(model, choices.computed_dtype),
+            item_row_bytes=parts * model.hidden_size * choices.computed_dtype.itemsize,
             step_bytes=step_bytes(config, model.hidden_size, model.vocab_size, choices.dtype),
         ),
         device=choices.device,
         attention=choices.attention,
     )
-
-
-def _item_row_bytes(model: CausalModel, dtype: torch.dtype) -> int:
-    """Of the widest rows that a model's towers make; 0 for a model without."""
-    towers = getattr(model, "towers", {})
-    parts = max((t.row_parts for t in towers.values()), default=int(bool(model.placeholders)))
-    return int(parts * model.hidden_size * dtype.itemsize)
 
 
 def _input_processor(
@@ -472,7 +468,7 @@ class LLMEngine(Engine[RequestOutput]):
         """
         if not self._live:
             return []
-        if self._output_processor.has_interrupted:
+        if self._output_processor.interrupted:
             return self._output_processor.fail_interrupted(self._call)
         started = time.perf_counter()
         scheduled = self._schedule()

@@ -31,6 +31,7 @@ class OutputProcessor:
         row_keys: makes the keys of rows; None where they are not asked for.
         groups: the live requests by the user's ids, oldest first.
         num_generated_tokens: likewise; counted apart, since every step adds to it.
+        interrupted: requests that an interruption has spoilt.
     """
 
     scheduler: Scheduler
@@ -46,7 +47,7 @@ class OutputProcessor:
     # The requests whose tokens the last step took in. If it is interrupted from then on, it is not
     # known how much of a token was noted, and nothing reached the caller.
     _taken_in: tuple[object, Sequence[RequestGroup]] = (None, ())
-    _interrupted: tuple[RequestGroup, ...] = ()
+    interrupted: tuple[RequestGroup, ...] = ()
 
     def add(self, group: RequestGroup) -> None:
         """Keep a request from now on."""
@@ -69,7 +70,7 @@ class OutputProcessor:
         if request_id in self.groups:
             self._forget(self.groups[request_id])
         # It is not to be ended a second time, least of all if its id is another's by then.
-        self._interrupted = tuple(x for x in self._interrupted if x.request_id != request_id)
+        self.interrupted = tuple(x for x in self.interrupted if x.request_id != request_id)
 
     def note_first_run(self, scheduled: SchedulerOutput) -> None:
         """Count what begins with a step, before it runs."""
@@ -134,11 +135,11 @@ class OutputProcessor:
         token had been noted is not known.
         """
         mark, groups = self._taken_in
-        spoilt = (*self._interrupted, *groups) if mark is call else self._interrupted
-        self._interrupted = tuple({group.request_id: group for group in spoilt}.values())
+        spoilt = (*self.interrupted, *groups) if mark is call else self.interrupted
+        self.interrupted = tuple({group.request_id: group for group in spoilt}.values())
         self.scheduler.clear()
         self.model_runner.clear()
-        for group in self._interrupted:
+        for group in self.interrupted:
             self.groups[group.request_id] = group
         self._group_of = {}
         for group in self.groups.values():
@@ -147,15 +148,10 @@ class OutputProcessor:
                 request.restart()
                 self.scheduler.add(request)
 
-    @property
-    def has_interrupted(self) -> bool:
-        """Whether an interruption has spoilt requests."""
-        return bool(self._interrupted)
-
     def fail_interrupted(self, call: object) -> list[RequestGroup]:
         """End the requests that an interruption has spoilt."""
-        self._taken_in = call, self._interrupted
-        self._interrupted = ()
+        self._taken_in = call, self.interrupted
+        self.interrupted = ()
         message = "the step was interrupted while its tokens were taken in"
         return [self._fail(group, message) for group in self._taken_in[1]]
 
@@ -209,16 +205,13 @@ class OutputProcessor:
             sequel = request.continuation.follow(request.output_token_ids, reason)
             ended.take_in(request, sequel.num_kept, rows, encoder_rows)
             if sequel.encoder_input is not None and group.error is None:
-                self._go_on(group, request, sequel)
+                # Under the same id and in the same place.
+                following = self.next_sequence(request, sequel)
+                group.completion_of(request).request = following
+                self.scheduler.add(following)
                 return
             tensors = ended.tensors()
         group.finish(request, reason, tensors)
-
-    def _go_on(self, group: RequestGroup, request: Request, sequel: Sequel) -> None:
-        """Let a completion go on by another sequence, under the same id and in the same place."""
-        following = self.next_sequence(request, sequel)
-        group.completion_of(request).request = following
-        self.scheduler.add(following)
 
     def _keep_partial(self, request: Request) -> None:
         """Let who goes on from just here, as a conversation's next turn does, find all of it."""

@@ -82,10 +82,15 @@ def _check(found: os.stat_result, name: str, max_bytes: int | None, setting: str
     if kind != stat.S_IFREG:
         what = _KINDS.get(kind, "no regular file")
         raise ValueError(f"{name} cannot be read: it is {what}, and a regular file is wanted")
-    if max_bytes is not None and found.st_size > max_bytes:
+    if max_bytes is not None:
+        _check_size(found.st_size, name, max_bytes, setting)
+
+
+def _check_size(size: int, name: str, max_bytes: int, setting: str | None) -> None:
+    if size > max_bytes:
         fix = f"; raise {setting}" if setting else ""
         raise ValueError(
-            f"{name} has {found.st_size} bytes, but {max_bytes} are the most that are read{fix}"
+            f"{name} has {size} bytes, but {max_bytes} are the most that are read{fix}"
         )
 
 
@@ -125,7 +130,7 @@ class MediaSource:
         """
         given = self.given
         if isinstance(given, bytes):
-            self._check_size(len(given))
+            _check_size(len(given), self.name, self.max_bytes, _SETTING)
             return BytesIO(given)
         if self._is_data_url:
             return BytesIO(self._decoded(str(given)))
@@ -147,15 +152,9 @@ class MediaSource:
                 f"{self.name} is a data URL that is not base64; it must begin like "
                 f"'data:{self.kind}/...;base64,'"
             )
-        self._check_size(len(data) // 4 * 3 - data[-2:].count("="))
+        size = len(data) // 4 * 3 - data[-2:].count("=")
+        _check_size(size, self.name, self.max_bytes, _SETTING)
         try:
             return b64decode(data, validate=True)
         except (binascii.Error, ValueError) as error:
             raise ValueError(f"{self.name} is a data URL of broken base64: {error}") from error
-
-    def _check_size(self, size: int) -> None:
-        if size > self.max_bytes:
-            raise ValueError(
-                f"{self.name} has {size} bytes, but {self.max_bytes} are the most that are read; "
-                f"raise {_SETTING}"
-            )

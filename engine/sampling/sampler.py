@@ -124,6 +124,7 @@ class SamplingState:
         counts: of the tokens seen, or None when no penalty asks for them.
         grammar: at the place that the output has come to; None where the output is free.
         bias: of single tokens, at every position; None when there is none.
+        generated: the accepted ids; none are kept without a ``logits_processor``.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class SamplingState:
         )
         self.logits_processor = logits_processor
         self.grammar = grammar
-        self._generated: list[int] = []
+        self.generated: list[int] = []
 
     def with_seed(self, seed: int) -> SamplingState:
         """The same for another completion of the prompt, as long as nothing was generated.
@@ -165,7 +166,7 @@ class SamplingState:
         What is masked is worked out once for all completions.
         """
         other = copy(self)
-        other.seed, other._generated = seed, []
+        other.seed, other.generated = seed, []
         other.counts = deepcopy(self.counts)
         other.grammar = self.grammar.copy() if self.grammar is not None else None
         return other
@@ -179,7 +180,7 @@ class SamplingState:
         """Take note of an accepted token."""
         self.num_generated += 1
         if self.logits_processor is not None:
-            self._generated.append(token_id)
+            self.generated.append(token_id)
         if self.grammar is not None:
             self.grammar.accept(token_id)
         if self.counts is not None:
@@ -204,11 +205,6 @@ class SamplingState:
             or self.grammar is not None
             or self.masked_ids is not None
         )
-
-    def apply_logits_processor(self, logits: Tensor) -> None:
-        """Mask, in place, what the model's own rule forbids at this position; ``(vocab,)``."""
-        if self.logits_processor is not None:
-            self.logits_processor.apply(logits, self._generated)
 
     def next_uniform(self, codebook: int = 0) -> float:
         """The number in ``(0, 1]`` that draws the next token; asking again gives it again.
@@ -403,7 +399,6 @@ def shape_distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tens
     Returns:
         ``(n, vocab)`` float64 logits; what is not to be drawn is minus infinity.
     """
-
     looked = _FIRST_LOOK
     while True:
         shaped, is_enough = _shape(logits, params, looked)
@@ -424,18 +419,14 @@ def _shape(
     shaped = shaped - shaped.amax(dim=-1, keepdim=True)
     shaped /= temperature
     if asked[:, 1].any():
-        shaped = keep_min_p(shaped, min_p)
+        # Those at least so many times as likely as the likeliest.
+        shaped = shaped.masked_fill(shaped < min_p.log(), -torch.inf)
     most = int(asked[:, 2].max())
     if most:
         shaped = keep_top_k(shaped, there["top_k"][:, None], most)
     if asked[:, 3].min() < 1.0:
         return keep_top_p(shaped, top_p, looked)
     return shaped, None
-
-
-def keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
-    """Keep tokens at least ``min_p`` times as likely as the likeliest."""
-    return logits.masked_fill(logits < min_p.log(), -torch.inf)
 
 
 def keep_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
@@ -551,7 +542,7 @@ class Sampler:
             apply_masks(adjusted, states)
             for row, state in enumerate(states):
                 if state.logits_processor is not None:
-                    state.apply_logits_processor(adjusted[row])
+                    state.logits_processor.apply(adjusted[row], state.generated)
             apply_grammars(adjusted, [state.grammar for state in states])
             apply_penalties(adjusted, states)
         chosen = _Chosen.of(logits, adjusted, states, _FIRST_LOOK)

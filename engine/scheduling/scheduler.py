@@ -370,7 +370,9 @@ class FaultIsolation:
         It is not known which pages were copied, so requests that the step swapped out, or in
         without running them, are recomputed.
         """
-        self._undo_swaps(output)
+        swapped = [r for r in output.preempted if r.status is RequestStatus.SWAPPED]
+        for request in (*output.restored, *swapped):
+            self.queues.restart(request)
         requests = tuple(item.request for item in output.scheduled)
         if swap_failed:
             logger.error("requests that make room are recomputed from now on, not swapped")
@@ -383,11 +385,6 @@ class FaultIsolation:
         for request in requests:
             self.queues.restart(request)
         return ()
-
-    def _undo_swaps(self, output: SchedulerOutput) -> None:
-        swapped = [r for r in output.preempted if r.status is RequestStatus.SWAPPED]
-        for request in (*output.restored, *swapped):
-            self.queues.restart(request)
 
 
 class Scheduler:

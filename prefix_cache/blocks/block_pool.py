@@ -238,8 +238,10 @@ class PageArena:
         if page is None and may_take_page and self.free_pages:
             page = self._split(self.free_pages.pop(), group)
         if page is None:
-            self._sort_priorities()
-            block = self._oldest_block(group, may_take_page)
+            # First of the priority that has most in proportion to its share.
+            self._order.sort(key=lambda each: (-self.unheld.count(each) / self.shares[each], each))
+            of_group = (b for b in group.cached if may_take_page or _page_of(b).num_held)
+            block = next(of_group, None)
             oldest_page = self.unheld.first if may_take_page else None
             if block is None or (oldest_page and self._rank(oldest_page) < self._rank(block)):
                 if oldest_page is None:
@@ -362,10 +364,6 @@ class PageArena:
         total = sum(self.shares)
         self.shares = [max(share / total, _LEAST_SHARE) for share in self.shares]
 
-    def _sort_priorities(self) -> None:
-        """Evict first of the priority that has most in proportion to its share."""
-        self._order.sort(key=lambda each: (-self.unheld.count(each) / self.shares[each], each))
-
     def _rank(self, member: _Evictable) -> EvictionKey:
         priority, time = member.key
         return self._order.index(priority), time
@@ -389,11 +387,6 @@ class PageArena:
         if may_take_page and group.unheld_with_free:
             return next(reversed(group.unheld_with_free.values()))
         return None
-
-    def _oldest_block(self, group: GroupPages, may_take_page: bool) -> KVCacheBlock | None:
-        if may_take_page:
-            return group.cached.first
-        return next((b for b in group.cached if _page_of(b).num_held), None)
 
     def _split(self, page: LargePage, group: GroupPages) -> LargePage:
         """Cut a free page into blocks of a group; the first is next."""
@@ -740,7 +733,9 @@ class BlockPool:
         if block is newest:
             arena.release(block, priority)
             return
-        self._forget_older(key, block)
+        self.older[key].remove(block)
+        if not self.older[key]:
+            del self.older[key]
         block.block_hash = None
         arena.release(block, priority)
         if newest.ref_cnt == 0:
@@ -748,11 +743,6 @@ class BlockPool:
             priority = max(priority, newest.key[0])
             arena.hold(newest)
             arena.release(newest, priority)
-
-    def _forget_older(self, key: tuple[int, BlockHash], block: KVCacheBlock) -> None:
-        self.older[key].remove(block)
-        if not self.older[key]:
-            del self.older[key]
 
     def _may_take_page(self, arena: PageArena, group_id: int, rest: Mapping[int, int]) -> bool:
         """Whether a block may use up a page: enough must be left for the rest of an allocation."""

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.checkpoints.weight_files import WeightFiles
 from engine.inputs.prompt_processor import (
     PromptContent,
     PromptProcessor,
@@ -143,7 +144,7 @@ class SpeechPromptProcessor(PromptProcessor):
 
 def embeddings(sources: PromptSources, token_ids: Sequence[int], width: int) -> Tensor:
     """A thinker's embeddings of some tokens, checked: ``(n, width)``."""
-    rows = sources.checkpoint.rows_of_whole(_TEXT_EMBEDDING, token_ids)
+    rows = WeightFiles(sources.checkpoint.path).rows(_TEXT_EMBEDDING, token_ids)
     return check_rows(rows, _TEXT_EMBEDDING, width, sources.limits.dtype)
 
 

@@ -33,6 +33,7 @@ from engine import (
 from engine.checkpoints import checkpoint, weight_files
 from engine.checkpoints.checkpoint import ENTRY_POINTS, Checkpoint, folder_of_source
 from engine.checkpoints.config_file import activation_of, check_activation, hidden_progress_bars
+from engine.checkpoints.weight_files import WeightFiles
 from engine.generator.generator_engine import GeneratorEngine
 from engine.interface.config import GeneratorConfig
 from engine.models.model_loader import open_checkpoint
@@ -312,7 +313,7 @@ def test_the_vocoder_reads_its_own_part_once_and_no_other(
 
 def test_single_rows_of_another_part_can_be_read(omni: str):
     stored = load_file(Path(omni) / "model.safetensors")[EMBEDDING]
-    rows = open_checkpoint(omni, part="talker").rows_of_whole(EMBEDDING, [5, 2])
+    rows = WeightFiles(Path(omni)).rows(EMBEDDING, [5, 2])
     assert torch.equal(rows, stored[[5, 2]])
 
 
@@ -341,7 +342,7 @@ def test_one_model_has_no_parts(qwen2_checkpoint: str):
 @pytest.mark.parametrize(("name", "index"), [("thinker.nothing", 0), (EMBEDDING, 768)])
 def test_rows_that_are_not_there_are_refused(omni: str, name: str, index: int):
     with pytest.raises(ValueError, match=r"lacks the weights|in .* has rows 0 to 767"):
-        open_checkpoint(omni, part="talker").rows_of_whole(name, [index])
+        WeightFiles(Path(omni)).rows(name, [index])
 
 
 MODELS = [("llava", None), ("qwen2_5_vl", None), ("qwen2_5_omni", "thinker")]
