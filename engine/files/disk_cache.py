@@ -10,8 +10,7 @@
 
 A process that builds may be killed at any moment without harm: its lock ends with it, and the next
 process that takes the lock removes what was left. Where files cannot be locked, several may build
-at once; the first to
-move its folder wins.
+at once; the first to move its folder wins.
 """
 
 from __future__ import annotations

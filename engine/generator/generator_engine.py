@@ -300,8 +300,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         """Hand in the next codes of a live utterance; one that is not live (it failed) is ignored.
 
         Raises:
-            ValueError: its last codes came before, or these cannot follow; the engine is
-                unchanged.
+            ValueError: its last codes came before, or these cannot follow; the engine is unchanged.
         """
         request = self._live.get(request_id)
         if request is None:

@@ -136,8 +136,7 @@ class MultiAxisRotaryEmbedding(RotaryEmbedding):
 
     Interleaved, each axis has frequencies of all sizes: height and width take every third one, as
     many as their sections say, and time has the rest. A token whose numbers are all alike is turned
-    as by :class:`RotaryEmbedding`.
-    Source: Wang et al., arXiv:2409.12191, section 2.1.
+    as by :class:`RotaryEmbedding`. Source: Wang et al., arXiv:2409.12191, section 2.1.
 
     Args:
         inv_freq: ``(rotary_dim / 2,)`` inverse frequencies.
