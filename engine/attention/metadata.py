@@ -238,11 +238,6 @@ class StateMetadata:
     write_pages: Tensor
     has_state: Tensor | None
 
-    @property
-    def num_reqs(self) -> int:
-        """Requests in the step."""
-        return self.read_pages.shape[0]
-
 
 class LayerCall(NamedTuple):
     """One layer's attention in one step.

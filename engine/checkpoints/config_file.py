@@ -26,6 +26,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.utils.logging import set_tqdm_hook
 
 from engine.files.json_file import file_inside, read_json_object
+from engine.interface.placed_error import described
 from engine.interface.sampling_params import checkpoint_defaults
 
 # transformers, whose own module takes a second to import, has the same functions of torch.
@@ -462,8 +463,4 @@ def load_generation_config(folder: Path) -> GenerationConfig | None:
 
 def describe(error: Exception) -> str:
     """An error's message, with its kind where that is part of what it says."""
-    return (
-        str(error)
-        if isinstance(error, OSError | ValueError)
-        else f"{type(error).__name__}: {error}"
-    )
+    return str(error) if isinstance(error, OSError | ValueError) else described(error)

@@ -25,7 +25,7 @@ from engine.interface.arguments import check_argument, check_names
 from engine.interface.config import EngineConfig
 from engine.interface.engine import Engine, NewRequest
 from engine.interface.log_fields import package_logger
-from engine.interface.outputs import EncoderOutput, EngineStats, OutputDelta, RequestMetrics
+from engine.interface.outputs import EncoderOutput, EngineStats, RequestMetrics
 from engine.interface.placed_error import described
 from engine.interface.sampling_params import SamplingParams
 from engine.models.model_loader import open_checkpoint
@@ -540,9 +540,6 @@ class EncoderEngine(Engine[EncoderOutput]):
     def _add(self, content: EncoderRequest) -> None:
         self._queue.add(content)
         self._live[content.request_id] = content
-
-    def _step_deltas(self) -> list[OutputDelta]:
-        return [output.as_delta() for output in self._step()]
 
     def _step(self) -> list[EncoderOutput]:
         """Answer what is cached, then run one batch; return what has finished. Idle: nothing."""

@@ -175,7 +175,7 @@ def _problem(folder: Path) -> str | None:
             names = ", ".join(sorted((found.keys() - {_SUMS}) ^ sums.keys()))
             return f"it does not hold the files that were built: {names}"
         for name, digest in sums.items():
-            if _digest(folder / name) != digest:
+            if file_digest(folder / name) != digest:
                 return f"{name} is damaged"
     except (OSError, ValueError) as error:
         return str(error)
@@ -188,7 +188,7 @@ def _seal(folder: Path) -> None:
     folder.chmod(0o755)
     for path in folder.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)
-    lines = [f"{_digest(folder / name)}  {name}\n" for name in sorted(_files(folder))]
+    lines = [f"{file_digest(folder / name)}  {name}\n" for name in sorted(_files(folder))]
     (folder / _SUMS).write_text("".join(lines), "utf-8")
     (folder / _SUMS).chmod(0o644)
 
@@ -215,7 +215,8 @@ def _files(folder: Path) -> dict[str, os.stat_result]:
     return files
 
 
-def _digest(file: Path) -> str:
+def file_digest(file: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

@@ -29,7 +29,6 @@ from engine.interface.log_fields import package_logger
 from engine.interface.outputs import (
     EngineStats,
     GeneratorOutput,
-    OutputDelta,
     RequestMetrics,
     Waveform,
 )
@@ -323,9 +322,6 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         """Whether a request cannot go on before its next chunk comes; False if it is not live."""
         request = self._live.get(request_id)
         return request is not None and request.needs_input(self._window)
-
-    def _step_deltas(self) -> list[OutputDelta]:
-        return [output.as_delta() for output in self._step()]
 
     def _step(self) -> list[GeneratorOutput]:
         """Run one batch; return the outputs that moved. Nothing to run, or to run yet: nothing."""

@@ -272,15 +272,11 @@ class SamplingParams(Settings):
         return value
 
     @model_validator(mode="after")
-    def _min_fits_max(self) -> SamplingParams:
+    def _go_together(self) -> SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _form_ends_the_text(self) -> SamplingParams:
         if self.structured_output is not None and (self.ignore_eos or self.min_tokens):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise ValueError(

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from engine.checkpoints.checkpoint import Checkpoint
+from engine.files.disk_cache import file_digest
 from engine.interface.config import EngineConfig
 from prefix_cache import DiskTier, HostTier, KVCacheManager, OffloadedBlocks, PagedMemory
 
@@ -76,7 +77,7 @@ def _file_digests(folder: Path) -> Iterator[str]:
     """Name and digest of every file of weights, settings and code; read by several threads."""
     files = [file for file in folder.rglob("*") if file.suffix in _WEIGHTS_AND_CODE] or [folder]
     with ThreadPoolExecutor() as threads:
-        for file, digest in zip(files, threads.map(_digest, files), strict=True):
+        for file, digest in zip(files, threads.map(file_digest, files), strict=True):
             yield f"{file.relative_to(folder).as_posix()} {digest}"
 
 
@@ -88,10 +89,5 @@ def _code_digest() -> str:
         for file in sorted((_PACKAGES / package).rglob("*")):
             if file.suffix in (".py", ".c", ".h", ".cpp"):
                 digest.update(file.relative_to(_PACKAGES).as_posix().encode())
-                digest.update(_digest(file).encode())
+                digest.update(file_digest(file).encode())
     return digest.hexdigest()
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

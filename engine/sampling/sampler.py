@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -93,18 +93,6 @@ class LogitsProcessor(Protocol):
         """Mask in the logits ``(vocab,)`` what must not follow the generated ids."""
 
 
-class Bias(NamedTuple):
-    """What is added to some tokens' logits.
-
-    Attributes:
-        token_ids: ``(num_tokens,)``, each once.
-        values: ``(num_tokens,)``.
-    """
-
-    token_ids: NDArray[np.int64]
-    values: NDArray[np.float32]
-
-
 class SamplingState:
     """What the sampler remembers of one request; it lives as long, across preemptions.
 
@@ -123,7 +111,7 @@ class SamplingState:
     Attributes:
         counts: of the tokens seen, or None when no penalty asks for them.
         grammar: at the place that the output has come to; None where the output is free.
-        bias: of single tokens, at every position; None when there is none.
+        bias: ids, each once, and what is added to their logits; None when there is none.
         generated: the accepted ids; none are kept without a ``logits_processor``.
     """
 
@@ -251,11 +239,11 @@ def _id_array(ids: set[int]) -> _Mask:
     return np.array(sorted(ids), dtype=np.int64) if ids else None
 
 
-def _bias(params: SamplingParams) -> Bias | None:
+def _bias(params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
     if not params.logit_bias:
         return None
     ids, values = zip(*params.logit_bias.items(), strict=True)
-    return Bias(np.array(ids, dtype=np.int64), np.array(values, dtype=np.float32))
+    return np.array(ids, dtype=np.int64), np.array(values, dtype=np.float32)
 
 
 def _check_ids(params: SamplingParams, vocab_size: int) -> None:
@@ -323,8 +311,8 @@ def apply_biases(logits: Tensor, states: Sequence[SamplingState]) -> None:
     biased = [(row, state.bias) for row, state in enumerate(states) if state.bias is not None]
     if not biased:
         return
-    places = _places([row for row, _ in biased], [bias.token_ids for _, bias in biased], logits)
-    values = np.concatenate([bias.values for _, bias in biased])
+    places = _places([row for row, _ in biased], [ids for _, (ids, _) in biased], logits)
+    values = np.concatenate([values for _, (_, values) in biased])
     there = upload({"places": places, "values": values}, logits.device)
     logits.view(-1)[there["places"]] += there["values"]
 

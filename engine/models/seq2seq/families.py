@@ -33,7 +33,6 @@ from engine.models.seq2seq.seq2seq import (
     Seq2SeqConfig,
     Seq2SeqModel,
     Seq2SeqNames,
-    Sublayer,
 )
 
 _BART_NAMES = replace(
@@ -86,9 +85,9 @@ _T5_NAMES = Seq2SeqNames(
     encoder="encoder.",
     decoder="decoder.",
     layers="block.",
-    self_attention=Sublayer("layer.0.SelfAttention.", "layer.0.layer_norm."),
-    cross_attention=Sublayer("layer.1.EncDecAttention.", "layer.1.layer_norm."),
-    mlp=Sublayer("layer.2.DenseReluDense.", "layer.2.layer_norm."),
+    self_attention=("layer.0.SelfAttention.", "layer.0.layer_norm."),
+    cross_attention=("layer.1.EncDecAttention.", "layer.1.layer_norm."),
+    mlp=("layer.2.DenseReluDense.", "layer.2.layer_norm."),
     projections=("q", "k", "v", "o"),
     mlp_projections=("wi", "wo"),
     final_norm="final_layer_norm",
@@ -121,9 +120,7 @@ def t5_config(config: PreTrainedConfig) -> Seq2SeqConfig:
         mlp_bias=False,
         attention_scale=1.0,
         relative_bias=RelativeBias(
-            config.relative_attention_num_buckets,
-            config.relative_attention_max_distance,
-            "relative_attention_bias.weight",
+            config.relative_attention_num_buckets, config.relative_attention_max_distance
         ),
         # A tied head would give logits of the embedding's scale.
         hidden_scale=config.d_model**-0.5 if config.scale_decoder_outputs else 1.0,

@@ -34,18 +34,6 @@ from prefix_cache import AttentionSpec, CrossAttentionSpec, FullAttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Sublayer:
-    """How a checkpoint names a part of a decoder layer and the norm that belongs to it.
-
-    Attributes:
-        part: what comes before the names of the part's own weights.
-    """
-
-    part: str
-    norm: str
-
-
-@dataclass(frozen=True, slots=True)
 class Seq2SeqNames:
     """How a family's checkpoints name the decoder's weights.
 
@@ -53,6 +41,7 @@ class Seq2SeqNames:
         embeddings: under which of these the token embedding may be stored, the usual one first.
         head: the head's matrix, stored where it is not the embedding.
         layers: prefix of the layers' weights, under ``decoder``, up to the layer's number.
+        self_attention: prefixes of its weights, and of the norm that belongs to it.
         projections: of an attention: query, key, value and output.
         mlp_projections: in the order in which the data passes; three where the MLP is gated.
         embedding_norm: after the embeddings, under ``decoder``; None where there is none.
@@ -66,9 +55,9 @@ class Seq2SeqNames:
     encoder: str
     decoder: str
     layers: str
-    self_attention: Sublayer
-    cross_attention: Sublayer
-    mlp: Sublayer
+    self_attention: tuple[str, str]
+    cross_attention: tuple[str, str]
+    mlp: tuple[str, str]
     projections: tuple[str, str, str, str]
     mlp_projections: tuple[str, ...]
     embedding_norm: str | None = None
@@ -83,9 +72,9 @@ FAIRSEQ_NAMES = Seq2SeqNames(
     encoder="model.encoder.",
     decoder="model.decoder.",
     layers="layers.",
-    self_attention=Sublayer("self_attn.", "self_attn_layer_norm."),
-    cross_attention=Sublayer("encoder_attn.", "encoder_attn_layer_norm."),
-    mlp=Sublayer("", "final_layer_norm."),
+    self_attention=("self_attn.", "self_attn_layer_norm."),
+    cross_attention=("encoder_attn.", "encoder_attn_layer_norm."),
+    mlp=("", "final_layer_norm."),
     projections=("q_proj", "k_proj", "v_proj", "out_proj"),
     mlp_projections=("fc1", "fc2"),
 )
@@ -100,12 +89,10 @@ class RelativeBias:
         num_buckets: learned values per head. The first half are for one distance each, the
             others for ranges that grow with the distance.
         max_distance: all distances from here on share the last bucket.
-        name: of the table, under the first layer's self-attention.
     """
 
     num_buckets: int
     max_distance: int
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,16 +260,14 @@ class Seq2SeqLayer(nn.Module):
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
         names = self.names
-        yield from self.self_attention.targets(f"{prefix}{names.self_attention.part}")
-        yield from self.cross_attention.targets(f"{prefix}{names.cross_attention.part}")
-        yield from self.mlp.targets(f"{prefix}{names.mlp.part}")
-        for sublayer, norm in (
-            (names.self_attention, self.self_norm),
-            (names.cross_attention, self.cross_norm),
-            (names.mlp, self.mlp_norm),
+        for (own, of_norm), part, norm in (
+            (names.self_attention, self.self_attention, self.self_norm),
+            (names.cross_attention, self.cross_attention, self.cross_norm),
+            (names.mlp, self.mlp, self.mlp_norm),
         ):
+            yield from part.targets(f"{prefix}{own}")
             for name, tensor in norm.state_dict().items():
-                yield f"{prefix}{sublayer.norm}{name}", tensor
+                yield f"{prefix}{of_norm}{name}", tensor
 
     def forward(self, x: Tensor, step: AttentionStep, bias: Tensor | None) -> Tensor:
         """Run the layer over ``(num_tokens, hidden_size)``; the result has the same shape."""
@@ -386,8 +371,8 @@ class Seq2SeqModel(EncoderDecoderModel):
             for key, tensor in norm.state_dict().items():
                 yield f"{decoder}{name}.{key}", tensor
         if self.relative_bias is not None:
-            first = f"{decoder}{names.layers}0.{names.self_attention.part}"
-            yield f"{first}{self.relative_bias.config.name}", self.relative_bias.weight.data
+            first = f"{decoder}{names.layers}0.{names.self_attention[0]}"
+            yield f"{first}relative_attention_bias.weight", self.relative_bias.weight.data
         if self.has_own_head:
             yield from self.head.targets(prefix)
         if self.logits_bias is not None:
