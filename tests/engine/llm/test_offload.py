@@ -116,11 +116,11 @@ def test_a_folder_that_vanishes_costs_hits_only(
 def test_a_full_disk_costs_hits_only(
     seeded: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(file: int, data: memoryview) -> int:
+    def full(source: str, target: str) -> None:
         raise OSError(28, "No space left on device")
 
     plain = run_once(seeded("qwen2"), None)
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "replace", full)
     engine = LLMEngine(config_of(seeded("qwen2"), tmp_path))
     for _ in range(2):
         assert_equal(plain, ask(engine))
