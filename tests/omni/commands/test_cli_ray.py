@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 import ray
-from typer.testing import CliRunner
 
-from omni.commands.cli import app
 from stages.remote.codec import INLINE_BYTES
-from tests.support.command_line import outputs_without_times
+from tests.support.command_line import omni, outputs_without_times, write_requests
 from tests.support.import_graph import ROOT
 from tests.support.marked_processes import MarkedRun
 from tests.support.patience import PATIENCE_S, wait_for
@@ -61,7 +57,7 @@ def long_run(tmp_path: Path, one_stage: str) -> tuple[str, ...]:
         {"prompt": "Hello", "sampling": {"writer": {"max_tokens": number, "ignore_eos": True}}}
         for number in (1, *[480] * 200)
     ]
-    (tmp_path / "requests.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_requests(tmp_path, *lines)
     where = ("--input", "requests.jsonl", "--output-dir", "out", "--runtime", "ray")
     return ("run", one_stage, *where)
 
@@ -75,8 +71,7 @@ def wait_until_underway(run: MarkedRun, folder: Path) -> None:
 def test_a_run_writes_what_a_run_inline_writes_and_leaves_nothing(
     tmp_path: Path, one_stage: str, short_folder: Path
 ) -> None:
-    written = ["--output-dir", str(tmp_path / "inline")]
-    inline = CliRunner().invoke(app, ["run", str(tmp_path / one_stage), *PROMPTS, *written])
+    inline = omni("run", tmp_path / one_stage, *PROMPTS, "--output-dir", tmp_path / "inline")
     assert inline.exit_code == 0, inline.output
     run = MarkedRun(
         *("run", one_stage, *PROMPTS, "--output-dir", "apart", "--runtime", "ray", "-v"),
@@ -121,21 +116,6 @@ def test_a_run_that_is_ended_leaves_nothing_in_the_cluster_that_it_joined(
     assert "Traceback" not in err, err
     run.check_nothing_left()
     wait_for(lambda: not ray_cluster.num_actors(pid))
-
-
-def test_an_address_where_nothing_answers_is_one_error(tmp_path: Path) -> None:
-    with closing(socket.socket()) as taken:
-        taken.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        run = MarkedRun(
-            *("run", "two_step", *PROMPTS, "--runtime", "ray", "--address", address),
-            folder=tmp_path,
-        )
-        status, out, err = run.finish()
-    assert (status, out) == (2, "")
-    (line,) = err.splitlines()
-    assert f"runtime.address: no Ray cluster answers at '{address}'" in line
-    run.check_nothing_left()
 
 
 def test_an_address_of_something_else_that_speaks_grpc_is_one_error(
