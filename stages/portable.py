@@ -9,13 +9,12 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping
-from importlib.machinery import ModuleSpec
 from typing import Any
 
 from stages.stage import Stage, Transform
 from stages.stage_config import StageConfig
 from stages.transforms.registry import is_custom, resolve_transform
-from stages.transforms.user_code import FOLDER_PACKAGE, load_custom
+from stages.transforms.user_code import FOLDER_PACKAGE, find_module, load_custom
 
 _OURS = "stages.transforms."
 
@@ -101,7 +100,7 @@ def import_name(thing: Any) -> str:
         raise ValueError(_of_main(name))
     if module.startswith(FOLDER_PACKAGE):
         return f"{sys.modules[module].__file__}:{name}"
-    if _found(module) is None:
+    if find_module(module) is None:
         raise ValueError(
             f"its module {module!r} is not on the import path, where a worker would look for it; "
             "install it, or name its folder in PYTHONPATH"
@@ -141,22 +140,6 @@ def _attribute(thing: Any, path: str) -> Any:
     for part in path.split("."):
         thing = getattr(thing, part, None)
     return thing
-
-
-def _found(module: str) -> ModuleSpec | None:
-    """A module as another process would find it: not among those that are imported here."""
-    found, path = None, None
-    parts = module.split(".")
-    for depth in range(1, len(parts) + 1):
-        name = ".".join(parts[:depth])
-        specs = (
-            finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec")
-        )
-        found = next((spec for spec in specs if spec is not None), None)
-        if found is None:
-            return None
-        path = found.submodule_search_locations
-    return found
 
 
 def _of_main(name: str) -> str:

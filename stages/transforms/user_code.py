@@ -14,14 +14,13 @@ import ast
 import builtins
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from inspect import Parameter
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import TypeAlias
 
 from engine.interface.placed_error import suggest
@@ -139,40 +138,34 @@ def _check_installed(spec: str, module: str, function: str, folder: Path | None,
         if function not in names and "__getattr__" not in names:
             raise ValueError(_lacks(subject, module, function, list(names)))
         return
-    top, *rest = module.split(".")
-    try:
-        # Of a name without dots: else the packages above it would be imported.
-        found = importlib.util.find_spec(top)
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"{subject}: module {top!r}: {error}") from error
+    found = find_module(module)
     if found is None:
         where = (
             "" if folder is None else f"not beside the pipeline's file, in {str(folder)!r}, and "
         )
-        raise ValueError(f"{subject}: module {module!r} is {where}not installed")
-    if found.submodule_search_locations is not None:
-        file = _source_in_package(
-            subject, [Path(e) for e in found.submodule_search_locations], rest
-        )
-    elif rest:
-        raise ValueError(f"{subject}: {top!r} is a module, and has no {module!r} in it")
-    else:
-        file = Path(found.origin or "")
+        top = module.partition(".")[0]
+        though = f", though {top!r} is" if top != module and find_module(top) is not None else ""
+        raise ValueError(f"{subject}: module {module!r} is {where}not installed{though}")
+    file = Path(found.origin or "")
     # Compiled modules, and those of special loaders, are looked at when they are loaded.
-    if file is not None and file.suffix == ".py" and _is_file(file):
+    if file.suffix == ".py" and _is_file(file):
         _check_defines(spec, file, function, what)
 
 
-def _source_in_package(subject: str, folders: list[Path], rest: list[str]) -> Path | None:
-    """The source of a module in a package; None if it is there without one."""
-    for folder in folders:
-        source = _source_in(folder.parent, [folder.name, *rest])
-        if source is not None:
-            return source
-    *between, last = rest or [""]
-    if rest and not any(list(folder.joinpath(*between).glob(f"{last}*")) for folder in folders):
-        raise ValueError(f"{subject}: its package has no module {'.'.join(rest)!r}")
-    return None
+def find_module(module: str) -> ModuleSpec | None:
+    """Find a module as another process would, not among those that are imported; import nothing."""
+    found, path = None, None
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        specs = (
+            finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec")
+        )
+        found = next((spec for spec in specs if spec is not None), None)
+        path = None if found is None else found.submodule_search_locations
+        if found is None or (path is None and depth < len(parts)):
+            return None
+    return found
 
 
 def _check_defines(spec: str, file: Path, function: str, what: str) -> None:
@@ -277,46 +270,32 @@ def _check_written(function: _FunctionText, name: str) -> None:
     """Refuse, by its text alone, a function that would be refused once it is loaded."""
     if isinstance(function, ast.AsyncFunctionDef):
         raise ValueError(f"transform {name!r} is a coroutine function; it must be a plain one")
-    signature = _signature_of(function.args)
+    signature = _signature_of(function)
     check_takes_context(signature, name)
     check_looks_like_one(signature, name)
 
 
-def _signature_of(args: ast.arguments) -> inspect.Signature:
-    plain = [*args.posonlyargs, *args.args]
-    num_required = len(plain) - len(args.defaults)
-    parameters = [
-        _parameter(
-            arg,
-            Parameter.POSITIONAL_ONLY
-            if number < len(args.posonlyargs)
-            else Parameter.POSITIONAL_OR_KEYWORD,
-            has_default=number >= num_required,
-        )
-        for number, arg in enumerate(plain)
-    ]
-    if args.vararg is not None:
-        parameters.append(_parameter(args.vararg, Parameter.VAR_POSITIONAL))
-    for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        parameters.append(_parameter(arg, Parameter.KEYWORD_ONLY, has_default=default is not None))
-    if args.kwarg is not None:
-        parameters.append(_parameter(args.kwarg, Parameter.VAR_KEYWORD))
-    return inspect.Signature(parameters)
-
-
-def _parameter(
-    arg: ast.arg, kind: inspect._ParameterKind, *, has_default: bool = False
-) -> Parameter:
-    annotation: object
-    match arg.annotation:
-        case None:
-            annotation = Parameter.empty
-        case ast.Name(id=written) if hasattr(builtins, written):
-            annotation = getattr(builtins, written)
-        case _:  # it may stand for anything
-            annotation = TransformContext
-    default = ... if has_default else Parameter.empty
-    return Parameter(arg.arg, kind, default=default, annotation=annotation)
+def _signature_of(function: _FunctionText) -> inspect.Signature:
+    """The signature of a function that is compiled and never made, by a stand-in for it."""
+    args = function.args
+    try:
+        constants = compile(ast.Module([function], []), "", "exec").co_consts
+    except SyntaxError as error:  # what a parser lets pass, such as break without a loop
+        raise ValueError(f"{function.name!r} is no Python: {error}") from error
+    codes = (each for each in constants if isinstance(each, CodeType))
+    code = next(each for each in codes if each.co_name == function.name)
+    stand_in = FunctionType(code, {}, argdefs=(None,) * len(args.defaults))
+    pairs = zip(args.kwonlyargs, args.kw_defaults, strict=True)
+    stand_in.__kwdefaults__ = {arg.arg: None for arg, default in pairs if default is not None}
+    for arg in filter(None, (*args.posonlyargs, *args.args, args.vararg)):
+        match arg.annotation:
+            case None:
+                pass
+            case ast.Name(id=written) if hasattr(builtins, written):
+                stand_in.__annotations__[arg.arg] = getattr(builtins, written)
+            case _:  # it may stand for anything
+                stand_in.__annotations__[arg.arg] = TransformContext
+    return inspect.signature(stand_in)
 
 
 @dataclass(frozen=True, slots=True)
