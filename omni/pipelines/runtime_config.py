@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from engine.files.gguf_header import find_gguf, read_gguf_header
 from engine.files.json_file import read_json_object
@@ -147,6 +147,19 @@ def _known_kind(value: Any) -> Any:
     return value
 
 
+def check_address(address: str) -> str:
+    """Return a Ray cluster's address if it has the form of one; else ``ValueError``."""
+    if address.startswith(_CLIENT):
+        raise ValueError(
+            f"got {address[:80]!r}, for Ray's remote clients, through which no tensors can be "
+            "shared; run on a node of the cluster, and give host:port (6379 unless it was changed)"
+        )
+    port = address.rpartition(":")[2]
+    if not _ADDRESS.fullmatch(address) or (address != "auto" and not 0 < int(port) < 2**16):
+        raise ValueError(f"must be host:port or auto, got {address[:80]!r}; such as 127.0.0.1:6379")
+    return address
+
+
 class RuntimeConfig(Settings):
     """Where the stages of a pipeline run. What comes out is the same everywhere.
 
@@ -162,7 +175,7 @@ class RuntimeConfig(Settings):
     """
 
     kind: Annotated[RuntimeKind, BeforeValidator(_known_kind)] = "inline"
-    address: str | None = None
+    address: Annotated[str, AfterValidator(check_address)] | None = None
     tensor_transport: str = Field(default=OBJECT_STORE, pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")
     max_retries: int = Field(default=1, ge=0)
     stall_timeout_s: float = Field(default=120.0, gt=0, allow_inf_nan=False)
@@ -175,29 +188,15 @@ class RuntimeConfig(Settings):
         return data
 
     @model_validator(mode="after")
-    def _address_is_of_a_cluster(self) -> Self:
-        if self.address is None:
-            return self
-        if self.kind != "ray":
-            raise PlacedError(
-                ("address",),
-                f"{self.address!r} is that of a Ray cluster; it needs kind: ray (or --runtime "
-                f"ray), not {self.kind!r}, or leave it out",
-            )
-        try:
-            check_address(self.address)
-        except ValueError as error:
-            raise PlacedError(("address",), str(error)) from error
-        return self
-
-    @model_validator(mode="after")
-    def _transport_is_of_a_cluster(self) -> Self:
-        if self.kind != "ray" and self.tensor_transport != OBJECT_STORE:
-            raise PlacedError(
-                ("tensor_transport",),
-                f"{self.tensor_transport!r} is for a Ray cluster; it needs kind: ray (or --runtime "
-                f"ray), not {self.kind!r}, or leave it out",
-            )
+    def _has_what_its_kind_has(self) -> Self:
+        given = {"address": self.address, "tensor_transport": self.direct_transport}
+        for key, value in given.items():
+            if value is not None and self.kind != "ray":
+                raise PlacedError(
+                    (key,),
+                    f"{value!r} is for a Ray cluster; it needs kind: ray (or --runtime ray), not "
+                    f"{self.kind!r}, or leave it out",
+                )
         return self
 
     @property
@@ -234,18 +233,6 @@ class RuntimeConfig(Settings):
             f"runtime must be one of {kinds}, a RuntimeConfig or None, got {given!r} "
             f"({type(given).__name__})"
         )
-
-
-def check_address(address: str) -> None:
-    """Check the form of a Ray cluster's address; ``ValueError``: it is none."""
-    if address.startswith(_CLIENT):
-        raise ValueError(
-            f"got {address[:80]!r}, for Ray's remote clients, through which no tensors can be "
-            "shared; run on a node of the cluster, and give host:port (6379 unless it was changed)"
-        )
-    port = address.rpartition(":")[2]
-    if not _ADDRESS.fullmatch(address) or (address != "auto" and not 0 < int(port) < 2**16):
-        raise ValueError(f"must be host:port or auto, got {address[:80]!r}; such as 127.0.0.1:6379")
 
 
 def resolve_threads(placements: Mapping[str, Placement], cores: int) -> dict[str, int]:

@@ -100,7 +100,7 @@ def test_a_kind_replaces_no_more_than_the_kind() -> None:
 MISTAKES = rows("""
 runtime.kind=threads | runtime.kind: unknown runtime 'threads'; known are 'inline', 'processes', 'ra
 runtime=processes | runtime: is a mapping: write runtime: {kind: processes}
-processes & runtime.address=head:6379 | runtime.address: 'head:6379' is that of a Ray cluster; it ne
+processes & runtime.address=head:6379 | runtime.address: 'head:6379' is for a Ray cluster; it needs
 ray & runtime.address=head | runtime.address: must be host:port or auto, got 'head'
 ray & runtime.address=head:99999 | runtime.address: must be host:port or auto, got 'head:99999'
 processes & runtime.tensor_transport=nixl | runtime.tensor_transport: 'nixl' is for a Ray cluster; i
@@ -219,7 +219,7 @@ def test_a_file_that_names_no_runtime_runs_in_the_one_that_is_given(
         ({"stages.writer.placement.replicas": 2}, "placement.replicas: 2 is for workers, and with"),
         ({"stages.writer.placement": {"replicas": 3}}, "placement.replicas: 3 is for workers, and"),
         ({"stages.writer.placement.node": "n"}, "placement.node: 'n' is for a Ray cluster; it nee"),
-        ({"runtime.address": "head:1"}, "runtime.address: 'head:1' is that of a Ray cluster; it n"),
+        ({"runtime.address": "head:1"}, "runtime.address: 'head:1' is for a Ray cluster; it needs"),
     ],
 )
 def test_what_is_asked_for_beside_a_runtime_that_does_not_have_it_is_an_error_alone(
