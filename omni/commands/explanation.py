@@ -33,28 +33,22 @@ def draw_graph(config: PipelineConfig) -> str:
     ``writer ~~my_transforms:codes~~4~~► speaker``.
     """
     stages = [(name, config.stages[name]) for name in config.topological_order()]
-    sources, labels, lines, targets = zip(*(_edge(*stage) for stage in stages), strict=True)
+    edges = [_edge(*stage) for stage in stages]
+    width = max(len(label) for _, label, _, _ in edges)
     arrows = [
-        f"{line * 2}{label.ljust(_width(labels), line)}{line * 2}►"
-        for line, label in zip(lines, labels, strict=True)
+        (source, f"{line * 2}{label.ljust(width, line)}{line * 2}►", target)
+        for source, label, line, target in edges
     ]
-    names = _aligned([name for name, _ in stages])
-    kinds = _aligned([stage.kind for _, stage in stages])
-    rows = [
-        config.name + (f": {config.description}" if config.description else ""),
-        "",
-        *(
-            f"  {source} {arrow} {target}"
-            for source, arrow, target in zip(_aligned(sources), arrows, targets, strict=True)
-        ),
-        *(["", _STREAMED] if _WAVE in lines else ()),
-        "",
-        *(
-            f"  {name}  {kind}  {_model(stage)}".rstrip()
-            for name, kind, (_, stage) in zip(names, kinds, stages, strict=True)
-        ),
-    ]
-    return "\n".join(rows)
+    return "\n".join(
+        [
+            config.name + (f": {config.description}" if config.description else ""),
+            "",
+            *_columns(arrows, " "),
+            *(["", _STREAMED] if any(line == _WAVE for _, _, line, _ in edges) else ()),
+            "",
+            *_columns([(name, stage.kind, _model(stage)) for name, stage in stages]),
+        ]
+    )
 
 
 def describe_config(config: PipelineConfig) -> str:
@@ -107,12 +101,10 @@ def _model(stage: StageConfig) -> str:
     return (stage.model or "") + (f" ({stage.part})" if stage.part else "")
 
 
-def _width(column: Sequence[str]) -> int:
-    return max(len(cell) for cell in column)
-
-
-def _aligned(column: Sequence[str]) -> list[str]:
-    return [cell.ljust(_width(column)) for cell in column]
+def _columns(rows: Sequence[Sequence[str]], gap: str = "  ") -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = ([cell.ljust(size) for cell, size in zip(row, widths, strict=True)] for row in rows)
+    return [f"  {gap.join(cells)}".rstrip() for cells in padded]
 
 
 _HANDED_ON = {
@@ -258,7 +250,7 @@ def describe_serving(config: PipelineConfig) -> str:
     }
     rows = []
     for name, field in ServerLimits.model_fields.items():
-        rows.append((field.title, _written(name, values[name]), field.description))
+        rows.append((field.title or "", _written(name, values[name]), field.description or ""))
         if name == "max_body_bytes":
             most = _written("_bytes", limits.max_arriving_bytes)
             rows.append(("bodies that come at once", most, "four times that; more get 429"))
@@ -270,12 +262,6 @@ def describe_serving(config: PipelineConfig) -> str:
                 (what, _written(name, getattr(media, name)), f"{place}.{name}")
                 for name, what in _MEDIA.items()
             ]
-    whats, shown, _ = zip(*rows, strict=True)
-    widths = max(map(len, whats)), max(map(len, shown))
-    return "\n".join(
-        [
-            "At most, when it is served:",
-            "",
-            *(f"  {what:<{widths[0]}}  {value:>{widths[1]}}  {how}" for what, value, how in rows),
-        ]
-    )
+    width = max(len(shown) for _, shown, _ in rows)
+    limits_shown = _columns([(what, shown.rjust(width), how) for what, shown, how in rows])
+    return "\n".join(["At most, when it is served:", "", *limits_shown])
