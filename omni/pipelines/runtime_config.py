@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from engine.files.gguf_header import find_gguf, read_gguf_header
 from engine.files.json_file import read_json_object
+from engine.interface.arguments import check_argument
 from engine.interface.log_fields import package_logger
 from engine.interface.placed_error import PlacedError, suggest
 from engine.interface.settings import Settings
@@ -141,9 +142,8 @@ OBJECT_STORE = "object_store"
 
 
 def _known_kind(value: Any) -> Any:
-    kinds = get_args(RuntimeKind)
-    if isinstance(value, str) and value not in kinds:
-        raise ValueError(f"unknown runtime {value[:80]!r}{suggest(value, kinds)}")
+    if isinstance(value, str) and value not in _KINDS:
+        raise ValueError(f"unknown runtime {value[:80]!r}{suggest(value, _KINDS)}")
     return value
 
 
@@ -219,20 +219,15 @@ class RuntimeConfig(Settings):
             ValueError: there is no such kind, or ``given`` is something else.
         """
         own = cls() if own is None else own
-        value: object = given
-        if value is None:
+        if given is None:
             return own
-        if isinstance(value, RuntimeConfig):
-            return value
-        if isinstance(value, str):
-            settings = own.model_dump(exclude_defaults=True)
-            tell(runtime_for(settings, value))
-            return cls(**(settings | {"kind": value}))
-        kinds = ", ".join(map(repr, get_args(RuntimeKind)))
-        raise ValueError(
-            f"runtime must be one of {kinds}, a RuntimeConfig or None, got {given!r} "
-            f"({type(given).__name__})"
-        )
+        if isinstance(given, RuntimeConfig):
+            return given
+        kinds = ", ".join(map(repr, _KINDS))
+        check_argument("runtime", given, str, f"one of {kinds}, a RuntimeConfig or None")
+        settings = own.model_dump(exclude_defaults=True)
+        tell(runtime_for(settings, given))
+        return cls(**(settings | {"kind": given}))
 
 
 def resolve_threads(placements: Mapping[str, Placement], cores: int) -> dict[str, int]:

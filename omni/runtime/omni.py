@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
+from engine.interface.arguments import check_argument
 from engine.interface.ownership import Ownership
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
@@ -79,12 +80,9 @@ class Omni:
         trace: str | Path | None = None,
         apart: bool = False,
     ) -> None:
-        given: object = config
-        if not isinstance(given, str | Path | PipelineConfig | Pipeline):
-            raise ValueError(
-                "config must be the name of a shipped pipeline, the path of a YAML file, a "
-                f"PipelineConfig or a Pipeline, got {given!r} ({type(given).__name__})"
-            )
+        wanted = "the name of a shipped pipeline, the path of a YAML file, a PipelineConfig or a "
+        kinds = str | Path | PipelineConfig | Pipeline
+        check_argument("config", config, kinds, f"{wanted}Pipeline")
         if overrides and not isinstance(config, str | Path):
             raise ValueError("overrides change a YAML file, but none was given")
         if isinstance(config, str | Path):
