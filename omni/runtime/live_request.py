@@ -9,7 +9,6 @@ from typing import Any
 
 from engine import FinishReason, RequestMetrics, SamplingParams
 from engine.interface.outputs import OutputDelta
-from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniDelta, OmniRequest, StageTime
 from stages import Stage, StageOutput
 from stages.stage_output import OutputAccumulator
@@ -77,32 +76,8 @@ class LiveRequest:
     times: dict[str, StageTime] = field(default_factory=dict)
     has_new_times: bool = False
 
-    @classmethod
-    def of(
-        cls,
-        request: OmniRequest,
-        request_id: str,
-        pipeline: Pipeline,
-        streams: Mapping[str, Stream],
-    ) -> LiveRequest:
-        """One that is about to enter a pipeline.
-
-        Raises:
-            ValueError: the pipeline has not the stage that it names, or no such voice.
-        """
-        speaker = pipeline.voices.find(request.speaker)
-        return cls(
-            request=request,
-            request_id=request_id,
-            sampling=pipeline.merge_sampling(request.sampling),
-            speaker=speaker if speaker is not None else pipeline.speaker,
-            waiting=set(pipeline.order),
-            streams=streams,
-            final_stages=pipeline.final_stages,
-        )
-
-    def enter(self, ticket: int, name: str, sources: tuple[StageOutput, ...]) -> Enter:
-        """Begin in a stage that it waited for, with what that makes its prompt of."""
+    def enter(self, ticket: int, name: str, sources: tuple[StageOutput, ...], **more: Any) -> Enter:
+        """Begin in a stage that it waited for, with what that makes its prompt of, and more."""
         self.waiting.discard(name)
         self.inside[name] = ticket
         self.times[name] = StageTime(name, time.monotonic())
@@ -116,6 +91,7 @@ class LiveRequest:
             priority=self.request.priority,
             cache_salt=self.request.cache_salt,
             speaker=self.speaker,
+            **more,
         )
 
     def held_up(self, order: Sequence[str]) -> list[str]:

@@ -7,13 +7,11 @@ from collections.abc import Callable, Mapping
 from itertools import chain, count
 from typing import TypeAlias
 
-import msgspec
-
 from engine import FinishReason
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniDelta, OmniRequest
 from omni.runtime.live_request import LiveRequest, Stream, next_to_lift
-from omni.runtime.trace import LinkTracer, Trace
+from omni.runtime.trace import Trace
 from stages import Stage, StageConfig, StageOutput
 from stages.remote.remote_stage import RemoteStage
 from stages.worker.messages import (
@@ -79,7 +77,7 @@ class Orchestrator:
         self._pipeline = pipeline
         self._on_stage_output = on_stage_output or (lambda _: None)
         self._live: dict[str, LiveRequest] = {}
-        self._tracer = None if trace is None else LinkTracer(trace)
+        self._trace = trace
         self._edges = streamed_edges(pipeline.stages)
         self._streams_any = any(self._edges.values())
         self._links = {
@@ -164,10 +162,19 @@ class Orchestrator:
             for source, edges in self._edges.items()
             for edge in edges
         }
-        live = LiveRequest.of(request, request.request_id, self._pipeline, streams)
+        pipeline, speaker = self._pipeline, self._pipeline.voices.find(request.speaker)
+        live = LiveRequest(
+            request=request,
+            request_id=request.request_id,
+            sampling=pipeline.merge_sampling(request.sampling),
+            speaker=speaker if speaker is not None else pipeline.speaker,
+            waiting=set(pipeline.order),
+            streams=streams,
+            final_stages=pipeline.final_stages,
+        )
         self._check_workers()
         self._live[live.request_id] = live
-        for name, stage in self._pipeline.stages.items():
+        for name, stage in pipeline.stages.items():
             if stage.inputs is None:
                 self._enter(live, name, group=next(self._tickets) if group is None else group)
                 self._raise_if_refused(live, name)
@@ -202,8 +209,9 @@ class Orchestrator:
         """End all requests and have all stages drop them, whatever state an exception left."""
         live, self._live, self._entered = tuple(self._live.values()), {}, {}
         self._unread = {name: [] for name in self._pipeline.order}
-        if self._tracer is not None:
-            self._tracer.left_all()
+        if self._trace is not None:
+            for request_id, name in [(one.request_id, name) for one in live for name in one.inside]:
+                self._trace.left(name, request_id)
         for link in self._links.values():
             link.drop_all()
         self._flush()
@@ -214,17 +222,18 @@ class Orchestrator:
     def _events(self, name: str) -> list[Event]:
         """The events of a stage since this was last called."""
         unread, self._unread[name] = self._unread[name], []
-        link, tracer = self._links[name], self._tracer
-        if tracer is None:
+        link = self._links[name]
+        if self._trace is None:
             return unread + link.events()
         traces, events = link.traces(), link.events()
         # Those of workers elsewhere have come with the events.
-        tracer.received(name, [*traces, *link.traces()], events)
+        for traced in (*traces, *link.traces()):
+            self._trace.take(name, traced)
         return unread + events
 
     def _send(self, name: str, command: Command) -> None:
-        if self._tracer is not None:
-            self._tracer.sending(name, command)
+        if self._trace is not None:
+            self._trace.sending(name, command)
         self._links[name].send(command)
 
     def _flush(self) -> None:
@@ -333,17 +342,17 @@ class Orchestrator:
         group: int | None = None,
     ) -> None:
         """Send a request into a stage that it waited for."""
-        enter = live.enter(next(self._tickets), name, sources)
-        self._entered[enter.ticket] = (live, name)
+        more = {"first_row": first_row, "group": group}
         wants = name in self._tensor_sources
-        enter = msgspec.structs.replace(
-            enter, first_row=first_row, group=group, wants_tensors=wants
-        )
+        enter = live.enter(next(self._tickets), name, sources, wants_tensors=wants, **more)
+        self._entered[enter.ticket] = (live, name)
         self._send(name, enter)
 
     def _leave(self, live: LiveRequest, name: str) -> None:
         """A stage is done with a request, and takes no more chunks of it."""
         del self._entered[live.inside.pop(name)]
+        if self._trace is not None:
+            self._trace.left(name, live.request_id)
         stream = live.streams.get(name)
         if stream is not None:
             stream.is_open = False

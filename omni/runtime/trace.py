@@ -7,16 +7,14 @@ import json
 import os
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from engine.interface.outputs import OutputDelta
-from stages import StageOutput
 from stages.trace_events import RUN_AGAIN, StageEvent, Traced, this_clock
-from stages.worker.messages import Abort, Command, Enter, Event, Extend, Failed, Output
+from stages.worker.messages import Abort, Command, Enter, Extend
 from stages.worker.stage_worker import num_tensor_bytes
 
 _RECEIPTS = ("make prompt", "take chunk")
@@ -105,6 +103,16 @@ class Trace:
         self._until_us: dict[int, float] = {}
         # By clock, how far ahead this machine's is; the nearest that any message has shown.
         self._offsets: dict[str, float] = {}
+
+    def sending(self, stage: str, command: Command) -> None:
+        """Take note of what a command brings to a stage, or ends there."""
+        if isinstance(command, Enter | Abort):
+            self.left(stage, command.request_id)
+        match command:
+            case Enter(sources=sources) | Extend(source=sources) if sources:
+                given = sources if isinstance(sources, tuple) else (sources,)
+                names = [each.stage for each in given]
+                self.sent(stage, command.request_id, names, num_tensor_bytes(given))
 
     def sent(self, stage: str, request_id: str, sources: Sequence[str], num_bytes: int) -> None:
         """Take note that outputs of other stages are on their way to a stage."""
@@ -279,50 +287,3 @@ class Trace:
 
 def _named(what: str, process: int, track: int, args: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": process, "tid": track, "args": dict(args)}
-
-
-class LinkTracer:
-    """Has a trace learn what goes to the stages and what comes back."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
-        self._tickets: dict[tuple[str, str], int] = {}  # by stage and request
-
-    def sending(self, name: str, command: Command) -> None:
-        """A stage gets a command."""
-        match command:
-            case Enter():
-                self._left(name, command.request_id)
-                self._tickets[name, command.request_id] = command.ticket
-                if command.sources:
-                    self._sent(name, command.request_id, command.sources)
-            case Extend():
-                self._sent(name, command.request_id, (command.source,))
-            case Abort():
-                self._left(name, command.request_id)
-
-    def received(self, name: str, traces: Sequence[Traced], events: Iterable[Event]) -> None:
-        """A stage has emitted events, and reported what it did when."""
-        for traced in traces:
-            self._trace.take(name, traced)
-        for event in events:
-            match event:
-                case Output(delta=OutputDelta(finished=True) as delta):
-                    self._left(name, delta.request_id)
-                case Failed():
-                    for (stage, request_id), ticket in tuple(self._tickets.items()):
-                        if stage == name and ticket == event.ticket:
-                            self._left(name, request_id)
-
-    def left_all(self) -> None:
-        """All stages have let go of all requests."""
-        for name, request_id in tuple(self._tickets):
-            self._left(name, request_id)
-
-    def _sent(self, name: str, request_id: str, sources: Sequence[StageOutput]) -> None:
-        stages = [each.stage for each in sources]
-        self._trace.sent(name, request_id, stages, num_tensor_bytes(sources))
-
-    def _left(self, name: str, request_id: str) -> None:
-        self._trace.left(name, request_id)
-        self._tickets.pop((name, request_id), None)
