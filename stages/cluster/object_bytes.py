@@ -45,17 +45,6 @@ class ObjectBytes(RemoteBytes):
             reads in the store itself.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_content",
-        "_copies",
-        "_lock",
-        "_why_lost",
-        "is_direct",
-        "nbytes",
-        "reference",
-    )
-
     def __init__(self, reference: Any, nbytes: int, held: HeldObjects | None = None) -> None:
         self.nbytes = nbytes
         self.reference = reference

@@ -172,9 +172,6 @@ class Channel:
         self._has_sender = False
         self._closed: str | None = None
 
-    def __repr__(self) -> str:
-        return f"Channel({self.name!r}, {'open' if self._closed is None else self._closed})"
-
     def start(self, on_message: Callable[[Any], object], on_end: Callable[[str], object]) -> None:
         """Begin to receive, in a thread of its own; to be called once.
 
