@@ -3,6 +3,7 @@
 Imports attention, native, and the prefix cache.
 """
 
+from engine.layers.delta_rule import DeltaRuleConfig, DeltaRuleMixer
 from engine.layers.experts import ExpertsConfig, SparseMoE
 from engine.layers.layer_ops import (
     HeadNorm,
@@ -19,6 +20,8 @@ from engine.layers.linear import GatedMLP, Linear, PlainMLP
 from engine.layers.mamba import Mamba2Config, Mamba2Mixer, MambaConfig, MambaMixer, PackedLayout
 
 __all__ = [
+    "DeltaRuleConfig",
+    "DeltaRuleMixer",
     "ExpertsConfig",
     "GatedMLP",
     "HeadNorm",

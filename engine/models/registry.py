@@ -79,6 +79,7 @@ _TABLE = (
     _decoder("GEMMA3", "Gemma3", is_base=False),
     FamilyRow("hybrids.hybrid", ("JambaForCausalLM", "JambaModel"), "JAMBA"),
     FamilyRow("hybrids.hybrid", ("BambaForCausalLM", "BambaModel"), "BAMBA"),
+    FamilyRow("hybrids.hybrid", ("Qwen3NextForCausalLM", "Qwen3NextModel"), "QWEN3_NEXT"),
     FamilyRow("seq2seq.families", ("BartForConditionalGeneration",), "BART", outputs=_TWO_SIDES),
     FamilyRow("seq2seq.families", ("T5ForConditionalGeneration",), "T5", outputs=_TWO_SIDES),
     FamilyRow(

@@ -125,6 +125,7 @@ SEEDED_MODELS: dict[str, SeededModel] = {
     "gemma3": _decoder("gemma3_text", num_layers=3),
     "jamba": _decoder("jamba", tied=False, num_layers=4),
     "bamba": _decoder("bamba", tied=False, num_layers=4),
+    "qwen3_next": _decoder("qwen3_next", tied=False, num_layers=4),
     "bart": SeededModel("encoder_decoders:build_bart", {"model_type": "bart"}),
     "bart-benchmark": SeededModel(
         "encoder_decoders:build_bart", {"model_type": "bart"}, **BART_BENCHMARK

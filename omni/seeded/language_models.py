@@ -47,6 +47,17 @@ _HYBRIDS: Mapping[str, Mapping[str, Any]] = {
         "mamba_expand": 2,
         "mamba_chunk_size": 16,
     },
+    # With four layers: the last one is attention.
+    "qwen3_next": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 48,
+    },
 }
 """Config fields by transformers' model type, for a stream of any width that 8 divides."""
 

@@ -104,7 +104,7 @@ TRIALS: Mapping[str, Trial] = {
         name: Trial(name)
         for name in (
             *("qwen2", "qwen3", "llama", "mistral", "ministral", "gemma2", "gemma3"),
-            *("jamba", "bamba", "bart", "t5", "qwen3_moe", "mixtral"),
+            *("jamba", "bamba", "qwen3_next", "bart", "t5", "qwen3_moe", "mixtral"),
         )
     },
     "whisper": Trial("whisper", prompt=lambda: AudioPrompt(tone(0.5))),

@@ -78,6 +78,7 @@ class DecoderConfig:
         output_bias: whether the attention's output projection has one.
         mlp_bias: whether the MLP's projections have biases.
         qk_norm: whether each head of Q and K is normalised before the rotation.
+        attention_gate: whether Q brings a gate for what its heads have attended to.
         ropes: the config's sets of rope parameters, by layer type; None where it has only one.
         mlp_name: what checkpoints call a layer's MLP.
     """
@@ -103,6 +104,7 @@ class DecoderConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    attention_gate: bool = False
     ropes: tuple[str | None, ...] = (None,)
     mlp_name: str = "mlp"
 
@@ -201,7 +203,8 @@ class SelfAttention(nn.Module):
         query_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         self.kv_start = query_size + kv_size
-        parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.has_gate = config.attention_gate
+        parts = {"q_proj": query_size * (1 + self.has_gate), "k_proj": kv_size, "v_proj": kv_size}
         self.qkv = Linear(hidden, parts, bias=config.qkv_bias, **options)
         self.output = Linear(query_size, {"o_proj": hidden}, bias=config.output_bias, **options)
         self.head_norm: HeadNorm | None = None
@@ -238,7 +241,12 @@ class SelfAttention(nn.Module):
             rotation: cosines and sines of their positions; None for models without positions.
         """
         num_tokens = x.shape[0]
-        qkv = self.qkv(x)
+        qkv, gate = self.qkv(x), None
+        if self.has_gate:
+            # A head of Q and its gate lie together.
+            size = 2 * self.num_heads * self.head_dim
+            query, gate = qkv[:, :size].view(num_tokens, self.num_heads, -1).chunk(2, dim=-1)
+            qkv = torch.cat([query.flatten(1), qkv[:, size:]], dim=1)
         heads = qkv[:, : self.kv_start].view(num_tokens, -1, self.head_dim)
         value = qkv[:, self.kv_start :].view(num_tokens, -1, self.head_dim)
         if self.head_norm is not None:
@@ -247,6 +255,8 @@ class SelfAttention(nn.Module):
             self.ops.rotate(heads, *rotation)
         query, key = heads[:, : self.num_heads], heads[:, self.num_heads :]
         attended = self.attention(query, key, value, step)
+        if gate is not None:
+            attended = attended * gate.sigmoid()
         projected: Tensor = self.output(attended.reshape(num_tokens, -1))
         return projected
 

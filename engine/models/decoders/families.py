@@ -66,7 +66,7 @@ def qwen3_moe_config(config: PreTrainedConfig, **declared: Any) -> DecoderConfig
     Args:
         **declared: what else an :class:`ExpertsConfig` may say.
     """
-    plain = _biased(config)
+    plain, window = _biased(config), getattr(config, "sliding_window", None)
     experts = None
     if config.num_experts > 0:
         experts = ExpertsConfig(
@@ -80,7 +80,7 @@ def qwen3_moe_config(config: PreTrainedConfig, **declared: Any) -> DecoderConfig
 
     def kind(index: int) -> LayerKind:
         has_one = index in config.mlp_only_layers or (index + 1) % config.decoder_sparse_step
-        return LayerKind(config.sliding_window, experts=None if has_one else experts)
+        return LayerKind(window, experts=None if has_one else experts)
 
     return replace(plain, layers=tuple(map(kind, range(len(plain.layers)))), qk_norm=True)
 

@@ -1,18 +1,20 @@
 """Decoders whose layers mix tokens by attention or by a recurrence.
 
 Jamba has Mamba-1 layers, attention without positions among them, and experts in some of the MLPs;
-Bamba has Mamba-2 layers, and attention layers that rotate half of each head's channels. One layer::
+Bamba has Mamba-2 layers, and attention layers that rotate half of each head's channels; Qwen3-Next
+has layers of the gated delta rule, gated attention, and experts with a shared one. One layer::
 
-    residual ──norm──► attention or Mamba ──► + ──norm──► MLP or experts ──► + (next layer's norm)
+    residual ──norm──► attention or a state ──► + ──norm──► MLP or experts ──► + (next layer's norm)
 
 Sources: Lieber et al., "Jamba: A Hybrid Transformer-Mamba Language Model", 2024; IBM, Princeton,
-CMU and UIUC, "Bamba: Inference-Efficient Hybrid Mamba2 Model", 2024.
+CMU and UIUC, "Bamba: Inference-Efficient Hybrid Mamba2 Model", 2024; transformers' ``qwen3_next``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -21,6 +23,8 @@ from engine.attention.layer import AttentionStep
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
 from engine.layers import (
+    DeltaRuleConfig,
+    DeltaRuleMixer,
     ExpertsConfig,
     GatedMLP,
     Mamba2Config,
@@ -40,8 +44,22 @@ from engine.models.decoders.decoder import (
     build_norm,
     build_rotary,
 )
-from engine.models.decoders.families import llama_config
+from engine.models.decoders.families import llama_config, qwen3_moe_config
 from engine.models.family import ModelFamily, has_head
+
+StateMixer: TypeAlias = MambaMixer | Mamba2Mixer | DeltaRuleMixer
+
+
+class LayerNames(NamedTuple):
+    """What checkpoints call the parts of a layer, and the last norm."""
+
+    state_mixer: str = "mamba"
+    feed_forward_norm: str = "pre_ff_layernorm"
+    feed_forward: str = "feed_forward"
+    final_norm: str = "final_layernorm"
+
+
+_MAMBA_NAMES = LayerNames()
 
 
 class HybridLayer(nn.Module):
@@ -49,23 +67,25 @@ class HybridLayer(nn.Module):
 
     def __init__(
         self,
-        mixer: SelfAttention | MambaMixer | Mamba2Mixer,
+        mixer: SelfAttention | StateMixer,
         feed_forward: GatedMLP | SparseMoE,
         config: DecoderConfig,
         settings: ModelSettings,
+        names: LayerNames,
     ) -> None:
         super().__init__()
-        self.mixer, self.feed_forward = mixer, feed_forward
+        self.mixer, self.feed_forward, self.names = mixer, feed_forward, names
         self.input_norm = build_norm(config, settings)
         self.pre_ff_norm = build_norm(config, settings)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
-        mixer_name = "self_attn" if isinstance(self.mixer, SelfAttention) else "mamba"
+        names, is_attention = self.names, isinstance(self.mixer, SelfAttention)
+        mixer_name = "self_attn" if is_attention else names.state_mixer
         yield f"{prefix}input_layernorm.weight", self.input_norm.weight.data
         yield from self.mixer.targets(f"{prefix}{mixer_name}.")
-        yield f"{prefix}pre_ff_layernorm.weight", self.pre_ff_norm.weight.data
-        yield from self.feed_forward.targets(f"{prefix}feed_forward.")
+        yield f"{prefix}{names.feed_forward_norm}.weight", self.pre_ff_norm.weight.data
+        yield from self.feed_forward.targets(f"{prefix}{names.feed_forward}.")
 
     def forward(
         self,
@@ -104,8 +124,6 @@ class HybridModel(DecoderModel):
         has_head: False for a headless checkpoint: ``vocab_size`` is then 0.
     """
 
-    final_norm_name = "final_layernorm"
-
     def __init__(
         self,
         config: DecoderConfig,
@@ -119,6 +137,7 @@ class HybridModel(DecoderModel):
         rotaries = () if rotary is None else (rotary,)
         super().__init__(config, rotaries, settings, has_head=has_head, layers=layers)
         self.history = kernel_size - 1
+        self.final_norm_name = layers[0].names.final_norm
         mixers = [layer.mixer for layer in layers]
         self.attention_layers = [m.attention for m in mixers if isinstance(m, SelfAttention)]
         self.state_layers = [m.state for m in mixers if not isinstance(m, SelfAttention)]
@@ -183,6 +202,32 @@ def build_bamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
     return _build(checkpoint, settings, llama_config(config), mixer, experts, rotary)
 
 
+def build_qwen3_next(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
+    """Build a Qwen3-Next, its weights not yet loaded; see :data:`Builder`."""
+    config = checkpoint.config
+    decoder = qwen3_moe_config(config, shared_size=config.shared_expert_intermediate_size)
+    decoder = replace(decoder, norm_offset=1.0, attention_gate=True)
+    delta = DeltaRuleConfig(
+        hidden_size=config.hidden_size,
+        num_key_heads=config.linear_num_key_heads,
+        num_value_heads=config.linear_num_value_heads,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+        kernel_size=config.linear_conv_kernel_dim,
+        activation=config.hidden_act,
+        norm_eps=config.rms_norm_eps,
+    )
+
+    def mixer(index: int) -> DeltaRuleMixer:
+        name, options = f"layers.{index}.linear_attn", settings.tensor_options
+        return DeltaRuleMixer(name, delta, settings.block_size, **options)
+
+    experts = [kind.experts for kind in decoder.layers]
+    names = LayerNames("linear_attn", "post_attention_layernorm", "mlp", "norm")
+    rotary = build_rotary(config, settings)
+    return _build(checkpoint, settings, decoder, mixer, experts, rotary, names, delta.kernel_size)
+
+
 def _mamba_settings(config: PreTrainedConfig) -> dict[str, Any]:
     return {
         "hidden_size": config.hidden_size,
@@ -199,19 +244,24 @@ def _build(
     checkpoint: Checkpoint,
     settings: ModelSettings,
     decoder: DecoderConfig,
-    mamba: Callable[[int], MambaMixer | Mamba2Mixer],
+    state_mixer: Callable[[int], StateMixer],
     experts: Sequence[ExpertsConfig | None],
     rotary: RotaryEmbedding | None,
+    names: LayerNames = _MAMBA_NAMES,
+    kernel_size: int | None = None,
 ) -> HybridModel:
     config, layers = checkpoint.config, []
     for index, (layer_type, of_layer) in enumerate(zip(config.layer_types, experts, strict=True)):
         is_attention = layer_type == "full_attention"
-        mixer = SelfAttention(index, decoder, settings) if is_attention else mamba(index)
+        mixer = SelfAttention(index, decoder, settings) if is_attention else state_mixer(index)
         feed_forward = build_mlp(decoder, settings, of_layer)
-        layers.append(HybridLayer(mixer, feed_forward, decoder, settings))
-    headed, kernel_size = has_head(checkpoint), config.mamba_d_conv
+        layers.append(HybridLayer(mixer, feed_forward, decoder, settings, names))
+    headed, kernel_size = has_head(checkpoint), kernel_size or config.mamba_d_conv
     return HybridModel(decoder, layers, rotary, settings, kernel_size=kernel_size, has_head=headed)
 
 
 JAMBA = ModelFamily("jamba", ("JambaForCausalLM", "JambaModel"), build=build_jamba)
 BAMBA = ModelFamily("bamba", ("BambaForCausalLM", "BambaModel"), build=build_bamba)
+QWEN3_NEXT = ModelFamily(
+    "qwen3_next", ("Qwen3NextForCausalLM", "Qwen3NextModel"), build=build_qwen3_next
+)

@@ -195,6 +195,29 @@ DECODERS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "mixtral",
         figures(32_000, 4096, 14_336, 32, 8, 2, num_local_experts=8),
     ),
+    # Of its 48 layers the first four, which the others repeat.
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (
+        "qwen3_next",
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 2048,
+            "intermediate_size": 5120,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "max_position_embeddings": 262_144,
+        },
+    ),
     "ai21labs/Jamba-v0.1": (
         "jamba",
         figures(65_536, 4096, 14_336, 32, 8, 2, num_experts=16)

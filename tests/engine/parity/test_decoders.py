@@ -110,6 +110,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba with limited steps": ("bamba", {"time_step_limit": (0.3, 0.9)}),
     "bamba all mamba": ("bamba", {"attn_layer_indices": []}),
     "bamba yarn": ("bamba", YARN),
+    "qwen3_next": (
+        "qwen3_next",
+        {"tied": False, "mlp_only_layers": [1], "attention_bias": True},
+    ),
     # Dimensions of size 1 change strides, and kernels read those.
     "qwen2 with one head": ("qwen2", {"num_heads": 1, "num_kv_heads": 1}),
     "gemma3 with one head": ("gemma3_text", {**SLIDES, "num_heads": 1, "num_kv_heads": 1}),
@@ -124,7 +128,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build(folder: Path, name: str, **options: Any) -> str:
     family, settings = VARIANTS[name]
-    num_layers = {"jamba": 4, "bamba": 4}.get(family, 3)
+    num_layers = {"jamba": 4, "bamba": 4, "qwen3_next": 4}.get(family, 3)
     given: dict[str, Any] = {"num_layers": num_layers, "with_tokenizer": False}
     return str(build_causal_lm(folder, family, **(given | settings | options)))
 
