@@ -39,6 +39,7 @@ from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import (
     DecoderConfig,
     DecoderModel,
+    LayerKind,
     SelfAttention,
     build_mlp,
     build_norm,
@@ -120,7 +121,6 @@ class HybridModel(DecoderModel):
 
     Args:
         rotary: of the attention layers; None where they know no positions.
-        kernel_size: tokens that the convolutions see, a token's own included.
         has_head: False for a headless checkpoint: ``vocab_size`` is then 0.
     """
 
@@ -131,16 +131,17 @@ class HybridModel(DecoderModel):
         rotary: RotaryEmbedding | None,
         settings: ModelSettings,
         *,
-        kernel_size: int,
         has_head: bool,
     ) -> None:
         rotaries = () if rotary is None else (rotary,)
         super().__init__(config, rotaries, settings, has_head=has_head, layers=layers)
-        self.history = kernel_size - 1
         self.final_norm_name = layers[0].names.final_norm
         mixers = [layer.mixer for layer in layers]
         self.attention_layers = [m.attention for m in mixers if isinstance(m, SelfAttention)]
-        self.state_layers = [m.state for m in mixers if not isinstance(m, SelfAttention)]
+        recurrent = [m for m in mixers if not isinstance(m, SelfAttention)]
+        self.state_layers = [m.state for m in recurrent]
+        # Earlier tokens that convolutions see, the same in all layers.
+        self.history = max((m.conv.state_shape[0] for m in recurrent), default=0)
 
     def forward(
         self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
@@ -177,7 +178,8 @@ def build_jamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
         else None
         for count in config.layers_num_experts
     ]
-    return _build(checkpoint, settings, decoder, mixer, experts, None)
+    decoder = replace(decoder, layers=tuple(LayerKind(experts=each) for each in experts))
+    return _build(checkpoint, settings, decoder, mixer, None)
 
 
 def build_bamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
@@ -197,9 +199,8 @@ def build_bamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
         name, options = f"layers.{index}.mamba", settings.tensor_options
         return Mamba2Mixer(name, Mamba2Config(**mamba), settings.block_size, **options)
 
-    experts = [None] * len(config.layer_types)
     rotary = build_rotary(config, settings)
-    return _build(checkpoint, settings, llama_config(config), mixer, experts, rotary)
+    return _build(checkpoint, settings, llama_config(config), mixer, rotary)
 
 
 def build_qwen3_next(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
@@ -222,10 +223,9 @@ def build_qwen3_next(checkpoint: Checkpoint, settings: ModelSettings) -> HybridM
         name, options = f"layers.{index}.linear_attn", settings.tensor_options
         return DeltaRuleMixer(name, delta, settings.block_size, **options)
 
-    experts = [kind.experts for kind in decoder.layers]
     names = LayerNames("linear_attn", "post_attention_layernorm", "mlp", "norm")
     rotary = build_rotary(config, settings)
-    return _build(checkpoint, settings, decoder, mixer, experts, rotary, names, delta.kernel_size)
+    return _build(checkpoint, settings, decoder, mixer, rotary, names)
 
 
 def _mamba_settings(config: PreTrainedConfig) -> dict[str, Any]:
@@ -245,19 +245,17 @@ def _build(
     settings: ModelSettings,
     decoder: DecoderConfig,
     state_mixer: Callable[[int], StateMixer],
-    experts: Sequence[ExpertsConfig | None],
     rotary: RotaryEmbedding | None,
     names: LayerNames = _MAMBA_NAMES,
-    kernel_size: int | None = None,
 ) -> HybridModel:
-    config, layers = checkpoint.config, []
-    for index, (layer_type, of_layer) in enumerate(zip(config.layer_types, experts, strict=True)):
+    layers = []
+    kinds = zip(checkpoint.config.layer_types, decoder.layers, strict=True)
+    for index, (layer_type, kind) in enumerate(kinds):
         is_attention = layer_type == "full_attention"
         mixer = SelfAttention(index, decoder, settings) if is_attention else state_mixer(index)
-        feed_forward = build_mlp(decoder, settings, of_layer)
+        feed_forward = build_mlp(decoder, settings, kind.experts)
         layers.append(HybridLayer(mixer, feed_forward, decoder, settings, names))
-    headed, kernel_size = has_head(checkpoint), kernel_size or config.mamba_d_conv
-    return HybridModel(decoder, layers, rotary, settings, kernel_size=kernel_size, has_head=headed)
+    return HybridModel(decoder, layers, rotary, settings, has_head=has_head(checkpoint))
 
 
 JAMBA = ModelFamily("jamba", ("JambaForCausalLM", "JambaModel"), build=build_jamba)
