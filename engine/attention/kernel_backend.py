@@ -67,7 +67,6 @@ class KernelBackend(AttentionBackend):
             query_start_loc=torch.tensor((0, 1, 3), dtype=torch.int32),
             seq_lens=torch.tensor((2, 3), dtype=torch.int32),
             block_table=torch.tensor(((1,), (2,)), dtype=torch.int32, device=device),
-            slot_mapping=slots.to(device),
             row_mapping=memory.row_mapping(0, slots).to(device),
             num_decodes=1,
             block_size=block_size,

@@ -178,11 +178,10 @@ class AttentionMetadata:
         block_table: ``(num_reqs, max_blocks)`` int32 on the device: logical to physical block;
             entries past a request's last block are 0, the null block. Those of blocks that no
             query token of the request can see may be stale: their pages are not to be read.
-        slot_mapping: ``(num_written,)`` int64 on the device: ``block_id * block_size + offset``
-            of each key that this step stores: one per query token, or, without causality, one per
-            token that the encoder gave in this step, maybe none.
-        row_mapping: ``(num_written,)`` int64 on the device: the row of layer 0's key; see
-            :mod:`prefix_cache.stores.paged_memory`.
+        row_mapping: ``(num_written,)`` int64 on the device: the row of layer 0's key, see
+            :mod:`prefix_cache.stores.paged_memory`, of each key that this step stores: one per
+            query token, or, without causality, one per token that the encoder gave in this step,
+            maybe none.
         num_decodes: how many of the leading requests have exactly one query token.
         window: how many positions a token sees at most, itself included; None: all before it.
         causal: query tokens end their sequence and see none behind; False: they see all of it.
@@ -193,7 +192,6 @@ class AttentionMetadata:
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
-    slot_mapping: Tensor
     row_mapping: Tensor
     num_decodes: int
     block_size: int

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +58,6 @@ def step_arrays(inputs: StepInputs, memory: PagedMemory) -> dict[str, npt.NDArra
         if isinstance(spec, AttentionSpec):
             of_group: dict[str, npt.NDArray[Any]] = {
                 "block_table": group.block_table,
-                "slot_mapping": group.slot_mapping,
                 "row_mapping": memory.row_mapping(group_id, group.slot_mapping),
             }
         elif isinstance(spec, MambaSpec):
@@ -73,7 +72,11 @@ def build_step_metadata(
     inputs: StepInputs, memory: PagedMemory, tensors: Mapping[str, Tensor]
 ) -> list[GroupMetadata]:
     """One entry per group of ``memory``'s config; ``tensors``: :func:`step_arrays`, uploaded."""
-    shared = _Shared.of(inputs)
+    starts, seq_lens, encoder_lens = (
+        torch.from_numpy(each.astype(np.int32))
+        for each in (inputs.query_start_loc, inputs.seq_lens, inputs.encoder_lens)
+    )
+    num_decodes = int(np.count_nonzero(inputs.seq_lens - inputs.num_computed_tokens == 1))
     metadata: list[GroupMetadata] = []
     for group_id, group in enumerate(memory.config.groups):
         own = {
@@ -81,60 +84,29 @@ def build_step_metadata(
             for name, tensor in tensors.items()
             if name.startswith(f"{group_id} ")
         }
-        if isinstance(group.spec, AttentionSpec):
-            metadata.append(_attention(shared, group.spec, own, tensors))
-        elif isinstance(group.spec, MambaSpec):
-            starts, count = shared.query_start_loc, shared.num_decodes
+        spec = group.spec
+        if isinstance(spec, AttentionSpec):
+            is_cross = isinstance(spec, CrossAttentionSpec)
+            lengths = "encoder_lens" if is_cross else "seq_lens"
+            metadata.append(
+                AttentionMetadata(
+                    query_start_loc=starts,
+                    seq_lens=encoder_lens if is_cross else seq_lens,
+                    block_table=own["block_table"],
+                    row_mapping=own["row_mapping"],
+                    num_decodes=num_decodes,
+                    block_size=spec.block_size,
+                    window=spec.window if isinstance(spec, SlidingWindowSpec) else None,
+                    causal=not is_cross,
+                    on_device=(tensors["query_start_loc"], tensors[lengths]),
+                )
+            )
+        elif isinstance(spec, MambaSpec):
             pages = own["read_pages"], own["write_pages"]
-            metadata.append(StateMetadata(starts, count, *pages, own.get("has_state")))
+            metadata.append(StateMetadata(starts, num_decodes, *pages, own.get("has_state")))
         else:
             metadata.append(None)
     return metadata
-
-
-class _Shared(NamedTuple):
-    """The same for all groups; see :class:`AttentionMetadata`.
-
-    Attributes:
-        encoder_lens: ``(num_reqs,)`` int32 on the CPU, the ``seq_lens`` of cross-attention.
-    """
-
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    encoder_lens: Tensor
-    num_decodes: int
-
-    @classmethod
-    def of(cls, inputs: StepInputs) -> _Shared:
-        query_lens = inputs.seq_lens - inputs.num_computed_tokens
-        return cls(
-            query_start_loc=torch.from_numpy(inputs.query_start_loc.astype(np.int32)),
-            seq_lens=torch.from_numpy(inputs.seq_lens.astype(np.int32)),
-            encoder_lens=torch.from_numpy(inputs.encoder_lens.astype(np.int32)),
-            num_decodes=int(np.count_nonzero(query_lens == 1)),
-        )
-
-
-def _attention(
-    shared: _Shared,
-    spec: AttentionSpec,
-    own: Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor],
-) -> AttentionMetadata:
-    is_cross = isinstance(spec, CrossAttentionSpec)
-    lengths = "encoder_lens" if is_cross else "seq_lens"
-    return AttentionMetadata(
-        query_start_loc=shared.query_start_loc,
-        seq_lens=shared.encoder_lens if is_cross else shared.seq_lens,
-        block_table=own["block_table"],
-        slot_mapping=own["slot_mapping"],
-        row_mapping=own["row_mapping"],
-        num_decodes=shared.num_decodes,
-        block_size=spec.block_size,
-        window=spec.window if isinstance(spec, SlidingWindowSpec) else None,
-        causal=not is_cross,
-        on_device=(tensors["query_start_loc"], tensors[lengths]),
-    )
 
 
 def _state_pages(

@@ -45,7 +45,7 @@ def _on_device(inputs: ModelInputs) -> list[Any]:
     for each in inputs.metadata:
         if is_dataclass(each):
             values = {field.name: getattr(each, field.name) for field in fields(each)}
-            found += [values.get(name) for name in ("block_table", "slot_mapping", "row_mapping")]
+            found += [values.get(name) for name in ("block_table", "row_mapping")]
             found += values.get("on_device") or ()
     return found
 

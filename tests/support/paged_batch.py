@@ -113,7 +113,6 @@ def metadata_for(
         query_start_loc=starts.to(torch.int32),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         block_table=block_table,
-        slot_mapping=slot_mapping,
         row_mapping=memory.row_mapping(group_id, slot_mapping),
         num_decodes=num_decodes,
         block_size=block_size,
@@ -140,7 +139,6 @@ def cross_metadata_for(
         query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),
         seq_lens=torch.tensor(encoder_lens, dtype=torch.int32),
         block_table=block_table,
-        slot_mapping=slot_mapping,
         row_mapping=memory.row_mapping(0, slot_mapping),
         num_decodes=sum(length == 1 for length in query_lens),
         block_size=block_size,
@@ -153,7 +151,6 @@ def to_device(metadata: AttentionMetadata, device: str) -> AttentionMetadata:
     return replace(
         metadata,
         block_table=metadata.block_table.to(device),
-        slot_mapping=metadata.slot_mapping.to(device),
         row_mapping=metadata.row_mapping.to(device),
     )
 
