@@ -138,12 +138,22 @@ def _load_model(config: EngineConfig, choices: _Choices) -> CausalModel:
             choices.device,
             config.block_size,
             max(choices.max_model_len, _WARM_UP_LEN),
-            # One choice for attention and layers: with backend torch, neither runs native kernels.
-            NativeLayerOps(load_kernels()) if choices.attention == "native" else LayerOps(),
+            _layer_ops(choices),
             quantization=config.quantization,
             stored_dtype=choices.stored_dtype,
         ),
     )
+
+
+def _layer_ops(choices: _Choices) -> LayerOps:
+    """One choice for attention and layers: with backend torch, neither runs own kernels."""
+    if choices.attention == "native":
+        return NativeLayerOps(load_kernels())
+    if choices.attention != "triton":
+        return LayerOps()
+    from engine.layers.triton_ops import TritonLayerOps  # Triton need not be there elsewhere
+
+    return TritonLayerOps()
 
 
 def _plan(

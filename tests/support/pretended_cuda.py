@@ -280,10 +280,14 @@ def pretended_cuda(monkeypatch: Any) -> Iterator[Crossings]:
     if find_spec("triton") is not None:
         need_interpreter()
         from engine.attention import triton_kernels
+        from engine.layers import triton_ops
 
-        for name in ("paged_attention", "merge_segments"):
-            kernel = getattr(triton_kernels, name)
-            monkeypatch.setattr(triton_kernels, name, _Launched(kernel))
+        for module, names in (
+            (triton_kernels, ("paged_attention", "merge_segments")),
+            (triton_ops, ("norm_rows", "rotate_heads", "gate_rows")),
+        ):
+            for name in names:
+                monkeypatch.setattr(module, name, _Launched(getattr(module, name)))
     crossings.clear()
     with _Rules():
         yield crossings
