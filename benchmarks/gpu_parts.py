@@ -125,12 +125,9 @@ def versions(run: Run) -> None:
     if run.device.type == "cuda":
         seen = torch.cuda.get_device_properties(run.device)
         free, total = torch.cuda.mem_get_info(run.device)
-        found |= {
-            "device": seen.name,
-            "capability": f"{seen.major}.{seen.minor}",
-            "multiprocessors": str(seen.multi_processor_count),
-            "memory": f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} free",
-        }
+        found |= {"device": seen.name, "capability": f"{seen.major}.{seen.minor}"}
+        found["multiprocessors"] = str(seen.multi_processor_count)
+        found["memory"] = f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} free"
     for name, value in found.items():
         run.row("versions", name=name, value=value)
 
@@ -157,7 +154,10 @@ def device(run: Run) -> None:
         run.row("ceilings", what=f"product, {dtype}", value=rate, unit="TFLOP/s")
 
 
-# Hidden, intermediate, layers, heads, heads of keys, vocabulary, tied.
+_KEYS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size", "tie_word_embeddings"),
+)
 _SHAPES = {
     "tiny": (64, 128, 2, 4, 2, 500, True),
     "0.5b": (896, 4864, 24, 14, 2, 151_936, True),
@@ -167,18 +167,9 @@ _SHAPES = {
 
 def config_of(shape: str) -> Qwen2Config:
     """Of Qwen2.5-0.5B or 7B, or one for tests."""
-    hidden, intermediate, layers, heads, kv_heads, vocab, tied = _SHAPES[shape]
-    return Qwen2Config(
-        architectures=["Qwen2ForCausalLM"],
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocab,
-        tie_word_embeddings=tied,
-        max_position_embeddings=16_384,
-    )
+    sizes: dict[str, Any] = dict(zip(_KEYS, _SHAPES[shape], strict=True))
+    names = ["Qwen2ForCausalLM"]
+    return Qwen2Config(architectures=names, max_position_embeddings=16_384, **sizes)
 
 
 def _random_weights(
@@ -194,28 +185,22 @@ def _random_weights(
 @contextmanager
 def random_engine(run: Run, shape: str, **changes: Any) -> Iterator[LLMEngine]:
     """An engine on random weights; of a checkpoint there is no more than its config."""
-    is_tiny = shape == "tiny"
     mirrors = changes.pop("mirrors", True)
     with TemporaryDirectory() as folder:
         config_of(shape).save_pretrained(folder)
-        settings: dict[str, Any] = {
-            "model": folder,
-            "device": str(run.device),
-            "dtype": str(run.dtype).removeprefix("torch."),
-            "num_blocks": 128 if is_tiny else 8192,
-            "max_num_seqs": 8 if is_tiny else 256,
-            "max_num_batched_tokens": 128 if is_tiny else 8192,
-            "max_model_len": 256 if is_tiny else 8448,
-            "generation_config": "ignore",
-        }
+        settings: dict[str, Any] = {"model": folder, "generation_config": "ignore"}
+        settings |= {"device": str(run.device), "dtype": str(run.dtype).removeprefix("torch.")}
+        names = ("num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+        sizes = (128, 8, 128, 256) if shape == "tiny" else (8192, 256, 8192, 8448)
+        settings |= dict(zip(names, sizes, strict=True))
         files = {"model.embed_tokens.weight": "model.safetensors"}
         with (
             patch("engine.models.model_loader.load_checked", _random_weights),
             patch.object(Checkpoint, "weight_files", files),
             patch.object(Checkpoint, "stored", None),
         ):
-            names = None if mirrors else ()
-            engine = LLMEngine(EngineConfig(**settings | changes), output_names=names)
+            outputs = None if mirrors else ()
+            engine = LLMEngine(EngineConfig(**settings | changes), output_names=outputs)
         yield engine
         engine.close()
         del engine
@@ -252,6 +237,14 @@ def decode_seconds(engine: LLMEngine, prompts: Sequence[TokensPrompt], steps: in
     for index in range(len(prompts)):
         engine.abort(str(index))
     return statistics.median(taken)
+
+
+def _generated(model: Any, ids: Tensor, num_tokens: int) -> Tensor:
+    """What transformers writes behind prompts of one length, greedily."""
+    mask, ends = torch.ones_like(ids), {"eos_token_id": None, "pad_token_id": 0}
+    options = {"do_sample": False, "max_new_tokens": num_tokens, **ends}
+    written: Tensor = model.generate(ids, attention_mask=mask, **options)
+    return written[:, ids.shape[1] :]
 
 
 class Throughput:
@@ -292,16 +285,9 @@ class Throughput:
     def _generate(self, model: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
         ids = torch.tensor(prompts, device=self.run.device)
         started = time.perf_counter()
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=num_tokens,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
+        _generated(model, ids, num_tokens)
         self.run.synchronize()
-        return time.perf_counter() - started
+        return _since(started)
 
     def decodes(self, engine: LLMEngine, side: str, seats: Sequence[int]) -> None:
         """Steps of decodes, beside what reading the weights and the pages takes at least."""
@@ -315,17 +301,11 @@ class Throughput:
                 prompts = random_prompts(count, self.prompt_len, self.shape, 1)
                 taken = decode_seconds(engine, prompts, self.steps)
                 least = (weights + count * self.prompt_len * page) / self.bytes_rate
-                self.run.row(
-                    f"decodes, {self.shape}",
-                    side=side,
-                    requests=count,
-                    ms=1e3 * taken,
-                    tokens_per_s=count / taken,
-                    least_ms=1e3 * least,
-                    of_ceiling=least / taken,
-                    generate_ms=self.generate_ms.get(count, ""),
-                    times_generate=self.generate_ms.get(count, 0.0) / 1e3 / taken,
-                )
+                ms, other = 1e3 * taken, self.generate_ms.get(count, 0.0)
+                cells = {"ms": ms, "tokens_per_s": count / taken, "least_ms": 1e3 * least}
+                cells |= {"of_ceiling": least / taken}
+                cells |= {"generate_ms": other, "times_generate": other / ms}
+                self.run.row(f"decodes, {self.shape}", side=side, requests=count, **cells)
 
     def prefills(self, engine: LLMEngine, side: str, lengths: Sequence[int]) -> None:
         """Prompts to their first token, new ones and such of which the first half is cached."""
@@ -337,27 +317,19 @@ class Throughput:
                 new, half = self._prefill_seconds(engine, length)
                 # Products of every token, and the scores and sums of causal attention.
                 work = layers * (2 * length * per_layer + 2 * length * length * hidden)
-                self.run.row(
-                    f"prefills, {self.shape}",
-                    side=side,
-                    prompt=length,
-                    ms=1e3 * new,
-                    tokens_per_s=length / new,
-                    of_ceiling=work / new / self.product_rate,
-                    half_cached_ms=1e3 * half,
-                    forward_ms=self.forward_ms.get(length, ""),
-                    times_forward=self.forward_ms.get(length, 0.0) / 1e3 / new,
-                )
+                ms, other = 1e3 * new, self.forward_ms.get(length, 0.0)
+                cells = {"ms": ms, "tokens_per_s": length / new, "half_cached_ms": 1e3 * half}
+                cells |= {"of_ceiling": work / new / self.product_rate}
+                cells |= {"forward_ms": other, "times_forward": other / ms}
+                self.run.row(f"prefills, {self.shape}", side=side, prompt=length, **cells)
 
     def _prefill_seconds(self, engine: LLMEngine, length: int) -> tuple[float, float]:
         """Of a new prompt, and of one whose first half is cached."""
-        first: list[float] = []
-        second: list[float] = []
+        first, second = list[float](), list[float]()
         for seed in range(4):
             prompt, other = random_prompts(2, length, self.shape, 100 + seed)
-            half = TokensPrompt(
-                prompt.prompt_token_ids[: length // 2] + other.prompt_token_ids[length // 2 :]
-            )
+            ids = prompt.prompt_token_ids[: length // 2] + other.prompt_token_ids[length // 2 :]
+            half = TokensPrompt(ids)
             for given, taken in ((prompt, first), (half, second)):
                 started = time.perf_counter()
                 (output,) = engine.generate([given], greedy(1))
@@ -477,12 +449,8 @@ def parity(run: Run) -> None:
 @torch.inference_mode()
 def _compare_with_transformers(run: Run, name: str, dtype: torch.dtype) -> None:
     folder = resolve_model(f"seeded:{name}")
-    config = EngineConfig(
-        model=folder,
-        device=str(run.device),
-        dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
-        num_blocks=64,
-    )
+    name_of: Any = str(dtype).removeprefix("torch.")
+    config = EngineConfig(model=folder, device=str(run.device), dtype=name_of, num_blocks=64)
     prompt = TokensPrompt(tuple(range(5, 69)))
     engine = LLMEngine(config)
     (answer,) = _answers(engine, [prompt], 16)
@@ -496,27 +464,12 @@ def _compare_with_transformers(run: Run, name: str, dtype: torch.dtype) -> None:
         ids = torch.tensor([prompt.prompt_token_ids + answer.token_ids[:-1]], device=model.device)
         rows.append(model(ids, output_hidden_states=True).hidden_states[-1][0])
     ids = torch.tensor([prompt.prompt_token_ids], device=run.device)
-    written = (
-        models[0]
-        .generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=16,
-            eos_token_id=None,
-            pad_token_id=0,
-        )[0, ids.shape[1] :]
-        .tolist()
-    )
+    written = _generated(models[0], ids, 16)[0].tolist()
     same = [a == b for a, b in zip(answer.token_ids, written, strict=True)]
-    run.row(
-        "parity",
-        model=name,
-        dtype=str(dtype),
-        ours=_distance(answer.tensors["hidden_states"], rows[1]),
-        transformers=_distance(rows[0], rows[1]),
-        equal_tokens=f"{(*same, False).index(False)} of 16",
-    )
+    ours, theirs = _distance(answer.tensors["hidden_states"], rows[1]), _distance(*rows)
+    equal = f"{(*same, False).index(False)} of 16"
+    cells = {"ours": ours, "transformers": theirs, "equal_tokens": equal}
+    run.row("parity", model=name, dtype=str(dtype), **cells)
 
 
 def families(run: Run) -> None:
@@ -527,13 +480,9 @@ def families(run: Run) -> None:
             continue  # a talker speaks of a thinker's rows: the part verify runs it
         with run.case("families", family=name):
             here, there = (_trial_rows(trial, place) for place in ("cpu", str(run.device)))
-            run.row(
-                "families",
-                family=name,
-                equal_tokens=here[0] == there[0],
-                apart=max((_distance(there[1][k], here[1][k]) for k in here[1]), default=0.0),
-                seconds=there[2],
-            )
+            apart = max((_distance(there[1][k], here[1][k]) for k in here[1]), default=0.0)
+            cells = {"equal_tokens": here[0] == there[0], "apart": apart, "seconds": there[2]}
+            run.row("families", family=name, **cells)
 
 
 def _trial_rows(trial: Trial, place: str) -> tuple[list[Any], dict[str, Tensor], float]:
@@ -609,15 +558,9 @@ def verify_pipelines(run: Run) -> None:
             started = time.perf_counter()
             with Omni(str(file)) as omni:
                 report = verify(omni, chats if "omni" in name else texts)
-            run.row(
-                "verify",
-                pipeline=name,
-                equal=report.equal,
-                hits=report.has_hits,
-                near_ties=len(report.near_ties),
-                failed=len(report.failures),
-                seconds=_since(started),
-            )
+            cells = {"equal": report.equal, "hits": report.has_hits, "seconds": _since(started)}
+            ties, failed = len(report.near_ties), len(report.failures)
+            run.row("verify", pipeline=name, **cells, near_ties=ties, failed=failed)
             for line in [] if report.equal and not report.failures else report.lines()[:20]:
                 run.row("what verify says", pipeline=name, line=line)
 
