@@ -2,7 +2,7 @@
 # make run      three spoken questions and their answers, what caches save, what to try next
 # make test     lint and types beside the tests; .ci/run calls this one
 # make docs     the documentation's site, in site/; make test builds it too, to check its links
-# make test-clients  third-party clients against omni serve, in an environment of their own
+# make test-clients  third-party clients against omni serve, in environments of their own
 # make interpret  kernels for GPUs, without one: every case run as Python, and compiled, for 20 minutes
 # make bench    the benchmarks of benchmarks/, printed
 # make gpu      what can only be learnt on a GPU, in nine minutes: outputs/gpu/report.md
@@ -89,13 +89,18 @@ test: $(STAMP)
 	$(MAKE) --no-print-directory pytest; tests=$$?; \
 	wait $$lint && exit $$tests
 
+# Two environments: frameworks for voice want other versions of what they share with the rest.
 $(CLIENTS)/.installed: clients/requirements.txt
-	@test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet --requirement $<
+$(CLIENTS)-voice/.installed: clients/voice/requirements.txt
+$(CLIENTS)/.installed $(CLIENTS)-voice/.installed:
+	@test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
+	@$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --requirement $<
 	@touch $@
 
-test-clients: $(STAMP) $(CLIENTS)/.installed
-	$(CLIENTS)/bin/python -m pytest -c clients/pytest.ini clients
+# With --table the results go into docs/serving.md.
+test-clients: $(STAMP) $(CLIENTS)/.installed $(CLIENTS)-voice/.installed
+	$(CLIENTS)/bin/python -m pytest -c clients/pytest.ini --table --ignore=clients/voice clients
+	$(CLIENTS)-voice/bin/python -m pytest -c clients/pytest.ini --table clients/voice
 
 interpret: $(STAMP)
 	$(BIN)/python -m pytest -q --numprocesses=$(WORKERS) tests/engine/attention/every_triton_case.py
@@ -123,4 +128,4 @@ train-spoken-sums: $(STAMP)
 	$(BIN)/python -m training.spoken_sums
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS)-voice site .mypy_cache .pytest_cache .ruff_cache .hypothesis

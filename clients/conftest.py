@@ -6,19 +6,61 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
+_HEAD = "| client | what works |\n|---|---|\n"
+_results: dict[str, dict[str, bool]] = {}  # by package, and by what was tried
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "client(package): the client that tests are of")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--table", action="store_true", help="write the results to docs/serving.md")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note what works with which client, in the words of the test's name."""
+    report = yield
+    client = item.get_closest_marker("client")
+    if client is not None and (report.when == "call" or report.failed):
+        tried = item.name.partition("[")[0].removeprefix("test_").replace("_", " ")
+        of = _results.setdefault(client.args[0], {})
+        of[tried] = of.get(tried, True) and report.passed
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the rows of the clients that were tried; others keep theirs."""
+    if not session.config.option.table:
+        return
+    page = ROOT / "docs/serving.md"
+    before, after = page.read_text("utf-8").split(_HEAD)
+    rows, rest = after.split("\n\n", 1)
+    kept = {row.split("`")[1]: row for row in rows.split("\n") if row}
+    for package, of in _results.items():
+        told = "; ".join(what if works else f"**fails**: {what}" for what, works in of.items())
+        kept[package] = f"| `{package}` {version(package)} | {told} |"
+    table = "\n".join(row for _, row in sorted(kept.items()))
+    page.write_text(f"{before}{_HEAD}{table}\n\n{rest}", "utf-8")
+
 
 @pytest.fixture(scope="session")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server of ``chat`` and ``spoken_sums``."""
+    """The address of a server of ``chat``, ``ears`` and ``spoken_sums``."""
     omni = os.environ.get("OMNI", str(ROOT / ".venv/bin/omni"))
-    command = [omni, "serve", str(ROOT / "clients/chat.yaml"), "spoken_sums", "--port", "0"]
+    files = [str(ROOT / f"clients/{name}.yaml") for name in ("chat", "ears")]
+    command = [omni, "serve", *files, "spoken_sums", "--transcriber", "ears", "--port", "0"]
     log = tmp_path_factory.mktemp("server") / "log"
     with log.open("w") as out:
         server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)

@@ -32,6 +32,7 @@ def add(exact: bool) -> str:
     return f"42, {exact}"
 
 
+@pytest.mark.client("langchain-openai")
 class TestLangChain:
     """Structured output in each of its ways, tools, and streams."""
 
@@ -60,6 +61,7 @@ class TestLangChain:
         assert chunks[0].tool_call_chunks[0]["name"] == "add"
 
 
+@pytest.mark.client("openai-agents")
 class TestAgents:
     """OpenAI's Agents SDK with its default model, which is of the Responses API."""
 
@@ -97,7 +99,8 @@ class TestAgents:
         assert num_events > 5 and isinstance(output, Day)
 
 
-def test_litellm() -> None:
+@pytest.mark.client("litellm")
+def test_a_form_and_a_stream() -> None:
     asked: Any = {"model": "openai/chat", "messages": [{"role": "user", "content": "Which day?"}]}
     answer = litellm.completion(response_format=Day, **asked)
     Day.model_validate_json(answer.choices[0].message.content)
@@ -105,7 +108,8 @@ def test_litellm() -> None:
     assert "".join(part.choices[0].delta.content or "" for part in parts)
 
 
-def test_instructor() -> None:
+@pytest.mark.client("instructor")
+def test_a_form_of_pydantic() -> None:
     client = instructor.from_openai(openai.OpenAI())
     asked: Any = [{"role": "user", "content": "Which day?"}]
     assert isinstance(
@@ -113,7 +117,8 @@ def test_instructor() -> None:
     )
 
 
-def test_llm(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.client("llm")
+def test_a_schema(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
     (tmp_path / "extra-openai-models.yaml").write_text(
         f"- model_id: omni\n  model_name: chat\n  api_base: {url}\n  api_key_name: openai\n"

@@ -9,9 +9,11 @@ import wave
 from typing import Any
 
 import openai
+import openapi_spec_validator
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+pytestmark = pytest.mark.client("openai")
 ADD: Any = {
     "type": "object",
     "properties": {"exact": {"type": "boolean"}},
@@ -56,6 +58,34 @@ def test_what_is_said_is_heard(client: openai.OpenAI) -> None:
     assert isinstance(heard, str) and heard.strip()
 
 
+def test_a_spoken_answer_is_named_by_its_id(client: openai.OpenAI) -> None:
+    asked: Any = {"role": "user", "content": "twelve plus thirty"}
+    spoken: Any = {"modalities": ["text", "audio"], "audio": {"voice": "alloy", "format": "opus"}}
+    first = client.chat.completions.create(model="spoken_sums", messages=[asked], **spoken)
+    audio = first.choices[0].message.audio
+    assert audio and base64.b64decode(audio.data).startswith(b"OggS")
+    said: Any = {"role": "assistant", "audio": {"id": audio.id}}
+    again = client.chat.completions.create(model="spoken_sums", messages=[asked, said, asked])
+    assert again.choices[0].message.content
+
+
+def test_speech_is_fast_and_slow_in_every_format(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "spoken_sums", "voice": "alloy", "input": "8 * 4"}
+    formats: Any = ("mp3", "opus", "aac", "flac", "wav", "pcm")
+    for form in formats:
+        slow, fast = (
+            client.audio.speech.create(**asked, response_format=form, speed=speed).content
+            for speed in (0.5, 2.0)
+        )
+        assert len(slow) > 1.5 * len(fast) > 0
+
+
+def test_the_description_of_its_addresses_is_valid(client: openai.OpenAI) -> None:
+    described = client.get("../openapi.json", cast_to=dict[str, Any])
+    openapi_spec_validator.validate(described)
+    assert "/v1/chat/completions" in described["paths"]
+
+
 def test_a_stream_adds_up(client: openai.OpenAI) -> None:
     asked: Any = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}]}
     whole = client.chat.completions.create(**asked)
@@ -85,7 +115,7 @@ def test_a_form_is_parsed_in_chats_and_responses(client: openai.OpenAI) -> None:
 
 
 def test_models_are_listed(client: openai.OpenAI) -> None:
-    assert {model.id for model in client.models.list()} == {"chat", "spoken_sums"}
+    assert {model.id for model in client.models.list()} == {"chat", "ears", "spoken_sums"}
 
 
 def test_a_session_hears_when_speech_has_ended_and_answers(client: openai.OpenAI) -> None:

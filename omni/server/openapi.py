@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -13,10 +14,7 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 FORM, _JSON = "multipart/form-data", "application/json"
 _SCHEMAS = "#/components/schemas/"
 _MODE: JsonSchemaMode = "validation"
-_ERROR = {
-    "description": "an error in OpenAI's format; `param` names the wrong field",
-    "content": {_JSON: {"schema": {"type": "object", "required": ["error"]}}},
-}
+_ERROR = {"description": "an error in OpenAI's format, whose `param` names the wrong field"}
 
 
 class BodyRoute(Route):
@@ -40,11 +38,9 @@ def describe_routes(routes: Sequence[BaseRoute]) -> dict[str, Any]:
         methods = sorted(getattr(route, "methods", {"GET"}) - {"HEAD"})
         described = (route.body if isinstance(route, BodyRoute) else route.endpoint).__doc__ or ""
         operation: dict[str, Any] = {
-            "summary": described.partition("\n")[0],
+            "summary": _plain(described.partition("\n")[0]),
             "responses": {"200": {"description": "the answer"}, "default": _ERROR},
         }
-        if isinstance(route, WebSocketRoute):
-            operation["responses"]["101"] = {"description": "the WebSocket is open"}
         if names := list(route.param_convertors):
             place = {"in": "path", "required": True, "schema": {"type": "string"}}
             operation["parameters"] = [{"name": name, **place} for name in names]
@@ -57,12 +53,18 @@ def describe_routes(routes: Sequence[BaseRoute]) -> dict[str, Any]:
             operation["requestBody"] = {"required": True, "content": content}
         for method in methods:
             paths.setdefault(route.path, {})[method.lower()] = operation
+    for schema in defined["$defs"].values():
+        schema["description"] = _plain(schema.get("description", ""))
     return {
         "openapi": "3.1.0",
         "info": {"title": "omni serve", "version": version("omni-pipeline")},
         "paths": paths,
         "components": {"schemas": defined["$defs"]},
     }
+
+
+def _plain(docstring: str) -> str:
+    return re.sub(r"(:\w+:)?`+~?([^`]*)`+", r"`\2`", docstring)
 
 
 def type_of(schema: Any) -> str:

@@ -66,7 +66,7 @@ _OLDER_API = "realtime=v1"
 
 
 async def talk(websocket: WebSocket) -> None:
-    """Handle a connection: one session, or an error event that says why there is none."""
+    """A realtime session over a WebSocket, or an error event that says why there is none."""
     offered = websocket.scope.get("subprotocols", ())
     await websocket.accept(subprotocol="realtime" if "realtime" in offered else None)
     server: PipelineServer = websocket.state.server

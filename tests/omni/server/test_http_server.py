@@ -139,6 +139,7 @@ def test_only_who_has_a_key_comes_in(keyed: LiveServer, authorization: str | Non
     assert found == status
     assert status == 200 or body["error"]["code"] == "invalid_api_key"
     assert get(f"{keyed.url}/health")[0] == 200, "no key is needed to ask how it is"
+    assert get(f"{keyed.url}/openapi.json")[0] == 200, "nor what can be asked"
 
 
 @pytest.mark.parametrize(
