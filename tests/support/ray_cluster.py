@@ -36,7 +36,9 @@ class SessionCluster:
                 note.write_text(json.dumps(_begin()))
         self.address: str
         self.environment: Mapping[str, str]
-        self.address, self.environment = json.loads(note.read_text())
+        self.program: str
+        """What a cluster takes for Python whose actors are to come from this one's nursery."""
+        self.address, self.environment, self.program = json.loads(note.read_text())
         with _set(self.environment):
             # Ray reads them when it is imported, as in any process that is started with them.
             raylet: Any = ray._raylet
@@ -76,7 +78,7 @@ class SessionCluster:
         self._membership.leave()
 
 
-def _begin() -> tuple[str, dict[str, str]]:
+def _begin() -> tuple[str, dict[str, str], str]:
     folder = tempfile.mkdtemp(prefix="omni-ray-", dir="/tmp")  # pytest's are too long for sockets
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     run = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
@@ -90,7 +92,7 @@ def _begin() -> tuple[str, dict[str, str]]:
     # An actor that does not begin within Ray's minute is given up.
     wait_for(lambda: (noted.exists() and nursery.exists()) or keeper.poll() is not None)
     keeper.returncode = keeper.returncode or 0  # it outlives this process, and that is no mistake
-    return noted.read_text(), environment
+    return noted.read_text(), environment, str(Path(folder, ray_head.PROGRAM))
 
 
 @contextmanager

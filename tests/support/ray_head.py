@@ -22,10 +22,13 @@ from typing import BinaryIO
 
 from tests.support import ray_nursery_client
 
-__all__ = ["NURSERY", "QUIET", "main", "start_nursery", "write_program"]
+__all__ = ["NURSERY", "PROGRAM", "QUIET", "main"]
 
 NURSERY = "nursery"
 """The socket by which actors are to be had, as soon as it is there."""
+
+PROGRAM = "python"
+"""The program by which they are had, which a cluster is to take for Python."""
 
 _NODES = "tests.support.ray_nodes"
 QUIET = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_metrics_collection": "0"}
@@ -43,9 +46,9 @@ def main(pid: int, folder: str) -> None:
     nursery = head = None
     try:
         with Path(folder, "head.log").open("wb") as log:
-            nursery = start_nursery(folder, log)
+            nursery = _start_nursery(folder, log)
             head = subprocess.Popen(
-                [sys.executable, "-m", _NODES, str(write_program(folder)), folder],
+                [sys.executable, "-m", _NODES, str(_write_program(folder)), folder],
                 env=os.environ | QUIET,
                 stdout=log,
                 stderr=log,
@@ -58,7 +61,7 @@ def main(pid: int, folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def start_nursery(folder: str, log: BinaryIO) -> subprocess.Popen[bytes]:
+def _start_nursery(folder: str, log: BinaryIO) -> subprocess.Popen[bytes]:
     """Start what actors are forked from; it ends with this process."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.ray_nursery", str(Path(folder, NURSERY))],
@@ -69,9 +72,9 @@ def start_nursery(folder: str, log: BinaryIO) -> subprocess.Popen[bytes]:
     )
 
 
-def write_program(folder: str) -> Path:
+def _write_program(folder: str) -> Path:
     """Write the program that the cluster is to take for Python."""
-    program = Path(folder, "python")
+    program = Path(folder, PROGRAM)
     client = ray_nursery_client.__file__
     words = (sys.executable, "-I", "-S", client, str(Path(folder, NURSERY)))
     program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')

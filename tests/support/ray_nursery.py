@@ -125,6 +125,7 @@ class _Nursery:
 def _become(asked: Any, fds: list[int]) -> None:
     """Run a client's program in its surroundings, for as long as there is a nursery at most."""
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
+    os.setpgid(0, 0)  # Ray ends a worker's whole group, which may not be the nursery's
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
     os.closerange(NUM_FDS, os.sysconf("SC_OPEN_MAX"))

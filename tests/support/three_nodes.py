@@ -1,6 +1,9 @@
 """A pipeline over three nodes of a Ray cluster, all on this machine; a program of its own.
 
-    python -m tests.support.three_nodes TRACE
+    python -m tests.support.three_nodes TRACE PROGRAM
+
+Actors are forked from the nursery whose client ``PROGRAM`` is, see :mod:`~tests.support.ray_head`:
+how they begin from nothing is tried in the clusters of ``omni run``.
 
 A process is in one cluster at a time, and the one that tests are run in may be in another. ::
 
@@ -23,8 +26,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
@@ -134,8 +135,9 @@ def _spoken(omni: Omni, stopped: Mapping[str, str] = MappingProxyType({})) -> di
         assert last.pop(prompt).error == "aborted"
     for prompt, output in last.items():
         audio = output.stages["code2wav"].audio
-        assert len(heard[prompt]) > 1, "it came in one piece"
         assert audio is not None and torch.equal(torch.cat(heard[prompt]), audio.samples)
+    # Of those who are held up, some may hear all of it at once.
+    assert any(len(heard[prompt]) > 1 for prompt in last), "all of it came in one piece"
     return last
 
 
@@ -191,9 +193,13 @@ _STORE_BYTES = 100 * 2**20
 _ROWS = {"stages.writer.final_output": ["text", "tensors"]}
 
 
-def main(trace: str) -> None:
+def main(trace: str, program: str) -> None:
     """Compare what is said with what is said inline, also when nodes are lost meanwhile."""
-    with _forked_actors(), _cluster() as (cluster, nodes, add_node):
+    os.environ.update(ray_head.QUIET)
+    with (
+        patch.object(sys, "executable", program),
+        _cluster() as (cluster, nodes, add_node),
+    ):
         address: str = cluster.address
         speak_across(address, (cluster.head_node.node_id, *nodes))
         places: dict[str, Any] = {
@@ -229,26 +235,6 @@ def main(trace: str) -> None:
     # Some of it is too large for a message.
     largest = found[0].stages["writer"].tensors["hidden_states"]
     assert largest.nbytes > INLINE_BYTES, largest.nbytes
-
-
-@contextmanager
-def _forked_actors() -> Iterator[None]:
-    """Have actors forked from a process that has imported what they need, not begin from nothing.
-
-    How they do that is tried in the clusters of ``omni run``.
-    """
-    os.environ.update(ray_head.QUIET)
-    with (
-        TemporaryDirectory(prefix="omni-nursery-", dir="/tmp") as folder,
-        Path(folder, "log").open("wb") as log,
-        ray_head.start_nursery(folder, log) as nursery,
-        patch.object(sys, "executable", str(ray_head.write_program(folder))),
-    ):
-        wait_for(Path(folder, ray_head.NURSERY).exists)
-        try:
-            yield
-        finally:
-            nursery.kill()
 
 
 @contextmanager
@@ -323,4 +309,4 @@ def _lose_node(omni: Omni, nodes: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

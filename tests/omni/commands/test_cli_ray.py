@@ -138,12 +138,12 @@ def test_an_address_of_something_else_that_speaks_grpc_is_one_error(
 
 
 def test_tensors_cross_three_nodes_and_a_lost_one_is_missed_as_long_as_another_has_its_place(
-    tmp_path: Path, short_folder: Path
+    tmp_path: Path, ray_cluster: SessionCluster, short_folder: Path
 ) -> None:
     """And speech streams across them, as inline, while its stages preempt, evict and abort."""
     trace = tmp_path / "trace.json"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.three_nodes", str(trace)],
+        [sys.executable, "-m", "tests.support.three_nodes", str(trace), ray_cluster.program],
         cwd=ROOT,
         capture_output=True,
         text=True,
