@@ -12,7 +12,7 @@ from pydantic import Field
 from engine import ChatPrompt, Waveform
 from omni.server.openai.answers import TokenCount, as_event, usage_so_far
 from omni.server.openai.chat_request import StageFields, Voice, merge_sampling
-from omni.server.openai.spoken_file import AUDIO_TYPES, AudioFileFormat, SpokenFile
+from omni.server.openai.spoken_file import AUDIO_FILES, AudioFileFormat, SpokenFile
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import EVENTS, PipelineResponse
@@ -73,7 +73,7 @@ class Speech(PipelineResponse):
 
     def __init__(self, server: PipelineServer, client: Client, body: SpeechRequest) -> None:
         self._has_events = body.stream_format == "sse"
-        media_type = EVENTS if self._has_events else AUDIO_TYPES[body.response_format]
+        media_type = EVENTS if self._has_events else AUDIO_FILES[body.response_format][0]
         super().__init__(server, client, body.model, is_streamed=True, media_type=media_type)
         self._stage = speaking_stage(self.stages, "model")
         check_voice(self.stages, body.voice, "voice")

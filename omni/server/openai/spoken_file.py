@@ -18,30 +18,21 @@ if TYPE_CHECKING:
 
 AudioFileFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm"]
 
-AUDIO_TYPES: dict[AudioFileFormat, str] = {
-    "wav": "audio/wav",
-    "mp3": "audio/mpeg",
-    "flac": "audio/flac",
-    "opus": "audio/ogg",
-    "aac": "audio/aac",
-    "pcm": "audio/pcm",
-}
-
 _PCM_RATE = 24_000
 """Clients take ``pcm`` for that many samples a second: nothing in it says how many there are."""
 
 _LOUDEST = np.float32(2**15 - 1)
 
-# FFmpeg's names of a container and a codec, and options of the container.
-_FFMPEG = {
+AUDIO_FILES: dict[AudioFileFormat, tuple[str, str, str, dict[str, str]]] = {
+    "pcm": ("audio/pcm", "s16le", "pcm_s16le", {}),
+    "wav": ("audio/wav", "wav", "pcm_s16le", {"fflags": "+bitexact"}),
     # Frames alone: whatever stands before them tells the length, which is not known yet.
-    "pcm": ("s16le", "pcm_s16le", {}),
-    "wav": ("wav", "pcm_s16le", {"fflags": "+bitexact"}),
-    "mp3": ("mp3", "libmp3lame", {"write_xing": "0", "id3v2_version": "0"}),
-    "opus": ("ogg", "libopus", {"page_duration": "100000"}),  # microseconds, and else a second
-    "aac": ("adts", "aac", {}),
-    "flac": ("flac", "flac", {}),
+    "mp3": ("audio/mpeg", "mp3", "libmp3lame", {"write_xing": "0", "id3v2_version": "0"}),
+    "opus": ("audio/ogg", "ogg", "libopus", {"page_duration": "100000"}),  # µs, and else a second
+    "aac": ("audio/aac", "adts", "aac", {}),
+    "flac": ("audio/flac", "flac", "flac", {}),
 }
+"""The media type of each, and FFmpeg's names of the container and the codec, and its options."""
 
 
 class SpokenPieces:
@@ -154,7 +145,7 @@ class SpokenFile:
     def _open(self, rate: int) -> None:
         import av
 
-        container, codec, options = _FFMPEG[self._form]
+        _, container, codec, options = AUDIO_FILES[self._form]
         rates = av.codec.Codec(codec, "w").audio_rates or [rate]
         at_rate = min((each for each in rates if each >= rate), default=max(rates))
         self._container = av.open(self._out, "w", format=container, options=options)

@@ -269,9 +269,7 @@ class PipelineServer:
             max(1, limits.max_waiting_requests),  # one waits even where none waits for its turn
         )
         self.responses = ResponseStore()
-        self.spoken = ResponseStore(
-            kind="audio", instead="give its transcript as the content of the message"
-        )
+        self.spoken = ResponseStore(kind="audio")
         self.num_sessions = 0
         self.is_stopping = False
         self.failure: Exception | None = None

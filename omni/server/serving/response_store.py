@@ -24,17 +24,12 @@ class ResponseStore:
     The one that was not used for the longest goes first. A client finds those that were made with
     its own API key, and none after its time ``expires_at``.
 
-    ``kind`` is what errors call an entry, and ``instead`` what they advise where there is none.
+    ``kind`` is what errors call an entry.
     """
 
-    def __init__(
-        self,
-        most_bytes: int = _MOST_BYTES,
-        kind: str = "response",
-        instead: str = "keep the items yourself, and send them as input",
-    ) -> None:
+    def __init__(self, most_bytes: int = _MOST_BYTES, kind: str = "response") -> None:
         self._most_bytes = most_bytes
-        self._kind, self._instead = kind, instead
+        self._kind = kind
         self._num_bytes = 0
         self._kept: OrderedDict[tuple[str | None, str], tuple[bytes, bytes]] = OrderedDict()
 
@@ -61,7 +56,7 @@ class ResponseStore:
             status = HTTPStatus.NOT_FOUND if param is None else HTTPStatus.BAD_REQUEST
             raise ApiError(
                 status,
-                f"no {self._kind} {response_id!r:.80} is kept; {self._instead}",
+                f"no {self._kind} {response_id!r:.80} is kept; send what was said in it yourself",
                 param=param,
                 code=f"previous_{self._kind}_not_found" if param is not None else None,
             )
