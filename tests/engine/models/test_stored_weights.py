@@ -290,6 +290,7 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # Of its 48 layers the first four, which the others repeat.
     "Qwen/Qwen3-VL-30B-A3B-Instruct": (
         "qwen3_vl_moe",
         {

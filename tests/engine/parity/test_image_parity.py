@@ -40,7 +40,6 @@ BUILDERS: dict[str, Callable[[Path], Path]] = {
     "llava with one key head": partial(build_llava, num_key_value_heads=1),
     "qwen2_5_vl tied": partial(build_qwen2_5_vl, tied=True),
     "qwen2_5_vl with one key head": partial(build_qwen2_5_vl, num_key_value_heads=1),
-    "qwen3_vl": build_qwen3_vl,
     "qwen3_vl of experts": partial(build_qwen3_vl, experts=True),
 }
 
