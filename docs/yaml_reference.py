@@ -77,6 +77,7 @@ _PARTS = (
         ("EngineSettings", "OffloadSettings", "DiskSettings", "GeneratorSettings"),
     ),
     ("How tokens are chosen", ("SamplingParams", "StructuredOutput")),
+    ("How recordings are transcribed", ("TranscriptionOptions",)),
     ("How sound is made", ("GenerationParams", "StreamWindow")),
     ("What one request may take", ("RequestLimits", "MediaLimits")),
 )

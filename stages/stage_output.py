@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
-from engine import FinishReason, RequestMetrics, TokenLogprobs, Waveform, WindowStart
+from engine import FinishReason, RequestMetrics, TokenLogprobs, TranscriptionWindow, Waveform
 from engine.interface.hints import Tensors
 from engine.interface.outputs import CompletionDelta, OutputDelta, failure_of
 
@@ -82,7 +82,7 @@ class StageOutput:
     audio: Waveform | None = None
     audio_delta: Waveform | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    windows: tuple[WindowStart, ...] = ()
+    windows: tuple[TranscriptionWindow, ...] = ()
 
     @property
     def failure(self) -> str | None:

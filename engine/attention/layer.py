@@ -122,6 +122,8 @@ class Attention:
 
     Attributes:
         scoring: how products become scores, but for a bias, which comes with a call.
+        aligned_heads: of cross-attention, those that tell which row a token is about.
+        queries: of these, ``(num_tokens, heads, head_dim)`` in the last step.
     """
 
     def __init__(
@@ -130,6 +132,8 @@ class Attention:
         self.layer_name = layer_name
         self.spec = spec
         self.scoring = Scoring(scale, softcap)
+        self.aligned_heads: list[int] = []
+        self.queries: Tensor | None = None
         self._kv_cache: LayerKVCache | None = None
         self._group_id = 0
 
@@ -137,6 +141,21 @@ class Attention:
         """Attach the layer to its part of the memory; may be called again to rebind."""
         self._kv_cache = kv_cache
         self._group_id = group_id
+
+    def shares(self, queries: Tensor, block_ids: Sequence[int], num_rows: int) -> Tensor:
+        """How much the aligned heads look at each of the ``num_rows`` rows in some blocks.
+
+        Returns:
+            ``(heads, n, num_rows)`` float32 on the CPU, of queries ``(n, heads, head_dim)`` there.
+        """
+        cache = self._kv_cache
+        if cache is None:
+            raise RuntimeError(f"{self.layer_name} has no KV cache yet; call bind first")
+        places = torch.tensor(block_ids) * cache.chunks_per_page + 2 * cache.layer_index
+        keys = cache.chunks[places.to(cache.chunks.device)].flatten(0, 1)
+        keys = keys[:num_rows, self.aligned_heads].float().cpu()
+        scores = torch.einsum("nhd,mhd->hnm", queries.float(), keys)
+        return (scores * self.scoring.scale).softmax(dim=-1)
 
     def __call__(
         self,
@@ -152,6 +171,8 @@ class Attention:
         backend, metadata = step.backends[self._group_id], step.metadata[self._group_id]
         if backend is None or not isinstance(metadata, AttentionMetadata):
             raise RuntimeError(f"group {self._group_id} of {self.layer_name} is not attention")
+        if self.aligned_heads:
+            self.queries = query[:, self.aligned_heads]
         scoring = self.scoring
         if bias is not None:
             fits = bias.ndim == 2 and bias.shape[0] == query.shape[1] and bias.shape[1] > 0

@@ -40,7 +40,7 @@ from engine.interface.outputs import TokenLogprobs
 from engine.models.base import CausalModel
 from engine.requests.request import Request
 from engine.resources.device import are_finite, on_device, total, upload
-from engine.sampling.sampler import Sampler, draw_code
+from engine.sampling.sampler import Judgement, Sampler, draw_code
 from engine.scheduling.request_queues import EncoderCacheManager
 from engine.scheduling.scheduler import ScheduledRequest, SchedulerOutput
 from prefix_cache import (
@@ -230,6 +230,7 @@ class SampledToken:
         token_id: the chosen token; None if the request failed.
         error: why it failed: no token could be chosen, or its rows are not finite.
         codes: of models of several codebooks, what was drawn behind the token in the same step.
+        judgement: how likely it is, of a request that asks.
     """
 
     request: Request
@@ -237,6 +238,7 @@ class SampledToken:
     logprobs: TokenLogprobs | None
     error: str | None
     codes: tuple[int, ...] = ()
+    judgement: Judgement | None = None
 
 
 class ModelRunner:
@@ -285,6 +287,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         if record is not None:
             self._graphs = DecodeGraphs(self._decode, input_batch, device, record)
+        self._aligned = [layer for layer in model.attention_layers if layer.aligned_heads]
         self._bind_layers()
 
     def _bind_layers(self) -> None:
@@ -327,6 +330,7 @@ class ModelRunner:
         samples = [place for place, item in enumerate(output.scheduled) if item.samples]
         extra = {_SAMPLED: step.query_start_loc[1:][samples] - 1} | page_indices(filled)
         inputs, tensors = self._run(step, output.scheduled, encoded, extra)
+        self._keep_queries(step, output.scheduled)
         mirrored = self._mirrored(tensors)
         rows = mirrored | {"hidden_states": tensors["hidden_states"]}
         # Whether all that the step made is finite is asked now, and the answer read at the end.
@@ -346,6 +350,33 @@ class ModelRunner:
             *(each for each in sampled if each.request not in failed),
             *(SampledToken(request, None, None, error) for request, error in failed.items()),
         ]
+
+    def _keep_queries(self, step: StepInputs, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Of requests whose text is aligned when it is whole."""
+        for place, item in enumerate(scheduled):
+            if item.request.is_aligned:
+                start, stop = step.query_start_loc[place : place + 2].tolist()
+                queries = [layer.queries for layer in self._aligned if layer.queries is not None]
+                rows = torch.cat([each[start:stop] for each in queries], dim=1).cpu()
+                item.request.queries |= dict(enumerate(rows, item.request.num_computed_tokens))
+
+    @torch.inference_mode()
+    def alignment(self, request: Request) -> Tensor | None:
+        """Which of the encoder's rows the generated tokens of a running request are about.
+
+        Returns:
+            ``(heads, generated tokens but the last, encoder rows)``; None if nothing was kept.
+        """
+        encoder, first = request.encoder_blocks, request.num_prompt_tokens
+        queries = [request.queries[place] for place in sorted(request.queries) if place >= first]
+        if not queries or encoder is None:
+            return None
+        group_id = self._kv.coordinator.encoder_managers[0].group_id
+        block_ids = self._kv.block_ids(request.request_id, group_id)
+        sizes = [len(layer.aligned_heads) for layer in self._aligned]
+        parts = torch.stack(queries).split(sizes, dim=1)
+        found = zip(self._aligned, parts, strict=True)
+        return torch.cat([x.shares(part, block_ids, encoder.num_tokens) for x, part in found])
 
     def _swap_pages(self, output: SchedulerOutput, swap_memory: PagedMemory) -> None:
         """In the order in which it was decided; see :class:`SchedulerOutput`."""
@@ -490,7 +521,8 @@ class ModelRunner:
         Args:
             size: the smallest of a graph.
         """
-        graphs = self._graphs
+        # What is kept beside the outputs is no part of a graph.
+        graphs = None if any(item.request.is_aligned for item in scheduled) else self._graphs
         padded = None if graphs is None else graphs.pad(step, size)
         if graphs is None or padded is None:
             inputs = self._inputs.build(step, scheduled, encoded, extra)
@@ -536,7 +568,7 @@ class ModelRunner:
         states = [request.next_sampling for request in sampling]
         chosen = self._sampler.sample(self._model.compute_logits(ends), states)
         further = self._draw_codes(ends, chosen.token_ids, sampling)
-        columns = (chosen.token_ids, chosen.logprobs, chosen.errors, further)
+        columns = (chosen.token_ids, chosen.logprobs, chosen.errors, further, chosen.judgements)
         return list(starmap(SampledToken, zip(sampling, *columns, strict=True)))
 
     def _draw_codes(

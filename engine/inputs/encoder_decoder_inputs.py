@@ -43,16 +43,17 @@ from engine.interface.prompts import (
     TextChunk,
     TextPrompt,
     TokensPrompt,
+    TranscriptionOptions,
 )
 from engine.media.image_file import image_features
 from engine.media.sound_file import SampleReader, SpectrogramExtractor
 from engine.requests.encoder_input import (
-    Continuation,
     EncoderInput,
     EncoderView,
     PromptChoice,
     encoder_spans,
 )
+from engine.requests.request import Continuation
 from engine.sampling.sampler import LogitsProcessor
 from prefix_cache import BlockHash, ContentSpan, content_hash, whole_input_hash
 
@@ -64,12 +65,14 @@ class InputWindows:
     Attributes:
         features: ``(rows, frames)``.
         make: from ``(rows, window)`` to an input.
+        end: frames of the input; what follows fills it up to a window.
         spans: the frames, from one to another, in which there is something to hear; None: all.
     """
 
     features: Tensor
     window: int
     make: Callable[[Tensor], EncoderInput]
+    end: int
     spans: Sequence[tuple[int, int]] | None = None
 
     @property
@@ -238,7 +241,9 @@ class AudioEncoderInputs(EncoderInputMaker):
         if not isinstance(prompt, AudioPrompt):
             raise self._refuse(prompt)
         samples = self._reader.read(prompt.audio, prompt.sampling_rate)
-        spans = None
+        options, spans = prompt.transcription, None
+        # A text of one window is given out as it is written, unless more is asked.
+        asks = options is not None and any(x is not False for x in options.given.values())
         if self._vad if prompt.vad is None else prompt.vad:
             from engine.media.voice_detector import spoken_spans  # its package is seldom there
 
@@ -247,19 +252,22 @@ class AudioEncoderInputs(EncoderInputMaker):
             for begin, end in spans:
                 heard[begin:end] = samples[begin:end]
             samples = heard
-        if len(samples) <= self._window and (spans is None or spans):
+        hop, fits = int(self._extractor.hop_length), len(samples) <= self._window
+        if fits and not asks and (spans is None or spans):
             return self._of_features({"input_features": self._extract(samples)}, cache_salt)
-        hop = int(self._extractor.hop_length)
-        whole = self._extract(samples, truncation=False, padding="longest")
+        padding = {} if fits and asks else {"truncation": False, "padding": "longest"}
+        whole = self._extract(samples, **padding)
         window = self._window // hop
         windows = InputWindows(
             whole,
             window,
             lambda part: self._of_features({"input_features": part}, cache_salt),
+            min(-(-len(samples) // hop), whole.shape[-1]),
             spans and [(begin // hop, -(-end // hop)) for begin, end in spans],
         )
         # A few samples more than a window are no frame more.
-        return windows if windows.num_frames > window or windows.is_silent else windows.at(0)
+        is_whole = windows.num_frames <= window and not windows.is_silent and not asks
+        return windows.at(0) if is_whole else windows
 
     def _extract(self, samples: NDArray[np.float32], **options: Any) -> Tensor:
         with turn_of(self._extractor):
@@ -367,6 +375,7 @@ class DecoderPromptRule:
 
     Args:
         generation_config: names tokens that the config may lack.
+        options: the engine's own, of speech models.
 
     Attributes:
         start_token_id: ``<DEC>``.
@@ -381,11 +390,13 @@ class DecoderPromptRule:
         generation_config: GenerationConfig,
         tokenizer: PreTrainedTokenizerBase | None,
         limits: InputLimits,
+        options: TranscriptionOptions | None = None,
     ) -> None:
         self._config = config
         self._generation_config = generation_config
         self._tokenizer = tokenizer
         self._limits = limits
+        self._options = options or TranscriptionOptions()
         self.start_token_id = self._first_named(*self._names_of_start)
 
     _names_of_start: tuple[str, ...] = ("decoder_start_token_id", "bos_token_id")
@@ -414,6 +425,12 @@ class DecoderPromptRule:
     def logits_processor(self, encoder: EncoderPrompt | None) -> LogitsProcessor | None:
         """What the kind of model asks of the output of a request, or None."""
         return None
+
+    def resolved(
+        self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
+    ) -> EncoderPrompt | None:
+        """The encoder's prompt, with all that it leaves to the engine and the checkpoint."""
+        return encoder
 
     def end_at_once(self) -> LogitsProcessor:
         """What makes an output empty."""
@@ -503,7 +520,9 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
         self._encoder: EncoderSide = encoder
         self._encoder_inputs = encoder_inputs(sources)
         self.modalities = (*(["text"] * text_is_for_decoder), self._encoder_inputs.modality)
-        self._decoder_rule = decoder_rule(config, generation, sources.tokenizer, sources.limits)
+        self._decoder_rule = decoder_rule(
+            config, generation, sources.tokenizer, sources.limits, sources.transcription
+        )
         self.suppress_token_ids = tuple(generation.suppress_tokens or ())
         self.begin_suppress_token_ids = tuple(generation.begin_suppress_tokens or ())
         self._text_is_for_decoder = text_is_for_decoder
@@ -514,6 +533,8 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
             prompt = self._encoder_inputs.of_chat(prompt)
         refuse_items(prompt)
         encoder, decoder = self._split(prompt)
+        rule = self._decoder_rule
+        encoder = rule.resolved(encoder, decoder)
         entry: EncoderInput | None = None
         continuation: Continuation | None = None
         is_silent = False
@@ -524,10 +545,12 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
             elif made.is_silent:
                 entry, is_silent = made.at(0), True
             else:
-                encoder, continuation = self._decoder_rule.across(made, encoder, decoder)
+                encoder, continuation = rule.across(made, encoder, decoder)
                 entry = made.at(made.next_begin(0))
-        rule = self._decoder_rule
         token_ids = rule.prompt_ids(encoder, decoder)
+        choice = rule.prompt_choice(encoder, decoder)
+        if continuation is not None:
+            token_ids, choice = continuation.opening(token_ids, choice)
         return PromptContent(
             token_ids,
             () if entry is None else encoder_spans(entry),
@@ -535,7 +558,7 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
             encoder_view=self._encoder.encoder_view(entry, token_ids),
             logits_processor=rule.end_at_once() if is_silent else rule.logits_processor(encoder),
             continuation=continuation,
-            prompt_choice=rule.prompt_choice(encoder, decoder),
+            prompt_choice=choice,
         )
 
     def _split(self, prompt: Prompt) -> tuple[EncoderPrompt | None, DecoderPrompt | None]:

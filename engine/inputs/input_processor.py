@@ -14,8 +14,8 @@ from engine.inputs.prompt_tokens import FitCheck, truncated
 from engine.interface.engine import NewRequest
 from engine.interface.placed_error import PlacedError
 from engine.interface.sampling_params import RequestSeeds, SamplingParams, checkpoint_defaults
-from engine.requests.encoder_input import EncoderInput, Sequel, encoder_spans
-from engine.requests.request import Request, RequestStatus, RequestTimes
+from engine.requests.encoder_input import EncoderInput, encoder_spans
+from engine.requests.request import Continuation, Request, RequestStatus, RequestTimes, Sequel
 from engine.sampling.sampler import BadWords, LogitsProcessor, SamplingState
 from engine.sampling.token_grammar import GrammarCompiler
 from engine.text.stop_checker import CompletionText, check_stop_strings
@@ -91,6 +91,10 @@ class InputProcessor:
             length_limits = self._fit_check.limits
             prompt = truncated(prompt, self._tokenizer, length_limits, kept, keeps_end=keeps_end)
         content = self.prompts.process(prompt, cache_salt=new.cache_salt)
+        if content.continuation is not None:
+            if params.seed is None and params.is_greedy:
+                seed = 0  # what goes on from greedy text at another temperature is alike everywhere
+            params = _at_temperature(params, content.continuation)
         make = self._maker(content, params, new)
         prompt_ids = () if content.embeds is not None else content.token_ids
         sampling = self._sampling_state(
@@ -98,6 +102,7 @@ class InputProcessor:
             prompt_ids,
             seed,
             self._bad_words.behind(prompt_ids, content.logits_processor),
+            content.continuation,
         )
         return [
             make(
@@ -123,14 +128,17 @@ class InputProcessor:
     ) -> Callable[..., Request]:
         """Makes the completions of a prompt: what they share is worked out, and known to fit."""
         entry, choice = content.encoder_input, content.prompt_choice
+        num_prompt_tokens = len(content.token_ids)
+        num_encoder_tokens = 0 if entry is None else entry.num_tokens
         if content.continuation is not None:
             _check_continued(params)
-        num_prompt_tokens = len(content.token_ids)
+            longest = max(num_prompt_tokens, content.continuation.longest_prompt)
+            self._fit_check.max_num_tokens(longest, params, None, num_encoder_tokens)
         max_num_tokens = self._fit_check.max_num_tokens(
             num_prompt_tokens + (0 if choice is None else choice.num_tokens),
             params,
             content.positions,
-            0 if entry is None else entry.num_tokens,
+            num_encoder_tokens,
             max((item.num_rows * item.row_parts for item in content.multimodal_inputs), default=0),
         )
         return partial(
@@ -152,17 +160,26 @@ class InputProcessor:
         )
 
     def next_sequence(self, request: Request, sequel: Sequel) -> Request:
-        """Build the sequence that follows on one that has ended: the same prompt, another input.
+        """Build the sequence that follows on one that has ended: another input, or another try.
 
-        It is as long as that at most, so it is known to fit, and takes its place in the queues.
+        It is known to fit, and takes the place of that one in the queues.
         """
-        params, entry = request.params, sequel.encoder_input
-        if entry is None:
+        entry, continuation = sequel.encoder_input, sequel.continuation
+        if entry is None or continuation is None:
             raise RuntimeError(f"nothing follows on request {request.request_id!r}")
-        prompt_ids = request.token_ids[: request.num_prompt_tokens]
+        ended = request.token_ids[: request.num_prompt_tokens]
+        prompt_ids, choice = continuation.opening(ended)
+        num_prompt_tokens = len(prompt_ids) + (0 if choice is None else choice.num_tokens)
+        params = _at_temperature(request.params, continuation)
         return replace(
             request,
-            token_ids=list(prompt_ids),
+            token_ids=prompt_ids,
+            num_prompt_tokens=len(prompt_ids),
+            prompt_choice=choice,
+            params=params,
+            max_num_tokens=self._fit_check.max_num_tokens(
+                num_prompt_tokens, params, None, entry.num_tokens
+            ),
             spans=encoder_spans(entry),
             encoder_input=entry,
             encoder_blocks=self._encoder_blocks(entry),
@@ -171,9 +188,10 @@ class InputProcessor:
                 prompt_ids,
                 (request.sampling.seed + _SEED_STEP) % 2**63,
                 request.sampling.logits_processor,
+                continuation,
             ),
             text=CompletionText(self._tokenizer, params, self._eos_token_ids),
-            continuation=sequel.continuation,
+            continuation=continuation,
             times=RequestTimes(request.times.arrival),
             status=RequestStatus.WAITING,
             num_computed_tokens=0,
@@ -181,6 +199,8 @@ class InputProcessor:
             alone_until=0,
             block_hashes=[],
             logprobs=[],
+            judgements=[],
+            queries={},
         )
 
     def _encoder_blocks(self, entry: EncoderInput) -> EncoderBlocks:
@@ -202,6 +222,7 @@ class InputProcessor:
         prompt_token_ids: Sequence[int] = (),
         seed: int = 0,
         logits_processor: LogitsProcessor | None = None,
+        continuation: Continuation | None = None,
     ) -> SamplingState:
         return SamplingState(
             params,
@@ -212,6 +233,7 @@ class InputProcessor:
             logits_processor=logits_processor,
             begin_suppress_token_ids=self._begin_suppressed,
             grammar=self._grammars.compile(params.structured_output),
+            judged_id=None if continuation is None else continuation.judged_id,
         )
 
     @property
@@ -247,6 +269,12 @@ class InputProcessor:
     def _num_choices(self) -> int:
         """Ids that parameters may name; a checkpoint without a head only checks them."""
         return self._fit_check.limits.num_logits or self._fit_check.limits.vocab_size
+
+
+def _at_temperature(params: SamplingParams, continuation: Continuation) -> SamplingParams:
+    """The parameters of a sequence, which may have a temperature of its own."""
+    own = continuation.temperature
+    return params if own is None else params.model_copy(update={"temperature": own})
 
 
 def _check_continued(params: SamplingParams) -> None:

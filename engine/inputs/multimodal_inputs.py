@@ -378,7 +378,7 @@ class AudioFeatureMaker(FeatureMaker):
     def make(self, item: Any) -> Mapping[str, Tensor]:
         """Read, resample and extract: ``input_features`` ``(mel bins, frames)``."""
         prompt = item if isinstance(item, AudioPrompt) else AudioPrompt(item)
-        for wish in ("language", "task", "timestamps", "vad"):
+        for wish in ("language", "task", "timestamps", "vad", "transcription"):
             if getattr(prompt, wish) is not None:
                 raise ValueError(
                     f"{wish} is for speech models; this one is asked in words beside the sound"

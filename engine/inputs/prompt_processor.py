@@ -14,9 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.prompt_tokens import InputLimits, resolve_prompt
 from engine.interface.config import MediaLimits
-from engine.interface.prompts import ExplicitEncoderDecoderPrompt, Prompt
+from engine.interface.prompts import ExplicitEncoderDecoderPrompt, Prompt, TranscriptionOptions
 from engine.requests.encoder_input import (
-    Continuation,
     EncoderInput,
     EncoderView,
     Modality,
@@ -26,7 +25,7 @@ from engine.requests.encoder_input import (
     StreamedRows,
     embeds_spans,
 )
-from engine.requests.request import Request
+from engine.requests.request import Continuation, Request
 from engine.sampling.sampler import LogitsProcessor
 from prefix_cache import ContentSpan
 
@@ -123,6 +122,7 @@ class PromptSources:
         encoder_cache_bytes: what the rows of images and the like may take; None: no limit.
         media_limits: how much of a picture, a sound or a video is read.
         vad: whether an encoder of speech hears speech alone.
+        transcription: how a speech model goes about recordings.
     """
 
     checkpoint: Checkpoint
@@ -132,6 +132,7 @@ class PromptSources:
     encoder_cache_bytes: int | None = None
     media_limits: MediaLimits = field(default_factory=MediaLimits)
     vad: bool = False
+    transcription: TranscriptionOptions = field(default_factory=TranscriptionOptions)
 
 
 class PromptProcessor(ABC):

@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from engine.interface.placed_error import PlacedError
+from engine.interface.prompts import TranscriptionOptions
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.settings import Settings
 
@@ -276,6 +277,7 @@ class EngineSettings(Settings):
         media_limits: how much of a picture, a sound or a video is read.
         vad: whether an encoder of speech hears speech alone, found by the voice detector of the
             extra ``serve``, unless a prompt says otherwise: noise, music and silence give no text.
+        transcription: how a speech model goes about recordings, unless a prompt says otherwise.
         enable_prefix_caching: reuse what earlier requests computed. Never changes what comes out.
         limits: what one request may ask for, at most.
         seed: of the engine's own generator, which seeds requests that bring no seed.
@@ -304,6 +306,7 @@ class EngineSettings(Settings):
     generation_config: Literal["auto", "ignore"] = "auto"
     media_limits: MediaLimits = MediaLimits()
     vad: bool = False
+    transcription: TranscriptionOptions = TranscriptionOptions()
     enable_prefix_caching: bool = True
     limits: RequestLimits = RequestLimits()
     seed: int = Field(default=0, ge=0)

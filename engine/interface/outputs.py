@@ -158,16 +158,33 @@ class RequestMetrics:
     prefix_miss: str | None = None
 
 
-class WindowStart(NamedTuple):
-    """Where one window of an input begins that took several: timestamps count from there.
+class TimedWord(NamedTuple):
+    """A word, and when it is spoken, in seconds of the recording."""
+
+    word: str
+    start: float
+    end: float
+
+
+class TranscriptionWindow(NamedTuple):
+    """One window of a recording that took several, or that was asked for more than its text.
 
     Attributes:
         first_token: place of its first token among all that were generated.
-        begin_s: its place in the input, in seconds.
+        begin_s: its place in the recording, in seconds; timestamps count from there.
+        temperature: at which its text was written.
+        no_speech_prob: how likely the model took it to be without speech; None where no threshold
+            asks for it.
+        token_timestamps: for each token when it ends, in seconds of the recording, and the words
+            that they make up; none where not asked for.
     """
 
     first_token: int
     begin_s: float
+    temperature: float = 0.0
+    no_speech_prob: float | None = None
+    token_timestamps: tuple[float, ...] = ()
+    words: tuple[TimedWord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +241,7 @@ class OutputDelta:
     prompt_token_ids: tuple[int, ...] = ()
     encoder_prompt_token_ids: tuple[int, ...] | None = None
     tensors: Tensors = field(default_factory=dict)
-    windows: tuple[WindowStart, ...] = ()
+    windows: tuple[TranscriptionWindow, ...] = ()
     metrics: RequestMetrics | None = None
 
     @property
@@ -253,7 +270,7 @@ class CompletionOutput:
         finish_reason: None while it goes on.
         tensors: ``name -> (rows, ...)`` on the CPU: one row for every token whose forward pass
             has run (the prompt and all generated tokens but the last). Only when finished.
-        windows: of a recording that takes several, those that have ended; else none.
+        windows: of a recording, those that have ended; none of a text that is one window's alone.
     """
 
     index: int
@@ -263,7 +280,7 @@ class CompletionOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     tensors: Tensors = field(default_factory=dict)
-    windows: tuple[WindowStart, ...] = ()
+    windows: tuple[TranscriptionWindow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -137,6 +137,57 @@ AudioTask: TypeAlias = Literal["transcribe", "translate"]
 """What a speech model does: write what it hears, or write it in English."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TranscriptionOptions:
+    """How a speech model goes about a recording: transformers' options, by their names.
+
+    What is None is as the engine has it, or the checkpoint's generation config, or left out.
+
+    Attributes:
+        temperature: the first for every window; where its text is poor, it is written again at the
+            next one. None: that of the sampling parameters alone.
+        compression_ratio_threshold: a text is poor whose tokens zlib makes so many times smaller.
+        logprob_threshold: a text is poor whose tokens' mean log-probability is below this.
+        no_speech_threshold: a window is silent whose text is below ``logprob_threshold`` where
+            no speech is likelier than this: it gives no text.
+        condition_on_prev_tokens: whether a window sees the text before it, unless that was written
+            at a temperature of 0.5 or more.
+        prompt: text before that of the first window, such as names to be spelled so; without
+            ``condition_on_prev_tokens`` before every window's. Its end counts, where it is longer
+            than half of what the model takes.
+        return_token_timestamps: whether to say when each token and word is spoken, by the model's
+            cross-attention, in the output's ``windows``.
+
+    Raises:
+        ValueError: a value cannot be.
+    """
+
+    temperature: tuple[float, ...] | None = None
+    compression_ratio_threshold: float | None = None
+    logprob_threshold: float | None = None
+    no_speech_threshold: float | None = None
+    condition_on_prev_tokens: bool | None = None
+    prompt: str | None = None
+    return_token_timestamps: bool | None = None
+
+    def __post_init__(self) -> None:
+        temperatures = self.temperature
+        if temperatures is not None and (not temperatures or not all(t >= 0 for t in temperatures)):
+            raise ValueError(
+                f"temperature must be one number of at least 0 or several, got {temperatures!r}"
+            )
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that are not None."""
+        found = ((each.name, getattr(self, each.name)) for each in fields(self))
+        return {name: value for name, value in found if value is not None}
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> TranscriptionOptions:
+        """The same, with these values for the options that are None."""
+        return replace(self, **{**defaults, **self.given})
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AudioPrompt:
     """Speech for the encoder of an encoder-decoder model, or sound that a prompt shows.
@@ -160,6 +211,7 @@ class AudioPrompt:
         timestamps: whether the text is to be interspersed with tokens of time.
         vad: whether only speech is heard, found by a voice detector: all else is silence, and a
             recording without any gives no text. None: as the engine's setting of that name.
+        transcription: how a speech model goes about it; None: as the engine's setting of that name.
     """
 
     audio: str | Path | bytes | Tensor | NDArray[Any]
@@ -168,6 +220,7 @@ class AudioPrompt:
     task: AudioTask | None = None
     timestamps: bool | None = None
     vad: bool | None = None
+    transcription: TranscriptionOptions | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

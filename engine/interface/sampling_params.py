@@ -191,9 +191,6 @@ _NOT_SUPPORTED = (
     *("num_beams", "penalty_alpha", "typical_p", "epsilon_cutoff", "eta_cutoff", "guidance_scale"),
     *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty"),
     *("sequence_bias", "exponential_decay_length_penalty", "forced_eos_token_id"),
-    # By which transformers judges windows of a long recording, and transcribes them again.
-    *("condition_on_prev_tokens", "compression_ratio_threshold"),
-    *("logprob_threshold", "no_speech_threshold"),
 )
 
 

@@ -358,7 +358,7 @@ class LLMEngine(Engine[RequestOutput]):
         emitted = self._runner.warm_up()
         _check_output_names(output_names, emitted, self._kv)
         limits = _input_limits(config, model, self._kv, choices, self.tokenizer)
-        media = config.encoder_cache_bytes, config.media_limits, config.vad
+        media = config.encoder_cache_bytes, config.media_limits, config.vad, config.transcription
         sources = PromptSources(checkpoint, model, self.tokenizer, limits, *media)
         self._inputs = _input_processor(config, sources, self._kv)
         disk = None if self._offloaded is None else self._offloaded.disk

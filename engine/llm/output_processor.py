@@ -13,8 +13,7 @@ from engine.interface.log_fields import package_logger
 from engine.interface.outputs import ROW_KEYS, EngineStats, FinishReason
 from engine.interface.placed_error import described
 from engine.llm.row_keys import RowKeys
-from engine.requests.encoder_input import Sequel
-from engine.requests.request import Request, RequestGroup, RequestStatus
+from engine.requests.request import Request, RequestGroup, RequestStatus, Sequel
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from prefix_cache import KVCacheManager
 
@@ -96,8 +95,10 @@ class OutputProcessor:
         moved: dict[str, RequestGroup] = {}
         for token in sampled:
             group = self._group_of[token.request.request_id]
+            if token.judgement is not None:
+                token.request.judgements.append(token.judgement)
             if token.token_id is not None and token.request.prompt_choice is not None:
-                self._complete_prompt(token.request, token.token_id)
+                self._complete_prompt(group, token.request, token.token_id)
                 continue
             moved[group.request_id] = group
             if token.token_id is None:
@@ -160,9 +161,16 @@ class OutputProcessor:
         self._taken_in = call, tuple(self._group_of[each.request_id] for each in requests)
         return [self._fail(group, error) for group in self._taken_in[1]]
 
-    def _complete_prompt(self, request: Request, token_id: int) -> None:
+    def _complete_prompt(self, group: RequestGroup, request: Request, token_id: int) -> None:
         """Take the token that the model chose for the prompt; nothing is put out for it."""
+        choice, completion = request.prompt_choice, group.completion_of(request)
         new = request.complete_prompt(token_id)
+        if choice is not None and choice.is_alone and completion.ended is not None:
+            self._release(request)
+            sequel = Sequel(0, None, request.encoder_input, request.continuation)
+            self._go_on(group, request, sequel)
+            completion.ended.first = completion.request
+            return
         self.stats = self.stats.plus(prompt_tokens=len(new))
         for each in new:
             self.model_runner.append_token(request, each)
@@ -199,19 +207,24 @@ class OutputProcessor:
             group.error = f"the model did not emit {', '.join(sorted(missing))} for every token"
         else:
             self._keep_partial(request)
+        continuation, ended = request.continuation, group.completion_of(request).ended
+        attention = self.model_runner.alignment(request)
         self._release(request)
-        ended = group.completion_of(request).ended
-        if request.continuation is not None and ended is not None:
-            sequel = request.continuation.follow(request.output_token_ids, reason)
-            ended.take_in(request, sequel.num_kept, rows, encoder_rows)
+        if continuation is not None and ended is not None:
+            sequel = continuation.follow(request, reason, attention)
+            if sequel.window is not None:
+                ended.take_in(request, sequel.num_kept, sequel.window, rows, encoder_rows)
             if sequel.encoder_input is not None and group.error is None:
-                # Under the same id and in the same place.
-                following = self.next_sequence(request, sequel)
-                group.completion_of(request).request = following
-                self.scheduler.add(following)
+                self._go_on(group, request, sequel)
                 return
             tensors = ended.tensors()
         group.finish(request, reason, tensors)
+
+    def _go_on(self, group: RequestGroup, request: Request, sequel: Sequel) -> None:
+        """Let a completion go on by another sequence, under the same id and in the same place."""
+        following = self.next_sequence(request, sequel)
+        group.completion_of(request).request = following
+        self.scheduler.add(following)
 
     def _keep_partial(self, request: Request) -> None:
         """Let who goes on from just here, as a conversation's next turn does, find all of it."""

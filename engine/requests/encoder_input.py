@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from engine.interface.outputs import FinishReason
 from engine.interface.sampling_params import SamplingParams
 from engine.sampling.sampler import SamplingState
 from prefix_cache import BlockHash, ContentSpan, content_hash
@@ -184,43 +183,6 @@ def encoder_spans(encoder_input: EncoderInput) -> tuple[ContentSpan, ...]:
     return (ContentSpan("encoder_input", 0, 1, encoder_input.content_hash),)
 
 
-@dataclass(frozen=True, slots=True)
-class Sequel:
-    """How a request goes on after one of its sequences.
-
-    Attributes:
-        num_kept: how many of the generated tokens, from the first on, are part of the output.
-        encoder_input: what the encoder gets for the next sequence; None if there is none.
-        continuation: what follows on the next one.
-    """
-
-    num_kept: int
-    encoder_input: EncoderInput | None = None
-    continuation: Continuation | None = None
-
-
-class Continuation(Protocol):
-    """Goes through an encoder's input that is longer than its window, a sequence for each window.
-
-    ::
-
-        input     |<---- window ---->|
-                          |<---- window ---->|           begins where the first one's text ended
-        output    | kept  | dropped  |
-                          | kept .......     |
-
-    The next sequence has the same prompt. Which of a sequence's tokens are kept is known when it
-    has ended, and the request puts out no others.
-    """
-
-    @property
-    def begin_s(self) -> float:
-        """Where the sequence's window begins in the input, in seconds."""
-
-    def follow(self, generated: Sequence[int], reason: FinishReason) -> Sequel:
-        """Say how the request goes on after a sequence that has generated one token at least."""
-
-
 class PromptChoice:
     """How a prompt goes on: by the likeliest of some tokens, and then by given ones.
 
@@ -233,11 +195,20 @@ class PromptChoice:
 
     Attributes:
         sampling: makes the sampler take the likeliest, whatever the request's own parameters say.
+        is_alone: whether more comes before all of it, once the token is chosen without.
     """
 
-    def __init__(self, candidates: Sequence[int], then: Sequence[int]) -> None:
+    def __init__(
+        self,
+        candidates: Sequence[int],
+        then: Sequence[int],
+        *,
+        judged_id: int | None = None,
+        is_alone: bool = False,
+    ) -> None:
         self.candidates = tuple(candidates)
         self.then = tuple(then)
+        self.is_alone = is_alone
         self.sampling = SamplingState(
             SamplingParams(temperature=0.0),
             (),
@@ -245,6 +216,7 @@ class PromptChoice:
             (),
             max(self.candidates) + 1,
             logits_processor=self,
+            judged_id=judged_id,
         )
 
     @property

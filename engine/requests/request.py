@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -18,11 +19,10 @@ from engine.interface.outputs import (
     RequestMetrics,
     RequestOutput,
     TokenLogprobs,
-    WindowStart,
+    TranscriptionWindow,
 )
 from engine.interface.sampling_params import SamplingParams
 from engine.requests.encoder_input import (
-    Continuation,
     EncoderInput,
     EncoderView,
     MultiModalInput,
@@ -30,7 +30,7 @@ from engine.requests.encoder_input import (
     PromptPositions,
     StreamedRows,
 )
-from engine.sampling.sampler import SamplingState
+from engine.sampling.sampler import Judgement, SamplingState
 from engine.text.stop_checker import CompletionText
 from prefix_cache import (
     BlockHash,
@@ -93,6 +93,8 @@ class Request:
         block_hashes: of the blocks whose tokens and rows are all known; extended on demand.
         prefix_miss: why no more of it was cached when it was first let in.
         further_codes: of models of several codebooks, what was drawn with each generated token.
+        judgements: of a text that is judged, of each token that was chosen, the prompt's included.
+        queries: of a text that is aligned, of cross-attention's heads, by the tokens' positions.
     """
 
     request_id: str
@@ -125,6 +127,8 @@ class Request:
     further_codes: list[tuple[int, ...]] = field(default_factory=list)
     num_preemptions: int = 0
     times: RequestTimes = field(default_factory=RequestTimes)
+    judgements: list[Judgement] = field(default_factory=list)
+    queries: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -190,6 +194,17 @@ class Request:
         self.sampling.extend_prompt(new)
         self.prompt_choice = None
         return new
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether its cross-attention is asked for."""
+        return self.continuation is not None and self.continuation.is_aligned
+
+    @property
+    def mean_score(self) -> float:
+        """Mean log-probability of the generated tokens; see ``Judgement``."""
+        scores = [each.score for each in self.judgements[-len(self.output_token_ids) :]]
+        return sum(scores) / len(scores)
 
     def restart(self) -> None:
         """Forget what was computed; what was generated and emitted is kept."""
@@ -258,6 +273,68 @@ class Request:
         return (*self.spans, *rows, *codes)
 
 
+@dataclass(frozen=True, slots=True)
+class Sequel:
+    """How a request goes on after one of its sequences.
+
+    Attributes:
+        num_kept: how many of the generated tokens, from the first on, are part of the output.
+        window: what is told of the sequence; None: it is as if it had not been.
+        encoder_input: what the encoder gets for the next sequence; None if there is none.
+        continuation: what follows on the next one.
+    """
+
+    num_kept: int
+    window: TranscriptionWindow | None = None
+    encoder_input: EncoderInput | None = None
+    continuation: Continuation | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Continuation(ABC):
+    """Goes through an encoder's input that is longer than its window, a sequence for each window.
+
+    ::
+
+        input     |<---- window ---->|
+                          |<---- window ---->|           begins where the first one's text ended
+        output    | kept  | dropped  |
+                          | kept .......     |
+
+    Which of a sequence's tokens are kept is known when it has ended, and the request puts out no
+    others. A sequence may also be written once more, at another temperature.
+
+    Attributes:
+        temperature: of the sequence; None: as the request has it.
+        judged_id: see ``SamplingState``.
+        is_aligned: whether its cross-attention is asked for.
+        longest_prompt: tokens that the prompt of any sequence has at most.
+    """
+
+    temperature: float | None = None
+    judged_id: int | None = None
+    is_aligned: bool = False
+    longest_prompt: int = 0
+
+    @abstractmethod
+    def opening(
+        self, prompt_ids: Sequence[int], choice: PromptChoice | None = None
+    ) -> tuple[list[int], PromptChoice | None]:
+        """The known part of the sequence's prompt, and how that goes on.
+
+        Args:
+            prompt_ids: of the usual prompt, or of the sequence before.
+        """
+
+    @abstractmethod
+    def follow(self, request: Request, reason: FinishReason, attention: Tensor | None) -> Sequel:
+        """Say how the request goes on after a sequence that has generated one token at least.
+
+        Args:
+            attention: ``(heads, tokens but the last, encoder rows)``, where it is asked for.
+        """
+
+
 @dataclass(slots=True)
 class EndedSequences:
     """The kept tokens of the sequences that have ended, one after the other."""
@@ -266,7 +343,7 @@ class EndedSequences:
     text: CompletionText
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    windows: list[WindowStart] = field(default_factory=list)
+    windows: list[TranscriptionWindow] = field(default_factory=list)
     _rows: dict[str, list[Tensor]] = field(default_factory=dict)
 
     @classmethod
@@ -278,14 +355,13 @@ class EndedSequences:
         self,
         request: Request,
         num_kept: int,
+        window: TranscriptionWindow,
         rows: Mapping[str, Tensor],
         encoder_rows: Mapping[str, Tensor],
     ) -> None:
         """Take what a sequence has come to."""
         kept = request.output_token_ids[:num_kept]
-        if request.continuation is not None:
-            start = WindowStart(len(self.token_ids), request.continuation.begin_s)
-            self.windows.append(start)
+        self.windows.append(window._replace(first_token=len(self.token_ids)))
         self.token_ids += kept
         self.logprobs += request.logprobs[:num_kept]
         for token_id in kept:
@@ -360,7 +436,7 @@ class CompletionState:
         )
 
     @property
-    def windows(self) -> tuple[WindowStart, ...]:
+    def windows(self) -> tuple[TranscriptionWindow, ...]:
         """Of a recording that takes several, those that have ended."""
         return () if self.ended is None else tuple(self.ended.windows)
 
@@ -450,7 +526,7 @@ class RequestGroup:
             prompt_token_ids=self._prompt_token_ids(first) if finished else (),
             encoder_prompt_token_ids=encoder_ids,
             tensors=lead.tensors if finished else {},
-            windows=lead.windows,
+            windows=lead.windows if new.token_ids or finished else (),
             metrics=metrics,
         )
 

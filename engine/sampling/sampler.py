@@ -22,9 +22,9 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -104,6 +104,8 @@ class SamplingState:
         begin_suppress_token_ids: not to be chosen as the first token, by the checkpoint's own
             rules; ids outside the vocabulary are ignored.
         grammar: of ``params.structured_output``, at its beginning; or None.
+        judged_id: a token whose probability is reported, with how likely what is chosen is among
+            what could be; None where nobody asks.
 
     Raises:
         ValueError: an id is outside the vocabulary, or nothing is left to choose from.
@@ -126,6 +128,7 @@ class SamplingState:
         logits_processor: LogitsProcessor | None = None,
         begin_suppress_token_ids: Collection[int] = (),
         grammar: TokenGrammar | None = None,
+        judged_id: int | None = None,
     ) -> None:
         _check_ids(params, vocab_size)
         self.params = params
@@ -146,6 +149,7 @@ class SamplingState:
         )
         self.logits_processor = logits_processor
         self.grammar = grammar
+        self.judged_id = judged_id
         self.generated: list[int] = []
 
     def with_seed(self, seed: int) -> SamplingState:
@@ -480,6 +484,13 @@ def draw_code(
     return codes
 
 
+class Judgement(NamedTuple):
+    """How likely the chosen token was among what could be, and ``judged_id`` to the model."""
+
+    score: float  # a log-probability, at temperature 1
+    probability: float
+
+
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
     """What was chosen, one entry per row.
@@ -487,11 +498,13 @@ class SamplerOutput:
     Attributes:
         logprobs: None where not asked for, or where the row failed.
         errors: why no token could be chosen; None where one was.
+        judgements: None where not asked for, or where the row failed.
     """
 
     token_ids: list[int | None]
     logprobs: list[TokenLogprobs | None]
     errors: list[str | None]
+    judgements: Sequence[Judgement | None] = ()
 
 
 class Sampler:
@@ -536,7 +549,26 @@ class Sampler:
         chosen = _Chosen.of(logits, adjusted, states, _FIRST_LOOK)
         if not all(chosen.is_enough):
             chosen = _Chosen.of(logits, adjusted, states, logits.shape[1])
-        return chosen.output(states)
+        judgements = _judgements(logits, adjusted, states, chosen.token_ids)
+        return replace(chosen.output(states), judgements=judgements)
+
+
+def _judgements(
+    logits: Tensor, adjusted: Tensor, states: Sequence[SamplingState], token_ids: Sequence[float]
+) -> list[Judgement | None]:
+    """How likely each row's token is, where that is asked for."""
+    found: list[Judgement | None] = [None] * len(states)
+    for row, state in enumerate(states):
+        if state.judged_id is None:
+            continue
+        drawn_from, temperature = adjusted[row : row + 1], state.params.temperature
+        if temperature:
+            shaped, _ = _shape(drawn_from, [state.params], logits.shape[1])
+            drawn_from = shaped * temperature
+        score = torch.log_softmax(drawn_from.float(), dim=-1)[0, int(token_ids[row])]
+        asked = logits[row].float().softmax(dim=-1)[state.judged_id]
+        found[row] = Judgement(*torch.stack([score, asked]).tolist())
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from engine import (
     SamplingParams,
     TextPrompt,
     TokensPrompt,
+    TranscriptionOptions,
     VideoPrompt,
 )
 from engine.interface.placed_error import KeyPath, PlacedError, suggest
@@ -141,6 +142,7 @@ def _encoder_prompt(line: RequestLine, files: RequestFiles) -> EncoderPrompt | N
             task=entry.task,
             timestamps=entry.timestamps,
             vad=entry.vad,
+            transcription=entry.transcription,
         )
     if line.images is not None:
         (image,) = line.images
@@ -432,6 +434,7 @@ class AudioFile(_Strict):
         task: whether to write what is said, or the same in English.
         timestamps: whether to write when it is said.
         vad: whether speech alone is heard.
+        transcription: how a speech model goes about it; see :class:`engine.TranscriptionOptions`.
     """
 
     file: str = Field(min_length=1)
@@ -439,11 +442,12 @@ class AudioFile(_Strict):
     task: AudioTask | None = None
     timestamps: bool | None = None
     vad: bool | None = None
+    transcription: TranscriptionOptions | None = None
 
     @property
     def wishes(self) -> list[str]:
         """The keys that ask something of a speech model."""
-        return self._given("language", "task", "timestamps", "vad")
+        return self._given("language", "task", "timestamps", "vad", "transcription")
 
 
 class VideoFile(_Strict):

@@ -211,6 +211,7 @@ def _whisper_generation(tokenizer: WhisperTokenizer, config: WhisperConfig) -> G
         prev_sot_token_id=_id(tokenizer, "<|startofprev|>"),
         return_timestamps=False,
         max_initial_timestamp_index=50,
+        alignment_heads=[[0, 1], [1, 0], [1, 3]],
         suppress_tokens=sorted(_id(tokenizer, f"<|{name}|>") for name in control),
         begin_suppress_tokens=[_id(tokenizer, "\u0120"), _id(tokenizer, "<|endoftext|>")],
     )

@@ -320,6 +320,7 @@ _PROMPTS: Mapping[tuple[str, ...], type] = {
         prompts.TextChunk,
         prompts.TextPrompt,
         prompts.TokensPrompt,
+        prompts.TranscriptionOptions,
         prompts.VideoFeatures,
         prompts.VideoPrompt,
     )

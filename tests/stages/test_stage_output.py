@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import FinishReason, RequestMetrics, TokenLogprobs, Waveform, WindowStart
+from engine import FinishReason, RequestMetrics, TokenLogprobs, TranscriptionWindow, Waveform
 from engine.interface.outputs import OutputDelta
 from stages.stage_output import Completion, OutputAccumulator, StageOutput, delta_since
 from tests.support.examples import examples
@@ -44,7 +44,7 @@ def progress(draw: st.DrawFn) -> list[StageOutput]:
     num_completions = draw(st.sampled_from([0, len(texts)]))
     sound: list[torch.Tensor] = []
     outputs: list[StageOutput] = []
-    windows: tuple[WindowStart, ...] = ()
+    windows: tuple[TranscriptionWindow, ...] = ()
     count = draw(st.integers(1, 6))
     for turn in range(count):
         finished, before = turn == count - 1, texts[0]
@@ -66,7 +66,7 @@ def progress(draw: st.DrawFn) -> list[StageOutput]:
             sound.append(delta.samples)
         whole = torch.cat(sound) if sound else torch.zeros(0)
         if draw(st.booleans()):
-            windows += (WindowStart(turn, 1.0),)
+            windows += (TranscriptionWindow(turn, 1.0),)
         outputs.append(
             StageOutput(
                 "r",

@@ -1,26 +1,13 @@
 """Whisper: an encoder over the spectrogram of a window of fixed length, learned positions.
 
-A recording that is longer than the window is transcribed a window at a time::
-
-    recording  |<------- window ------->|
-    written    <0.00> a b <1.80> <1.80> c d      ends in the middle of what is said: cut off
-    kept       <0.00> a b <1.80> <1.80>
-                                |<------- window ------->|       begins at 1.80 s
-                                <0.00> c d e <1.50>              says where the speech ended:
-                                                         |<--    the next begins behind it
-
-Timestamps count from the beginning of their window. The rules are those of transformers' sequential
-long-form transcription, as ``generate`` does it without being asked for more: no window sees the
-text of another, and none is written again at another temperature.
-
-Source: Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervision", 2022, section
-3.8; transformers' ``generation_whisper``.
+Source: Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervision", 2022;
+transformers' ``generation_whisper``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
-from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.encoder_decoder_inputs import (
@@ -41,63 +28,22 @@ from engine.inputs.encoder_decoder_inputs import (
 )
 from engine.inputs.prompt_processor import PromptSources
 from engine.inputs.prompt_tokens import WrittenPrompt, tokenize
-from engine.interface.outputs import FinishReason
-from engine.interface.prompts import AudioPrompt, DecoderPrompt, EncoderPrompt
+from engine.interface.prompts import (
+    AudioPrompt,
+    DecoderPrompt,
+    EncoderPrompt,
+    TextPrompt,
+    TranscriptionOptions,
+)
 from engine.media.sound_file import load_extractor
 from engine.models.base import ModelSettings
 from engine.models.encoder_module import EncoderModule, build_empty
 from engine.models.family import ModelFamily
 from engine.models.seq2seq.seq2seq import FAIRSEQ_NAMES, Seq2SeqConfig, Seq2SeqModel
-from engine.requests.encoder_input import Continuation, EncoderInput, PromptChoice, Sequel
+from engine.models.whisper.windows import Aligner, SpeechWindows
+from engine.requests.encoder_input import EncoderInput, PromptChoice
+from engine.requests.request import Continuation
 from engine.sampling.sampler import LogitsProcessor
-
-_FRAMES_PER_TIMESTAMP = 2
-_TIMESTAMP_S = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class SpeechWindows:
-    """How a transcription goes on after a window; see ``Continuation``.
-
-    Attributes:
-        begin: frame at which the present window begins.
-        first_timestamp_id: the id of ``<|0.00|>``; all larger ids are later times.
-        end_token_id: ends a window's text, and is no part of it.
-    """
-
-    windows: InputWindows
-    begin: int
-    first_timestamp_id: int
-    end_token_id: int
-
-    @property
-    def begin_s(self) -> float:
-        """See ``Continuation``."""
-        return round(self.begin / _FRAMES_PER_TIMESTAMP * _TIMESTAMP_S, 3)
-
-    def follow(self, generated: Sequence[int], reason: FinishReason) -> Sequel:
-        """See ``Continuation``."""
-        tokens = list(generated)
-        if reason is FinishReason.STOP:
-            if tokens[-1] != self.end_token_id:
-                return Sequel(len(tokens))  # a stop token of the user's ends all of it
-            tokens.pop()
-        num_kept, num_frames = self._split(tokens)
-        begin = self.windows.next_begin(self.begin + num_frames)
-        if begin >= self.windows.num_frames:
-            return Sequel(num_kept)
-        return Sequel(num_kept, self.windows.at(begin), replace(self, begin=begin))
-
-    def _split(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """How many tokens are kept, and how many frames they tell of."""
-        times = [token >= self.first_timestamp_id for token in tokens]
-        pairs = [place for place in range(1, len(times)) if times[place - 1] and times[place]]
-        rest = min(self.windows.window, self.windows.num_frames - self.begin)
-        if not pairs or times[-2:] == [False, True]:
-            return len(tokens), rest
-        spoken = tokens[pairs[-1] - 1] - self.first_timestamp_id
-        # Always ahead, also where a window had to begin with a pair.
-        return pairs[-1] + 1, spoken * _FRAMES_PER_TIMESTAMP or rest
 
 
 class TimestampRule:
@@ -140,7 +86,16 @@ class TimestampRule:
         logits.copy_(self._processor(ids, logits[None])[0])
 
 
-_WISHES = ("language", "task", "timestamps")
+_WISHES = ("language", "task", "timestamps", "transcription")
+_OF_CHECKPOINTS = (
+    "compression_ratio_threshold",
+    "logprob_threshold",
+    "no_speech_threshold",
+    "condition_on_prev_tokens",
+)
+"""Options that a generation config may have."""
+_MOST_INITIAL = 4
+"""Tokens with which a window's prompt ends: start, language, task, no timestamps."""
 
 
 class WhisperPromptRule(DecoderPromptRule):
@@ -157,16 +112,25 @@ class WhisperPromptRule(DecoderPromptRule):
     ``generate`` leaves out, models write nonsense.
     """
 
-    def prompt_ids(self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None) -> list[int]:
-        """Ids that the decoder goes on from; see :class:`DecoderPromptRule`."""
-        if decoder is not None and isinstance(encoder, AudioPrompt):
+    def resolved(
+        self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
+    ) -> EncoderPrompt | None:
+        """A recording with all its options: the request's, the engine's, the checkpoint's."""
+        if not isinstance(encoder, AudioPrompt):
+            return encoder
+        if decoder is not None:
             wanted = [name for name in _WISHES if getattr(encoder, name) is not None]
             if wanted:
                 raise ValueError(
                     f"{' and '.join(wanted)} cannot stand beside a decoder prompt: write the "
                     "tokens into the decoder prompt, or leave it out"
                 )
-        return super().prompt_ids(encoder, decoder)
+            return encoder
+        stated = ((name, self._setting(name)) for name in _OF_CHECKPOINTS)
+        defaults = {name: value for name, value in stated if value is not None}
+        options = encoder.transcription or TranscriptionOptions()
+        options = options.with_defaults({**defaults, **self._options.given})
+        return replace(encoder, transcription=options)
 
     def prompt_choice(
         self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
@@ -191,23 +155,83 @@ class WhisperPromptRule(DecoderPromptRule):
         self, windows: InputWindows, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
     ) -> tuple[EncoderPrompt | None, Continuation]:
         """Window after window, each from where the text before ended; with timestamps."""
+        is_long = windows.num_frames > windows.window
         if decoder is not None or not isinstance(encoder, AudioPrompt):
             raise ValueError(
                 "a decoder prompt does not go with a recording that is longer than the model's "
                 "window: leave it out, or cut the recording into shorter pieces"
             )
-        if encoder.timestamps is False:
+        if is_long and encoder.timestamps is False:
             raise ValueError(
                 "a recording that is longer than the model's window is cut by its timestamps: "
                 "leave timestamps out, or cut the recording into shorter pieces"
             )
         without = self._setting("no_timestamps_token_id")
-        asked = replace(encoder, timestamps=True)
+        asked = replace(encoder, timestamps=True) if is_long else encoder
         if without is None:
-            # Says that there are none.
-            self._with_timestamps([self.start_token_id], True)
-        end = self._first_named("eos_token_id", "bos_token_id")
-        return asked, SpeechWindows(windows, windows.next_begin(0), int(without) + 1, end)
+            # Says that there are none, if there have to be any.
+            self._with_timestamps([self.start_token_id], is_long)
+        options = encoder.transcription or TranscriptionOptions()
+        temperatures, prompt = options.temperature or (None,), options.prompt
+        most = self._limits.max_model_len // 2 - 1
+        prompt_ids = () if prompt is None else self._prompt_tokens(prompt, most)
+        previous, longest = self._named("prev_sot_token_id"), 0
+        if options.condition_on_prev_tokens or prompt_ids:
+            self._check_named("prompt and condition_on_prev_tokens", prev_sot_token_id=previous)
+            longest = most if options.condition_on_prev_tokens else len(prompt_ids)
+            longest += 1 + _MOST_INITIAL
+        least, silence = options.logprob_threshold, options.no_speech_threshold
+        if silence is not None:
+            self._check_named("no_speech_threshold", no_timestamps_token_id=without)
+            if least is None:
+                raise ValueError(
+                    "no_speech_threshold needs a logprob_threshold: silence is what is likely to "
+                    "be without speech and has an unlikely text"
+                )
+        unknown = self._limits.vocab_size
+        return asked, SpeechWindows(
+            windows=windows,
+            begin=windows.next_begin(0),
+            options=options,
+            temperature=temperatures[0],
+            # The token for silence stands before that for no timestamps.
+            judged_id=None if least is None else (without or 1) - 1,
+            is_aligned=bool(options.return_token_timestamps),
+            longest_prompt=longest,
+            first_timestamp_id=unknown if without is None else without + 1,
+            end_token_id=self._first_named("eos_token_id", "bos_token_id"),
+            start_token_id=self.start_token_id,
+            vocab_size=self._limits.vocab_size,
+            previous_id=previous,
+            prompt_ids=prompt_ids,
+            said=prompt_ids,
+            most_said=most,
+            aligner=self._aligner() if options.return_token_timestamps else None,
+        )
+
+    @staticmethod
+    def _check_named(option: str, **found: object) -> None:
+        for name, value in found.items():
+            if value is None:
+                raise ValueError(f"{option}: the checkpoint's generation config has no {name}")
+
+    def _prompt_tokens(self, text: str, most: int) -> tuple[int, ...]:
+        """The last tokens of an initial prompt, as transformers' ``get_prompt_ids`` makes them."""
+        written = TextPrompt(f" {text.strip()}", add_special_tokens=False)
+        ids = tokenize(written, self._tokenizer, self._limits, as_it_is=True)
+        added = {} if self._tokenizer is None else self._tokenizer.get_added_vocab()
+        if not set(ids).isdisjoint(added.values()):
+            raise ValueError(f"prompt must be text without special tokens, got {text!r:.80}")
+        return tuple(ids[-most:])
+
+    def _aligner(self) -> Aligner:
+        heads, tokenizer = self._setting("alignment_heads"), self._tokenizer
+        self._check_named("return_token_timestamps", alignment_heads=heads)
+        if tokenizer is None:
+            raise ValueError("return_token_timestamps: the checkpoint has no tokenizer")
+        ids: dict[str, int] = self._setting("lang_to_id") or {}
+        names = {token_id: LANGUAGES.get(name[2:-2], "") for name, token_id in ids.items()}
+        return Aligner(tokenizer, self._config.median_filter_width, names)
 
     def _wants_timestamps(self, encoder: EncoderPrompt | None) -> bool:
         asked = encoder.timestamps if isinstance(encoder, AudioPrompt) else None
@@ -350,12 +374,18 @@ def whisper_config(config: PreTrainedConfig) -> Seq2SeqConfig:
 def build_whisper(checkpoint: Checkpoint, settings: ModelSettings) -> Seq2SeqModel:
     """Build a Whisper, its weights not yet loaded; see :class:`Seq2SeqModel`."""
     config = checkpoint.config
-    return Seq2SeqModel(
+    model = Seq2SeqModel(
         whisper_config(config),
         lambda _: SpeechEncoder(config, settings),
         settings,
         checkpoint.weight_files,
     )
+    for layer, head in getattr(checkpoint.generation_config, "alignment_heads", None) or ():
+        if not (0 <= layer < config.decoder_layers and 0 <= head < config.decoder_attention_heads):
+            raise ValueError(f"alignment_heads: the decoder has no head {head} in layer {layer}")
+        # Those of cross-attention stand behind those of self-attention.
+        model.attention_layers[config.decoder_layers + layer].aligned_heads.append(head)
+    return model
 
 
 def _speech_inputs(sources: PromptSources) -> AudioEncoderInputs:

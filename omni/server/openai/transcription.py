@@ -7,6 +7,7 @@ import re
 import sys
 import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from msgspec import Struct
@@ -20,7 +21,8 @@ from engine import (
     AudioTask,
     ExplicitEncoderDecoderPrompt,
     TokenLogprobs,
-    WindowStart,
+    TranscriptionOptions,
+    TranscriptionWindow,
 )
 from engine.interface.placed_error import PlacedError
 from engine.interface.settings import explain_validation_error
@@ -51,7 +53,8 @@ class TranscriptionSegment(Struct, kw_only=True):
         seek: where the window begins that they were heard in, in hundredths of a second.
         avg_logprob: of the window's tokens.
         compression_ratio: of the window's text, by zlib; that of a loop is large.
-        no_speech_prob: probability of no speech between these times, by the voice detector.
+        no_speech_prob: probability of no speech, by the model where a threshold asks for it, else
+            between these times by the voice detector.
     """
 
     id: int
@@ -63,27 +66,29 @@ class TranscriptionSegment(Struct, kw_only=True):
     temperature: float = 0.0
     avg_logprob: float = 0.0
     compression_ratio: float = 0.0
-    no_speech_prob: float = 0.0
+    no_speech_prob: float | None = None
 
 
 def segments_of(
     token_ids: Sequence[int],
-    windows: Sequence[WindowStart],
+    windows: Sequence[TranscriptionWindow],
     duration_s: float | None,
     tokenizer: Any,
     logprobs: Sequence[TokenLogprobs] = (),
+    temperature: float = 0.0,
 ) -> list[TranscriptionSegment]:
     """Cut a transcription at its timestamps; text that no timestamp ends goes to its window's end.
 
     Args:
         token_ids: of all windows, one after the other; so are ``logprobs``, if they are known.
-        windows: where each begins; none for a recording that takes one.
+        windows: where each begins; none for a recording that takes one, at ``temperature``.
         duration_s: of the recording; None if it is not known.
     """
-    starts = [(each.first_token, each.begin_s) for each in windows] or [(0, 0.0)]
+    told = list(windows) or [TranscriptionWindow(0, 0.0, temperature)]
     found: list[TranscriptionSegment] = []
-    ends = [*starts[1:], (len(token_ids), duration_s)]
-    for (first, begin), (last, end) in zip(starts, ends, strict=True):
+    ends = [*((each.first_token, each.begin_s) for each in told[1:]), (len(token_ids), duration_s)]
+    for window, (last, end) in zip(told, ends, strict=True):
+        first, begin = window.first_token, window.begin_s
         whole = tokenizer.decode(token_ids[first:last], skip_special_tokens=True).encode()
         likely = [each.logprob for each in logprobs[first:last]] or [0.0]
         for start, stop, ids in _between(token_ids[first:last], begin, end, tokenizer):
@@ -93,6 +98,7 @@ def segments_of(
                     id=len(found), seek=round(begin * 100), start=start, end=stop, text=text,
                     tokens=ids, avg_logprob=sum(likely) / len(likely),
                     compression_ratio=len(whole) / len(zlib.compress(whole)),
+                    temperature=window.temperature, no_speech_prob=window.no_speech_prob,
                 )
             )  # fmt: skip
     return found
@@ -136,18 +142,21 @@ class TranscriptionRequest(ApiModel):
     """The fields of a form beside its file; without ``language`` the model finds it out.
 
     ``vad`` is whether speech alone is heard; OpenAI's name for that is ``chunking_strategy: auto``.
+    The options of ``TranscriptionOptions`` go by their names; several temperatures may be given.
     """
 
-    not_supported: ClassVar = {
-        "timestamp_granularities[]": ("segment",),
-        "prompt": ("",),
-        "include[]": (),
-    }
+    not_supported: ClassVar = {"include": ()}
 
     model: str
     language: str | None = Field(default=None, min_length=1)
     response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] = "json"
-    temperature: float | None = None
+    timestamp_granularities: tuple[Literal["word", "segment"], ...] = ("segment",)
+    temperature: tuple[float, ...] | None = None
+    compression_ratio_threshold: float | None = None
+    logprob_threshold: float | None = None
+    no_speech_threshold: float | None = None
+    condition_on_prev_tokens: bool | None = None
+    prompt: str | None = None
     stream: bool = False
     vad: bool | None = None
     chunking_strategy: Literal["auto"] | None = None
@@ -158,7 +167,28 @@ class TranscriptionRequest(ApiModel):
             raise PlacedError(
                 ("stream",), f"goes with json and text, not with {self.response_format}"
             )
+        if self.wants_words and self.response_format != "verbose_json":
+            raise PlacedError(
+                ("timestamp_granularities",),
+                f"word goes with verbose_json, not with {self.response_format}",
+            )
         return self
+
+    @property
+    def wants_words(self) -> bool:
+        """Whether the model has to say when each word was spoken."""
+        return "word" in self.timestamp_granularities
+
+    @property
+    def options(self) -> TranscriptionOptions | None:
+        """What is asked of the model; a temperature of 0 leaves further ones to the stage."""
+        names = [each.name for each in fields(TranscriptionOptions)]
+        given = {name: getattr(self, name, None) for name in names}
+        given["temperature"] = None if self.temperature == (0.0,) else self.temperature
+        options = TranscriptionOptions(
+            **given | {"return_token_timestamps": self.wants_words or None}
+        )
+        return options if options.given else None
 
     @property
     def wants_segments(self) -> bool:
@@ -189,7 +219,9 @@ async def read_transcription(request: Request) -> tuple[TranscriptionRequest, by
     """Read a form, and its file."""
     # A second file is one too many, and is let in so that the error can say so.
     async with request.form(max_files=_MOST_FIELDS, max_fields=_MOST_FIELDS) as form:
-        given: dict[str, Any] = {key: _one_of(key, form.getlist(key)) for key in form}
+        given: dict[str, Any] = {}
+        for key in form:
+            given[key.removesuffix("[]")] = _value_of(key, form.getlist(key))
         file = given.pop("file", None)
         if not isinstance(file, UploadFile):
             raise ApiError.bad_field("file", "missing; it must be given as a file")
@@ -203,15 +235,17 @@ async def read_transcription(request: Request) -> tuple[TranscriptionRequest, by
         raise ApiError.bad_request("; ".join(lines), param=lines[0].partition(":")[0]) from None
 
 
-def _one_of(key: str, values: Sequence[Any]) -> Any:
-    """Return the one value of a field; of a list the one to refuse, if there is any."""
+_LISTS = ("temperature", "timestamp_granularities")
+
+
+def _value_of(key: str, values: Sequence[Any]) -> Any:
+    """Return the one value of a field, or the values of a list."""
     if key.endswith("[]"):
-        harmless = TranscriptionRequest.not_supported.get(key, ())
-        return next((value for value in values if value not in harmless), values[0])
+        return list(values)
     if len(values) > 1:
         message = f"{key:.80}: given {len(values)} times; give it once"
         raise ApiError.bad_request(message, param=key)
-    return values[0]
+    return [values[0]] if key in _LISTS and values[0] else values[0]
 
 
 class Transcription(PipelineResponse):
@@ -234,13 +268,13 @@ class Transcription(PipelineResponse):
         self._stage = _hearing_stage(self.stages)
         self._tokenizer: Any = _tokenizer(self.pipeline, self._stage)
         own = self.stages.stages[self._stage].sampling
-        fields: dict[str, Any] = {}
+        sampling: dict[str, Any] = {}
         if own is not None and own.max_repeats is None:
-            fields["max_repeats"] = _MOST_REPEATS
+            sampling["max_repeats"] = _MOST_REPEATS
         if body.temperature is not None:
-            fields["temperature"] = body.temperature
+            sampling["temperature"] = body.temperature[0]
         if body.response_format == "verbose_json":
-            fields["logprobs"] = 0
+            sampling["logprobs"] = 0
         prompt = AudioPrompt(
             audio,
             language=body.language,
@@ -248,10 +282,11 @@ class Transcription(PipelineResponse):
             task=None if task == "transcribe" and body.language is None else task,
             timestamps=True if body.wants_segments else None,
             vad=True if body.chunking_strategy is not None else body.vad,
+            transcription=body.options,
         )
         self._request = client.request(
             ExplicitEncoderDecoderPrompt(prompt),
-            merge_sampling(self.stages, self._stage, fields, {}, {}),
+            merge_sampling(self.stages, self._stage, sampling, {}, {}),
         )
 
     async def whole(self) -> Response:
@@ -290,13 +325,18 @@ class Transcription(PipelineResponse):
 
         duration = await asyncio.to_thread(stated_duration, source)
         found = output.token_ids, output.windows, duration, self._tokenizer
-        segments = segments_of(*found, output.logprobs or ())
+        first = (self._body.temperature or (0.0,))[0]
+        segments = segments_of(*found, output.logprobs or (), first)
         if self._body.response_format == "verbose_json":
             await asyncio.to_thread(_look_for_speech, source, segments)
-            for segment in segments:
-                segment.temperature = self._body.temperature or 0.0
-        known = {} if language is None else {"language": language}
-        return {"task": self._task, **known, "duration": duration, "segments": segments}
+        answer: dict[str, Any] = {} if language is None else {"language": language}
+        answer |= {"task": self._task, "duration": duration}
+        if "segment" in self._body.timestamp_granularities:
+            answer["segments"] = segments
+        if self._body.wants_words:
+            told = [each for window in output.windows for each in window.words]
+            answer["words"] = [each._replace(word=each.word.strip())._asdict() for each in told]
+        return answer
 
     def _detected(self, output: StageOutput) -> str | None:
         """Return the language that the model found out; None if it knows one only."""
@@ -313,6 +353,8 @@ def _look_for_speech(source: MediaSource, segments: Sequence[TranscriptionSegmen
     samples, _ = read_sound(source, longest=LongestSound(_UNLIMITED_S), rate=DETECTOR_RATE)
     speech = [*VoiceDetector().feed(samples), 0.0]
     for segment in segments:
+        if segment.no_speech_prob is not None:
+            continue
         begin, end = (int(at * DETECTOR_RATE / WINDOW) for at in (segment.start, segment.end))
         segment.no_speech_prob = 1.0 - max(speech[begin : max(begin, end) + 1], default=0.0)
 

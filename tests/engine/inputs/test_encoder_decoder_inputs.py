@@ -577,7 +577,7 @@ def test_whispers_decoder_text_is_taken_as_it_is(tmp_path: Path) -> None:
     for prompt in (text, TextPrompt(text)):
         assert rule.prompt_ids(AudioPrompt("any.wav"), prompt) == expected
     with pytest.raises(ValueError, match="language and task cannot stand beside a decoder prompt"):
-        rule.prompt_ids(asked, text)
+        rule.resolved(asked, text)
 
 
 RATE = 16_000

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,11 +40,13 @@ from engine import (
     RequestOutput,
     SamplingParams,
     TokensPrompt,
+    TranscriptionOptions,
 )
 from engine.inputs.encoder_decoder_inputs import InputWindows
 from engine.llm.output_processor import _repeats
 from engine.media.voice_detector import spoken_spans
-from engine.models.whisper.whisper import SpeechWindows, TimestampRule
+from engine.models.whisper.whisper import TimestampRule
+from engine.models.whisper.windows import SpeechWindows
 from engine.requests.encoder_input import EncoderInput
 from engine.sampling.sampler import Sampler, SamplingState
 from omni.server.openai.transcription import TIMESTAMP, segments_of
@@ -378,20 +381,6 @@ def test_what_cannot_be_asked_of_a_long_recording_is_refused(engine: LLMEngine, 
     assert not engine.has_unfinished_requests
 
 
-def test_thresholds_of_the_checkpoint_are_set_aside_with_a_warning(
-    folder: str, engine: LLMEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    shutil.copytree(folder, tmp_path / "m")
-    file = tmp_path / "m" / "generation_config.json"
-    stated = {"logprob_threshold": -1.0, "no_speech_threshold": 0.6}
-    file.write_text(json.dumps(json.loads(file.read_text()) | stated))
-    strict = LLMEngine(EngineConfig(model=str(tmp_path / "m"), num_blocks=64, dtype="float32"))
-    assert "sets logprob_threshold, no_speech_threshold: not supported" in caplog.text
-    prompt = AudioPrompt(melody(5.0, 0), language="en")
-    (output,), (expected,) = run(strict, [prompt], params(9)), run(engine, [prompt], params(9))
-    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
-
-
 FIRST, END = 100, 50
 
 
@@ -417,9 +406,21 @@ def test_a_window_is_kept_up_to_its_last_finished_segment(
         return EncoderInput(100, b"")
 
     features = torch.arange(1, 351.0).expand(2, -1)
-    windows = SpeechWindows(InputWindows(features, 200, make), 0, FIRST, END)
+    windows = SpeechWindows(
+        windows=InputWindows(features, 200, make, 350),
+        begin=0,
+        options=TranscriptionOptions(),
+        first_timestamp_id=FIRST,
+        end_token_id=END,
+        start_token_id=51,
+        vocab_size=200,
+    )
+
+    def written(tokens: list[int]) -> Any:
+        return SimpleNamespace(output_token_ids=tokens, params=params(9), judgements=[])
+
     reason = FinishReason.STOP if tokens[-1] == END else FinishReason.LENGTH
-    sequel = windows.follow(tokens, reason)
+    sequel = windows.follow(written(tokens), reason, None)
     assert sequel.num_kept == kept
     assert made[0].shape == (2, 200)
     assert made[0][0].tolist()[:150] == list(range(begin + 1, begin + 151))
@@ -427,7 +428,8 @@ def test_a_window_is_kept_up_to_its_last_finished_segment(
     assert isinstance(follower, SpeechWindows) and follower.begin == begin
     if begin == 200:
         assert not made[0][0, 150:].any(), "what is behind the end is silence"
-        assert follower.follow([FIRST, 1, END], FinishReason.STOP).encoder_input is None
+        last = follower.follow(written([FIRST, 1, END]), FinishReason.STOP, None)
+        assert last.encoder_input is None
 
 
 NUM_TOKENS = 10

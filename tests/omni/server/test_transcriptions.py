@@ -14,6 +14,7 @@ import openai
 import pytest
 from starlette.requests import Request
 
+from engine import TranscriptionOptions
 from omni import AudioPrompt, OmniRequest, SamplingParams
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.server.openai.transcription import (
@@ -147,14 +148,34 @@ def test_a_long_recording_has_segments_from_its_begin_to_its_end(hearing: LiveSe
     assert "".join(each.text for each in answer.segments) == answer.text
 
 
-def test_times_of_words_are_refused(client: Any):
-    with pytest.raises(openai.BadRequestError, match="timestamp_granularities"):
-        client.audio.transcriptions.create(
-            model="transcribe_then_summarize",
-            file=("speech.wav", sound(seconds=1.0)),
-            response_format="verbose_json",
-            timestamp_granularities=["word"],
-        )
+def test_words_have_the_times_that_python_tells(hearing: LiveServer, client: Any):
+    """And what else may be asked of a transcription is asked by transformers' names."""
+    asked = {"compression_ratio_threshold": 1.1, "logprob_threshold": -3.0, "prompt": "the rain"}
+    answer = client.audio.transcriptions.create(
+        model="transcribe_then_summarize",
+        file=("speech.wav", sound(seconds=3.0)),
+        language="en",
+        response_format="verbose_json",
+        timestamp_granularities=["word", "segment"],
+        prompt=asked["prompt"],
+        extra_body={name: asked[name] for name in asked if name != "prompt"}
+        | {"temperature": [0.0, 0.0001], "no_speech_threshold": 0.9},
+    )
+    options = TranscriptionOptions(
+        **asked,
+        temperature=(0.0, 0.0001),
+        no_speech_threshold=0.9,
+        return_token_timestamps=True,
+    )
+    prompt = AudioPrompt(sound(seconds=3.0), language="en", timestamps=True, transcription=options)
+    expected = in_python(hearing, "transcribe_then_summarize", OmniRequest(prompt))
+    windows = expected.stages["transcriber"].windows
+    told = [(each.word.strip(), each.start, each.end) for w in windows for each in w.words]
+    assert [(each.word, each.start, each.end) for each in answer.words] == told and len(told) > 3
+    assert {each.temperature for each in answer.segments} <= {w.temperature for w in windows}
+    silence = [each.no_speech_prob for each in answer.segments]
+    known = [w.no_speech_prob for w in windows]
+    assert all(min(abs(each - one) for one in known) < 1e-6 for each in silence)
 
 
 def test_what_needs_a_tokenizer_works_where_stages_run_in_processes(checkpoint_cache: object):
@@ -211,17 +232,25 @@ SEGMENTS = ("timestamp_granularities[]", "segment")
 
 def test_each_field_is_taken_once() -> None:
     body, content = read(MODEL, ("language", "en"), ("temperature", "0.5"))
-    assert (body.model, body.language, body.temperature) == ("a", "en", 0.5)
+    assert (body.model, body.language, body.temperature) == ("a", "en", (0.5,))
     assert content == b"sound"
 
 
-@pytest.mark.parametrize("given", [(WORDS,), (WORDS, SEGMENTS), (SEGMENTS, WORDS)])
-def test_words_are_refused_wherever_they_stand_in_a_list(
-    given: tuple[tuple[str, str], ...],
-) -> None:
-    with pytest.raises(ApiError, match="not supported by this server.*word") as error:
-        read(MODEL, *given)
-    assert error.value.status == 400 and error.value.param == "timestamp_granularities[]"
+def test_words_go_with_verbose_json_alone() -> None:
+    with pytest.raises(ApiError, match="word goes with verbose_json, not with json") as error:
+        read(MODEL, SEGMENTS, WORDS)
+    assert error.value.status == 400 and error.value.param == "timestamp_granularities"
+    both = read(MODEL, SEGMENTS, WORDS, ("response_format", "verbose_json"))[0]
+    assert both.wants_words and both.timestamp_granularities == ("segment", "word")
+
+
+def test_options_are_those_of_a_prompt() -> None:
+    assert read(MODEL, ("temperature", "0"), SEGMENTS)[0].options is None
+    fields = ("prompt", "Ada"), ("temperature[]", "0"), ("temperature[]", "0.4")
+    body = read(MODEL, *fields, ("condition_on_prev_tokens", "true"))[0]
+    assert body.options == TranscriptionOptions(
+        prompt="Ada", temperature=(0.0, 0.4), condition_on_prev_tokens=True
+    )
 
 
 def test_segments_are_what_there_is() -> None:

@@ -38,11 +38,12 @@ from engine import (
     TextPrompt,
     TokenLogprobs,
     TokensPrompt,
+    TranscriptionOptions,
     VideoFeatures,
     VideoPrompt,
     Waveform,
 )
-from engine.interface.outputs import CompletionDelta, OutputDelta, WindowStart
+from engine.interface.outputs import CompletionDelta, OutputDelta, TranscriptionWindow
 from engine.media.image_file import open_image
 from prefix_cache import GroupStats, KVCacheStats
 from stages.remote import codec
@@ -260,7 +261,7 @@ deltas = st.builds(
     whole_audio=waveforms,
     error=st.none() | texts,
     tensors=st.dictionaries(texts, tensors(), max_size=3),
-    windows=st.lists(st.builds(WindowStart, integers, st.floats()), max_size=2).map(tuple),
+    windows=st.lists(st.builds(TranscriptionWindow, integers, st.floats()), max_size=2).map(tuple),
     metrics=st.none() | st.builds(RequestMetrics, st.none() | st.floats()),
 )
 
@@ -355,6 +356,7 @@ def test_every_kind_of_message_is_tried():
 
 def test_prompts_are_told_apart_by_their_fields():
     kinds = [each for each in get_args(Prompt) if each is not str] + [VideoFeatures, VideoPrompt]
+    kinds.append(TranscriptionOptions)
     assert len({tuple(f.name for f in dataclasses.fields(kind)) for kind in kinds}) == len(kinds)
     assert set(codec._PROMPTS.values()) == set(kinds)
 
