@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import tracemalloc
 from collections.abc import Callable
 from contextlib import closing
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -39,17 +41,31 @@ PROMPT = list(range(30, 60))
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plain") / "one layer"
-    return build_causal_lm(folder, "llama", num_layers=1, num_kv_heads=4)
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A folder with a checkpoint as it was ``packed``, and ``plain`` with the same values."""
+    folder = tmp_path_factory.mktemp("source") / "one layer"
+    source = build_causal_lm(folder, "llama", num_layers=1, num_kv_heads=4)
+
+    @cache
+    def write(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("written")
+        write_packed(source, folder / "packed", PACKED[name], folder / "plain")
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def packed(written: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+    """A copy that a test may spoil."""
+    return lambda name: shutil.copytree(written(name) / "packed", tmp_path / "packed")
 
 
 @pytest.mark.parametrize("name", PACKED)
 def test_a_packed_checkpoint_has_the_values_of_a_brute_force(
-    name: str, source: Path, tmp_path: Path
+    name: str, written: Callable[[str], Path]
 ):
-    plain = tmp_path / "plain"
-    packed = write_packed(source, tmp_path / "packed", PACKED[name], plain)
+    plain, packed = written(name) / "plain", written(name) / "packed"
     values = load_file(plain / "model.safetensors")
     read = dict(Checkpoint.open(packed).weights())
     assert read.keys() == values.keys()
@@ -99,9 +115,9 @@ def cut(tensors: dict[str, Tensor], part: str) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_parts_are_told_by_name(damage: str, source: Path, tmp_path: Path):
+def test_damaged_parts_are_told_by_name(damage: str, packed: Callable[[str], Path]):
     name, change, told = DAMAGE[damage]
-    folder = write_packed(source, tmp_path / "packed", PACKED[name], tmp_path / "plain")
+    folder = packed(name)
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -127,12 +143,11 @@ CONFIGS: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("config", "told"), CONFIGS)
 def test_a_format_that_is_not_supported_is_told(
-    config: Any, told: str, source: Path, tmp_path: Path
+    config: Any, told: str, packed: Callable[[str], Path], written: Callable[[str], Path]
 ):
-    folder = tmp_path / "packed"
-    write_packed(source, folder, PACKED["GPTQ"], tmp_path / "plain")
+    folder = packed("GPTQ")
     if "stored so" in told:
-        folder = tmp_path / "plain"
+        shutil.copytree(written("GPTQ") / "plain", folder, dirs_exist_ok=True)
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(content | {"quantization_config": config}))
     with pytest.raises(ValueError, match=told) as error:
@@ -149,8 +164,8 @@ def test_a_format_that_is_not_supported_is_told(
         {"weights": None},
     ],
 )
-def test_other_compressed_tensors_are_told(change: Any, source: Path, tmp_path: Path):
-    folder = write_packed(source, tmp_path / "packed", PACKED["W4A16"], tmp_path / "plain")
+def test_other_compressed_tensors_are_told(change: Any, packed: Callable[[str], Path]):
+    folder = packed("W4A16")
     content = json.loads((folder / "config.json").read_text())
     content["quantization_config"]["config_groups"]["group_0"] |= change
     (folder / "config.json").write_text(json.dumps(content))

@@ -205,6 +205,7 @@ def test_a_long_request_holds_its_neighbourhood_only(chunk, reach):
     assert manager.stats().free + manager.stats().held == 11
 
 
+@settings(max_examples=examples(60))
 @given(num_tokens=st.integers(1, 40), chunks=CHUNKS, hit=st.integers(0, 6))
 def test_the_bound_holds_for_a_request_that_begins_with_a_hit(num_tokens, chunks, hit):
     mix = {"sliding": 2, "mamba": 3, "host": 1}
