@@ -479,6 +479,7 @@ def run(engine: LLMEngine, params: SamplingParams) -> list[OutputDelta]:
 def test_steps_copy_no_more_of_a_long_request_than_of_a_short_one(
     engine: LLMEngine, counted: type[CountingList]
 ) -> None:
+    engine.reset_prefix_cache()
     deltas = run(engine, LONG)
     num_all = len(LONG_PROMPT.prompt_token_ids) + NUM_LONG
     # The prompt for the tables and for its output, and every token once for its block's hash; some

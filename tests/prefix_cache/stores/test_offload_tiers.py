@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -48,13 +50,12 @@ class SharedFolder(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.users = [self.new_user(), self.new_user()]
         self.full_disk = False
-        self.write = os.write
 
     def new_user(self) -> DiskTier:
         return DiskTier(self.folder / "tier", CAPACITY, b"f" * 32)
 
     def teardown(self) -> None:
-        os.write = self.write  # type: ignore[assignment]
+        vars(tiers).pop("open", None)
         for user in self.users:
             user.close()
         shutil.rmtree(self.folder)
@@ -130,18 +131,19 @@ class SharedFolder(RuleBasedStateMachine):
     def disk_fills_up(self, bytes_left: int) -> None:
         left = [bytes_left]
 
-        def write(file: int, data: memoryview) -> int:
-            count = min(len(data), left[0])
-            if not count:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            left[0] -= count
-            return self.write(file, data[:count])
+        class Filling(FileIO):
+            def write(self, data: Any) -> int:
+                part = memoryview(data)[: left[0]]
+                left[0] -= super().write(part)
+                if len(part) < len(data):
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                return len(part)
 
-        os.write = write  # type: ignore[assignment]
+        vars(tiers)["open"] = lambda file, mode: (Filling if "w" in mode else open)(file, mode)
 
     @rule()
     def disk_has_room_again(self) -> None:
-        os.write = self.write  # type: ignore[assignment]
+        vars(tiers).pop("open", None)
         for user in self.users:
             user._paused_until = 0.0
 
