@@ -70,15 +70,22 @@ def delta_rule(
     Returns:
         ``y`` ``(n, heads, value_dim)``, and the states after each request's last token.
     """
-    q, k, v, kept, beta = (each.index_select(0, order.items) for each in rows)
-    h = states.index_select(0, order.sequences)
-    y = torch.empty_like(v)
+    q, k, v, kept, beta = (each.index_select(0, order.items).flatten(0, 1) for each in rows)
+    heads, kept = states.shape[1], kept[:, None, None]
+    pairs, columns = torch.stack((k, q), dim=1), k.unsqueeze(-1)
+    wanted, held = (beta[:, None] * v).unsqueeze(1), beta[:, None, None] * kept
+    h = states.index_select(0, order.sequences).flatten(0, 1)
+    # What lies under key and query before a token, and what it changes: four products a token.
+    found, change = v.new_empty(len(v), 2, v.shape[1]), torch.empty_like(wanted)
     for now in order.batches():
-        going = h[: now.stop - now.start]
-        going.mul_(kept[now, :, None, None])
-        change = (v[now] - (k[now, :, None, :] @ going).squeeze(-2)) * beta[now, :, None]
-        going.addcmul_(k[now, :, :, None], change[:, :, None, :])
-        y[now] = (q[now, :, None, :] @ going).squeeze(-2)
+        here = slice(now.start * heads, now.stop * heads)
+        going = h[: here.stop - here.start]
+        torch.bmm(pairs[here], going, out=found[here])
+        torch.addcmul(wanted[here], held[here], found[here, :1], value=-1, out=change[here])
+        going.mul_(kept[here]).baddbmm_(columns[here], change[here])
+    likeness = (q * k).sum(-1, keepdim=True)
+    y = (kept[:, 0] * found[:, 1] + likeness * change[:, 0]).unflatten(0, (-1, heads))
+    h = h.unflatten(0, (-1, heads))
     return (
         torch.empty_like(y).index_copy_(0, order.items, y),
         torch.empty_like(h).index_copy_(0, order.sequences, h),
