@@ -276,6 +276,11 @@ def describe_stage(
     line["num_cached_tokens"] = output.num_cached_tokens
     if output.logprobs is not None:
         line["logprobs"] = [_logprobs(entry) for entry in output.logprobs]
+    if any(window.token_timestamps for window in output.windows):
+        line["windows"] = [
+            window._asdict() | {"words": [word._asdict() for word in window.words]}
+            for window in output.windows
+        ]
     if len(output.completions) > 1:
         line["completions"] = [_completion(each) for each in output.completions]
     if "tensors" in wanted and output.tensors:

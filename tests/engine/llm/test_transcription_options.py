@@ -142,7 +142,7 @@ def test_tokens_are_those_of_transformers(
     engine: LLMEngine, reference: Reference, case: str
 ) -> None:
     options = CASES[case]
-    for seed, seconds in enumerate((2.0, 5.0, 9.0)):
+    for seed, seconds in enumerate((2.0, 5.0)):
         sound = melody(seconds, seed)
         theirs = reference.answer(sound, language="en", return_timestamps=True, **options)
         expected = [int(each) for each in theirs["sequences"][0]]
@@ -161,7 +161,7 @@ def test_a_text_without_timestamps_is_judged_as_well(
     engine: LLMEngine, reference: Reference
 ) -> None:
     options = CASES["likely"] | {"prompt": "the rain"}
-    for seed in range(3):
+    for seed in range(2):
         sound = melody(1.3, seed)
         theirs = reference.answer(sound, language="de", task="translate", **options)
         ours = transcribe(engine, sound, options, language="de", task="translate")
@@ -172,7 +172,7 @@ def test_a_text_without_timestamps_is_judged_as_well(
 def test_a_language_is_found_out_without_the_prompt(
     engine: LLMEngine, reference: Reference
 ) -> None:
-    for seed in range(4):
+    for seed in range(2):
         sound, options = melody(3.0, 20 + seed), {"prompt": "the rain in Spain"}
         theirs = reference.answer(sound, task="transcribe", return_timestamps=True, **options)
         ours = transcribe(engine, sound, options)

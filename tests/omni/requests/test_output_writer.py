@@ -19,7 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from engine import FinishReason, RequestMetrics, TokenLogprobs, Waveform
+from engine import (
+    FinishReason,
+    RequestMetrics,
+    TimedWord,
+    TokenLogprobs,
+    TranscriptionWindow,
+    Waveform,
+)
 from engine.media.media_source import MediaSource
 from engine.media.sound_file import LongestSound, read_sound
 from omni.requests import output_writer
@@ -267,6 +274,9 @@ def test_logprobs_and_further_completions_are_written_when_they_were_asked_for(
             Completion("a", (1,), FinishReason.STOP),
             Completion("b", (2,), FinishReason.LENGTH),
         ),
+        windows=(
+            TranscriptionWindow(0, 1.5, token_timestamps=(2.0,), words=(TimedWord("a", 1.5, 2.0),)),
+        ),
     )
     with Written(tmp_path, FINAL) as writer:
         writer.write(0, OmniOutput("r", {"writer": stage}, finished=True))
@@ -275,6 +285,9 @@ def test_logprobs_and_further_completions_are_written_when_they_were_asked_for(
     assert written["completions"] == [
         {"text": "a", "token_ids": [1], "finish_reason": "stop"},
         {"text": "b", "token_ids": [2], "finish_reason": "length"},
+    ]
+    assert [(each["begin_s"], each["words"]) for each in written["windows"]] == [
+        (1.5, [{"word": "a", "start": 1.5, "end": 2.0}])
     ]
 
 
