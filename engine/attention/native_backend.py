@@ -140,7 +140,7 @@ def _visible_spans(metadata: AttentionMetadata) -> Tensor:
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
     num_tokens = int(query_start_loc[-1])
     spans = np.empty((3, num_tokens), dtype=np.int32)
-    spans[0] = np.arange(metadata.num_reqs).repeat(query_lens)
+    spans[0] = np.arange(len(query_lens)).repeat(query_lens)
     if not metadata.causal:
         spans[1], spans[2] = 0, seq_lens.repeat(query_lens)
         return torch.from_numpy(spans)

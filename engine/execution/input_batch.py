@@ -56,34 +56,25 @@ def step_arrays(inputs: StepInputs, memory: PagedMemory) -> dict[str, npt.NDArra
     for group_id, group in enumerate(inputs.groups):
         spec = memory.config.groups[group_id].spec
         if isinstance(spec, AttentionSpec):
-            of_group: dict[str, npt.NDArray[Any]] = {
-                "block_table": group.block_table,
-                "row_mapping": memory.row_mapping(group_id, group.slot_mapping),
-            }
+            arrays[f"{group_id} block_table"] = group.block_table
+            arrays[f"{group_id} row_mapping"] = memory.row_mapping(group_id, group.slot_mapping)
         elif isinstance(spec, MambaSpec):
-            of_group = _state_pages(inputs, group, spec)
-        else:
-            continue
-        arrays |= {f"{group_id} {name}": array for name, array in of_group.items()}
+            pages = _state_pages(inputs, group, spec)
+            arrays |= {f"{group_id} {name}": array for name, array in pages.items()}
     return arrays
 
 
 def build_step_metadata(
-    inputs: StepInputs, memory: PagedMemory, tensors: Mapping[str, Tensor]
+    inputs: StepInputs,
+    memory: PagedMemory,
+    arrays: Mapping[str, npt.NDArray[Any]],
+    tensors: Mapping[str, Tensor],
 ) -> list[GroupMetadata]:
-    """One entry per group of ``memory``'s config; ``tensors``: :func:`step_arrays`, uploaded."""
-    starts, seq_lens, encoder_lens = (
-        torch.from_numpy(each.astype(np.int32))
-        for each in (inputs.query_start_loc, inputs.seq_lens, inputs.encoder_lens)
-    )
+    """One entry per group of ``memory``'s config, of :func:`step_arrays` and their upload."""
+    starts = torch.from_numpy(arrays["query_start_loc"])
     num_decodes = int(np.count_nonzero(inputs.seq_lens - inputs.num_computed_tokens == 1))
     metadata: list[GroupMetadata] = []
     for group_id, group in enumerate(memory.config.groups):
-        own = {
-            name.partition(" ")[2]: tensor
-            for name, tensor in tensors.items()
-            if name.startswith(f"{group_id} ")
-        }
         spec = group.spec
         if isinstance(spec, AttentionSpec):
             is_cross = isinstance(spec, CrossAttentionSpec)
@@ -91,9 +82,9 @@ def build_step_metadata(
             metadata.append(
                 AttentionMetadata(
                     query_start_loc=starts,
-                    seq_lens=encoder_lens if is_cross else seq_lens,
-                    block_table=own["block_table"],
-                    row_mapping=own["row_mapping"],
+                    seq_lens=torch.from_numpy(arrays[lengths]),
+                    block_table=tensors[f"{group_id} block_table"],
+                    row_mapping=tensors[f"{group_id} row_mapping"],
                     num_decodes=num_decodes,
                     block_size=spec.block_size,
                     window=spec.window if isinstance(spec, SlidingWindowSpec) else None,
@@ -102,8 +93,9 @@ def build_step_metadata(
                 )
             )
         elif isinstance(spec, MambaSpec):
-            pages = own["read_pages"], own["write_pages"]
-            metadata.append(StateMetadata(starts, num_decodes, *pages, own.get("has_state")))
+            pages = tensors[f"{group_id} read_pages"], tensors[f"{group_id} write_pages"]
+            has_state = tensors.get(f"{group_id} has_state")
+            metadata.append(StateMetadata(starts, num_decodes, *pages, has_state))
         else:
             metadata.append(None)
     return metadata
@@ -129,7 +121,7 @@ class ModelInputs:
 
     Attributes:
         metadata: per group of the memory; None for groups without layers.
-        extra: what else was uploaded with the step, by name.
+        uploaded: all that came to the device with the step, by name.
         embeds: ``(num_tokens, hidden_size)``.
         positions: int64, ``(num_tokens,)`` or ``(axes, num_tokens)``.
         encoded: rows that the encoder of an encoder-decoder gave in this step, or None.
@@ -140,7 +132,7 @@ class ModelInputs:
     metadata: Sequence[GroupMetadata]
     embeds: Tensor
     positions: Tensor
-    extra: Mapping[str, Tensor]
+    uploaded: Mapping[str, Tensor]
     encoded: Tensor | None = None
     follows_encoder: Tensor | None = None
     shows_item: Tensor | None = None
@@ -202,21 +194,19 @@ class ModelInputBuilder:
             "token_ids": step.token_ids,
             "positions": _positions(step, scheduled),
         }
-        marks = {
-            "follows_encoder": _follows_encoder(step, scheduled),
-            "shows_item": None if self.items is None else _shows_item(step, scheduled),
-        }
-        codes = self._codes(step, scheduled)
-        if codes is not None:
-            arrays["codes"] = codes
-        arrays |= {name: array for name, array in marks.items() if array is not None}
+        if (follows_encoder := _follows_encoder(step, scheduled)) is not None:
+            arrays["follows_encoder"] = follows_encoder
+        if self.items is not None and (shows_item := _shows_item(step, scheduled)) is not None:
+            arrays["shows_item"] = shows_item
+        if self.model.num_codebooks > 1:
+            arrays["codes"] = self._codes(step, scheduled)
         tensors = upload(arrays | dict(extra or {}), self.device, place)
         return ModelInputs(
             step,
-            build_step_metadata(step, self.memory, tensors),
+            build_step_metadata(step, self.memory, arrays, tensors),
             self._embeds(tensors["token_ids"], tensors.get("codes"), step, scheduled),
             tensors["positions"],
-            {name: tensors[name] for name in extra or {}},
+            tensors,
             encoded,
             tensors.get("follows_encoder"),
             tensors.get("shows_item"),
@@ -248,10 +238,8 @@ class ModelInputBuilder:
             if is_new and end % size and isinstance(group.spec, AttentionSpec):
                 self.memory.clear_page(group_id, block_ids[-1])
 
-    def _codes(self, step: StepInputs, scheduled: Sequence[ScheduledRequest]) -> IntArray | None:
-        """What was drawn for each token, ``(num_tokens, num_codebooks)``; None of one codebook."""
-        if self.model.num_codebooks == 1:
-            return None
+    def _codes(self, step: StepInputs, scheduled: Sequence[ScheduledRequest]) -> IntArray:
+        """What was drawn for each token, ``(num_tokens, num_codebooks)``."""
         codes = np.full((len(step.token_ids), self.model.num_codebooks), -1, dtype=np.int64)
         for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
             request, first = item.request, item.request.num_computed_tokens

@@ -40,7 +40,7 @@ from engine.interface.outputs import TokenLogprobs
 from engine.models.base import CausalModel
 from engine.requests.request import Request
 from engine.resources.device import are_finite, on_device, total, upload
-from engine.sampling.sampler import Judgement, Sampler, draw_code
+from engine.sampling.sampler import Judgement, Sampler, SamplingState, draw_code
 from engine.scheduling.request_queues import EncoderCacheManager
 from engine.scheduling.scheduler import ScheduledRequest, SchedulerOutput
 from prefix_cache import (
@@ -186,18 +186,6 @@ class FiniteStep:
     filled: Sequence[FilledPage]
     sum: Tensor
 
-    @classmethod
-    def of(
-        cls,
-        rows: Mapping[str, Tensor],
-        contents: PageContents,
-        filled: Sequence[FilledPage],
-        indices: Mapping[str, Tensor],
-    ) -> FiniteStep:
-        """Queue the sum behind what makes the rows; the indices are those of the pages."""
-        numbers = contents.numbers(filled, indices)
-        return cls(rows, contents, filled, total([*rows.values(), *numbers]))
-
     def errors(self, sum_on_host: float, query_start_loc: Sequence[int]) -> dict[int, str]:
         """What is wrong with the requests of which something is not finite; as a rule nothing."""
         if math.isfinite(sum_on_host):
@@ -328,16 +316,19 @@ class ModelRunner:
             self._run_towers(output.scheduled, self._items)
         filled = self._contents.filled(step, runs_encoder)
         samples = [place for place, item in enumerate(output.scheduled) if item.samples]
-        extra = {_SAMPLED: step.query_start_loc[1:][samples] - 1} | page_indices(filled)
+        extra = {_SAMPLED: step.query_start_loc[1:][samples] - 1}
+        if filled:
+            extra |= page_indices(filled)
         inputs, tensors = self._run(step, output.scheduled, encoded, extra)
         self._keep_queries(step, output.scheduled)
         mirrored = self._mirrored(tensors)
         rows = mirrored | {"hidden_states": tensors["hidden_states"]}
         # Whether all that the step made is finite is asked now, and the answer read at the end.
-        check = FiniteStep.of(rows, self._contents, filled, inputs.extra)
+        made = [*rows.values(), *self._contents.numbers(filled, inputs.uploaded)]
+        check = FiniteStep(rows, self._contents, filled, total(made))
         self._host_copy.start(mirrored | {_FINITE: check.sum[None]})
         sampling = [output.scheduled[place].request for place in samples]
-        sampled = self._sample(tensors["hidden_states"], inputs.extra[_SAMPLED], sampling)
+        sampled = self._sample(tensors["hidden_states"], inputs.uploaded[_SAMPLED], sampling)
         # Asked for only now that the sampler has waited for the device anyway.
         on_host = self._host_copy.finish()
         finite_sum = on_host.pop(_FINITE).item()
@@ -567,19 +558,18 @@ class ModelRunner:
         ends = hidden_states.index_select(0, rows)
         states = [request.next_sampling for request in sampling]
         chosen = self._sampler.sample(self._model.compute_logits(ends), states)
-        further = self._draw_codes(ends, chosen.token_ids, sampling)
+        further: list[tuple[int, ...]] = [()] * len(states)
+        if self._model.num_codebooks > 1:
+            further = self._draw_codes(ends, chosen.token_ids, states)
         columns = (chosen.token_ids, chosen.logprobs, chosen.errors, further, chosen.judgements)
         return list(starmap(SampledToken, zip(sampling, *columns, strict=True)))
 
     def _draw_codes(
-        self, rows: Tensor, token_ids: Sequence[int | None], sampling: Sequence[Request]
+        self, rows: Tensor, token_ids: Sequence[int | None], states: Sequence[SamplingState]
     ) -> list[tuple[int, ...]]:
         """The codes of further codebooks, each drawn behind those before it."""
-        if self._model.num_codebooks == 1:
-            return [()] * len(token_ids)
         first = torch.tensor([token_id or 0 for token_id in token_ids], device=self._device)
         params = self._model.code_sampling
-        states = [request.next_sampling for request in sampling]
 
         def choose(logits: Tensor, codebook: int) -> Tensor:
             return draw_code(logits, states, params, codebook)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, repeat
 from operator import index
 from typing import SupportsIndex, TypeAlias
 
@@ -342,7 +342,7 @@ def _num_chars(value: object) -> int:
             if depth > _DEEPEST:
                 raise ValueError(f"a chat message nests deeper than {_DEEPEST} levels")
             inner = each.values() if isinstance(each, Mapping) else each
-            left += ((item, depth + 1) for item in inner)
+            left += zip(inner, repeat(depth + 1))
     return total
 
 

@@ -242,7 +242,8 @@ class NativeKernels:
             x = x.contiguous()
         rows, width = x.shape
         panels, in_features, _ = packed.shape
-        _require_float_rows(x, in_features)
+        if x.dtype != torch.float32 or not x.is_cpu or width != in_features:
+            raise _unfit_rows(x, in_features)
         output = x.new_empty(rows, panels * _PANEL)
         copy = x.new_empty(rows, width) if rows >= _MANY_ROWS else None
         added = None if bias is None else bias.data_ptr()
@@ -326,7 +327,8 @@ class NativeKernels:
             x = x.contiguous()
         whole = self.has_bfloat16 if packed.bits == 16 else self.has_vnni
         (rows, width), (out, in_features) = x.shape, packed.shape
-        _require_float_rows(x, in_features)
+        if x.dtype != torch.float32 or not x.is_cpu or width != in_features:
+            raise _unfit_rows(x, in_features)
         output = x.new_empty(rows, out)
         blocks = packed.codes.shape[1]
         scratch = x.new_empty(rows * (blocks * (packed.block + 1) + 1))
@@ -523,12 +525,11 @@ def _require(**tensors: Tensor) -> None:
             )
 
 
-def _require_float_rows(x: Tensor, width: int) -> None:
-    if x.dtype != torch.float32 or not x.is_cpu or x.shape[-1] != width:
-        raise ValueError(
-            f"expected float32 rows of {width} on a CPU, got {x.dtype} rows of {x.shape[-1]} "
-            f"on {x.device}"
-        )
+def _unfit_rows(x: Tensor, width: int) -> ValueError:
+    return ValueError(
+        f"expected float32 rows of {width} on a CPU, got {x.dtype} rows of {x.shape[-1]} "
+        f"on {x.device}"
+    )
 
 
 def _require_rows(**tensors: Tensor) -> None:

@@ -33,7 +33,7 @@ def upload(
         place: from a number of bytes to those of the device that take them; None: new ones.
     """
     if device.type == "cpu" and place is None:
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return dict(zip(arrays, map(torch.from_numpy, arrays.values()), strict=True))
     places: dict[str, slice] = {}
     end = 0
     for name, array in arrays.items():

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import islice
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -579,15 +579,17 @@ class _Chosen:
         largest: of the row's logits; NaN as soon as one is.
         is_enough: whether what top-p looked at was; see :func:`keep_top_p`.
         reported: rows that ask for log-probabilities; the other lists are of these.
+        num_top: entries that each of these has in the last two.
     """
 
     token_ids: list[float]
     largest: list[float]
     is_enough: list[float]
     reported: list[int]
+    num_top: int
     logprobs: list[float]
-    top_ids: list[list[float]]
-    top_logprobs: list[list[float]]
+    top_ids: list[float]
+    top_logprobs: list[float]
 
     @classmethod
     def of(
@@ -599,43 +601,39 @@ class _Chosen:
             logits: of the model, for log-probabilities.
             adjusted: what is chosen from.
         """
-        params = [state.params for state in states]
-        random = [row for row, each in enumerate(params) if each.temperature]
-        reported = [row for row, each in enumerate(params) if each.logprobs is not None]
+        random = [row for row, each in enumerate(states) if each.params.temperature]
+        reported = [row for row, each in enumerate(states) if each.params.logprobs is not None]
         largest, token_ids = adjusted.max(dim=-1)
         is_enough: Tensor | None = None
         if random:
             rows = _Rows.of(random, adjusted)
             shaped, is_enough = _shape(
-                rows.select(adjusted), [params[row] for row in random], looked
+                rows.select(adjusted), [states[row].params for row in random], looked
             )
             drawn = draw(shaped, [states[row].next_uniform() for row in random])
             # Of a row that is not finite, which fails, nothing can be drawn.
             token_ids = rows.replace(token_ids, drawn.clamp(max=adjusted.shape[1] - 1))
-        parts = [token_ids, largest, *([] if is_enough is None else [is_enough.squeeze(1)])]
+        # Numbers of 64 bits hold ids and float32 alike: all parts become what the first is.
+        parts = [token_ids.double(), largest]
+        parts += [] if is_enough is None else [is_enough.squeeze(1)]
         num_top = 0
         if reported:
             rows = _Rows.of(reported, logits)
             logprobs = torch.log_softmax(rows.select(logits).float(), dim=-1)
-            num_top = min(max(params[row].logprobs or 0 for row in reported), logits.shape[1])
+            most = max(states[row].params.logprobs or 0 for row in reported)
+            num_top = min(most, logits.shape[1])
             top = logprobs.topk(num_top, dim=-1)
             of_chosen = logprobs.gather(1, rows.select(token_ids)[:, None])
             parts += [of_chosen.flatten(), top.indices.flatten(), top.values.flatten()]
-        # Numbers of 64 bits hold ids and float32 alike.
-        read = torch.cat([part.double() for part in parts]).tolist()
+        read = iter(torch.cat(parts).tolist())
         sizes = [len(states)] * 2 + [0 if is_enough is None else len(random)]
         sizes += [len(reported), len(reported) * num_top, len(reported) * num_top]
-        ends = list(accumulate(sizes))
-        pieces = [read[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-        tops = [
-            [piece[i * num_top : (i + 1) * num_top] for i in range(len(reported))]
-            for piece in pieces[4:]
-        ]
-        return cls(pieces[0], pieces[1], pieces[2], reported, pieces[3], *tops)
+        pieces = [list(islice(read, size)) for size in sizes]
+        return cls(pieces[0], pieces[1], pieces[2], reported, num_top, *pieces[3:])
 
     def output(self, states: Sequence[SamplingState]) -> SamplerOutput:
         """Per row its token, or why there is none."""
-        token_ids: list[int | None] = [int(each) for each in self.token_ids]
+        token_ids: list[int | None] = [*map(int, self.token_ids)]
         errors: list[str | None] = [None] * len(states)
         logprobs: list[TokenLogprobs | None] = [None] * len(states)
         for row, value in enumerate(self.largest):
@@ -645,9 +643,10 @@ class _Chosen:
         for index, row in enumerate(self.reported):
             token_id = token_ids[row]
             if token_id is not None:
-                count = states[row].params.logprobs
-                ids = map(int, self.top_ids[index][:count])
-                likeliest = zip(ids, self.top_logprobs[index][:count], strict=True)
+                begin = index * self.num_top
+                asked = slice(begin, begin + min(states[row].params.logprobs or 0, self.num_top))
+                ids = map(int, self.top_ids[asked])
+                likeliest = zip(ids, self.top_logprobs[asked], strict=True)
                 logprobs[row] = TokenLogprobs(token_id, self.logprobs[index], tuple(likeliest))
         return SamplerOutput(token_ids, logprobs, errors)
 

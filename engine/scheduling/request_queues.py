@@ -552,15 +552,15 @@ class RequestQueues:
         if request.is_paused:
             self.resting[request.request_id] = request
             return
-        if self.kv_cache_manager.enable_prefix_caching:
-            request.extend_hashes(self.kv_cache_manager.block_size)
         self.waiting.add(request, self._hashes_to_find(request))
 
     def _hashes_to_find(self, request: Request) -> Sequence[BlockHash]:
         """What says which waiting requests begin alike: the encoder's input, then the blocks."""
         if not self.kv_cache_manager.enable_prefix_caching:
             return ()
-        usable = (request.num_tokens - 1) // self.kv_cache_manager.block_size
+        block_size = self.kv_cache_manager.block_size
+        request.extend_hashes(block_size)
+        usable = (request.num_tokens - 1) // block_size
         hashes = tuple(request.block_hashes[:usable])
         encoder = request.encoder_blocks
         return hashes if encoder is None else (*encoder.hashes[:1], *hashes)

@@ -66,7 +66,7 @@ class IncrementalDetokenizer:
         """Return what was held back; no ids may follow. An unfinished character is dropped."""
         text = self._decode(self._window)
         for num_dropped in range(_LONGEST_CHARACTER):
-            kept = self._decode(self._window[: len(self._window) - num_dropped])
+            kept = self._decode(self._window[:-num_dropped]) if num_dropped else text
             if not kept.endswith(_REPLACEMENT):
                 return kept[self._num_sent :]
         # No character was begun here, these bytes never were text.

@@ -125,7 +125,7 @@ class Orchestrator:
     @property
     def has_work(self) -> bool:
         """Whether :meth:`step` has work: not while nothing comes from any stage."""
-        return any(link.has_work or self._unread[name] for name, link in self._links.items())
+        return any(self._unread.values()) or any([link.has_work for link in self._links.values()])
 
     @property
     def time_to_work(self) -> float | None:
