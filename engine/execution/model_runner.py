@@ -320,7 +320,8 @@ class ModelRunner:
         if filled:
             extra |= page_indices(filled)
         inputs, tensors = self._run(step, output.scheduled, encoded, extra)
-        self._keep_queries(step, output.scheduled)
+        if self._aligned:
+            self._keep_queries(step, output.scheduled)
         mirrored = self._mirrored(tensors)
         rows = mirrored | {"hidden_states": tensors["hidden_states"]}
         # Whether all that the step made is finite is asked now, and the answer read at the end.
@@ -513,7 +514,8 @@ class ModelRunner:
             size: the smallest of a graph.
         """
         # What is kept beside the outputs is no part of a graph.
-        graphs = None if any(item.request.is_aligned for item in scheduled) else self._graphs
+        aligns = self._aligned and any(item.request.is_aligned for item in scheduled)
+        graphs = None if aligns else self._graphs
         padded = None if graphs is None else graphs.pad(step, size)
         if graphs is None or padded is None:
             inputs = self._inputs.build(step, scheduled, encoded, extra)

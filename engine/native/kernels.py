@@ -444,6 +444,7 @@ class NativeKernels:
 
         Args:
             query: ``(num_tokens, num_heads, head_dim)``; tokens may be a stride apart.
+            kv_cache: float32 or bfloat16, as :meth:`write_kv` takes them.
             spans: what each token sees; who sees nothing gets zeros.
             softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
             bias: ``(num_heads, distances)`` added to scores by how far the key lies behind the
@@ -454,8 +455,6 @@ class NativeKernels:
         """
         _require_rows(query=query)
         half = kv_cache.keys.dtype == torch.bfloat16
-        if not half:
-            _require(keys=kv_cache.keys, values=kv_cache.values)
         num_tokens, num_heads, head_dim = query.shape
         _, block_size, num_kv_heads, key_dim = kv_cache.chunks.shape
         if num_heads % num_kv_heads or key_dim != head_dim:

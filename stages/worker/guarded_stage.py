@@ -228,26 +228,23 @@ class GuardedStage:
             are still inside.
         """
         with log_fields(self.stage.name), self._threads:
-            return self._step()
-
-    def _step(self) -> tuple[list[OutputDelta], Mapping[str, str]]:
-        lost, self._raised = self._lost, None
-        if self._broken.is_broken:
-            self._rebuild()
-        elif not lost:
-            try:
-                return self._step_deltas(), {}
-            except Exception as error:  # whatever it is, the other stages' requests go on
-                if self.stage.is_broken:
-                    self._broken.note(error)
-                    self._rebuild()
-                else:
-                    _logger.exception("stage %r failed in a step", self.stage.name)
-                    self._raised = f"{type(error).__name__}: {error}"
-                    message = f"its step failed: {self._raised}"
-                    lost.update(dict.fromkeys(self.inside, message))
-        self._lost = {}
-        return [], lost
+            lost, self._raised = self._lost, None
+            if self._broken.is_broken:
+                self._rebuild()
+            elif not lost:
+                try:
+                    return self._step_deltas(), {}
+                except Exception as error:  # whatever it is, the other stages' requests go on
+                    if self.stage.is_broken:
+                        self._broken.note(error)
+                        self._rebuild()
+                    else:
+                        _logger.exception("stage %r failed in a step", self.stage.name)
+                        self._raised = f"{type(error).__name__}: {error}"
+                        message = f"its step failed: {self._raised}"
+                        lost.update(dict.fromkeys(self.inside, message))
+            self._lost = {}
+            return [], lost
 
     def _step_deltas(self) -> list[OutputDelta]:
         """What is new after one unit of work.

@@ -108,6 +108,7 @@ class RequestState:
         last: the output before, of a stage whose outputs are cumulative.
     """
 
+    request_id: str
     enter: Enter
     cutters: Mapping[str, ChunkCutter]
     request: StageRequest | None = None
@@ -126,11 +127,6 @@ class RequestState:
         self.last = None
         if self.so_far is not None:
             self.so_far = OutputAccumulator(self.request_id, stage)
-
-    @property
-    def request_id(self) -> str:
-        """The request's."""
-        return self.enter.request_id
 
     @property
     def is_held_up(self) -> bool:

@@ -190,9 +190,8 @@ class StageWorker(StageLink):
         }
         is_streamed = self.stage.inputs is not None and self.stage.inputs.chunk_size is not None
         # Tensors of a long request are large: the stage keeps what its prompt is made of, no more.
-        state = RequestState(
-            msgspec.structs.replace(enter, sources=()), cutters, is_streamed=is_streamed
-        )
+        kept = msgspec.structs.replace(enter, sources=())
+        state = RequestState(enter.request_id, kept, cutters, is_streamed=is_streamed)
         if cutters or not self.stage.final_output:
             state.so_far = OutputAccumulator(enter.request_id, self.stage.name)
         self._states[enter.request_id] = state
