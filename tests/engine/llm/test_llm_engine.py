@@ -368,7 +368,7 @@ def test_explain_tells_where_each_parameter_comes_from(stating: Callable[..., st
     ):
         assert f"      {line}" in told.splitlines()
     settings = describe_config(config)
-    assert "temperature 1.0" in settings and "      temperature: " not in settings
+    assert "temperature 1.0" in settings and "\n      temperature: " not in settings
 
 
 def test_explain_tells_which_tokens_the_checkpoint_ends_and_forbids(
