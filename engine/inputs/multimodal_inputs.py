@@ -374,15 +374,23 @@ class AudioFeatureMaker(FeatureMaker):
     ) -> None:
         self._extractor, self._hears_silence = extractor, hears_silence
         self._reader = SampleReader.of(extractor, limits)
+        self._told_of_language = False
 
     def make(self, item: Any) -> Mapping[str, Tensor]:
         """Read, resample and extract: ``input_features`` ``(mel bins, frames)``."""
         prompt = item if isinstance(item, AudioPrompt) else AudioPrompt(item)
-        for wish in ("language", "task", "timestamps", "vad", "transcription"):
-            if getattr(prompt, wish) is not None:
+        for wish in ("task", "timestamps", "vad", "transcription"):
+            if getattr(prompt, wish) not in (None, "transcribe"):
                 raise ValueError(
                     f"{wish} is for speech models; this one is asked in words beside the sound"
                 )
+        if prompt.language is not None and not self._told_of_language:
+            self._told_of_language = True
+            logger.info(
+                "a request names the language %.20r: a hint that changes nothing here, as a decoder "
+                "that hears has no language to be set",
+                prompt.language,
+            )
         samples = self._reader.read(prompt.audio, prompt.sampling_rate)
         padding: dict[str, Any] = {"padding": "longest", "truncation": False}
         if self._hears_silence:

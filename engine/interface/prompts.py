@@ -206,7 +206,8 @@ class AudioPrompt:
         audio: a file of WAV, FLAC, OGG or MP3, its content (as bytes, or as a data URL), or mono
             samples ``(num_samples,)``, floating point in -1 to 1.
         sampling_rate: samples per second; None: the file's own, or the feature extractor's.
-        language: spoken language, as a code or a name: ``"fr"``, ``"french"``.
+        language: spoken language, as a code or a name: ``"fr"``, ``"french"``; to a decoder that
+            hears a hint that changes nothing, like the task ``transcribe``.
         task: see :data:`AudioTask`.
         timestamps: whether the text is to be interspersed with tokens of time.
         vad: whether only speech is heard, found by a voice detector: all else is silence, and a

@@ -405,3 +405,15 @@ def test_a_short_sound_does_not_fill_the_window(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(WhisperFeatureExtractor, "_torch_extract_fbank_features", counting)
     AudioFeatureMaker(EXTRACTOR).make(np.zeros(1_600, np.float32))
     assert lengths == [2_080]
+
+
+def test_a_language_is_a_hint_that_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    maker, samples = AudioFeatureMaker(EXTRACTOR), np.sin(np.arange(3_200)).astype(np.float32)
+    plain = maker.make(samples)["input_features"]
+    with caplog.at_level("INFO", logger="omni"):
+        for _ in range(2):
+            asked = AudioPrompt(samples, language="en", task="transcribe")
+            assert torch.equal(maker.make(asked)["input_features"], plain)
+    assert [each.message[:33] for each in caplog.records] == ["a request names the language 'en'"]
+    with pytest.raises(ValueError, match="task is for speech models"):
+        maker.make(AudioPrompt(samples, language="en", task="translate"))

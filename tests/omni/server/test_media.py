@@ -81,8 +81,11 @@ def spoken_request(kind: str = "wav", speaker: str | None = None) -> OmniRequest
     return OmniRequest(prompt, sampling=SHORT, speaker=speaker)
 
 
-def test_what_is_heard_can_be_asked_as_a_transcription(media: LiveServer, client: Any):
-    answer = client.audio.transcriptions.create(**MODEL, file=("a.wav", sound()))
+@pytest.mark.parametrize("language", [{}, {"language": "en"}])
+def test_what_is_heard_can_be_asked_as_a_transcription(
+    media: LiveServer, client: Any, language: dict[str, Any]
+):
+    answer = client.audio.transcriptions.create(**MODEL, file=("a.wav", sound()), **language)
     message = {"role": "user", "content": [{"type": "audio"}]}
     prompt = ChatPrompt((message,), {"audio": [sound()]})
     assert (
@@ -102,7 +105,6 @@ def test_a_cascade_is_asked_by_voice(media: LiveServer, client: Any):
 
 def test_a_transcription_that_a_model_cannot_give_says_what_it_needs(client: Any):
     for model, fields, told in (
-        ("omni_speech", {"language": "en"}, "language is for speech models"),
         ("omni_speech", {"response_format": "verbose_json"}, "timestamps is for speech models"),
         ("seeing", {}, "this model takes no audio; it takes image"),
     ):
