@@ -387,8 +387,8 @@ class AudioFeatureMaker(FeatureMaker):
         if prompt.language is not None and not self._told_of_language:
             self._told_of_language = True
             logger.info(
-                "a request names the language %.20r: a hint that changes nothing here, as a decoder "
-                "that hears has no language to be set",
+                "a request names the language %.20r: a hint that changes nothing here, where a "
+                "decoder hears",
                 prompt.language,
             )
         samples = self._reader.read(prompt.audio, prompt.sampling_rate)
