@@ -346,11 +346,6 @@ class EndedSequences:
     windows: list[TranscriptionWindow] = field(default_factory=list)
     _rows: dict[str, list[Tensor]] = field(default_factory=dict)
 
-    @classmethod
-    def before(cls, request: Request) -> EndedSequences | None:
-        """None yet, of a request that takes several; None for one that takes one."""
-        return None if request.continuation is None else cls(request, request.text.without_end())
-
     def take_in(
         self,
         request: Request,
@@ -396,7 +391,9 @@ class CompletionState:
     @classmethod
     def of(cls, request: Request) -> CompletionState:
         """By its first sequence."""
-        return cls(request, EndedSequences.before(request))
+        if request.continuation is None:
+            return cls(request)
+        return cls(request, EndedSequences(request, request.text.without_end()))
 
     @property
     def first(self) -> Request:
@@ -406,15 +403,14 @@ class CompletionState:
     def output(self, index: int) -> CompletionOutput:
         """All of it now; takes the text's growth since the last call."""
         now, ended = self.request, self.ended
-        text = now.text if ended is None else ended.text
-        logprobs = now.logprobs if ended is None else ended.logprobs
-        delta = text.take_delta()
+        told = ended or now
+        delta = told.text.take_delta()
         return CompletionOutput(
             index=index,
-            text=text.text,
+            text=told.text.text,
             delta=delta,
             token_ids=tuple(now.output_token_ids if ended is None else ended.token_ids),
-            logprobs=tuple(logprobs) if now.params.logprobs is not None else None,
+            logprobs=tuple(told.logprobs) if now.params.logprobs is not None else None,
             finish_reason=self.finish_reason,
             tensors=self.tensors,
             windows=self.windows,
@@ -422,18 +418,14 @@ class CompletionState:
 
     def delta(self, index: int) -> CompletionDelta:
         """What is new since the last call."""
-        now, ended, emitted = self.request, self.ended, self.num_emitted
-        if ended is None:
-            text, logprobs = now.text, now.logprobs
-            token_ids = tuple(now.token_ids[now.num_prompt_tokens + emitted :])
-        else:
-            text, logprobs = ended.text, ended.logprobs
-            token_ids = tuple(ended.token_ids[emitted:])
+        now, emitted = self.request, self.num_emitted
+        told = self.ended or now
+        begin = emitted + (now.num_prompt_tokens if told is now else 0)
+        token_ids = tuple(told.token_ids[begin:])
         self.num_emitted += len(token_ids)
-        new_logprobs = None if now.params.logprobs is None else tuple(logprobs[emitted:])
-        return CompletionDelta(
-            index, text.take_delta(), token_ids, new_logprobs, self.finish_reason
-        )
+        logprobs = None if now.params.logprobs is None else tuple(told.logprobs[emitted:])
+        text = told.text.take_delta()
+        return CompletionDelta(index, text, token_ids, logprobs, self.finish_reason)
 
     @property
     def windows(self) -> tuple[TranscriptionWindow, ...]:
@@ -468,8 +460,7 @@ class RequestGroup:
         completion.finish_reason = reason
         completion.tensors = tensors
         self.finished = all([each.finish_reason is not None for each in self.completions])
-        text = request.text if completion.ended is None else completion.ended.text
-        text.finish()
+        (completion.ended or request).text.finish()
         request.times.finished = time.monotonic()
 
     def completion_of(self, request: Request) -> CompletionState:

@@ -126,11 +126,9 @@ class WhisperPromptRule(DecoderPromptRule):
                     "tokens into the decoder prompt, or leave it out"
                 )
             return encoder
-        stated = ((name, self._setting(name)) for name in _OF_CHECKPOINTS)
-        defaults = {name: value for name, value in stated if value is not None}
-        options = encoder.transcription or TranscriptionOptions()
-        options = options.with_defaults({**defaults, **self._options.given})
-        return replace(encoder, transcription=options)
+        stated = TranscriptionOptions(**{name: self._setting(name) for name in _OF_CHECKPOINTS})
+        own = (encoder.transcription or TranscriptionOptions()).with_defaults(self._options.given)
+        return replace(encoder, transcription=own.with_defaults(stated.given))
 
     def prompt_choice(
         self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
@@ -168,13 +166,10 @@ class WhisperPromptRule(DecoderPromptRule):
             )
         without = self._setting("no_timestamps_token_id")
         asked = replace(encoder, timestamps=True) if is_long else encoder
-        if without is None:
-            # Says that there are none, if there have to be any.
-            self._with_timestamps([self.start_token_id], is_long)
+        self._with_timestamps([self.start_token_id], is_long)  # says so if there are none
         options = encoder.transcription or TranscriptionOptions()
-        temperatures, prompt = options.temperature or (None,), options.prompt
         most = self._limits.max_model_len // 2 - 1
-        prompt_ids = () if prompt is None else self._prompt_tokens(prompt, most)
+        prompt_ids = () if options.prompt is None else self._prompt_tokens(options.prompt, most)
         previous, longest = self._named("prev_sot_token_id"), 0
         if options.condition_on_prev_tokens or prompt_ids:
             self._check_named("prompt and condition_on_prev_tokens", prev_sot_token_id=previous)
@@ -193,7 +188,7 @@ class WhisperPromptRule(DecoderPromptRule):
             windows=windows,
             begin=windows.next_begin(0),
             options=options,
-            temperature=temperatures[0],
+            temperature=(options.temperature or (None,))[0],
             # The token for silence stands before that for no timestamps.
             judged_id=None if least is None else (without or 1) - 1,
             is_aligned=bool(options.return_token_timestamps),

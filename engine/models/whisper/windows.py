@@ -59,14 +59,12 @@ def warp(costs: NDArray[np.float64]) -> NDArray[np.int64]:
     steps = np.zeros(sums.shape, dtype=np.int8)
     sums[0, 0] = 0
     for diagonal in range(2, num_rows + num_columns + 1):
-        rows = np.arange(max(1, diagonal - num_columns), min(num_rows, diagonal - 1) + 1)
-        columns = diagonal - rows
-        before = zip((rows - 1, rows - 1, rows), (columns - 1, columns, columns - 1), strict=True)
-        both, down, right = (sums[place] for place in before)
+        i = np.arange(max(1, diagonal - num_columns), min(num_rows, diagonal - 1) + 1)
+        j = diagonal - i
+        before = both, down, right = sums[i - 1, j - 1], sums[i - 1, j], sums[i, j - 1]
         step = np.where((down < both) & (down < right), 1, 2)
         step[(both < down) & (both < right)] = 0
-        steps[rows, columns] = step
-        sums[rows, columns] = costs[rows - 1, columns - 1] + np.choose(step, (both, down, right))
+        steps[i, j], sums[i, j] = step, costs[i - 1, j - 1] + np.choose(step, before)
     row, column, entered = num_rows, num_columns, np.zeros(num_rows, dtype=np.int64)
     while row:
         entered[row - 1] = column - 1
@@ -161,7 +159,7 @@ class SpeechWindows(Continuation):
         """See ``Continuation``: silence is judged at the start token."""
         goes_on = self.options.condition_on_prev_tokens and not self.is_hot
         before = self.said if goes_on else self.prompt_ids
-        own = list(prompt_ids)[list(prompt_ids).index(self.start_token_id) :]
+        own = list(prompt_ids[prompt_ids.index(self.start_token_id) :])
         if choice is not None:
             # As in transformers, the language is found out without what was said before.
             found = choice.candidates, choice.then
@@ -194,7 +192,10 @@ class SpeechWindows(Continuation):
         begin = self.windows.next_begin(self.begin + num_frames)
         if ends or begin >= self.windows.end:  # a stop token of the user's ends all of it
             return Sequel(num_kept, told)
-        said = [*self.said, *(each for segment in segments for each in self._once(segment))]
+        said = list(self.said)
+        for segment in segments:  # without the second of two timestamps at its end
+            ends_twice = len(segment) > 2 and segment[-2] >= self.first_timestamp_id
+            said += segment[:-1] if ends_twice else segment
         following = replace(
             self,
             begin=begin,
@@ -218,9 +219,8 @@ class SpeechWindows(Continuation):
         most = options.no_speech_threshold
         return most is not None and request.judgements[0].probability > most, True
 
-    def _told(
-        self, request: Request, num_kept: int, attention: Tensor | None
-    ) -> TranscriptionWindow:
+    def _told(self, request: Request, num: int, attention: Tensor | None) -> TranscriptionWindow:
+        """What is told of a window, of whose tokens ``num`` are kept."""
         begin_s = round(self.begin / _FRAMES_PER_TIMESTAMP * _TIMESTAMP_S, 3)
         times: list[float] = []
         words: list[TimedWord] = []
@@ -228,18 +228,13 @@ class SpeechWindows(Continuation):
             num_rows = (self.windows.end - self.begin) // _FRAMES_PER_TIMESTAMP
             # A text of one token, which no step has run, has none.
             found = [0.0] if attention is None else self.aligner.times(attention, num_rows)
-            times = [round(begin_s + each, 3) for each in found[:num_kept]]
-            kept = request.output_token_ids[:num_kept]
+            times = [round(begin_s + each, 3) for each in found[:num]]
+            kept = request.output_token_ids[:num]
             words = self.aligner.words(request.token_ids, kept, times, self.first_timestamp_id)
         judged = request.judgements and self.options.no_speech_threshold is not None
-        return TranscriptionWindow(
-            0,
-            begin_s,
-            request.params.temperature,
-            request.judgements[0].probability if judged else None,
-            tuple(times),
-            tuple(words),
-        )
+        silence = request.judgements[0].probability if judged else None
+        temperature = request.params.temperature
+        return TranscriptionWindow(0, begin_s, temperature, silence, tuple(times), tuple(words))
 
     def _split(self, tokens: Sequence[int], rest: int) -> tuple[list[Sequence[int]], int]:
         """The segments that are kept, and how many frames they tell of."""
@@ -253,8 +248,3 @@ class SpeechWindows(Continuation):
             # Always ahead, also where a window had to begin with a pair.
             num_frames = spoken * _FRAMES_PER_TIMESTAMP or rest
         return [tokens[begin:end] for begin, end in pairwise([0, *ends])], num_frames
-
-    def _once(self, segment: Sequence[int]) -> Sequence[int]:
-        """A segment without the second of two timestamps at its end."""
-        ends_twice = len(segment) > 2 and segment[-2] >= self.first_timestamp_id
-        return segment[:-1] if ends_twice else segment

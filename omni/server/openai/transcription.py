@@ -182,12 +182,10 @@ class TranscriptionRequest(ApiModel):
     @property
     def options(self) -> TranscriptionOptions | None:
         """What is asked of the model; a temperature of 0 leaves further ones to the stage."""
-        names = [each.name for each in fields(TranscriptionOptions)]
-        given = {name: getattr(self, name, None) for name in names}
+        names = {each.name for each in fields(TranscriptionOptions)}
+        given: dict[str, Any] = self.model_dump(include=names)
         given["temperature"] = None if self.temperature == (0.0,) else self.temperature
-        options = TranscriptionOptions(
-            **given | {"return_token_timestamps": self.wants_words or None}
-        )
+        options = TranscriptionOptions(**given, return_token_timestamps=self.wants_words or None)
         return options if options.given else None
 
     @property
