@@ -263,7 +263,7 @@ def test_an_address_is_for_a_cluster() -> None:
         "validate", "two_step", "--runtime", "processes", "--address", "head:1", COLUMNS="200"
     )
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: --address: runtime.address: 'head:1' is for a Ray cluster; ")
+    assert result.stderr.startswith("error: --address: runtime.address: 'head:1' is for a Ray ")
 
 
 def test_a_flag_goes_before_a_place() -> None:
