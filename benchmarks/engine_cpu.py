@@ -1,11 +1,13 @@
 """This engine against transformers on the same weights, in one process, in turns.
 
     python benchmarks/engine_cpu.py [--rounds 3] [--requests 16] [--prompt 256] [--generate 64]
-        [--model qwen2-benchmark | qwen3_moe-benchmark] [--sides "cache on" ...]
+        [--model qwen2-benchmark | qwen3_moe-benchmark | qwen3_next-benchmark]
+        [--sides "cache on" ...]
 
 The model is a seeded Qwen2 of about 0.1 B parameters (hidden 768, 12 layers, 12 heads over 4,
 intermediate 2048, vocabulary 32,000, fp32, tied), or a Qwen3 of 0.3 B with 64 experts of width 256
-in each of 12 layers, 8 of which a token uses (hidden 512). Sides:
+in each of 12 layers, 8 of which a token uses (hidden 512), or a Qwen3-Next of four layers,
+three with eight states of 128 by 128, and four experts in each. Sides:
 
 * ``generate``: transformers, all requests in one padded batch;
 * ``continuous``: transformers' continuous batching (skip it with ``--no-continuous``);

@@ -6,7 +6,14 @@ For every token of a request in its order, per head, with keys and queries of le
     S = S + k (beta (v - k S))^T           what lies under the key becomes the value, by beta
     y = q S / sqrt(key_dim)
 
-Several value heads share the keys and queries of one head.
+Several value heads share the keys and queries of one head. Whole prompts run in matrix form: inside
+of a chunk, with ``G[t] = g[0] + ... + g[t]``, the changes ``u[t] = beta (v - k S)`` solve::
+
+    u[t] + beta[t] sum over s < t of (k[t] . k[s]) exp(G[t] - G[s]) u[s]
+                       = beta[t] (v[t] - exp(G[t]) k[t] S_before)
+    y[t] = (sum over s <= t of (q[t] . k[s]) exp(G[t] - G[s]) u[s] + exp(G[t]) q[t] S_before)
+           / sqrt(key_dim)
+
 Source: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.
 """
 
@@ -14,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +31,7 @@ from engine.attention.layer import AttentionStep, StateLayer
 from engine.checkpoints.config_file import activation_of
 from engine.checkpoints.quantized_weight import Target
 from engine.layers.linear import Linear
-from engine.layers.mamba import CausalConv, PackedLayout, TimeOrder
+from engine.layers.mamba import CausalConv, Chunks, PackedLayout, weighted
 from prefix_cache import MambaSpec, StateTensor
 
 _LEAST = 1e-6
@@ -54,42 +62,58 @@ class DeltaRuleConfig:
             )
 
 
-def delta_rule(
-    rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], states: Tensor, order: TimeOrder
-) -> tuple[Tensor, Tensor]:
-    """Run the recurrence over the tokens of several requests; see the module's note.
+DeltaRows: TypeAlias = tuple[Tensor, ...]
+"""Of ``n`` tokens in float32: q and k, ``(n, heads, key_dim)``; v, ``(n, heads, value_dim)``; g and
+beta, ``(n, heads)``. The scale of y is in q already."""
 
-    The requests' first tokens are one batch, their second tokens the next, and so on: a step of
-    decodes is a single batch.
+
+def delta_step(rows: DeltaRows, states: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each request; ``states`` is changed in place. See :func:`delta_scan`."""
+    q, k, v, g, beta = rows
+    kept, beta = torch.exp(g)[..., None], beta[..., None]
+    # What lies under key and query before the token is read at once.
+    under_key, under_query = (torch.stack((k, q), dim=2) @ states).unbind(2)
+    change = beta * (v - kept * under_key)
+    states.mul_(kept[..., None]).addcmul_(k[..., None], change.unsqueeze(2))
+    return kept * under_query + (q * k).sum(-1, keepdim=True) * change, states
+
+
+def delta_scan(rows: DeltaRows, states: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
+    """All tokens of several requests: matrix form inside of chunks, a recurrence over them.
 
     Args:
-        rows: of ``n`` tokens in float32: q and k, ``(n, heads, key_dim)``, v ``(n, heads,
-            value_dim)``, the factor that the state keeps and beta, ``(n, heads)``.
-        states: ``(num_reqs, heads, key_dim, value_dim)`` before the tokens.
+        states: ``(num_reqs, heads, key_dim, value_dim)`` float32 before the tokens.
 
     Returns:
-        ``y`` ``(n, heads, value_dim)``, and the states after each request's last token.
+        ``y`` ``(num_tokens, heads, value_dim)``, and the states after each request's last token.
     """
-    q, k, v, kept, beta = (each.index_select(0, order.items).flatten(0, 1) for each in rows)
-    heads, kept = states.shape[1], kept[:, None, None]
-    pairs, columns = torch.stack((k, q), dim=1), k.unsqueeze(-1)
-    wanted, held = (beta[:, None] * v).unsqueeze(1), beta[:, None, None] * kept
-    h = states.index_select(0, order.sequences).flatten(0, 1)
-    # What lies under key and query before a token, and what it changes: four products a token.
-    found, change = v.new_empty(len(v), 2, v.shape[1]), torch.empty_like(wanted)
+    # (chunks, heads, size, ...); a pad has only zeros and changes nothing. In float64, so that what
+    # a request gets does not depend on where its chunks end.
+    q, k, v, g, beta = (chunks.pad(each).transpose(1, 2).double() for each in rows)
+    sums = g.cumsum(-1)
+    to_each = (sums[..., :, None] - sums[..., None, :]).exp_()
+    beta, keys = beta[..., None], k.transpose(-1, -2)
+    # The future is cut off last of all, as in ssd_scan.
+    overlaps = (k @ keys).mul_(to_each).mul_(beta).tril_(-1)
+    weights = (q @ keys).mul_(to_each).tril_()
+    from_start = sums.exp()[..., None]
+    decays = from_start[:, :, -1:]
+    keys = keys * (sums[..., -1:] - sums).exp().unsqueeze(2)
+    wanted, held, asked = beta * v, beta * from_start * k, from_start * q
+    order, y, change = chunks.order, torch.empty_like(v), torch.empty_like(v)
+    h = states.double().index_select(0, order.sequences)
     for now in order.batches():
-        here = slice(now.start * heads, now.stop * heads)
-        going = h[: here.stop - here.start]
-        torch.bmm(pairs[here], going, out=found[here])
-        torch.addcmul(wanted[here], held[here], found[here, :1], value=-1, out=change[here])
-        going.mul_(kept[here]).baddbmm_(columns[here], change[here])
-    likeness = (q * k).sum(-1, keepdim=True)
-    y = (kept[:, 0] * found[:, 1] + likeness * change[:, 0]).unflatten(0, (-1, heads))
-    h = h.unflatten(0, (-1, heads))
-    return (
-        torch.empty_like(y).index_copy_(0, order.items, y),
-        torch.empty_like(h).index_copy_(0, order.sequences, h),
-    )
+        items = order.items[now]
+        going = h[: len(items)]
+        changed = torch.linalg.solve_triangular(
+            overlaps[items], wanted[items] - held[items] @ going, upper=False, unitriangular=True
+        )
+        change.index_copy_(0, items, changed)
+        y.index_copy_(0, items, asked[items] @ going)
+        going.mul_(decays[items]).add_(keys[items] @ changed)
+    y += weighted(weights, change)
+    y = y.transpose(1, 2).flatten(0, 1).index_select(0, chunks.slots)
+    return y.float(), torch.empty_like(h).index_copy_(0, order.sequences, h).float()
 
 
 class DeltaRuleMixer(nn.Module):
@@ -166,9 +190,16 @@ class DeltaRuleMixer(nn.Module):
         q, k = (part.repeat_interleave(shared, dim=1) for part in (q, k))
         step_size = F.softplus(a.reshape(num_tokens, heads).float() + self.dt_bias)
         beta = b.reshape(num_tokens, heads).sigmoid().float()
-        rows = q * config.key_dim**-0.5, k, v.unflatten(1, (heads, -1))
-        kept = torch.exp(step_size * self.a)
-        y, state = delta_rule((*rows, kept, beta), state, layout.time_order)
+        v = v.unflatten(1, (heads, -1))
+        rows = q * config.key_dim**-0.5, k, v, step_size * self.a, beta
+        num_decodes = layout.num_decodes
+        if num_decodes == layout.num_reqs:
+            y, state = delta_step(rows, state)
+        else:  # decodes as one batch, then the longer requests
+            decoded = delta_step(tuple(each[:num_decodes] for each in rows), state[:num_decodes])
+            rest, states = tuple(each[num_decodes:] for each in rows), state[num_decodes:]
+            prefilled = delta_scan(rest, states, layout.prefill_chunks)
+            y, state = (torch.cat(parts) for parts in zip(decoded, prefilled, strict=True))
         self.state.write(step, conv_state, state)
         normed = F.rms_norm(y, y.shape[-1:], None, config.norm_eps) * self.norm_weight.float()
         gated = normed.flatten(1) * F.silu(z.reshape(num_tokens, -1).float())

@@ -524,7 +524,7 @@ def ssd_scan(inputs: SsdInputs, states: Tensor, chunks: Chunks) -> tuple[Tensor,
     future = torch.ones(size, size, dtype=torch.bool, device=x.device).triu_(1)
     weights = to_each.exp_().mul_((c @ b.transpose(-1, -2)).unsqueeze(2))
     # Last of all, so that nothing of a later token, be it NaN, is left in what an earlier one sees.
-    y = _weighted(weights.masked_fill_(future, 0.0), x)
+    y = weighted(weights.masked_fill_(future, 0.0), x)
 
     to_end = torch.exp((sums[..., -1:] - sums).float())
     brought = (x * to_end[..., None]).transpose(-1, -2) @ b.unsqueeze(2)
@@ -536,7 +536,7 @@ def ssd_scan(inputs: SsdInputs, states: Tensor, chunks: Chunks) -> tuple[Tensor,
     return y.flatten(1, 2).transpose(1, 2).flatten(0, 1).index_select(0, chunks.slots), after
 
 
-def _weighted(weights: Tensor, x: Tensor) -> Tensor:
+def weighted(weights: Tensor, x: Tensor) -> Tensor:
     """``weights @ x``, and no later token that is not finite reaches an earlier one as 0 * NaN.
 
     On CUDA, where looking means waiting, it may: see :func:`attend_to_seen` for what follows.

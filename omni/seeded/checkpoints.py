@@ -58,6 +58,18 @@ _QWEN3_MOE_BENCHMARK: Mapping[str, Any] = {
 }
 """About 0.3 B parameters, an eighth of whose experts a token uses; for the CPU benchmark."""
 
+_QWEN3_NEXT_BENCHMARK: Mapping[str, Any] = {
+    **_QWEN2_BENCHMARK,
+    "num_layers": 4,
+    "num_experts": 4,
+    "moe_intermediate_size": 256,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+"""States as wide as published ones in three of four layers, and few experts beside them."""
+
 BART_BENCHMARK: Mapping[str, Any] = {
     "hidden_size": 512,
     "num_layers": 6,
@@ -126,6 +138,7 @@ SEEDED_MODELS: dict[str, SeededModel] = {
     "jamba": _decoder("jamba", tied=False, num_layers=4),
     "bamba": _decoder("bamba", tied=False, num_layers=4),
     "qwen3_next": _decoder("qwen3_next", tied=False, num_layers=4),
+    "qwen3_next-benchmark": _decoder("qwen3_next", **_QWEN3_NEXT_BENCHMARK),
     "bart": SeededModel("encoder_decoders:build_bart", {"model_type": "bart"}),
     "bart-benchmark": SeededModel(
         "encoder_decoders:build_bart", {"model_type": "bart"}, **BART_BENCHMARK

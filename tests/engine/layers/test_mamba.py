@@ -14,10 +14,21 @@ from torch import Tensor, nn
 from transformers import BambaConfig, JambaConfig
 from transformers.models.bamba.modeling_bamba import BambaMixer
 from transformers.models.jamba.modeling_jamba import JambaMambaMixer
+from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from engine.attention.layer import AttentionStep
 from engine.attention.metadata import StateMetadata
-from engine.layers import Mamba2Config, Mamba2Mixer, MambaConfig, MambaMixer, PackedLayout
+from engine.layers import (
+    DeltaRuleConfig,
+    DeltaRuleMixer,
+    Mamba2Config,
+    Mamba2Mixer,
+    MambaConfig,
+    MambaMixer,
+    PackedLayout,
+)
+from engine.layers.delta_rule import delta_scan
 from engine.layers.mamba import CausalConv, Chunks, SsdInputs, ssd_scan
 from tests.support.examples import examples
 
@@ -44,6 +55,14 @@ BAMBA = BambaConfig(
     mamba_expand=2,
     mamba_chunk_size=16,
 )
+QWEN3_NEXT = Qwen3NextConfig(
+    hidden_size=HIDDEN,
+    num_hidden_layers=1,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+)
 MAMBA_CONFIG = MambaConfig(
     hidden_size=HIDDEN,
     inner_size=2 * HIDDEN,
@@ -68,8 +87,27 @@ MAMBA2_CONFIG = Mamba2Config(
     projection_bias=False,
     dt_limit=(0.0, float("inf")),
 )
+DELTA_CONFIG = DeltaRuleConfig(
+    hidden_size=HIDDEN,
+    num_key_heads=2,
+    num_value_heads=4,
+    key_dim=8,
+    value_dim=12,
+    kernel_size=4,
+    activation="silu",
+    norm_eps=QWEN3_NEXT.rms_norm_eps,
+)
 
-Mixer = MambaMixer | Mamba2Mixer
+Mixer = MambaMixer | Mamba2Mixer | DeltaRuleMixer
+KINDS = ("mamba", "mamba2", "delta_rule")
+
+
+def build_mixer(kind: str, dtype: torch.dtype) -> Mixer:
+    if kind == "mamba":
+        return MambaMixer("m", MAMBA_CONFIG, 4, dtype=dtype, device=CPU)
+    if kind == "mamba2":
+        return Mamba2Mixer("m", MAMBA2_CONFIG, 4, dtype=dtype, device=CPU)
+    return DeltaRuleMixer("m", DELTA_CONFIG, 4, dtype=dtype, device=CPU)
 
 
 @dataclass(frozen=True)
@@ -82,16 +120,16 @@ class Pair:
 
 @cache
 def pair(kind: str) -> Pair:
-    mixer: Mixer
     theirs: nn.Module
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         if kind == "mamba":
             theirs = JambaMambaMixer(JAMBA, 0).eval()
-            mixer = MambaMixer("m", MAMBA_CONFIG, 4, dtype=torch.float32, device=CPU)
-        else:
+        elif kind == "mamba2":
             theirs = BambaMixer(BAMBA, 0).eval()
-            mixer = Mamba2Mixer("m", MAMBA2_CONFIG, 4, dtype=torch.float32, device=CPU)
+        else:
+            theirs = Qwen3NextGatedDeltaNet(QWEN3_NEXT, 0).eval()
+        mixer = build_mixer(kind, torch.float32)
         with torch.no_grad():
             for name, parameter in theirs.named_parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
@@ -186,25 +224,21 @@ def packed_steps(draw: st.DrawFn) -> list[list[tuple[int, int]]]:
     return [batch for batch in steps if batch]
 
 
-@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+@pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=examples(40), deadline=None)
 @given(steps=packed_steps())
 def test_no_packing_changes_what_a_request_gets(kind: str, steps: list[list[tuple[int, int]]]):
     check_mixer(kind, steps)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_prompts_longer_than_a_chunk_of_the_scan(kind: str):
     check_mixer(kind, [[(2, 1), (0, 150), (1, 64)], [(1, 1), (2, 65), (0, 70)]])
 
 
-@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_recurrence_is_float32_in_a_bfloat16_model(kind: str):
-    mixer: Mixer
-    if kind == "mamba":
-        mixer = MambaMixer("m", MAMBA_CONFIG, 4, dtype=torch.bfloat16, device=CPU)
-    else:
-        mixer = Mamba2Mixer("m", MAMBA2_CONFIG, 4, dtype=torch.bfloat16, device=CPU)
+    mixer = build_mixer(kind, torch.bfloat16)
     assert [kept.dtype for kept in mixer.state.spec.states] == [torch.bfloat16, torch.float32]
     copy_weights(mixer, pair(kind).theirs)
     mixer.finish_loading()
@@ -232,6 +266,31 @@ def test_a_strong_decay_does_not_blur_the_weak_ones_after_it():
         h = h * a[t].double().exp()[:, None, None] + x[t].double()[..., None] * b[t].double()
         torch.testing.assert_close(y[t].double(), (h * c[t].double()).sum(-1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(after[0].double(), h, atol=1e-5, rtol=1e-5)
+
+
+def test_the_delta_rule_in_chunks_is_the_recurrence_where_keys_repeat_and_a_token_is_not_finite():
+    """Keys alike make the products with what a chunk brings nearly cancel."""
+    generator = torch.Generator().manual_seed(0)
+    length, heads, key_dim, value_dim, spoilt = 150, 2, 8, 6, 140
+    q, k = torch.randn(2, length, heads, key_dim, generator=generator)
+    k = torch.nn.functional.normalize(k + 3.0, dim=-1)
+    v = torch.randn(length, heads, value_dim, generator=generator)
+    g = -0.01 * torch.rand(length, heads, generator=generator)
+    g[::7] = -3000.0
+    beta = torch.rand(length, heads, generator=generator)
+    before = torch.randn(1, heads, key_dim, value_dim, generator=generator)
+    k[spoilt] = v[spoilt] = torch.nan
+    chunks = Chunks.of(torch.tensor([length]), CPU)
+    y, _ = delta_scan((q, k, v, g, beta), before, chunks)
+
+    q, k, v, g, beta, h = (each.double() for each in (q, k, v, g, beta, before[0]))
+    for t in range(spoilt):
+        h = h * g[t].exp()[:, None, None]
+        found = (k[t, :, None] @ h).squeeze(1)
+        h = h + k[t, ..., None] * (beta[t, :, None] * (v[t] - found))[:, None]
+        expected = (q[t, :, None] @ h).squeeze(1)
+        torch.testing.assert_close(y[t].double(), expected, atol=1e-5, rtol=1e-5)
+    assert y[spoilt:].isnan().all()
 
 
 def test_sizes_that_do_not_fit_are_refused():
