@@ -47,6 +47,8 @@ class OutputProcessor:
     # known how much of a token was noted, and nothing reached the caller.
     _taken_in: tuple[object, Sequence[RequestGroup]] = (None, ())
     interrupted: tuple[RequestGroup, ...] = ()
+    # Whether blocks change hands: what is raised then is not one request's alone.
+    _moves_blocks: bool = False
 
     def add(self, group: RequestGroup) -> None:
         """Keep a request from now on."""
@@ -108,6 +110,8 @@ class OutputProcessor:
             try:
                 self._accept(group, token, token.token_id)
             except Exception as error:  # a tokenizer's, say: it is this request's alone
+                if self._moves_blocks:
+                    raise
                 logger.exception(
                     "request %s failed", group.request_id, extra={"request_id": group.request_id}
                 )
@@ -135,6 +139,7 @@ class OutputProcessor:
         Requests whose tokens it was taking in fail, by :meth:`fail_interrupted`: how much of a
         token had been noted is not known.
         """
+        self._moves_blocks = False
         mark, groups = self._taken_in
         spoilt = (*self.interrupted, *groups) if mark is call else self.interrupted
         self.interrupted = tuple({group.request_id: group for group in spoilt}.values())
@@ -205,11 +210,13 @@ class OutputProcessor:
         missing = self.declared_outputs - tensors.keys()
         if missing:
             group.error = f"the model did not emit {', '.join(sorted(missing))} for every token"
-        else:
+        self._moves_blocks = True
+        if not missing:
             self._keep_partial(request)
         continuation, ended = request.continuation, group.completion_of(request).ended
         attention = self.model_runner.alignment(request)
         self._release(request)
+        self._moves_blocks = False
         if continuation is not None and ended is not None:
             sequel = continuation.follow(request, reason, attention)
             if sequel.window is not None:

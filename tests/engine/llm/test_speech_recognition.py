@@ -51,6 +51,7 @@ from engine.models.whisper.windows import SpeechWindows
 from engine.requests.encoder_input import EncoderInput
 from engine.sampling.sampler import Sampler, SamplingState
 from omni.server.openai.transcription import TIMESTAMP, segments_of
+from prefix_cache.blocks.block_pool import PageArena
 from tests.support.encoder_decoder_requests import SAMPLING_RATE, Case, Oracle, tone
 from tests.support.line_faults import Event, LineFault
 
@@ -354,6 +355,28 @@ def test_a_step_interrupted_where_a_window_ends_answers_nothing_wrongly(engine: 
     assert went_on < 14, "some were interrupted while their tokens were taken in"
     (again,) = run(engine, [prompt], sampling)
     assert again.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_an_error_while_blocks_are_given_back_is_not_one_request_s_own(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.add_request("r", AudioPrompt(melody(1.0, 5), language="en"), params(3))
+    plain = PageArena.release
+    given: list[object] = []
+
+    def release(self: PageArena, *args: Any) -> None:
+        given.append(args)
+        if len(given) == 2:
+            raise MemoryError
+        plain(self, *args)
+
+    monkeypatch.setattr(PageArena, "release", release)
+    with pytest.raises(MemoryError):
+        while engine.has_unfinished_requests:
+            engine.step()
+    engine.check_integrity()
+    (output,) = engine.step()
+    assert "interrupted" in str(output.error)
 
 
 def test_short_and_long_ones_share_a_small_pool(folder: str, engine: LLMEngine) -> None:
