@@ -139,20 +139,20 @@ SEEDED_MODELS: dict[str, SeededModel] = {
     "bamba": _decoder("bamba", tied=False, num_layers=4),
     "qwen3_next": _decoder("qwen3_next", tied=False, num_layers=4),
     "qwen3_next-benchmark": _decoder("qwen3_next", **_QWEN3_NEXT_BENCHMARK),
-    "bart": SeededModel("encoder_decoders:build_bart", {"model_type": "bart"}),
+    "bart": SeededModel("language_models:build_bart", {"model_type": "bart"}),
     "bart-benchmark": SeededModel(
-        "encoder_decoders:build_bart", {"model_type": "bart"}, **BART_BENCHMARK
+        "language_models:build_bart", {"model_type": "bart"}, **BART_BENCHMARK
     ),
-    "t5": SeededModel("encoder_decoders:build_t5", {"model_type": "t5"}),
-    "t5-gated": SeededModel("encoder_decoders:build_t5", {"model_type": "t5"}, gated=True),
-    "whisper": SeededModel("encoder_decoders:build_whisper", {"model_type": "whisper"}),
-    "mllama": SeededModel("encoder_decoders:build_mllama", {"model_type": "mllama"}),
-    "llava": SeededModel("multimodal:build_llava", {"model_type": "llava"}),
-    "qwen2_5_vl": SeededModel("multimodal:build_qwen2_5_vl", {"model_type": "qwen2_5_vl"}),
-    "qwen3_vl": SeededModel("multimodal:build_qwen3_vl", {"model_type": "qwen3_vl"}),
+    "t5": SeededModel("language_models:build_t5", {"model_type": "t5"}),
+    "t5-gated": SeededModel("language_models:build_t5", {"model_type": "t5"}, gated=True),
+    "whisper": SeededModel("language_models:build_whisper", {"model_type": "whisper"}),
+    "mllama": SeededModel("language_models:build_mllama", {"model_type": "mllama"}),
+    "llava": SeededModel("language_models:build_llava", {"model_type": "llava"}),
+    "qwen2_5_vl": SeededModel("language_models:build_qwen2_5_vl", {"model_type": "qwen2_5_vl"}),
+    "qwen3_vl": SeededModel("language_models:build_qwen3_vl", {"model_type": "qwen3_vl"}),
     "qwen2_5_omni": SeededModel("omni:build_qwen2_5_omni", _OF_PARTS),
     "qwen2_5_omni-benchmark": SeededModel("omni:build_qwen2_5_omni", _OF_PARTS, benchmark=True),
-    "qwen3_omni": SeededModel("qwen3_omni:build_qwen3_omni", {"model_type": "qwen3_omni_moe"}),
+    "qwen3_omni": SeededModel("omni:build_qwen3_omni", {"model_type": "qwen3_omni_moe"}),
     "bert": SeededModel(
         "language_models:build_text_encoder", {"model_type": "bert", "architectures": ["BertModel"]}
     ),

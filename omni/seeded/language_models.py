@@ -1,15 +1,45 @@
-"""Seeded decoders and text encoders of one stack, in the real Hugging Face layout."""
+"""Seeded models that generate text, and text encoders, with the files that real ones have.
+
+Outputs depend on all that a model is given, and vary: with transformers' own initialisation some
+would repeat one token whatever they read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    AddedToken,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BartConfig,
+    BartForConditionalGeneration,
+    CLIPImageProcessorPil,
+    GenerationConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+    MllamaImageProcessorPil,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2VLImageProcessorPil,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    WhisperTokenizer,
+)
 
 from omni.seeded.building import (
     ATTENTION_GAIN,
@@ -17,10 +47,13 @@ from omni.seeded.building import (
     TIED_EMBEDDING_STD,
     DecoderSettings,
     SeededSettings,
+    byte_level_tokenizer,
     chat_tokenizer,
+    initialise,
     quieten,
     save_checkpoint,
     seeded_model,
+    train_byte_level,
     wordpiece_tokenizer,
 )
 from omni.seeded.checkpoints import SEEDED_WINDOW
@@ -138,8 +171,8 @@ def _seeded(auto_class: Any, config: PreTrainedConfig, seed: int) -> Any:
     gain = 1.0 if config.model_type in _HYBRIDS else ATTENTION_GAIN
     embedding_std = TIED_EMBEDDING_STD if config.tie_word_embeddings else 1.0
 
-    def initialise(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
-        """Fan-in for matrices, so that every layer matters; noise on norms and biases."""
+    def draw(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
+        """See :func:`~omni.seeded.building.initialise`."""
         sharpness = gain if "attn" in name else 1.0
         if _initialise_recurrence(name, parameter, generator):
             return
@@ -154,7 +187,7 @@ def _seeded(auto_class: Any, config: PreTrainedConfig, seed: int) -> Any:
             parameter.normal_(0.0, sharpness * parameter.shape[-1] ** -0.5, generator=generator)
 
     make = partial(auto_class.from_config, config, dtype=torch.float32)
-    return seeded_model(make, torch.Generator().manual_seed(seed), initialise)
+    return seeded_model(make, torch.Generator().manual_seed(seed), draw)
 
 
 def _initialise_recurrence(name: str, parameter: nn.Parameter, generator: torch.Generator) -> bool:
@@ -173,3 +206,355 @@ def _initialise_recurrence(name: str, parameter: nn.Parameter, generator: torch.
         return False
     parameter.normal_(0.0, NOISE_STD, generator=generator).add_(centre)
     return True
+
+
+# Flat attention averages its input away: sharper than fan-in alone where families need it.
+_GAINS: Mapping[str, Mapping[str, float]] = {
+    "t5": dict.fromkeys(("q", "k", "v", "o"), 1.5),
+    "whisper": dict.fromkeys(("q_proj", "k_proj", "v_proj", "out_proj"), 2.0),
+    **dict.fromkeys(
+        ("llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+        dict.fromkeys(("q_proj", "k_proj", "qkv"), ATTENTION_GAIN),
+    ),
+}
+_NAMED = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+
+_SAMPLING_RATE = 16_000
+_FRAMES_PER_SECOND = 100
+# In the order in which the tokenizer counts them.
+_LANGUAGES = ("en", "zh", "de")
+_TASKS = ("translate", "transcribe")
+_START = "startoftranscript"
+_OTHER_CONTROL = ("startoflm", "startofprev", "nospeech", "notimestamps")
+# Seconds between two of Whisper's timestamps.
+_TIMESTAMP_STEP = 0.02
+
+
+def build_bart(directory: str | Path, **settings: Any) -> Path:
+    """Write a seeded BART, with BART's special ids: 0 begins a text, 1 pads, 2 ends and starts."""
+    size, overrides = SeededSettings.split(settings, max_position_embeddings=256)
+    specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    tokenizer = byte_level_tokenizer(
+        min(size.vocab_size, 768), specials, "<s> $A </s>", bos_token="<s>", **_NAMED
+    )
+    fields = _two_stacks(size) | {
+        "vocab_size": size.vocab_size,
+        "max_position_embeddings": size.max_position_embeddings,
+        "decoder_start_token_id": 2,
+        "forced_eos_token_id": None,
+    }
+    config = BartConfig(**(fields | overrides))
+    model = _sharpened(BartForConditionalGeneration, config, size.seed)
+    with torch.no_grad():
+        model.final_logits_bias.normal_(
+            0.0, NOISE_STD, generator=torch.Generator().manual_seed(size.seed)
+        )
+    quieten(model, tokenizer)
+    written = tokenizer if size.with_tokenizer else None
+    return save_checkpoint(directory, model, written, size.max_shard_size)
+
+
+def build_t5(directory: str | Path, *, gated: bool = False, **config_overrides: Any) -> Path:
+    """Write a seeded T5, with T5's special ids: 0 pads and starts the decoder, 1 ends."""
+    tokenizer = byte_level_tokenizer(768, ["<pad>", "</s>", "<unk>"], "$A </s>", **_NAMED)
+    settings: dict[str, Any] = {
+        "vocab_size": 768,
+        "d_model": 64,
+        # Wider than the stream in total, as in some of the published models.
+        "d_kv": 24,
+        "d_ff": 128,
+        "num_layers": 2,
+        "num_heads": 4,
+        "relative_attention_max_distance": 32,
+        "feed_forward_proj": "gated-gelu" if gated else "relu",
+        "tie_word_embeddings": not gated,
+        "decoder_start_token_id": 0,
+    }
+    model = _sharpened(T5ForConditionalGeneration, T5Config(**(settings | config_overrides)))
+    quieten(model, tokenizer)
+    return save_checkpoint(directory, model, tokenizer)
+
+
+def build_whisper(
+    directory: str | Path, *, window_seconds: int = 2, **config_overrides: Any
+) -> Path:
+    """Write a seeded multilingual Whisper with its feature extractor.
+
+    The generation config holds what the decoder's prompt is made of: ids of the languages, of the
+    tasks, and of the token that forgoes timestamps.
+    """
+    tokenizer = _whisper_tokenizer(window_seconds)
+    end, start = _id(tokenizer, "<|endoftext|>"), _id(tokenizer, f"<|{_START}|>")
+    extractor = WhisperFeatureExtractor(
+        feature_size=16, chunk_length=window_seconds, sampling_rate=_SAMPLING_RATE
+    )
+    settings = _two_stacks(SeededSettings()) | {
+        "vocab_size": len(tokenizer),
+        "num_mel_bins": extractor.feature_size,
+        "max_source_positions": window_seconds * _FRAMES_PER_SECOND // 2,
+        "max_target_positions": 128,
+        "decoder_start_token_id": start,
+        "pad_token_id": end,
+        "bos_token_id": end,
+        "eos_token_id": end,
+    }
+    config = WhisperConfig(**(settings | config_overrides))
+    model = _sharpened(WhisperForConditionalGeneration, config)
+    model.generation_config = _whisper_generation(tokenizer, config)
+    quieten(model, tokenizer)
+    path = save_checkpoint(directory, model, tokenizer)
+    extractor.save_pretrained(path)
+    return path
+
+
+def build_mllama(directory: str | Path, **text_overrides: Any) -> Path:
+    """Write a seeded Mllama with its image processor; the second and the last layer see images."""
+    named = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+    tokenizer = byte_level_tokenizer(760, [*named.values()], "<|bos|> $A", **named)
+    size = DecoderSettings(vocab_size=len(tokenizer), num_layers=4, max_position_embeddings=512)
+    text = size.text_config(tokenizer) | {
+        "cross_attention_layers": [1, 3],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    # As in published models, the image's token has an embedding and no logit.
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
+    vision: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_global_layers": 1,
+        "attention_heads": 2,
+        "intermediate_size": 64,
+        "image_size": 56,
+        "patch_size": 14,
+        "max_num_tiles": 4,
+        "intermediate_layers_indices": [0, 1],
+        "vision_output_dim": 3 * 32,
+    }
+    config = MllamaConfig(
+        vision_config=vision,
+        text_config=text | text_overrides,
+        image_token_index=_id(tokenizer, "<|image|>"),
+    )
+    model = _sharpened(MllamaForConditionalGeneration, config)
+    path = save_checkpoint(directory, model, tokenizer)
+    processor = MllamaImageProcessorPil(size={"height": 56, "width": 56}, max_image_tiles=4)
+    processor.save_pretrained(path)
+    return path
+
+
+def _two_stacks(size: SeededSettings) -> dict[str, Any]:
+    """The names that BART and Whisper have for the sizes of their encoder and decoder."""
+    stacks = {"layers": size.num_layers, "attention_heads": size.num_heads}
+    stacks["ffn_dim"] = size.intermediate_size
+    both = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in stacks.items()}
+    return {"d_model": size.hidden_size} | both
+
+
+def _whisper_tokenizer(window_seconds: int) -> WhisperTokenizer:
+    """Text first, then what controls the decoder, timestamps last; as in published models."""
+    trained = json.loads(train_byte_level(600, ["<|endoftext|>"]).to_str())["model"]
+    merges = [tuple(pair) for pair in trained["merges"]]
+    tokenizer = WhisperTokenizer(vocab=trained["vocab"], merges=merges)
+    control = [_START, *_LANGUAGES, *_TASKS, *_OTHER_CONTROL]
+    tokenizer.add_tokens(
+        [AddedToken(f"<|{name}|>", special=True, normalized=False) for name in control]
+    )
+    steps = range(round(window_seconds / _TIMESTAMP_STEP) + 1)
+    tokenizer.add_tokens(
+        [AddedToken(f"<|{step * _TIMESTAMP_STEP:.2f}|>", normalized=False) for step in steps]
+    )
+    return tokenizer
+
+
+def _whisper_generation(tokenizer: WhisperTokenizer, config: WhisperConfig) -> GenerationConfig:
+    """The generation config of published multilingual models."""
+    # The decoder's prompt may hold these; what it writes may not.
+    control = [_START, *_TASKS, *_OTHER_CONTROL]
+    return GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+        decoder_start_token_id=config.decoder_start_token_id,
+        max_length=config.max_target_positions,
+        is_multilingual=True,
+        lang_to_id={f"<|{name}|>": _id(tokenizer, f"<|{name}|>") for name in _LANGUAGES},
+        task_to_id={name: _id(tokenizer, f"<|{name}|>") for name in _TASKS},
+        no_timestamps_token_id=_id(tokenizer, "<|notimestamps|>"),
+        prev_sot_token_id=_id(tokenizer, "<|startofprev|>"),
+        return_timestamps=False,
+        max_initial_timestamp_index=50,
+        alignment_heads=[[0, 1], [1, 0], [1, 3]],
+        suppress_tokens=sorted(_id(tokenizer, f"<|{name}|>") for name in control),
+        begin_suppress_tokens=[_id(tokenizer, "\u0120"), _id(tokenizer, "<|endoftext|>")],
+    )
+
+
+def _id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
+    return tokenizer.get_vocab()[token]
+
+
+QWEN_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    # Smaller than images are, in the first of two layers.
+    "window_size": 56,
+    "fullatt_block_indexes": [1],
+}
+"""The vision tower of seeded Qwen2.5 models; its ``out_hidden_size`` is the decoder's width."""
+
+DEEP_VISION: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 14,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1],
+}
+"""The same of seeded Qwen3 models."""
+
+_TEXT = DecoderSettings(num_layers=3)
+
+# Messages whose content is text, or a list of texts and what the model sees.
+_TEMPLATE = (
+    "{%% for message in messages %%}"
+    "{{ '<|' + message['role'] + '|>\n' }}"
+    "{%% if message['content'] is string %%}{{ message['content'] }}{%% else %%}"
+    "{%% for part in message['content'] %%}"
+    "{%% if part['type'] == 'text' %%}{{ part['text'] }}%s{%% endif %%}"
+    "{%% endfor %%}{%% endif %%}"
+    "{{ eos_token + '\n' }}"
+    "{%% endfor %%}"
+    "{%% if add_generation_prompt %%}{{ '<|assistant|>\n' }}{%% endif %%}"
+)
+
+
+def build_llava(
+    directory: str | Path,
+    *,
+    strategy: Literal["default", "full"] = "default",
+    **text_overrides: Any,
+) -> Path:
+    """Write a seeded LLaVA over Llama with its processors: 16 placeholders for every image."""
+    tokenizer = _tokenizer(["<image>"], {"image": "<image>\\n"}, adds_bos=True)
+    size, patch = 56, 14
+    vision: dict[str, Any] = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": size,
+        "patch_size": patch,
+    }
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config={"model_type": "llama"} | _TEXT.text_config(tokenizer) | text_overrides,
+        image_token_index=tokenizer.get_vocab()["<image>"],
+        image_seq_length=(size // patch) ** 2,
+        vision_feature_layer=-2,
+        vision_feature_select_strategy=strategy,
+    )
+    path = _save(directory, LlavaForConditionalGeneration, config, tokenizer)
+    square = {"height": size, "width": size}
+    CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=square).save_pretrained(path)
+    processor = {
+        "processor_class": "LlavaProcessor",
+        "image_token": "<image>",
+        "num_additional_image_tokens": 1,
+        "patch_size": patch,
+        "vision_feature_select_strategy": strategy,
+    }
+    (path / "processor_config.json").write_text(json.dumps(processor, indent=2))
+    return path
+
+
+def build_qwen2_5_vl(directory: str | Path, *, tied: bool = False, **text_overrides: Any) -> Path:
+    """Write a seeded Qwen2.5-VL with its processors: 1 to 16 rows for an image or two frames."""
+    # As published: a grid of two frames, at two frames a second, is two places after the last.
+    vision = QWEN_VISION | {"tokens_per_second": 2}
+    text = {"rope_parameters": rope([2, 3, 3])} | text_overrides
+    return _save_qwen(directory, "qwen2_5_vl", vision, text, tied)
+
+
+def build_qwen3_vl(
+    directory: str | Path, *, experts: bool = False, tied: bool = False, **text_overrides: Any
+) -> Path:
+    """Write a seeded Qwen3-VL, with experts or without: 1 to 16 rows for an image or a video."""
+    text = {"rope_parameters": rope([4, 2, 2]), "head_dim": 16} | text_overrides
+    if experts:
+        text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    model_type = "qwen3_vl_moe" if experts else "qwen3_vl"
+    return _save_qwen(directory, model_type, DEEP_VISION, text, tied)
+
+
+def rope(sections: list[int]) -> dict[str, Any]:
+    """Parameters of three numbers to a place."""
+    return {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
+
+
+def _save_qwen(
+    directory: str | Path,
+    model_type: str,
+    vision: dict[str, Any],
+    text: dict[str, Any],
+    tied: bool,
+) -> Path:
+    """Write a decoder that sees, and its processors."""
+    names = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    start, end, image, video = names
+    in_chat = {"image": f"{start}{image}{end}", "video": f"{start}{video}{end}"}
+    tokenizer = _tokenizer(names, in_chat, adds_bos=False)
+    whole = _TEXT.text_config(tokenizer)
+    config = AutoConfig.for_model(
+        model_type,
+        vision_config=vision | {"out_hidden_size": whole["hidden_size"]},
+        text_config=whole | text,
+        tie_word_embeddings=tied,
+        image_token_id=tokenizer.get_vocab()[image],
+        video_token_id=tokenizer.get_vocab()[video],
+        vision_start_token_id=tokenizer.get_vocab()[start],
+        vision_end_token_id=tokenizer.get_vocab()[end],
+    )
+    path = _save(directory, AutoModelForImageTextToText.from_config, config, tokenizer)
+    processor = Qwen2VLImageProcessorPil(patch_size=14, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
+    processor.save_pretrained(path)
+    video_processor = {"fps": 2.0, "min_frames": 4, "max_frames": 768, "size": dict(processor.size)}
+    (path / "video_preprocessor_config.json").write_text(json.dumps(video_processor, indent=2))
+    return path
+
+
+def _tokenizer(
+    added: list[str], in_chat: Mapping[str, str], *, adds_bos: bool
+) -> PreTrainedTokenizerFast:
+    """A tokenizer with some more tokens, and a template."""
+    tokenizer = chat_tokenizer(768 - len(added), adds_bos=adds_bos)
+    tokenizer.add_special_tokens({"additional_special_tokens": added})
+    parts = "".join(
+        f"{{% elif part['type'] == '{kind}' %}}{{{{ '{text}' }}}}" for kind, text in in_chat.items()
+    )
+    tokenizer.chat_template = _TEMPLATE % parts
+    return tokenizer
+
+
+def _save(
+    directory: str | Path,
+    make: Callable[[Any], Any],
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerFast,
+) -> Path:
+    model = _sharpened(make, config)
+    quieten(model, tokenizer)
+    return save_checkpoint(directory, model, tokenizer)
+
+
+def _sharpened(make: Callable[[Any], Any], config: PreTrainedConfig, seed: int = 0) -> Any:
+    has_text = config.model_type == "mllama"
+    tied = bool((config.text_config if has_text else config).tie_word_embeddings)
+    draw = partial(initialise, tied=tied, gains=_GAINS.get(config.model_type, {}))
+    return seeded_model(lambda: make(config), torch.Generator().manual_seed(seed), draw)

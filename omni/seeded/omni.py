@@ -1,4 +1,4 @@
-"""Seeded Qwen2.5-Omni: thinker, talker and vocoder in one folder, with the files real ones have."""
+"""Seeded Qwen2.5-Omni and Qwen3-Omni: thinker, talker and vocoder, with the files of real ones."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ from transformers import (
     Qwen2VLImageProcessorPil,
     WhisperFeatureExtractor,
 )
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeForConditionalGeneration,
+)
 
 from engine.checkpoints.config_file import quiet_config_log
 from omni.seeded.building import (
@@ -29,7 +33,7 @@ from omni.seeded.building import (
     save_checkpoint,
     seeded_model,
 )
-from omni.seeded.multimodal import QWEN_VISION, rope
+from omni.seeded.language_models import DEEP_VISION, QWEN_VISION, rope
 
 _TURNS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _AUDIO = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
@@ -128,7 +132,7 @@ _VOCODER_GAIN = 0.5
 # Of the thinker, and so of what the talker reads.
 _WIDTH = 64
 _NUM_CODES = 256
-SMALL_HEARING: Mapping[str, Any] = {
+_SMALL_HEARING: Mapping[str, Any] = {
     "num_mel_bins": 32,
     "d_model": 32,
     "encoder_layers": 2,
@@ -139,11 +143,11 @@ SMALL_HEARING: Mapping[str, Any] = {
 """Sizes of a tower that hears."""
 
 _AUDIO_TOWER: Mapping[str, Any] = {
-    **SMALL_HEARING,
+    **_SMALL_HEARING,
     "max_source_positions": 1500,
     "n_window": 100,
 }
-SMALL_DECODER: Mapping[str, Any] = {
+_SMALL_DECODER: Mapping[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -156,7 +160,7 @@ SMALL_DECODER: Mapping[str, Any] = {
 
 _TALKER: Mapping[str, Any] = {
     "embedding_size": _WIDTH,
-    **SMALL_DECODER,
+    **_SMALL_DECODER,
     **codec_vocabulary(_NUM_CODES),
 }
 _DIT: Mapping[str, Any] = {
@@ -352,3 +356,115 @@ def _save_speakers(
         for name, bos_token in zip(OMNI_SPEAKERS, ("<tts_bos>", "<tts_bos_2>"), strict=True)
     }
     torch.save(speakers, path / "spk_dict.pt")
+
+
+_ROLES = ("system", "user", "assistant")
+_QWEN3_NUM_CODES, _NUM_CODEBOOKS = 64, 4
+_QWEN3_ROPE = rope([4, 2, 2])
+_QWEN3_AUDIO: Mapping[str, Any] = {**_SMALL_HEARING, "downsample_hidden_size": 8}
+_QWEN3_EXPERTS: Mapping[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+_QWEN3_TALKER: Mapping[str, Any] = {
+    **_QWEN3_EXPERTS,
+    **_SMALL_DECODER,
+    "shared_expert_intermediate_size": 48,
+    # The published model's last 1,024 ids are signs, too.
+    "vocab_size": _QWEN3_NUM_CODES + 1024,
+    "rope_parameters": _QWEN3_ROPE,
+}
+_PREDICTOR: Mapping[str, Any] = {
+    **_SMALL_DECODER,
+    "vocab_size": _QWEN3_NUM_CODES,
+    "num_code_groups": _NUM_CODEBOOKS,
+}
+_CODE2WAV: Mapping[str, Any] = {
+    "codebook_size": _QWEN3_NUM_CODES,
+    "num_quantizers": _NUM_CODEBOOKS,
+    **_SMALL_DECODER,
+    "num_key_value_heads": 2,
+    "sliding_window": 8,
+    "decoder_dim": 16,
+    "upsample_rates": [5, 4, 3],
+    "upsampling_ratios": [2, 2],
+}
+
+
+def build_qwen3_omni(directory: str | Path, *, speaks: bool = True) -> Path:
+    """Write a seeded Qwen3-Omni with its processors' files and two voices.
+
+    Args:
+        speaks: False writes a thinker alone, as some published checkpoints are.
+    """
+    tokenizer = omni_tokenizer(768 - len(_ROLES))
+    # Roles are single tokens, by which a talker tells turns apart.
+    tokenizer.add_tokens(list(_ROLES))
+    with quiet_config_log():
+        config = _qwen3_config(tokenizer, speaks)
+        make = partial(Qwen3OmniMoeForConditionalGeneration, config)
+        model = seeded_model(make, torch.Generator().manual_seed(0), _initialise_qwen3)
+        return save_omni(directory, model, tokenizer, "Qwen3OmniMoeProcessor")
+
+
+def _qwen3_config(tokenizer: PreTrainedTokenizerFast, speaks: bool) -> Qwen3OmniMoeConfig:
+    vocabulary = tokenizer.get_vocab()
+    markers = marker_ids(tokenizer, "id") | {
+        "user_token_id": vocabulary["user"],
+        "position_id_per_seconds": 13,
+    }
+    text = DecoderSettings(hidden_size=_WIDTH, num_layers=4, max_position_embeddings=4096)
+    words = {
+        **text.text_config(tokenizer),
+        **_QWEN3_EXPERTS,
+        "head_dim": 16,
+        "rope_parameters": _QWEN3_ROPE,
+    }
+    signs = ("pad", "bos", "eos", "nothink", "think_bos", "think_eos")
+    codec = {
+        f"codec_{sign}_{'token_id' if sign == 'eos' else 'id'}": _QWEN3_NUM_CODES + place
+        for place, sign in enumerate(signs)
+    }
+    voices = enumerate(OMNI_SPEAKERS, _QWEN3_NUM_CODES + len(signs))
+    return Qwen3OmniMoeConfig(
+        thinker_config={
+            "text_config": words,
+            "vision_config": DEEP_VISION | {"out_hidden_size": _WIDTH},
+            "audio_config": _QWEN3_AUDIO,
+        }
+        | markers,
+        talker_config={
+            "text_config": _QWEN3_TALKER,
+            "code_predictor_config": _PREDICTOR,
+            "num_code_groups": _NUM_CODEBOOKS,
+            "thinker_hidden_size": _WIDTH,
+            "accept_hidden_layer": 2,
+            "spatial_merge_size": 2,
+            "speaker_id": {name.lower(): token_id for token_id, name in voices},
+        }
+        | codec
+        | markers,
+        code2wav_config=dict(_CODE2WAV),
+        enable_audio_output=speaks,
+        im_start_token_id=vocabulary["<|im_start|>"],
+        im_end_token_id=vocabulary["<|im_end|>"],
+        tts_pad_token_id=vocabulary["<tts_pad>"],
+        tts_bos_token_id=vocabulary["<tts_bos>"],
+        tts_eos_token_id=vocabulary["<tts_eos>"],
+        **{f"{role}_token_id": vocabulary[role] for role in _ROLES},
+    )
+
+
+def _initialise_qwen3(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
+    if name.endswith("embed.weight") or "embedding" in name:
+        parameter.normal_(0.0, 1.0, generator=generator)
+    elif "experts" in name or ("code2wav" in name and parameter.ndim == 3):
+        # Experts are stacked; a transposed convolution has its inputs in the first dimension.
+        rows = parameter if ".block.1." not in name else parameter.transpose(0, 1)
+        fan_in = parameter.shape[-1] if "experts" in name else rows[0].numel()
+        gain = 1.0 if "experts" in name else _VOCODER_GAIN
+        parameter.normal_(0.0, gain * fan_in**-0.5, generator=generator)
+    else:
+        initialise(name, parameter, generator, tied=False, gains=_GAINS)

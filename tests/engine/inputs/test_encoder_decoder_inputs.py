@@ -53,7 +53,7 @@ from engine.models.whisper.whisper import WhisperPromptRule
 from engine.requests.encoder_input import EncoderInput
 from engine.requests.request import Request
 from engine.text.tokenizer import load_tokenizer
-from omni.seeded.encoder_decoders import build_bart, build_whisper
+from omni.seeded.language_models import build_bart, build_whisper
 from tests.support.encoder_decoder_requests import write_wav
 from tests.support.fixed_encoder import FixedEncoder
 

@@ -21,7 +21,7 @@ from transformers.generation.logits_process import WhisperTimeStampLogitsProcess
 from engine import AudioPrompt, EngineConfig, LLMEngine, RequestOutput, SamplingParams, TokensPrompt
 from engine.models.encoder_module import EncoderDecoderModel
 from engine.requests.encoder_input import EncoderInput
-from omni.seeded.encoder_decoders import build_bart, build_mllama, build_t5, build_whisper
+from omni.seeded.language_models import build_bart, build_mllama, build_t5, build_whisper
 from tests.support.encoder_decoder_requests import Case, Oracle, cases, tone, write_wav
 from tests.support.greedy_reference import GreedyAnswer, assert_greedy
 from tests.support.idle_engine import finish

@@ -23,9 +23,14 @@ from engine.models.model_loader import find_family, load_model
 from engine.models.multimodal import MultiModalModel
 from engine.models.registry import FAMILIES
 from engine.requests.encoder_input import EncoderInput, EncoderView, MultiModalInput
-from omni.seeded.encoder_decoders import build_bart, build_t5
-from omni.seeded.language_models import build_causal_lm
-from omni.seeded.multimodal import build_llava, build_qwen2_5_vl, build_qwen3_vl
+from omni.seeded.language_models import (
+    build_bart,
+    build_causal_lm,
+    build_llava,
+    build_qwen2_5_vl,
+    build_qwen3_vl,
+    build_t5,
+)
 from prefix_cache import CrossAttentionSpec, SlidingWindowSpec
 from tests.support.encoder_decoder_reference import EncoderDecoderReference
 from tests.support.encoder_decoder_requests import Case, Oracle, noise_image

@@ -23,7 +23,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
 from engine.interface.prompts import VideoFeatures
-from omni.seeded.multimodal import build_llava, build_qwen2_5_vl, build_qwen3_vl
+from omni.seeded.language_models import build_llava, build_qwen2_5_vl, build_qwen3_vl
 from tests.support.encoder_decoder_reference import assert_greedy_choices
 from tests.support.native_kernels import needs_kernels
 from tests.support.pictures import PLACEHOLDER, picture

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from engine.models.base import ModelSettings
 from engine.models.model_loader import load_model, open_checkpoint
-from omni.seeded.qwen3_omni import build_qwen3_omni
+from omni.seeded.omni import build_qwen3_omni
 from tests.support.greedy_reference import NEAR_TIE
 from tests.support.pictures import picture
 from tests.support.thinker_reference import (
