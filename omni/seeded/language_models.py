@@ -370,6 +370,8 @@ def _whisper_generation(tokenizer: WhisperTokenizer, config: WhisperConfig) -> G
     """The generation config of published multilingual models."""
     # The decoder's prompt may hold these; what it writes may not.
     control = [_START, *_TASKS, *_OTHER_CONTROL]
+    last, num_heads = config.decoder_layers - 1, config.decoder_attention_heads
+    aligned = [[layer, head] for layer, head in ((0, 1), (last, 0), (last, 3)) if head < num_heads]
     return GenerationConfig(
         bos_token_id=config.bos_token_id,
         eos_token_id=config.eos_token_id,
@@ -383,7 +385,7 @@ def _whisper_generation(tokenizer: WhisperTokenizer, config: WhisperConfig) -> G
         prev_sot_token_id=_id(tokenizer, "<|startofprev|>"),
         return_timestamps=False,
         max_initial_timestamp_index=50,
-        alignment_heads=[[0, 1], [1, 0], [1, 3]],
+        alignment_heads=aligned,
         suppress_tokens=sorted(_id(tokenizer, f"<|{name}|>") for name in control),
         begin_suppress_tokens=[_id(tokenizer, "\u0120"), _id(tokenizer, "<|endoftext|>")],
     )
