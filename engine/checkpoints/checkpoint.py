@@ -32,7 +32,7 @@ from engine.checkpoints.config_file import (
 )
 from engine.checkpoints.gguf_checkpoint import GGUFWeights, gguf_config, gguf_token_ids
 from engine.checkpoints.packed_files import PackedFiles, PackedFormat
-from engine.checkpoints.quantized_weight import QuantizedWeight, Target
+from engine.checkpoints.quantized_weight import QuantizationScheme, QuantizedWeight, Target
 from engine.checkpoints.weight_files import WeightFiles, listed
 from engine.files.gguf_header import GGUFHeader, find_gguf, read_gguf_header
 from engine.interface.placed_error import suggest
@@ -132,6 +132,7 @@ class Checkpoint:
         trust_remote_code: whether its processors may come with their own Python code.
         gguf: what a GGUF file says of itself; None of a folder.
         packed: how weights are quantized in safetensors; None where they are plain.
+        is_outline: whether models are built of its config alone, on ``meta``.
     """
 
     path: Path
@@ -141,6 +142,7 @@ class Checkpoint:
     trust_remote_code: bool = False
     gguf: GGUFHeader | None = None
     packed: PackedFormat | None = None
+    is_outline: bool = False
 
     @classmethod
     def open(
@@ -167,7 +169,7 @@ class Checkpoint:
                 ``config.json`` that transformers understands, or no such part; a file of it lies
                 elsewhere, or a value of its configs cannot be. Names file and key.
         """
-        path = _locate(str(model), revision, trust_remote_code)
+        path = locate(str(model), revision, trust_remote_code)
         if (file := find_gguf(path)) is not None:
             find_part((), part, file)
             header = read_gguf_header(file)
@@ -198,6 +200,13 @@ class Checkpoint:
         counts = (f"{count} {kind}" for kind, count in GGUFWeights(self.gguf).formats.items())
         return f"GGUF, tensors of {', '.join(counts)}"
 
+    def scheme_of(self, name: str) -> QuantizationScheme | None:
+        """How a matrix is stored, by header or config; None of plain ones."""
+        if self.gguf is not None:
+            return GGUFWeights(self.gguf).scheme_of(name)
+        packed = self.packed if ".layers." in name else None  # others are published plain
+        return None if packed is None else QuantizationScheme(packed.bits, packed.group_size)
+
     def require_plain(self) -> None:
         """``ValueError`` where only a folder of plain weights is of use."""
         if self.stored is not None:
@@ -227,10 +236,10 @@ class Checkpoint:
     @cached_property
     def weight_files(self) -> Mapping[str, str]:
         """Tensor name to its file; reads headers only, and raises as :attr:`WeightFiles.stored`."""
-        prefix = self._prefix
+        prefix, files = self._prefix, {} if self.is_outline else self._whole.files
         return {
             name.removeprefix(prefix): file
-            for name, file in self._whole.files.items()
+            for name, file in files.items()
             if name.startswith(prefix)
         }
 
@@ -306,7 +315,10 @@ class Checkpoint:
             target.copy_(stored)  # type: ignore[arg-type]
 
 
-def _locate(model: str, revision: str | None, trust_remote_code: bool) -> Path:
+def locate(
+    model: str, revision: str | None, trust_remote_code: bool = False, *, configs_only: bool = False
+) -> Path:
+    """The folder or file of a model, fetched if it is the hub's; see :meth:`Checkpoint.open`."""
     path = Path(model).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
@@ -321,7 +333,7 @@ def _locate(model: str, revision: str | None, trust_remote_code: bool) -> Path:
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
     if looks_like_path:
         raise ValueError(f"model folder {model!r} does not exist (and it is no hub id)")
-    wanted = [*_WANTED_FILES, "*.py"] if trust_remote_code else _WANTED_FILES
+    wanted = [*(["*.json"] if configs_only else _WANTED_FILES), *(["*.py"] * trust_remote_code)]
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
     except (HfHubHTTPError, OSError, ValueError) as error:

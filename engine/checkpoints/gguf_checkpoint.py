@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.checkpoints.config_file import check_generation, make_config
-from engine.checkpoints.quantized_weight import QuantizedWeight, Stored, Target
+from engine.checkpoints.quantized_weight import QuantizationScheme, QuantizedWeight, Stored, Target
 from engine.files.gguf_header import GGUFHeader, GGUFTensor
 
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -236,6 +236,12 @@ class GGUFWeights:
             arrays = self._codes(tensor, values)
             codes, scales, offsets = (torch.from_numpy(self._undo(a, stored)) for a in arrays)
             yield name, QuantizedWeight(codes, scales, offsets, size, bits)
+
+    def scheme_of(self, name: str) -> QuantizationScheme | None:
+        """How a matrix that comes as codes is stored; None of others."""
+        tensor = self.header.tensors[self._name(name)]
+        held = _HELD.get(tensor.type_name) if len(tensor.shape) == 2 else None
+        return held and QuantizationScheme(*held[:2])
 
     def check(self, expected: Mapping[str, Target]) -> None:
         """See :class:`WeightFiles`; types must be among those that can be turned into values."""

@@ -147,6 +147,8 @@ class QuantizationScheme:
         groups, most = -(-width // size), 2**self.bits - 1
         codes = torch.empty(rows, groups * size, dtype=torch.uint8, device=weight.device)
         scales, offsets = torch.empty(2, rows, groups, device=weight.device)
+        if weight.is_meta:
+            return QuantizedWeight(codes[:, :width], scales, offsets, size, self.bits)
         step = max(_AT_ONCE // width, 1)
         for start in range(0, rows, step):
             at = slice(start, start + step)

@@ -311,7 +311,7 @@ class NativeLayerOps(LayerOps):
         """See :class:`LayerOps`; widths that the kernel does not take go to oneDNN."""
         if weight.dtype == torch.bfloat16:
             return self._packed(self._kernels.pack_bfloat16(weight))
-        packed = self._kernels.pack_linear(weight)
+        packed = None if weight.is_meta else self._kernels.pack_linear(weight)
         if packed is None:
             return super().pack_weight(weight)
         multiply, together = partial(self._kernels.linear, packed), self._kernels.linear_groups

@@ -156,25 +156,27 @@ def _layer_ops(choices: _Choices) -> LayerOps:
     return TritonLayerOps()
 
 
-def _plan(
-    config: EngineConfig, model: CausalModel, choices: _Choices
-) -> tuple[KVCacheConfig, MemoryPlan]:
+def outline_needs(config: EngineConfig) -> ModelNeeds:
+    """What a model needs, by its config alone; ``ValueError`` as of :class:`LLMEngine`."""
+    choices = _Choices.of(config)
+    choices = replace(choices, checkpoint=replace(choices.checkpoint, is_outline=True))
+    return _needs(config, _load_model(config, choices), choices)
+
+
+def _needs(config: EngineConfig, model: CausalModel, choices: _Choices) -> ModelNeeds:
     # Of the widest rows that the model's towers make, if it has any.
     towers = getattr(model, "towers", {})
     parts = max((t.row_parts for t in towers.values()), default=int(bool(model.placeholders)))
-    return plan_memory(
-        config,
-        ModelNeeds(
-            _cache_groups(model, config.block_size),
-            weights_bytes=model.weight_nbytes,
-            dtype=choices.dtype,
-            max_model_len=choices.max_model_len,
-            max_encoder_len=model.max_encoder_len,
-            item_row_bytes=parts * model.hidden_size * choices.computed_dtype.itemsize,
-            step_bytes=step_bytes(config, model.hidden_size, model.vocab_size, choices.dtype),
-        ),
-        device=choices.device,
-        attention=choices.attention,
+    row_bytes = model.hidden_size * choices.computed_dtype.itemsize
+    return ModelNeeds(
+        _cache_groups(model, config.block_size),
+        weights_bytes=model.weight_nbytes,
+        dtype=choices.dtype,
+        max_model_len=choices.max_model_len,
+        max_encoder_len=model.max_encoder_len,
+        row_bytes=row_bytes,
+        item_row_bytes=parts * row_bytes,
+        step_bytes=step_bytes(config, model.hidden_size, model.vocab_size, choices.dtype),
     )
 
 
@@ -345,7 +347,8 @@ class LLMEngine(Engine[RequestOutput]):
             remote, whole = config.trust_remote_code, checkpoint.whole_config
             path = checkpoint.path
             self.tokenizer = load_tokenizer(path, trust_remote_code=remote, config=whole)
-        kv_config, plan = _plan(config, model, choices)
+        needs, device = _needs(config, model, choices), choices.device
+        kv_config, plan = plan_memory(config, needs, device=device, attention=choices.attention)
         memory = PagedMemory(kv_config, choices.device)
         self._kv = KVCacheManager(
             kv_config,

@@ -96,9 +96,15 @@ def load_model(checkpoint: Checkpoint, settings: ModelSettings) -> CausalModel:
             model.hold_quantized(scheme, dtype)
         return model
 
-    model: CausalModel = load_checked(
-        checkpoint, settings.device, build_on, partial(_places, checkpoint)
-    )
+    if checkpoint.is_outline:
+        with told_of_config(checkpoint):
+            model = build_on(torch.device("meta"))
+        for name, place in model.targets("model."):
+            if not isinstance(place, torch.Tensor):
+                scheme, plain = checkpoint.scheme_of(name), torch.empty(place.shape, device="meta")
+                place.copy_(plain if scheme is None else scheme.quantize(plain))  # type: ignore[arg-type]
+    else:
+        model = load_checked(checkpoint, settings.device, build_on, partial(_places, checkpoint))
     pack = packable if settings.pack_weights is None else settings.pack_weights
     model.finish_loading(pack_weights=pack)
     return model.eval()

@@ -203,14 +203,14 @@ def decoder_targets(decoder: CausalModel, stored: Collection[str]) -> Iterator[t
 
 
 def unique_prefix(stored: Collection[str], suffix: str) -> str:
-    """What stands before ``suffix`` in the one stored name that ends with it.
+    """What stands before ``suffix`` in the one stored name that ends with it; nothing of none.
 
     Raises:
         ValueError: there is no such name, or more than one.
     """
     prefixes = [name.removesuffix(suffix) for name in stored if name.endswith(suffix)]
-    if len(prefixes) != 1:
+    if stored and len(prefixes) != 1:
         raise ValueError(
             f"of the checkpoint's weights one should be named *{suffix}, found {len(prefixes)}"
         )
-    return prefixes[0]
+    return "".join(prefixes)

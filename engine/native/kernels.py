@@ -294,9 +294,13 @@ class NativeKernels:
         block = next((n for n in _BLOCKS if group_size % n == 0), None)
         if group_size >= width:
             block = _BLOCKS[0]
-        if block is None or not codes.is_cpu:
+        if block is None or not (codes.is_cpu or codes.is_meta):
             return None
         rows, blocks = -out % (2 * _PANEL), -(-width // block)
+        if codes.is_meta:  # of which the size alone is of use
+            size = (out + rows) // _PANEL, blocks, _PANEL * (4 + block * bits // 8)
+            codes, factors = codes.new_empty(size), scales.new_empty(out + rows)
+            return PackedCodes(codes, factors, (out, width), block, bits)
         # One power of two for each output leaves float16 28 bits of exponent for its groups.
         top = torch.maximum(scales.abs(), offsets.abs()).amax(1)
         factors = torch.ldexp(torch.ones(out), torch.frexp(top)[1] - _HALF_EXPONENT)

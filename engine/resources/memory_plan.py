@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -44,6 +44,16 @@ def free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
+class MemoryEstimate(NamedTuple):
+    """Bytes that a stage would hold; ``least`` is what must be free for it to start."""
+
+    weights: int
+    pages: int
+    rows: int
+    activations: int
+    least: int
+
+
 def require_memory(tensors: Iterable[Any], device: torch.device, owner: str) -> None:
     """See to it that there is room for tensors before any is made.
 
@@ -63,6 +73,7 @@ def require_memory(tensors: Iterable[Any], device: torch.device, owner: str) -> 
         )
 
 
+_SHORT_ROWS = dict.fromkeys(("position_ids", "row_keys", "token_ids", "codes"), 32)
 # Tokens of a short context; or an eighth of the longest, where that is less.
 _SHORT_CONTEXT = 1024
 _GIB = 2**30
@@ -358,6 +369,7 @@ class ModelNeeds:
     Attributes:
         max_encoder_len: most encoder tokens that a sequence may bring.
         step_bytes: what a step takes beside weights and pages; see :func:`step_bytes`.
+        row_bytes: of a token's hidden state.
         item_row_bytes: of a row of images and the like; 0 for a model without towers.
     """
 
@@ -366,6 +378,7 @@ class ModelNeeds:
     dtype: torch.dtype
     max_model_len: int
     max_encoder_len: int = 0
+    row_bytes: int = 0
     item_row_bytes: int = 0
     step_bytes: int = 0
 
@@ -375,6 +388,32 @@ class ModelNeeds:
             return kv_config
         nbytes = config.block_size * self.item_row_bytes
         return kv_config.with_item_pages(nbytes, config.encoder_cache_bytes)
+
+    def page_costs(self, config: EngineConfig) -> tuple[int, Callable[[int, int], int]]:
+        """Bytes of a (large) page, and how many so many tokens of so many requests take up."""
+        probe = KVCacheManager(
+            self.with_item_pages(KVCacheConfig(2, self.groups, num_host_blocks=2), config),
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        is_open, num_encoder_tokens = config.num_blocks is None, self.max_encoder_len
+
+        def pages_for(num_tokens: int, num_requests: int) -> int:
+            of_items = probe.config.item_pages(self.longest_item(num_tokens, config) * is_open)
+            of_encoder = num_encoder_tokens if is_open else min(num_encoder_tokens, 1)
+            return probe.pages_for(num_tokens, of_encoder, num_requests, of_items)
+
+        return probe.config.large_page_bytes, pages_for
+
+    def estimate(self, config: EngineConfig, outputs: Collection[str]) -> MemoryEstimate:
+        """What all seats take at full length, and what one needs; ids and places are short rows."""
+        page_bytes, pages_for = self.page_costs(config)
+        stated, length, num_seqs = config.num_blocks, self.max_model_len, config.max_num_seqs
+        first, pages = (page_bytes * (stated or pages_for(length, n) + 1) for n in (1, num_seqs))
+        share = config.memory_fraction if stated is None else 1
+        least = self.weights_bytes + self.step_bytes + int(first / share)
+        num_tokens = length * num_seqs if stated is None else stated * config.block_size
+        rows = num_tokens * sum(_SHORT_ROWS.get(name, self.row_bytes) for name in outputs)
+        return MemoryEstimate(self.weights_bytes, pages, rows, self.step_bytes, least)
 
     def longest_item(self, num_tokens: int, config: EngineConfig) -> int:
         """Bytes of the rows of the longest item that so many tokens may show."""
@@ -407,19 +446,8 @@ def plan_memory(
     Raises:
         ValueError: the memory that may be used does not hold one sequence; says what would fit.
     """
-    max_model_len, max_encoder_len = needs.max_model_len, needs.max_encoder_len
-    probe = KVCacheManager(
-        needs.with_item_pages(KVCacheConfig(2, needs.groups, num_host_blocks=2), config),
-        max_num_batched_tokens=config.max_num_batched_tokens,
-    )
-    page_bytes = probe.config.large_page_bytes
-    num_encoder_tokens = max_encoder_len if config.num_blocks is None else min(max_encoder_len, 1)
-
-    def pages_for(num_tokens: int, num_requests: int) -> int:
-        item_bytes = needs.longest_item(num_tokens, config) if config.num_blocks is None else 0
-        num_item_pages = probe.config.item_pages(item_bytes)
-        return probe.pages_for(num_tokens, num_encoder_tokens, num_requests, num_item_pages)
-
+    max_model_len = needs.max_model_len
+    page_bytes, pages_for = needs.page_costs(config)
     kv_config = KVCacheConfig(
         resolve_num_blocks(config, page_bytes, pages_for, max_model_len, device, needs.step_bytes),
         needs.groups,
@@ -436,7 +464,7 @@ def plan_memory(
         page_bytes=page_bytes,
         max_model_len=max_model_len,
         attention=attention,
-        kv_cache=report_kv_cache(kv_config, max_model_len, max_encoder_len),
+        kv_cache=report_kv_cache(kv_config, max_model_len, needs.max_encoder_len),
         item_pages=_item_pages(kv_config),
     )
     return kv_config, plan

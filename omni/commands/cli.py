@@ -103,11 +103,13 @@ def explain(options: ExplainOptions) -> bool:
         draw_graph,
         draw_placement,
     )
+    from omni.commands.memory_needs import describe_needs
 
     pipeline = _load(options.config, options, options.overrides)
     typer.echo(
         f"{draw_graph(pipeline)}\n\n{draw_placement(pipeline, available_cores())}\n\n"
-        f"{describe_serving(pipeline)}\n\n{describe_config(pipeline)}"
+        f"{describe_needs(pipeline)}\n\n{describe_serving(pipeline)}\n\n"
+        f"{describe_config(pipeline)}"
     )
     if options.load:  # which takes a while, and fails without the models
         typer.echo(f"\n{describe_memory(pipeline)}")

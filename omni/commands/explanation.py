@@ -43,10 +43,10 @@ def draw_graph(config: PipelineConfig) -> str:
         [
             config.name + (f": {config.description}" if config.description else ""),
             "",
-            *_columns(arrows, " "),
+            *columns(arrows, " "),
             *(["", _STREAMED] if any(line == _WAVE for _, _, line, _ in edges) else ()),
             "",
-            *_columns([(name, stage.kind, _model(stage)) for name, stage in stages]),
+            *columns([(name, stage.kind, _model(stage)) for name, stage in stages]),
         ]
     )
 
@@ -101,7 +101,8 @@ def _model(stage: StageConfig) -> str:
     return (stage.model or "") + (f" ({stage.part})" if stage.part else "")
 
 
-def _columns(rows: Sequence[Sequence[str]], gap: str = "  ") -> list[str]:
+def columns(rows: Sequence[Sequence[str]], gap: str = "  ") -> list[str]:
+    """Rows of cells as lines, in which the cells of a column begin at one place."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = ([cell.ljust(size) for cell, size in zip(row, widths, strict=True)] for row in rows)
     return [f"  {gap.join(cells)}".rstrip() for cells in padded]
@@ -115,20 +116,7 @@ _HANDED_ON = {
 
 
 def draw_placement(config: PipelineConfig, cores: int) -> str:
-    """Draw what runs where, and what goes over the edges.
-
-    ::
-
-        Where the stages run (processes, 2 cores):
-
-          ┌ this process ────────────────────┐
-          │ takes requests, hands handles on │
-          └──────────────────────────────────┘
-          ┌ writer ────────────────────┐
-          │ 1 process of 1 thread, cpu │
-          │ ◄── prompt                 │
-          └────────────────────────────┘
-    """
+    """Draw what runs where, and what goes over the edges."""
     kind = config.runtime.kind
     count = "1 core" if cores == 1 else f"{cores} cores"
     heading = f"Where the stages run ({kind}, {count}):"
@@ -263,5 +251,5 @@ def describe_serving(config: PipelineConfig) -> str:
                 for name, what in _MEDIA.items()
             ]
     width = max(len(shown) for _, shown, _ in rows)
-    limits_shown = _columns([(what, shown.rjust(width), how) for what, shown, how in rows])
+    limits_shown = columns([(what, shown.rjust(width), how) for what, shown, how in rows])
     return "\n".join(["At most, when it is served:", "", *limits_shown])
