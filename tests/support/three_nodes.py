@@ -229,9 +229,11 @@ def main(trace: str, program: str) -> None:
         expected = _generate(omni)
     for outputs in (found, again, moved, back):
         assert_same(outputs, expected)
-    for output in failed:
-        assert output.error is not None
-        print(output.error)
+    for output, right in zip(failed, expected, strict=True):
+        if output.error is None:  # what is done before its node is lost stays done
+            assert_same([output], [right])
+        else:
+            print(output.error)
     # Some of it is too large for a message.
     largest = found[0].stages["writer"].tensors["hidden_states"]
     assert largest.nbytes > INLINE_BYTES, largest.nbytes
@@ -258,7 +260,7 @@ def _cluster() -> Iterator[tuple[Any, dict[str, Any], Callable[[], object]]]:
 def _generate(omni: Omni, nodes: dict[str, Any] | None = None) -> list[OmniOutput]:
     """Run the prompts, and lose the reader's node, if that is asked for, when it has begun."""
     last: dict[str, OmniOutput] = {}
-    long = {"reader": {"max_tokens": 100, "ignore_eos": True}}
+    long = {"reader": {"max_tokens": 300, "ignore_eos": True}}
     for output in omni.stream([OmniRequest(text, text, sampling=long) for text in _PROMPTS]):
         if nodes is not None and "reader" in output.stages:
             _lose_node(omni, nodes)

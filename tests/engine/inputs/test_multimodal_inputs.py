@@ -123,7 +123,6 @@ WRONG_SOUNDS: dict[str, tuple[Any, str]] = {
     "integers as they are": (tone(0.5) * 32_768, "samples of up to .*divide 16-bit"),
     "no number": (np.full(9999, np.nan, np.float32), "audio 0: .* NaN or infinite"),
     "no rate": (AudioPrompt(tone(0.25), 0), "audio 0: the audio has a sampling rate of 0"),
-    "a language": (AudioPrompt(tone(0.25), language="fr"), "language is for speech model"),
     "no file of sound": ("no.wav", "audio 0: audio 'no.wav' cannot be read"),
     "no samples": (torch.empty(8000, device=META), "audio must be a tensor with values"),
     "sparse samples": (SPARSE, "audio must be a dense tensor, got"),
@@ -170,7 +169,6 @@ WRONG_CLIPS: dict[str, tuple[str, Any, str]] = {
     "a strange sound": (SOUND, 3, "video 0: its audio: audio must be a file of sound"),
     "too short to hear": (SOUND, tone(0.02), "its audio: the audio is too short: it has 2 frames"),
     "a missing soundtrack": (SOUND, "no.wav", "video 0: its audio: .* cannot be"),
-    "it speaks French": (SOUND, AudioPrompt(tone(0.25), language="fr"), "its audio: language is"),
 }
 WRONG: dict[str, tuple[Modality, Any, str]] = {
     **{name: ("audio", *each) for name, each in WRONG_SOUNDS.items()},

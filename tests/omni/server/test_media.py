@@ -482,10 +482,6 @@ def test_what_a_model_cannot_do_is_told(client: Any):
         client.audio.speech.create(model="seeing", input="x", voice="a")
     with pytest.raises(openai.BadRequestError, match="writes nothing that it hears"):
         client.audio.transcriptions.create(model="encode_then_generate", file=("a.wav", sound()))
-    with pytest.raises(openai.BadRequestError, match="prompt: not supported"):
-        client.audio.transcriptions.create(
-            model="transcribe_then_summarize", file=("a.wav", sound()), prompt="Hello"
-        )
     with pytest.raises(openai.BadRequestError, match="file: it is empty"):
         client.audio.transcriptions.create(model="transcribe_then_summarize", file=("a.wav", b""))
 
