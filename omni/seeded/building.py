@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from string import ascii_lowercase, digits, punctuation
 from typing import Any, Self
 
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from tokenizers.trainers import BpeTrainer, WordPieceTrainer
+from tokenizers.trainers import BpeTrainer
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -175,14 +177,23 @@ def chat_tokenizer(vocab_size: int, *, adds_bos: bool) -> PreTrainedTokenizerFas
 
 
 def wordpiece_tokenizer(vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
-    """BERT's kind of tokenizer."""
+    """BERT's kind of tokenizer: letters, and the commonest words of a small corpus.
+
+    Not trained: WordPieceTrainer breaks ties in another way each time.
+    """
     specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    normalizer = normalizers.BertNormalizer(lowercase=True)
+    splitter = pre_tokenizers.BertPreTokenizer()
+    split = splitter.pre_tokenize_str(normalizer.normalize_str(_CORPUS))
+    words = Counter(word for word, _ in split)
+    letters = sorted(set(ascii_lowercase + digits + punctuation).union(*words))
+    common = sorted(words, key=lambda word: (-words[word], word))
+    pieces = dict.fromkeys([*specials, *letters, *(f"##{letter}" for letter in letters), *common])
+    vocab = {piece: token_id for token_id, piece in enumerate([*pieces][:vocab_size])}
+    tokenizer = Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
     tokenizer.decoder = decoders.WordPiece()
-    trainer = WordPieceTrainer(vocab_size=vocab_size, special_tokens=specials, show_progress=False)
-    tokenizer.train_from_iterator(_CORPUS.splitlines(), trainer)
+    tokenizer.add_special_tokens(specials)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",

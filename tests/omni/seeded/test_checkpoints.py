@@ -23,6 +23,7 @@ from transformers import (
     GenerationConfig,
 )
 
+from omni.seeded.building import wordpiece_tokenizer
 from omni.seeded.checkpoints import BART_BENCHMARK, SEEDED_MODELS, resolve_model
 from omni.seeded.language_models import build_causal_lm, build_text_encoder
 
@@ -114,6 +115,11 @@ def test_building_leaves_the_global_random_state_alone(tmp_path: Path):
     before = torch.random.get_rng_state()
     build_causal_lm(tmp_path)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_wordpiece_vocabulary_is_the_same_each_time():
+    first, second = (wordpiece_tokenizer(320, 64).get_vocab() for _ in range(2))
+    assert first == second and {"[CLS]", "a", "##a", "the"} <= set(first)
 
 
 def test_encoder_rows_depend_on_both_sides(tmp_path: Path):
