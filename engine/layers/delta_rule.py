@@ -87,21 +87,21 @@ def delta_scan(rows: DeltaRows, states: Tensor, chunks: Chunks) -> tuple[Tensor,
     Returns:
         ``y`` ``(num_tokens, heads, value_dim)``, and the states after each request's last token.
     """
-    # (chunks, heads, size, ...); a pad has only zeros and changes nothing. In float64, so that what
-    # a request gets does not depend on where its chunks end.
-    q, k, v, g, beta = (chunks.pad(each).transpose(1, 2).double() for each in rows)
-    sums = g.cumsum(-1)
-    to_each = (sums[..., :, None] - sums[..., None, :]).exp_()
+    # (chunks, heads, size, ...); a pad has only zeros and changes nothing.
+    q, k, v, g, beta = (chunks.pad(each).transpose(1, 2) for each in rows)
+    # In float64: sums of strong decays are large, and what counts is the little between two.
+    sums = g.double().cumsum(-1)
+    to_each = (sums[..., :, None] - sums[..., None, :]).float().exp_()
     beta, keys = beta[..., None], k.transpose(-1, -2)
     # The future is cut off last of all, as in ssd_scan.
     overlaps = (k @ keys).mul_(to_each).mul_(beta).tril_(-1)
     weights = (q @ keys).mul_(to_each).tril_()
-    from_start = sums.exp()[..., None]
+    from_start = sums.float().exp()[..., None]
     decays = from_start[:, :, -1:]
-    keys = keys * (sums[..., -1:] - sums).exp().unsqueeze(2)
+    keys = keys * (sums[..., -1:] - sums).float().exp().unsqueeze(2)
     wanted, held, asked = beta * v, beta * from_start * k, from_start * q
     order, y, change = chunks.order, torch.empty_like(v), torch.empty_like(v)
-    h = states.double().index_select(0, order.sequences)
+    h = states.index_select(0, order.sequences)
     for now in order.batches():
         items = order.items[now]
         going = h[: len(items)]
@@ -113,7 +113,7 @@ def delta_scan(rows: DeltaRows, states: Tensor, chunks: Chunks) -> tuple[Tensor,
         going.mul_(decays[items]).add_(keys[items] @ changed)
     y += weighted(weights, change)
     y = y.transpose(1, 2).flatten(0, 1).index_select(0, chunks.slots)
-    return y.float(), torch.empty_like(h).index_copy_(0, order.sequences, h).float()
+    return y, torch.empty_like(h).index_copy_(0, order.sequences, h)
 
 
 class DeltaRuleMixer(nn.Module):
