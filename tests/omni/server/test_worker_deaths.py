@@ -22,7 +22,7 @@ from stages.remote.remote_stage import RemoteStage
 from stages.remote.supervisor import NoPlaceError
 from tests.support.http_call import call
 from tests.support.live_server import LiveServer, wait_until
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, wait_for
 
 PROMPTS = ["A quick brown fox", "A quick brown dog", "Hello", "Once upon a time"]
 
@@ -114,6 +114,9 @@ def test_streams_go_on_where_they_were_when_their_worker_is_killed(
             begun.acquire()
             kill_worker(server)
             assert [stream.result() for stream in streams] == whole
+        # It may have said all before it died, which is then heard of later.
+        wait_for(lambda: writer_of(health(server)[1])["num_restarts"] == 1)
+        wait_for(lambda: health(server)[0] == 200)
         status, told = health(server)
         assert (status, told["status"]) == (200, "ready")
         worker = writer_of(told)
