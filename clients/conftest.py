@@ -49,8 +49,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     rows, rest = after.split("\n\n", 1)
     kept = {row.split("`")[1]: row for row in rows.split("\n") if row}
     for package, of in _results.items():
-        told = "; ".join(what if works else f"**fails**: {what}" for what, works in of.items())
-        kept[package] = f"| `{package}` {version(package)} | {told} |"
+        result = "; ".join(what if works else f"**fails**: {what}" for what, works in of.items())
+        kept[package] = f"| `{package}` {version(package)} | {result} |"
     table = "\n".join(row for _, row in sorted(kept.items()))
     page.write_text(f"{before}{_HEAD}{table}\n\n{rest}", "utf-8")
 

@@ -1,6 +1,6 @@
 """What a pipeline's YAML file may say: makes ``docs/yaml.md`` and the schema for editors.
 
-    python -m docs.yaml_reference      # write both anew
+    python -m docs.yaml_reference      # write both again
 
 Both are made of what ``omni schema`` prints. A test compares them with it.
 """

@@ -45,7 +45,7 @@ class VideoFeatures:
         second_per_grid: seconds from one grid to the next.
         audio: the video's own sound, from its beginning on, in any form of ``"audio"`` in
             :data:`MultiModalData`; the model sees and hears the two in step. None for no sound.
-        timestamps: seconds at which each grid is shown, for models that are told in words; None:
+        timestamps: seconds at which each grid is shown, for models that read times as words; None:
             ``second_per_grid`` apart from the beginning on.
     """
 

@@ -279,7 +279,7 @@ class Sequel:
 
     Attributes:
         num_kept: how many of the generated tokens, from the first on, are part of the output.
-        window: what is told of the sequence; None: it is as if it had not been.
+        window: what the output says of the sequence; None: the output leaves the sequence out.
         encoder_input: what the encoder gets for the next sequence; None if there is none.
         continuation: what follows on the next one.
     """
@@ -403,14 +403,14 @@ class CompletionState:
     def output(self, index: int) -> CompletionOutput:
         """All of it now; takes the text's growth since the last call."""
         now, ended = self.request, self.ended
-        told = ended or now
-        delta = told.text.take_delta()
+        source = ended or now
+        delta = source.text.take_delta()
         return CompletionOutput(
             index=index,
-            text=told.text.text,
+            text=source.text.text,
             delta=delta,
             token_ids=tuple(now.output_token_ids if ended is None else ended.token_ids),
-            logprobs=tuple(told.logprobs) if now.params.logprobs is not None else None,
+            logprobs=tuple(source.logprobs) if now.params.logprobs is not None else None,
             finish_reason=self.finish_reason,
             tensors=self.tensors,
             windows=self.windows,
@@ -419,12 +419,12 @@ class CompletionState:
     def delta(self, index: int) -> CompletionDelta:
         """What is new since the last call."""
         now, emitted = self.request, self.num_emitted
-        told = self.ended or now
-        begin = emitted + (now.num_prompt_tokens if told is now else 0)
-        token_ids = tuple(told.token_ids[begin:])
+        source = self.ended or now
+        begin = emitted + (now.num_prompt_tokens if source is now else 0)
+        token_ids = tuple(source.token_ids[begin:])
         self.num_emitted += len(token_ids)
-        logprobs = None if now.params.logprobs is None else tuple(told.logprobs[emitted:])
-        text = told.text.take_delta()
+        logprobs = None if now.params.logprobs is None else tuple(source.logprobs[emitted:])
+        text = source.text.take_delta()
         return CompletionDelta(index, text, token_ids, logprobs, self.finish_reason)
 
     @property

@@ -105,7 +105,7 @@ class SamplingState:
             rules; ids outside the vocabulary are ignored.
         grammar: of ``params.structured_output``, at its beginning; or None.
         judged_id: a token whose probability is reported, with how likely what is chosen is among
-            what could be; None where nobody asks.
+            what could be; None if it is not asked for.
 
     Raises:
         ValueError: an id is outside the vocabulary, or nothing is left to choose from.

@@ -135,7 +135,7 @@ class SpeechWindows(Continuation):
         said: the last tokens of what was said before the present one.
         most_said: so many of them.
         attempt: how many texts of the window were poor.
-        aligner: None where nobody asks for times.
+        aligner: None if no times are asked for.
     """
 
     windows: InputWindows
@@ -188,10 +188,10 @@ class SpeechWindows(Continuation):
         if is_silent:
             segments, num_frames = [], rest
         num_kept = len(tokens) if ends else sum(map(len, segments))
-        told = self._told(request, num_kept, attention)
+        window = self._window(request, num_kept, attention)
         begin = self.windows.next_begin(self.begin + num_frames)
         if ends or begin >= self.windows.end:  # a stop token of the user's ends all of it
-            return Sequel(num_kept, told)
+            return Sequel(num_kept, window)
         said = list(self.said)
         for segment in segments:  # without the second of two timestamps at its end
             ends_twice = len(segment) > 2 and segment[-2] >= self.first_timestamp_id
@@ -204,7 +204,7 @@ class SpeechWindows(Continuation):
             temperature=temperatures[0] if temperatures else None,
             is_hot=request.params.temperature >= _HOT,
         )
-        return Sequel(num_kept, told, self.windows.at(begin), following)
+        return Sequel(num_kept, window, self.windows.at(begin), following)
 
     def _judged(self, request: Request) -> tuple[bool, bool]:
         """Whether a window is silent, and whether its text is poor."""
@@ -219,8 +219,8 @@ class SpeechWindows(Continuation):
         most = options.no_speech_threshold
         return most is not None and request.judgements[0].probability > most, True
 
-    def _told(self, request: Request, num: int, attention: Tensor | None) -> TranscriptionWindow:
-        """What is told of a window, of whose tokens ``num`` are kept."""
+    def _window(self, request: Request, num: int, attention: Tensor | None) -> TranscriptionWindow:
+        """What the output says of a window, of whose tokens ``num`` are kept."""
         begin_s = round(self.begin / _FRAMES_PER_TIMESTAMP * _TIMESTAMP_S, 3)
         times: list[float] = []
         words: list[TimedWord] = []

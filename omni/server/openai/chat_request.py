@@ -552,7 +552,7 @@ async def chat_prompt(
     """Make the prompt. Files are handed on by their content: nothing that a client sends is a path.
 
     Files in the network may have ``max_bytes`` together. ``words_of`` finds the words of an earlier
-    answer by the id of its sound, and is told the place of that in the request.
+    answer by the id of its sound, and gets the place of that in the request.
     """
     with fetcher.place() if any(map(_has_address, body.messages)) else nullcontext():
         said, shown = await _messages(body.messages, fetcher, max_bytes, words_of)

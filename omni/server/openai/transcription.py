@@ -84,10 +84,10 @@ def segments_of(
         windows: where each begins; none for a recording that takes one, at ``temperature``.
         duration_s: of the recording; None if it is not known.
     """
-    told = list(windows) or [TranscriptionWindow(0, 0.0, temperature)]
+    parts = list(windows) or [TranscriptionWindow(0, 0.0, temperature)]
     found: list[TranscriptionSegment] = []
-    ends = [*((each.first_token, each.begin_s) for each in told[1:]), (len(token_ids), duration_s)]
-    for window, (last, end) in zip(told, ends, strict=True):
+    ends = [*((each.first_token, each.begin_s) for each in parts[1:]), (len(token_ids), duration_s)]
+    for window, (last, end) in zip(parts, ends, strict=True):
         first, begin = window.first_token, window.begin_s
         whole = tokenizer.decode(token_ids[first:last], skip_special_tokens=True).encode()
         likely = [each.logprob for each in logprobs[first:last]] or [0.0]
@@ -332,8 +332,8 @@ class Transcription(PipelineResponse):
         if "segment" in self._body.timestamp_granularities:
             answer["segments"] = segments
         if self._body.wants_words:
-            told = [each for window in output.windows for each in window.words]
-            answer["words"] = [each._replace(word=each.word.strip())._asdict() for each in told]
+            words = [each for window in output.windows for each in window.words]
+            answer["words"] = [each._replace(word=each.word.strip())._asdict() for each in words]
         return answer
 
     def _detected(self, output: StageOutput) -> str | None:
