@@ -65,8 +65,9 @@ class RealtimeResponse:
         self._number = number
         self._plan = plan = plan_response(pipeline.omni.pipeline, options, "response")
         self._items = tuple(conversation.items)
-        if not self._items:
-            raise ApiError.bad_request("the conversation has no items; there is nothing to answer")
+        if not self._items and not options.instructions:
+            message = "the conversation has no items, and the response no instructions, to answer"
+            raise ApiError.bad_request(message)
         self._send = send
         self._sound = SpokenPieces(plan.output.rate, options.audio.output.speed)
         self._speaks = plan.voice is not None

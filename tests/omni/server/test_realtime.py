@@ -107,6 +107,14 @@ def test_text_is_answered_and_remembered(running: LiveServer, talk: Talk):
         said.append({"role": "assistant", "content": expected})
 
 
+def test_instructions_alone_are_answered_by_a_greeting(running: LiveServer, talk: Talk):
+    words = "Greet the caller."
+    talk.say("response.create", response={"stages": SHORT, "instructions": words})
+    done = talk.until("response.done")[-1]["response"]
+    expected = in_python(running, ChatPrompt(({"role": "system", "content": words},)))
+    assert done["output"][0]["content"][0]["text"] == expected["thinker"].text
+
+
 def test_sound_is_heard_and_answered_by_voice(running: LiveServer, talk: Talk):
     samples = (tone(0.5) * 2**14).astype("<i2")
     audio = {
