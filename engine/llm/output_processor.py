@@ -250,6 +250,7 @@ class OutputProcessor:
         for request in self.live(group.request_id):
             self._release(request)
             group.finish(request, FinishReason.ERROR, {})
+        group.finished = True  # an interruption may have come after the last finish_reason
         self._forget(group)
         return group
 

@@ -18,6 +18,8 @@ import pytest
 
 from engine import Engine, EngineConfig, LLMEngine, RequestOutput, SamplingParams, TokensPrompt
 from engine.interface.engine import EngineBrokenError
+from engine.interface.outputs import FinishReason
+from engine.requests.request import RequestGroup
 from tests.support.disturbed_run import Subject, disturbed_run, events_of_steps
 from tests.support.line_faults import LineFault, choose_events
 from tests.support.patience import PATIENCE_S
@@ -78,6 +80,27 @@ def test_an_engine_interrupted_while_it_mends_itself_says_so(
     for call in calls:
         with pytest.raises(EngineBrokenError, match="KeyboardInterrupt.*build a new one"):
             call()
+
+
+@pytest.mark.parametrize("subject", ["qwen2"], indirect=True)
+def test_a_request_interrupted_while_it_ends_is_answered(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its completion has ended by then, and the request has not."""
+    engine: Any = subject.build()
+    engine.add_request("r", TokensPrompt((30, 31, 32)), SamplingParams(max_tokens=1))
+
+    def interrupted(group: RequestGroup, *_: object) -> None:
+        group.completions[0].finish_reason = FinishReason.LENGTH
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RequestGroup, "finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.undo()
+    (output,) = engine.step()
+    assert output.finished and "interrupted" in output.error
+    assert not engine.has_unfinished_requests
 
 
 @pytest.mark.parametrize("subject", ["qwen2"], indirect=True)
