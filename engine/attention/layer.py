@@ -181,7 +181,7 @@ class Attention:
                     f"expected a float32 bias ({query.shape[1]}, distances), got {bias.dtype} "
                     f"{tuple(bias.shape)}"
                 )
-            if not metadata.causal:
+            if not metadata.causal or metadata.visible_ends is not None:
                 raise ValueError(
                     "a bias by distance needs causal attention: others have no distances"
                 )

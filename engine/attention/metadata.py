@@ -1,11 +1,12 @@
 """What one step gives the layers of one KV-cache group: those that attend, and recurrent ones.
 
-From above it is always causality that ends what a token sees, its own position being the last.
-From below it is one position, which windows move up::
+From above it is causality that ends what a token sees, its own position being the last; tokens of
+an image may see up to its end. From below it is one position, which windows move up::
 
     position        0 1 2 3 4 5 6 7 8
     full            x x x x x x x q        first visible: 0
     window of 3     . . . . . x x q        itself included
+    in an image     . x x q x x . . .      of positions 2 to 5: visible end 6
 
 Products become scores: scaled, capped, and with a bias by distance. A soft cap bounds scores by
 ``softcap * tanh(score / softcap)`` before the mask and the softmax, which torch's fused attention
@@ -185,6 +186,8 @@ class AttentionMetadata:
         num_decodes: how many of the leading requests have exactly one query token.
         window: how many positions a token sees at most, itself included; None: all before it.
         causal: query tokens end their sequence and see none behind; False: they see all of it.
+        visible_ends: ``(num_tokens,)`` int32 on the CPU: where what a token sees ends, which may
+            lie behind it, but within the step. None: every token is the last that it sees.
         on_device: ``query_start_loc`` and ``seq_lens`` on the device, for kernels that look them
             up; None if the backend does not ask for them.
     """
@@ -197,6 +200,7 @@ class AttentionMetadata:
     block_size: int
     window: int | None = None
     causal: bool = True
+    visible_ends: Tensor | None = None
     on_device: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -281,7 +285,8 @@ class AttentionBackend(ABC):
 
         Token i of a request whose sequence is ``s`` long after this step and that has ``q``
         query tokens sits at position ``s - q + i`` and sees positions ``0 .. s - q + i``, or of
-        them the last ``metadata.window``; without ``metadata.causal`` it sees ``0 .. s - 1``.
+        them the last ``metadata.window``, and those behind it before its end of
+        ``metadata.visible_ends``; without ``metadata.causal`` it sees ``0 .. s - 1``.
 
         Returns:
             ``(num_tokens, num_heads, head_dim)``.

@@ -148,4 +148,6 @@ def _visible_spans(metadata: AttentionMetadata) -> Tensor:
     spans[2] = np.arange(1, num_tokens + 1)
     spans[2] += (seq_lens - query_start_loc[1:]).repeat(query_lens)
     spans[1] = first_visible(torch.from_numpy(spans[2] - 1), metadata.window).numpy()
+    if metadata.visible_ends is not None:
+        spans[2] = metadata.visible_ends.numpy()
     return torch.from_numpy(spans)

@@ -18,7 +18,11 @@ from prefix_cache import LayerKVCache
 
 
 def visibility_mask(
-    query_len: int, seq_len: int, window: int | None = None, causal: bool = True
+    query_len: int,
+    seq_len: int,
+    window: int | None = None,
+    causal: bool = True,
+    visible_ends: Tensor | None = None,
 ) -> Tensor:
     """Which keys each query sees when the queries are the last tokens of a sequence.
 
@@ -36,7 +40,7 @@ def visibility_mask(
         return torch.ones(query_len, seq_len, dtype=torch.bool)
     queries = torch.arange(seq_len - query_len, seq_len)[:, None]
     keys = torch.arange(seq_len)[None, :]
-    visible = keys <= queries
+    visible = keys <= queries if visible_ends is None else keys < visible_ends[:, None]
     if window is not None:
         visible &= keys > queries - window
     return visible
@@ -64,7 +68,8 @@ class ReferenceBackend(AttentionBackend):
             seq_len = int(metadata.seq_lens[request])
             if seq_len == 0:  # of an encoder: there is nothing to see
                 continue
-            mask = visibility_mask(end - start, seq_len, metadata.window, metadata.causal)
+            ends = None if metadata.visible_ends is None else metadata.visible_ends[start:end]
+            mask = visibility_mask(end - start, seq_len, metadata.window, metadata.causal, ends)
             # No query sees what lies before: it may be gone, and is not even to be read.
             first = int(mask.any(dim=0).nonzero()[0])
             keys, values = _sequence_rows(

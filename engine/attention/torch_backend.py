@@ -92,10 +92,13 @@ class QueryTile:
 
     Attributes:
         keys: rows of the request's keys; see :class:`Prefill`.
+        spans: ``(2, queries)`` of these keys, the first that a query sees and the end, where some
+            query sees keys behind its own; else None.
     """
 
     queries: slice
     keys: slice
+    spans: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,20 +143,42 @@ def lay_out_prefill(metadata: AttentionMetadata, request: int) -> Prefill:
     # A first query at position 0 sees from 0 on: without cached tokens this is 0.
     first_block = firsts[0] // block_size
     first_key = first_block * block_size
-    to_row = start - num_cached
+    tiles = tuple(
+        _lay_out_tile(metadata, start - num_cached, first_key, a, b, first)
+        for (a, b), first in zip(pairwise(positions), firsts, strict=True)
+    )
     return Prefill(
         tokens=slice(start, end),
         pages=metadata.block_table[request, first_block : -(-seq_len // block_size)]
         if num_cached
         else None,
-        tiles=tuple(
-            QueryTile(slice(to_row + a, to_row + b), slice(first - first_key, b - first_key))
-            for (a, b), first in zip(pairwise(positions), firsts, strict=True)
-        ),
-        is_causal=num_cached == 0 and first_of_last == 0,
+        tiles=tiles,
+        is_causal=num_cached == 0
+        and first_of_last == 0
+        and all(tile.spans is None for tile in tiles),
         is_masked=True,
         window=metadata.window,
     )
+
+
+def _lay_out_tile(
+    metadata: AttentionMetadata, to_row: int, first_key: int, start: int, end: int, first: int
+) -> QueryTile:
+    """Lay out the tile of the positions from ``start`` to ``end``, which sees from ``first`` on.
+
+    Args:
+        to_row: from a position to a token of the step.
+        first_key: position of the request's first key.
+    """
+    queries, ends = slice(to_row + start, to_row + end), metadata.visible_ends
+    last, spans = end, None
+    if ends is not None:
+        positions, seen = torch.arange(start, end), ends[queries]
+        if not torch.equal(seen, positions + 1):
+            last = int(seen.max())
+            spans = torch.stack((first_visible(positions, metadata.window), seen)) - first
+            spans = upload_tensor(spans, metadata.block_table.device)
+    return QueryTile(queries, slice(first - first_key, last - first_key), spans)
 
 
 def _tile_bounds(start: int, end: int) -> list[int]:
@@ -165,8 +190,9 @@ class TileMask:
     """What is added to a tile's scores: 0 where a query sees a key, minus infinity elsewhere.
 
     The last query sees the last key, whatever the tile. Counted from there, who sees whom is the
-    same in all tiles, so that one mask is made and every tile gets a corner of it. In brackets
-    that of 2 queries and 3 keys, with a window of 2::
+    same in all tiles, so that one mask is made and every tile gets a corner of it, unless some of
+    its queries see keys behind their own. In brackets that of 2 queries and 3 keys, with a window
+    of 2::
 
         key       -5  -4  -3  -2  -1
         query -3   .   x   x   .   .
@@ -187,6 +213,11 @@ class TileMask:
         """The mask of a tile, ``(queries, keys)``; it must not be written to."""
         num_queries = tile.queries.stop - tile.queries.start
         num_keys = tile.keys.stop - tile.keys.start
+        if tile.spans is not None:
+            keys = torch.arange(num_keys, device=self._mask.device)
+            first, end = tile.spans[:, :, None]
+            mask = self._mask.new_zeros(num_queries, num_keys)
+            return mask.masked_fill_((keys < first) | (keys >= end), float("-inf"))
         if self._window != window or self._mask.shape[1] < num_keys:
             self._window = window
             self._mask = self._make(max(num_keys * 5 // 4, _TILE_QUERIES), window)

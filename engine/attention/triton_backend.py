@@ -3,7 +3,8 @@
 Keys and values are read in their pages, whatever the step is; see
 :mod:`engine.attention.triton_kernels`. A model has at most three kernels, however its sequences
 grow: one for steps of decodes alone, one with more queries in a program for all others, and one
-that merges segments. Triton is imported when a backend is made.
+that merges segments. Triton is imported when a backend is made. Steps in which tokens see others
+behind them, those of an image, run as in torch.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from engine.attention.kernel_backend import KernelBackend
 from engine.attention.metadata import AttentionMetadata, LayerCall, write_kv
+from engine.attention.torch_backend import TorchBackend
 from prefix_cache import LayerKVCache
 
 _MAX_HEAD_DIM = 256
@@ -59,6 +61,7 @@ class TritonBackend(KernelBackend):
         # In place of missing arguments: an argument of another type compiles another kernel.
         self._nothing = torch.empty(0, device=device)
         self._launch: _Launch | None = None
+        self._torch = TorchBackend(device, dtype)
 
     @classmethod
     def check_support(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
@@ -84,10 +87,14 @@ class TritonBackend(KernelBackend):
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Forget the step before; the launch is planned with the first layer and its heads."""
         self._launch = None
+        if metadata.visible_ends is not None:
+            self._torch.begin_step(metadata)
 
     def forward(self, call: LayerCall) -> Tensor:
         """See :meth:`AttentionBackend.forward`."""
         query, key, value, kv_cache, metadata, _ = call
+        if metadata.visible_ends is not None:
+            return self._torch.forward(call)
         if key.shape[0]:
             write_kv(key, value, kv_cache, metadata.row_mapping)
         if self._launch is None:

@@ -2,7 +2,8 @@
 
 Decodes read the pages in place, through Triton split-K and a paged bias. Prefills gather their keys
 and run torch's flash attention with a block-diagonal bias: the paged kernels take no long causal
-queries. xformers caps no scores and adds no biases to pages': such layers run as in torch.
+queries. xformers caps no scores and adds no biases to pages': such layers run as in torch, as do
+steps in which tokens see others behind them.
 
 Biases are made by pure functions over the metadata, so that a machine without a GPU can check them:
 each materialises to a dense mask on a CPU. xformers is imported when a mask is first made, because
@@ -223,7 +224,7 @@ class XformersBackend(KernelBackend):
     def forward(self, call: LayerCall) -> Tensor:
         """See :meth:`AttentionBackend.forward`."""
         query, key, value, kv_cache, metadata, scoring = call
-        if not scoring.only_scales:
+        if not scoring.only_scales or metadata.visible_ends is not None:
             if not self._torch_ready:
                 self._torch.begin_step(metadata)
                 self._torch_ready = True

@@ -20,6 +20,7 @@ from tests.support.paged_batch import (
 
 __all__ = [
     "BOUNDS",
+    "IMAGES",
     "NUM_LAYERS",
     "SHAPES",
     "Bounds",
@@ -34,9 +35,14 @@ NUM_LAYERS = 3
 
 @dataclass(frozen=True)
 class Bounds:
-    """What keeps tokens from seeing all that lies before them."""
+    """What keeps tokens from seeing all that lies before them, and what lets them see more.
+
+    Attributes:
+        ahead: every so many positions there begins another image, whose tokens see each other.
+    """
 
     window: int | None = None
+    ahead: int = 1
 
     def first_visible(self, position: int) -> int:
         """Found by trying, so that it shares nothing with what is tested."""
@@ -72,6 +78,12 @@ BOUNDS = {
     "window longer than any sequence": Bounds(window=1000),
 }
 
+IMAGES = {
+    "images of 7": Bounds(ahead=7),
+    "images of 300": Bounds(ahead=300),
+    "images of 7 in a window": Bounds(window=3, ahead=7),
+}
+
 SHAPES = {
     "prefill": Shape((5, 17), (5, 17), 4),
     "prefill of one token": Shape((1,), (1,), 4),
@@ -100,7 +112,15 @@ def bounded_metadata(
     memory: PagedMemory, table: Tensor, shape: Shape, bounds: Bounds
 ) -> AttentionMetadata:
     """The metadata of a step of that shape."""
-    return metadata_for(memory, shape.query_lens, shape.seq_lens, table, window=bounds.window)
+    metadata = metadata_for(memory, shape.query_lens, shape.seq_lens, table, window=bounds.window)
+    if bounds.ahead == 1:
+        return metadata
+    ends = [
+        min((position // bounds.ahead + 1) * bounds.ahead, seq_len)
+        for query_len, seq_len in zip(shape.query_lens, shape.seq_lens, strict=True)
+        for position in range(seq_len - query_len, seq_len)
+    ]
+    return replace(metadata, visible_ends=torch.tensor(ends, dtype=torch.int32))
 
 
 def run_steps(

@@ -19,7 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import T5Config
-from transformers.masking_utils import sliding_window_causal_mask_function
+from transformers.masking_utils import (
+    and_masks,
+    blockwise_overlay,
+    causal_mask_function,
+    or_masks,
+    sliding_window_causal_mask_function,
+    sliding_window_overlay,
+)
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -30,7 +37,15 @@ from engine.attention.registry import get_backend
 from engine.attention.torch_backend import TorchBackend, bucket_by_length
 from engine.layers.mamba import Chunks, SsdInputs, ssd_scan
 from prefix_cache import FullAttentionSpec, LayerKVCache
-from tests.support.attention_steps import BOUNDS, SHAPES, Bounds, Shape, bounded_metadata, run_steps
+from tests.support.attention_steps import (
+    BOUNDS,
+    IMAGES,
+    SHAPES,
+    Bounds,
+    Shape,
+    bounded_metadata,
+    run_steps,
+)
 from tests.support.examples import examples
 from tests.support.materialised_xformers import MaterialisedXformers
 from tests.support.native_kernels import needs_kernels
@@ -103,6 +118,26 @@ def test_backend_equals_the_reference_and_reads_nothing_hidden(name: str, shape:
         assert_equals_the_reference(name, shape, bounds, softcap)
         if softcap is None or which == "all":
             assert_equals_the_reference(name, shape, bounds, num_distances=33)
+
+
+@WITH_XFORMERS
+@pytest.mark.parametrize("bounds", IMAGES.values(), ids=IMAGES.keys())
+def test_tokens_of_an_image_see_each_other(name: str, bounds: Bounds):
+    for kind in ("prefill", "chunk after a cached prefix", "long prefills beside short"):
+        assert_equals_the_reference(name, SHAPES[kind], bounds)
+    assert_equals_the_reference(name, SHAPES["mixed"], bounds, softcap=30.0)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_an_images_mask_equals_transformers(window: int | None):
+    images = torch.tensor([[-1, -1, 0, 0, 0, 0, 0, 0, 0, -1, 1, 1, 1, -1]])
+    ends = torch.tensor([1, 2, *[9] * 7, 10, *[13] * 3, 14])
+    sees = or_masks(causal_mask_function, blockwise_overlay(images))
+    if window is not None:
+        sees = and_masks(sliding_window_overlay(window), sees)
+    places = torch.arange(14)
+    theirs = sees(torch.tensor(0), torch.tensor(0), places[:, None], places[None])
+    assert torch.equal(visibility_mask(14, 14, window, visible_ends=ends), theirs)
 
 
 @WITH_XFORMERS

@@ -26,7 +26,7 @@ from engine.attention.triton_backend import TritonBackend
 from engine.attention.xformers_backend import XformersBackend
 from engine.llm import llm_engine
 from tests.engine.attention.test_attention_cross import CrossShape, assert_steps_equal_brute_force
-from tests.support.attention_steps import BOUNDS, Bounds, Shape, run_steps
+from tests.support.attention_steps import BOUNDS, IMAGES, Bounds, Shape, run_steps
 from tests.support.import_graph import ROOT
 from tests.support.interpreted_triton import need_interpreter
 from tests.support.materialised_xformers import MaterialisedXformers
@@ -68,6 +68,7 @@ CASES: dict[str, tuple[Shape, str, float | None, int | None, torch.dtype]] = {
     "segments": (Shape((1,), (300,), 16, 2, 1), "all", None, 290, torch.float32),
     "padded heads": (Shape((1, 1), (17, 31), 16, 6, 3, 80), "all", None, None, torch.bfloat16),
     "odd groups": (Shape((9,), (49,), 16, 7, 1), "window of 16", None, None, torch.float16),
+    "image": (Shape((1, 9), (3, 49), 16), "images of 7 in a window", None, None, torch.float16),
 }
 
 
@@ -77,7 +78,8 @@ def test_kernel_equals_the_reference_and_reads_nothing_hidden(
     case: tuple[Shape, str, float | None, int | None, torch.dtype],
 ):
     shape, bounds, softcap, num_distances, dtype = case
-    assert_equals_the_reference(shape, BOUNDS[bounds], softcap, num_distances, dtype)
+    bound = (BOUNDS | IMAGES)[bounds]
+    assert_equals_the_reference(shape, bound, softcap, num_distances, dtype)
 
 
 @pytest.mark.usefixtures("interpreted")
