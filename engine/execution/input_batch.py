@@ -72,6 +72,7 @@ def build_step_metadata(
 ) -> list[GroupMetadata]:
     """One entry per group of ``memory``'s config, of :func:`step_arrays` and their upload."""
     starts = torch.from_numpy(arrays["query_start_loc"])
+    ends = arrays.get("visible_ends")
     num_decodes = int(np.count_nonzero(inputs.seq_lens - inputs.num_computed_tokens == 1))
     metadata: list[GroupMetadata] = []
     for group_id, group in enumerate(memory.config.groups):
@@ -89,6 +90,7 @@ def build_step_metadata(
                     block_size=spec.block_size,
                     window=spec.window if isinstance(spec, SlidingWindowSpec) else None,
                     causal=not is_cross,
+                    visible_ends=None if is_cross or ends is None else torch.from_numpy(ends),
                     on_device=(tensors["query_start_loc"], tensors[lengths]),
                 )
             )
@@ -196,8 +198,8 @@ class ModelInputBuilder:
         }
         if (follows_encoder := _follows_encoder(step, scheduled)) is not None:
             arrays["follows_encoder"] = follows_encoder
-        if self.items is not None and (shows_item := _shows_item(step, scheduled)) is not None:
-            arrays["shows_item"] = shows_item
+        if self.items is not None:
+            arrays |= _item_arrays(step, scheduled)
         if self.model.num_codebooks > 1:
             arrays["codes"] = self._codes(step, scheduled)
         tensors = upload(arrays | dict(extra or {}), self.device, place)
@@ -350,21 +352,27 @@ def _follows_encoder(
     return None if follows.all() else follows
 
 
-def _shows_item(
+def _item_arrays(
     step: StepInputs, scheduled: Sequence[ScheduledRequest]
-) -> npt.NDArray[np.bool_] | None:
-    """Per token, whether an item's row stands in its place; None if none does."""
-    marks: npt.NDArray[np.bool_] | None = None
+) -> dict[str, npt.NDArray[Any]]:
+    """Per token, whether an item's row stands in its place, and where what it sees ends.
+
+    Nothing where no row does; no ends where no rows see those behind them.
+    """
+    arrays: dict[str, npt.NDArray[Any]] = {}
     for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
         first = item.request.num_computed_tokens
         stop = first + item.num_tokens
         for shown in item.request.multimodal_inputs:
             if shown.overlaps(first, stop):
-                if marks is None:
-                    marks = np.zeros(len(step.token_ids), dtype=np.bool_)
+                marks = arrays.setdefault("shows_item", np.zeros(len(step.token_ids), np.bool_))
                 begin, end = max(first, shown.offset), min(stop, shown.end)
-                marks[start + begin - first : start + end - first] = True
-    return marks
+                rows = slice(start + begin - first, start + end - first)
+                marks[rows] = True
+                if shown.bidirectional:
+                    own = (step.positions + 1).astype(np.int32)
+                    arrays.setdefault("visible_ends", own)[rows] = end
+    return arrays
 
 
 IntArray = npt.NDArray[np.int64]

@@ -46,6 +46,7 @@ class InputLimits:
             beyond it. 0 for a checkpoint that cannot generate.
         dtype: type of prompt embeddings inside the model.
         max_prompt_chars: of a prompt's text, see :func:`~engine.text.tokenizer.max_prompt_chars`.
+        max_num_batched_tokens: of a step; 0 where nothing has to run in one.
     """
 
     max_model_len: int
@@ -57,6 +58,7 @@ class InputLimits:
     dtype: torch.dtype
     max_prompt_chars: int = 2**22
     requests: RequestLimits = _DEFAULTS
+    max_num_batched_tokens: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -226,6 +228,20 @@ def tokenize(
         ValueError: the checkpoint has no tokenizer, or no chat template, or the text is none or
             too long.
     """
+    text, add_special_tokens = written(prompt, tokenizer, limits)
+    assert tokenizer is not None
+    return token_ids(
+        tokenizer,
+        text,
+        add_special_tokens=add_special_tokens and not as_it_is,
+        seconds=limits.requests.tokenizer_seconds,
+    )
+
+
+def written(
+    prompt: WrittenPrompt, tokenizer: PreTrainedTokenizerBase | None, limits: InputLimits
+) -> tuple[str, bool]:
+    """The text of a prompt, and whether the tokenizer adds special tokens; see :func:`tokenize`."""
     if tokenizer is None:
         raise ValueError(
             "the checkpoint has no tokenizer: give prompt_token_ids or prompt_embeds, not text"
@@ -255,13 +271,7 @@ def tokenize(
         raise ValueError(
             f"the prompt has half of a surrogate pair at character {error.start}, which is no text"
         ) from error
-    add_special_tokens = add_special_tokens and not as_it_is
-    return token_ids(
-        tokenizer,
-        text,
-        add_special_tokens=add_special_tokens,
-        seconds=limits.requests.tokenizer_seconds,
-    )
+    return text, add_special_tokens
 
 
 def truncated(

@@ -217,6 +217,7 @@ def _input_limits(
         dtype=choices.computed_dtype,
         max_prompt_chars=max_prompt_chars(tokenizer, longest, config.limits.max_prompt_chars),
         requests=config.limits,
+        max_num_batched_tokens=config.max_num_batched_tokens,
     )
 
 

@@ -95,6 +95,7 @@ _TABLE = (
         modalities=("text", "image"),
     ),
     FamilyRow("llava.llava", ("LlavaForConditionalGeneration",), modalities=("text", "image")),
+    FamilyRow("gemma3.gemma3", ("Gemma3ForConditionalGeneration",), modalities=("text", "image")),
     FamilyRow(
         "qwen2_5_vl.qwen2_5_vl",
         ("Qwen2_5_VLForConditionalGeneration",),

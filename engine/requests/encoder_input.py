@@ -51,6 +51,8 @@ class MultiModalInput:
         rows_after: those that lie in later ones.
         whole: of a piece, what it is a piece of, with the tokens around it.
         row_parts: how many times as wide as an embedding a row is.
+        bidirectional: whether the decoder lets its rows see those behind them; a chunk then has
+            all of them, or all that no cached block has.
     """
 
     modality: Modality
@@ -62,6 +64,7 @@ class MultiModalInput:
     rows_after: int = 0
     whole: ContentSpan | None = None
     row_parts: int = 1
+    bidirectional: bool = False
 
     @property
     def num_rows(self) -> int:

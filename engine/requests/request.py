@@ -173,12 +173,19 @@ class Request:
             return 0
         return view.rows_before if self.num_computed_tokens < view.start else view.rows
 
-    def clip_to_view(self, num_tokens: int) -> int:
-        """How many of the next ``num_tokens`` tokens see the same rows of the encoder's output."""
-        view = self.encoder_view
-        if view is None or self.num_computed_tokens >= view.start:
-            return num_tokens
-        return min(num_tokens, view.start - self.num_computed_tokens)
+    def clip_chunk(self, num_tokens: int) -> int:
+        """How many of the next ``num_tokens`` tokens may run together; maybe none.
+
+        They see the same rows of the encoder's output, and do not end inside a bidirectional item:
+        what is cached of that has seen all of it.
+        """
+        first, view = self.num_computed_tokens, self.encoder_view
+        if view is not None and first < view.start:
+            num_tokens = min(num_tokens, view.start - first)
+        for item in self.multimodal_inputs:
+            if item.bidirectional and item.offset < first + num_tokens < item.end:
+                return max(0, item.offset - first)
+        return num_tokens
 
     def complete_prompt(self, token_id: int) -> tuple[int, ...]:
         """Let the prompt go on by a token that the model chose; returns all that came to it.

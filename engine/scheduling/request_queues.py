@@ -667,7 +667,7 @@ class RequestQueues:
         num_tokens = self.kv_cache_manager.clip_chunk(
             request.request_id, start, num_tokens, request.num_tokens
         )
-        return request.clip_to_view(num_tokens)
+        return request.clip_chunk(num_tokens)
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Get blocks for a running request's next tokens; False if too few are free."""

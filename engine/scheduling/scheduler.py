@@ -238,6 +238,8 @@ class Admission:
         prefix = self._fetch(request, prefix, step)
         if not step.has_room_to_encode(request, prefix):
             return False
+        if not self._first_chunk(request, prefix, step):
+            return False
         self._take_seat(step)
         while not self._admit(request, prefix, step):
             if not self.queues.holders or not step.encoding_budget.is_untouched:
@@ -283,11 +285,7 @@ class Admission:
         if not can_finish:
             return False
         encoder = request.encoder_blocks
-        num_tokens = min(request.num_known_tokens - prefix.num_tokens, step.num_tokens)
-        if prefix.stops is not None:
-            num_tokens = prefix.stops.clip(prefix.num_tokens, num_tokens, request.num_tokens)
-        request.num_computed_tokens = prefix.num_tokens
-        share = self._share(request, request.clip_to_view(num_tokens), step, prefix)
+        share = self._share(request, self._first_chunk(request, prefix, step), step, prefix)
         if not share.num_tokens:
             return False
         if not self.kv_cache_manager.allocate_slots(
@@ -309,6 +307,14 @@ class Admission:
                 self.kv_cache_manager.count_miss(request.prefix_miss, prefix.lacking_group)
         step.add(request, share, runs_encoder=not prefix.encoder_cached)
         return True
+
+    def _first_chunk(self, request: Request, prefix: CachedPrefix, step: StepPlan) -> int:
+        """How many tokens a request would run first; none if its image does not fit the step."""
+        num_tokens = min(request.num_known_tokens - prefix.num_tokens, step.num_tokens)
+        if prefix.stops is not None:
+            num_tokens = prefix.stops.clip(prefix.num_tokens, num_tokens, request.num_tokens)
+        request.num_computed_tokens = prefix.num_tokens
+        return request.clip_chunk(num_tokens)
 
     def _can_finish(self, request: Request, prefix: CachedPrefix) -> bool:
         encoder = request.encoder_blocks
@@ -393,7 +399,8 @@ class Scheduler:
     A step serves, in order of ``Request.queue_key``:
 
     1. every running request: one token if it decodes, else the next chunk of its prompt. A chunk
-    leaves one token of budget for each running request behind it: a prompt never stalls decoding;
+    leaves one token of budget for each running request behind it: a prompt never stalls decoding,
+    unless it shows an image that has to run whole and takes more of the budget;
     2. requests that were swapped out, before any new one; 3. waiting requests, as long as budget,
     seats and blocks last.
 
@@ -555,6 +562,7 @@ class Scheduler:
             num_tokens = 0
             if not request.is_isolated:
                 num_tokens = self._queues.chunk(request, step.num_tokens - seats_behind)
+                num_tokens = num_tokens or self._queues.chunk(request, step.num_tokens)
             num_served += self._serve(request, num_tokens, step)
 
     def _serve(self, request: Request, num_tokens: int, step: StepPlan) -> bool:

@@ -148,6 +148,7 @@ SEEDED_MODELS: dict[str, SeededModel] = {
     "whisper": SeededModel("language_models:build_whisper", {"model_type": "whisper"}),
     "mllama": SeededModel("language_models:build_mllama", {"model_type": "mllama"}),
     "llava": SeededModel("language_models:build_llava", {"model_type": "llava"}),
+    "gemma3_vision": SeededModel("language_models:build_gemma3_vision", {"model_type": "gemma3"}),
     "qwen2_5_vl": SeededModel("language_models:build_qwen2_5_vl", {"model_type": "qwen2_5_vl"}),
     "qwen3_vl": SeededModel("language_models:build_qwen3_vl", {"model_type": "qwen3_vl"}),
     "qwen2_5_omni": SeededModel("omni:build_qwen2_5_omni", _OF_PARTS),

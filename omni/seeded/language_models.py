@@ -23,6 +23,9 @@ from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     CLIPImageProcessorPil,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessorPil,
     GenerationConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -472,6 +475,31 @@ def build_llava(
         "patch_size": patch,
         "vision_feature_select_strategy": strategy,
     }
+    (path / "processor_config.json").write_text(json.dumps(processor, indent=2))
+    return path
+
+
+def build_gemma3_vision(directory: str | Path, *, rows: int = 16, **text_overrides: Any) -> Path:
+    """Write a seeded Gemma-3 that sees with its processors: so many rows for every image."""
+    names = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
+    tokenizer = _tokenizer(names, {"image": names[0]}, adds_bos=True)
+    begin, image, end = map(tokenizer.get_vocab().__getitem__, names)
+    vision = {"model_type": "siglip_vision_model", "vision_use_head": False}
+    vision |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 2, "image_size": 56, "patch_size": 7}
+    text = {"model_type": "gemma3_text", "head_dim": 16} | _TEXT.text_config(tokenizer)
+    text |= _family_settings("gemma3_text", _TEXT.num_layers, 16)
+    config = Gemma3Config(
+        vision_config=vision,
+        text_config=text | text_overrides,
+        mm_tokens_per_image=rows,
+        boi_token_index=begin,
+        image_token_index=image,
+        eoi_token_index=end,
+    )
+    path = _save(directory, Gemma3ForConditionalGeneration, config, tokenizer)
+    Gemma3ImageProcessorPil(size={"height": 56, "width": 56}).save_pretrained(path)
+    processor = {"processor_class": "Gemma3Processor", "image_seq_length": rows}
     (path / "processor_config.json").write_text(json.dumps(processor, indent=2))
     return path
 

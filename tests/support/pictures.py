@@ -11,6 +11,7 @@ __all__ = ["PLACEHOLDER", "picture"]
 
 PLACEHOLDER = {
     "llava": "<image>",
+    "gemma3_vision": "<start_of_image>",
     "qwen2_5_vl": "<|image_pad|>",
     "qwen3_vl": "<|image_pad|>",
 }

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlavaConfig, PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.llava.modeling_llava import LlavaModel
 
 from engine.checkpoints.checkpoint import Checkpoint
@@ -24,7 +26,6 @@ from engine.models.multimodal import ItemTower, MultiModalModel, unique_prefix
 from engine.requests.encoder_input import Modality, MultiModalInput
 
 _PIXELS = "pixel_values"
-_TOWER = "clip_vision_model"
 
 
 class LlavaTower(ItemTower):
@@ -35,26 +36,35 @@ class LlavaTower(ItemTower):
     """
 
     feature_names = (_PIXELS,)
+    known_weight = "multi_modal_projector.linear_1.weight"
+    tower_type = "clip_vision_model"
+    make: type[PreTrainedModel] = LlavaModel
 
     def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
         super().__init__()
         vision = config.vision_config
-        if vision.model_type != _TOWER:
+        if vision.model_type != self.tower_type:
             raise ValueError(
-                f"LLaVA with a tower of type {vision.model_type!r}; supported is {_TOWER}"
+                f"{type(config).__name__} has a tower of type {vision.model_type!r}; supported is "
+                f"{self.tower_type}"
             )
-        self.module: LlavaModel = build_empty(_without_decoder, config, settings)
-        self.layer: int | list[int] = config.vision_feature_layer
-        self.strategy: str = config.vision_feature_select_strategy
+        self.module: Any = build_empty(partial(_without_decoder, self.make), config, settings)
         self.image_shape = (vision.num_channels, vision.image_size, vision.image_size)
+        self.rows, self.choices = self.rows_of(config)
+
+    def rows_of(self, config: PreTrainedConfig) -> tuple[int, dict[str, Any]]:
+        """Rows of an image, and by what they are chosen among those of the tower."""
+        vision = config.vision_config
+        names = ("vision_feature_layer", "vision_feature_select_strategy")
         # The tower's first row is that of its class.
-        self.rows: int = (vision.image_size // vision.patch_size) ** 2
-        self.rows += self.strategy == "full"
+        rows = (vision.image_size // vision.patch_size) ** 2
+        rows += config.vision_feature_select_strategy == "full"
+        return rows, {name: getattr(config, name) for name in names}
 
     def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Target]]:
         """See :meth:`ItemTower.targets`."""
         # Some exports put the tower in a module of its own, and all in one of theirs.
-        root = unique_prefix(stored, "multi_modal_projector.linear_1.weight")
+        root = unique_prefix(stored, self.known_weight)
         outer, inner = f"{root}vision_tower.", f"{root}vision_tower.vision_model."
         is_nested = any(name.startswith(inner) for name in stored)
         for name, tensor in self.module.state_dict().items():
@@ -72,11 +82,8 @@ class LlavaTower(ItemTower):
     def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
         """See :meth:`ItemTower.forward`."""
         pixels = torch.stack([item.features[_PIXELS] for item in inputs])
-        output = self.module.get_image_features(
-            pixels.to(self.module.device, self.module.dtype),
-            vision_feature_layer=self.layer,
-            vision_feature_select_strategy=self.strategy,
-        )
+        pixels = pixels.to(self.module.device, self.module.dtype)
+        output = self.module.get_image_features(pixels, **self.choices)
         return list(output.pooler_output)
 
 
@@ -90,14 +97,14 @@ def build_llava(checkpoint: Checkpoint, settings: ModelSettings) -> MultiModalMo
     return MultiModalModel(decoder, {"image": tower}, placeholders, checkpoint.weight_files)
 
 
-def _without_decoder(config: LlavaConfig) -> LlavaModel:
+def _without_decoder(make: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     """The tower and the projector; transformers need not know the decoder, of which it has none."""
     towers = copy(config)
     width = config.get_text_config().hidden_size
     towers.text_config = LlamaConfig(
         hidden_size=width, num_attention_heads=1, num_hidden_layers=0, vocab_size=3
     )
-    module = LlavaModel(towers)
+    module = make(towers)
     del module.language_model
     return module
 

@@ -379,6 +379,7 @@ LIMITS = {
     "llava": (40, 20, 20),
     "qwen2_5_vl": (15, 7, 17),
     "qwen3_vl": (45, 7, 20),  # of which a row is three times as wide
+    "gemma3_vision": (40, 20, 36),  # of which an image is as long as a step, in two groups
     "qwen2_5_omni": (18, 13, 17),
 }
 
@@ -407,6 +408,7 @@ def short_chunks(seeded: Callable[[str], str], tmp_path_factory: pytest.TempPath
         *((name, way) for name in ("llava", "qwen2_5_omni") for way in ("recompute", "swap")),
         # Two that place tokens alike.
         *(("qwen2_5_vl", "swap"), ("qwen3_vl", "recompute")),
+        *(("gemma3_vision", "swap"), ("gemma3_vision", "recompute")),
     ],
     ids="-".join,
 )
@@ -435,6 +437,8 @@ def family(
     assert engine.tokenizer is not None
     rtol = 0.0 if is_thinker else ROUNDING
     names = [PLACEHOLDERS[kind] for kind in KINDS] if is_thinker else [PLACEHOLDER[name]]
+    if name == "gemma3_vision":  # text has what begins an image, ids have what stands for it
+        names = ["<image_soft_token>"]
     placeholders = tuple(engine.tokenizer.convert_tokens_to_ids(names))
     return Family(placeholders, engine, alone_with(folder, part=part, rtol=rtol))
 

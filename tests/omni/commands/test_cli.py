@@ -42,13 +42,16 @@ def _checkpoints(checkpoint_cache: Path) -> None:
     """``seeded:`` models are built once for all tests, and nothing outside is touched."""
 
 
-def test_run_shows_images_to_a_model_that_sees_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "shown"), [("llava", "See <image>"), ("gemma3_vision", "See <start_of_image>")]
+)
+def test_run_shows_images_to_a_model_that_sees_them(model: str, shown: str, tmp_path: Path) -> None:
     image = tmp_path / "a.png"
     Image.new("RGB", (60, 40), "teal").save(image)
-    model = ["--set", "stages.writer.model=seeded:llava"]
-    result = omni("run", "two_step", *model, "--image", image, "-p", "See <image>", *SHORT)
+    run = ["run", "two_step", "--set", f"stages.writer.model=seeded:{model}", "--image", image]
+    result = omni(*run, "-p", shown, *SHORT)
     assert result.exit_code == 0, result.stderr
-    refused = omni("run", "two_step", *model, "--image", image, "-p", "See nothing", *SHORT)
+    refused = omni(*run, "-p", "See nothing", *SHORT)
     assert refused.exit_code == 1
     assert "0 image placeholders" in refused.stdout + refused.stderr
 

@@ -132,7 +132,7 @@ def test_a_seeded_model_need_not_be_built_for_that(
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma3", "t5", "llava", "qwen2_5_omni", "bert"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "gemma3_vision", "t5", "qwen2_5_omni", "bert"])
 def test_a_seeded_model_is_what_is_said_of_it(name: str, seeded: Callable[[str], str]) -> None:
     built = json.loads(Path(seeded(name), "config.json").read_text())
     says = SEEDED_MODELS[name].says
@@ -233,6 +233,7 @@ def test_what_a_transform_needs_and_no_model_emits_is_missed_before_it_is_loaded
         ("whisper", None),
         ("mllama", None),
         ("llava", None),
+        ("gemma3_vision", None),
         ("qwen2_5_vl", None),
         ("qwen3_vl", None),
         ("qwen2_5_omni", "thinker"),

@@ -49,7 +49,9 @@ def media(checkpoint_cache: object) -> Iterator[LiveServer]:
     stage["engine"] = {"num_blocks": 128}  # type: ignore[assignment]
     stage["sampling"] = {"temperature": 0.0, "max_tokens": 8}  # type: ignore[assignment]
     seeing = PipelineConfig.model_validate({"name": "seeing", "stages": {"seer": stage}})
+    whole = {"name": "whole", "stages": {"seer": stage | {"model": "seeded:gemma3_vision"}}}
     names = ["omni_speech", "transcribe_then_summarize", "encode_then_generate", seeing, silent()]
+    names.append(PipelineConfig.model_validate(whole))
     with LiveServer(names) as server:
         yield server
         server.check_nothing_is_left()
@@ -113,7 +115,8 @@ def test_a_transcription_that_a_model_cannot_give_says_what_it_needs(client: Any
 
 
 @pytest.mark.parametrize(
-    ("model", "kind"), [("seeing", "image"), ("omni_speech", "image"), ("omni_speech", "video")]
+    ("model", "kind"),
+    [("seeing", "image"), ("whole", "image"), ("omni_speech", "image"), ("omni_speech", "video")],
 )
 def test_images_and_videos_are_seen(media: LiveServer, client: Any, model: str, kind: str):
     content = picture() if kind == "image" else video_file("mp4", moving_picture(8))
@@ -131,6 +134,11 @@ def test_images_and_videos_are_seen(media: LiveServer, client: Any, model: str, 
     expected = next(iter(in_python(media, model, request).stages.values()))
     assert answer.choices[0].message.content == expected.text
     assert answer.usage.prompt_tokens == expected.num_prompt_tokens
+    streamed = client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": parts}], max_tokens=8, stream=True
+    )
+    pieces = [each.choices[0].delta.content or "" for each in streamed if each.choices]
+    assert "".join(pieces) == expected.text
 
 
 class Pictures(http.server.BaseHTTPRequestHandler):
