@@ -1,1 +1,1 @@
-"""Gemma-3 with images: a decoder that sees. Imports llava, decoders and what is below."""
+"""Gemma-3 with images: a decoder that sees. Imports another such room, and those below it."""
