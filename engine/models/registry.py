@@ -210,14 +210,14 @@ class FamilyRegistry:
         if architecture in self._rows:
             return self._rows[architecture].load()
         if architecture not in self._added:
-            self._load_entry_points()
+            self.load_entry_points()
         return self._added.get(architecture)
 
     def parts_of(self, config: Mapping[str, Any]) -> tuple[CheckpointPart, ...]:
         """The models of a checkpoint with this ``config.json``; none if it is one model."""
         model_type = config.get("model_type")
         if not self._rows.keys() & set(config.get("architectures") or ()):
-            self._load_entry_points()
+            self.load_entry_points()
         families = {row: row.load() for row in self._rows.values() if row.whole == model_type}
         known = (*families.values(), *dict.fromkeys(self._added.values()))
         parts = [family.part for family in known if family.part is not None]
@@ -229,7 +229,7 @@ class FamilyRegistry:
         Raises:
             ValueError: no family declares a decoder of this ``model_type`` to build on.
         """
-        self._load_entry_points()
+        self.load_entry_points()
         # Of several the table's, then the one that was added first.
         candidates: list[FamilyRow | ModelFamily] = [*reversed(self._added.values())]
         candidates += self._rows.values()
@@ -244,7 +244,8 @@ class FamilyRegistry:
             )
         return family.decoder_config
 
-    def _load_entry_points(self) -> None:
+    def load_entry_points(self) -> None:
+        """Import what other packages bring, once; :attr:`failures` has what could not be."""
         if self._failures is not None:
             return
         self._failures = []

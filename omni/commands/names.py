@@ -46,6 +46,7 @@ def _lines(sort: str) -> Iterable[str]:
         case "architectures":
             from engine.models.registry import FAMILIES
 
+            FAMILIES.load_entry_points()
             yield from FAMILIES.architectures()
             yield from FAMILIES.architectures(makes_sound=True)
             yield "and, for stages of kind encoder, text encoders of transformers such as BertModel"

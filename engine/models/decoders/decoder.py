@@ -49,12 +49,12 @@ class LayerKind:
 
     Attributes:
         window: how many positions a token sees, itself included; None: all before it.
-        rope: which of :attr:`DecoderConfig.ropes` turns its heads.
+        rope: which of :attr:`DecoderConfig.ropes` turns its heads; None: none does.
         experts: what its MLP is a mixture of; None: it is one MLP.
     """
 
     window: int | None = None
-    rope: int = 0
+    rope: int | None = 0
     experts: ExpertsConfig | None = None
 
 
@@ -317,7 +317,7 @@ class DecoderLayer(nn.Module):
         self,
         x: Tensor | None,
         residual: Tensor,
-        rotation: tuple[Tensor, Tensor],
+        rotation: tuple[Tensor, Tensor] | None,
         step: AttentionStep,
     ) -> Tensor:
         """Run the layer; ``residual`` is changed in place.
@@ -325,7 +325,8 @@ class DecoderLayer(nn.Module):
         Args:
             x: what the layer below has still to add; None in the first layer.
             residual: ``(num_tokens, hidden_size)``.
-            rotation: cosines and sines of every token's position, by this layer's rope parameters.
+            rotation: cosines and sines of every token's position, by this layer's rope parameters;
+                None for a layer without.
 
         Returns:
             What this layer has still to add to ``residual``.
@@ -424,7 +425,8 @@ class DecoderModel(CausalModel):
     ) -> dict[str, Tensor]:
         """Run the layers; see :meth:`CausalModel.forward`."""
         rotations = [rotary(positions) for rotary in self.rotaries]
-        given = [(rotations[kind.rope], step) for kind in self.config.layers]
+        ropes = [kind.rope for kind in self.config.layers]
+        given = [(None if rope is None else rotations[rope], step) for rope in ropes]
         items = step.item_features
         features = () if items is None else items.split(self.hidden_size, dim=-1)
         return self.run_layers(inputs_embeds, given, features)

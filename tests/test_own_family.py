@@ -1,0 +1,65 @@
+"""The page that adds a family from outside: its files are written, installed and run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from tests.support.import_graph import ROOT
+
+PAGE = ROOT / "docs" / "own_family.md"
+RUN = """
+import runpy, sys, pytest
+runpy.run_path("tiny.py")
+status = pytest.main(["-q", "-p", "no:cacheprovider", "test_smollm3.py"])
+runpy.run_path("in_this_process.py")
+from omni.commands.cli import app
+from typer.testing import CliRunner
+for arguments, said in ((["list", "architectures"], "SmolLM3ForCausalLM"),
+                        (["explain", "smollm3.yaml", "--no-load"], "KV pages")):
+    assert said in CliRunner().invoke(app, arguments).output, arguments
+sys.exit(status)
+"""
+
+
+def files() -> dict[str, str]:
+    """The blocks of the page that are files, by name."""
+    found = re.findall(r'^```\w+ title="(.+?)"\n(.*?)^```', PAGE.read_text("utf-8"), re.S | re.M)
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def install(package: Path) -> None:
+    """What an editable install leaves where Python looks: modules, and an entry point."""
+    project = tomllib.loads((package / "pyproject.toml").read_text("utf-8"))["project"]
+    about = package / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\n")
+    (group, names), *others = project["entry-points"].items()
+    assert not others
+    lines = [f"[{group}]", *(f"{name} = {place}" for name, place in names.items())]
+    (about / "entry_points.txt").write_text("\n".join(lines) + "\n")
+
+
+def test_the_family_of_the_page_is_found_by_its_entry_point_and_judged(tmp_path: Path) -> None:
+    written = files()
+    package = tmp_path / "smollm3_family"
+    package.mkdir()
+    for name, content in written.items():
+        inside = name in ("pyproject.toml", "smollm3_family.py")
+        ((package if inside else tmp_path) / name).write_text(content)
+    install(package)
+    # In one process: transformers takes seconds to import.
+    done = subprocess.run(
+        [sys.executable, "-c", RUN],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(package), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
