@@ -133,6 +133,7 @@ def assert_all_equal_transformers(family: Family, engine: LLMEngine) -> None:
     engine.check_integrity()
 
 
+@pytest.mark.shows("parity", "hidden states", "images", "audio")
 @pytest.mark.parametrize(
     ("block_size", "budget", "backend"),
     [(1, 64, "reference"), (4, 3, "torch"), pytest.param(16, 3, "native", marks=needs_kernels)],

@@ -176,24 +176,34 @@ def test_what_is_made_afterwards_is_filled_as_ever():
 LAYERS = 8
 FIGURES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
-    *("num_key_value_heads", "num_experts_per_tok", "num_hidden_layers"),
+    "num_key_value_heads",
 )
 
 
 def figures(*values: int, **more: Any) -> dict[str, Any]:
     """Of a published config: those that all have, and more."""
-    return dict(zip(FIGURES, (*values, LAYERS), strict=True)) | more
+    return dict(zip(FIGURES, values, strict=True)) | {"num_hidden_layers": LAYERS} | more
 
 
 DECODERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "Qwen/Qwen3-30B-A3B": (
         "qwen3_moe",
-        figures(151_936, 2048, 6144, 32, 4, 8, num_experts=128, head_dim=128)
+        figures(151_936, 2048, 6144, 32, 4, num_experts_per_tok=8, num_experts=128, head_dim=128)
         | {"moe_intermediate_size": 768, "max_position_embeddings": 40_960},
     ),
+    "meta-llama/Llama-3.1-8B-Instruct": (
+        "llama",
+        figures(128_256, 4096, 14_336, 32, 8) | {"max_position_embeddings": 131_072},
+    ),
+    "mistralai/Mistral-7B-Instruct-v0.3": (
+        "mistral",
+        figures(32_768, 4096, 14_336, 32, 8) | {"sliding_window": None},
+    ),
+    "Qwen/Qwen2.5-7B-Instruct": ("qwen2", figures(152_064, 3584, 18_944, 28, 4)),
+    "Qwen/Qwen3-8B": ("qwen3", figures(151_936, 4096, 12_288, 32, 8, head_dim=128)),
     "mistralai/Mixtral-8x7B-v0.1": (
         "mixtral",
-        figures(32_000, 4096, 14_336, 32, 8, 2, num_local_experts=8),
+        figures(32_000, 4096, 14_336, 32, 8, num_experts_per_tok=2, num_local_experts=8),
     ),
     # Of its 48 layers the first four, which the others repeat.
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (
@@ -220,12 +230,17 @@ DECODERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "ai21labs/Jamba-v0.1": (
         "jamba",
-        figures(65_536, 4096, 14_336, 32, 8, 2, num_experts=16)
+        figures(65_536, 4096, 14_336, 32, 8, num_experts_per_tok=2, num_experts=16)
         | {"attn_layer_period": 8, "attn_layer_offset": 4}
         | {"expert_layer_period": 2, "expert_layer_offset": 1}
         | {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 256},
     ),
 }
+
+
+def of(family: str, hub_id: str) -> Any:
+    """A layout to check, and whose it is."""
+    return pytest.param(hub_id, marks=pytest.mark.shows("layout", of=family, layout=hub_id))
 
 
 def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -255,7 +270,7 @@ def placed(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     return shapes(_places(checkpoint, build(checkpoint, settings)).targets)
 
 
-@pytest.mark.parametrize("hub_id", DECODERS)
+@pytest.mark.parametrize("hub_id", [of(DECODERS[hub_id][0], hub_id) for hub_id in DECODERS])
 def test_every_weight_of_a_published_decoder_has_its_place(hub_id: str, tmp_path: Path) -> None:
     model_type, figures = DECODERS[hub_id]
     config: PreTrainedConfig = AutoConfig.for_model(model_type, **figures)
@@ -266,6 +281,7 @@ def test_every_weight_of_a_published_decoder_has_its_place(hub_id: str, tmp_path
     assert placed(Checkpoint(indexed(tmp_path, stored), config, None)) == stored
 
 
+SEES = {"gemma3": "gemma3_vision", "qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl"}
 SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     # As published: what is as in transformers' own defaults is not said.
     "google/gemma-3-4b-it": (
@@ -360,7 +376,7 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("hub_id", SEEING)
+@pytest.mark.parametrize("hub_id", [of(SEES[SEEING[hub_id][0]], hub_id) for hub_id in SEEING])
 def test_every_weight_of_a_published_decoder_that_sees_has_its_place(
     hub_id: str, tmp_path: Path
 ) -> None:
@@ -379,7 +395,7 @@ def test_every_weight_of_a_published_decoder_that_sees_has_its_place(
 EXPERTS: Mapping[str, Any] = {"num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}
 QWEN3_OMNI: Mapping[str, Any] = {
     "thinker_config": {
-        "text_config": figures(152_064, 2048, 768, 32, 4, 8)
+        "text_config": figures(152_064, 2048, 768, 32, 4)
         | {**EXPERTS, "moe_intermediate_size": 768, "max_position_embeddings": 65_536},
         "vision_config": {"out_hidden_size": 2048},
         "audio_config": {"output_dim": 2048},
@@ -414,6 +430,7 @@ def whole() -> tuple[PreTrainedConfig, dict[str, tuple[int, ...]]]:
     return config, published(model)
 
 
+@pytest.mark.shows("layout", of="qwen3_omni", layout="Qwen/Qwen3-Omni-30B-A3B-Instruct")
 @pytest.mark.parametrize("part", ["thinker", "talker", "code2wav"])
 def test_every_weight_of_the_published_omni_has_its_place(
     part: str, whole: tuple[Any, dict[str, tuple[int, ...]]], tmp_path: Path

@@ -89,12 +89,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba with a wide convolution": ("jamba", {"mamba_d_conv": 7, "hidden_act": "gelu"}),
     "jamba all mamba": ("jamba", {"attn_layer_period": 9, "attn_layer_offset": 8}),
     "jamba all attention": ("jamba", {"attn_layer_period": 1, "attn_layer_offset": 0}),
-    "qwen3 with experts": ("qwen3_moe", UNTIED),
-    "qwen3 with experts in some layers": (
+    "qwen3_moe": ("qwen3_moe", UNTIED),
+    "qwen3_moe with experts in some layers": (
         "qwen3_moe",
         {**EXPERTS, "mlp_only_layers": [0], "attention_bias": True},
     ),
-    "qwen3 with experts in every second layer": (
+    "qwen3_moe with experts in every second layer": (
         "qwen3_moe",
         {**SLIDES_TOO, "decoder_sparse_step": 2, "head_dim": 32},
     ),
@@ -195,6 +195,7 @@ def ways_of(name: str) -> tuple[tuple[int, int, str], ...]:
     return WAYS if not place else NATIVE if " one " in name else (WAYS[place % len(WAYS)],)
 
 
+@pytest.mark.shows("parity", "hidden states", "prefix hits")
 @pytest.mark.parametrize(
     ("name", "block_size", "budget", "backend"),
     [
@@ -283,7 +284,7 @@ def test_prompts_longer_than_many_windows_in_long_chunks(name: str, tmp_path: Pa
     [
         *("qwen2 untied", "qwen3 with biases", "llama 3 rope", "mistral untied", "ministral"),
         *("gemma2 untied", "gemma3 scaled rope", "jamba", "bamba", "mixtral"),
-        "qwen3 with experts",
+        "qwen3_moe",
     ],
 )
 def test_a_headless_checkpoint_gives_hidden_states(name: str, tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ KERNELS = [
 ]
 
 
+@pytest.mark.shows("parity", "hidden states", "prefix hits", "images")
 @pytest.mark.parametrize(
     ("name", "budget", "backend"),
     [
@@ -365,6 +366,7 @@ def assert_equal(reference: VideoReference, pieces: Sequence[Piece], output: Req
     assert_greedy_choices(logits, list(answer))
 
 
+@pytest.mark.shows("parity", "hidden states", "prefix hits", "images")
 @pytest.mark.parametrize(
     ("family", "block_size", "budget", "num_seqs"),
     [

@@ -120,6 +120,7 @@ def assert_equal(output: RequestOutput, expected: ThinkerAnswer, handed_on: set[
         torch.testing.assert_close(found, expect, atol=near, rtol=0)
 
 
+@pytest.mark.shows("parity", "hidden states", "prefix hits", "images", "audio")
 @pytest.mark.parametrize(
     ("name", "block_size", "budget", "num_seqs"),
     [

@@ -190,6 +190,7 @@ def adapt(family: Family, script: Script, sources: list[int]) -> Script:
     ]
 
 
+@pytest.mark.shows("prefix hits", "streaming")
 @settings(max_examples=examples(24))
 @given(data=st.data(), sources=st.lists(st.integers(0, SOURCES - 1), min_size=1, max_size=6))
 def test_random_streams_equal_uncached_and_conserve_blocks(

@@ -443,6 +443,7 @@ def family(
     return Family(placeholders, engine, alone_with(folder, part=part, rtol=rtol))
 
 
+@pytest.mark.shows("prefix hits", "streaming")
 @settings(max_examples=examples(24))
 @given(data=st.data())
 def test_random_streams_equal_uncached_and_conserve_items(
