@@ -66,7 +66,7 @@ Shown = Mapping[str, set[str]]
 def marked_files() -> set[Path]:
     """Files that have tests with the mark."""
     files = (ROOT / "tests").rglob("test_*.py")
-    return {file for file in files if "@pytest.mark.shows(" in file.read_text("utf-8")}
+    return {file for file in files if "pytest.mark.shows(" in file.read_text("utf-8")}
 
 
 def shown_by(items: Iterable[pytest.Item]) -> Shown:

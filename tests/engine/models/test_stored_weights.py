@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,17 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavBigVGANModel
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniConfig
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+    Qwen2_5OmniForConditionalGeneration,
+    Qwen2_5OmniToken2WavBigVGANModel,
+)
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeCode2Wav,
@@ -41,6 +48,7 @@ from engine.models.model_loader import (
     load_model,
     open_checkpoint,
 )
+from engine.models.qwen2_5_omni.code2wav import _Networks
 from engine.models.registry import FAMILIES
 from tests.support.published_layout import publish
 
@@ -201,6 +209,16 @@ DECODERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "Qwen/Qwen2.5-7B-Instruct": ("qwen2", figures(152_064, 3584, 18_944, 28, 4)),
     "Qwen/Qwen3-8B": ("qwen3", figures(151_936, 4096, 12_288, 32, 8, head_dim=128)),
+    "google/gemma-2-9b-it": ("gemma2", figures(256_000, 3584, 14_336, 16, 8, head_dim=256)),
+    "google/gemma-3-1b-it": (
+        "gemma3_text",
+        figures(262_144, 1152, 6912, 4, 1, head_dim=256, sliding_window=512),
+    ),
+    # All 32 layers, of which three have attention.
+    "ibm-ai-platform/Bamba-9B-v1": (
+        "bamba",
+        {"vocab_size": 128_256, "attn_layer_indices": [9, 18, 27], "mamba_d_state": 128},
+    ),
     "mistralai/Mixtral-8x7B-v0.1": (
         "mixtral",
         figures(32_000, 4096, 14_336, 32, 8, num_experts_per_tok=2, num_local_experts=8),
@@ -238,8 +256,13 @@ DECODERS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+CALLED = {"gemma3": "gemma3_vision", "gemma3_text": "gemma3", "qwen3_vl_moe": "qwen3_vl"}
+"""Families that are not called as the type of their config."""
+
+
 def of(family: str, hub_id: str) -> Any:
     """A layout to check, and whose it is."""
+    family = CALLED.get(family, family)
     return pytest.param(hub_id, marks=pytest.mark.shows("layout", of=family, layout=hub_id))
 
 
@@ -249,7 +272,9 @@ def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 def published(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the files that transformers would write of a model."""
-    return shapes(revert_weight_conversion(model, model.state_dict()))
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
+    weights = {name: each for name, each in model.state_dict().items() if name not in tied}
+    return shapes(revert_weight_conversion(model, weights))
 
 
 def indexed(folder: Path, names: Mapping[str, Any]) -> Path:
@@ -272,17 +297,98 @@ def placed(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("hub_id", [of(DECODERS[hub_id][0], hub_id) for hub_id in DECODERS])
 def test_every_weight_of_a_published_decoder_has_its_place(hub_id: str, tmp_path: Path) -> None:
-    model_type, figures = DECODERS[hub_id]
+    assert_all_placed(AutoModelForCausalLM, *DECODERS[hub_id], tmp_path)
+
+
+def assert_all_placed(
+    auto_class: Any, model_type: str, figures: Mapping[str, Any], folder: Path
+) -> None:
     config: PreTrainedConfig = AutoConfig.for_model(model_type, **figures)
     with META:
-        theirs = AutoModelForCausalLM.from_config(config)
+        theirs = auto_class.from_config(deepcopy(config))
     config.architectures = [type(theirs).__name__]
     stored = published(theirs)
-    assert placed(Checkpoint(indexed(tmp_path, stored), config, None)) == stored
+    assert placed(Checkpoint(indexed(folder, stored), config, None)) == stored
 
 
-SEES = {"gemma3": "gemma3_vision", "qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl"}
+# What is not said of these is as in transformers' own defaults.
+TWO_SIDES: Mapping[str, tuple[Any, str, Mapping[str, Any]]] = {
+    "facebook/bart-large": (AutoModelForSeq2SeqLM, "bart", {}),
+    "google/flan-t5-xxl": (
+        AutoModelForSeq2SeqLM,
+        "t5",
+        {
+            "vocab_size": 32_128,
+            "d_model": 4096,
+            "d_kv": 64,
+            "d_ff": 10_240,
+            "num_layers": 24,
+            "num_heads": 64,
+            "feed_forward_proj": "gated-gelu",
+            "tie_word_embeddings": False,
+        },
+    ),
+    "openai/whisper-large-v3": (
+        AutoModelForSpeechSeq2Seq,
+        "whisper",
+        {
+            "vocab_size": 51_866,
+            "d_model": 1280,
+            "encoder_layers": 32,
+            "decoder_layers": 32,
+            "encoder_attention_heads": 20,
+            "decoder_attention_heads": 20,
+            "encoder_ffn_dim": 5120,
+            "decoder_ffn_dim": 5120,
+            "num_mel_bins": 128,
+        },
+    ),
+    "meta-llama/Llama-3.2-11B-Vision-Instruct": (AutoModelForImageTextToText, "mllama", {}),
+}
+
+
+@pytest.mark.parametrize("hub_id", [of(TWO_SIDES[hub_id][1], hub_id) for hub_id in TWO_SIDES])
+def test_every_weight_of_a_published_encoder_decoder_has_its_place(
+    hub_id: str, tmp_path: Path
+) -> None:
+    assert_all_placed(*TWO_SIDES[hub_id], tmp_path)
+
+
 SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llava-hf/llava-1.5-7b-hf": (
+        "llava",
+        {
+            "text_config": {"model_type": "llama", "vocab_size": 32_064},
+            "vision_config": {
+                "model_type": "clip_vision_model",
+                "hidden_size": 1024,
+                "image_size": 336,
+                "intermediate_size": 4096,
+                "num_attention_heads": 16,
+                "num_hidden_layers": 24,
+                "patch_size": 14,
+            },
+        },
+    ),
+    "Qwen/Qwen2.5-VL-7B-Instruct": (
+        "qwen2_5_vl",
+        {
+            "text_config": figures(152_064, 3584, 18_944, 28, 4)
+            | {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e6,
+                    "mrope_section": [16, 24, 24],
+                }
+            }
+            | {"num_hidden_layers": 28},
+            "vision_config": {
+                "hidden_size": 1280,
+                "intermediate_size": 3420,
+                "out_hidden_size": 3584,
+            },
+        },
+    ),
     # As published: what is as in transformers' own defaults is not said.
     "google/gemma-3-4b-it": (
         "gemma3",
@@ -376,19 +482,11 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("hub_id", [of(SEES[SEEING[hub_id][0]], hub_id) for hub_id in SEEING])
+@pytest.mark.parametrize("hub_id", [of(SEEING[hub_id][0], hub_id) for hub_id in SEEING])
 def test_every_weight_of_a_published_decoder_that_sees_has_its_place(
     hub_id: str, tmp_path: Path
 ) -> None:
-    model_type, figures = SEEING[hub_id]
-    config: PreTrainedConfig = AutoConfig.for_model(model_type, **figures)
-    with META:
-        theirs = AutoModelForImageTextToText.from_config(deepcopy(config))
-    config.architectures = [type(theirs).__name__]
-    stored = published(theirs)
-    if config.tie_word_embeddings:
-        del stored[next(name for name in stored if name.endswith("lm_head.weight"))]
-    assert placed(Checkpoint(indexed(tmp_path, stored), config, None)) == stored
+    assert_all_placed(AutoModelForImageTextToText, *SEEING[hub_id], tmp_path)
 
 
 # Qwen/Qwen3-Omni-30B-A3B-Instruct
@@ -421,23 +519,56 @@ QWEN3_OMNI: Mapping[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def whole() -> tuple[PreTrainedConfig, dict[str, tuple[int, ...]]]:
-    """Qwen3-Omni's config, and what its files hold."""
-    config = Qwen3OmniMoeConfig(**QWEN3_OMNI)
+# Of Qwen/Qwen2.5-Omni-7B, whose other figures are transformers' own defaults.
+ROPE = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+}
+QWEN2_5_OMNI = {"thinker_config": {"text_config": ROPE}, "talker_config": ROPE}
+WHOLES: Mapping[str, tuple[str, Callable[[], tuple[PreTrainedConfig, PreTrainedModel]]]] = {
+    "Qwen/Qwen2.5-Omni-7B": (
+        "qwen2_5_omni",
+        lambda: made(Qwen2_5OmniForConditionalGeneration, Qwen2_5OmniConfig(**QWEN2_5_OMNI)),
+    ),
+    "Qwen/Qwen3-Omni-30B-A3B-Instruct": (
+        "qwen3_omni",
+        lambda: made(Qwen3OmniMoeForConditionalGeneration, Qwen3OmniMoeConfig(**QWEN3_OMNI)),
+    ),
+}
+VOCODERS: Mapping[str, Callable[[Any], nn.Module]] = {
+    "Qwen/Qwen2.5-Omni-7B": _Networks,
+    "Qwen/Qwen3-Omni-30B-A3B-Instruct": Qwen3OmniMoeCode2Wav,
+}
+
+
+def made(model: Any, config: PreTrainedConfig) -> tuple[PreTrainedConfig, PreTrainedModel]:
     with META:
-        model = Qwen3OmniMoeForConditionalGeneration(config)
-    return config, published(model)
+        return config, model(config)
 
 
-@pytest.mark.shows("layout", of="qwen3_omni", layout="Qwen/Qwen3-Omni-30B-A3B-Instruct")
+@pytest.fixture(scope="module")
+def whole() -> Callable[[str], tuple[PreTrainedConfig, dict[str, tuple[int, ...]]]]:
+    """A config of several models, and what its files hold."""
+
+    @cache
+    def make(hub_id: str) -> tuple[PreTrainedConfig, dict[str, tuple[int, ...]]]:
+        config, model = WHOLES[hub_id][1]()
+        return config, published(model)
+
+    return make
+
+
 @pytest.mark.parametrize("part", ["thinker", "talker", "code2wav"])
-def test_every_weight_of_the_published_omni_has_its_place(
-    part: str, whole: tuple[Any, dict[str, tuple[int, ...]]], tmp_path: Path
+@pytest.mark.parametrize("hub_id", [of(WHOLES[hub_id][0], hub_id) for hub_id in WHOLES])
+def test_every_weight_of_a_published_omni_has_its_place(
+    hub_id: str,
+    part: str,
+    whole: Callable[[str], tuple[Any, dict[str, tuple[int, ...]]]],
+    tmp_path: Path,
 ) -> None:
-    config, stored = whole
+    config, stored = whole(hub_id)
     config.save_pretrained(indexed(tmp_path, stored))
-    found = next(each for each in FAMILIES.parts_of(config.to_dict()) if each.name == part)
+    parts = FAMILIES.parts_of(config.to_dict())
+    found = next(each for each in parts if each.name == part)
     checkpoint = Checkpoint(tmp_path, getattr(config, found.config_name), None, found)
     mine = {
         name.removeprefix(found.prefix): shape
@@ -446,8 +577,8 @@ def test_every_weight_of_the_published_omni_has_its_place(
     }
     if part == "code2wav":
         with META:
-            network = Qwen3OmniMoeCode2Wav(checkpoint.config)
+            network = VOCODERS[hub_id](checkpoint.config)
         assert shapes(network.state_dict()) == mine
     else:
         assert placed(checkpoint) == mine
-    assert {name.split(".")[0] for name in stored} == {"thinker", "talker", "code2wav"}
+    assert {f"{name.split('.')[0]}." for name in stored} == {each.prefix for each in parts}
