@@ -246,8 +246,8 @@ class EngineSettings(Settings):
         revision: branch, tag or commit of a hub id.
         trust_remote_code: run code that the checkpoint brings; off unless asked for.
         dtype: element type of weights, activations and cache; ``auto`` takes the checkpoint's on
-            CUDA and float32 on a CPU. C kernels keep activations in float32 with bfloat16, which
-            is fast with AVX512-BF16; float16 is slow on a CPU.
+            CUDA and float32 on a CPU. C kernels keep activations in float32 with bfloat16;
+            float16 is slow on a CPU.
         quantization: round the decoder's matrices, as they are loaded, to 8 bits with a scale for
             each output, or to 4 bits with a scale and an offset for 32 weights.
         device: ``auto`` takes CUDA when there is one.

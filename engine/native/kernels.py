@@ -198,8 +198,9 @@ class NativeKernels:
         library: what :func:`engine.native.kernels.compile_kernels` built.
 
     Attributes:
-        has_linear: whether :meth:`linear` is fast on this processor (AVX-512).
-        has_vnni: whether :meth:`quantized` multiplies codes as whole numbers (AVX512-VNNI).
+        has_linear: whether :meth:`linear` is fast on this processor (AVX-512, AVX2, NEON).
+        has_whole_codes: whether :meth:`quantized` multiplies codes as whole numbers (AVX512-VNNI,
+            AVX2).
         has_bfloat16: whether it multiplies bfloat16 as it is (AVX512-BF16).
 
     Raises:
@@ -218,7 +219,7 @@ class NativeKernels:
         functions.omni_linear_groups.restype = c_int
         self._functions = functions
         self.has_linear = bool(functions.omni_has_linear())
-        self.has_vnni = bool(functions.omni_has_vnni())
+        self.has_whole_codes = bool(functions.omni_has_whole_codes())
         self.has_bfloat16 = bool(functions.omni_has_bfloat16())
 
     def pack_linear(self, weight: Tensor) -> Tensor | None:
@@ -329,7 +330,7 @@ class NativeKernels:
         """As :meth:`linear`, by what :meth:`pack_quantized` or :meth:`pack_bfloat16` made."""
         if x.stride(-1) != 1:
             x = x.contiguous()
-        whole = self.has_bfloat16 if packed.bits == 16 else self.has_vnni
+        whole = self.has_bfloat16 if packed.bits == 16 else self.has_whole_codes
         (rows, width), (out, in_features) = x.shape, packed.shape
         if x.dtype != torch.float32 or not x.is_cpu or width != in_features:
             raise _unfit_rows(x, in_features)

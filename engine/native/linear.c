@@ -1,5 +1,5 @@
-/* y = x W^T + b with a packed W. fp32, for processors with AVX-512; elsewhere torch's library is
- * used instead (omni_has_linear says so).
+/* y = x W^T + b with a packed W. fp32, for processors with AVX-512, AVX2 or NEON; elsewhere torch's
+ * library is used instead (omni_has_linear says so).
  *
  * A decode step multiplies few rows by every weight of the model, so it waits for memory. Library
  * kernels read, then compute; here the next lines are fetched while these are used. W is packed so
@@ -7,9 +7,10 @@
  *
  *     [out / 16][in][16]      a panel holds 16 outputs of every input, a cache line an input
  *
- * A tile is up to 14 rows of x by two panels: 28 accumulators, two vectors of W and one broadcast
- * of x fill the 32 registers. Two panels are two streams for the processor's own prefetcher; 32
- * outputs side by side in one stream took a fifth longer.
+ * With AVX-512 a tile is up to 14 rows of x by two panels: 28 accumulators, two vectors of W and one
+ * broadcast of x fill the 32 registers. Two panels are two streams for the processor's own
+ * prefetcher; 32 outputs side by side in one stream took a fifth longer. With AVX2 it is up to 6
+ * rows by one panel, whose sixteen outputs are two vectors, with NEON four.
  *
  * While a span of inputs is multiplied the next one is fetched, each tile of rows its share of it,
  * so that memory never waits for the arithmetic:
@@ -18,29 +19,24 @@
  *     computed    | tile 0    | tile 1    | tile 0    | tile 1    |
  *     fetched     | 1st half of 1 | 2nd   | 1st half of 2 | ...
  */
-#include <stdint.h>
 #include <stdlib.h>
 
 #include "team.h"
+#include "vectors.h"
 
-#define INLINE static inline __attribute__((always_inline))
-#define LANES 16
-#define OUTPUTS (2 * LANES) /* of a tile */
-#define MAX_ROWS 14
-#define MOST_PAIRS 32 /* of panels in a piece: fewer would fetch in vain at its end too often */
-
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+#define MAX_ROWS (WIDTH == 16 ? 14 : 6)
+#define MOST_OUTPUTS 1024 /* of a piece: fewer would fetch in vain at its end too often */
 
 int omni_has_linear(void) {
-#ifdef __AVX512F__
+#if defined(__AVX2__) || defined(__ARM_NEON)
     return 1;
 #else
     return 0;
 #endif
 }
 
-/* Inputs that are summed before y takes the sum. Two panels of them stay in the first-level cache
- * while all rows pass over them; and a chain over thousands of inputs would round more than the
+/* Inputs that are summed before y takes the sum. A tile's panels of them stay in the first-level
+ * cache while all rows pass over them; and a chain over thousands of inputs would round more than the
  * library's several do. */
 #define SPAN 256
 
@@ -58,8 +54,8 @@ typedef struct {
 
 static int64_t row_of(const Rows *r, int64_t tile) { return r->rows * tile / r->tiles; }
 
-/* What a tile fetches while it computes: from `at` on in two panels, `step` 256ths of a float for
- * each of its inputs. */
+/* What a tile fetches while it computes: from `at` on in its panels, `step` 256ths of a float
+ * for each of its inputs. */
 typedef struct {
     const float *at;
     int64_t step;
@@ -67,32 +63,38 @@ typedef struct {
 
 /* y += x W^T over `count` inputs; y = b + ... in the first span. `rows`, and one of the steps of x,
  * are constants where this is inlined, so that `sum` stays in registers. `panel` is the distance
- * between the two panels. */
+ * between two panels. */
 INLINE void tile(int rows, const float *x, int64_t row_step, int64_t in_step, const float *w,
                  int64_t panel, const float *bias, int64_t count, float *y, int64_t y_stride,
                  int is_first, Fetch fetch) {
-    vec sum[MAX_ROWS][2];
+    vec sum[MAX_ROWS][VECS];
 #pragma GCC unroll 14
-    for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (vec){0};
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; v++) sum[r][v] = (vec){0};
     for (int64_t k = 0; k < count; k++) {
-        const float *low_at = w + k * LANES, *high_at = low_at + panel;
-        const vec low = *(const vec *)low_at, high = *(const vec *)high_at;
+        vec weight[VECS];
         /* To the second level: the first holds the span that is computed. */
-        __builtin_prefetch(fetch.at + (k * fetch.step >> 8), 0, 2);
-        __builtin_prefetch(fetch.at + panel + (k * fetch.step >> 8), 0, 2);
+#pragma GCC unroll 2
+        for (int i = 0; i < PANELS; i++)
+            __builtin_prefetch(fetch.at + i * panel + (k * fetch.step >> 8), 0, 2);
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; v++)
+            weight[v] = *(const vec *)(w + k * LANES + panel_of(v) * panel + place_of(v));
 #pragma GCC unroll 14
         for (int r = 0; r < rows; r++) {
             const float value = x[r * row_step + k * in_step];
-            sum[r][0] += value * low;
-            sum[r][1] += value * high;
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; v++) sum[r][v] += value * weight[v];
         }
     }
 #pragma GCC unroll 14
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < 2; v++) {
-            vec *to = (vec *)(y + r * y_stride + v * LANES);
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; v++) {
+            vec *to = (vec *)(y + r * y_stride + v * WIDTH);
             if (!is_first) sum[r][v] += *to;
-            if (is_first && bias) sum[r][v] += *(const vec *)(bias + v * LANES);
+            if (is_first && bias) sum[r][v] += *(const vec *)(bias + v * WIDTH);
             *to = sum[r][v];
         }
 }
@@ -114,8 +116,10 @@ static void tile_of(const Rows *from, int64_t t, int64_t first, int64_t count, c
     w += first * LANES;
     y += row * y_stride;
     switch (rows) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
-        CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14)
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if WIDTH == 16
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14)
+#endif
     }
 }
 
@@ -127,7 +131,7 @@ typedef struct {
     int64_t out;
     int64_t block;  /* tiles of rows that are multiplied together */
     int64_t chunks; /* pieces of a block */
-    int64_t size;   /* pairs of panels of a piece */
+    int64_t size;   /* strips of a piece */
 } Product;
 
 static void copy_tile(const void *arguments, int64_t t) {
@@ -139,37 +143,37 @@ static void copy_tile(const void *arguments, int64_t t) {
             p->copy[row * from->in + k * rows + r] = from->x[(row + r) * from->stride + k];
 }
 
-/* A block of rows by one pair of panels. */
-static void multiply_pair(const Product *p, int64_t begin, int64_t end, int64_t pair) {
+/* A block of rows by one strip of W. */
+static void multiply_strip(const Product *p, int64_t begin, int64_t end, int64_t strip) {
     const int64_t in = p->from.in, tiles = end - begin;
-    const float *w = p->w + pair * OUTPUTS * in, *bias = p->bias ? p->bias + pair * OUTPUTS : 0;
+    const float *w = p->w + strip * OUTPUTS * in, *bias = p->bias ? p->bias + strip * OUTPUTS : 0;
     for (int64_t first = 0; first < in; first += SPAN)
         for (int64_t t = begin; t < end; t++) {
             const int64_t count = in - first < SPAN ? in - first : SPAN;
-            const int64_t next = first + SPAN < in ? first + SPAN : OUTPUTS / LANES * in;
+            const int64_t next = first + SPAN < in ? first + SPAN : PANELS * in;
             const int64_t share = (t - begin) * count / tiles;
             const Fetch fetch = {w + (next + share) * LANES, (LANES << 8) / tiles};
-            tile_of(&p->from, t, first, count, w, bias, p->y + pair * OUTPUTS, p->out, fetch);
+            tile_of(&p->from, t, first, count, w, bias, p->y + strip * OUTPUTS, p->out, fetch);
         }
 }
 
 static void multiply(const void *arguments, int64_t piece) {
     const Product *p = arguments;
-    const int64_t begin = piece / p->chunks * p->block, pairs = p->out / OUTPUTS;
+    const int64_t begin = piece / p->chunks * p->block, strips = p->out / OUTPUTS;
     const int64_t end = begin + p->block < p->from.tiles ? begin + p->block : p->from.tiles;
     const int64_t first = piece % p->chunks * p->size;
-    const int64_t last = first + p->size < pairs ? first + p->size : pairs;
-    for (int64_t pair = first; pair < last; pair++) multiply_pair(p, begin, end, pair);
+    const int64_t last = first + p->size < strips ? first + p->size : strips;
+    for (int64_t strip = first; strip < last; strip++) multiply_strip(p, begin, end, strip);
 }
 
-/* Cut a product into pieces; `pairs` of panels are multiplied by all products together. Returns how
- * many pieces it has. */
-static int64_t cut(Product *p, int64_t pairs, int threads) {
+/* Cut a product into pieces; `strips` are multiplied by all products together. Returns how many
+ * pieces it has. */
+static int64_t cut(Product *p, int64_t strips, int threads) {
     const int64_t block = (1 << 16) / p->from.in / MAX_ROWS;
     p->block = block < 4 ? 4 : block;
     const int64_t blocks = omni_num_pieces(p->given.tiles, p->block);
-    p->size = omni_piece_size(pairs * blocks, 1, threads);
-    p->size = p->size < MOST_PAIRS ? p->size : MOST_PAIRS;
+    p->size = omni_piece_size(strips * blocks, 1, threads);
+    p->size = p->size < MOST_OUTPUTS / OUTPUTS ? p->size : MOST_OUTPUTS / OUTPUTS;
     p->chunks = omni_num_pieces(p->out / OUTPUTS, p->size);
     return blocks * p->chunks;
 }
@@ -186,7 +190,7 @@ static Product product_of(const float *x, int64_t x_stride, const float *w, cons
  * `copy` has room for all of x, or is NULL for few rows.
  *
  * Rows go in blocks of a quarter of a megabyte, which stay in the second-level cache while all
- * panels pass over them. A piece is one block by some pairs of panels. */
+ * panels pass over them. A piece is one block by some strips. */
 void omni_linear(const float *x, int64_t x_stride, const float *w, const float *bias, float *y,
                  int64_t rows, int64_t in, int64_t out, float *copy, int threads) {
     Product product = product_of(x, x_stride, w, bias, y, rows, in, out, copy);

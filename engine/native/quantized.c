@@ -1,7 +1,8 @@
 /* y = x W^T + b where W is codes of 8 or 4 bits in blocks, w = factor (scale * code + offset), or
  * bfloat16.
  *
- * Sixteen outputs are a panel, a stream of blocks; a tile is up to six rows of x by two panels:
+ * Sixteen outputs are a panel, a stream of blocks. A tile is some rows of x by one panel, or by two
+ * where a register holds a panel (AVX-512):
  *
  *     block   | 16 scales | 16 offsets | codes, 64 bytes for every 4 (8 bits) or 8 (4 bits) inputs |
  *               float16     float16      | output 0: input 0 1 2 3 | output 1: input 0 1 2 3 | ...
@@ -12,33 +13,39 @@
  * With VNNI, a row of x is rounded to 16 bits by its largest value, and is multiplied in two halves
  * of 8 bits: q = 256 high + low. Sums of a block are exact. A row's largest value is at most
  * sqrt(in) times its root mean square, so that this rounds by less than 1e-3 for 10,000 inputs, a
- * share of what rounding weights does; 8 bits would round as roughly. Elsewhere codes become floats
- * on the way. Either way a tile unpacks codes once for all its rows.
+ * share of what rounding weights does; 8 bits would round as roughly. AVX2 multiplies the 16 bits as
+ * they are, by codes widened to 16 bits, which is twice as fast as floats:
  *
- * bfloat16 has no scales: 64 bytes are two inputs of sixteen outputs, and a tile is up to twelve
- * rows. With AVX512-BF16 x is rounded too; sums are float32.
+ *     codes, a lane   | c0 c1 c2 c3 |  ->  even | c0 | c2 |   odd | c1 | c3 |
+ *     x, every lane                             | x0 | x2 |       | x1 | x3 |
+ *
+ * Elsewhere codes become floats on the way. In each case a tile unpacks codes once for all its rows.
+ *
+ * bfloat16 has no scales: 64 bytes are two inputs of sixteen outputs. With AVX512-BF16 x is rounded
+ * too; sums are float32.
  */
 #include <math.h>
-#include <stdint.h>
 #include <string.h>
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
 
 #include "team.h"
+#include "vectors.h"
 
-#define INLINE static inline __attribute__((always_inline))
-#define LANES 16
-#define MAX_ROWS 6
-#define MAX_ROWS_16 12 /* of bfloat16 */
 #define HEADER (4 * LANES) /* bytes of a block's scales and offsets */
 
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef uint16_t hvec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+/* Rows of a tile, with sums of its own for each half where there is VNNI; and of bfloat16. */
+#if WIDTH == 16
+#define MAX_ROWS 6
+#define MAX_ROWS_16 12
+#else
+#define MAX_ROWS 4
+#define MAX_ROWS_16 5
+#endif
 
-int omni_has_vnni(void) {
-#ifdef __AVX512VNNI__
+typedef uint16_t hvec __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
+
+/* Whether codes are multiplied as whole numbers. */
+int omni_has_whole_codes(void) {
+#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
     return 1;
 #else
     return 0;
@@ -62,13 +69,13 @@ typedef struct {
     int bits;
     const float *factors, *bias;
     float *y;
-    int halves;        /* whether x is multiplied in halves of 8 bits, or as bfloat16 */
-    void *laid_out;    /* x (rows, blocks * block), floats, bfloat16, or by fours, the halves */
+    int rounded;       /* whether x is rounded: to 16 bits, or to bfloat16 */
+    void *laid_out;    /* x (rows, blocks * block), floats, bfloat16, or by fours, 16 bits */
     float *sums;       /* (rows, blocks) of x, in steps */
     float *steps;      /* (rows) what the laid out x is multiples of */
     int64_t together;  /* rows that one piece multiplies */
     int64_t chunks;    /* pieces of these rows */
-    int64_t size;      /* pairs of panels of a piece */
+    int64_t size;      /* strips of a piece */
     int64_t rows_size; /* rows that one piece lays out */
 } Product;
 
@@ -92,7 +99,7 @@ static void lay_out_floats(const Product *p, int64_t row) {
 #ifdef __AVX512F__
 /* Sixteen of `left` floats, zeros past the end. */
 INLINE __m512 load_some(const float *x, int64_t left) {
-    return _mm512_maskz_loadu_ps(left < LANES ? (__mmask16)((1 << left) - 1) : 0xffff, x);
+    return _mm512_maskz_loadu_ps(left < WIDTH ? (__mmask16)((1 << left) - 1) : 0xffff, x);
 }
 #endif
 
@@ -100,7 +107,7 @@ INLINE __m512 load_some(const float *x, int64_t left) {
 static void lay_out_halves(const Product *p, int64_t row) {
     const float *x = p->x + row * p->x_stride;
     __m512 top = _mm512_setzero_ps(), all = top;
-    for (int64_t i = 0; i < p->in; i += LANES) {
+    for (int64_t i = 0; i < p->in; i += WIDTH) {
         const __m512 size = _mm512_abs_ps(load_some(x + i, p->in - i));
         top = _mm512_max_ps(top, size);
         all = _mm512_add_ps(all, size);
@@ -113,7 +120,7 @@ static void lay_out_halves(const Product *p, int64_t row) {
     __m128i *to = (__m128i *)((int8_t *)p->laid_out + 2 * row * p->blocks * p->block);
     for (int64_t b = 0; b < p->blocks; b++) {
         __m512i total = _mm512_setzero_si512();
-        for (int64_t i = b * p->block; i < (b + 1) * p->block; i += LANES, to += 2) {
+        for (int64_t i = b * p->block; i < (b + 1) * p->block; i += WIDTH, to += 2) {
             const int64_t left = p->in > i && counts ? p->in - i : 0;
             const __m512 scaled = _mm512_mul_ps(load_some(x + i, left), per_step);
             const __m512i q = _mm512_cvtps_epi32(scaled);
@@ -126,13 +133,46 @@ static void lay_out_halves(const Product *p, int64_t row) {
         p->sums[row * p->blocks + b] = (float)_mm512_reduce_add_epi32(total);
     }
 }
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+static void lay_out_shorts(const Product *p, int64_t row) {
+    const float *x = p->x + row * p->x_stride;
+    float most = 0.0f, sum = 0.0f;
+#pragma omp simd reduction(max : most) reduction(+ : sum)
+    for (int64_t i = 0; i < p->in; i++) {
+        const float size = fabsf(x[i]);
+        most = size > most ? size : most;
+        sum += size;
+    }
+    /* What is not finite makes the row's products NaN; what is this small counts as nothing. */
+    const int is_finite = sum - sum == 0.0f, counts = is_finite && most > 1e-30f;
+    p->steps[row] = is_finite ? most / 32512.0f : NAN;
+    const float per_step = counts ? 32512.0f / most : 0.0f;
+    int16_t *to = (int16_t *)p->laid_out + row * p->blocks * p->block;
+    for (int64_t b = 0; b < p->blocks; b++, to += p->block) {
+        const int64_t left = counts && p->in > b * p->block ? p->in - b * p->block : 0;
+        const int64_t some = left < p->block ? left : p->block;
+        int32_t total = 0, q[128] = {0};
+#pragma omp simd reduction(+ : total)
+        for (int64_t i = 0; i < some; i++) {
+            const union { float scaled; int32_t bits; } number = {
+                x[b * p->block + i] * per_step + 0x1.8p23f}; /* its last bits are the number */
+            q[i] = number.bits - 0x4b400000;
+            total += q[i];
+        }
+        for (int64_t i = 0; i < p->block; i += 4) {
+            to[i] = (int16_t)q[i], to[i + 1] = (int16_t)q[i + 2];
+            to[i + 2] = (int16_t)q[i + 1], to[i + 3] = (int16_t)q[i + 3];
+        }
+        p->sums[row * p->blocks + b] = (float)total;
+    }
+}
 #endif
 
 #ifdef __AVX512BF16__
 static void lay_out_bfloat16(const Product *p, int64_t row) {
     const float *x = p->x + row * p->x_stride;
     __m256bh *to = (__m256bh *)((uint16_t *)p->laid_out + row * p->blocks * p->block);
-    for (int64_t i = 0; i < p->blocks * p->block; i += LANES)
+    for (int64_t i = 0; i < p->blocks * p->block; i += WIDTH)
         *to++ = _mm512_cvtneps_pbh(load_some(x + i, p->in > i ? p->in - i : 0));
 }
 #endif
@@ -142,28 +182,41 @@ static void lay_out_rows(const void *arguments, int64_t piece) {
     const int64_t first = piece * p->rows_size, last = first + p->rows_size;
     for (int64_t row = first; row < last && row < p->rows; row++)
 #ifdef __AVX512BF16__
-        if (p->halves && p->bits == 16)
+        if (p->rounded && p->bits == 16)
             lay_out_bfloat16(p, row);
         else
 #endif
-#ifdef __AVX512VNNI__
-        if (p->halves && p->bits != 16)
+#if defined(__AVX512VNNI__)
+        if (p->rounded && p->bits != 16)
             lay_out_halves(p, row);
+        else
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+        if (p->rounded && p->bits != 16)
+            lay_out_shorts(p, row);
         else
 #endif
             lay_out_floats(p, row);
 }
 
-/* Sixteen float16 to floats: the exponent's bias differs by 112. */
+/* float16 to floats: the exponent's bias differs by 112. */
 INLINE vec from_half(const uint8_t *at) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
     return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
+#elif defined(__F16C__)
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
 #endif
     const ivec bits = __builtin_convertvector(*(const hvec *)at, ivec);
     return (vec)((bits & 0x8000) << 16 | (bits & 0x7fff) << 13) * 0x1p112f;
 }
 
-/* Codes of sixteen outputs, of the four inputs of one step: each byte of a lane one input. */
+/* A register of outputs from `first` on, those that are there, with the bias. */
+INLINE void store(const Product *p, int64_t row, int64_t first, vec total) {
+    float *y = p->y + row * p->out + first;
+    for (int64_t i = 0; i < WIDTH && i < p->out - first; i++)
+        y[i] = total[i] + (p->bias ? p->bias[first + i] : 0.0f);
+}
+
+/* Codes of a register's outputs, of the four inputs of one step: each byte of a lane one input. */
 INLINE ivec codes_of(const uint8_t *codes, int64_t step, int bits) {
     if (bits == 8) return *(const ivec *)(codes + step * 64);
     const ivec both = *(const ivec *)(codes + step / 2 * 64);
@@ -171,27 +224,68 @@ INLINE ivec codes_of(const uint8_t *codes, int64_t step, int bits) {
 }
 
 /* `rows` and `bits` are constants where these are inlined, so that sums stay in registers. */
-INLINE void dot_floats(int rows, int bits, const Product *p, const uint8_t *const codes[2],
-                       int64_t row, int64_t b, vec sum[MAX_ROWS][2]) {
+INLINE void dot_floats(int rows, int bits, const Product *p, const uint8_t *const codes[VECS],
+                       int64_t row, int64_t b, vec sum[MAX_ROWS][VECS]) {
     const int64_t width = p->blocks * p->block;
     const float *x = (const float *)p->laid_out + row * width + b * p->block;
     for (int64_t step = 0; step < p->block / 4; step += bits == 4 ? 2 : 1)
         for (int part = 0; part < (bits == 4 ? 2 : 1); part++) {
-            const ivec first = codes_of(codes[0], step + part, bits);
-            const ivec second = codes_of(codes[1], step + part, bits);
+            ivec four[VECS];
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; v++) four[v] = codes_of(codes[v], step + part, bits);
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) {
-                const vec low = __builtin_convertvector(first >> 8 * j & 255, vec);
-                const vec high = __builtin_convertvector(second >> 8 * j & 255, vec);
+                vec weight[VECS];
+#pragma GCC unroll 4
+                for (int v = 0; v < VECS; v++)
+                    weight[v] = __builtin_convertvector(four[v] >> 8 * j & 255, vec);
 #pragma GCC unroll 6
                 for (int r = 0; r < rows; r++) {
                     const float value = x[r * width + (step + part) * 4 + j];
-                    sum[r][0] += value * low;
-                    sum[r][1] += value * high;
+#pragma GCC unroll 4
+                    for (int v = 0; v < VECS; v++) sum[r][v] += value * weight[v];
                 }
             }
         }
 }
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+INLINE void dot_shorts(int rows, int bits, const Product *p, const uint8_t *const codes[VECS],
+                       int64_t row, int64_t b, vec sum[MAX_ROWS][VECS]) {
+    const int64_t width = p->blocks * p->block / 2; /* in twos of shorts */
+    const int32_t *x = (const int32_t *)p->laid_out + row * width + b * p->block / 2;
+    const __m256i mask = _mm256_set1_epi16(bits == 4 ? 15 : 255);
+    __m256i total[MAX_ROWS][VECS];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+        total[r][0] = total[r][1] = _mm256_setzero_si256();
+    for (int64_t step = 0; step < p->block * bits / 32; step++)
+#pragma GCC unroll 2
+        for (int part = 0; part < 8 / bits; part++) {
+            __m256i even[VECS], odd[VECS];
+#pragma GCC unroll 2
+            for (int v = 0; v < VECS; v++) {
+                const __m256i all = _mm256_loadu_si256((const __m256i *)(codes[v] + step * 64));
+                even[v] = _mm256_and_si256(_mm256_srli_epi16(all, 4 * part), mask);
+                odd[v] = _mm256_and_si256(_mm256_srli_epi16(all, 4 * part + 8), mask);
+            }
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) {
+                const int32_t *at = x + r * width + (step * (8 / bits) + part) * 2;
+                const __m256i first = _mm256_set1_epi32(at[0]), second = _mm256_set1_epi32(at[1]);
+#pragma GCC unroll 2
+                for (int v = 0; v < VECS; v++) {
+                    total[r][v] = _mm256_add_epi32(total[r][v], _mm256_madd_epi16(even[v], first));
+                    total[r][v] = _mm256_add_epi32(total[r][v], _mm256_madd_epi16(odd[v], second));
+                }
+            }
+        }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECS; v++) sum[r][v] = (vec)_mm256_cvtepi32_ps(total[r][v]);
+}
+#endif
 
 #ifdef __AVX512VNNI__
 /* Four products in each lane of two panels. Of the intrinsic, gcc 12 spills what is summed. */
@@ -200,8 +294,8 @@ INLINE void add_products(__m512i sums[2], __m512i first, __m512i second, const i
     __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums[1]) : "v"(second), "m"(*x));
 }
 
-INLINE void dot_halves(int rows, int bits, const Product *p, const uint8_t *const codes[2],
-                       int64_t row, int64_t b, vec sum[MAX_ROWS][2]) {
+INLINE void dot_halves(int rows, int bits, const Product *p, const uint8_t *const codes[VECS],
+                       int64_t row, int64_t b, vec sum[MAX_ROWS][VECS]) {
     const int64_t width = p->blocks * p->block / 2; /* in fours of bytes */
     const int32_t *x = (const int32_t *)p->laid_out + row * width + b * p->block / 2;
     __m512i high[MAX_ROWS][2], low[MAX_ROWS][2];
@@ -232,41 +326,48 @@ INLINE void dot_halves(int rows, int bits, const Product *p, const uint8_t *cons
 }
 #endif
 
-/* Rows from `row` on by the two panels at `w`. */
-INLINE void tile(int rows, int bits, int halves, const Product *p, const uint8_t *w, int64_t row,
-                 int64_t pair) {
+/* Rows from `row` on by the panels at `w`. */
+INLINE void tile(int rows, int bits, int rounded, const Product *p, const uint8_t *w, int64_t row,
+                 int64_t strip) {
     const int64_t bytes = block_bytes(p);
-    const uint8_t *panels[2] = {w, w + p->blocks * bytes};
-    vec total[MAX_ROWS][2];
-    for (int r = 0; r < rows; r++) total[r][0] = total[r][1] = (vec){0};
+    vec total[MAX_ROWS][VECS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECS; v++) total[r][v] = (vec){0};
     for (int64_t b = 0; b < p->blocks; b++) {
-        const uint8_t *codes[2] = {panels[0] + HEADER, panels[1] + HEADER};
-        vec sum[MAX_ROWS][2];
-        for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (vec){0};
+        const uint8_t *blocks[VECS], *codes[VECS];
+        vec sum[MAX_ROWS][VECS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; v++) {
+            blocks[v] = w + (panel_of(v) * p->blocks + b) * bytes;
+            codes[v] = blocks[v] + HEADER + 4 * place_of(v);
+            for (int r = 0; r < rows; r++) sum[r][v] = (vec){0};
+        }
         /* Registers are for the sums of a block: totals are kept in memory meanwhile. */
-        if (rows > 4) __asm__ volatile("" : : "r"(total) : "memory");
-#ifdef __AVX512VNNI__
-        if (halves)
+        if (rows * VECS > 8) __asm__ volatile("" : : "r"(total) : "memory");
+#if defined(__AVX512VNNI__)
+        if (rounded)
             dot_halves(rows, bits, p, codes, row, b, sum);
+        else
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+        if (rounded)
+            dot_shorts(rows, bits, p, codes, row, b, sum);
         else
 #endif
             dot_floats(rows, bits, p, codes, row, b, sum);
-        for (int v = 0; v < 2; v++) {
-            const vec scale = from_half(panels[v]), offset = from_half(panels[v] + 2 * LANES);
+        for (int v = 0; v < VECS; v++) {
+            const uint8_t *at = blocks[v] + 2 * place_of(v);
+            const vec scale = from_half(at), offset = from_half(at + 2 * LANES);
             for (int r = 0; r < rows; r++) {
                 total[r][v] += sum[r][v] * scale;
                 total[r][v] += offset * p->sums[(row + r) * p->blocks + b];
             }
-            panels[v] += bytes;
         }
     }
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < 2; v++) {
-            const int64_t first = pair * 2 * LANES + v * LANES, left = p->out - first;
-            total[r][v] *= *(const vec *)(p->factors + first) * p->steps[row + r];
-            float *y = p->y + (row + r) * p->out + first;
-            for (int64_t i = 0; i < LANES && i < left; i++)
-                y[i] = total[r][v][i] + (p->bias ? p->bias[first + i] : 0.0f);
+        for (int v = 0; v < VECS; v++) {
+            const int64_t first = strip * OUTPUTS + v * WIDTH;
+            const vec scale = *(const vec *)(p->factors + first) * p->steps[row + r];
+            store(p, row + r, first, total[r][v] * scale);
         }
 }
 
@@ -278,89 +379,98 @@ INLINE vec add_pairs(vec sum, __m512i weights, const int32_t *x) {
 #endif
 
 /* As `tile`, of weights that are bfloat16. */
-INLINE void tile_16(int rows, int halves, const Product *p, const uint8_t *w, int64_t row,
-                    int64_t pair) {
+INLINE void tile_16(int rows, int rounded, const Product *p, const uint8_t *w, int64_t row,
+                    int64_t strip) {
     const int64_t width = p->blocks * p->block, panel = width * LANES * 2;
-    vec sum[MAX_ROWS_16][2];
+    vec sum[MAX_ROWS_16][VECS];
 #pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (vec){0};
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; v++) sum[r][v] = (vec){0};
     for (int64_t step = 0; step < width / 2; step++, w += 64) {
-        __builtin_prefetch(w + 8192, 0, 2);
-        __builtin_prefetch(w + panel + 8192, 0, 2);
-        const ivec first = *(const ivec *)w, second = *(const ivec *)(w + panel);
+        ivec twos[VECS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; v++) {
+            const uint8_t *at = w + panel_of(v) * panel + 4 * place_of(v);
+            if (place_of(v) == 0) __builtin_prefetch(at + 8192, 0, 2);
+            twos[v] = *(const ivec *)at;
+        }
 #ifdef __AVX512BF16__
-        if (halves) {
+        if (rounded) {
             const int32_t *x = (const int32_t *)p->laid_out + row * width / 2 + step;
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
-                sum[r][0] = add_pairs(sum[r][0], (__m512i)first, x + r * width / 2);
-                sum[r][1] = add_pairs(sum[r][1], (__m512i)second, x + r * width / 2);
+                sum[r][0] = add_pairs(sum[r][0], (__m512i)twos[0], x + r * width / 2);
+                sum[r][1] = add_pairs(sum[r][1], (__m512i)twos[1], x + r * width / 2);
             }
             continue;
         }
 #endif
         const float *x = (const float *)p->laid_out + row * width + 2 * step;
-        const vec low[2] = {(vec)(first << 16), (vec)(second << 16)};
-        const ivec upper = (ivec){0} - 65536;
-        const vec high[2] = {(vec)(first & upper), (vec)(second & upper)};
+        vec low[VECS], high[VECS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; v++)
+            low[v] = (vec)(twos[v] << 16), high[v] = (vec)(twos[v] & ((ivec){0} - 65536));
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            sum[r][0] += x[r * width] * low[0], sum[r][1] += x[r * width] * low[1];
-            sum[r][0] += x[r * width + 1] * high[0], sum[r][1] += x[r * width + 1] * high[1];
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; v++) sum[r][v] += x[r * width] * low[v];
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; v++) sum[r][v] += x[r * width + 1] * high[v];
         }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-        for (int v = 0; v < 2; v++) {
-            const int64_t first = pair * 2 * LANES + v * LANES, left = p->out - first;
-            float *y = p->y + (row + r) * p->out + first;
-            const vec total = sum[r][v];
-            for (int64_t i = 0; i < LANES && i < left; i++)
-                y[i] = total[i] + (p->bias ? p->bias[first + i] : 0.0f);
-        }
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; v++) store(p, row + r, strip * OUTPUTS + v * WIDTH, sum[r][v]);
 }
 
 #define CASE_16(n)                                                                               \
     case n:                                                                                      \
-        p->halves ? tile_16(n, 1, p, w, row, pair) : tile_16(n, 0, p, w, row, pair);             \
+        p->rounded ? tile_16(n, 1, p, w, row, strip) : tile_16(n, 0, p, w, row, strip);          \
         break;
 
 static void multiply_16(const Product *p, const uint8_t *w, int64_t row, int64_t rows,
-                        int64_t pair) {
+                        int64_t strip) {
     switch (rows) {
-        CASE_16(1) CASE_16(2) CASE_16(3) CASE_16(4) CASE_16(5) CASE_16(6)
-        CASE_16(7) CASE_16(8) CASE_16(9) CASE_16(10) CASE_16(11) CASE_16(12)
+        CASE_16(1) CASE_16(2) CASE_16(3) CASE_16(4) CASE_16(5)
+#if WIDTH == 16
+        CASE_16(6) CASE_16(7) CASE_16(8) CASE_16(9) CASE_16(10) CASE_16(11) CASE_16(12)
+#endif
     }
 }
 
 #define CASE(n)                                                                                  \
     case n:                                                                                      \
         if (p->bits == 4)                                                                        \
-            p->halves ? tile(n, 4, 1, p, w, row, pair) : tile(n, 4, 0, p, w, row, pair);         \
+            p->rounded ? tile(n, 4, 1, p, w, row, strip) : tile(n, 4, 0, p, w, row, strip);      \
         else                                                                                     \
-            p->halves ? tile(n, 8, 1, p, w, row, pair) : tile(n, 8, 0, p, w, row, pair);         \
+            p->rounded ? tile(n, 8, 1, p, w, row, strip) : tile(n, 8, 0, p, w, row, strip);      \
         break;
+
+static void multiply_codes(const Product *p, const uint8_t *w, int64_t row, int64_t rows,
+                           int64_t strip) {
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4)
+#if WIDTH == 16
+        CASE(5) CASE(6)
+#endif
+    }
+}
 
 static void multiply(const void *arguments, int64_t piece) {
     const Product *p = arguments;
     const int64_t begin = piece / p->chunks * p->together, first = piece % p->chunks * p->size;
     const int64_t end = begin + p->together < p->rows ? begin + p->together : p->rows;
-    const int64_t pairs = omni_num_pieces(p->out, 2 * LANES);
-    const int64_t last = first + p->size < pairs ? first + p->size : pairs;
-    const int64_t most = p->bits == 16 ? MAX_ROWS_16 : MAX_ROWS;
-    const int64_t tiles = omni_num_pieces(end - begin, most);
-    for (int64_t pair = first; pair < last; pair++) {
-        const uint8_t *w = p->w + pair * 2 * p->blocks * block_bytes(p);
+    const int64_t strips = omni_num_pieces(p->out, OUTPUTS);
+    const int64_t last = first + p->size < strips ? first + p->size : strips;
+    const int64_t tiles = omni_num_pieces(end - begin, p->bits == 16 ? MAX_ROWS_16 : MAX_ROWS);
+    for (int64_t strip = first; strip < last; strip++) {
+        const uint8_t *w = p->w + strip * PANELS * p->blocks * block_bytes(p);
         for (int64_t t = 0; t < tiles; t++) {
             const int64_t row = begin + (end - begin) * t / tiles;
             const int64_t rows = begin + (end - begin) * (t + 1) / tiles - row;
-            if (p->bits == 16)
-                multiply_16(p, w, row, rows, pair);
-            else
-                switch (rows) {
-                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-            }
+            (p->bits == 16 ? multiply_16 : multiply_codes)(p, w, row, rows, strip);
         }
     }
 }
@@ -370,20 +480,20 @@ static void multiply(const void *arguments, int64_t piece) {
  * row, `in` rounded up to blocks, and behind it for every block of every row, and every row. */
 void omni_quantized(const float *x, int64_t x_stride, const uint8_t *w, const float *factors,
                     const float *bias, float *y, int64_t rows, int64_t in, int64_t out,
-                    int64_t block, int bits, int halves, void *scratch, int threads) {
-    const int64_t blocks = omni_num_pieces(in, block), pairs = omni_num_pieces(out, 2 * LANES);
+                    int64_t block, int bits, int rounded, void *scratch, int threads) {
+    const int64_t blocks = omni_num_pieces(in, block), strips = omni_num_pieces(out, OUTPUTS);
     Product p = {x,       x_stride, rows, in, w, blocks, block, out, bits, factors, bias, y,
-                 halves,  scratch,  NULL, NULL, 0, 0, 0, 0};
+                 rounded, scratch,  NULL, NULL, 0, 0, 0, 0};
     p.sums = (float *)scratch + rows * blocks * block;
     p.steps = p.sums + rows * blocks;
     p.rows_size = omni_piece_size(rows, 16384 / (blocks * block) + 1, threads);
     omni_team_run(lay_out_rows, &p, omni_num_pieces(rows, p.rows_size), threads);
     /* Rows of which the second-level cache holds all inputs while panels pass over them. */
-    const int64_t fitting = (1 << 18) / (blocks * block) / MAX_ROWS_16 * MAX_ROWS_16;
-    p.together = fitting > 2 * MAX_ROWS_16 ? fitting : 2 * MAX_ROWS_16;
-    const int64_t groups = omni_num_pieces(rows, p.together);
-    p.size = omni_piece_size(pairs * groups, 1, threads);
-    p.size = p.size < pairs ? p.size : pairs;
-    p.chunks = omni_num_pieces(pairs, p.size);
-    omni_team_run(multiply, &p, groups * p.chunks, threads);
+    const int64_t fitting = (1 << 18) / (blocks * block) / 12 * 12;
+    p.together = fitting > 24 ? fitting : 24;
+    const int64_t turns = omni_num_pieces(rows, p.together);
+    p.size = omni_piece_size(strips * turns, 1, threads);
+    p.size = p.size < strips ? p.size : strips;
+    p.chunks = omni_num_pieces(strips, p.size);
+    omni_team_run(multiply, &p, turns * p.chunks, threads);
 }

@@ -145,7 +145,7 @@ def resolve_dtype(
 
 @cache
 def _warn_of_slow(dtype_name: str) -> None:
-    """Warn once in a process of a type that this CPU multiplies more slowly than float32."""
+    """Warn once in a process of a type that torch multiplies more slowly than float32."""
     suffix = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype_name)
     if suffix is None:
         return
@@ -153,7 +153,7 @@ def _warn_of_slow(dtype_name: str) -> None:
     capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     if capabilities and not any(capabilities[x] for x in capabilities if x.endswith(suffix)):
         logger.warning(
-            "dtype %s: this CPU has no instructions for it, and is slower with it than with "
-            "float32, which dtype: auto takes",
+            "dtype %s: this CPU has no instructions for it; what torch computes, such as towers "
+            "and text encoders, is slower with it than with float32, which dtype: auto takes",
             dtype_name,
         )

@@ -32,7 +32,8 @@ def ops(request: pytest.FixtureRequest) -> LayerOps:
         return LayerOps()
     kernels = copy(load_kernels())
     whole = request.param == "native"
-    kernels.has_vnni, kernels.has_bfloat16 = whole & kernels.has_vnni, whole & kernels.has_bfloat16
+    kernels.has_whole_codes &= whole
+    kernels.has_bfloat16 &= whole
     return NativeLayerOps(kernels)
 
 

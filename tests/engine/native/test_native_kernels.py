@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -25,6 +27,7 @@ from tests.support.import_graph import ROOT
 from tests.support.native_kernels import needs_compiler, needs_kernels, run_pieces
 from tests.support.patience import PATIENCE_S
 
+X86_LEVELS = {"x86-64", "x86-64-v3"} if torch.backends.cpu.get_cpu_capability() != "DEFAULT" else {}
 WIDTHS = [1, 7, 16, 33, 768]
 ROWS = [0, 1, 5]
 
@@ -44,9 +47,8 @@ def ops() -> LayerOps:
 
 @pytest.fixture
 def native_products() -> None:
-    """Skips where the processor has no AVX-512."""
     if not load_kernels().has_linear:
-        pytest.skip("linear.c needs AVX-512")
+        pytest.skip("linear.c needs AVX-512, AVX2 or NEON")
 
 
 @needs_kernels
@@ -321,6 +323,30 @@ def test_a_late_member_takes_no_piece_of_a_job_half_replaced(tmp_path: Path):
     subprocess.run(command, check=True)
     done = subprocess.run(
         [str(stress), "5000"], check=True, timeout=PATIENCE_S, capture_output=True, text=True
+    )
+    assert done.stdout == "0\n"
+
+
+@needs_kernels
+@pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3", "aarch64"])
+def test_products_are_right_on_other_processors(processor: str, tmp_path: Path):
+    """Without vectors but SSE2, with AVX2, and with NEON, which an emulator runs."""
+    if processor == "aarch64":
+        cross, emulator = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
+        if cross is None or emulator is None:
+            pytest.skip("needs gcc-aarch64-linux-gnu and qemu-user")
+        compiler, run = [cross, "-static"], [emulator]
+    elif platform.machine() != "x86_64" or processor not in X86_LEVELS:
+        pytest.skip(f"this processor does not run {processor}")
+    else:
+        compiler, run = [find_compiler(), f"-march={processor}"], []
+    native, program = ROOT / "engine" / "native", tmp_path / "products"
+    kernels = [str(native / f"{name}.c") for name in ("linear", "quantized", "team")]
+    sources = [str(Path(__file__).with_name("products.c")), *kernels, "-lm", "-o", str(program)]
+    optimized = ["-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-pthread"]
+    subprocess.run([*compiler, *optimized, f"-I{native}", *sources], check=True)
+    done = subprocess.run(
+        [*run, str(program)], check=True, timeout=PATIENCE_S, capture_output=True, text=True
     )
     assert done.stdout == "0\n"
 
