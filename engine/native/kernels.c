@@ -10,15 +10,11 @@
 #include <string.h>
 
 #include "team.h"
+#include "vectors.h"
 
-#define INLINE static inline __attribute__((always_inline))
-#define LANES 16
 /* A piece of a kernel that works through rows of floats has at least so many of them: some
  * microseconds of work, which is what it takes to hand it to another thread. */
 #define FEWEST_FLOATS 16384
-
-/* Sixteen floats at any address; the compiler splits them where registers are narrower. */
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 /* e^x to 1e-7 relative, for x <= 88; below -87 it stays at e^-87. NaN stays NaN.
  * Written without a branch, so that loops over it become vector code: x = n ln 2 + r with
@@ -171,29 +167,37 @@ typedef struct {
     int64_t distances; /* of the bias; keys that are farther away take the last */
 } Pages;
 
+#define TILE 16 /* keys that are scored together */
+
+#if WIDTH == 16
+#define EACH_LANE(f, w)                                                                          \
+    f(0, w), f(1, w), f(2, w), f(3, w), f(4, w), f(5, w), f(6, w), f(7, w), f(8, w), f(9, w),    \
+        f(10, w), f(11, w), f(12, w), f(13, w), f(14, w), f(15, w)
+#define HALVINGS(f) f(8) f(4) f(2) f(1)
+#elif WIDTH == 8
+#define EACH_LANE(f, w) f(0, w), f(1, w), f(2, w), f(3, w), f(4, w), f(5, w), f(6, w), f(7, w)
+#define HALVINGS(f) f(4) f(2) f(1)
+#else
+#define EACH_LANE(f, w) f(0, w), f(1, w), f(2, w), f(3, w)
+#define HALVINGS(f) f(2) f(1)
+#endif
+
 /* Lane j of the result is the sum of the lanes of s[j]. Every stage halves the number of vectors:
  * lanes with bit `w` unset go on for s[i], the others for s[i + w]. */
 #define STAGE(w)                                                                                 \
     for (int i = 0; i < w; i++)                                                                  \
-        s[i] = __builtin_shufflevector(s[i], s[i + w], L(0, w), L(1, w), L(2, w), L(3, w),       \
-                                       L(4, w), L(5, w), L(6, w), L(7, w), L(8, w), L(9, w),     \
-                                       L(10, w), L(11, w), L(12, w), L(13, w), L(14, w),         \
-                                       L(15, w)) +                                               \
-               __builtin_shufflevector(s[i], s[i + w], R(0, w), R(1, w), R(2, w), R(3, w),       \
-                                       R(4, w), R(5, w), R(6, w), R(7, w), R(8, w), R(9, w),     \
-                                       R(10, w), R(11, w), R(12, w), R(13, w), R(14, w),         \
-                                       R(15, w));
-#define L(j, w) ((j) & (w) ? LANES + (j) : (j))
-#define R(j, w) ((j) & (w) ? LANES + ((j) ^ (w)) : (j) ^ (w))
-INLINE vec sums_of_lanes(vec s[LANES]) {
-    STAGE(8) STAGE(4) STAGE(2) STAGE(1)
+        s[i] = __builtin_shufflevector(s[i], s[i + w], EACH_LANE(LEFT, w)) +                     \
+               __builtin_shufflevector(s[i], s[i + w], EACH_LANE(RIGHT, w));
+#define LEFT(j, w) ((j) & (w) ? WIDTH + (j) : (j))
+#define RIGHT(j, w) ((j) & (w) ? WIDTH + ((j) ^ (w)) : (j) ^ (w))
+INLINE vec sums_of_lanes(vec s[WIDTH]) {
+    HALVINGS(STAGE)
     return s[0];
 }
 
-typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef uint16_t hvec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef uint16_t hvec __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
 
-/* Sixteen elements of a page, from element `at` on, and one. */
+/* A register of elements of a page, from element `at` on, and one. */
 INLINE vec load_vec(const void *page, int64_t at, int half) {
     if (!half) return *(const vec *)((const float *)page + at);
     return (vec)(__builtin_convertvector(*(const hvec *)((const uint16_t *)page + at), ivec) << 16);
@@ -207,39 +211,41 @@ INLINE float load_one(const void *page, int64_t at, int half) {
     return value;
 }
 
-/* out[t] = query . (row rows[t] of keys, from its element `at` on) for sixteen rows. */
+/* out[t] = query . (row rows[t] of keys, from its element `at` on) for the rows of a tile. */
 INLINE void score_tile(const float *query, const void *keys, int64_t at, const int64_t *rows,
                        int dim, int half, float *out) {
-    vec sums[LANES];
-    for (int t = 0; t < LANES; t++) {
-        vec sum = {0};
-        for (int i = 0; i + LANES <= dim; i += LANES)
-            sum += *(const vec *)(query + i) * load_vec(keys, rows[t] + at + i, half);
-        sums[t] = sum;
+    for (int first = 0; first < TILE; first += WIDTH) {
+        vec sums[WIDTH];
+        for (int t = 0; t < WIDTH; t++) {
+            vec sum = {0};
+            for (int i = 0; i + WIDTH <= dim; i += WIDTH)
+                sum += *(const vec *)(query + i) * load_vec(keys, rows[first + t] + at + i, half);
+            sums[t] = sum;
+        }
+        *(vec *)(out + first) = sums_of_lanes(sums);
     }
-    *(vec *)out = sums_of_lanes(sums);
-    for (int t = 0; t < LANES; t++)
-        for (int i = dim / LANES * LANES; i < dim; i++) 
+    for (int t = 0; t < TILE; t++)
+        for (int i = dim / WIDTH * WIDTH; i < dim; i++)
             out[t] += query[i] * load_one(keys, rows[t] + at + i, half);
 }
 
 /* sums = sums * shrink + sum over t of weights[t] * (row rows[t] of values, from its element `at`
- * on), for 16 * n channels. */
+ * on), for n registers of channels. */
 INLINE void add_values(float *sums, float shrink, const float *weights, const void *values,
                        int64_t at, const int64_t *rows, int count, int half, int n) {
     vec even[4], odd[4]; /* two chains of additions, which the processor runs side by side */
     for (int i = 0; i < n; i++)
-        even[i] = *(const vec *)(sums + i * LANES) * shrink, odd[i] = (vec){0};
+        even[i] = *(const vec *)(sums + i * WIDTH) * shrink, odd[i] = (vec){0};
     int t = 0;
     for (; t + 1 < count; t += 2)
         for (int i = 0; i < n; i++) {
-            even[i] += weights[t] * load_vec(values, rows[t] + at + i * LANES, half);
-            odd[i] += weights[t + 1] * load_vec(values, rows[t + 1] + at + i * LANES, half);
+            even[i] += weights[t] * load_vec(values, rows[t] + at + i * WIDTH, half);
+            odd[i] += weights[t + 1] * load_vec(values, rows[t + 1] + at + i * WIDTH, half);
         }
     if (t < count)
         for (int i = 0; i < n; i++)
-            even[i] += weights[t] * load_vec(values, rows[t] + at + i * LANES, half);
-    for (int i = 0; i < n; i++) *(vec *)(sums + i * LANES) = even[i] + odd[i];
+            even[i] += weights[t] * load_vec(values, rows[t] + at + i * WIDTH, half);
+    for (int i = 0; i < n; i++) *(vec *)(sums + i * WIDTH) = even[i] + odd[i];
 }
 
 /* Where either is NaN, b. */
@@ -248,7 +254,7 @@ INLINE vec larger(vec a, vec b) {
     return (vec)((is_a & (ivec)a) | (~is_a & (ivec)b));
 }
 
-/* exp_fast of sixteen values, NaN for NaN; adding 1.5 * 2^23 rounds to an integer. */
+/* exp_fast of a register, NaN for NaN; adding 1.5 * 2^23 rounds to an integer. */
 INLINE vec exp_lanes(vec x) {
     const vec magic = (vec){0} + 12582912.0f;
     x = larger((vec){0} - 87.0f, x);
@@ -264,29 +270,28 @@ INLINE vec exp_lanes(vec x) {
     return (p * r * r + r + 1.0f) * (vec)exponent;
 }
 
-#define FOLD(v, w)                                                                               \
-    __builtin_shufflevector(v, v, 0 ^ w, 1 ^ w, 2 ^ w, 3 ^ w, 4 ^ w, 5 ^ w, 6 ^ w, 7 ^ w, 8 ^ w, \
-                            9 ^ w, 10 ^ w, 11 ^ w, 12 ^ w, 13 ^ w, 14 ^ w, 15 ^ w)
+#define FLIP(j, w) (j) ^ (w)
+#define FOLD(v, w) __builtin_shufflevector(v, v, EACH_LANE(FLIP, w))
+#define FOLD_TOP(w) top = larger(top, FOLD(top, w));
+#define FOLD_SUM(w) sum += FOLD(sum, w);
 
 /* Scores of a tile become weights relative to the largest score so far; those before `from` and
  * from `to` on are not seen: their weights say nothing, and are not to be used. Returns the factor
  * by which sums of earlier tiles shrink. A score that is seen and is NaN makes `total` NaN. */
 INLINE float soften(float *scores, int from, int to, float *peak, float *total) {
     for (int t = 0; t < from; t++) scores[t] = -INFINITY;
-    for (int t = to; t < LANES; t++) scores[t] = -INFINITY;
-    vec s = *(vec *)scores;
-    vec top = larger(s, FOLD(s, 8));
-    top = larger(top, FOLD(top, 4));
-    top = larger(top, FOLD(top, 2));
-    top = larger(top, FOLD(top, 1));
+    for (int t = to; t < TILE; t++) scores[t] = -INFINITY;
+    vec top = *(vec *)scores, sum = {0};
+    for (int t = WIDTH; t < TILE; t += WIDTH) top = larger(top, *(vec *)(scores + t));
+    HALVINGS(FOLD_TOP)
     const vec before = (vec){0} + *peak;
     top = larger(top, before);
-    vec sum = exp_lanes(s - top);
-    *(vec *)scores = sum;
-    sum += FOLD(sum, 8);
-    sum += FOLD(sum, 4);
-    sum += FOLD(sum, 2);
-    sum += FOLD(sum, 1);
+    for (int t = 0; t < TILE; t += WIDTH) {
+        const vec weights = exp_lanes(*(vec *)(scores + t) - top);
+        *(vec *)(scores + t) = weights;
+        sum += weights;
+    }
+    HALVINGS(FOLD_SUM)
     const float shrink = exp_lanes(before - top)[0];
     *total = *total * shrink + sum[0];
     *peak = top[0];
@@ -298,7 +303,7 @@ INLINE void find_rows(const Pages *p, const int32_t *table, int64_t position, in
                       int64_t *rows) {
     int64_t block = position / p->block_size, offset = position % p->block_size;
     const int64_t width = (int64_t)p->num_kv_heads * p->head_dim;
-    for (int t = 0; t < LANES; t++) {
+    for (int t = 0; t < TILE; t++) {
         rows[t] = table[block] * p->page_stride + offset * width;
         if (position + 1 < last) {
             position++;
@@ -322,15 +327,15 @@ INLINE void cap(float *scores, int count, float softcap) {
 
 /* Add what the bias says of a tile's keys; the first lies `distance` behind the query, the others
  * nearer and nearer. Keys past the query are hidden later: they take any column. */
-INLINE void add_bias(const Pages *p, float scores[][LANES], int heads, int64_t distance) {
-    int32_t column[LANES];
-    for (int t = 0; t < LANES; t++) {
+INLINE void add_bias(const Pages *p, float scores[][TILE], int heads, int64_t distance) {
+    int32_t column[TILE];
+    for (int t = 0; t < TILE; t++) {
         const int64_t d = distance > t ? distance - t : 0;
         column[t] = (int32_t)(d < p->distances ? d : p->distances - 1);
     }
     for (int h = 0; h < heads; h++) {
         const float *bias = p->bias + h * p->distances;
-        for (int t = 0; t < LANES; t++) scores[h][t] += bias[column[t]];
+        for (int t = 0; t < TILE; t++) scores[h][t] += bias[column[t]];
     }
 }
 
@@ -352,8 +357,8 @@ typedef struct {
 INLINE void attend(const Pages *p, const Token *tokens, int num_tokens, const int32_t *table,
                    int fetch, int dim, int half) {
     const int heads = p->num_kv_heads * p->group;
-    int64_t rows[LANES], next[LANES], begin = tokens[0].first, end = tokens[0].last;
-    float scores[MAX_TOKENS][heads][LANES], shrink[MAX_TOKENS][heads];
+    int64_t rows[TILE], next[TILE], begin = tokens[0].first, end = tokens[0].last;
+    float scores[MAX_TOKENS][heads][TILE], shrink[MAX_TOKENS][heads];
     int from[MAX_TOKENS], to[MAX_TOKENS]; /* which of a tile's keys a token sees */
     for (int i = 0; i < num_tokens; i++) {
         const Token *k = tokens + i;
@@ -364,13 +369,13 @@ INLINE void attend(const Pages *p, const Token *tokens, int num_tokens, const in
         memset(k->sums, 0, sizeof(float) * (size_t)(heads * dim));
     }
     if (begin < end) find_rows(p, table, begin, end, next);
-    for (int64_t start = begin; start < end; start += LANES) {
-        const int more = start + LANES < end;
+    for (int64_t start = begin; start < end; start += TILE) {
+        const int more = start + TILE < end;
         memcpy(rows, next, sizeof rows);
-        if (more) find_rows(p, table, start + LANES, end, next);
+        if (more) find_rows(p, table, start + TILE, end, next);
         for (int h = 0; h < heads; h++) {
             if (more && fetch)
-                for (int t = LANES * h / heads; t < LANES * (h + 1) / heads; t++)
+                for (int t = TILE * h / heads; t < TILE * (h + 1) / heads; t++)
                     prefetch_row(p, next[t], half);
             for (int i = 0; i < num_tokens; i++)
                 score_tile(tokens[i].query + h * dim, p->keys, h / p->group * dim, rows, dim, half,
@@ -379,9 +384,9 @@ INLINE void attend(const Pages *p, const Token *tokens, int num_tokens, const in
         for (int i = 0; i < num_tokens; i++) {
             const Token *k = tokens + i;
             const int64_t first = k->first - start, last = k->last - start;
-            from[i] = first < 0 ? 0 : first < LANES ? (int)first : LANES;
-            to[i] = last < 0 ? 0 : last < LANES ? (int)last : LANES;
-            if (p->softcap > 0.0f) cap(scores[i][0], heads * LANES, p->softcap);
+            from[i] = first < 0 ? 0 : first < TILE ? (int)first : TILE;
+            to[i] = last < 0 ? 0 : last < TILE ? (int)last : TILE;
+            if (p->softcap > 0.0f) cap(scores[i][0], heads * TILE, p->softcap);
             if (p->bias) add_bias(p, scores[i], heads, k->position - start);
             for (int h = 0; h < heads; h++)
                 shrink[i][h] = soften(scores[i][h], from[i], to[i], k->peak + h, k->total + h);
@@ -395,9 +400,9 @@ INLINE void attend(const Pages *p, const Token *tokens, int num_tokens, const in
                 const int count = to[token] - from[token];
                 float *sum = tokens[token].sums + h * dim;
                 int i = 0;
-                for (; i + 4 * LANES <= dim; i += 4 * LANES)
+                for (; i + 4 * WIDTH <= dim; i += 4 * WIDTH)
                     add_values(sum + i, factor, weights, p->values, at + i, seen, count, half, 4);
-                for (; i + LANES <= dim; i += LANES)
+                for (; i + WIDTH <= dim; i += WIDTH)
                     add_values(sum + i, factor, weights, p->values, at + i, seen, count, half, 1);
                 for (; i < dim; i++) {
                     sum[i] *= factor;

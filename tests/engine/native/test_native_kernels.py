@@ -329,7 +329,7 @@ def test_a_late_member_takes_no_piece_of_a_job_half_replaced(tmp_path: Path):
 
 @needs_kernels
 @pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3", "aarch64"])
-def test_products_are_right_on_other_processors(processor: str, tmp_path: Path):
+def test_kernels_are_right_on_other_processors(processor: str, tmp_path: Path):
     """Without vectors but SSE2, with AVX2, and with NEON, which an emulator runs."""
     if processor == "aarch64":
         cross, emulator = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
@@ -340,9 +340,10 @@ def test_products_are_right_on_other_processors(processor: str, tmp_path: Path):
         pytest.skip(f"this processor does not run {processor}")
     else:
         compiler, run = [find_compiler(), f"-march={processor}"], []
-    native, program = ROOT / "engine" / "native", tmp_path / "products"
-    kernels = [str(native / f"{name}.c") for name in ("linear", "quantized", "team")]
-    sources = [str(Path(__file__).with_name("products.c")), *kernels, "-lm", "-o", str(program)]
+    native, program = ROOT / "engine" / "native", tmp_path / "kernels"
+    kernels = [str(native / f"{name}.c") for name in ("kernels", "linear", "quantized", "team")]
+    checks = str(Path(__file__).with_name("other_processors.c"))
+    sources = [checks, *kernels, "-lm", "-o", str(program)]
     optimized = ["-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-pthread"]
     subprocess.run([*compiler, *optimized, f"-I{native}", *sources], check=True)
     done = subprocess.run(

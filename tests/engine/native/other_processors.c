@@ -1,5 +1,5 @@
-/* Products of linear.c and quantized.c against sums in double, for compilers and processors that
- * the library of this machine is not built for.
+/* Products and attention against sums in double, for compilers and processors that the library of
+ * this machine is not built for.
  *
  * Prints how many numbers are too far from what they should be. */
 #include <math.h>
@@ -12,6 +12,10 @@ void omni_linear(const float *, int64_t, const float *, const float *, float *, 
                  int64_t, float *, int);
 void omni_quantized(const float *, int64_t, const uint8_t *, const float *, const float *, float *,
                     int64_t, int64_t, int64_t, int64_t, int, int, void *, int);
+void omni_paged_attention(const float *, int64_t, const int32_t *, int64_t, const int32_t *,
+                          const int32_t *, const int32_t *, const void *, const void *, int, int64_t,
+                          int64_t, int64_t, int32_t, int32_t, int32_t, int32_t, float, float,
+                          const float *, int64_t, float *, float *, int);
 int omni_has_whole_codes(void);
 int omni_has_bfloat16(void);
 
@@ -84,9 +88,40 @@ static int64_t wrong_codes(int bits, int rounded, int64_t rows, int64_t in, int6
     return count;
 }
 
+/* Five tokens of one sequence, each after 0, 1, 20, 33 or 40 others, over pages of 8 in an order of
+ * their own, in two parts; two heads share their keys. */
+static int64_t wrong_attention(int32_t dim) {
+    enum { TOKENS = 5, HEADS = 2, BLOCK = 8, BLOCKS = 6 };
+    const int32_t table[BLOCKS] = {3, 0, 5, 1, 4, 2}, rows[TOKENS] = {0}, starts[TOKENS] = {0, 0, 0, 7};
+    const int32_t ends[TOKENS] = {1, 2, 21, 34, 41};
+    float *keys = malloc(4 * BLOCKS * BLOCK * dim), *values = malloc(4 * BLOCKS * BLOCK * dim);
+    float *query = malloc(4 * TOKENS * HEADS * dim), *out = malloc(4 * TOKENS * HEADS * dim);
+    float *partial = malloc(4 * TOKENS * 2 * HEADS * (dim + 2));
+    for (int64_t i = 0; i < BLOCKS * BLOCK * dim; i++) keys[i] = number(), values[i] = number();
+    for (int64_t i = 0; i < TOKENS * HEADS * dim; i++) query[i] = 3 * number();
+    omni_paged_attention(query, HEADS * dim, table, BLOCKS, rows, starts, ends, keys, values, 0,
+                         BLOCK * dim, TOKENS, 2, BLOCK, 1, HEADS, dim, 0.5f, 0, NULL, 0, partial, out,
+                         2);
+    int64_t count = 0;
+    for (int64_t row = 0; row < TOKENS * HEADS; row++) {
+        double total = 0, sums[256] = {0};
+        for (int64_t at = starts[row / HEADS]; at < ends[row / HEADS]; at++) {
+            const int64_t place = (table[at / BLOCK] * BLOCK + at % BLOCK) * dim;
+            double score = 0;
+            for (int64_t i = 0; i < dim; i++) score += query[row * dim + i] * keys[place + i];
+            total += exp(0.5 * score);
+            for (int64_t i = 0; i < dim; i++) sums[i] += exp(0.5 * score) * values[place + i];
+        }
+        for (int64_t i = 0; i < dim; i++)
+            if (!(fabs(out[row * dim + i] - sums[i] / total) <= 1e-5)) count++;
+    }
+    free(keys), free(values), free(query), free(out), free(partial);
+    return count;
+}
+
 int main(void) {
     const int64_t some_rows[] = {1, 2, 3, 4, 5, 6, 7, 13, 15, 31, 64}, widths[] = {8, 40, 300};
-    int64_t count = 0;
+    int64_t count = wrong_attention(24) + wrong_attention(64) + wrong_attention(81);
     for (size_t n = 0; n < sizeof some_rows / sizeof *some_rows; n++)
         for (int kind = 0; kind < 3; kind++) {
             const int64_t rows = some_rows[n], in = widths[kind], out = 64;
