@@ -124,8 +124,16 @@ class _Choices:
             attention = resolve_backend_name(
                 config.attention_backend, self.device, self.dtype, config.block_size, head_dims
             )
-        logger.info("attention backend %s on %s", attention, self.device)
-        return replace(self, attention=attention)
+        choices = replace(self, attention=attention)
+        logger.info("attention backend %s on %s", choices.attention_in_words, self.device)
+        return choices
+
+    @property
+    def attention_in_words(self) -> str:
+        """The backend, and for which instructions its C kernels were compiled."""
+        if self.attention != "native":
+            return self.attention
+        return f"native, C kernels for {load_kernels().instructions}"
 
 
 def _load_model(config: EngineConfig, choices: _Choices) -> CausalModel:
@@ -349,7 +357,9 @@ class LLMEngine(Engine[RequestOutput]):
             path = checkpoint.path
             self.tokenizer = load_tokenizer(path, trust_remote_code=remote, config=whole)
         needs, device = _needs(config, model, choices), choices.device
-        kv_config, plan = plan_memory(config, needs, device=device, attention=choices.attention)
+        kv_config, plan = plan_memory(
+            config, needs, device=device, attention=choices.attention_in_words
+        )
         memory = PagedMemory(kv_config, choices.device)
         self._kv = KVCacheManager(
             kv_config,

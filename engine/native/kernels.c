@@ -16,6 +16,23 @@
  * microseconds of work, which is what it takes to hand it to another thread. */
 #define FEWEST_FLOATS 16384
 
+/* Of what these kernels were compiled for, the instructions that count. */
+const char *omni_instructions(void) {
+#if defined(__AVX512BF16__)
+    return "AVX-512, VNNI and BF16";
+#elif defined(__AVX512VNNI__)
+    return "AVX-512 and VNNI";
+#elif defined(__AVX512F__)
+    return "AVX-512";
+#elif defined(__AVX2__)
+    return "AVX2";
+#elif defined(__ARM_NEON)
+    return "NEON";
+#else
+    return "any processor";
+#endif
+}
+
 /* e^x to 1e-7 relative, for x <= 88; below -87 it stays at e^-87. NaN stays NaN.
  * Written without a branch, so that loops over it become vector code: x = n ln 2 + r with
  * |r| <= ln 2 / 2, and 2^n goes into the exponent's bits. */

@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
-from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -198,6 +198,7 @@ class NativeKernels:
         library: what :func:`engine.native.kernels.compile_kernels` built.
 
     Attributes:
+        instructions: what they were compiled for, such as ``AVX2``.
         has_linear: whether :meth:`linear` is fast on this processor (AVX-512, AVX2, NEON).
         has_whole_codes: whether :meth:`quantized` multiplies codes as whole numbers (AVX512-VNNI,
             AVX2).
@@ -218,6 +219,8 @@ class NativeKernels:
             raise NativeBuildError(f"the built kernels do not load: {error}") from error
         functions.omni_linear_groups.restype = c_int
         self._functions = functions
+        functions.omni_instructions.restype = c_char_p
+        self.instructions: str = functions.omni_instructions().decode()
         self.has_linear = bool(functions.omni_has_linear())
         self.has_whole_codes = bool(functions.omni_has_whole_codes())
         self.has_bfloat16 = bool(functions.omni_has_bfloat16())
