@@ -41,6 +41,10 @@ _LEAST = 1e-6
 class DeltaRuleConfig:
     """The sizes and options of a :class:`DeltaRuleMixer`.
 
+    Attributes:
+        interleaved: whether one matrix makes q, k, v and z, and one the gates, key head by key
+            head; else z and each gate have a matrix of their own.
+
     Raises:
         ValueError: value heads cannot share key heads evenly.
     """
@@ -53,6 +57,7 @@ class DeltaRuleConfig:
     kernel_size: int
     activation: str
     norm_eps: float
+    interleaved: bool = True
 
     def __post_init__(self) -> None:
         if self.num_value_heads % self.num_key_heads:
@@ -119,9 +124,9 @@ def delta_scan(rows: DeltaRows, states: Tensor, chunks: Chunks) -> tuple[Tensor,
 class DeltaRuleMixer(nn.Module):
     """Mixes a request's tokens through a state of fixed size::
 
-        x ─┬─► in_proj_qkvz ─┬─► q | k | v ─► conv ─► act ─► delta rule ─► norm ─► * ─► out
-           │                 └─► z ─► silu ────────────────────│─────────────────┘
-           └─► in_proj_ba ─► beta, decay ──────────────────────┘
+        x ─┬─► in_proj ─┬─► q | k | v ─► conv ─► act ─► delta rule ─► norm ─► * ─► out
+           │            └─► z ─► silu ────────────────────│─────────────────┘
+           └─► gates ─► beta, decay ──────────────────────┘
 
     Args:
         layer_name: unique in the model; its state is kept under it.
@@ -146,11 +151,14 @@ class DeltaRuleMixer(nn.Module):
         hidden, heads = config.hidden_size, config.num_value_heads
         keys, values = config.num_key_heads * config.key_dim, heads * config.value_dim
         self.conv_splits = (keys, keys, values)
-        parts = {"in_proj_qkvz": 2 * keys + 2 * values}
-        self.in_proj = Linear(hidden, parts, dtype=dtype, device=device)
-        self.gates = Linear(hidden, {"in_proj_ba": 2 * heads}, dtype=dtype, device=device)
-        self.out_proj = Linear(values, {"out_proj": hidden}, dtype=dtype, device=device)
         width = 2 * keys + values
+        parts, gates = {"in_proj_qkvz": width + values}, {"in_proj_ba": 2 * heads}
+        if not config.interleaved:
+            parts = {"in_proj_qkv": width, "in_proj_z": values}
+            gates = {"in_proj_b": heads, "in_proj_a": heads}
+        self.in_proj = Linear(hidden, parts, dtype=dtype, device=device)
+        self.gates = Linear(hidden, gates, dtype=dtype, device=device)
+        self.out_proj = Linear(values, {"out_proj": hidden}, dtype=dtype, device=device)
         self.conv = CausalConv(width, config.kernel_size, bias=False, dtype=dtype, device=device)
         per_head = torch.empty(2, heads, dtype=torch.float32, device=device)
         self.a, self.dt_bias = (nn.Parameter(v, requires_grad=False) for v in per_head)
@@ -173,17 +181,27 @@ class DeltaRuleMixer(nn.Module):
         """Turn the loaded logarithms into A; call once."""
         self.a.exp_().neg_()
 
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Make q, k and v side by side, z, and the gates of beta and of the decay."""
+        config, num_tokens = self.config, len(x)
+        if not config.interleaved:
+            joined, z = self.in_proj(x).split((sum(self.conv_splits), self.conv_splits[-1]), dim=-1)
+            return joined, z, *self.gates(x).chunk(2, dim=-1)
+        groups = config.num_key_heads
+        values = config.num_value_heads // groups * config.value_dim
+        # Of each key head, what belongs to it lies together.
+        splits = (config.key_dim, config.key_dim, values, values)
+        q, k, v, z = self.in_proj(x).view(num_tokens, groups, -1).split(splits, dim=-1)
+        b, a = self.gates(x).view(num_tokens, groups, -1).chunk(2, dim=-1)
+        return torch.cat([part.flatten(1) for part in (q, k, v)], dim=1), z, b, a
+
     def forward(self, x: Tensor, step: AttentionStep, layout: PackedLayout) -> Tensor:
         """Mix ``(num_tokens, hidden_size)`` and move every request's state on."""
         config, num_tokens = self.config, len(x)
         heads, groups = config.num_value_heads, config.num_key_heads
         shared = heads // groups
         conv_state, state = self.state.read(step)
-        # Of each key head, what belongs to it lies together.
-        splits = (*2 * (config.key_dim,), *2 * (shared * config.value_dim,))
-        q, k, v, z = self.in_proj(x).view(num_tokens, groups, -1).split(splits, dim=-1)
-        b, a = self.gates(x).view(num_tokens, groups, -1).chunk(2, dim=-1)
-        joined = torch.cat([part.flatten(1) for part in (q, k, v)], dim=1)
+        joined, z, b, a = self._project(x)
         joined, conv_state = self.conv(joined, conv_state, layout)
         q, k, v = self.activation(joined).float().split(self.conv_splits, dim=-1)
         q, k = (_normed(part.view(num_tokens, groups, -1)) for part in (q, k))

@@ -80,6 +80,11 @@ _TABLE = (
     FamilyRow("hybrids.hybrid", ("JambaForCausalLM", "JambaModel"), "JAMBA"),
     FamilyRow("hybrids.hybrid", ("BambaForCausalLM", "BambaModel"), "BAMBA"),
     FamilyRow("hybrids.hybrid", ("Qwen3NextForCausalLM", "Qwen3NextModel"), "QWEN3_NEXT"),
+    FamilyRow(
+        "hybrids.hybrid",
+        ("Qwen3_5ForCausalLM", "Qwen3_5TextModel", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextModel"),
+        "QWEN3_5",
+    ),
     FamilyRow("seq2seq.families", ("BartForConditionalGeneration",), "BART", outputs=_TWO_SIDES),
     FamilyRow("seq2seq.families", ("T5ForConditionalGeneration",), "T5", outputs=_TWO_SIDES),
     FamilyRow(
@@ -104,6 +109,11 @@ _TABLE = (
     FamilyRow(
         "qwen3_vl.qwen3_vl",
         ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+        modalities=("text", "image", "video"),
+    ),
+    FamilyRow(
+        "qwen3_5.qwen3_5",
+        ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
         modalities=("text", "image", "video"),
     ),
     FamilyRow(

@@ -253,7 +253,9 @@ def initialise(
         parameter.fill_(_OPEN_GATE)
     elif parameter.ndim < 2:
         is_scale = name.endswith("weight") and ("norm" in owner or owner.startswith("ln"))
-        parameter.normal_(1.0 if is_scale else 0.0, NOISE_STD, generator=generator)
+        # 1, or 0 where rows are scaled by 1 + it.
+        centre = float(parameter.mean()) if is_scale else 0.0
+        parameter.normal_(centre, NOISE_STD, generator=generator)
     elif owner in _EMBEDDINGS:
         parameter.normal_(0.0, TIED_EMBEDDING_STD if tied else 1.0, generator=generator)
     elif "position" in name or "relative_attention_bias" in name:

@@ -138,6 +138,8 @@ SEEDED_MODELS: dict[str, SeededModel] = {
     "jamba": _decoder("jamba", tied=False, num_layers=4),
     "bamba": _decoder("bamba", tied=False, num_layers=4),
     "qwen3_next": _decoder("qwen3_next", tied=False, num_layers=4),
+    "qwen3_5": _decoder("qwen3_5_text", tied=False, num_layers=4),
+    "qwen3_5_moe": _decoder("qwen3_5_moe_text", tied=False, num_layers=4),
     "qwen3_next-benchmark": _decoder("qwen3_next", **_QWEN3_NEXT_BENCHMARK),
     "bart": SeededModel("language_models:build_bart", {"model_type": "bart"}),
     "bart-benchmark": SeededModel(
@@ -150,6 +152,7 @@ SEEDED_MODELS: dict[str, SeededModel] = {
     "llava": SeededModel("language_models:build_llava", {"model_type": "llava"}),
     "gemma3_vision": SeededModel("language_models:build_gemma3_vision", {"model_type": "gemma3"}),
     "qwen2_5_vl": SeededModel("language_models:build_qwen2_5_vl", {"model_type": "qwen2_5_vl"}),
+    "qwen3_5_vision": SeededModel("language_models:build_qwen3_5", {"model_type": "qwen3_5"}),
     "qwen3_vl": SeededModel("language_models:build_qwen3_vl", {"model_type": "qwen3_vl"}),
     "qwen2_5_omni": SeededModel("omni:build_qwen2_5_omni", _OF_PARTS),
     "qwen2_5_omni-benchmark": SeededModel("omni:build_qwen2_5_omni", _OF_PARTS, benchmark=True),

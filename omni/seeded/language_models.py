@@ -61,6 +61,18 @@ from omni.seeded.building import (
 )
 from omni.seeded.checkpoints import SEEDED_WINDOW
 
+_DELTA_RULE = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+_SHARED_EXPERT = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 48,
+}
 _HYBRIDS: Mapping[str, Mapping[str, Any]] = {
     # With four layers: Mamba, Mamba with experts, attention, Mamba with experts.
     "jamba": {
@@ -84,16 +96,9 @@ _HYBRIDS: Mapping[str, Mapping[str, Any]] = {
         "mamba_chunk_size": 16,
     },
     # With four layers: the last one is attention.
-    "qwen3_next": {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 24,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 48,
-    },
+    "qwen3_next": _DELTA_RULE | _SHARED_EXPERT,
+    "qwen3_5_text": _DELTA_RULE,
+    "qwen3_5_moe_text": _DELTA_RULE | _SHARED_EXPERT,
 }
 """Config fields by transformers' model type, for a stream of any width that 8 divides."""
 
@@ -523,6 +528,16 @@ def build_qwen3_vl(
     return _save_qwen(directory, model_type, DEEP_VISION, text, tied)
 
 
+def build_qwen3_5(directory: str | Path, *, experts: bool = False, tied: bool = False) -> Path:
+    """Write a seeded Qwen3.5 that sees, with experts or without."""
+    # Of the four layers the last one is attention; half of the channels of its heads turn.
+    turned = rope([4, 2, 2]) | {"partial_rotary_factor": 0.5}
+    text = _DELTA_RULE | {"num_hidden_layers": 4, "rope_parameters": turned, "head_dim": 32}
+    vision = {name: value for name, value in DEEP_VISION.items() if "deepstack" not in name}
+    model_type, more = ("qwen3_5_moe", _SHARED_EXPERT) if experts else ("qwen3_5", {})
+    return _save_qwen(directory, model_type, vision, text | more, tied)
+
+
 def rope(sections: list[int]) -> dict[str, Any]:
     """Parameters of three numbers to a place."""
     return {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
@@ -586,5 +601,10 @@ def _save(
 def _sharpened(make: Callable[[Any], Any], config: PreTrainedConfig, seed: int = 0) -> Any:
     has_text = config.model_type == "mllama"
     tied = bool((config.text_config if has_text else config).tie_word_embeddings)
-    draw = partial(initialise, tied=tied, gains=_GAINS.get(config.model_type, {}))
+    gains = _GAINS.get(config.model_type, {})
+
+    def draw(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
+        if not _initialise_recurrence(name, parameter, generator):
+            initialise(name, parameter, generator, tied=tied, gains=gains)
+
     return seeded_model(lambda: make(config), torch.Generator().manual_seed(seed), draw)

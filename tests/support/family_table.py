@@ -47,6 +47,7 @@ _NAMES = {
     "jamba": "Jamba",
     "bamba": "Bamba",
     "qwen3_next": "Qwen3-Next",
+    "qwen3_5": "Qwen3.5 (text)",
     "bart": "BART",
     "t5": "T5",
     "whisper": "Whisper",
@@ -55,6 +56,7 @@ _NAMES = {
     "gemma3_vision": "Gemma-3 with images",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
+    "qwen3_5_vision": "Qwen3.5",
     "qwen2_5_omni": "Qwen2.5-Omni",
     "qwen3_omni": "Qwen3-Omni",
 }

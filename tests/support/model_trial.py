@@ -104,7 +104,7 @@ TRIALS: Mapping[str, Trial] = {
         name: Trial(name)
         for name in (
             *("qwen2", "qwen3", "llama", "mistral", "ministral", "gemma2", "gemma3"),
-            *("jamba", "bamba", "qwen3_next", "bart", "t5", "qwen3_moe", "mixtral"),
+            *("jamba", "bamba", "qwen3_next", "qwen3_5", "bart", "t5", "qwen3_moe", "mixtral"),
         )
     },
     "whisper": Trial("whisper", prompt=lambda: AudioPrompt(tone(0.5))),
@@ -112,6 +112,7 @@ TRIALS: Mapping[str, Trial] = {
     "llava": Trial("llava", prompt=_picture),
     "qwen2_5_vl": Trial("qwen2_5_vl", prompt=_picture),
     "qwen3_vl": Trial("qwen3_vl", prompt=_picture),
+    "qwen3_5_vision": Trial("qwen3_5_vision", prompt=_picture),
     "thinker": Trial("qwen2_5_omni", "thinker", prompt=_picture),
     "qwen3 thinker": Trial("qwen3_omni", "thinker", prompt=_picture),
     "qwen3 talker": Trial("qwen3_omni", "talker", prompt=None),

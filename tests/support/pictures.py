@@ -14,6 +14,7 @@ PLACEHOLDER = {
     "gemma3_vision": "<start_of_image>",
     "qwen2_5_vl": "<|image_pad|>",
     "qwen3_vl": "<|image_pad|>",
+    "qwen3_5_vision": "<|image_pad|>",
 }
 # The first three take equally many placeholders in every family.
 _SIZES = [(84, 56), (84, 56), (56, 84), (56, 28)]

@@ -121,9 +121,13 @@ class DecoderConfig:
         head_dim = (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
+        # Where every layer has experts, there is no other size.
+        size = (
+            "intermediate_size" if hasattr(config, "intermediate_size") else "moe_intermediate_size"
+        )
         return cls(
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
+            intermediate_size=getattr(config, size),
             layers=(LayerKind(),) * config.num_hidden_layers,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
@@ -486,17 +490,19 @@ def build_multi_axis_rotary(
     settings: ModelSettings,
     *,
     interleaved: bool = False,
+    usual: Sequence[int] = (24, 20, 20),
 ) -> RotaryEmbedding:
     """Cosines and sines of three numbers to a place.
 
     Args:
-        interleaved: whether the numbers take turns at every frequency, by default as published.
+        interleaved: whether the numbers take turns at every frequency.
+        usual: how many frequencies each number then has, where the config leaves it out.
 
     Raises:
         ValueError: nothing says which channels each of them turns.
     """
-    usual = (24, 20, 20) if interleaved else None
-    sections = (config.rope_parameters or {}).get("mrope_section") or usual
+    sections = (config.rope_parameters or {}).get("mrope_section")
+    sections = sections or (usual if interleaved else None)
     if sections is None:
         raise ValueError(f"rope_parameters of {type(config).__name__} has no mrope_section")
     make = partial(MultiAxisRotaryEmbedding, sections=sections, interleaved=interleaved)

@@ -68,7 +68,7 @@ def qwen3_moe_config(config: PreTrainedConfig, **declared: Any) -> DecoderConfig
     """
     plain, window = _biased(config), getattr(config, "sliding_window", None)
     experts = None
-    if config.num_experts > 0:
+    if getattr(config, "num_experts", 0) > 0:
         experts = ExpertsConfig(
             config.num_experts,
             config.num_experts_per_tok,
@@ -79,7 +79,8 @@ def qwen3_moe_config(config: PreTrainedConfig, **declared: Any) -> DecoderConfig
         )
 
     def kind(index: int) -> LayerKind:
-        has_one = index in config.mlp_only_layers or (index + 1) % config.decoder_sparse_step
+        every = getattr(config, "decoder_sparse_step", 1)
+        has_one = index in getattr(config, "mlp_only_layers", ()) or (index + 1) % every
         return LayerKind(window, experts=None if has_one else experts)
 
     return replace(plain, layers=tuple(map(kind, range(len(plain.layers)))), qk_norm=True)

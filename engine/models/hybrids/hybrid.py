@@ -2,12 +2,14 @@
 
 Jamba has Mamba-1 layers, attention without positions among them, and experts in some of the MLPs;
 Bamba has Mamba-2 layers, and attention layers that rotate half of each head's channels; Qwen3-Next
-has layers of the gated delta rule, gated attention, and experts with a shared one. One layer::
+and Qwen3.5 have layers of the gated delta rule, gated attention, and experts with a shared one, or
+none. One layer::
 
     residual ──norm──► attention or a state ──► + ──norm──► MLP or experts ──► + (next layer's norm)
 
 Sources: Lieber et al., "Jamba: A Hybrid Transformer-Mamba Language Model", 2024; IBM, Princeton,
-CMU and UIUC, "Bamba: Inference-Efficient Hybrid Mamba2 Model", 2024; transformers' ``qwen3_next``.
+CMU and UIUC, "Bamba: Inference-Efficient Hybrid Mamba2 Model", 2024; transformers' ``qwen3_next``
+and ``qwen3_5``.
 """
 
 from __future__ import annotations
@@ -179,7 +181,8 @@ def build_jamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
         for count in config.layers_num_experts
     ]
     decoder = replace(decoder, layers=tuple(LayerKind(experts=each) for each in experts))
-    return _build(checkpoint, settings, decoder, mixer, None)
+    layers = _build_layers(config, settings, decoder, mixer)
+    return HybridModel(decoder, layers, None, settings, has_head=has_head(checkpoint))
 
 
 def build_bamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
@@ -199,15 +202,50 @@ def build_bamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
         name, options = f"layers.{index}.mamba", settings.tensor_options
         return Mamba2Mixer(name, Mamba2Config(**mamba), settings.block_size, **options)
 
-    rotary = build_rotary(config, settings)
-    return _build(checkpoint, settings, llama_config(config), mixer, rotary)
+    decoder, rotary = llama_config(config), build_rotary(config, settings)
+    layers = _build_layers(config, settings, decoder, mixer)
+    return HybridModel(decoder, layers, rotary, settings, has_head=has_head(checkpoint))
 
 
 def build_qwen3_next(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
     """Build a Qwen3-Next, its weights not yet loaded; see :data:`Builder`."""
-    config = checkpoint.config
-    decoder = qwen3_moe_config(config, shared_size=config.shared_expert_intermediate_size)
-    decoder = replace(decoder, norm_offset=1.0, attention_gate=True)
+    rotary = build_rotary(checkpoint.config, settings)
+    decoder = delta_config(checkpoint.config)
+    return build_delta(checkpoint.config, settings, decoder, rotary, has_head=has_head(checkpoint))
+
+
+def build_qwen3_5(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
+    """Build a Qwen3.5 without its tower, its weights not yet loaded; see :data:`Builder`."""
+    config, head = checkpoint.config, has_head(checkpoint)
+    rotary, decoder = build_rotary(config, settings), delta_config(config)
+    return build_delta(config, settings, decoder, rotary, has_head=head, interleaved=False)
+
+
+def delta_config(config: PreTrainedConfig, **declared: Any) -> DecoderConfig:
+    """Read what a decoder of gated delta rules and gated attention is like.
+
+    Args:
+        **declared: what else its experts may say, if it has any.
+    """
+    shared_size = getattr(config, "shared_expert_intermediate_size", 0)
+    decoder = qwen3_moe_config(config, shared_size=shared_size, **declared)
+    return replace(decoder, norm_offset=1.0, attention_gate=True)
+
+
+def build_delta(
+    config: PreTrainedConfig,
+    settings: ModelSettings,
+    decoder: DecoderConfig,
+    rotary: RotaryEmbedding,
+    *,
+    has_head: bool,
+    interleaved: bool = True,
+) -> HybridModel:
+    """Build a decoder of gated delta rules, its weights not yet loaded.
+
+    Args:
+        interleaved: see :class:`~engine.layers.DeltaRuleConfig`.
+    """
     delta = DeltaRuleConfig(
         hidden_size=config.hidden_size,
         num_key_heads=config.linear_num_key_heads,
@@ -217,6 +255,7 @@ def build_qwen3_next(checkpoint: Checkpoint, settings: ModelSettings) -> HybridM
         kernel_size=config.linear_conv_kernel_dim,
         activation=config.hidden_act,
         norm_eps=config.rms_norm_eps,
+        interleaved=interleaved,
     )
 
     def mixer(index: int) -> DeltaRuleMixer:
@@ -224,8 +263,8 @@ def build_qwen3_next(checkpoint: Checkpoint, settings: ModelSettings) -> HybridM
         return DeltaRuleMixer(name, delta, settings.block_size, **options)
 
     names = LayerNames("linear_attn", "post_attention_layernorm", "mlp", "norm")
-    rotary = build_rotary(config, settings)
-    return _build(checkpoint, settings, decoder, mixer, rotary, names)
+    layers = _build_layers(config, settings, decoder, mixer, names)
+    return HybridModel(decoder, layers, rotary, settings, has_head=has_head)
 
 
 def _mamba_settings(config: PreTrainedConfig) -> dict[str, Any]:
@@ -240,26 +279,30 @@ def _mamba_settings(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def _build(
-    checkpoint: Checkpoint,
+def _build_layers(
+    config: PreTrainedConfig,
     settings: ModelSettings,
     decoder: DecoderConfig,
     state_mixer: Callable[[int], StateMixer],
-    rotary: RotaryEmbedding | None,
     names: LayerNames = _MAMBA_NAMES,
-) -> HybridModel:
+) -> list[HybridLayer]:
     layers = []
-    kinds = zip(checkpoint.config.layer_types, decoder.layers, strict=True)
+    kinds = zip(config.layer_types, decoder.layers, strict=True)
     for index, (layer_type, kind) in enumerate(kinds):
         is_attention = layer_type == "full_attention"
         mixer = SelfAttention(index, decoder, settings) if is_attention else state_mixer(index)
         feed_forward = build_mlp(decoder, settings, kind.experts)
         layers.append(HybridLayer(mixer, feed_forward, decoder, settings, names))
-    return HybridModel(decoder, layers, rotary, settings, has_head=has_head(checkpoint))
+    return layers
 
 
 JAMBA = ModelFamily("jamba", ("JambaForCausalLM", "JambaModel"), build=build_jamba)
 BAMBA = ModelFamily("bamba", ("BambaForCausalLM", "BambaModel"), build=build_bamba)
 QWEN3_NEXT = ModelFamily(
     "qwen3_next", ("Qwen3NextForCausalLM", "Qwen3NextModel"), build=build_qwen3_next
+)
+QWEN3_5 = ModelFamily(
+    "qwen3_5",
+    ("Qwen3_5ForCausalLM", "Qwen3_5TextModel", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextModel"),
+    build=build_qwen3_5,
 )

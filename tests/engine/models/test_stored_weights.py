@@ -256,7 +256,10 @@ DECODERS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-CALLED = {"gemma3": "gemma3_vision", "gemma3_text": "gemma3", "qwen3_vl_moe": "qwen3_vl"}
+CALLED = {
+    **{"gemma3": "gemma3_vision", "gemma3_text": "gemma3", "qwen3_vl_moe": "qwen3_vl"},
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "qwen3_5_vision"),
+}
 """Families that are not called as the type of their config."""
 
 
@@ -478,6 +481,15 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             },
             "vision_config": {"out_hidden_size": 2048},
         },
+    ),
+    # As transformers has them by default, of whose layers three have a state, and one attends.
+    "Qwen/Qwen3.5-9B": (
+        "qwen3_5",
+        {"text_config": {"num_hidden_layers": 4}, "vision_config": {"out_hidden_size": 4096}},
+    ),
+    "Qwen/Qwen3.5-35B-A3B": (
+        "qwen3_5_moe",
+        {"text_config": {"num_hidden_layers": 4}, "vision_config": {"out_hidden_size": 2048}},
     ),
 }
 

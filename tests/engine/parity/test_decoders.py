@@ -114,6 +114,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_next",
         {"tied": False, "mlp_only_layers": [1], "attention_bias": True},
     ),
+    "qwen3_5": ("qwen3_5_text", UNTIED),
+    "qwen3_5 with experts": ("qwen3_5_moe_text", {"tied": True, "attention_bias": True}),
     # Dimensions of size 1 change strides, and kernels read those.
     "qwen2 with one head": ("qwen2", {"num_heads": 1, "num_kv_heads": 1}),
     "gemma3 with one head": ("gemma3_text", {**SLIDES, "num_heads": 1, "num_kv_heads": 1}),
@@ -126,9 +128,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# So that there are layers of each kind.
+FOUR_LAYERS = ("jamba", "bamba", "qwen3_next", "qwen3_5")
+
+
 def build(folder: Path, name: str, **options: Any) -> str:
     family, settings = VARIANTS[name]
-    num_layers = {"jamba": 4, "bamba": 4, "qwen3_next": 4}.get(family, 3)
+    num_layers = 4 if family.startswith(FOUR_LAYERS) else 3
     given: dict[str, Any] = {"num_layers": num_layers, "with_tokenizer": False}
     return str(build_causal_lm(folder, family, **(given | settings | options)))
 

@@ -27,6 +27,7 @@ from omni.seeded.language_models import (
     build_gemma3_vision,
     build_llava,
     build_qwen2_5_vl,
+    build_qwen3_5,
     build_qwen3_vl,
 )
 from tests.support.encoder_decoder_reference import assert_greedy_choices
@@ -46,6 +47,8 @@ BUILDERS: dict[str, Callable[[Path], Path]] = {
     "qwen2_5_vl tied": partial(build_qwen2_5_vl, tied=True),
     "qwen2_5_vl with one key head": partial(build_qwen2_5_vl, num_key_value_heads=1),
     "qwen3_vl of experts": partial(build_qwen3_vl, experts=True),
+    "qwen3_5_vision": partial(build_qwen3_5, tied=True),
+    "qwen3_5_vision of experts": partial(build_qwen3_5, experts=True),
     "gemma3_vision": partial(build_gemma3_vision, sliding_window=8),
     "gemma3_vision in steps of 7": partial(build_gemma3_vision, rows=4),
 }
@@ -327,7 +330,10 @@ class DatedReference(VideoReference):
         return text
 
 
-REFERENCES = {"qwen2_5_vl": VideoReference, "qwen3_vl": DatedReference}
+REFERENCES = {
+    "qwen2_5_vl": VideoReference,
+    **dict.fromkeys(("qwen3_vl", "qwen3_5_vision"), DatedReference),
+}
 
 
 @pytest.fixture(scope="module")
@@ -401,7 +407,11 @@ def test_mixed_requests_equal_transformers_cold_and_warm(
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [*(("qwen2_5_vl", name) for name in SHORT), ("qwen3_vl", "videos and pictures")],
+    [
+        *(("qwen2_5_vl", name) for name in SHORT),
+        ("qwen3_vl", "videos and pictures"),
+        ("qwen3_5_vision", "videos and pictures"),
+    ],
 )
 def test_generate_of_transformers_gives_the_same(
     references: dict[str, VideoReference], seeded: Callable[[str], str], family: str, name: str

@@ -62,6 +62,7 @@ RECOMPUTED = {
     "jamba": 6,
     "bamba": 6,
     "qwen3_next": 6,
+    "qwen3_5": 6,
     "jamba-recurrent": 6,
 }
 FAMILIES = [
@@ -76,10 +77,13 @@ FAMILIES = [
 ]
 OUTPUTS = ("hidden_states", "encoder_hidden_states")
 # Sharp attention amplifies rounding: uncached, these differ by as much from batch to batch.
-ATOL = {"t5": 1e-4, "t5-gated": 1e-4, "whisper": 5e-5, "gemma3": 2e-5, "qwen3_next": 2e-5}
+ATOL = {
+    **{"t5": 1e-4, "t5-gated": 1e-4, "whisper": 5e-5},
+    **dict.fromkeys(("gemma3", "qwen3_next", "qwen3_5"), 2e-5),
+}
 RUNS = (RequestStatus.RUNNING, RequestStatus.FINISHED)
 # A state does not grow: who is let in has room to finish, unless keys and values take it.
-MAY_RUN_TO_THE_END = ("jamba", "bamba", "qwen3_next", "jamba-recurrent")
+MAY_RUN_TO_THE_END = ("jamba", "bamba", "qwen3_next", "qwen3_5", "jamba-recurrent")
 HOST_ONLY = ("mistral-sliding", "jamba-recurrent")
 
 

@@ -1,0 +1,1 @@
+"""Qwen3.5 with its tower. Imports hybrids, qwen3_vl, decoders and what is below."""
