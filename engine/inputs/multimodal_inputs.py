@@ -566,10 +566,12 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
             sources.media_limits,
             trust_remote_code=checkpoint.trust_remote_code,
         )
+        # A template that writes messages with pictures names them, as a type of their parts.
+        template = str(getattr(sources.tokenizer, "chat_template", None) or tuple(self._makers))
         self.modalities += tuple(
             modality
             for modality, maker in self._makers.items()
-            if not isinstance(maker, MissingFeatureMaker)
+            if not isinstance(maker, MissingFeatureMaker) and modality in template
         )
         self._cache_bytes = sources.encoder_cache_bytes
 

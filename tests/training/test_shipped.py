@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors import safe_open
 
 import stage_configs
@@ -29,6 +30,15 @@ def engine() -> Iterator[LLMEngine]:
     engine = LLMEngine(config)
     yield engine
     engine.close()
+
+
+def test_it_takes_no_pictures_since_it_has_not_learnt_to_see(engine: LLMEngine) -> None:
+    assert engine.describe()["input_modalities"] == ["text", "audio"]
+    parts = [{"type": "image"}, {"type": "text", "text": "1 + 1"}]
+    image = Image.new("RGB", (60, 40))
+    prompt = ChatPrompt(({"role": "user", "content": parts},), multi_modal_data={"image": [image]})
+    with pytest.raises(ValueError, match="0 image placeholders"):
+        engine.generate([prompt], SamplingParams(max_tokens=1))
 
 
 def num_right(engine: LLMEngine, asked: list[tuple[tuple[str, ...], str]]) -> int:
