@@ -25,10 +25,10 @@ from torch import Tensor
 from engine.attention.metadata import AttentionMetadata, LayerCall, first_visible
 from engine.attention.torch_backend import TorchBackend, new_output
 from engine.native import NativeBuildError, PagedSpans, load_kernels
+from engine.native.kernels import PART_TOKENS
 
-# Sequences are cut into parts while threads would idle, but not into shorter ones than this.
+# Parts of sequences run in parallel while threads would idle.
 _TASKS_PER_THREAD = 4
-_MIN_PART_TOKENS = 64
 # From so many query tokens on, torch's products are faster than reading keys token by token.
 _LONG_QUERY = 256
 _NO_SPANS = PagedSpans(torch.empty(0, 0, dtype=torch.int32), torch.empty(3, 0, dtype=torch.int32))
@@ -40,14 +40,21 @@ class NativeBackend(TorchBackend):
     Pages may be bfloat16: keys and values are rounded as they are written, also those that a long
     prefill does not read back, so that all that see a key see the same.
 
+    Args:
+        deterministic: run long prefills in the kernel as well, slower: a token then gets the same
+            bits whatever else is in the step.
+
     Raises:
         NativeBuildError: the kernels cannot be had; see :meth:`check_support`.
     """
 
     name: ClassVar[str] = "native"
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, *, deterministic: bool = False
+    ) -> None:
         super().__init__(device, torch.float32)
+        self._deterministic = deterministic
         self._kernels = load_kernels()
         # Of all tokens of the step, and of those before its long prefills.
         self._spans = self._short_spans = _NO_SPANS
@@ -82,14 +89,13 @@ class NativeBackend(TorchBackend):
             )
         num_tokens = spans.shape[1]
         num_parts = 1
-        num_wanted = -(-_TASKS_PER_THREAD * torch.get_num_threads() // num_tokens)
-        if num_wanted > 1 and longest >= 2 * _MIN_PART_TOKENS:
-            most_seen = int((spans[2] - spans[1]).max())
-            num_parts = max(1, min(num_wanted, most_seen // _MIN_PART_TOKENS))
+        if longest > PART_TOKENS and num_tokens < _TASKS_PER_THREAD * torch.get_num_threads():
+            parts = (spans[2] + PART_TOKENS - 1) // PART_TOKENS - spans[1] // PART_TOKENS
+            num_parts = max(1, int(parts.max()))
         self._spans = self._short_spans = PagedSpans(table, spans, num_parts)
         self._prefills = []
         # Without so many tokens in the step none of its requests has them.
-        if num_tokens >= _LONG_QUERY:
+        if num_tokens >= _LONG_QUERY and not self._deterministic:
             query_lens = metadata.query_start_loc.diff()
             num_short = int((query_lens < _LONG_QUERY).cumprod(0).sum())
             num_short_tokens = int(metadata.query_start_loc[num_short])

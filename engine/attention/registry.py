@@ -65,9 +65,18 @@ def resolve_backend_name(
 
 
 def get_backend(
-    name: str, device: torch.device | str, dtype: torch.dtype, block_size: int
+    name: str,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    block_size: int,
+    *,
+    deterministic: bool = False,
 ) -> AttentionBackend:
-    """Make a backend, one for each KV-cache group; see :func:`resolve_backend_name`."""
+    """Make a backend, one for each KV-cache group; see :func:`resolve_backend_name`.
+
+    Args:
+        deterministic: see :class:`NativeBackend`; the other backends do not know it.
+    """
     device = torch.device(device)
     name = resolve_backend_name(name, device, dtype, block_size)
     backend = _BACKENDS[name]
@@ -75,4 +84,6 @@ def get_backend(
         return backend(device, dtype, block_size)
     if name == "reference":
         return ReferenceBackend()
-    return NativeBackend(device, dtype) if name == "native" else TorchBackend(device, dtype)
+    if name == "native":
+        return NativeBackend(device, dtype, deterministic=deterministic)
+    return TorchBackend(device, dtype)

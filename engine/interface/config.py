@@ -253,6 +253,9 @@ class EngineSettings(Settings):
         device: ``auto`` takes CUDA when there is one.
         attention_backend: ``auto`` takes triton on CUDA, native on a CPU (C kernels, compiled on
             first use, for norms and activations too), torch where those cannot run.
+        deterministic: the same bits whatever a request runs beside, however its prompt is cut into
+            chunks, cached or not, on however many threads: of decoders that read text or rows, with
+            the C kernels of a CPU. A model that cannot is refused.
         enforce_eager: launch the kernels of every decode step one by one on CUDA, and replay no
             graphs of them. Graphs take some memory, and time when the engine starts.
         block_size: tokens per KV block.
@@ -291,6 +294,7 @@ class EngineSettings(Settings):
     attention_backend: Literal["auto", "native", "torch", "triton", "xformers", "reference"] = (
         "auto"
     )
+    deterministic: bool = False
     enforce_eager: bool = False
     block_size: int = Field(default=16, ge=1)
     num_blocks: int | None = Field(default=None, ge=2)

@@ -27,6 +27,10 @@ from engine.native import NativeKernels, PackedCodes
 # Of a table of cosines and sines: what is made on the way to it takes little memory.
 _ROWS_AT_ONCE = 2**14
 _MOST_CHANNELS = 2**16
+# Of the kernels' products, and of all of torch's vector loops.
+_WIDTH = 32
+# Less than torch shares among threads.
+_NUMBERS_AT_ONCE = 2**14
 # Quantized ones that torch multiplies at once, dequantized.
 _WEIGHTS_AT_ONCE = 2**22
 
@@ -290,8 +294,11 @@ class LayerOps:
     def gate(self, gate_up: Tensor, activation: nn.Module) -> Tensor:
         """``activation(gate) * up`` of ``(rows, 2 * width)``: gates first, then ups."""
         gate, up = gate_up.chunk(2, dim=-1)
-        output: Tensor = activation(gate).mul_(up)
-        return output
+        return self.each(activation, gate).mul_(up)
+
+    def each(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """``function``, which computes each number by itself, of ``x`` ``(rows, width)``."""
+        return function(x)
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate heads in place; see :func:`engine.layers.apply_rotary`."""
@@ -302,16 +309,23 @@ class NativeLayerOps(LayerOps):
     """float32 on a CPU: each operation is one pass over its rows, shared by all threads.
 
     Rows may be a stride apart, as with :class:`LayerOps`; the kernels get a copy of such.
+
+    Args:
+        deterministic: a row gets the same bits whatever other rows there are; operations that
+            cannot do so raise ValueError.
     """
 
-    def __init__(self, kernels: NativeKernels) -> None:
+    def __init__(self, kernels: NativeKernels, *, deterministic: bool = False) -> None:
         self._kernels = kernels
+        self._deterministic = deterministic
 
     def pack_weight(self, weight: Tensor) -> PackedWeight:
         """See :class:`LayerOps`; widths that the kernel does not take go to oneDNN."""
         if weight.dtype == torch.bfloat16:
             return self._packed(self._kernels.pack_bfloat16(weight))
         packed = None if weight.is_meta else self._kernels.pack_linear(weight)
+        if packed is None and self._deterministic and not weight.is_meta:
+            return self._widened(weight)
         if packed is None:
             return super().pack_weight(weight)
         multiply, together = partial(self._kernels.linear, packed), self._kernels.linear_groups
@@ -322,9 +336,41 @@ class NativeLayerOps(LayerOps):
         packed = self._kernels.pack_quantized(
             weight.codes, weight.scales, weight.offsets, weight.group_size, weight.bits
         )
-        if packed is None:
-            return super().pack_quantized(weight)
-        return self._packed(packed)
+        if packed is not None:
+            return self._packed(packed)
+        if self._deterministic:
+            raise ValueError(
+                f"deterministic: no C kernel multiplies weights of {weight.bits} bits in groups of "
+                f"{weight.group_size}; leave deterministic out, or dequantize the checkpoint"
+            )
+        return super().pack_quantized(weight)
+
+    def _widened(self, weight: Tensor) -> PackedWeight:
+        """With outputs of zeros, up to a number that the kernel takes."""
+        rows = len(weight)
+        packed = self._kernels.pack_linear(F.pad(weight, (0, 0, 0, -rows % _WIDTH)))
+        assert packed is not None
+
+        def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
+            output = self._kernels.linear(packed, x, None)[:, :rows]
+            return output.contiguous() if bias is None else output + bias
+
+        return PackedWeight(multiply, packed.nbytes, rows)
+
+    def each(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """See :class:`LayerOps`. torch's vector and scalar code round differently.
+
+        Pieces of whole vectors, each for one thread, take the vector code alone.
+        """
+        if not self._deterministic:
+            return function(x)
+        if x.shape[-1] % _WIDTH:
+            raise ValueError(
+                f"deterministic: rows of {x.shape[-1]} numbers, not a multiple of {_WIDTH}, have "
+                f"no fixed rounding in {function}; leave deterministic out"
+            )
+        pieces = x.contiguous().view(-1).split(_NUMBERS_AT_ONCE)
+        return torch.cat([function(piece) for piece in pieces]).view(x.shape)
 
     def _packed(self, packed: PackedCodes) -> PackedWeight:
         nbytes = packed.codes.nbytes + packed.factors.nbytes

@@ -146,22 +146,43 @@ def _load_model(config: EngineConfig, choices: _Choices) -> CausalModel:
             choices.device,
             config.block_size,
             max(choices.max_model_len, _WARM_UP_LEN),
-            _layer_ops(choices),
+            _layer_ops(choices, config),
             quantization=config.quantization,
             stored_dtype=choices.stored_dtype,
         ),
     )
 
 
-def _layer_ops(choices: _Choices) -> LayerOps:
+def _layer_ops(choices: _Choices, config: EngineConfig) -> LayerOps:
     """One choice for attention and layers: with backend torch, neither runs own kernels."""
+    if config.deterministic and (choices.attention != "native" or not load_kernels().has_linear):
+        raise ValueError(
+            "deterministic needs the C kernels, attention and products, of a CPU with AVX-512, "
+            f"AVX2 or NEON; attention is {choices.attention_in_words} on {choices.device}"
+        )
     if choices.attention == "native":
-        return NativeLayerOps(load_kernels())
+        return NativeLayerOps(load_kernels(), deterministic=config.deterministic)
     if choices.attention != "triton":
         return LayerOps()
     from engine.layers.triton_ops import TritonLayerOps  # Triton need not be there elsewhere
 
     return TritonLayerOps()
+
+
+def _check_deterministic(model: CausalModel) -> None:
+    """Refuse a model of which some operation rounds by what else is in the step."""
+    mixed = {
+        "scans of recurrent layers": bool(model.state_layers),
+        "an encoder": model.max_encoder_len > 0,
+        "a tower for images or sounds": bool(model.placeholders),
+        "codebooks drawn after each token": model.num_codebooks > 1,
+    }
+    found = [name for name, is_there in mixed.items() if is_there]
+    if found:
+        raise ValueError(
+            f"deterministic: this model has {' and '.join(found)}, whose rounding depends on what "
+            "else runs in a step; leave deterministic out"
+        )
 
 
 def outline_needs(config: EngineConfig) -> ModelNeeds:
@@ -230,11 +251,17 @@ def _input_limits(
 
 
 def _attention_backends(
-    kv_config: KVCacheConfig, choices: _Choices
+    kv_config: KVCacheConfig, choices: _Choices, config: EngineConfig
 ) -> list[AttentionBackend | None]:
     """One for every group; None where it has no attention."""
     return [
-        get_backend(choices.attention, choices.device, choices.dtype, group.spec.block_size)
+        get_backend(
+            choices.attention,
+            choices.device,
+            choices.dtype,
+            group.spec.block_size,
+            deterministic=config.deterministic,
+        )
         if isinstance(group.spec, AttentionSpec)
         else None
         for group in kv_config.groups
@@ -349,6 +376,8 @@ class LLMEngine(Engine[RequestOutput]):
         choices = _Choices.of(config)
         checkpoint, model = choices.checkpoint, _load_model(config, choices)
         choices = choices.with_heads_of(model, config)
+        if config.deterministic:
+            _check_deterministic(model)
         self.hidden_size: int = model.hidden_size
         self.dtype, self.max_model_len = choices.dtype, choices.max_model_len
         self.tokenizer: PreTrainedTokenizerBase | None = None
@@ -433,7 +462,7 @@ class LLMEngine(Engine[RequestOutput]):
             kv_cache_manager=manager,
             memory=memory,
             swap_memory=swap_memory,
-            backends=_attention_backends(kv_config, choices),
+            backends=_attention_backends(kv_config, choices, config),
             input_batch=InputBatch(
                 max_num_seqs=max(config.max_num_seqs, _WARM_UP_SEQS),
                 max_model_len=max(choices.max_model_len, _WARM_UP_LEN),

@@ -370,7 +370,10 @@ typedef struct {
 /* Tokens of one sequence over its positions, an online softmax, tile by tile. While a tile is
  * computed the next one is fetched (if `fetch`), its rows spread evenly over the heads. dim is a
  * constant where this is inlined. Three loops per tile, each over independent heads, because the
- * steps of one head wait for each other. */
+ * steps of one head wait for each other.
+ *
+ * Tiles begin at multiples of TILE, wherever a token's first position is, and one that a token does
+ * not see leaves its sums as they are: what a token gets does not depend on those beside it. */
 INLINE void attend(const Pages *p, const Token *tokens, int num_tokens, const int32_t *table,
                    int fetch, int dim, int half) {
     const int heads = p->num_kv_heads * p->group;
@@ -385,6 +388,7 @@ INLINE void attend(const Pages *p, const Token *tokens, int num_tokens, const in
         for (int h = 0; h < heads; h++) k->peak[h] = -FLT_MAX, k->total[h] = 0.0f;
         memset(k->sums, 0, sizeof(float) * (size_t)(heads * dim));
     }
+    begin = begin / TILE * TILE;
     if (begin < end) find_rows(p, table, begin, end, next);
     for (int64_t start = begin; start < end; start += TILE) {
         const int more = start + TILE < end;
@@ -482,67 +486,89 @@ typedef struct {
     const int32_t *block_table;
     int64_t table_stride;
     const int32_t *table_rows, *starts, *ends;
-    int64_t tokens, parts, together, size;
+    int64_t tokens, parts, part_size, together, size;
     float scale;
     float *partial, *out;
 } Attention;
 
 INLINE int64_t heads_of(const Pages *p) { return (int64_t)p->num_kv_heads * p->group; }
 
-/* One part of the keys of one token, or of some neighbours. */
-static void attend_part(const void *arguments, int64_t piece) {
-    const Attention *a = arguments;
-    const int64_t heads = heads_of(&a->pages), dim = a->pages.head_dim, parts = a->parts;
-    const int64_t part = piece % parts, from = piece / parts * a->together;
-    const int64_t to = from + a->together < a->tokens ? from + a->together : a->tokens;
-    float scaled[MAX_TOKENS][heads * dim];
+/* Add the share of later positions to `all`, for one head; both are (heads, dim + 2). */
+INLINE void add_part(float *all, const float *part, int64_t heads, int64_t dim, int64_t head) {
+    float *peak = all + heads * dim + head, *total = peak + heads, *sums = all + head * dim;
+    const float *next = part + heads * dim + head, *more = part + head * dim;
+    const float top = *next > *peak ? *next : *peak;
+    const float before = exp_fast(*peak - top), weight = exp_fast(*next - top);
+    *total = *total * before + next[heads] * weight, *peak = top;
+    for (int64_t i = 0; i < dim; i++) sums[i] = sums[i] * before + more[i] * weight;
+}
+
+/* Of a run of tokens of one sequence, what each sees of part number `part` of the positions, into
+ * `sums` (tokens, heads, dim + 2). */
+static void attend_run(const Attention *a, const float *scaled, int64_t token, int length,
+                       int64_t part, int fetch, float *sums) {
+    const int64_t heads = heads_of(&a->pages), dim = a->pages.head_dim;
+    const int64_t from = part * a->part_size, to = from + a->part_size;
     Token run[MAX_TOKENS];
+    for (int i = 0; i < length; i++, sums += heads * (dim + 2)) {
+        const int64_t start = a->starts[token + i], end = a->ends[token + i];
+        const int64_t first = start > from ? start : from, last = end < to ? end : to;
+        run[i] = (Token){scaled + i * heads * dim, end - 1, first < last ? first : from,
+                         first < last ? last : from, sums, sums + heads * dim,
+                         sums + heads * (dim + 1)};
+    }
+    attend_any(&a->pages, run, length, a->block_table + a->table_rows[token] * a->table_stride,
+               fetch);
+}
+
+/* One part of the keys of one token; the last of `parts`, and the only one of some neighbours, goes
+ * on to the end, part by part. */
+static void attend_piece(const void *arguments, int64_t piece) {
+    const Attention *a = arguments;
+    const int64_t heads = heads_of(&a->pages), dim = a->pages.head_dim, row = heads * (dim + 2);
+    const int64_t from = piece / a->parts * a->together;
+    const int64_t to = from + a->together < a->tokens ? from + a->together : a->tokens;
+    float scaled[MAX_TOKENS][heads * dim], later[MAX_TOKENS][row];
     int length = 0;
     for (int64_t token = from; token < to; token++) {
-        const int64_t start = a->starts[token], seen = a->ends[token] - start;
-        float *sums = a->partial + (token * parts + part) * heads * (dim + 2);
         for (int64_t i = 0; i < heads * dim; i++)
             scaled[length][i] = a->query[token * a->query_stride + i] * a->scale;
-        run[length] = (Token){scaled[length],
-                              a->ends[token] - 1,
-                              start + seen * part / parts,
-                              start + seen * (part + 1) / parts,
-                              sums,
-                              sums + heads * dim,
-                              sums + heads * (dim + 1)};
         length++;
-        const int32_t *row = a->table_rows + token;
-        if (token + 1 < to && row[1] == row[0]) continue;
+        if (token + 1 < to && a->table_rows[token + 1] == a->table_rows[token]) continue;
         /* The tokens before, if of the same request, have just used the same pages. */
-        const int64_t head = token - length;
-        attend_any(&a->pages, run, length, a->block_table + *row * a->table_stride,
-                   head < 0 || a->table_rows[head] != *row);
+        const int64_t head = token + 1 - length;
+        const int fetch = head == 0 || a->table_rows[head - 1] != a->table_rows[head];
+        int64_t start = a->starts[head], end = a->ends[head];
+        for (int64_t i = head; i <= token; i++) {
+            start = a->starts[i] < start ? a->starts[i] : start;
+            end = a->ends[i] > end ? a->ends[i] : end;
+        }
+        const int64_t own = piece % a->parts, part = start / a->part_size + own;
+        float *sums = a->partial + (head * a->parts + own) * row;
+        attend_run(a, scaled[0], head, length, part, fetch, sums);
+        for (int64_t p = part + 1; own + 1 == a->parts && p * a->part_size < end; p++) {
+            attend_run(a, scaled[0], head, length, p, fetch, later[0]);
+            for (int i = 0; i < length; i++)
+                for (int64_t h = 0; h < heads; h++) add_part(sums + i * row, later[i], heads, dim, h);
+        }
         length = 0;
     }
 }
 
-/* Bring the parts of some heads of tokens together. */
+/* Bring the parts of some heads of tokens together, in their order. */
 static void merge_parts(const void *arguments, int64_t piece) {
     const Attention *a = arguments;
     const int64_t heads = heads_of(&a->pages), dim = a->pages.head_dim, parts = a->parts;
     const int64_t part_size = heads * (dim + 2);
     EACH_ROW(row, piece, a->size, a->tokens * heads) {
-        const float *first = a->partial + row / heads * parts * part_size;
+        float *sums = a->partial + row / heads * parts * part_size, *result = a->out + row * dim;
         const int64_t head = row % heads;
-        float top = -INFINITY, total = 0.0f, *result = a->out + row * dim;
-        for (int64_t part = 0; part < parts; part++) {
-            const float peak = first[part * part_size + heads * dim + head];
-            top = peak > top ? peak : top;
-        }
-        memset(result, 0, sizeof(float) * (size_t)dim);
-        if (a->starts[row / heads] == a->ends[row / heads]) continue;
-        for (int64_t part = 0; part < parts; part++) {
-            const float *sums = first + part * part_size;
-            const float weight = exp_fast(sums[heads * dim + head] - top);
-            total += weight * sums[heads * (dim + 1) + head];
-            for (int64_t i = 0; i < dim; i++) result[i] += weight * sums[head * dim + i];
-        }
-        for (int64_t i = 0; i < dim; i++) result[i] /= total;
+        for (int64_t part = 1; part < parts; part++)
+            add_part(sums, sums + part * part_size, heads, dim, head);
+        const float total = sums[heads * (dim + 1) + head];
+        const int is_empty = a->starts[row / heads] == a->ends[row / heads];
+        for (int64_t i = 0; i < dim; i++)
+            result[i] = is_empty ? 0.0f : sums[head * dim + i] / total;
     }
 }
 
@@ -550,15 +576,17 @@ static void merge_parts(const void *arguments, int64_t piece) {
  * sequence whose blocks are row table_rows[i] of the block table. It gets zeros if that is none. A
  * bias takes ends[i] - 1 for its own position.
  *
- * A piece is one part of the keys of one token, or of some neighbours, so that few long sequences
- * keep all threads busy too; parts meet in `partial`, (tokens, parts, heads, dim + 2): sums, peak
- * and total of each head. query is (tokens, heads, dim), `query_stride` from row to row; out is
+ * Softmax goes over parts of `part_size` positions, a multiple of TILE, which begin at multiples of
+ * it and are added in their order: a token gets the same bits whatever runs beside it, and however
+ * many threads there are. Where few tokens would leave threads idle, `parts` is the most parts that
+ * one of them sees, and each is a piece; else it is 1. They meet in `partial`,
+ * (tokens, parts, heads, dim + 2): sums, peak and total of each head. query is (tokens, heads, dim), `query_stride` from row to row; out is
  * contiguous. */
 void omni_paged_attention(const float *query, int64_t query_stride, const int32_t *block_table,
                           int64_t table_stride, const int32_t *table_rows, const int32_t *starts,
                           const int32_t *ends, const void *keys, const void *values, int half,
-                          int64_t page_stride, int64_t tokens, int64_t parts, int32_t block_size,
-                          int32_t num_kv_heads, int32_t group, int32_t head_dim, float scale,
+                          int64_t page_stride, int64_t tokens, int64_t parts, int64_t part_size,
+                          int32_t block_size, int32_t num_kv_heads, int32_t group, int32_t head_dim, float scale,
                           float softcap, const float *bias, int64_t distances, float *partial,
                           float *out, int threads) {
     const int64_t rows = tokens * num_kv_heads * group;
@@ -574,14 +602,15 @@ void omni_paged_attention(const float *query, int64_t query_stride, const int32_
         .ends = ends,
         .tokens = tokens,
         .parts = parts,
+        .part_size = part_size,
         /* Few tokens are spread over the threads, many share what they read. */
-        .together = tokens >= 16 * MAX_TOKENS ? MAX_TOKENS : 1,
+        .together = parts > 1 || tokens < 16 * MAX_TOKENS ? 1 : MAX_TOKENS,
         .size = rows_of_piece(rows, head_dim * parts, threads),
         .scale = scale,
         .partial = partial,
         .out = out,
     };
-    omni_team_run(attend_part, &attention,
+    omni_team_run(attend_piece, &attention,
                   omni_num_pieces(tokens, attention.together) * parts, threads);
     omni_team_run(merge_parts, &attention, omni_num_pieces(rows, attention.size), threads);
 }

@@ -119,7 +119,7 @@ _SIGNATURES: dict[str, list[Any]] = {
         *(c_void_p, c_int64, c_void_p, c_int64),
         *[c_void_p] * 5,
         c_int,
-        *[c_int64] * 3,
+        *[c_int64] * 4,
         *[c_int32] * 4,
         *(c_float, c_float, c_void_p, c_int64, c_void_p, c_void_p, c_int),
     ],
@@ -130,6 +130,8 @@ _SIGNATURES: dict[str, list[Any]] = {
 _PANEL = 16
 # From here on a copy of the rows, laid out for the kernel, costs less than it saves.
 _MANY_ROWS = 65
+# Positions whose share of a softmax is computed by itself, a multiple of TILE in kernels.c.
+PART_TOKENS = 128
 # Of each filter that snake.c knows.
 _SNAKE_TAPS = 12
 
@@ -169,7 +171,8 @@ class PagedSpans:
         block_table: ``(num_reqs, blocks)`` int32, contiguous.
         spans: ``(3, num_tokens)`` int32, rows may be a stride apart: of each token, its request's
             row in the table, the first position that it sees, and one past the last.
-        num_parts: parts into which the keys of each token are cut, to run in parallel.
+        num_parts: the most parts of ``PART_TOKENS`` positions that a token sees, where they are to
+            run in parallel; 1: each token's run one after the other, to the same bits.
     """
 
     block_table: Tensor
@@ -482,7 +485,7 @@ class NativeKernels:
             *(first_row, first_row + to_next, first_row + 2 * to_next),
             *(kv_cache.keys.data_ptr(), kv_cache.values.data_ptr(), half),
             kv_cache.chunks_per_page * block_size * num_kv_heads * head_dim,
-            *(num_tokens, spans.num_parts, block_size),
+            *(num_tokens, spans.num_parts, PART_TOKENS, block_size),
             *(num_kv_heads, num_heads // num_kv_heads, head_dim),
             *(scale, softcap or 0.0),
             None if bias is None else bias.data_ptr(),

@@ -471,7 +471,7 @@ class DecoderModel(CausalModel):
             raise ValueError("this checkpoint has no language-model head: it cannot make logits")
         logits: Tensor = self.head(hidden_states).float()
         cap = self.config.logit_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return logits if cap is None else self.ops.each(torch.tanh, logits.div_(cap)).mul_(cap)
 
 
 def build_rotary(

@@ -14,8 +14,8 @@ void omni_quantized(const float *, int64_t, const uint8_t *, const float *, cons
                     int64_t, int64_t, int64_t, int64_t, int, int, void *, int);
 void omni_paged_attention(const float *, int64_t, const int32_t *, int64_t, const int32_t *,
                           const int32_t *, const int32_t *, const void *, const void *, int, int64_t,
-                          int64_t, int64_t, int32_t, int32_t, int32_t, int32_t, float, float,
-                          const float *, int64_t, float *, float *, int);
+                          int64_t, int64_t, int64_t, int32_t, int32_t, int32_t, int32_t, float,
+                          float, const float *, int64_t, float *, float *, int);
 int omni_has_whole_codes(void);
 int omni_has_bfloat16(void);
 
@@ -100,7 +100,7 @@ static int64_t wrong_attention(int32_t dim) {
     for (int64_t i = 0; i < BLOCKS * BLOCK * dim; i++) keys[i] = number(), values[i] = number();
     for (int64_t i = 0; i < TOKENS * HEADS * dim; i++) query[i] = 3 * number();
     omni_paged_attention(query, HEADS * dim, table, BLOCKS, rows, starts, ends, keys, values, 0,
-                         BLOCK * dim, TOKENS, 2, BLOCK, 1, HEADS, dim, 0.5f, 0, NULL, 0, partial, out,
+                         BLOCK * dim, TOKENS, 2, 32, BLOCK, 1, HEADS, dim, 0.5f, 0, NULL, 0, partial, out,
                          2);
     int64_t count = 0;
     for (int64_t row = 0; row < TOKENS * HEADS; row++) {
