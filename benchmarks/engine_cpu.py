@@ -14,7 +14,8 @@ three with eight states of 128 by 128, and four experts in each. Sides:
 * ``cache off``: this engine without prefix caching;
 * ``cache on``: this engine, its cache emptied before every run;
 * ``no mirror``: as ``cache on``, mirroring no stage outputs: what the mirror costs;
-* ``torch only``: as ``cache on``, without the native kernels.
+* ``torch only``: as ``cache on``, without the native kernels;
+* ``deterministic``: as ``cache on``, with the same bits whatever runs beside a request.
 
 Every round runs every side once, so that a drift of the machine meets all of them. Tokens of all
 sides are compared; where they differ, the run says how near the two likeliest tokens were.
@@ -71,6 +72,7 @@ def build_engine(
     caching: bool = True,
     mirror: bool = True,
     attention: Literal["auto", "torch"] = "auto",
+    deterministic: bool = False,
 ) -> LLMEngine:
     return LLMEngine(
         EngineConfig(
@@ -78,6 +80,7 @@ def build_engine(
             dtype="float32",
             device="cpu",
             attention_backend=attention,
+            deterministic=deterministic,
             block_size=args.block_size,
             max_num_seqs=args.requests,
             max_num_batched_tokens=args.budget,
@@ -93,6 +96,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "cache on": {},
     "no mirror": {"mirror": False},
     "torch only": {"attention": "torch"},
+    "deterministic": {"deterministic": True},
 }
 
 

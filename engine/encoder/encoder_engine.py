@@ -414,6 +414,19 @@ class EncoderOutputStore:
 logger = package_logger(__name__)
 
 
+def _check_settings(config: EngineConfig) -> None:
+    """Refuse what only a decoder's engine can do."""
+    if config.deterministic:
+        raise ValueError(
+            "deterministic: an encoder's inputs run in padded batches, whose rounding depends "
+            "on what else is in them; leave deterministic out"
+        )
+    if config.offload is not None:
+        raise ValueError(
+            "offload keeps blocks of a decoder's KV cache; an encoder engine has none: leave it out"
+        )
+
+
 class EncoderEngine(Engine[EncoderOutput]):
     """Runs one text encoder: batching by length, outputs kept in the stage-output cache.
 
@@ -446,11 +459,7 @@ class EncoderEngine(Engine[EncoderOutput]):
     ) -> None:
         check_argument("config", config, EngineConfig, "an EngineConfig", "EngineConfig(model={})")
         check_names("output_names", output_names, or_none=True)
-        if config.offload is not None:
-            raise ValueError(
-                "offload keeps blocks of a decoder's KV cache; an encoder engine has none: leave "
-                "it out"
-            )
+        _check_settings(config)
         checkpoint = open_checkpoint(
             config.model,
             part=config.part,

@@ -156,6 +156,23 @@ def test_products_that_the_kernel_does_not_take_go_to_onednn(
     assert_near(ops.pack_weight(even).multiply(x, None), x @ even.T)
 
 
+def test_deterministic_products_and_activations_round_a_row_alike(native_products: None):
+    exact, odd, bias = NativeLayerOps(load_kernels(), deterministic=True), normal(33, 8), normal(33)
+    x, wide = normal(70, 8, seed=1), normal(700, 96, seed=2)
+    multiply = exact.pack_weight(odd).multiply
+    for added in (None, bias):
+        together = multiply(x, added)
+        assert_near(together, nn.functional.linear(x, odd, added))
+        assert torch.equal(torch.cat([multiply(row[None], added) for row in x]), together)
+    activated = exact.each(nn.functional.gelu, wide)
+    assert torch.equal(
+        torch.cat([exact.each(nn.functional.gelu, w[None]) for w in wide]), activated
+    )
+    assert_near(activated, nn.functional.gelu(wide))
+    with pytest.raises(ValueError, match="rows of 33 numbers, not a multiple of 32"):
+        exact.each(torch.tanh, normal(2, 33))
+
+
 @needs_kernels
 def test_what_the_kernels_would_misread_is_refused():
     kernels = load_kernels()

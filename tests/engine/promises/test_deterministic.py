@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine import CompletionOutput, EngineConfig, LLMEngine, SamplingParams, TokensPrompt
+from engine import (
+    CompletionOutput,
+    EncoderEngine,
+    EngineConfig,
+    LLMEngine,
+    SamplingParams,
+    TokensPrompt,
+)
 from tests.support.native_kernels import needs_kernels
 
 pytestmark = needs_kernels
@@ -120,6 +127,11 @@ def test_a_model_that_cannot_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"deterministic: this model has {reason}"):
         LLMEngine(EngineConfig(model=seeded(name), deterministic=True))
+
+
+def test_an_encoder_is_refused(bert_checkpoint: str) -> None:
+    with pytest.raises(ValueError, match="padded batches"):
+        EncoderEngine(EngineConfig(model=bert_checkpoint, deterministic=True))
 
 
 def test_torchs_attention_is_refused(qwen2_checkpoint: str) -> None:
