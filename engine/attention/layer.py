@@ -172,7 +172,8 @@ class Attention:
         if backend is None or not isinstance(metadata, AttentionMetadata):
             raise RuntimeError(f"group {self._group_id} of {self.layer_name} is not attention")
         if self.aligned_heads:
-            self.queries = query[:, self.aligned_heads]
+            # No index by a list: that would be copied to the device, which no graph records.
+            self.queries = torch.stack([query[:, head] for head in self.aligned_heads], dim=1)
         scoring = self.scoring
         if bias is not None:
             fits = bias.ndim == 2 and bias.shape[0] == query.shape[1] and bias.shape[1] > 0

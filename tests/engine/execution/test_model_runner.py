@@ -20,6 +20,7 @@ from prefix_cache import (
     KVCacheGroup,
     PagedMemory,
 )
+from tests.support.model_trial import TRIALS
 from tests.support.pretended_cuda import (
     BLOCKING_READ,
     BLOCKING_UPLOAD,
@@ -221,6 +222,24 @@ def test_decodes_on_cuda_wait_once_a_step_and_give_the_cpus_tokens(
         assert crossed[READ] <= 2
         assert crossed[WAIT] == 1
         assert crossed[UPLOAD] <= uploads
+
+
+def test_keeping_what_aligns_words_uploads_nothing_that_a_graph_would_refuse(
+    seeded: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+):
+    prompt = TRIALS["whisper"].prompt
+    assert prompt is not None
+    with pretended_cuda(monkeypatch) as crossings:
+        engine = LLMEngine(
+            EngineConfig(model=seeded("whisper"), dtype="float32", device="cuda:0", max_num_seqs=2)
+        )
+        assert engine._runner._aligned
+        engine.add_request("0", prompt(), GREEDY)
+        engine.step()
+        crossings.clear()
+        engine.step()
+        assert crossings.count(BLOCKING_UPLOAD) == 0
+        engine.abort("0")
 
 
 def test_the_pretended_device_refuses_what_cuda_refuses(monkeypatch: pytest.MonkeyPatch):
