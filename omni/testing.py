@@ -17,6 +17,7 @@ def assert_cached_equals_uncached(
     requests: Requests,
     *,
     atol: float | None = None,
+    exact: bool = False,
 ) -> VerifyReport:
     """Assert that caching changes nothing in a pipeline, and that something was hit at all. ::
 
@@ -28,6 +29,7 @@ def assert_cached_equals_uncached(
             closed in the end.
         requests: what to run, one or several, as prompts or as ``OmniRequest``.
         atol: see :func:`~omni.verification.verify.verify`.
+        exact: compare bits; see there.
 
     Returns:
         What was found, in numbers.
@@ -39,10 +41,10 @@ def assert_cached_equals_uncached(
     """
     __tracebackhide__ = True  # pytest shows the caller's line, not these
     if isinstance(config, Omni):
-        report = verify(config, requests, atol=atol)
+        report = verify(config, requests, atol=atol, exact=exact)
     else:
         with Omni(config) as omni:
-            report = verify(omni, requests, atol=atol)
+            report = verify(omni, requests, atol=atol, exact=exact)
     if not report.equal or report.failures or not report.has_hits:
         raise AssertionError("\n".join(report.lines()))
     return report

@@ -129,7 +129,7 @@ def verify(options: VerifyOptions) -> bool:
     from omni.verification.verify import verify as verify_requests
 
     with Omni(pipeline) as omni:
-        report = verify_requests(omni, requests, atol=options.atol)
+        report = verify_requests(omni, requests, atol=options.atol, exact=options.exact)
     typer.echo("\n".join(report.lines()))
     if report.equal and not report.failures and not report.has_hits:
         raise Stopped("error: nothing was proven, since nothing was hit", _NOTHING_PROVEN)

@@ -371,6 +371,11 @@ class VerifyOptions(PromptFlags, SamplingFlags, RuntimeFlags, CommandOptions):
         "measuring what rounding does.",
         metavar="NUMBER",
     )
+    exact: bool = option(
+        "Compare bits, with no tolerance: for stages with engine: {deterministic: true}.",
+        "--exact",
+        default=False,
+    )
     speaker: SpeakerName = None
     overrides: Overrides = None
 

@@ -25,7 +25,7 @@ REFERENCE: Mapping[Run, str] = {
 }
 """Names of the uncached run in messages about each."""
 
-Kind = Literal["tokens", "finish_reason", "tensor", "error"]
+Kind = Literal["tokens", "finish_reason", "logprobs", "tensor", "error"]
 """Kinds of differences."""
 
 
@@ -292,16 +292,20 @@ class Tolerance:
 
     Attributes:
         atol: replaces all of this for tensors.
+        exact: every bit must be equal, of log-probabilities too, and no tie excuses anything.
         noise: what was measured; empty if nothing was.
         measuring: this is for the run that measures the noise: what is believed is allowed.
     """
 
     atol: float | None = None
+    exact: bool = False
     noise: Spread = field(default_factory=Spread)
     measuring: bool = False
 
     def tensor(self, name: str, dtype: torch.dtype) -> float:
         """The largest difference, as a share of a row's largest element, or of 1 if larger."""
+        if self.exact:
+            return 0.0
         if self.atol is not None:
             return self.atol
         limits = _LIMITS.get(dtype, _EXACT)
@@ -334,7 +338,7 @@ def compare_outputs(
     found = Comparison(uncached, other, run, tolerance)
     position = _first_difference(uncached.token_ids, other.token_ids)
     found.logprobs(position)
-    if position is not None:
+    if position is not None and not tolerance.exact:
         gap = tolerance.tie(dtype)
         found.near_tie = _near_tie(uncached, other, run, position, sampling, gap)
         if found.near_tie is not None:
@@ -368,6 +372,7 @@ class Comparison:
 
     def tokens(self, position: int | None) -> None:
         """Generated ids, of all completions."""
+        exact = self.tolerance.exact
         if position is not None:
             ours, theirs = self.uncached.token_ids, self.other.token_ids
             self._differ(
@@ -375,7 +380,7 @@ class Comparison:
                 f"generated token {position} is {_at(theirs, position)}, "
                 f"{REFERENCE[self.run]} {_at(ours, position)}",
             )
-        elif _further(self.uncached) != _further(self.other):
+        elif _further(self.uncached, exact) != _further(self.other, exact):
             self._differ("tokens", "further completions (n > 1) are not the same")
         elif self.uncached.text != self.other.text:
             self._differ(
@@ -393,11 +398,18 @@ class Comparison:
             )
 
     def logprobs(self, position: int | None) -> None:
-        """Measure those of the tokens before the one at which the runs part."""
+        """Measure those of the tokens before the one at which the runs part; or compare bits."""
         pairs = zip(self.uncached.logprobs or (), self.other.logprobs or (), strict=False)
-        for ours, theirs in itertools.islice(pairs, position):
+        for index, (ours, theirs) in enumerate(itertools.islice(pairs, position)):
             apart = abs(ours.logprob - theirs.logprob)
             self.spread.logprobs = max(self.spread.logprobs, apart)
+            if self.tolerance.exact and ours != theirs:
+                self._differ(
+                    "logprobs",
+                    f"log-probabilities of generated token {index} are {theirs}, "
+                    f"{REFERENCE[self.run]} {ours}",
+                )
+                break
 
     def tensors(self, rows: int | None) -> None:
         """Names, shapes and elements; of the leading ``rows`` only if given."""
@@ -443,8 +455,11 @@ class Comparison:
         allowed = self.tolerance.tensor(name, ours.dtype)
         shares = apart / scale
         self.spread.include(Spread({name: float(shares.max())}))
-        if wrong := int((shares > allowed).sum()):
-            worst = int(shares.argmax())
+        differs = shares > allowed
+        if self.tolerance.exact:
+            differs = (_bits(ours) != _bits(theirs)).reshape(len(shares), -1).any(dim=1)
+        if wrong := int(differs.sum()):
+            worst = int((shares * differs).argmax())
             part = "row" if ours.dim() > 1 else "element"
             self._differ(
                 "tensor",
@@ -459,9 +474,14 @@ class Comparison:
         )
 
 
-def _further(output: StageOutput) -> list[tuple[object, ...]]:
-    """All completions but the first, without log-probabilities: those are rounded."""
-    return [each[:3] for each in output.completions[1:]]
+def _further(output: StageOutput, exact: bool) -> list[tuple[object, ...]]:
+    """All completions but the first; without log-probabilities, which are rounded, if not exact."""
+    return [tuple(each) if exact else each[:3] for each in output.completions[1:]]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Its bytes, ``(elements * element size,)``: zeros have signs, and there are many NaNs."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,9 @@ from stages import StageOutput, StageStats
 _NUM_REGROUPED = 4
 
 
-def verify(omni: Omni, requests: Requests, *, atol: float | None = None) -> VerifyReport:
+def verify(
+    omni: Omni, requests: Requests, *, atol: float | None = None, exact: bool = False
+) -> VerifyReport:
     """Show that caching changes nothing, on the user's own requests, and what it saves.
 
     After a warm-up, unless every stage has worked before, the requests run three times: uncached;
@@ -60,9 +62,12 @@ def verify(omni: Omni, requests: Requests, *, atol: float | None = None) -> Veri
             of them hits anything, nothing is proven: see ``VerifyReport.has_hits``.
         atol: how far tensor elements may be apart in a row whose largest is 1 or less; in
             proportion in others. It replaces the measurement.
+        exact: compare bits, those of log-probabilities too; nothing is measured, no near tie is
+            excused. For pipelines whose stages are deterministic (``EngineConfig.deterministic``).
 
     Raises:
-        ValueError: there are no requests or what is none, two share an id, or ``atol`` is negative.
+        ValueError: there are no requests or what is none, two share an id, or ``atol`` is negative
+            or given beside ``exact``.
         RuntimeError: requests are running, or ``omni`` is closed.
     """
     if not isinstance(omni, Omni):
@@ -70,28 +75,42 @@ def verify(omni: Omni, requests: Requests, *, atol: float | None = None) -> Veri
     batch = as_requests(requests)
     if not batch:
         raise ValueError("there is nothing to verify: no request was given")
-    if atol is not None and not atol >= 0:
-        raise ValueError(f"atol must not be negative, got {atol}")
+    given = _tolerance(atol, exact)
     with omni.paused() as pipeline:
         prepared = [_prepare(pipeline, index, each) for index, each in enumerate(batch)]
         _check_ids(prepared)
         switches = {name: stage.enable_prefix_caching for name, stage in pipeline.stages.items()}
         cached = [name for name, is_on in switches.items() if is_on]
         try:
-            if not all(stage.stats().num_steps for stage in pipeline.stages.values()):
-                # Threads and buffers that libraries set up on first use would count as time saved.
-                _run(pipeline, prepared[:1], caching=())
-            uncached = _run(pipeline, prepared, caching=())
-            regrouped = _Pass() if atol is not None else _regroup(pipeline, prepared, uncached)
-            for stage in pipeline.stages.values():
-                stage.reset_prefix_cache()
-            cold = _run(pipeline, prepared, caching=cached)
-            warm = _run(pipeline, prepared, caching=cached)
+            uncached, runs = _run_all(pipeline, prepared, cached, atol is None and not exact)
         finally:
             for name, stage in pipeline.stages.items():
                 stage.enable_prefix_caching = switches[name]
-    runs: dict[Run, _Pass] = {"regrouped": regrouped, "cold": cold, "warm": warm}
-    return _report(pipeline, prepared, uncached, runs, atol)
+    return _report(pipeline, prepared, uncached, runs, given)
+
+
+def _tolerance(atol: float | None, exact: bool) -> Tolerance:
+    if atol is not None and not atol >= 0:
+        raise ValueError(f"atol must not be negative, got {atol}")
+    if exact and atol is not None:
+        raise ValueError(f"exact allows no difference: leave out atol, which is {atol}")
+    return Tolerance(atol, exact)
+
+
+def _run_all(
+    pipeline: Pipeline, requests: Sequence[OmniRequest], cached: Collection[str], measures: bool
+) -> tuple[_Pass, dict[Run, _Pass]]:
+    """The uncached run, and those that are compared with it; noise is measured if ``measures``."""
+    if not all(stage.stats().num_steps for stage in pipeline.stages.values()):
+        # Threads and buffers that libraries set up on first use would count as time saved.
+        _run(pipeline, requests[:1], caching=())
+    uncached = _run(pipeline, requests, caching=())
+    regrouped = _regroup(pipeline, requests, uncached) if measures else _Pass()
+    for stage in pipeline.stages.values():
+        stage.reset_prefix_cache()
+    cold = _run(pipeline, requests, caching=cached)
+    warm = _run(pipeline, requests, caching=cached)
+    return uncached, {"regrouped": regrouped, "cold": cold, "warm": warm}
 
 
 @dataclass(slots=True)
@@ -232,7 +251,7 @@ def _report(
     requests: Sequence[OmniRequest],
     uncached: _Pass,
     runs: Mapping[Run, _Pass],
-    atol: float | None,
+    given: Tolerance,
 ) -> VerifyReport:
     regrouped, cold, warm = runs["regrouped"], runs["cold"], runs["warm"]
     ran_again = {*regrouped.errors, *(request_id for request_id, _ in regrouped.outputs)}
@@ -240,7 +259,7 @@ def _report(
     measuring = dict.fromkeys(pipeline.order, Tolerance(measuring=True))
     of_regrouped = _compare(pipeline, again, uncached, regrouped, "regrouped", measuring)
     noise = of_regrouped.spreads
-    tolerances = {name: Tolerance(atol, noise[name]) for name in pipeline.order}
+    tolerances = {name: replace(given, noise=noise[name]) for name in pipeline.order}
     of_cold = _compare(pipeline, requests, uncached, cold, "cold", tolerances)
     of_warm = _compare(pipeline, requests, uncached, warm, "warm", tolerances)
     for name, spread in of_warm.spreads.items():

@@ -266,6 +266,14 @@ def test_verify_takes_a_tolerance() -> None:
     assert result.exit_code == 0, result.stdout
     assert "allowed 5.0e-01\n" in result.stdout
     assert "noise" not in result.stdout
+    settings = (f"stages.{name}.engine.deterministic=true" for name in ("writer", "reader"))
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    result = omni("verify", "two_step", "-p", prompt, *SHORT, "--exact", *flags)
+    assert result.exit_code == 0, result.output
+    assert "allowed 0.0e+00" in result.output
+    result = omni("verify", "two_step", "-p", "x", "--exact", "--atol", "0.5")
+    assert result.exit_code == 2 and "exact allows no difference" in result.stderr
+
     result = omni("verify", "two_step", "-p", "x", "--atol", "-1")
     assert result.exit_code == 2
     assert "atol must not be negative" in result.stderr

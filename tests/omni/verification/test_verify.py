@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from engine import EncoderEngine, EngineConfig, LLMEngine, SamplingParams, TokensPrompt, Waveform
+from engine import (
+    EncoderEngine,
+    EngineConfig,
+    LLMEngine,
+    SamplingParams,
+    TokenLogprobs,
+    TokensPrompt,
+    Waveform,
+)
 from omni import (
     AutoregressiveStage,
     EncoderStage,
@@ -24,7 +32,12 @@ from omni import (
 from omni.seeded.language_models import build_causal_lm
 from omni.verification import comparison as tolerance
 from omni.verification import verify as verify_module
-from omni.verification.comparison import StageVerification, VerifyReport
+from omni.verification.comparison import (
+    StageVerification,
+    Tolerance,
+    VerifyReport,
+    compare_outputs,
+)
 from omni.verification.verify import verify
 from prefix_cache import BlockHash, KVCacheBlock, extend_block_hashes
 from stages import StageOutput, StageStats
@@ -399,6 +412,61 @@ def test_a_given_atol_is_what_is_allowed_and_nothing_is_measured(
         assert report.equal == equal, report.lines()
         assert [(each.tolerance, each.noise) for each in report.stages[0].tensors] == [(atol, None)]
         assert not any("noise" in line for line in report.lines())
+
+
+_LIKELIEST = TokenLogprobs(1, -0.7, ((1, -0.7), (2, -0.7 - 1e-9)))
+_ROWS = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"token_ids": (2,)}, "tokens", "generated token 0 is 2"),
+        (
+            {"logprobs": (replace(_LIKELIEST, logprob=-0.7 + 1e-12),)},
+            "logprobs",
+            "log-probabilities of generated token 0 are",
+        ),
+        ({"tensors": {"h": torch.tensor([[-0.0, 1.0], [2.0, 3.0]])}}, "tensor", "in 1 of 2 rows"),
+        ({"tensors": {"h": _ROWS + 1e-6}}, "tensor", "in 2 of 2 rows"),
+    ],
+    ids=["near tie", "log-probability", "sign of a zero", "rounding"],
+)
+def test_exact_finds_every_bit_where_rounding_is_else_excused(
+    change: dict[str, Any], kind: str, message: str
+) -> None:
+    output = StageOutput("r", "a", True, token_ids=(1,), num_prompt_tokens=1)
+    output = replace(output, logprobs=(_LIKELIEST,), tensors={"h": _ROWS})
+
+    def compared(other: StageOutput, exact: bool) -> list[tuple[str, bool]]:
+        found = compare_outputs(
+            output,
+            other,
+            "warm",
+            sampling=SamplingParams(temperature=0.0),
+            dtype=torch.float32,
+            tolerance=Tolerance(exact=exact),
+        )
+        return [(each.kind, message in each.message) for each in found.differences]
+
+    assert compared(replace(output, **change), exact=True) == [(kind, True)]
+    assert compared(replace(output, **change), exact=False) == []
+    assert compared(output, exact=True) == []
+
+
+def test_exact_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for drift in (0.0, 1e-6):
+        stage = RoundingStage(0.0)
+        with monkeypatch.context() as patch, Omni(Pipeline([stage])) as omni:
+            plant(patch, partial(setattr, stage, "drift", drift))
+            report = verify(omni, TWO, exact=True)
+        assert report.equal == (drift == 0.0), report.lines()
+        assert [(each.tolerance, each.noise) for each in report.stages[0].tensors] == [(0.0, None)]
+    with (
+        Omni(Pipeline([FakeStage("a")])) as omni,
+        pytest.raises(ValueError, match="leave out atol"),
+    ):
+        verify(omni, TWO, atol=1e-3, exact=True)
 
 
 def test_a_stage_whose_outputs_depend_on_batch_mates_is_reported() -> None:
