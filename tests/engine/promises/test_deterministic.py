@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from engine import (
     CompletionOutput,
+    EmbedsPrompt,
     EncoderEngine,
     EngineConfig,
     LLMEngine,
+    Prompt,
     SamplingParams,
     TokensPrompt,
 )
+from tests.support.gguf_files import write_gguf
 from tests.support.native_kernels import needs_kernels
 
 pytestmark = needs_kernels
@@ -50,6 +55,7 @@ def sampling(index: int, max_tokens: int) -> SamplingParams:
 
 def answers(
     folder: str,
+    prompts: Sequence[Prompt] = PROMPTS,
     *,
     alone: bool = False,
     times: int = 1,
@@ -61,13 +67,13 @@ def answers(
     standard = {"max_num_seqs": 8, "max_model_len": 512, "num_blocks": 300}
     with threads(num_threads):
         engine = LLMEngine(EngineConfig(model=folder, deterministic=True, **standard | settings))
-        params = [sampling(index, max_tokens) for index in range(len(PROMPTS))]
+        params = [sampling(index, max_tokens) for index in range(len(prompts))]
         for _ in range(times):
             if alone:
-                pairs = zip(PROMPTS, params, strict=True)
+                pairs = zip(prompts, params, strict=True)
                 outputs = [engine.generate(prompt, each)[0] for prompt, each in pairs]
             else:
-                outputs = engine.generate(PROMPTS, params)
+                outputs = engine.generate(prompts, params)
         assert (engine.stats().num_preemptions > 0) == ("preemption" in settings)
         if times > 1:
             assert all(output.num_cached_tokens > 0 for output in outputs[1:])
@@ -110,12 +116,35 @@ def test_preemption_changes_no_bit(qwen2_checkpoint: str, preemption: str) -> No
     assert_same_bits(answers(qwen2_checkpoint, preemption=preemption, max_tokens=60, **few), alone)
 
 
-@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"quantization": "int8"}, {"quantization": "int4"}, {"dtype": "bfloat16"}],
+    ids=str,
+)
 def test_formats_of_weights_change_nothing_about_it(
     qwen2_checkpoint: str, options: dict[str, Any]
 ) -> None:
     alone = answers(qwen2_checkpoint, alone=True, **options)
     assert_same_bits(answers(qwen2_checkpoint, max_num_batched_tokens=45, **options), alone)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+def test_blocks_of_a_gguf_file_change_nothing_about_it(
+    seeded: Callable[[str], str], kind: str, tmp_path: Path
+) -> None:
+    stored = GGMLQuantizationType[kind]
+    file = str(write_gguf(seeded("llama"), tmp_path / "m.gguf", lambda name: stored))
+    alone = answers(file, alone=True)
+    assert_same_bits(answers(file, max_num_batched_tokens=45), alone)
+
+
+def test_prompts_of_embeddings_get_the_same_bits(qwen2_checkpoint: str) -> None:
+    width = LLMEngine(EngineConfig(model=qwen2_checkpoint, num_blocks=4)).hidden_size
+    random = torch.Generator().manual_seed(0)
+    prompts = [EmbedsPrompt(torch.randn(length, width, generator=random)) for length in LENGTHS]
+    alone = answers(qwen2_checkpoint, prompts, alone=True, enable_prefix_caching=False)
+    for way in ({}, {"max_num_batched_tokens": 45}, {"times": 2}):
+        assert_same_bits(answers(qwen2_checkpoint, prompts, **way), alone)
 
 
 @pytest.mark.parametrize(
