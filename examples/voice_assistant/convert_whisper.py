@@ -35,8 +35,10 @@ from transformers import (
 Arrays = dict[str, NDArray[Any]]
 _TYPES = {0: np.float32, 1: np.int8, 2: np.int16, 3: np.int32, 4: np.float16}
 _END = "<|endoftext|>"
-_KINDS = {"weight": "weight", "gamma": "weight", "encodings": "weight"}
-_KINDS |= {"bias": "bias", "beta": "bias"}
+_KINDS = dict.fromkeys(("weight", "gamma", "encodings"), "weight") | {
+    "bias": "bias",
+    "beta": "bias",
+}
 _MODULES = {
     "embeddings": "embed_tokens",
     "position_encodings": "embed_positions",
@@ -183,15 +185,13 @@ def _check(weights: dict[str, torch.Tensor], config: WhisperConfig) -> None:
 
 def _generation(config: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
     """What OpenAI's checkpoints have in ``generation_config.json``."""
-    missing = {"suppress_ids", "suppress_ids_begin", "alignment_heads"} - config.keys()
-    if missing or _END not in ids:
-        raise ValueError(f"config.json has no {', '.join(sorted(missing))}")
-    languages, tasks = set(config.get("lang_ids", ())), ("transcribe", "translate")
-    many = "<|zh|>" in ids
-    names = {"lang_to_id": {name: each for name, each in ids.items() if each in languages}}
-    names["task_to_id"] = {task: ids[f"<|{task}|>"] for task in tasks}
-    return {
-        "alignment_heads": config["alignment_heads"],
+    marks = ("startoftranscript", "notimestamps", "startofprev", "transcribe", "translate")
+    needed = {"config.json": (config, {"suppress_ids", "suppress_ids_begin", "lang_ids"})}
+    needed["tokenizer.json"] = (ids, {_END, *(f"<|{mark}|>" for mark in marks)})
+    for file, (content, names) in needed.items():
+        if missing := names - content.keys():
+            raise ValueError(f"{file} has no {', '.join(sorted(missing))}")
+    settings: dict[str, Any] = {
         "begin_suppress_tokens": config["suppress_ids_begin"],
         "suppress_tokens": [each for each in config["suppress_ids"] if each >= 0],
         **{f"{name}_token_id": ids[_END] for name in ("bos", "eos", "pad")},
@@ -200,9 +200,15 @@ def _generation(config: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
         "max_length": 448,
         "no_timestamps_token_id": ids["<|notimestamps|>"],
         "prev_sot_token_id": ids["<|startofprev|>"],
-        "is_multilingual": many,
-        **(names if many else {}),
+        "is_multilingual": "<|zh|>" in ids,
     }
+    if "alignment_heads" in config:  # else there are no times of words
+        settings["alignment_heads"] = config["alignment_heads"]
+    if settings["is_multilingual"]:
+        languages = set(config["lang_ids"])
+        settings["lang_to_id"] = {name: each for name, each in ids.items() if each in languages}
+        settings["task_to_id"] = {task: ids[f"<|{task}|>"] for task in ("transcribe", "translate")}
+    return settings
 
 
 def main() -> None:

@@ -190,6 +190,14 @@ def test_refuses_what_is_no_whole_whisper(
         with pytest.raises(ValueError, match=message):
             convert([folder], tmp_path / "out")
         assert not (tmp_path / "out").exists()
+    folder = a_folder(tmp_path / "unmarked", content)
+    tokenizer = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(tokenizer.replace("<|startofprev|>", "<|other|>"))
+    with pytest.raises(ValueError, match=r"tokenizer\.json has no <\|startofprev\|>"):
+        convert([folder], tmp_path / "out")
+    (folder / "config.json").write_text('{"lang_ids": [], "suppress_ids": []}')
+    with pytest.raises(ValueError, match=r"config\.json has no suppress_ids_begin"):
+        convert([folder], tmp_path / "out")
     with pytest.raises(ValueError, match="must be empty or not exist"):
         convert([folder], folder)
     with pytest.raises(ValueError, match=r"has no model\.bin"):
