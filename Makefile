@@ -89,18 +89,21 @@ test: $(STAMP)
 	$(MAKE) --no-print-directory pytest; tests=$$?; \
 	wait $$lint && exit $$tests
 
-# Two environments: frameworks for voice want other versions of what they share with the rest.
+# Three environments: frameworks for voice and load generators want other versions of what they share
+# with the rest.
 $(CLIENTS)/.installed: clients/requirements.txt
 $(CLIENTS)-voice/.installed: clients/voice/requirements.txt
-$(CLIENTS)/.installed $(CLIENTS)-voice/.installed:
+$(CLIENTS)-load/.installed: clients/load/requirements.txt
+$(CLIENTS)/.installed $(CLIENTS)-voice/.installed $(CLIENTS)-load/.installed:
 	@test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
 	@$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --requirement $<
 	@touch $@
 
 # With --table the results go into docs/serving.md.
-test-clients: $(STAMP) $(CLIENTS)/.installed $(CLIENTS)-voice/.installed
-	$(CLIENTS)/bin/python -m pytest -c clients/pytest.ini --table --ignore=clients/voice clients
+test-clients: $(STAMP) $(CLIENTS)/.installed $(CLIENTS)-voice/.installed $(CLIENTS)-load/.installed
+	$(CLIENTS)/bin/python -m pytest -c clients/pytest.ini --table clients/*.py
 	$(CLIENTS)-voice/bin/python -m pytest -c clients/pytest.ini --table clients/voice
+	$(CLIENTS)-load/bin/python -m pytest -c clients/pytest.ini --table clients/load
 
 interpret: $(STAMP)
 	$(BIN)/python -m pytest -q --numprocesses=$(WORKERS) tests/engine/attention/every_triton_case.py

@@ -57,9 +57,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server of ``chat``, ``ears`` and ``spoken_sums``."""
+    """The address of a server of ``chat``, ``ears``, ``finder`` and ``spoken_sums``."""
     omni = os.environ.get("OMNI", str(ROOT / ".venv/bin/omni"))
-    files = [str(ROOT / f"clients/{name}.yaml") for name in ("chat", "ears")]
+    files = [str(ROOT / f"clients/{name}.yaml") for name in ("chat", "ears", "finder")]
     command = [omni, "serve", *files, "spoken_sums", "--transcriber", "ears", "--port", "0"]
     log = tmp_path_factory.mktemp("server") / "log"
     with log.open("w") as out:

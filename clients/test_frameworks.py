@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from agents import Agent, ModelSettings, Runner, function_tool
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, ConfigDict
 
 
@@ -34,7 +35,7 @@ def add(exact: bool) -> str:
 
 @pytest.mark.client("langchain-openai")
 class TestLangChain:
-    """Structured output in each of its ways, tools, and streams."""
+    """Structured output in each of its ways, tools, streams, and embeddings."""
 
     @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
     def test_structured_output(self, method: Any) -> None:
@@ -59,6 +60,11 @@ class TestLangChain:
         assert model.bind_tools([add]).invoke(asked).content
         chunks = [part for part in forced.stream("Add.") if part.tool_call_chunks]
         assert chunks[0].tool_call_chunks[0]["name"] == "add"
+
+    def test_embeddings(self) -> None:
+        finder = OpenAIEmbeddings(model="finder", check_embedding_ctx_length=False)
+        found, twice, other = finder.embed_documents(["a day", "a day", "a night"])
+        assert found == twice != other and found == finder.embed_query("a day")
 
 
 @pytest.mark.client("openai-agents")
@@ -118,17 +124,51 @@ def test_a_form_of_pydantic() -> None:
 
 
 @pytest.mark.client("llm")
-def test_a_schema(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
-    (tmp_path / "extra-openai-models.yaml").write_text(
-        f"- model_id: omni\n  model_name: chat\n  api_base: {url}\n  api_key_name: openai\n"
-        "  supports_schema: true\n"
-    )
-    command = [str(Path(sys.executable).with_name("llm")), "-m", "omni", "--key", "none"]
+class TestLlm:
+    """The command that asks models."""
+
+    @pytest.fixture(autouse=True)
+    def _models(self, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+        able = "supports_schema: true, supports_tools: true, audio: true"
+        (tmp_path / "extra-openai-models.yaml").write_text(
+            "\n".join(
+                f"- {{model_id: omni-{name}, model_name: {name}, api_base: '{url}', {able}}}"
+                for name in ("chat", "spoken_sums")
+            )
+        )
+
+    def test_a_schema(self) -> None:
+        schema = (
+            '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], '
+            '"additionalProperties": false}'
+        )
+        assert asked("chat", "--schema", schema, "Which?") in ('{"a": true}', '{"a": false}')
+
+    def test_tools_are_offered(self) -> None:
+        functions = "def add(a: int, b: int) -> int:\n    return a + b"
+        assert asked("chat", "--functions", functions, "What is 12 + 30?")
+
+    def test_a_sound_is_attached(self, tmp_path: Path) -> None:
+        said = openai.OpenAI().audio.speech.create(
+            model="spoken_sums", voice="alloy", input="8 * 4", response_format="wav"
+        )
+        (tmp_path / "said.wav").write_bytes(said.content)
+        data = base64.b64encode(said.content).decode()
+        part: Any = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+        answer = openai.OpenAI().chat.completions.create(
+            model="spoken_sums", messages=[{"role": "user", "content": [part]}]
+        )
+        written = asked("spoken_sums", "--attachment", str(tmp_path / "said.wav"), "")
+        assert written == answer.choices[0].message.content
+
+
+def asked(model: str, *args: str) -> str:
+    """What ``llm`` prints."""
+    command = [str(Path(sys.executable).with_name("llm")), "-m", f"omni-{model}", "--key", "none"]
     done = subprocess.run(
-        [*command, "--schema", '{"type": "object", "properties": {"a": {"type": "boolean"}}, '
-         '"required": ["a"], "additionalProperties": false}', "Which?"],
-        capture_output=True, text=True, check=False, timeout=120,
+        [*command, *args], capture_output=True, text=True, check=False, timeout=120,
+        stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() in ('{"a": true}', '{"a": false}')
+    return done.stdout.strip()

@@ -115,7 +115,7 @@ def test_a_form_is_parsed_in_chats_and_responses(client: openai.OpenAI) -> None:
 
 
 def test_models_are_listed(client: openai.OpenAI) -> None:
-    assert {model.id for model in client.models.list()} == {"chat", "ears", "spoken_sums"}
+    assert {model.id for model in client.models.list()} == {"chat", "ears", "finder", "spoken_sums"}
 
 
 def test_a_session_hears_when_speech_has_ended_and_answers(client: openai.OpenAI) -> None:
