@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine.interface.placed_error import PlacedError
 from engine.interface.structured_output import StructuredOutput
+from engine.resources.device import upload
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -43,19 +44,14 @@ class TokenGrammar:
         return TokenGrammar(self._matcher.deep_copy(), self._eos_token_ids)
 
     def accept(self, token_id: int) -> None:
-        """Go on by a token that was chosen among :meth:`allowed` ones."""
+        """Go on by a token that was chosen among those of :meth:`mask`."""
         if token_id not in self._eos_token_ids:
             self._matcher.consume_token(token_id)
 
-    def allowed(self, vocab_size: int) -> Tensor:
-        """Which tokens may come next, ``(vocab_size,)`` bool; none if there is a problem."""
-        if self._matcher.is_error():
-            return torch.zeros(vocab_size, dtype=torch.bool)
-        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        if self._matcher.is_error():  # it may have got too large just now
-            return torch.zeros(vocab_size, dtype=torch.bool)
-        bits = np.unpackbits(packed, count=vocab_size, bitorder="little")
-        return torch.from_numpy(bits.view(np.bool_))
+    def mask(self) -> bytes:
+        """A bit for each id, the lowest first: may it come next? None may if there is a problem."""
+        mask = self._matcher.compute_bitmask()
+        return bytes(len(mask)) if self._matcher.is_error() else mask
 
 
 class GrammarCompiler:
@@ -141,7 +137,13 @@ def apply_grammars(logits: Tensor, grammars: Sequence[TokenGrammar | None]) -> N
         logits: ``(n, vocab)``.
         grammars: one per row; None where the row is free.
     """
-    for row, grammar in enumerate(grammars):
-        if grammar is not None:
-            allowed = grammar.allowed(logits.shape[1]).to(logits.device)
-            logits[row].masked_fill_(~allowed, -torch.inf)
+    masks = {row: each.mask() for row, each in enumerate(grammars) if each is not None}
+    if not masks:
+        return
+    # All rows in one go: on a CPU a call of torch for each costs more than its work.
+    packed = np.full((len(grammars), len(next(iter(masks.values())))), 255, np.uint8)
+    for row, mask in masks.items():
+        packed[row] = np.frombuffer(mask, np.uint8)
+    allowed = np.unpackbits(packed, axis=1, count=logits.shape[1], bitorder="little")
+    there = upload({"allowed": allowed.view(np.bool_)}, logits.device)["allowed"]
+    torch.where(there, logits, logits.new_full((), -torch.inf), out=logits)
