@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import TypeAlias
 
 from engine.interface.log_fields import package_logger
@@ -63,8 +62,6 @@ class Driver:
         self._stopping = False
         self._crash: BaseException | None = None
         self._unwanted: set[Ticket] = set()
-        self._group: int | None = None
-        self._groups = count()
         orchestrator.prepare_aside(self._wake)
         renew_in_forks(self)
 
@@ -84,8 +81,7 @@ class Driver:
             if self._thread is None:
                 self._start_thread()
             self._submitted.append(ticket)
-            group = self._group
-            self._command(lambda: self._add(ticket, group))
+            self._command(lambda: self._add(ticket))
         return ticket
 
     @contextmanager
@@ -96,13 +92,7 @@ class Driver:
         One that takes much longer to prepare than the others begins later.
         """
         with self._changed:
-            outer = self._group
-            if outer is None:
-                self._group = next(self._groups)
-            try:
-                yield
-            finally:
-                self._group = outer
+            yield
 
     def abort(self, request_id: str) -> None:
         """End a request: its sink gets a last output. An unknown id is ignored."""
@@ -222,7 +212,7 @@ class Driver:
             self._busy = False
             self._changed.notify_all()
             while not self._has_work():
-                self._changed.wait(self._orchestrator.time_to_work)
+                self._changed.wait()
             self._busy = True
             return not self._stopping
 
@@ -247,14 +237,14 @@ class Driver:
                     self._commands.popleft()
                     self._changed.notify_all()
 
-    def _add(self, ticket: Ticket, group: int | None) -> None:
+    def _add(self, ticket: Ticket) -> None:
         if ticket not in self._submitted:  # it has failed with all that was live
             return
         request = ticket.request
         if request.request_id is None:
             request = replace(request, request_id=ticket.request_id)
         try:
-            self._orchestrator.add_request(request, group)
+            self._orchestrator.add_request(request)
         except Exception as error:  # stages may be users' code; the other callers go on
             if not isinstance(error, ValueError):
                 if ticket.request_id in self._orchestrator.live_request_ids:

@@ -127,12 +127,6 @@ class Orchestrator:
         """Whether :meth:`step` has work: not while nothing comes from any stage."""
         return any(self._unread.values()) or any([link.has_work for link in self._links.values()])
 
-    @property
-    def time_to_work(self) -> float | None:
-        """Seconds after which :attr:`has_work` may change by itself; None if it will not."""
-        times = [link.time_to_work for link in self._links.values()]
-        return min([time for time in times if time is not None], default=None)
-
     def close(self) -> None:
         """Wait for the threads that prepare requests, if there are any."""
         for link in self._links.values():
@@ -143,7 +137,7 @@ class Orchestrator:
         """The requests on their way, oldest first."""
         return tuple(self._live)
 
-    def add_request(self, request: OmniRequest, group: int | None = None) -> None:
+    def add_request(self, request: OmniRequest) -> None:
         """Let a request enter the stages that take the user's prompt.
 
         Raises:
@@ -176,7 +170,7 @@ class Orchestrator:
         self._live[live.request_id] = live
         for name, stage in pipeline.stages.items():
             if stage.inputs is None:
-                self._enter(live, name, group=next(self._tickets) if group is None else group)
+                self._enter(live, name)
                 self._raise_if_refused(live, name)
 
     def step(self) -> list[OmniDelta]:
@@ -339,12 +333,10 @@ class Orchestrator:
         sources: tuple[StageOutput, ...] = (),
         *,
         first_row: int = 0,
-        group: int | None = None,
     ) -> None:
         """Send a request into a stage that it waited for."""
-        more = {"first_row": first_row, "group": group}
-        wants = name in self._tensor_sources
-        enter = live.enter(next(self._tickets), name, sources, wants_tensors=wants, **more)
+        wants, ticket = name in self._tensor_sources, next(self._tickets)
+        enter = live.enter(ticket, name, sources, wants_tensors=wants, first_row=first_row)
         self._entered[enter.ticket] = (live, name)
         self._send(name, enter)
 

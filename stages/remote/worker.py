@@ -229,8 +229,7 @@ class WorkerLoop:
             self._was_idle = False
             self._nap_s = _SHORTEST_NAP_S
         elif not (busy := [worker for worker in self._workers.values() if worker.has_work]):
-            times = [worker.time_to_work for worker in self._workers.values()]
-            self._sleep(min((each for each in times if each is not None), default=None))
+            self._sleep(None)
         elif all([worker.check_idle() for worker in busy]):
             if not self._was_idle:
                 self._was_idle = True

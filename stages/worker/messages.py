@@ -92,7 +92,6 @@ class Enter(msgspec.Struct, frozen=True, tag=True, array_like=True):
             the user's prompt.
         first_row: of the first chunk; else 0.
         streams: by consumer, where its streamed edges begin, if not at the beginning.
-        group: of requests that are to begin in one turn; None for one that begins by itself.
         wants_tensors: whether the finished output is to have its tensors; chunks have theirs.
     """
 
@@ -106,7 +105,6 @@ class Enter(msgspec.Struct, frozen=True, tag=True, array_like=True):
     cache_salt: str | None = None
     speaker: str | None = None
     streams: Mapping[str, StreamPlace] = {}
-    group: int | None = None
     wants_tensors: bool = True
 
 

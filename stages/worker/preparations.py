@@ -18,17 +18,8 @@ _NUM_THREADS = 2
 _NAME = "omni-prepare"
 _LIGHT_CHARS = 2**15
 _LIGHT_BYTES = 2**22
-
 OwnerT = TypeVar("OwnerT")
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class _Group:
-    """What begins together: until when its others wait, and for how many."""
-
-    deadline: float = 0.0
-    num_left: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -37,7 +28,7 @@ class _Piece(Generic[OwnerT, T]):
 
     number: int
     owner: OwnerT
-    group: object | None
+    is_light: bool
     future: Future[T]
 
 
@@ -45,17 +36,14 @@ class Preparations(Generic[OwnerT, T]):
     """Work in progress, one piece for each owner, in the order in which it was submitted. ::
 
         submit ──► light lane ──┐
-               └─► heavy lane ──┴─► done ──► (its group) ──► take
+               └─► heavy lane ──┴─► done ──► take
 
-    Two lanes, each of a few threads, so that what takes long is overtaken by what does not. What
-    belongs to a group is taken when all of the group is done, so that it shares batches from the
-    beginning; but its others wait for a slow one no longer than ``patience_s``.
-
-    All but ``close`` is for one thread.
+    Two lanes, each of a few threads, so that what takes long is overtaken by what does not. All but
+    ``close`` is for one thread.
 
     Args:
         on_done: called in another thread when something may be ready to be taken.
-        patience_s: see above.
+        patience_s: how long what is done waits for what else is light.
     """
 
     def __init__(
@@ -63,35 +51,33 @@ class Preparations(Generic[OwnerT, T]):
     ) -> None:
         self._on_done = on_done
         self._patience_s = patience_s
+        self._waits_until: float | None = None
         self._numbers = count()
         self._pieces: dict[OwnerT, _Piece[OwnerT, T]] = {}
         self._ended: deque[_Piece[OwnerT, T]] = deque()  # put here by the lanes
         # Of the pieces, what is done; a step looks at no more, however many are in progress.
         self._done: list[_Piece[OwnerT, T]] = []
-        self._groups: dict[object, _Group] = {}
+        self._num_light = 0  # in progress
         self._lanes: dict[bool, ThreadPoolExecutor] = {}
 
-    def submit(
-        self, owner: OwnerT, work: Callable[[], T], *, group: object | None = None, light: bool
-    ) -> None:
+    def submit(self, owner: OwnerT, work: Callable[[], T], *, light: bool) -> None:
         """Have work done in another thread.
 
         Args:
-            group: what it begins together with; None for nothing.
             light: whether it is known to take no time worth speaking of.
         """
-        if group is not None:
-            mates = self._groups.setdefault(group, _Group())
-            mates.deadline = time.monotonic() + self._patience_s
-            mates.num_left += 1
         if light not in self._lanes:
             self._lanes[light] = ThreadPoolExecutor(_NUM_THREADS, _NAME)
         future = self._lanes[light].submit(work)
-        self._pieces[owner] = piece = _Piece(next(self._numbers), owner, group, future)
+        self._pieces[owner] = piece = _Piece(next(self._numbers), owner, light, future)
+        self._num_light += light
         future.add_done_callback(lambda _: self._note_end(piece))
 
     def _note_end(self, piece: _Piece[OwnerT, T]) -> None:
         self._ended.append(piece)
+        self._wake()
+
+    def _wake(self) -> None:
         if self._on_done is not None:
             self._on_done()
 
@@ -102,34 +88,33 @@ class Preparations(Generic[OwnerT, T]):
             if piece in self._done:
                 self._done.remove(piece)
             else:
-                self._leave_group(piece)
+                self._num_light -= piece.is_light
 
-    @property
-    def has_ready(self) -> bool:
-        """Whether :meth:`take` would give anything now."""
-        if not self._ended and not self._done:
-            return False
-        return any([self._is_ready(each) for each in self._all_done()])
+    def has_ready(self, *, is_idle: bool) -> bool:
+        """Whether :meth:`take` has anything to begin now.
 
-    @property
-    def time_to_ready(self) -> float | None:
-        """Seconds after which something that is done is ready; None if that is not known."""
-        if not self._done and not self._ended:
-            return None
-        groups = [self._groups[e.group] for e in self._all_done() if e.group in self._groups]
-        times = [group.deadline - time.monotonic() for group in groups]
-        return max(0.0, min(times)) if times else None
+        Args:
+            is_idle: nothing runs: what is done waits for the light ones in progress, so that they
+                share batches from the beginning.
+        """
+        self._look_for_done()
+        if not self._done or not is_idle or not self._num_light:
+            return bool(self._done)
+        if self._waits_until is None:
+            self._waits_until = time.monotonic() + self._patience_s
+            timer = threading.Timer(self._patience_s, self._wake)
+            timer.daemon = True
+            timer.start()
+        return time.monotonic() >= self._waits_until
 
     def take(self) -> list[tuple[OwnerT, Future[T]]]:
-        """Take those that are ready, in the order in which they were submitted."""
-        if not self._ended and not self._done:
-            return []
-        ready = [each for each in self._all_done() if self._is_ready(each)]
-        for each in ready:
-            self._done.remove(each)
+        """Take those that are done, in the order in which they were submitted."""
+        self._look_for_done()
+        taken = sorted(self._done, key=lambda each: each.number)
+        self._done, self._waits_until = [], None
+        for each in taken:
             del self._pieces[each.owner]
-        ready.sort(key=lambda each: each.number)
-        return [(each.owner, each.future) for each in ready]
+        return [(each.owner, each.future) for each in taken]
 
     def clear(self) -> None:
         """Forget all; what is in progress is not waited for."""
@@ -143,23 +128,12 @@ class Preparations(Generic[OwnerT, T]):
         for lane in list(self._lanes.values()):
             lane.shutdown(wait=not is_own, cancel_futures=True)
 
-    def _all_done(self) -> list[_Piece[OwnerT, T]]:
+    def _look_for_done(self) -> None:
         while self._ended:
             piece = self._ended.popleft()
             if self._pieces.get(piece.owner) is piece:
                 self._done.append(piece)
-                self._leave_group(piece)
-        return self._done
-
-    def _leave_group(self, piece: _Piece[OwnerT, T]) -> None:
-        if (group := self._groups.get(piece.group)) is not None:
-            group.num_left -= 1
-            if not group.num_left:
-                del self._groups[piece.group]
-
-    def _is_ready(self, piece: _Piece[OwnerT, T]) -> bool:
-        group = self._groups.get(piece.group)
-        return group is None or time.monotonic() >= group.deadline
+                self._num_light -= piece.is_light
 
 
 def is_light(prompt: object) -> bool:

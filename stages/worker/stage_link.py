@@ -90,11 +90,6 @@ class StageLink(ABC):
         vocoder many to one piece of sound. Stages count the steps in which they had work.
         """
 
-    @property
-    def time_to_work(self) -> float | None:
-        """Seconds after which :attr:`has_work` may change by itself; None if it will not."""
-        return None
-
     @abstractmethod
     def notify(self, on_event: Callable[[], object]) -> None:
         """Have a function called, in any thread, when :attr:`has_work` may have become true."""

@@ -95,8 +95,12 @@ class StageWorker(StageLink):
     @property
     def has_work(self) -> bool:
         """Whether a turn would do anything: not while all requests are only being prepared."""
-        has_ready = self._preparations is not None and self._preparations.has_ready
-        return bool(self._events or self._guarded.inside) or has_ready
+        return bool(self._events or self._guarded.inside) or self._has_prepared
+
+    @property
+    def _has_prepared(self) -> bool:
+        is_idle = not self._guarded.inside
+        return self._preparations is not None and self._preparations.has_ready(is_idle=is_idle)
 
     def check_idle(self) -> bool:
         """Whether nothing has moved since this was asked before."""
@@ -105,11 +109,6 @@ class StageWorker(StageLink):
             return False
         before, self._num_steps = self._num_steps, self.stage.stats().num_steps
         return self._num_steps == before
-
-    @property
-    def time_to_work(self) -> float | None:
-        """See :class:`~stages.worker.stage_link.StageLink`."""
-        return None if self._preparations is None else self._preparations.time_to_ready
 
     def close(self) -> None:
         """Wait for the threads that prepare requests, if there are any."""
@@ -210,17 +209,19 @@ class StageWorker(StageLink):
             if is_streamed:
                 self._events.append(Ack(enter.ticket))
             # Behind other stages, what takes no time worth speaking of enters at once.
-            light, group = is_light(prompt), enter.group
-            if self._preparations is None or (group is None and light):
+            light, is_root = is_light(prompt), self._transform is None
+            if self._preparations is None or (light and not is_root):
                 self._guarded.add(state, self._guarded.prepare(state))
             else:
                 prepare = partial(self._guarded.prepare, state)
-                self._preparations.submit(state, prepare, group=group, light=light)
+                self._preparations.submit(state, prepare, light=light)
         except ValueError as error:
             self._refuse(state, error)
 
     def _admit_prepared(self) -> None:
-        for state, done in [] if self._preparations is None else self._preparations.take():
+        if self._preparations is None or not self._has_prepared:
+            return
+        for state, done in self._preparations.take():
             try:
                 error = done.exception()
                 if error is not None and not isinstance(error, ValueError):

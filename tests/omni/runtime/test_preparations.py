@@ -283,47 +283,57 @@ def submit(
     preparations: Preparations[str, Any],
     owner: str,
     work: Callable[[], Any] = lambda: None,
-    group: object | None = None,
     light: bool = True,
 ) -> None:
-    preparations.submit(owner, work, group=group, light=light)
+    preparations.submit(owner, work, light=light)
 
 
-def taken(preparations: Preparations[str, Any]) -> list[str]:
+def taken(preparations: Preparations[str, Any], *, is_idle: bool = False) -> list[str]:
     """The owners of the next that are ready."""
-    wait_for(lambda: preparations.has_ready)
+    wait_for(lambda: preparations.has_ready(is_idle=is_idle))
     return [owner for owner, _ in preparations.take()]
 
 
-def test_a_group_is_taken_together_and_in_its_order() -> None:
-    preparations: Preparations[str, Any] = Preparations(patience_s=1e6)
+def test_what_is_light_begins_together_where_nothing_runs() -> None:
+    preparations: Preparations[str, Any] = Preparations(patience_s=PATIENCE_S)
     go: Future[None] = Future()
-    submit(preparations, "a", go.result, group="g")
-    submit(preparations, "b", group="g")
-    submit(preparations, "c", group="other")
-    assert taken(preparations) == ["c"], "b waits for a"
-    assert not preparations.has_ready
+    submit(preparations, "a", go.result)
+    submit(preparations, "b")
+    submit(preparations, "heavy", go.result, light=False)
+    wait_for(lambda: preparations.has_ready(is_idle=False))
+    assert not preparations.has_ready(is_idle=True), "b waits for a"
     go.set_result(None)
-    assert taken(preparations) == ["a", "b"]
-    assert preparations.time_to_ready is None
+    assert taken(preparations, is_idle=True)[:2] == ["a", "b"], "in the order of submission"
     preparations.close()
 
 
-def test_nobody_waits_for_a_mate_beyond_patience_nor_for_one_that_was_dropped() -> None:
+def test_no_light_one_waits_where_something_runs_nor_for_what_was_dropped() -> None:
+    preparations: Preparations[str, Any] = Preparations(patience_s=PATIENCE_S)
     go: Future[None] = Future()
-    impatient: Preparations[str, Any] = Preparations(patience_s=0.0)
-    patient: Preparations[str, Any] = Preparations(patience_s=1e6)
-    for preparations in (impatient, patient):
-        submit(preparations, "a", go.result, group="g")
-        submit(preparations, "b", group="g")
-    assert taken(impatient) == ["b"]
-    patient.drop("a")
-    assert taken(patient) == ["b"]
+    submit(preparations, "a", go.result)
+    submit(preparations, "b")
+    assert taken(preparations) == ["b"]
+    submit(preparations, "c")
+    preparations.drop("a")
+    assert taken(preparations, is_idle=True) == ["c"]
     go.set_result(None)
-    assert taken(impatient) == ["a"]
-    impatient.close()
-    patient.close()
-    assert patient.take() == [], "what was dropped is not taken"
+    preparations.close()
+    assert preparations.take() == [], "what was dropped is not taken"
+
+
+def test_what_is_light_is_not_waited_for_beyond_patience() -> None:
+    woken = threading.Event()
+    preparations: Preparations[str, Any] = Preparations(woken.set, patience_s=0.01)
+    go: Future[None] = Future()
+    submit(preparations, "a", go.result)
+    submit(preparations, "b")
+    wait_for(lambda: preparations.has_ready(is_idle=False))
+    woken.clear()
+    if not preparations.has_ready(is_idle=True):
+        assert woken.wait(PATIENCE_S), "who sleeps until something is ready hears of it"
+    assert taken(preparations, is_idle=True) == ["b"]
+    go.set_result(None)
+    preparations.close()
 
 
 def test_what_is_light_overtakes_what_is_not() -> None:
