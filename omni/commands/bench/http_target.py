@@ -34,7 +34,6 @@ _SAMPLE_BYTES = 2
 _MOST_BYTES = 64 * 2**20
 """Largest event, and largest document."""
 
-_LONGEST_WAV_HEADER = 1 << 16
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
@@ -58,43 +57,17 @@ async def read_events(response: httpx2.Response, record: MeasuredRequest) -> str
 
 
 async def read_sound(response: httpx2.Response, record: MeasuredRequest) -> str:
-    """Read a WAV file as it is generated; its header states a length that means nothing.
+    """Read ``pcm`` as it is generated: 24,000 samples of 16 bits a second, whoever makes it.
 
     Raises:
-        RequestFailure: it is no WAV file, or has no samples.
+        RequestFailure: it has no samples.
     """
-    head, bytes_per_s = b"", 0
     async for chunk in response.aiter_bytes():
-        if not bytes_per_s:
-            head += chunk
-            bytes_per_s, start = _wav_format(head)
-            chunk = head[start:]
-        if chunk and bytes_per_s:
-            record.audio(len(chunk) / bytes_per_s)
+        if chunk:
+            record.audio(len(chunk) / _SAMPLE_BYTES / _USUAL_RATE)
     if not record.audio_s:
-        raise RequestFailure("no sound", "the answer is a WAV file without samples")
+        raise RequestFailure("no sound", "the answer has no samples")
     return ""
-
-
-def _wav_format(head: bytes) -> tuple[int, int]:
-    """Bytes per second of a WAV file, and where they begin; zeros if the header is incomplete."""
-    if head[:4] != b"RIFF"[: len(head)] or head[8:12] != b"WAVE"[: max(0, len(head) - 8)]:
-        raise RequestFailure("unreadable sound", f"it is no WAV file, it begins with {head[:16]!r}")
-    place, bytes_per_s = 12, 0
-    while len(head) >= place + 8:
-        name, size = head[place : place + 4], int.from_bytes(head[place + 4 : place + 8], "little")
-        place += 8
-        if name == b"data":
-            if not bytes_per_s:
-                raise RequestFailure("unreadable sound", "its samples come before their format")
-            return bytes_per_s, place
-        if name == b"fmt " and len(head) >= place + 12:
-            bytes_per_s = int.from_bytes(head[place + 8 : place + 12], "little")
-        place += size + size % 2
-    if len(head) > _LONGEST_WAV_HEADER:
-        message = f"it has no samples in its first {_LONGEST_WAV_HEADER} bytes"
-        raise RequestFailure("unreadable sound", message)
-    return 0, 0
 
 
 async def read_document(response: httpx2.Response, record: MeasuredRequest) -> str:
@@ -240,7 +213,7 @@ def _count(value: Any) -> int | None:
 
 
 _CHAT, _COMPLETIONS = "/chat/completions", "/completions"
-_EVENTS, _JSON, _SOUND = "text/event-stream", "application/json", "audio/"
+_EVENTS, _JSON, _SOUND = "text/event-stream", "application/json", "audio/pcm"
 _UNSUPPORTED = ("prompt_embeds", "encoder_prompt", "decoder_prompt")
 _SOUND_FORMATS = {".mpeg": "mp3", **{f".{each}": each for each in ("wav", "mp3", "flac", "ogg")}}
 _LIST_KEYS = {"image": "images", "audio": "audio", "video": "videos"}
@@ -281,7 +254,7 @@ def openai_call(data: Mapping[str, Any], folder: Path, flags: BenchFlags, model:
     fields = {"model": model, "input": _only_text(line, flags.endpoint)}
     if flags.endpoint == "embeddings":
         return OpenAICall("/embeddings", {"json": fields}, _JSON, read_document)
-    fields["response_format"] = "wav"  # the one format that has its sampling rate in it
+    fields["response_format"] = "pcm"  # the one whose bytes are its duration
     voice = flags.voice or line.speaker
     if voice is not None:
         fields["voice"] = voice

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from base64 import b64encode
 from collections.abc import AsyncIterator
@@ -11,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import numpy as np
 import pytest
-import soundfile
 from websockets.asyncio.server import ServerConnection, serve
 
 from omni.commands.bench.flags import BenchFlags
@@ -154,9 +151,9 @@ def test_what_cannot_be_said_is_refused(line: str, told: str, tmp_path: Path):
     assert told in str(error.value)
 
 
-def test_speech_is_asked_for_as_a_file_that_tells_its_rate():
+def test_speech_is_asked_for_as_samples():
     line = {"prompt": "Hi", "speaker": "Ann"}
-    body = {"model": "m", "input": "Hi", "response_format": "wav", "voice": "Ann"}
+    body = {"model": "m", "input": "Hi", "response_format": "pcm", "voice": "Ann"}
     speech = call("speech", line)
     assert (speech.path, speech.body["json"]) == ("/audio/speech", body)
     assert call("speech", line, voice="Ben").body["json"]["voice"] == "Ben"
@@ -185,12 +182,6 @@ def test_a_recording_is_sent_as_a_form(tmp_path: Path):
 def test_lines_that_cannot_be_said_so_are_told(endpoint: Any, line: Any, told: str):
     with pytest.raises(ValueError, match=told.replace("?", r"\?")):
         call(endpoint, line)
-
-
-def wav(seconds: float, rate: int = 16_000) -> bytes:
-    file = io.BytesIO()
-    soundfile.write(file, np.zeros(round(seconds * rate), "int16"), rate, format="WAV")
-    return file.getvalue()
 
 
 def read(reader: Any, *chunks: bytes) -> tuple[str, MeasuredRequest]:
@@ -225,24 +216,11 @@ def test_an_event_without_an_end_does_not_fill_the_memory(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("size", [1, 7, 44, 45, 10_000])
 def test_sound_is_counted_in_whatever_pieces_it_comes(size: int):
-    content = wav(0.5)
+    content = bytes(24_000)
     _, record = read(read_sound, *(content[at : at + size] for at in range(0, len(content), size)))
     assert record.audio_s == pytest.approx(0.5) and record.first_audio == 0.0
-    with pytest.raises(RequestFailure, match="without samples"):
-        read(read_sound, content[:44])
-
-
-def test_fields_before_the_samples_are_passed_over():
-    content = wav(0.25)
-    more = content[:36] + b"LIST\x03\x00\x00\x00abc\x00" + content[36:]
-    assert read(read_sound, more)[1].audio_s == pytest.approx(0.25)
-
-
-@pytest.mark.parametrize("content", [b"ID3 mp3", b"RIFF....AVI ", b"RIFF....WAVEdata....xx"])
-def test_what_is_no_wav_file_is_found_by_its_beginning(content: bytes):
-    with pytest.raises(RequestFailure, match="it is no WAV file|its samples come before") as error:
-        read(read_sound, content)
-    assert error.value.kind == "unreadable sound"
+    with pytest.raises(RequestFailure, match="no samples"):
+        read(read_sound, b"")
 
 
 def test_documents_are_embeddings_or_transcriptions():
