@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,14 +27,5 @@ def check_packages() -> None:
             continue
         raise ImportError(
             f"omni needs its package {name!r}, which {found} hides: rename that module, or take "
-            f"{_entry(found, name)!r} off the import path (sys.path)"
+            "its folder off the import path (sys.path)"
         )
-
-
-def _entry(found: Path, name: str) -> str:
-    """The entry of the import path under which a module was found."""
-    folders = (found.parent, found.parent.parent)
-    for entry in sys.path:
-        if Path(entry or ".").resolve() in folders:
-            return entry
-    return str(found.parent)

@@ -51,12 +51,9 @@ class IncrementalDetokenizer:
     The prompt's ids are not needed. Clean-up of spaces is off: it would change what was handed out.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._skipped = ids_without_text(tokenizer) if skip_special_tokens else frozenset()
+        self._skipped = ids_without_text(tokenizer)
         self._window: list[int] = []
         self._num_prefix = 0
         self._num_sent = 0
@@ -115,9 +112,7 @@ class IncrementalDetokenizer:
     def _decode(self, token_ids: list[int]) -> str:
         try:
             text = self._tokenizer.decode(
-                token_ids,
-                skip_special_tokens=self._skip_special_tokens,
-                clean_up_tokenization_spaces=False,
+                token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
         except BaseException as error:
             raise_panic(error)

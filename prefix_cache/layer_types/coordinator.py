@@ -615,14 +615,13 @@ class KVCacheCoordinator:
         """
         needs: dict[int, int] = {len(self.managers): num_item_pages} if num_item_pages else {}
         for manager in self.managers:
+            num_prefix = len(prefix_blocks[manager.group_id]) if prefix_blocks else 0
             if manager.follows_tokens:
-                num_prefix = len(prefix_blocks[manager.group_id]) if prefix_blocks else 0
                 needs[manager.group_id] = headroom + manager.num_blocks_to_finish(
                     num_tokens, num_prefix * self.block_size
                 )
             else:
-                num_found = len(prefix_blocks[manager.group_id]) if prefix_blocks else 0
-                needs[manager.group_id] = manager.max_blocks(num_encoder_tokens) - num_found
+                needs[manager.group_id] = manager.max_blocks(num_encoder_tokens) - num_prefix
         return self.pool.can_allocate(needs, (*prefix_blocks, tuple(sources.values())))
 
     def needs(

@@ -213,11 +213,9 @@ class StageOutputCache:
                 num_valid = min(num_valid, int(valid.argmin()))
         return num_valid
 
-    def num_valid_blocks(
-        self, block_ids: Sequence[int], names: Collection[str] | None = None
-    ) -> int:
+    def num_valid_blocks(self, block_ids: Sequence[int]) -> int:
         """Leading blocks in which every row is valid; see :meth:`num_valid_rows`."""
-        return self.num_valid_rows(block_ids, names) // self.block_size
+        return self.num_valid_rows(block_ids) // self.block_size
 
     def _are_valid(self, store: _TokenStore, block_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
         """Which rows belong to what their blocks hold now, ``(len(block_ids) * block_size,)``."""

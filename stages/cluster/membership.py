@@ -60,22 +60,6 @@ _REMOVER = 'cat; for _ in 1 2 3 4 5; do sleep 2; rm -rf "$0"; [ -e "$0" ] || exi
 """Waits for the end of the process that has started it, in whatever way, and removes a folder."""
 
 
-class Membership:
-    """A share in this process's connection to a cluster. To be left."""
-
-    def __init__(self, connection: _Connection) -> None:
-        self._connection = connection
-        self.held = connection.held
-        self._is_left = False
-
-    def leave(self) -> None:
-        """Leave; the last one disconnects, and ends a cluster that was started for it."""
-        with _LOCK:
-            if not self._is_left:
-                self._is_left = True
-                self._connection.drop()
-
-
 def join(address: str | None) -> Membership:
     """Join a cluster, or start one that is this process's own.
 
@@ -92,11 +76,11 @@ def join(address: str | None) -> Membership:
         if _CONNECTION is not None and not (_CONNECTION.num_members and ray.is_initialized()):
             _CONNECTION = None
         if _CONNECTION is None:
-            _CONNECTION = _Connection(address)
+            _CONNECTION = Membership(address)
         else:
             _check_same(address)
         _CONNECTION.num_members += 1
-        return Membership(_CONNECTION)
+        return _CONNECTION
 
 
 def _check_same(address: str | None) -> None:
@@ -116,8 +100,10 @@ def _is_same(address: str, other: str) -> bool:
     return port == other_port and (host == other_host or {host, other_host} <= own)
 
 
-class _Connection:
-    """Made by Ray's ``init`` in a thread that stays, or found as somebody else has made it.
+class Membership:
+    """This process's connection to a cluster, which each that has joined leaves once.
+
+    Made by Ray's ``init`` in a thread that stays, or found as somebody else has made it.
 
     Linux kills the processes of a cluster when the *thread* that has started them ends.
     """
@@ -147,11 +133,12 @@ class _Connection:
             raise ValueError(f"a Ray cluster: {what}: {_explained(self._error)}") from self._error
         atexit.register(self._end)
 
-    def drop(self) -> None:
-        """One member less; under the lock."""
-        self.num_members -= 1
-        if not self.num_members:
-            self._end()
+    def leave(self) -> None:
+        """Leave; the last one disconnects, and ends a cluster that was started for it."""
+        with _LOCK:
+            self.num_members -= 1
+            if not self.num_members:
+                self._end()
 
     def _end(self) -> None:
         if self._has_ended or os.getpid() != _PID:
@@ -188,7 +175,7 @@ class _Connection:
 
 
 _LOCK = threading.RLock()
-_CONNECTION: _Connection | None = None
+_CONNECTION: Membership | None = None
 _PID = os.getpid()
 
 

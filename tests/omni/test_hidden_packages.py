@@ -31,7 +31,7 @@ def test_a_module_that_hides_a_package_is_named(name: str, tmp_path: Path) -> No
     package = name.partition("/")[0].removesuffix(".py")
     told = done.stderr.splitlines()[-1]
     assert told.startswith(f"ImportError: omni needs its package {package!r}, which {tmp_path}/")
-    assert f"take '{tmp_path}' off the import path" in told
+    assert "rename that module" in told
 
 
 def test_other_modules_hide_nothing(tmp_path: Path) -> None:

@@ -92,8 +92,5 @@ def _encoding_stage(pipeline: Pipeline) -> str:
         pools = stage.outputs is None or _POOLED in stage.outputs
         if stage.inputs is None and pools and "tensors" in stage.final_output:
             return name
-    raise ApiError.bad_request(
-        "this model makes no embeddings: none of its stages reads the prompt and gives the tensor "
-        "'pooled'",
-        param="model",
-    )
+    reason = "none of this model's stages reads the prompt and gives the tensor 'pooled'"
+    raise ApiError.bad_request(reason, param="model")

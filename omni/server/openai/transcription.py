@@ -378,11 +378,8 @@ def _hearing_stage(pipeline: Pipeline) -> str:
     for name, stage in pipeline.stages.items():
         if stage.inputs is None and "text" in stage.final_output:
             return name
-    raise ApiError.bad_request(
-        "this model writes nothing that it hears: none of its stages reads the prompt and gives "
-        "text",
-        param="model",
-    )
+    reason = "none of this model's stages reads the prompt and gives text"
+    raise ApiError.bad_request(reason, param="model")
 
 
 def _tokenizer(pipeline: ServedPipeline, stage: str) -> Any:
