@@ -17,6 +17,7 @@ import typer
 from omni.commands.command import CommandOptions, Stopped, command
 from omni.commands.options import (
     BenchOptions,
+    ConvertOptions,
     DemoOptions,
     ExplainOptions,
     ListOptions,
@@ -168,6 +169,15 @@ def demo(options: DemoOptions) -> bool:
     from omni.commands.demo import run_demo
 
     return run_demo(options.output_dir)
+
+
+@command(app, ConvertOptions)
+def convert(options: ConvertOptions) -> bool:
+    """Make a checkpoint folder of a CTranslate2 Whisper, such as faster-whisper's."""
+    from engine.models.whisper import ctranslate2
+
+    ctranslate2.convert(options.folder, options.out)
+    return True
 
 
 @command(app, ListOptions, name="list")

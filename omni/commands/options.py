@@ -320,6 +320,14 @@ class RunOptions(PromptFlags, SamplingFlags, RuntimeFlags, CommandOptions):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ConvertOptions(CommandOptions):
+    """Options of ``omni convert``."""
+
+    folder: Path = argument("With model.bin, config.json and tokenizer.json.", metavar="FOLDER")
+    out: Path = argument("A new folder, for the checkpoint.", metavar="NEW")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class DemoOptions(CommandOptions):
     """Options of ``omni demo``."""
 

