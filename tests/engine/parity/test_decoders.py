@@ -228,7 +228,9 @@ def test_tokens_hidden_states_and_logits_equal_transformers(
             token_ids = output.outputs[0].token_ids
             rows, logits = expected.pass_over((*ids, *token_ids[:-1]))
             found = output.outputs[0].tensors["hidden_states"]
-            torch.testing.assert_close(found, rows, atol=1e-4, rtol=0)
+            # transformers itself, with experts after 130 tokens, is 1.1e-4 from its own float64 on
+            # some machines, and this engine 5e-5.
+            torch.testing.assert_close(found, rows, atol=1e-4, rtol=1e-5)
             found = engine._runner._model.compute_logits(found)
             torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-5)
             assert_greedy_choices(logits[len(ids) - 1 :], token_ids)
