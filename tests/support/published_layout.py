@@ -88,6 +88,8 @@ def _old_rope(rope: dict[str, Any]) -> dict[str, Any]:
     old: dict[str, Any] = {"rope_theta": rope["rope_theta"]}
     if "mrope_section" in rope:
         old["rope_scaling"] = {"type": "default", "rope_type": "default"} | _sections(rope)
+    if "partial_rotary_factor" in rope:
+        old["partial_rotary_factor"] = rope["partial_rotary_factor"]
     return old
 
 

@@ -138,11 +138,17 @@ def test_a_chat_cannot_show_files_to_a_model_that_takes_none(shown: list[str]) -
 
 
 @pytest.mark.parametrize(
-    ("name", "speaks"),
-    [("qwen2_5_omni", True), ("qwen2_5_vl", False), ("qwen3_vl", False)],
+    ("name", "twin", "speaks"),
+    [
+        ("qwen2_5_omni", "qwen2_5_omni", True),
+        ("qwen2_5_vl", "qwen2_5_vl", False),
+        ("qwen3_vl", "qwen3_vl", False),
+        ("qwen3_5", "qwen3_5_vision", False),
+    ],
 )
 def test_configs_of_published_checkpoints_run_what_the_hub_has_under_their_ids(
     name: str,
+    twin: str,
     speaks: bool,
     seeded: Callable[[str], str],
     tmp_path: Path,
@@ -154,7 +160,7 @@ def test_configs_of_published_checkpoints_run_what_the_hub_has_under_their_ids(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
     config = PipelineConfig.load(name)
     (model,) = {stage.model for stage in config.stages.values()}
-    publish_on_hub(seeded(name), hub, model)
+    publish_on_hub(seeded(twin), hub, model)
     changes = ["stages.code2wav.generation.num_steps=3"] if speaks else []
     for stage, each in config.stages.items():
         if each.kind == "autoregressive":
