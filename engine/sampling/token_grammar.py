@@ -140,10 +140,13 @@ def apply_grammars(logits: Tensor, grammars: Sequence[TokenGrammar | None]) -> N
     masks = {row: each.mask() for row, each in enumerate(grammars) if each is not None}
     if not masks:
         return
-    # All rows in one go: on a CPU a call of torch for each costs more than its work.
-    packed = np.full((len(grammars), len(next(iter(masks.values())))), 255, np.uint8)
+    # From the first of them to the last in one operation, with free rows between them: on a CPU a
+    # call of torch for each row costs more than its work.
+    first, last = min(masks), max(masks)
+    packed = np.full((last + 1 - first, len(masks[first])), 255, np.uint8)
     for row, mask in masks.items():
-        packed[row] = np.frombuffer(mask, np.uint8)
+        packed[row - first] = np.frombuffer(mask, np.uint8)
     allowed = np.unpackbits(packed, axis=1, count=logits.shape[1], bitorder="little")
     there = upload({"allowed": allowed.view(np.bool_)}, logits.device)["allowed"]
-    torch.where(there, logits, logits.new_full((), -torch.inf), out=logits)
+    held = logits[first : last + 1]
+    torch.where(there, held, held.new_full((), -torch.inf), out=held)

@@ -229,7 +229,7 @@ class WorkerLoop:
             self._was_idle = False
             self._nap_s = _SHORTEST_NAP_S
         elif not (busy := [worker for worker in self._workers.values() if worker.has_work]):
-            self._sleep(None)
+            self._sleep(_HEARTBEAT_S)
         elif all([worker.check_idle() for worker in busy]):
             if not self._was_idle:
                 self._was_idle = True
@@ -293,9 +293,8 @@ class WorkerLoop:
         self._counted_at = time.monotonic()
         self._send(Events({}, {name: self._workers[name].stage.stats() for name in names}))
 
-    def _sleep(self, longest_s: float | None) -> None:
-        """Sleep until something comes, or it is time for a sign of life."""
-        longest_s = _HEARTBEAT_S if longest_s is None else min(longest_s, _HEARTBEAT_S)
+    def _sleep(self, longest_s: float) -> None:
+        """Sleep until something comes."""
         with self._changed:
             if not self._has_changed:
                 self._changed.wait(longest_s)

@@ -18,6 +18,7 @@ _NUM_THREADS = 2
 _NAME = "omni-prepare"
 _LIGHT_CHARS = 2**15
 _LIGHT_BYTES = 2**22
+
 OwnerT = TypeVar("OwnerT")
 T = TypeVar("T")
 

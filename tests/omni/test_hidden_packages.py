@@ -29,9 +29,9 @@ def test_a_module_that_hides_a_package_is_named(name: str, tmp_path: Path) -> No
     done = run(tmp_path, "from omni import Prompt")
     assert done.returncode == 1
     package = name.partition("/")[0].removesuffix(".py")
-    told = done.stderr.splitlines()[-1]
-    assert told.startswith(f"ImportError: omni needs its package {package!r}, which {tmp_path}/")
-    assert "rename that module" in told
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith(f"ImportError: omni needs its package {package!r}, which {tmp_path}/")
+    assert "rename that module" in message
 
 
 def test_other_modules_hide_nothing(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ async def read_events(response: httpx2.Response, record: MeasuredRequest) -> str
 
 
 async def read_sound(response: httpx2.Response, record: MeasuredRequest) -> str:
-    """Read ``pcm`` as it is generated: 24,000 samples of 16 bits a second, whoever makes it.
+    """Read ``pcm`` as it is generated: 24,000 samples of 16 bits a second on every server.
 
     Raises:
         RequestFailure: it has no samples.
