@@ -180,7 +180,13 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return target
 
 
-_pinned: set[int] = set()
+# By address, and held: memory that is given back would be another tensor's, and pinned still.
+_pinned: dict[int, torch.UntypedStorage] = {}
+
+
+def _pin(tensor: Tensor) -> None:
+    storage = tensor.untyped_storage()
+    _pinned[storage.data_ptr()] = storage
 
 
 def _is_pinned(*tensors: Tensor) -> bool:
@@ -217,7 +223,7 @@ class _Rules(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is Tensor.pin_memory:
-            _pinned.add(args[0].untyped_storage().data_ptr())
+            _pin(args[0])
             return args[0]
         if func in (Tensor.to, Tensor.cpu, Tensor.cuda):
             return _move(func, args, kwargs)
@@ -236,7 +242,7 @@ class _Rules(TorchFunctionMode):
             return tree_map(_there, func(*tree_map(_inner, args), **kwargs))
         made = func(*args, **kwargs)
         if pins:
-            _pinned.add(made.untyped_storage().data_ptr())
+            _pin(made)
         return made
 
 
@@ -289,6 +295,7 @@ def pretended_cuda(monkeypatch: Any) -> Iterator[Crossings]:
             for name in names:
                 monkeypatch.setattr(module, name, _Launched(getattr(module, name)))
     crossings.clear()
+    _pinned.clear()
     with _Rules():
         yield crossings
 
