@@ -140,8 +140,7 @@ def apply_grammars(logits: Tensor, grammars: Sequence[TokenGrammar | None]) -> N
     masks = {row: each.mask() for row, each in enumerate(grammars) if each is not None}
     if not masks:
         return
-    # From the first of them to the last in one operation, with free rows between them: on a CPU a
-    # call of torch for each row costs more than its work.
+    # First to last in one operation: on a CPU a call of torch for each costs more than its work.
     first, last = min(masks), max(masks)
     packed = np.full((last + 1 - first, len(masks[first])), 255, np.uint8)
     for row, mask in masks.items():
