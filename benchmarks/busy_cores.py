@@ -46,7 +46,7 @@ for _ in range(2): threading.Thread(target=burn).start()
 _PROGRAMS = {"loop": [_LOOP], "loops": [_LOOP] * 2, "background": [_BACKGROUND]}
 
 
-def serve_jobs(runtime: str) -> None:
+def serve_jobs(runtime: str, model: str) -> None:
     """Read a count of shared tokens a line; do the job, and write its seconds."""
     import torch
 
@@ -66,7 +66,7 @@ def serve_jobs(runtime: str) -> None:
             "stages": {
                 "writer": {
                     "kind": "autoregressive",
-                    "model": "seeded:qwen2-benchmark",
+                    "model": model,
                     "engine": engine,
                     "sampling": {
                         "temperature": 0.0,
@@ -112,8 +112,11 @@ class Side:
         """Its process, warm."""
         join = f"echo $$ > {cgroup}/cgroup.procs; " if cgroup is not None else ""
         here = str(Path(__file__).resolve())
+        from benchmarks.models import benchmark_model
+
+        arguments = ["--serve", self.runtime, "--model", benchmark_model("qwen2")]
         process = subprocess.Popen(
-            ["sh", "-c", f'{join}exec "$@"', "sh", sys.executable, here, "--serve", self.runtime],
+            ["sh", "-c", f'{join}exec "$@"', "sh", sys.executable, here, *arguments],
             cwd=self.checkout,
             env=os.environ | {"PYTHONPATH": str(self.checkout)},
             stdin=subprocess.PIPE,
@@ -196,9 +199,10 @@ def main() -> None:
     parser.add_argument("--beside", nargs="*", choices=BESIDE, default=list(BESIDE))
     parser.add_argument("--runtimes", nargs="*", choices=RUNTIMES, default=list(RUNTIMES))
     parser.add_argument("--serve", choices=RUNTIMES, help=argparse.SUPPRESS)
+    parser.add_argument("--model", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
-        return serve_jobs(args.serve)
+        return serve_jobs(args.serve, args.model)
     root = Path(__file__).resolve().parents[1]
     sides = [Side(runtime, root, runtime) for runtime in args.runtimes]
     if args.before is not None:

@@ -28,7 +28,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Literal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -39,6 +38,7 @@ from transformers import AutoModelForSeq2SeqLM
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.engine_cpu import TokenIds, report, report_equality, run_rounds
+from benchmarks.models import benchmark_model
 from engine import (
     EngineConfig,
     ExplicitEncoderDecoderPrompt,
@@ -46,7 +46,6 @@ from engine import (
     SamplingParams,
     TokensPrompt,
 )
-from omni.seeded.checkpoints import resolve_model
 
 START = (2, 0)
 """What the decoder begins with, on every side."""
@@ -209,7 +208,7 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
-    checkpoint = str(Path(resolve_model("seeded:bart-benchmark")))
+    checkpoint = benchmark_model("bart")
     model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     sides = {
         "generate": generate_side(model, args.generate),

@@ -1,7 +1,7 @@
 """This engine against transformers on the same weights, in one process, in turns.
 
     python benchmarks/engine_cpu.py [--rounds 3] [--requests 16] [--prompt 256] [--generate 64]
-        [--model qwen2-benchmark | qwen3_moe-benchmark | qwen3_next-benchmark]
+        [--model qwen2 | qwen3_moe | qwen3_next]
         [--sides "cache on" ...]
 
 The model is a seeded Qwen2 of about 0.1 B parameters (hidden 768, 12 layers, 12 heads over 4,
@@ -36,7 +36,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -48,9 +47,9 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.models import benchmark_model
 from engine import EngineConfig, LLMEngine, SamplingParams, TokensPrompt
 from engine.requests.request import Request
-from omni.seeded.checkpoints import resolve_model
 from prefix_cache import KVCacheManager, StageOutputCache
 
 TokenIds = list[list[int]]
@@ -256,14 +255,14 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--no-continuous", action="store_true")
-    parser.add_argument("--model", default="qwen2-benchmark")
+    parser.add_argument("--model", default="qwen2")
     parser.add_argument("--sides", nargs="*", default=list(ENGINES), choices=ENGINES)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
-    checkpoint = str(Path(resolve_model(f"seeded:{args.model}")))
+    checkpoint = benchmark_model(args.model)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     sides = {"generate": generate_side(model, args.generate)}
     if not args.no_continuous:

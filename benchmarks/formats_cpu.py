@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine_cpu import TokenIds, make_prompts
+from benchmarks.models import benchmark_model
 from engine import EngineConfig, LLMEngine, SamplingParams, TokensPrompt
 from engine.resources.memory_plan import format_bytes
-from omni.seeded.checkpoints import resolve_model
 
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -67,7 +67,7 @@ def main() -> None:
     args = parser.parse_args()
     clock = time.process_time if args.clock == "cpu" else time.perf_counter
     torch.set_num_threads(args.threads)
-    checkpoint = str(resolve_model("seeded:qwen2-benchmark"))
+    checkpoint = benchmark_model("qwen2")
     shape = {"max_num_seqs": 16, "max_num_batched_tokens": 16 * args.prompt, "num_blocks": 512}
     engines = {
         name: LLMEngine(EngineConfig(model=checkpoint, device="cpu", **shape, **config))

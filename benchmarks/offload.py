@@ -26,9 +26,9 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from benchmarks.engine_cpu import TokenIds, make_prompts
+from benchmarks.models import benchmark_model
 from benchmarks.ratios import Ratios
 from engine import EngineConfig, LLMEngine, SamplingParams, TokensPrompt
-from omni.seeded.checkpoints import resolve_model
 from prefix_cache import DiskTier, OffloadedBlocks
 
 
@@ -37,7 +37,7 @@ def build(args: argparse.Namespace, path: str | None) -> LLMEngine:
     return LLMEngine(
         EngineConfig(
             **{
-                "model": resolve_model(args.model),
+                "model": args.model or benchmark_model("qwen2"),
                 "dtype": "float32",
                 "device": "cpu",
                 "max_num_seqs": args.requests,
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--prompt", type=int, default=2000)
     parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--model", default="seeded:qwen2-benchmark")
+    parser.add_argument("--model", help="a checkpoint's folder; default: a Qwen2 of 0.1 B")
     parser.add_argument("--path", help="a folder on the disk in question; default: a temporary one")
     args = parser.parse_args()
     with (

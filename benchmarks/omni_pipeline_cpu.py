@@ -3,7 +3,7 @@
     python -m benchmarks.omni_pipeline_cpu [--rounds 3] [--requests 8]
 
 The model is a seeded Qwen2.5-Omni of about 100 M parameters in fp32
-(``seeded:qwen2_5_omni-benchmark``). Every request has the same system prompt and a recording of its
+(of :mod:`benchmarks.models`). Every request has the same system prompt and a recording of its
 own; greedy, lengths fixed. Sides:
 
 * ``transformers``: its ``generate`` for this model, one request after another;
@@ -39,10 +39,10 @@ from torch import Tensor
 from transformers import AutoFeatureExtractor, AutoTokenizer, Qwen2_5OmniForConditionalGeneration
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.models import benchmark_model
 from engine import ChatPrompt, EngineConfig, SamplingParams
 from engine.interface.config import GenerationParams, GeneratorConfig
 from omni import Omni, Pipeline
-from omni.seeded.checkpoints import resolve_model
 from stages import AutoregressiveStage, GeneratorStage, StageInputs
 
 SYSTEM = (
@@ -387,7 +387,7 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
-    folder = resolve_model("seeded:qwen2_5_omni-benchmark")
+    folder = benchmark_model("qwen2_5_omni")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     # Random weights do write placeholders, which transformers' talker cannot take.
     suppressed = [i for i in tokenizer.all_special_ids if i != tokenizer.eos_token_id]

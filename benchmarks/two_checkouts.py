@@ -39,11 +39,10 @@ def text_job(model: str, length: int, num_shared: int, largest_id: int) -> Calla
     import torch
 
     from engine import EngineConfig, LLMEngine, SamplingParams, TokensPrompt
-    from omni.seeded_checkpoints import resolve_model
 
     engine = LLMEngine(
         EngineConfig(
-            model=resolve_model(model),
+            model=model,
             device="cpu",
             max_num_seqs=16,
             max_num_batched_tokens=2048,
@@ -70,20 +69,17 @@ def text_job(model: str, length: int, num_shared: int, largest_id: int) -> Calla
     return run
 
 
-_LARGER: Mapping[str, Any] = {
-    **{
-        place: value
-        for name in ("thinker", "talker", "code2wav")
-        for place, value in (
-            (f"stages.{name}.model", "seeded:qwen2_5_omni-benchmark"),
-            (f"stages.{name}.placement.threads", None),
-        )
-    },
-    "stages.thinker.sampling.max_tokens": 24,
-    "stages.thinker.sampling.ignore_eos": True,
-    "stages.talker.sampling.max_tokens": 96,
-    "stages.talker.sampling.ignore_eos": True,
-}
+def larger(model: str) -> dict[str, Any]:
+    places: dict[str, Any] = {}
+    for name in ("thinker", "talker", "code2wav"):
+        places[f"stages.{name}.model"] = model
+        places[f"stages.{name}.placement.threads"] = None
+    return places | {
+        "stages.thinker.sampling.max_tokens": 24,
+        "stages.thinker.sampling.ignore_eos": True,
+        "stages.talker.sampling.max_tokens": 96,
+        "stages.talker.sampling.ignore_eos": True,
+    }
 
 
 def speech_job(overrides: Mapping[str, Any], num_requests: int) -> Callable[[], float]:
@@ -143,21 +139,27 @@ def command_job(*arguments: str) -> Callable[[], float]:
     return run
 
 
-MAKE: dict[str, Callable[[], Callable[[], float]]] = {
-    "engine": lambda: text_job("seeded:qwen2-benchmark", 256, 0, 31_000),
-    "shared": lambda: text_job("seeded:qwen2-benchmark", 256, 192, 31_000),
-    "encoder_decoder": lambda: text_job("seeded:bart-benchmark", 128, 0, 700),
-    "pipeline": lambda: speech_job(_LARGER, 4),
-    "voice": lambda: speech_job({}, 16),
-    "rows": rows_job,
-    "help": lambda: command_job("--help"),
-    "validate": lambda: command_job("validate", "two_step"),
+MODELS = {
+    "engine": "qwen2",
+    "shared": "qwen2",
+    "encoder_decoder": "bart",
+    "pipeline": "qwen2_5_omni",
+}
+MAKE: dict[str, Callable[[str], Callable[[], float]]] = {
+    "engine": lambda model: text_job(model, 256, 0, 31_000),
+    "shared": lambda model: text_job(model, 256, 192, 31_000),
+    "encoder_decoder": lambda model: text_job(model, 128, 0, 700),
+    "pipeline": lambda model: speech_job(larger(model), 4),
+    "voice": lambda _: speech_job({}, 16),
+    "rows": lambda _: rows_job(),
+    "help": lambda _: command_job("--help"),
+    "validate": lambda _: command_job("validate", "two_step"),
 }
 
 
-def serve(name: str) -> None:
+def serve(name: str, model: str) -> None:
     """Build a job, then run it once for every line that comes, and print its seconds."""
-    run = MAKE[name]()
+    run = MAKE[name](model)
     run()  # not counted: first calls allocate, and compile what is not there
     print(_READY, flush=True)
     for _ in sys.stdin:
@@ -167,10 +169,10 @@ def serve(name: str) -> None:
 class Side:
     """A checkout's process for one job."""
 
-    def __init__(self, checkout: Path, job: str) -> None:
+    def __init__(self, checkout: Path, job: str, model: str) -> None:
         environment = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--serve", job],
+            [sys.executable, str(Path(__file__).resolve()), "--serve", job, "--model", model],
             cwd=checkout,
             env=environment,
             stdin=subprocess.PIPE,
@@ -200,7 +202,10 @@ class Side:
 
 
 def compare(before: Path, after: Path, job: str, rounds: int) -> None:
-    sides = [Side(before, job), Side(after, job)]
+    from benchmarks.models import benchmark_model
+
+    model = benchmark_model(MODELS[job]) if job in MODELS else ""
+    sides = [Side(before, job, model), Side(after, job, model)]
     pairs = [(sides[0].run(), sides[1].run()) for _ in range(rounds)]
     for side in sides:
         side.close()
@@ -220,9 +225,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--jobs", nargs="*", choices=JOBS, default=JOBS)
     parser.add_argument("--serve", choices=JOBS, help=argparse.SUPPRESS)
+    parser.add_argument("--model", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve)
+        serve(args.serve, args.model)
         return
     if args.before is None or args.after is None:
         parser.error("name two checkouts")

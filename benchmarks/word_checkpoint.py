@@ -8,7 +8,7 @@ from shutil import copyfile
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from omni.seeded.checkpoints import resolve_model
+from benchmarks.models import benchmark_model
 
 __all__ = ["VOCAB_SIZE", "word_checkpoint"]
 
@@ -20,7 +20,7 @@ def word_checkpoint(folder: Path) -> Path:
 
     It turns ids into words; of words it makes bytes, so that prompts are best given as ids.
     """
-    for file in Path(resolve_model("seeded:qwen2-benchmark")).iterdir():
+    for file in Path(benchmark_model("qwen2")).iterdir():
         copyfile(file, folder / file.name)  # links out of a checkpoint are refused
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
     # The letter by which byte-level tokenizers write a space.

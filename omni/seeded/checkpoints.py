@@ -34,53 +34,6 @@ _MEDIUM: Mapping[str, Any] = {
     "intermediate_size": 1536,
 }
 
-_QWEN2_BENCHMARK: Mapping[str, Any] = {
-    "hidden_size": 768,
-    "num_layers": 12,
-    "num_heads": 12,
-    "num_kv_heads": 4,
-    "intermediate_size": 2048,
-    "vocab_size": 32_000,
-    "max_position_embeddings": 4096,
-    "with_tokenizer": False,
-}
-"""About 0.1 B parameters, fp32 and tied, for the CPU benchmark. Without a tokenizer, so that both
-sides of the benchmark turn ids into ids and no more."""
-
-_QWEN3_MOE_BENCHMARK: Mapping[str, Any] = {
-    **_QWEN2_BENCHMARK,
-    "hidden_size": 512,
-    "num_heads": 8,
-    "num_kv_heads": 2,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 256,
-}
-"""About 0.3 B parameters, an eighth of whose experts a token uses; for the CPU benchmark."""
-
-_QWEN3_NEXT_BENCHMARK: Mapping[str, Any] = {
-    **_QWEN2_BENCHMARK,
-    "num_layers": 4,
-    "num_experts": 4,
-    "moe_intermediate_size": 256,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-}
-"""States as wide as published ones in three of four layers, and few experts beside them."""
-
-BART_BENCHMARK: Mapping[str, Any] = {
-    "hidden_size": 512,
-    "num_layers": 6,
-    "num_heads": 8,
-    "intermediate_size": 2048,
-    "vocab_size": 16_000,
-    "max_position_embeddings": 1024,
-    "with_tokenizer": False,
-}
-"""About 50 M parameters, for the CPU benchmark; ids in, ids out."""
-
 
 class SeededModel:
     """Builds one of the models.
@@ -114,17 +67,13 @@ def _decoder(architecture: str, **settings: Any) -> SeededModel:
     )
 
 
-_OF_PARTS: Mapping[str, Any] = {"model_type": "qwen2_5_omni"}
-
 SEEDED_MODELS: dict[str, SeededModel] = {
     "qwen2": _decoder("qwen2"),
     "qwen2-untied": _decoder("qwen2", tied=False, seed=1),
     "qwen2-headless": _decoder("qwen2", with_head=False, seed=2),
-    "qwen2-benchmark": _decoder("qwen2", **_QWEN2_BENCHMARK),
     "qwen2-medium": _decoder("qwen2", **_MEDIUM),
     "qwen3": _decoder("qwen3"),
     "qwen3_moe": _decoder("qwen3_moe", tied=False),
-    "qwen3_moe-benchmark": _decoder("qwen3_moe", **_QWEN3_MOE_BENCHMARK),
     "mixtral": _decoder("mixtral", tied=False),
     "llama": _decoder("llama"),
     "llama-untied": _decoder("llama", tied=False, seed=1),
@@ -140,11 +89,7 @@ SEEDED_MODELS: dict[str, SeededModel] = {
     "qwen3_next": _decoder("qwen3_next", tied=False, num_layers=4),
     "qwen3_5": _decoder("qwen3_5_text", tied=False, num_layers=4),
     "qwen3_5_moe": _decoder("qwen3_5_moe_text", tied=False, num_layers=4),
-    "qwen3_next-benchmark": _decoder("qwen3_next", **_QWEN3_NEXT_BENCHMARK),
     "bart": SeededModel("language_models:build_bart", {"model_type": "bart"}),
-    "bart-benchmark": SeededModel(
-        "language_models:build_bart", {"model_type": "bart"}, **BART_BENCHMARK
-    ),
     "t5": SeededModel("language_models:build_t5", {"model_type": "t5"}),
     "t5-gated": SeededModel("language_models:build_t5", {"model_type": "t5"}, gated=True),
     "whisper": SeededModel("language_models:build_whisper", {"model_type": "whisper"}),
@@ -154,8 +99,7 @@ SEEDED_MODELS: dict[str, SeededModel] = {
     "qwen2_5_vl": SeededModel("language_models:build_qwen2_5_vl", {"model_type": "qwen2_5_vl"}),
     "qwen3_5_vision": SeededModel("language_models:build_qwen3_5", {"model_type": "qwen3_5"}),
     "qwen3_vl": SeededModel("language_models:build_qwen3_vl", {"model_type": "qwen3_vl"}),
-    "qwen2_5_omni": SeededModel("omni:build_qwen2_5_omni", _OF_PARTS),
-    "qwen2_5_omni-benchmark": SeededModel("omni:build_qwen2_5_omni", _OF_PARTS, benchmark=True),
+    "qwen2_5_omni": SeededModel("omni:build_qwen2_5_omni", {"model_type": "qwen2_5_omni"}),
     "qwen3_omni": SeededModel("omni:build_qwen3_omni", {"model_type": "qwen3_omni_moe"}),
     "bert": SeededModel(
         "language_models:build_text_encoder", {"model_type": "bert", "architectures": ["BertModel"]}
@@ -183,8 +127,15 @@ def resolve_model(reference: str, cache_dir: str | Path | None = None) -> str:
     if build is None:
         known = ", ".join(SEEDED_PREFIX + known_name for known_name in SEEDED_MODELS)
         raise ValueError(f"unknown seeded model {reference!r}; known are {known}")
+    return str(seeded_folder(name, build, cache_dir))
+
+
+def seeded_folder(
+    name: str, build: Callable[[Path], object], cache_dir: str | Path | None = None
+) -> Path:
+    """Return the folder of a seeded model, built on first use; see :func:`resolve_model`."""
     root = cache_root() if cache_dir is None else Path(cache_dir)
-    return str(DiskCache(root / "seeded").entry(f"{name}-{_version()}", build))
+    return DiskCache(root / "seeded").entry(f"{name}-{_version()}", build)
 
 
 def _version() -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -198,67 +199,18 @@ _BIGVGAN: Mapping[str, Any] = {
 }
 
 
-_BENCHMARK: Mapping[str, Mapping[str, Any]] = {
-    "text": {
-        "hidden_size": 640,
-        "vocab_size": 8192,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 11,
-        "num_attention_heads": 10,
-        "num_key_value_heads": 2,
-        "rope_parameters": rope([8, 12, 12]),
-    },
-    "vision": {
-        "depth": 4,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_heads": 4,
-        "out_hidden_size": 640,
-    },
-    "audio": {
-        "d_model": 256,
-        "encoder_layers": 4,
-        "encoder_attention_heads": 4,
-        "encoder_ffn_dim": 1024,
-        "output_dim": 640,
-    },
-    "talker": {
-        "embedding_size": 640,
-        "hidden_size": 448,
-        "intermediate_size": 1344,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 7,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-        "rope_parameters": rope([8, 12, 12]),
-    },
-    "dit": {
-        "hidden_size": 128,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 2,
-        "head_dim": 64,
-        "emb_dim": 64,
-        # As in the published model: 12 codes to a block, and windows of the same reach.
-        "block_size": 24,
-        "look_ahead_layers": [2],
-        "look_backward_layers": [0, 5],
-    },
-    "bigvgan": {
-        "upsample_initial_channel": 128,
-        "resblock_kernel_sizes": [3, 7],
-        "resblock_dilation_sizes": [[1, 3, 5], [1, 3, 5]],
-        "upsample_rates": [5, 3, 2, 2, 2, 2],
-        "upsample_kernel_sizes": [11, 7, 4, 4, 4, 4],
-    },
-}
-"""The differences in a model of about 100 M parameters, of which the vocoder has 2 %."""
+def build_qwen2_5_omni(
+    directory: str | Path, changes: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+) -> Path:
+    """Write a seeded Qwen2.5-Omni with its processors' files and two voices.
 
-
-def build_qwen2_5_omni(directory: str | Path, *, benchmark: bool = False) -> Path:
-    """Write a seeded Qwen2.5-Omni with its processors' files and two voices."""
+    Args:
+        changes: other figures of its parts: ``text``, ``vision``, ``audio``, ``talker``, ``dit``,
+            ``bigvgan``.
+    """
     tokenizer, generator = omni_tokenizer(), torch.Generator().manual_seed(0)
     with quiet_config_log():
-        config = _config(tokenizer, _BENCHMARK if benchmark else {})
+        config = _config(tokenizer, changes)
         make = partial(Qwen2_5OmniForConditionalGeneration, config)
         model = seeded_model(make, generator, _initialise)
         path = save_omni(directory, model, tokenizer, "Qwen2_5OmniProcessor")

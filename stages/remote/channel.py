@@ -143,7 +143,7 @@ class Channel:
 
     No call waits for the peer: what its socket has no room for is sent by another thread as the
     peer reads. So two peers that send much at once go on, and one that has stopped holds up no
-    sender; what waits for it is counted in :attr:`queued_bytes`.
+    sender.
 
     ::
 
@@ -154,9 +154,6 @@ class Channel:
         sock: a connected stream socket of ``AF_UNIX``; the channel closes it.
         kinds: the union of all that the peer sends.
         name: of the peer, for messages and the thread.
-
-    Attributes:
-        queued_bytes: that the peer's socket has no room for yet.
     """
 
     def __init__(self, sock: socket.socket, kinds: Any, name: str) -> None:
@@ -168,7 +165,6 @@ class Channel:
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()  # over all below
         self._waiting: deque[tuple[memoryview, list[Descriptor]]] = deque()
-        self.queued_bytes = 0
         self._has_sender = False
         self._closed: str | None = None
 
@@ -269,12 +265,10 @@ class Channel:
             with suppress(OSError):  # the peer has ended
                 self._sock.shutdown(socket.SHUT_RDWR)  # which wakes both threads
         self._waiting.clear()
-        self.queued_bytes = 0
         self._changed.notify_all()
 
     def _put(self, content: bytes, files: list[Descriptor]) -> None:
         self._waiting.append((memoryview(content), files))
-        self.queued_bytes += len(content)
 
     def _flush(self) -> None:
         """Send what the socket has room for; under the lock."""
@@ -312,7 +306,6 @@ class Channel:
 
     def _note_sent(self, num_sent: int) -> None:
         content, _ = self._waiting[0]
-        self.queued_bytes -= num_sent
         if num_sent == len(content):
             self._waiting.popleft()
         else:
@@ -322,7 +315,6 @@ class Channel:
         """The peer reads no more; what it has sent before is still to be received."""
         self._closed = self._closed or _CLOSED_THERE
         self._waiting.clear()
-        self.queued_bytes = 0
         self._changed.notify_all()
 
     def _run(self, on_message: Callable[[Any], object], on_end: Callable[[str], object]) -> None:

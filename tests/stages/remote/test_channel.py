@@ -175,7 +175,6 @@ def test_who_sends_does_not_wait_for_who_does_not_read(nothing_left: None):
     end = End(left, "silent")
     for _ in range(50):
         end.channel.send(Note(b"x" * 100_000, (torch.ones(20_000),)))
-    assert end.channel.queued_bytes > 4_000_000
     assert not end.channel.wait_until_sent(0.0)
     right.close()
     assert "the other side closed it or has ended" in end.reason()

@@ -1,0 +1,129 @@
+"""Seeded models as large as benchmarks need: the arithmetic outweighs the fixed cost of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omni.seeded.checkpoints import seeded_folder
+from omni.seeded.language_models import build_bart, build_causal_lm
+from omni.seeded.omni import build_qwen2_5_omni, rope
+
+__all__ = ["benchmark_model"]
+
+_QWEN2: Mapping[str, Any] = {
+    "hidden_size": 768,
+    "num_layers": 12,
+    "num_heads": 12,
+    "num_kv_heads": 4,
+    "intermediate_size": 2048,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 4096,
+    "with_tokenizer": False,
+}
+"""About 0.1 B parameters, fp32 and tied; without a tokenizer, so that both sides of a benchmark
+turn ids into ids and no more."""
+
+_QWEN3_MOE: Mapping[str, Any] = {
+    **_QWEN2,
+    "hidden_size": 512,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 256,
+}
+"""About 0.3 B parameters, an eighth of whose experts a token uses."""
+
+_QWEN3_NEXT: Mapping[str, Any] = {
+    **_QWEN2,
+    "num_layers": 4,
+    "num_experts": 4,
+    "moe_intermediate_size": 256,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+"""States as wide as published ones in three of four layers, and few experts beside them."""
+
+_BART: Mapping[str, Any] = {
+    "hidden_size": 512,
+    "num_layers": 6,
+    "num_heads": 8,
+    "intermediate_size": 2048,
+    "vocab_size": 16_000,
+    "max_position_embeddings": 1024,
+    "with_tokenizer": False,
+}
+"""About 50 M parameters; ids in, ids out."""
+
+_OMNI: Mapping[str, Mapping[str, Any]] = {
+    "text": {
+        "hidden_size": 640,
+        "vocab_size": 8192,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 11,
+        "num_attention_heads": 10,
+        "num_key_value_heads": 2,
+        "rope_parameters": rope([8, 12, 12]),
+    },
+    "vision": {
+        "depth": 4,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_heads": 4,
+        "out_hidden_size": 640,
+    },
+    "audio": {
+        "d_model": 256,
+        "encoder_layers": 4,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 1024,
+        "output_dim": 640,
+    },
+    "talker": {
+        "embedding_size": 640,
+        "hidden_size": 448,
+        "intermediate_size": 1344,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 7,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "rope_parameters": rope([8, 12, 12]),
+    },
+    "dit": {
+        "hidden_size": 128,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 2,
+        "head_dim": 64,
+        "emb_dim": 64,
+        # As in the published model: 12 codes to a block, and windows of the same reach.
+        "block_size": 24,
+        "look_ahead_layers": [2],
+        "look_backward_layers": [0, 5],
+    },
+    "bigvgan": {
+        "upsample_initial_channel": 128,
+        "resblock_kernel_sizes": [3, 7],
+        "resblock_dilation_sizes": [[1, 3, 5], [1, 3, 5]],
+        "upsample_rates": [5, 3, 2, 2, 2, 2],
+        "upsample_kernel_sizes": [11, 7, 4, 4, 4, 4],
+    },
+}
+"""The differences in a model of about 100 M parameters, of which the vocoder has 2 %."""
+
+_MODELS: Mapping[str, Callable[[Path], Path]] = {
+    "qwen2": partial(build_causal_lm, architecture="qwen2", **_QWEN2),
+    "qwen3_moe": partial(build_causal_lm, architecture="qwen3_moe", **_QWEN3_MOE),
+    "qwen3_next": partial(build_causal_lm, architecture="qwen3_next", **_QWEN3_NEXT),
+    "bart": partial(build_bart, **_BART),
+    "qwen2_5_omni": partial(build_qwen2_5_omni, changes=_OMNI),
+}
+
+
+def benchmark_model(name: str) -> str:
+    """Return the folder of a model, built on first use."""
+    return str(seeded_folder(f"{name}-benchmark", _MODELS[name]))
