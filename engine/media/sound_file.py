@@ -54,11 +54,7 @@ _STREAM_BYTES = 2**31 - 2**16
 _MOST_CHUNKS = 1000
 """Before the samples. A large file of zeros would otherwise be a very long row of empty chunks."""
 
-_PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _FORMAT = struct.Struct("<HHIIHH")
-_EXTENSION = struct.Struct("<HHII12s")
-_KIND_SUFFIX = bytes.fromhex("0000 1000 8000 00aa00389b71")
-"""How a subformat ends that is one of the plain kinds; the kind itself stands before it."""
 
 
 class WavHeaderError(ValueError):
@@ -88,7 +84,7 @@ def read_wav_header(file: BinaryIO) -> WavHeader:
     frame: tuple[int, int] | None = None
     for name, size in _chunks(file):
         if name == b"fmt ":
-            frame = _frame(file.read(min(size, _FORMAT.size + _EXTENSION.size)))
+            frame = _frame(file.read(min(size, _FORMAT.size)))
         elif name == b"data":
             if frame is None:
                 raise WavHeaderError("its samples come before their format")
@@ -123,36 +119,13 @@ def _chunks(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
 
 
 def _frame(chunk: bytes) -> tuple[int, int]:
-    """Bytes of a frame, and frames of a second, by a ``fmt`` chunk.
-
-    What the samples are is libsndfile's to say, as far as it looks.
-    """
+    """Bytes of a frame, and frames of a second; what samples are is libsndfile's to say."""
     if len(chunk) < _FORMAT.size:
         raise WavHeaderError("its format ends too early")
-    kind, channels, rate, _, align, bits = _FORMAT.unpack_from(chunk)
-    width = (bits + 7) // 8
-    if not channels or not width:
-        raise WavHeaderError(f"it states {channels} channels of {bits} bits")
-    if kind == _EXTENSIBLE:
-        kind = _plain_kind(chunk[_FORMAT.size :], 8 * width)
-    if kind == _FLOAT and bits not in (32, 64):
-        raise WavHeaderError(f"its samples are floats of {bits} bits")
-    # Compressed samples come in blocks of a size of their own.
-    if width * channels != align and kind in (_PCM, _FLOAT):
-        raise WavHeaderError(f"it states {align} bytes for {channels} channels of {width}")
-    return int(align) or width * channels, int(rate)
-
-
-def _plain_kind(extension: bytes, bits: int) -> int:
-    """The kind that an extensible header names, for samples that take a number of bits."""
-    if len(extension) < _EXTENSION.size:
-        raise WavHeaderError("its format ends too early")
-    _, valid, _, kind, suffix = _EXTENSION.unpack(extension)
-    if suffix != _KIND_SUFFIX:
-        raise WavHeaderError(f"its samples are of kind {extension[8:].hex()}")
-    if valid > bits:
-        raise WavHeaderError(f"it states {valid} valid bits of {bits}")
-    return int(kind)
+    _, channels, rate, _, align, bits = _FORMAT.unpack(chunk)
+    if not channels or not align:
+        raise WavHeaderError(f"it states {channels} channels of {bits} bits in {align} bytes")
+    return int(align), int(rate)
 
 
 class Resampler:
