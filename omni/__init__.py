@@ -7,9 +7,10 @@ need not wait for torch.
 from __future__ import annotations
 
 import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from omni.hidden_packages import check_packages
 
 if TYPE_CHECKING:
     from engine import (
@@ -103,12 +104,25 @@ _HOMES = (
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        # Not before: the command line takes the working directory off the import path first.
-        check_packages()
-        for home in map(importlib.import_module, _HOMES):
+        for home in map(_imported, _HOMES):
             if hasattr(home, name):
                 return getattr(home, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _imported(home: str) -> ModuleType:
+    """Import a module of ours; of a module in the place of one of our packages, say which it is."""
+    try:
+        return importlib.import_module(home)
+    except ImportError as error:
+        for name in ("engine", "prefix_cache", "stages", "stage_configs"):
+            found = getattr(sys.modules.get(name), "__file__", None)
+            if found is not None and not Path(found).is_relative_to(Path(__file__).parents[1]):
+                raise ImportError(
+                    f"omni needs its package {name!r}, which {found} hides: rename that module, or "
+                    "take its folder off the import path (sys.path)"
+                ) from error
+        raise
 
 
 def __dir__() -> list[str]:
