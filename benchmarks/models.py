@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from omni.seeded.checkpoints import seeded_folder
-from omni.seeded.language_models import build_bart, build_causal_lm
-from omni.seeded.omni import build_qwen2_5_omni, rope
+from omni.seeded.language_models import build_bart, build_causal_lm, rope
+from omni.seeded.omni import build_qwen2_5_omni
 
 __all__ = ["benchmark_model"]
 

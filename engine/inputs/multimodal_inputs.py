@@ -18,7 +18,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
@@ -374,6 +374,8 @@ class AudioFeatureMaker(FeatureMaker):
     ) -> None:
         self._extractor, self._hears_silence = extractor, hears_silence
         self._reader = SampleReader.of(extractor, limits)
+        if not hears_silence:  # there is no window to fill up
+            self._reader = replace(self._reader, max_samples=None)
         self._told_of_language = False
 
     def make(self, item: Any) -> Mapping[str, Tensor]:

@@ -100,6 +100,11 @@ _TABLE = (
         modalities=("text", "image"),
     ),
     FamilyRow("llava.llava", ("LlavaForConditionalGeneration",), modalities=("text", "image")),
+    FamilyRow(
+        "qwen3_asr.qwen3_asr",
+        ("Qwen3ASRForConditionalGeneration",),
+        modalities=("text", "audio"),
+    ),
     FamilyRow("gemma3.gemma3", ("Gemma3ForConditionalGeneration",), modalities=("text", "image")),
     FamilyRow(
         "qwen2_5_vl.qwen2_5_vl",

@@ -19,7 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     BartConfig,
     BartForConditionalGeneration,
     CLIPImageProcessorPil,
@@ -43,6 +43,7 @@ from transformers import (
     WhisperForConditionalGeneration,
     WhisperTokenizer,
 )
+from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
 
 from omni.seeded.building import (
     ATTENTION_GAIN,
@@ -430,6 +431,16 @@ DEEP_VISION: dict[str, Any] = {
 
 _TEXT = DecoderSettings(num_layers=3)
 
+HEARING: dict[str, Any] = {
+    "num_mel_bins": 32,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "output_dim": _TEXT.hidden_size,
+}
+"""Sizes of a tower that hears."""
+
 # Messages whose content is text, or a list of texts and what the model sees.
 _TEMPLATE = (
     "{%% for message in messages %%}"
@@ -509,6 +520,26 @@ def build_gemma3_vision(directory: str | Path, *, rows: int = 16, **text_overrid
     return path
 
 
+def build_qwen3_asr(directory: str | Path, *, tied: bool = False, **text_overrides: Any) -> Path:
+    """Write a seeded Qwen3-ASR with its feature extractor: 13 rows for a second of sound."""
+    names = ["<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"]
+    tokenizer = _tokenizer(names, {"audio": "".join(names)}, adds_bos=False)
+    tokenizer.add_tokens(["<asr_text>"])
+    extractor = Qwen3ASRFeatureExtractor(feature_size=HEARING["num_mel_bins"])
+    text = {"model_type": "qwen3", "head_dim": 16} | _TEXT.text_config(tokenizer)
+    config = AutoConfig.for_model(
+        "qwen3_asr",
+        audio_config=HEARING | {"downsample_hidden_size": 16, "n_window_infer": 200},
+        text_config=text | {"vocab_size": len(tokenizer)} | text_overrides,
+        audio_token_id=_id(tokenizer, names[1]),
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=tied,
+    )
+    path = _save(directory, AutoModelForMultimodalLM.from_config, config, tokenizer)
+    extractor.save_pretrained(path)
+    return path
+
+
 def build_qwen2_5_vl(directory: str | Path, *, tied: bool = False, **text_overrides: Any) -> Path:
     """Write a seeded Qwen2.5-VL with its processors: 1 to 16 rows for an image or two frames."""
     # As published: a grid of two frames, at two frames a second, is two places after the last.
@@ -566,7 +597,7 @@ def _save_qwen(
         vision_start_token_id=tokenizer.get_vocab()[start],
         vision_end_token_id=tokenizer.get_vocab()[end],
     )
-    path = _save(directory, AutoModelForImageTextToText.from_config, config, tokenizer)
+    path = _save(directory, AutoModelForMultimodalLM.from_config, config, tokenizer)
     processor = Qwen2VLImageProcessorPil(patch_size=14, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
     processor.save_pretrained(path)
     video_processor = {"fps": 2.0, "min_frames": 4, "max_frames": 768, "size": dict(processor.size)}

@@ -34,7 +34,7 @@ from omni.seeded.building import (
     save_checkpoint,
     seeded_model,
 )
-from omni.seeded.language_models import DEEP_VISION, QWEN_VISION, rope
+from omni.seeded.language_models import DEEP_VISION, HEARING, QWEN_VISION, rope
 
 _TURNS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _AUDIO = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
@@ -133,18 +133,8 @@ _VOCODER_GAIN = 0.5
 # Of the thinker, and so of what the talker reads.
 _WIDTH = 64
 _NUM_CODES = 256
-_SMALL_HEARING: Mapping[str, Any] = {
-    "num_mel_bins": 32,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 64,
-    "output_dim": _WIDTH,
-}
-"""Sizes of a tower that hears."""
-
 _AUDIO_TOWER: Mapping[str, Any] = {
-    **_SMALL_HEARING,
+    **HEARING,
     "max_source_positions": 1500,
     "n_window": 100,
 }
@@ -313,7 +303,7 @@ def _save_speakers(
 _ROLES = ("system", "user", "assistant")
 _QWEN3_NUM_CODES, _NUM_CODEBOOKS = 64, 4
 _QWEN3_ROPE = rope([4, 2, 2])
-_QWEN3_AUDIO: Mapping[str, Any] = {**_SMALL_HEARING, "downsample_hidden_size": 8}
+_QWEN3_AUDIO: Mapping[str, Any] = {**HEARING, "downsample_hidden_size": 8}
 _QWEN3_EXPERTS: Mapping[str, Any] = {
     "num_experts": 8,
     "num_experts_per_tok": 2,

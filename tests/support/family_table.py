@@ -51,6 +51,7 @@ _NAMES = {
     "bart": "BART",
     "t5": "T5",
     "whisper": "Whisper",
+    "qwen3_asr": "Qwen3-ASR",
     "mllama": "Mllama",
     "llava": "LLaVA",
     "gemma3_vision": "Gemma-3 with images",

@@ -107,6 +107,7 @@ TRIALS: Mapping[str, Trial] = {
             *("jamba", "bamba", "qwen3_next", "qwen3_5", "bart", "t5", "qwen3_moe", "mixtral"),
         )
     },
+    "qwen3_asr": Trial("qwen3_asr", prompt=lambda: AudioPrompt(tone(0.5))),
     "whisper": Trial("whisper", prompt=lambda: AudioPrompt(tone(0.5))),
     "mllama": Trial("mllama", prompt=lambda: ImagePrompt(Image.new("RGB", (60, 40), "teal"))),
     "llava": Trial("llava", prompt=_picture),

@@ -90,7 +90,12 @@ def _thinker(name: str, checkpoint: str) -> Subject:
     vocabulary = AutoTokenizer.from_pretrained(checkpoint).get_vocab()
     placeholders = tuple(vocabulary[PLACEHOLDERS[kind]] for kind in KINDS)
     asks = tuple(
-        ThinkerAsk(**vars(ask) | {"length": 8}, placeholders=placeholders, shown=((2, n % 2, 0),))
+        ThinkerAsk(
+            **vars(ask) | {"length": 8},
+            placeholders=placeholders,
+            kinds=KINDS,
+            shown=((2, n % 2, 0),),
+        )
         for n, ask in enumerate(_ASKS)
     )
     return _llm(name, config, asks, alone)

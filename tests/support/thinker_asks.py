@@ -48,7 +48,7 @@ _SHOWN: dict[Modality, list[Any]] = {
         _talkie(tone(0.25, 2000.0)),
     ],
 }
-KINDS: list[Modality] = list(PLACEHOLDERS)
+KINDS: tuple[Modality, ...] = tuple(PLACEHOLDERS)
 
 
 def shows(engine: LLMEngine, *content: int | tuple[Modality, Any]) -> TokensPrompt:
@@ -92,6 +92,7 @@ class ThinkerAsk(Ask):
     """A request of a stream that shows items among its tokens."""
 
     placeholders: tuple[int, ...] = ()
+    kinds: tuple[Modality, ...] = ()
     shown: tuple[tuple[int, int, int], ...] = ()
 
     @property
@@ -104,15 +105,18 @@ class ThinkerAsk(Ask):
             ids.insert(place, self.placeholders[kind])
         items: dict[str, list[Any]] = {}
         for _, kind, number in places:
-            shown = _SHOWN[KINDS[kind]]
-            items.setdefault(KINDS[kind], []).append(shown[number % len(shown)])
+            shown = _SHOWN[self.kinds[kind]]
+            items.setdefault(self.kinds[kind], []).append(shown[number % len(shown)])
         return TokensPrompt(tuple(ids), items)
 
 
-def thinker_scripts(placeholders: tuple[int, ...], max_text: int) -> st.SearchStrategy[Script]:
+def thinker_scripts(
+    kinds: tuple[Modality, ...], placeholders: tuple[int, ...], max_text: int
+) -> st.SearchStrategy[Script]:
     """Streams in which items return at the same and at other places, and others at theirs."""
-    kinds = st.integers(0, len(placeholders) - 1)
-    item = st.tuples(st.sampled_from([0, 2, 2, 9]), kinds, st.integers(0, 4))
+    kind = st.integers(0, len(placeholders) - 1)
+    item = st.tuples(st.sampled_from([0, 2, 2, 9]), kind, st.integers(0, 4))
     shown = st.lists(item, max_size=2).map(tuple)
-    asks = asks_of(ThinkerAsk, max_text, placeholders=st.just(placeholders), shown=shown)
+    fixed = {"kinds": st.just(kinds), "placeholders": st.just(placeholders)}
+    asks = asks_of(ThinkerAsk, max_text, shown=shown, **fixed)
     return streams_of(asks, max_size=24)

@@ -48,7 +48,7 @@ class LlavaTower(ItemTower):
                 f"{type(config).__name__} has a tower of type {vision.model_type!r}; supported is "
                 f"{self.tower_type}"
             )
-        self.module: Any = build_empty(partial(_without_decoder, self.make), config, settings)
+        self.module: Any = build_empty(partial(without_decoder, self.make), config, settings)
         self.image_shape = (vision.num_channels, vision.image_size, vision.image_size)
         self.rows, self.choices = self.rows_of(config)
 
@@ -97,7 +97,7 @@ def build_llava(checkpoint: Checkpoint, settings: ModelSettings) -> MultiModalMo
     return MultiModalModel(decoder, {"image": tower}, placeholders, checkpoint.weight_files)
 
 
-def _without_decoder(make: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+def without_decoder(make: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     """The tower and the projector; transformers need not know the decoder, of which it has none."""
     towers = copy(config)
     width = config.get_text_config().hidden_size

@@ -63,10 +63,11 @@ class AudioTower(ItemTower):
     known_weight = "audio_bos_eos_token.weight"
     least_frames = 3
 
-    def __init__(self, audio: PreTrainedConfig, settings: ModelSettings) -> None:
+    def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
         super().__init__()
-        self.module = build_empty(type(self).encoder, audio, settings)
-        self.num_mel_bins: int = audio.num_mel_bins
+        self.module = build_empty(type(self).encoder, config, settings)
+        self.audio: Any = getattr(config, "audio_config", config)
+        self.num_mel_bins: int = self.audio.num_mel_bins
 
     def num_rows(self, features: Mapping[str, Tensor]) -> int:
         """See :meth:`ItemTower.num_rows`."""

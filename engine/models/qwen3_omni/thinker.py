@@ -23,7 +23,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeAudioEncoder,
     Qwen3OmniMoeVisionEncoder,
@@ -51,14 +50,11 @@ class Qwen3AudioTower(AudioTower):
     least_frames = 1
     hears_silence = False
 
-    def __init__(self, audio: PreTrainedConfig, settings: ModelSettings) -> None:
-        super().__init__(audio, settings)
-        self.piece: int = 2 * audio.n_window
-
     def rows_of(self, num_frames: int) -> int:
         """See :meth:`AudioTower.rows_of`."""
-        pieces, rest = divmod(num_frames, self.piece)
-        return pieces * -(-self.piece // 8) + -(-rest // 8)
+        piece = 2 * int(self.audio.n_window)
+        pieces, rest = divmod(num_frames, piece)
+        return pieces * -(-piece // 8) + -(-rest // 8)
 
     def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
         """One sound by itself: what a last piece's convolutions see depends on what else ran."""

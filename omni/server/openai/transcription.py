@@ -45,6 +45,29 @@ TIMESTAMP = re.compile(r"<\|\d+\.\d\d\|>")
 
 _TIMESTAMP_S = 0.02
 
+_HEADING = re.compile(r"\A ?language [^<]{1,40}<asr_text>")
+"""How a decoder that hears writes the language, before the words."""
+_LONGEST_HEADING = 64
+
+
+class _Words:
+    """Leaves out of a text that comes in pieces what a model writes beside the words."""
+
+    def __init__(self) -> None:
+        self._held: str | None = ""  # what may be the beginning of a heading
+
+    def read(self, text: str, *, is_last: bool = False) -> str:
+        """Return the words of the next piece."""
+        if self._held is not None:
+            text = self._held + text
+            begin = text.removeprefix(" ")[: len("language ")]
+            may_follow = len(text) < _LONGEST_HEADING and "language ".startswith(begin)
+            if may_follow and not (is_last or _HEADING.match(text)):
+                self._held = text
+                return ""
+            self._held, text = None, _HEADING.sub("", text)
+        return TIMESTAMP.sub("", text)
+
 
 class TranscriptionSegment(Struct, kw_only=True):
     """The words between two times, in seconds of the recording.
@@ -264,7 +287,9 @@ class Transcription(PipelineResponse):
         self._task = task
         self._audio = audio
         self._stage = _hearing_stage(self.stages)
-        self._tokenizer: Any = _tokenizer(self.pipeline, self._stage)
+        self._tokenizer: Any = self.pipeline.tokenizer(self._stage)
+        if self._tokenizer is None:
+            raise ApiError.bad_request("this model has no tokenizer", param="model")
         own = self.stages.stages[self._stage].sampling
         sampling: dict[str, Any] = {}
         if own is not None and own.max_repeats is None:
@@ -292,7 +317,7 @@ class Transcription(PipelineResponse):
         async with self.stream([self._request], [self._stage]) as stream:
             (last,) = await stream.last_outputs()
         output = last[self._stage]
-        text = TIMESTAMP.sub("", output.text or "")
+        text = _Words().read(output.text or "", is_last=True)
         if self._body.response_format == "text":
             return Response(text + "\n", media_type="text/plain; charset=utf-8")
         answer: dict[str, Any] = {"text": text}
@@ -305,12 +330,12 @@ class Transcription(PipelineResponse):
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The text by events, as it is written."""
-        text = ""
+        text, reader = "", _Words()
         async with self.stream([self._request], [self._stage]) as stream:
             async for update in stream.updates():
                 delta = update.of(self._stage)
-                words = TIMESTAMP.sub("", (delta.text or "") if delta is not None else "")
-                text += words
+                said = (delta.text or "") if delta is not None else ""
+                text += (words := reader.read(said, is_last=update.is_last))
                 if words:
                     yield as_event({"type": "transcript.text.delta", "delta": words})
         yield as_event({"type": "transcript.text.done", "text": text}) + DONE
@@ -365,12 +390,13 @@ async def words_of(
     spoken = ExplicitEncoderDecoderPrompt(prompt)
     fields = {"max_repeats": _MOST_REPEATS}
     sampling = merge_sampling(pipeline.omni.pipeline, stage, fields, {}, {})
-    request = client.request(spoken, sampling, index=number)
+    request, reader = client.request(spoken, sampling, index=number), _Words()
     async with ResponseStream(pipeline, client, [request], "audio", [stage]) as stream:
         async for update in stream.updates():
             delta = update.of(stage)
-            if delta is not None and delta.text:
-                yield TIMESTAMP.sub("", delta.text)
+            said = (delta.text or "") if delta is not None else ""
+            if words := reader.read(said, is_last=update.is_last):
+                yield words
 
 
 def _hearing_stage(pipeline: Pipeline) -> str:
@@ -380,10 +406,3 @@ def _hearing_stage(pipeline: Pipeline) -> str:
             return name
     reason = "none of this model's stages reads the prompt and gives text"
     raise ApiError.bad_request(reason, param="model")
-
-
-def _tokenizer(pipeline: ServedPipeline, stage: str) -> Any:
-    tokenizer = pipeline.tokenizer(stage)
-    if tokenizer is None:
-        raise ApiError.bad_request("this model has no tokenizer to write text with", param="model")
-    return tokenizer

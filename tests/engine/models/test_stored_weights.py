@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     PreTrainedConfig,
@@ -346,7 +346,7 @@ TWO_SIDES: Mapping[str, tuple[Any, str, Mapping[str, Any]]] = {
             "num_mel_bins": 128,
         },
     ),
-    "meta-llama/Llama-3.2-11B-Vision-Instruct": (AutoModelForImageTextToText, "mllama", {}),
+    "meta-llama/Llama-3.2-11B-Vision-Instruct": (AutoModelForMultimodalLM, "mllama", {}),
 }
 
 
@@ -482,6 +482,21 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "vision_config": {"out_hidden_size": 2048},
         },
     ),
+    # As transformers has it by default, of whose 28 layers all are alike.
+    "Qwen/Qwen3-ASR-1.7B-hf": (
+        "qwen3_asr",
+        {
+            "text_config": {
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_hidden_layers": LAYERS,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+            },
+            "audio_config": {"output_dim": 2048},
+        },
+    ),
     # As transformers has them by default, of whose layers three have a state, and one attends.
     "Qwen/Qwen3.5-9B": (
         "qwen3_5",
@@ -495,10 +510,10 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 @pytest.mark.parametrize("hub_id", [of(SEEING[hub_id][0], hub_id) for hub_id in SEEING])
-def test_every_weight_of_a_published_decoder_that_sees_has_its_place(
+def test_every_weight_of_a_published_decoder_with_towers_has_its_place(
     hub_id: str, tmp_path: Path
 ) -> None:
-    assert_all_placed(AutoModelForImageTextToText, *SEEING[hub_id], tmp_path)
+    assert_all_placed(AutoModelForMultimodalLM, *SEEING[hub_id], tmp_path)
 
 
 # Qwen/Qwen3-Omni-30B-A3B-Instruct

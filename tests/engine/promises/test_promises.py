@@ -24,6 +24,7 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
+from engine.requests.encoder_input import Modality
 from engine.text.stop_checker import CompletionText
 from tests.support.examples import examples
 from tests.support.idle_engine import finish
@@ -380,12 +381,19 @@ LIMITS = {
     "qwen2_5_vl": (15, 7, 17),
     "qwen3_vl": (45, 7, 20),  # of which a row is three times as wide
     "gemma3_vision": (40, 20, 36),  # of which an image is as long as a step, in two groups
+    "qwen3_asr": (15, 7, 17),
     "qwen2_5_omni": (18, 13, 17),
+}
+SHOWN: Mapping[str, Mapping[Modality, str]] = {
+    **{name: {"image": placeholder} for name, placeholder in PLACEHOLDER.items()},
+    "gemma3_vision": {"image": "<image_soft_token>"},  # in text stands what begins an image
+    "qwen3_asr": {"audio": "<|audio_pad|>"},
 }
 
 
 @dataclass(frozen=True)
 class Family:
+    kinds: tuple[Modality, ...]
     placeholders: tuple[int, ...]
     engine: LLMEngine
     alone: Alone
@@ -409,6 +417,7 @@ def short_chunks(seeded: Callable[[str], str], tmp_path_factory: pytest.TempPath
         # Two that place tokens alike.
         *(("qwen2_5_vl", "swap"), ("qwen3_vl", "recompute")),
         *(("gemma3_vision", "swap"), ("gemma3_vision", "recompute")),
+        *(("qwen3_asr", "swap"), ("qwen3_asr", "recompute")),
     ],
     ids="-".join,
 )
@@ -436,11 +445,9 @@ def family(
     )
     assert engine.tokenizer is not None
     rtol = 0.0 if is_thinker else ROUNDING
-    names = [PLACEHOLDERS[kind] for kind in KINDS] if is_thinker else [PLACEHOLDER[name]]
-    if name == "gemma3_vision":  # text has what begins an image, ids have what stands for it
-        names = ["<image_soft_token>"]
-    placeholders = tuple(engine.tokenizer.convert_tokens_to_ids(names))
-    return Family(placeholders, engine, alone_with(folder, part=part, rtol=rtol))
+    shown = {kind: PLACEHOLDERS[kind] for kind in KINDS} if is_thinker else SHOWN[name]
+    placeholders = tuple(engine.tokenizer.convert_tokens_to_ids(list(shown.values())))
+    return Family(tuple(shown), placeholders, engine, alone_with(folder, part=part, rtol=rtol))
 
 
 @pytest.mark.shows("prefix hits", "streaming")
@@ -449,9 +456,8 @@ def family(
 def test_random_streams_equal_uncached_and_conserve_items(
     family: Family, data: st.DataObject
 ) -> None:
-    run_stream(
-        family.engine, data.draw(thinker_scripts(family.placeholders, MAX_TEXT)), family.alone
-    )
+    drawn = data.draw(thinker_scripts(family.kinds, family.placeholders, MAX_TEXT))
+    run_stream(family.engine, drawn, family.alone)
     stats = family.engine.stats().kv
     assert stats is not None and stats.items is not None and stats.items.held == 0
 
@@ -469,6 +475,7 @@ def ask(family: Family, number: int, item: int, max_tokens: int, num_shown: int)
         priority=0,
         salt=None,
         placeholders=family.placeholders,
+        kinds=family.kinds,
         shown=((2, kind, item), (length, other, (item + 1) % 4))[:num_shown],
     )
 

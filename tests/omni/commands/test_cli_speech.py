@@ -138,18 +138,19 @@ def test_a_chat_cannot_show_files_to_a_model_that_takes_none(shown: list[str]) -
 
 
 @pytest.mark.parametrize(
-    ("name", "twin", "speaks"),
+    ("name", "twin", "taken"),
     [
-        ("qwen2_5_omni", "qwen2_5_omni", True),
-        ("qwen2_5_vl", "qwen2_5_vl", False),
-        ("qwen3_vl", "qwen3_vl", False),
-        ("qwen3_5", "qwen3_5_vision", False),
+        ("qwen2_5_omni", "qwen2_5_omni", ("audio", "image")),
+        ("qwen2_5_vl", "qwen2_5_vl", ("image",)),
+        ("qwen3_vl", "qwen3_vl", ("image",)),
+        ("qwen3_5", "qwen3_5_vision", ("image",)),
+        ("qwen3_asr", "qwen3_asr", ("audio",)),
     ],
 )
 def test_configs_of_published_checkpoints_run_what_the_hub_has_under_their_ids(
     name: str,
     twin: str,
-    speaks: bool,
+    taken: tuple[str, ...],
     seeded: Callable[[str], str],
     tmp_path: Path,
     shown: list[str],
@@ -161,13 +162,14 @@ def test_configs_of_published_checkpoints_run_what_the_hub_has_under_their_ids(
     config = PipelineConfig.load(name)
     (model,) = {stage.model for stage in config.stages.values()}
     publish_on_hub(seeded(twin), hub, model)
+    speaks = "code2wav" in config.stages
     changes = ["stages.code2wav.generation.num_steps=3"] if speaks else []
     for stage, each in config.stages.items():
         if each.kind == "autoregressive":
             changes.append(f"stages.{stage}.sampling.max_tokens=8")
             changes += [f"stages.{stage}.engine.{change}" for change in SMALL]
     flags = [flag for change in changes for flag in ("--set", change)]
-    shown = shown if speaks else shown[2:]
+    shown = [*shown[: 2 * ("audio" in taken)], *shown[2 : 2 + 2 * ("image" in taken)]]
     result = omni("run", name, "--chat", "What?", *shown, *flags, "-o", tmp_path, "-q")
     assert result.exit_code == 0, result.stderr
     (line,) = stages(tmp_path)

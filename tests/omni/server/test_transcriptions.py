@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import zlib
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.requests import Request
 
 from engine import TranscriptionOptions
@@ -21,6 +24,7 @@ from omni.server.openai.transcription import (
     TIMESTAMP,
     TranscriptionRequest,
     _clock,
+    _Words,
     read_transcription,
 )
 from omni.server.serving.api_error import ApiError
@@ -112,6 +116,60 @@ def test_a_transcription_is_streamed(client: Any):
     assert done.type == "transcript.text.done" and len(deltas) > 1
     with pytest.raises(openai.BadRequestError, match="goes with json and text, not with srt"):
         client.audio.transcriptions.create(stream=True, response_format="srt", **asked)
+
+
+@pytest.fixture(scope="module")
+def heard(checkpoint_cache: object) -> Iterator[LiveServer]:
+    """A decoder that hears: it writes a language first, which seeded weights would not."""
+    headed = {"grammar": 'start: "language English" <asr_text> /[a-z ]{8,16}/'}
+    stage = {
+        "kind": "autoregressive",
+        "model": "seeded:qwen3_asr",
+        "engine": {"num_blocks": 64, "block_size": 16, "device": "cpu"},
+        "sampling": {"temperature": 0.0, "max_tokens": 48, "structured_output": headed},
+        "final_output": "text",
+    }
+    config = {"name": "ears", "stages": {"hearer": stage}}
+    with LiveServer([PipelineConfig.model_validate(config)]) as server:
+        yield server
+        server.check_nothing_is_left()
+
+
+def test_of_what_a_decoder_heard_the_words_alone_are_told(heard: LiveServer) -> None:
+    asked: dict[str, Any] = {"model": "ears", "file": ("a.wav", sound(seconds=1.0))}
+    output = in_python(heard, "ears", OmniRequest(AudioPrompt(sound(seconds=1.0))))
+    written = output.stages["hearer"].text
+    heading, tag, words = written.partition("<asr_text>")
+    assert heading.startswith("language ") and tag and words
+    client = heard.client()
+    whole = client.audio.transcriptions.create(**asked)
+    assert whole.text == words
+    *deltas, done = client.audio.transcriptions.create(stream=True, **asked)
+    assert "".join(each.delta for each in deltas) == done.text == words and len(deltas) > 1
+    with pytest.raises(openai.BadRequestError, match="timestamps is for speech models"):
+        client.audio.transcriptions.create(response_format="srt", **asked)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("language English<asr_text>It was<|0.50|> cold.", "It was cold."),
+        ("language None<asr_text>", ""),
+        ("language barriers are high", "language barriers are high"),
+        (" lang", " lang"),
+        ("language " * 20 + "<asr_text>", "language " * 20 + "<asr_text>"),
+        ("", ""),
+    ],
+)
+@given(data=st.data())
+def test_words_are_the_same_however_their_text_is_cut(
+    text: str, words: str, data: st.DataObject
+) -> None:
+    pieces = re.findall(r"<\|.*?\|>|.", text)  # a time comes whole, as a token
+    places = sorted(data.draw(st.sets(st.integers(0, len(pieces)))) | {0, len(pieces)})
+    reader = _Words()
+    read = ["".join(pieces[a:b]) for a, b in pairwise(places)]
+    assert "".join([*map(reader.read, read), reader.read("", is_last=True)]) == words
 
 
 def test_the_language_that_the_model_found_out_is_told(hearing: LiveServer, client: Any):
@@ -254,8 +312,8 @@ def test_options_are_those_of_a_prompt() -> None:
 
 
 def test_segments_are_what_there_is() -> None:
-    for given in ((SEGMENTS,), (SEGMENTS, SEGMENTS)):
-        assert read(MODEL, *given)[0].model == "a"
+    for wished in ((SEGMENTS,), (SEGMENTS, SEGMENTS)):
+        assert read(MODEL, *wished)[0].model == "a"
 
 
 @pytest.mark.parametrize(

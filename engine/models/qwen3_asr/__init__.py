@@ -1,0 +1,1 @@
+"""Qwen3-ASR: a decoder that hears. Imports two rooms of other families, and those below them."""
