@@ -382,9 +382,10 @@ class AudioFeatureMaker(FeatureMaker):
         """Read, resample and extract: ``input_features`` ``(mel bins, frames)``."""
         prompt = item if isinstance(item, AudioPrompt) else AudioPrompt(item)
         for wish in ("task", "timestamps", "vad", "transcription"):
-            if getattr(prompt, wish) not in (None, "transcribe"):
+            if (asked := getattr(prompt, wish)) not in (None, "transcribe"):
+                name = wish if wish != "transcription" else ", ".join(asked.given)
                 raise ValueError(
-                    f"{wish} is for speech models; this one is asked in words beside the sound"
+                    f"{name} is for speech models; this one is asked in words beside the sound"
                 )
         if prompt.language is not None and not self._told_of_language:
             self._told_of_language = True
