@@ -131,12 +131,12 @@ def streams_of(asks: st.SearchStrategy[Ask], *, max_size: int) -> st.SearchStrat
     )
 
 
-def assert_busy(before: EngineStats, after: EngineStats) -> None:
+def assert_busy(before: EngineStats, after: EngineStats, *, preempts: bool = True) -> None:
     """That what ran in between hit, evicted and preempted, items included if there are any."""
     assert before.kv is not None and after.kv is not None
     assert after.cached_tokens > before.cached_tokens
     assert after.kv.evictions > before.kv.evictions
-    assert after.num_preemptions > before.num_preemptions
+    assert after.num_preemptions > before.num_preemptions or not preempts
     if before.kv.items is not None and after.kv.items is not None:
         assert after.encoder_hits > before.encoder_hits
         assert after.kv.items.evictions > before.kv.items.evictions

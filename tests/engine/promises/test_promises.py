@@ -379,6 +379,7 @@ ROUNDING = 1e-5  # of what a value is, beside as much for any
 LIMITS = {
     "llava": (40, 20, 20),
     "qwen2_5_vl": (15, 7, 17),
+    "qwen3_5_vision": (15, 7, 14),
     "qwen3_vl": (45, 7, 20),  # of which a row is three times as wide
     "gemma3_vision": (40, 20, 36),  # of which an image is as long as a step, in two groups
     "qwen3_asr": (15, 7, 17),
@@ -397,6 +398,7 @@ class Family:
     placeholders: tuple[int, ...]
     engine: LLMEngine
     alone: Alone
+    preempts: bool
 
 
 @pytest.fixture(scope="module")
@@ -418,6 +420,8 @@ def short_chunks(seeded: Callable[[str], str], tmp_path_factory: pytest.TempPath
         *(("qwen2_5_vl", "swap"), ("qwen3_vl", "recompute")),
         *(("gemma3_vision", "swap"), ("gemma3_vision", "recompute")),
         *(("qwen3_asr", "swap"), ("qwen3_asr", "recompute")),
+        # A state does not grow: who is let in has room to finish, and none is preempted.
+        ("qwen3_5_vision", "recompute"),
     ],
     ids="-".join,
 )
@@ -447,7 +451,10 @@ def family(
     rtol = 0.0 if is_thinker else ROUNDING
     shown = {kind: PLACEHOLDERS[kind] for kind in KINDS} if is_thinker else SHOWN[name]
     placeholders = tuple(engine.tokenizer.convert_tokens_to_ids(list(shown.values())))
-    return Family(tuple(shown), placeholders, engine, alone_with(folder, part=part, rtol=rtol))
+    has_states = name == "qwen3_5_vision"
+    # Uncached, what the delta rule gives differs by 1.2e-5 from one chunking to another.
+    alone = alone_with(folder, part=part, atol=5e-5 if has_states else 1e-5, rtol=rtol)
+    return Family(tuple(shown), placeholders, engine, alone, preempts=not has_states)
 
 
 @pytest.mark.shows("prefix hits", "streaming")
@@ -489,4 +496,4 @@ def test_streams_do_hit_evict_and_preempt(family: Family) -> None:
     growing: Script = [("add", ask(family, number, 0, 20, num_shown)) for number in range(8)]
     before = family.engine.stats()
     run_stream(family.engine, [*two_each, *two_each, *growing], family.alone)
-    assert_busy(before, family.engine.stats())
+    assert_busy(before, family.engine.stats(), preempts=family.preempts)
