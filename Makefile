@@ -131,4 +131,4 @@ train-spoken-sums: $(STAMP)
 	$(BIN)/python -m training.spoken_sums
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(CLIENTS)-voice site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS)-voice $(CLIENTS)-load site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -36,7 +36,7 @@ class StructuredOutput(Settings):
         json_object: whether it is any object of JSON.
         regex: a regular expression that matches the whole text.
         choice: texts of which it is one.
-        grammar: a context-free grammar in the Lark dialect of llguidance.
+        grammar: a context-free grammar in the Lark dialect of llguidance, or in GBNF.
 
     Raises:
         ValueError: none or several are given, or one cannot be read, asks for what llguidance does
@@ -89,14 +89,13 @@ class StructuredOutput(Settings):
 
     def compiled_form(self) -> str:
         """Return the form as llguidance takes it."""
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, grammar_from
 
         if self.regex is not None:
             return LLMatcher.grammar_from_regex(self.regex)
         if self.grammar is not None:
-            return LLMatcher.grammar_from_lark(self.grammar)
+            return grammar_from("grammar", self.grammar)
         if self.choice is not None:
-            alternatives = " | ".join(json.dumps(each) for each in self.choice)
-            return LLMatcher.grammar_from_lark(f"start: {alternatives}")
+            return grammar_from("choice", json.dumps(self.choice))
         schema = self.json_schema if self.json_schema is not None else '{"type": "object"}'
         return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)

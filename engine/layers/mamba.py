@@ -591,23 +591,6 @@ class Mamba2Config(RecurrentConfig):
         return self.num_heads * self.head_dim
 
 
-class GatedNorm(nn.Module):
-    """RMS norm, per group of channels, of ``y * silu(gate)``; computed in float32."""
-
-    def __init__(self, config: Mamba2Config, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        weight = torch.empty(config.inner_size, dtype=dtype, device=device)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.num_groups = config.num_groups
-        self.eps = config.norm_eps
-
-    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
-        """Both ``(num_tokens, inner_size)``, ``y`` float32; the result is of the gate's type."""
-        groups = (y * F.silu(gate.float())).unflatten(-1, (self.num_groups, -1))
-        normed = F.rms_norm(groups, groups.shape[-1:], None, self.eps).flatten(-2)
-        return normed.to(gate.dtype) * self.weight
-
-
 class Mamba2Mixer(RecurrentMixer):
     """Mixes a request's tokens through a state of fixed size::
 
@@ -644,12 +627,13 @@ class Mamba2Mixer(RecurrentMixer):
         self.conv_splits, self.in_splits = conv_splits, in_splits
         per_head = torch.empty(3, config.num_heads, dtype=torch.float32, device=device)
         self.a, self.d, self.dt_bias = (nn.Parameter(v, requires_grad=False) for v in per_head)
-        self.norm = GatedNorm(config, dtype, device)
+        weight = torch.empty(inner, dtype=dtype, device=device)
+        self.norm_weight = nn.Parameter(weight, requires_grad=False)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
         yield from super().targets(prefix)
-        yield f"{prefix}norm.weight", self.norm.weight.data
+        yield f"{prefix}norm.weight", self.norm_weight.data
         yield f"{prefix}dt_bias", self.dt_bias.data
 
     def forward(self, x: Tensor, step: AttentionStep, layout: PackedLayout) -> Tensor:
@@ -674,5 +658,8 @@ class Mamba2Mixer(RecurrentMixer):
             y, ssm_state = (torch.cat(parts) for parts in zip(decoded, prefilled, strict=True))
         self.state.write(step, conv_state, ssm_state)
         y = y.addcmul_(u, self.d[:, None]).flatten(-2)
-        mixed: Tensor = self.out_proj(self.norm(y, gate))
+        # The norm is per group of channels, in float32.
+        groups = (y * F.silu(gate.float())).unflatten(-1, (self.config.num_groups, -1))
+        normed = F.rms_norm(groups, groups.shape[-1:], None, self.config.norm_eps).flatten(-2)
+        mixed: Tensor = self.out_proj(normed.to(gate.dtype) * self.norm_weight)
         return mixed

@@ -84,7 +84,14 @@ def read_wav_header(file: BinaryIO) -> WavHeader:
     frame: tuple[int, int] | None = None
     for name, size in _chunks(file):
         if name == b"fmt ":
-            frame = _frame(file.read(min(size, _FORMAT.size)))
+            chunk = file.read(min(size, _FORMAT.size))
+            if len(chunk) < _FORMAT.size:
+                raise WavHeaderError("its format ends too early")
+            # What the samples are is libsndfile's to say.
+            _, channels, rate, _, align, bits = _FORMAT.unpack(chunk)
+            if not channels or not align:
+                raise WavHeaderError(f"it states {channels} channels of {bits} bits")
+            frame = int(align), int(rate)
         elif name == b"data":
             if frame is None:
                 raise WavHeaderError("its samples come before their format")
@@ -116,16 +123,6 @@ def _chunks(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
         yield head[:4], size
         begin += 8 + size + size % 2
     raise WavHeaderError(f"none of its first {_MOST_CHUNKS} chunks holds samples")
-
-
-def _frame(chunk: bytes) -> tuple[int, int]:
-    """Bytes of a frame, and frames of a second; what samples are is libsndfile's to say."""
-    if len(chunk) < _FORMAT.size:
-        raise WavHeaderError("its format ends too early")
-    _, channels, rate, _, align, bits = _FORMAT.unpack(chunk)
-    if not channels or not align:
-        raise WavHeaderError(f"it states {channels} channels of {bits} bits in {align} bytes")
-    return int(align), int(rate)
 
 
 class Resampler:

@@ -67,6 +67,7 @@ def _decoder(attribute: str, name: str, *, is_base: bool = True) -> FamilyRow:
 
 _OMNI, _OMNI_3 = "qwen2_5_omni", "qwen3_omni_moe"
 _TWO_SIDES = ("encoder_hidden_states", "hidden_states")
+_SEES, _HEARS = ("text", "image", "video"), ("text", "audio")
 _TABLE = (
     _decoder("LLAMA", "Llama"),
     _decoder("MISTRAL", "Mistral"),
@@ -100,26 +101,18 @@ _TABLE = (
         modalities=("text", "image"),
     ),
     FamilyRow("llava.llava", ("LlavaForConditionalGeneration",), modalities=("text", "image")),
-    FamilyRow(
-        "qwen3_asr.qwen3_asr",
-        ("Qwen3ASRForConditionalGeneration",),
-        modalities=("text", "audio"),
-    ),
+    FamilyRow("qwen3_asr.qwen3_asr", ("Qwen3ASRForConditionalGeneration",), modalities=_HEARS),
     FamilyRow("gemma3.gemma3", ("Gemma3ForConditionalGeneration",), modalities=("text", "image")),
-    FamilyRow(
-        "qwen2_5_vl.qwen2_5_vl",
-        ("Qwen2_5_VLForConditionalGeneration",),
-        modalities=("text", "image", "video"),
-    ),
+    FamilyRow("qwen2_5_vl.qwen2_5_vl", ("Qwen2_5_VLForConditionalGeneration",), modalities=_SEES),
     FamilyRow(
         "qwen3_vl.qwen3_vl",
         ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
-        modalities=("text", "image", "video"),
+        modalities=_SEES,
     ),
     FamilyRow(
         "qwen3_5.qwen3_5",
         ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
-        modalities=("text", "image", "video"),
+        modalities=_SEES,
     ),
     FamilyRow(
         f"{_OMNI}.family",

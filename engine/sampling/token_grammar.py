@@ -37,7 +37,7 @@ class TokenGrammar:
     @property
     def problem(self) -> str:
         """Why the grammar cannot be followed further, as when it got too large; else empty."""
-        return self._matcher.get_error()
+        return self._matcher.get_error().partition("\n")[0]
 
     def copy(self) -> TokenGrammar:
         """The same place, for another completion of the prompt."""
@@ -91,7 +91,14 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokens, wanted.compiled_form(), log_level=0)
         if matcher.is_error():
             raise _refusal(matcher.get_error())
-        return TokenGrammar(matcher, self._eos_token_ids)
+        grammar = TokenGrammar(matcher, self._eos_token_ids)
+        # One that nothing fits, or that is too large, fails at the first token: here, not there.
+        first = grammar.copy()
+        allowed = np.unpackbits(np.frombuffer(first.mask(), np.uint8), bitorder="little")
+        first.accept(int(allowed.argmax()))
+        if first.problem:
+            raise _refusal(f"no text can be held to it: {first.problem}")
+        return grammar
 
     def _read_tokens(self) -> LLTokenizer:
         from llguidance import LLTokenizer

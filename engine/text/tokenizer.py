@@ -130,8 +130,8 @@ _PROCESSES = TemplateProcesses()
 _LIMITS = TemplateLimits()
 
 
-class _Shown(ValueError):
-    """An image or the like stands where a template is to be given text."""
+class _Telling(ValueError):
+    """An image stands where a template reads text, or it knows no tools: no other way helps."""
 
 
 def processor_chat_template(folder: Path) -> Any:
@@ -280,10 +280,10 @@ def render_chat(
 def _most_telling(problems: Sequence[Exception]) -> ValueError:
     """What to tell of the ways that failed; the first was that with the messages as they are."""
     first = problems[0]
-    shown = next((each for each in problems if isinstance(each, _Shown)), None)
+    telling = next((each for each in problems if isinstance(each, _Telling)), None)
     is_deliberate = isinstance(first, TemplateRefusalError) and first.is_deliberate
-    if shown is not None and not is_deliberate:
-        return shown
+    if telling is not None and not is_deliberate:
+        return telling
     if isinstance(first, ValueError):
         return first
     return ValueError(f"the chat template refuses the messages: {first}")
@@ -312,7 +312,7 @@ def _convert(index: int, message: Message, forms: Mapping[str, Form]) -> Message
         return {**message, "content": [{"type": "text", "text": content}]}
     shown = sorted({part["type"] for part in content} - {"text"})
     if shown:
-        raise _Shown(
+        raise _Telling(
             f"chat message {index} shows {' and '.join(shown)}, but the checkpoint's chat template "
             f"reads text alone from the role {message['role']!r}"
         )
@@ -342,9 +342,7 @@ def _check_read(rendering: _Rendering, messages: Sequence[Message]) -> None:
     for call in (*(rendering.tools or ()), *calls):
         name = _function_name(call)
         if name is not None and name.casefold() not in text:
-            raise ValueError(
-                f"the checkpoint's chat template knows no tools: it leaves out {name!r}"
-            )
+            raise _Telling(f"the checkpoint's chat template knows no tools: it leaves out {name!r}")
 
 
 def _marked(message: Message, mark: Callable[[str, Message], str]) -> Message:

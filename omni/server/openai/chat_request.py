@@ -168,6 +168,16 @@ class StreamOptions(ApiModel):
         return self.include_usage and self.continuous_usage_stats
 
 
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    **dict.fromkeys(("include_stop_str_in_output", "use_beam_search"), (False,)),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
+    **{"length_penalty": (1.0,), "best_of": (1,), "bad_words": ()},
+}
+"""Fields of vLLM with the values that they have by default, which alone are taken."""
+_HINTS = frozenset(("user", "request_id", "guided_decoding_backend"))
+
+
 class TextRequest(StageFields):
     """Fields of all requests that generate text; absent ones leave it to the stage's own.
 
@@ -438,13 +448,15 @@ class ChatRequest(TextRequest):
 
     # The last three are hints, of which any model may make nothing.
     without_effect: ClassVar = frozenset(
-        ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+        ("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
          "prediction", "verbosity", "prompt_cache_retention")
-    )  # fmt: skip
-    not_supported: ClassVar = {
+    ) | _HINTS  # fmt: skip
+    not_supported: ClassVar = _NEUTRAL | {
         "functions": (),
         "function_call": ("none", "auto"),
         "web_search_options": (),
+        **dict.fromkeys(("add_generation_prompt", "include_reasoning"), (True,)),
+        **dict.fromkeys(("continue_final_message", "add_special_tokens", "echo"), (False,)),
     }
 
     messages: list[ChatMessage] = Field(min_length=1)
@@ -524,11 +536,8 @@ class CompletionRequest(TextRequest):
     With ``echo`` each text begins with its prompt.
     """
 
-    without_effect: ClassVar = frozenset(("user",))
-    not_supported: ClassVar = {
-        "best_of": (1,),
-        "suffix": ("",),
-    }
+    without_effect: ClassVar = _HINTS
+    not_supported: ClassVar = _NEUTRAL | {"suffix": ("",), "add_special_tokens": (True,)}
 
     prompt: PromptList
     max_tokens: int | None = None

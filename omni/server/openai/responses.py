@@ -137,7 +137,10 @@ _Input = Annotated[
 class FunctionToolParts(FunctionParts):
     """A tool, whose function's fields are its own here."""
 
+    without_effect: ClassVar = frozenset()
+
     type: Literal["function"]
+    strict: bool = False
 
 
 class NamedFunction(FunctionName):
@@ -150,7 +153,7 @@ def tools_of_chat(
     tools: Sequence[FunctionToolParts] | None, choice: str | NamedFunction | None
 ) -> dict[str, Any]:
     """Tools, and which has to be called, as a chat has them."""
-    functions = [tool.model_dump(exclude={"type"}) for tool in tools or ()]
+    functions = [tool.model_dump(exclude={"type", "strict"}) for tool in tools or ()]
     named: Any = choice
     if isinstance(choice, NamedFunction):
         named = {"type": "function", "function": {"name": choice.name}}
@@ -163,9 +166,10 @@ def tools_of_chat(
 class TextFormat(ApiModel):
     """The form of the text."""
 
-    without_effect: ClassVar = frozenset(("name", "description", "strict"))
-
     type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
     json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
 
     @model_validator(mode="after")
@@ -200,13 +204,12 @@ class ResponsesRequest(StageFields):
 
     without_effect: ClassVar = frozenset(
         ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-         "prompt_cache_retention", "stream_options", "client_metadata")
+         "prompt_cache_retention", "stream_options", "client_metadata", "max_tool_calls")
     )  # fmt: skip
     not_supported: ClassVar = {
         "background": (False,),
         "conversation": (),
         "include": (["reasoning.encrypted_content"],),
-        "max_tool_calls": (),
         "prompt": (),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
@@ -255,11 +258,16 @@ class ResponsesRequest(StageFields):
         """The request as one for a chat, behind earlier messages."""
         system = self.instructions
         first = [{"role": "system", "content": system}] if system else []
+        own, asked_for = self.messages(), set[str]()
+        for message in (*history, *own):
+            asked_for |= {call["id"] for call in message.get("tool_calls", ())}
+            if message["role"] == "tool" and message["tool_call_id"] not in asked_for:
+                raise ApiError.bad_field("input", f"no call is {message['tool_call_id']!r:.80}")
         form = self.text.format if self.text is not None else None
         schema = form.json_schema if form is not None else None
         asked = {
             "model": self.model,
-            "messages": [*first, *history, *self.messages()],
+            "messages": [*first, *history, *own],
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -373,7 +381,6 @@ class _Writer:
             include={"instructions", "max_output_tokens", "temperature", "top_p", "reasoning",
                      "parallel_tool_calls", "previous_response_id", "store", "text"},
         )  # fmt: skip
-        tools = [tool.model_dump(mode="json") for tool in body.tools or ()]
         choice = body.tool_choice or "auto"
         self.response: dict[str, Any] = given | {
             "id": f"resp_{request_id}",
@@ -382,7 +389,7 @@ class _Writer:
             "status": "in_progress",
             "model": model,
             "output": self._output,
-            "tools": [tool | {"strict": bool(tool.get("strict"))} for tool in tools],
+            "tools": [tool.model_dump(mode="json") for tool in body.tools or ()],
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "text": given["text"] or {"format": {"type": "text"}},
             "error": None,

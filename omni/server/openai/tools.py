@@ -169,6 +169,7 @@ class ToolCallParser:
     ) -> None:
         self._names = frozenset(names)
         self._form: ToolFormat = "mistral" if is_required else form
+        self._is_required = is_required
         named = [f"{name}{{" for name in names]
         beginnings = {
             "hermes": [],
@@ -208,7 +209,7 @@ class ToolCallParser:
         """Calls of a text that is nothing else; none if it is."""
         calls = None
         if self._form != "hermes" and self._form != "pythonic":
-            calls = _json_calls(text, self._names)
+            calls = _json_calls(text, self._names, may_be_cut=self._is_required)
         if not calls and self._form in ("auto", "pythonic"):
             calls = _python_calls(text, self._names)
         return calls or []
@@ -262,9 +263,14 @@ def _undecided(text: str) -> int:
     return len(text) - len(text[:start].rstrip())
 
 
-def _json_calls(text: str, names: frozenset[str]) -> list[FunctionCall] | None:
-    """Calls as objects of JSON, or a list of them; None if there is anything else."""
+def _json_calls(text: str, names: frozenset[str], *, may_be_cut: bool) -> list[FunctionCall] | None:
+    """Calls as objects of JSON, or a list of them; None if there is anything else.
+
+    Of a list that may be cut off, those that are whole.
+    """
     text = _MARKERS.sub("", text)
+    if may_be_cut:
+        text = text.removeprefix("[").removesuffix("]")
     values: list[Any] = []
     decoder = json.JSONDecoder()
     position = 0
@@ -276,7 +282,8 @@ def _json_calls(text: str, names: frozenset[str]) -> list[FunctionCall] | None:
             values.append(value if named is None else {"name": named[1], "arguments": value})
             position += len(text[position:]) - len(text[position:].lstrip(" \n;,"))
     except (ValueError, RecursionError):
-        return None
+        if not may_be_cut:
+            return None
     if len(values) == 1 and isinstance(values[0], list):
         values = values[0]
     calls = [_call_of(value, names) for value in values]

@@ -182,7 +182,7 @@ class TranscriptionRequest(ApiModel):
     prompt: str | None = None
     stream: bool = False
     vad: bool | None = None
-    chunking_strategy: Literal["auto"] | None = None
+    chunking_strategy: Literal["auto", "server_vad"] | None = None
 
     @model_validator(mode="after")
     def _streams_text(self) -> TranscriptionRequest:
@@ -242,7 +242,9 @@ async def read_transcription(request: Request) -> tuple[TranscriptionRequest, by
     async with request.form(max_files=_MOST_FIELDS, max_fields=_MOST_FIELDS) as form:
         given: dict[str, Any] = {}
         for key in form:
-            given[key.removesuffix("[]")] = _value_of(key, form.getlist(key))
+            name = key.removesuffix("[]").replace("chunking_strategy[type]", "chunking_strategy")
+            if not name.startswith("chunking_strategy["):  # how finely speech is found
+                given[name] = _value_of(key, form.getlist(key))
         file = given.pop("file", None)
         if not isinstance(file, UploadFile):
             raise ApiError.bad_field("file", "missing; it must be given as a file")

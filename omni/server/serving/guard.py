@@ -277,7 +277,7 @@ class Guard:
         origin = headers.get("origin")
         if origin is None or _origin(origin) in self._origins:
             return
-        if _netloc(origin) != host.lower():
+        if _origin(origin).partition("://")[2] != host.lower():
             raise ApiError(
                 HTTPStatus.FORBIDDEN,
                 f"web pages of {origin!r:.80} may not ask this server; --allow-origin lets them",
@@ -339,10 +339,9 @@ class _Answer:
         await self._send(message)
 
     def log(self, scope: Scope, refusal: ApiError | None) -> None:
-        is_refused = refusal is not None and refusal.status < 500
         # As repr: a path, and what a refusal quotes, may hold what looks like a line of the log.
         _logger.log(
-            logging.WARNING if is_refused else logging.INFO,
+            logging.INFO if refusal is None else logging.WARNING,
             "%s %s %r: %s, %.3f s%s",
             self._request_id,
             scope.get("method", "WebSocket"),
@@ -399,14 +398,6 @@ def _names_local(host: str) -> bool:
         return _is_local(urlsplit(f"//{host}").hostname or "")
     except ValueError:  # it names nothing at all
         return False
-
-
-def _netloc(origin: str) -> str | None:
-    """Find the host and port in a header ``Origin``; None if it has none."""
-    try:
-        return urlsplit(origin).netloc.lower()
-    except ValueError:
-        return None
 
 
 def _is_local(host: str) -> bool:

@@ -275,6 +275,16 @@ def test_a_template_that_leaves_out_tools_is_refused(use: Callable[[str], PreTra
     template = use("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     with pytest.raises(ValueError, match="knows no tools: it leaves out 'look'"):
         render_chat(template, MESSAGES, [TOOL])
+    shown = {"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "What?"}]}
+    with pytest.raises(ValueError, match="knows no tools: it leaves out 'look'"):
+        render_chat(
+            use(
+                "{% for m in messages %}"
+                "{% for p in m['content'] %}{{ p['text'] or p['type'] }}{% endfor %}{% endfor %}"
+            ),
+            [shown],
+            [TOOL],
+        )
     call = {"role": "assistant", "content": "", "tool_calls": [TOOL]}
     with pytest.raises(ValueError, match="knows no tools: it leaves out 'look'"):
         render_chat(template, [*MESSAGES, call])

@@ -16,6 +16,21 @@ HELLO: list[Any] = [
     {"role": "user", "content": "How many clocks are there in the library?"},
 ]
 
+# What clients of vLLM may send, and what is so by default.
+NEUTRAL: dict[str, Any] = {
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "use_beam_search": False,
+    "return_token_ids": False,
+    "return_tokens_as_token_ids": False,
+    "length_penalty": 1.0,
+    "best_of": 1,
+    "bad_words": [],
+    "request_id": "one",
+    "guided_decoding_backend": "auto",
+}
+
 # What a client sends, and what this is to the stage.
 SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
@@ -45,6 +60,7 @@ SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"stop": "e"}, {"stop": ["e"]}),
     ({"stop": ["e", "a"], "n": 2, "seed": 2, "temperature": 1.0},
      {"stop": ["e", "a"], "n": 2, "seed": 2, "temperature": 1.0}),
+    ({"extra_body": NEUTRAL}, {}),
 ]  # fmt: skip
 
 

@@ -187,6 +187,16 @@ def test_the_client_parses_a_form(client: openai.OpenAI) -> None:
     assert isinstance(parsed.output_parsed, Day)
 
 
+def test_what_was_asked_for_is_returned(client: openai.OpenAI) -> None:
+    schema: Any = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    form: Any = {"type": "json_schema", "name": "one", "strict": True, "schema": schema}
+    response = client.responses.create(
+        input=QUESTION, text={"format": form}, tools=[ADD], tool_choice="none", **ASKED
+    )
+    assert response.text.format.to_dict().items() >= form.items()
+    assert [tool.to_dict()["strict"] for tool in response.tools] == [True]
+
+
 @pytest.mark.parametrize(
     ("wrong", "param", "message"),
     [
@@ -206,6 +216,11 @@ def test_the_client_parses_a_form(client: openai.OpenAI) -> None:
             {"input": [{"type": "function_call", "call_id": "1", "name": "add", "arguments": "["}]},
             "input",
             "should be a JSON object in a string",
+        ),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "c7", "output": "3"}]},
+            "input",
+            "no call is 'c7'",
         ),
         ({"input": "x " * 4_000}, "input", "writer"),
         ({"instrctions": "x"}, "instrctions", "did you mean 'instructions'?"),

@@ -76,6 +76,7 @@ def test_the_client_parses_a_model_of_pydantic(client: openai.OpenAI) -> None:
         ({"guided_choice": ["yes", "no"]}, "yes|no"),
         ({"guided_regex": "[0-9]{2}:[0-9]{2}"}, "[0-9]{2}:[0-9]{2}"),
         ({"guided_grammar": 'start: "a" "b"'}, "ab"),
+        ({"guided_grammar": 'root ::= "yes" | "no"'}, "yes|no"),  # as llama.cpp has it
         ({"structured_outputs": {"choice": ["é", "è"]}}, "é|è"),
         ({"response_format": {"type": "text"}}, ".*"),
     ],
@@ -101,6 +102,11 @@ response_format | response_format.json_schema: cannot be read: Invalid type: x
 {"guided_regex": "a("} | guided_regex | unclosed group
 {"guided_regex": "a", "guided_choice": ["b"]} | guided_choice | \
 given beside guided_regex; give one of them
+{"guided_json": {"$ref": "#"}} | guided_json | no text can be held to it
+{"guided_regex": "[^\\\\s\\\\S]"} | guided_regex | no text can be held to it
+{"guided_regex": "a{1000000000}"} | guided_regex | too many expressions
+{"guided_grammar": "start: start"} | guided_grammar | no text can be held to it
+{"guided_grammar": "start: a{1000000}\\na: \\"x\\"{1000000}"} | guided_grammar | Too many items
 {"structured_outputs": {}} | structured_outputs | give one of json_schema
 {"guided_regex": "a", "min_tokens": 3} |  | min_tokens does not go with
 """),

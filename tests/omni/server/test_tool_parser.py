@@ -98,6 +98,16 @@ def test_words_come_at_once() -> None:
     assert parser.feed("ls>", is_last=False) == (" <tools>", [])
 
 
+def test_of_required_calls_that_are_cut_off_the_whole_ones_are_given() -> None:
+    text = f"[{ADD_JSON}, {WEATHER_JSON}]"
+    first, second = text.index("}}") + 2, len(text) - 1
+    for end in range(len(text) + 1):
+        parser = ToolCallParser(NAMES, "auto", is_required=True, most=None)
+        words, calls = parser.feed(text[:end], is_last=True)
+        assert len(calls) == (end >= first) + (end >= second)
+        assert words == ("" if calls else text[:end].lstrip()), "nothing is lost"
+
+
 def test_more_calls_than_are_wanted_are_left_out() -> None:
     text = f"<tool_call>{ADD_JSON}</tool_call><tool_call>{WEATHER_JSON}</tool_call>"
     assert parsed([text], "auto", most=1) == ("", [ADD])

@@ -80,7 +80,12 @@ def test_a_client_can_tell_what_to_trust(hearing: LiveServer, client: Any):
         assert segment.no_speech_prob > 0.9, "it is a tone"
         whole = TIMESTAMP.sub("", output.text).encode()
         assert segment.compression_ratio == pytest.approx(len(whole) / len(zlib.compress(whole)))
-    for wish in ({"chunking_strategy": "auto"}, {"extra_body": {"vad": "true"}}):
+    finely: Any = {"type": "server_vad", "threshold": 0.4}
+    for wish in (
+        {"chunking_strategy": "auto"},
+        {"chunking_strategy": finely},
+        {"extra_body": {"vad": "true"}},
+    ):
         assert client.audio.transcriptions.create(**asked, **wish).text == ""
 
 
