@@ -56,7 +56,11 @@ _FRAMES = "input_features"
 
 
 class AudioTower(ItemTower):
-    """Sound of any length to rows; ``input_features`` are ``(mel bins, frames)``, none padding."""
+    """Sound of any length to rows; ``input_features`` are ``(mel bins, frames)``, none padding.
+
+    Args:
+        config: of the tower, or of a module that has it beside other parts.
+    """
 
     feature_names = (_FRAMES,)
     encoder: Callable[[Any], PreTrainedModel] = Qwen2_5OmniAudioEncoder
