@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from PIL import Image
@@ -304,30 +304,36 @@ logger = package_logger(__name__)
 _GRID = "image_grid_thw"
 
 
-class FeatureTaker(Protocol):
-    """What has to be known of a model's tower before it runs."""
+class FeatureTaker:
+    """What has to be known of a model's tower before it runs.
 
-    @property
-    def feature_names(self) -> Sequence[str]:
-        """The tensors that it takes, by the names of transformers' processors."""
+    Attributes:
+        feature_names: the tensors that it takes, by the names of transformers' processors.
+        row_parts: how many times as wide as an embedding its rows are.
+        hears_silence: whether silence stands behind a sound when its features are made; else its
+            end is mirrored there.
+        sampling: how frames of a video's file are chosen.
+    """
 
-    @property
-    def row_parts(self) -> int:
-        """How many times as wide as an embedding its rows are."""
+    feature_names: tuple[str, ...]
+    row_parts: int = 1
+    hears_silence: bool = True
+    sampling: type[VideoSampling] = VideoSampling
 
-    @property
-    def hears_silence(self) -> bool:
-        """Whether silence stands behind a sound when its features are made."""
-
-    @property
-    def sampling(self) -> type[VideoSampling]:
-        """How frames of a video's file are chosen."""
-
+    @abstractmethod
     def num_rows(self, features: Mapping[str, Tensor]) -> int:
-        """Rows that one item gives; ``ValueError`` if the features are not those of one."""
+        """Rows that one item gives.
+
+        Raises:
+            ValueError: the features are not those of one item that this tower takes.
+        """
 
     def places(self, features: Mapping[str, Tensor]) -> Tensor:
-        """Where one item's rows lie, counted from its beginning: ``(3, num_rows)`` int64."""
+        """Where one item's rows lie, counted from its beginning: ``(3, num_rows)`` int64.
+
+        For a model that places tokens on three axes; by default one row after the other.
+        """
+        return torch.arange(self.num_rows(features)).expand(3, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -530,25 +536,32 @@ class AudioInVideo:
         yield range(first, len(times))
 
 
-class ItemSide(Protocol):
-    """What has to be known of a model that is shown images and the like, before it runs."""
+class ItemSide:
+    """What has to be known of a model that is shown images and the like, before it runs.
 
-    @property
-    def placeholders(self) -> Mapping[Modality, int]:
-        """Ids of the tokens that stand for them in prompts."""
+    Attributes:
+        placeholders: ids of the tokens that stand for them in prompts.
+        towers: makes their rows.
+        audio_in_video: how it takes a video with its own sound; None if it does not.
+    """
 
-    @property
-    def towers(self) -> Mapping[Modality, FeatureTaker]:
-        """What makes their rows."""
-
-    @property
-    def audio_in_video(self) -> AudioInVideo | None:
-        """How the model takes a video with its own sound; None if it does not."""
+    placeholders: Mapping[Modality, int]
+    towers: Mapping[Modality, FeatureTaker]
+    audio_in_video: AudioInVideo | None = None
 
     def position_ids(
         self, prompt_ids: Sequence[int], multimodal_inputs: Sequence[MultiModalInput]
     ) -> Tensor | None:
-        """Places of a prompt's tokens, ``(axes, tokens)``; None where they are indices."""
+        """Places of a prompt's tokens, where a token's index in its sequence is not its place.
+
+        Args:
+            multimodal_inputs: its items in the order of their offsets.
+
+        Returns:
+            ``(num_position_axes, len(prompt_ids))`` int64 on the CPU; generated tokens follow
+            one by one after the largest number of the last token. None where places are indices.
+        """
+        return None
 
 
 class MultiModalPromptProcessor(PlainPromptProcessor):

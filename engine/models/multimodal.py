@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from engine.attention.layer import AttentionStep
 from engine.checkpoints.quantized_weight import QuantizationScheme, Target
-from engine.inputs.multimodal_inputs import AudioInVideo, VideoSampling
+from engine.inputs.multimodal_inputs import FeatureTaker, ItemSide
 from engine.models.base import CausalModel
 from engine.requests.encoder_input import Modality, MultiModalInput
 
@@ -27,24 +27,15 @@ _EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
 
 
-class ItemTower(nn.Module):
+class ItemTower(nn.Module, FeatureTaker):
     """A tower of transformers and what turns its output into rows for the decoder.
 
     Attributes:
-        feature_names: the tensors that it takes, by the names of transformers' processors.
         known_weight: the end of the name of one of its module's weights, which tells the others'.
-        row_parts: how many times as wide as an embedding its rows are.
-        hears_silence: whether silence stands behind a sound when its features are made; else its
-            end is mirrored there.
-        sampling: how frames of a video's file are chosen.
     """
 
     module: PreTrainedModel
-    feature_names: tuple[str, ...]
     known_weight: str
-    row_parts: int = 1
-    hears_silence: bool = True
-    sampling: type[VideoSampling] = VideoSampling
 
     def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Target]]:
         """Names of the checkpoint's ``stored`` ones, each with the tensor that receives it."""
@@ -53,26 +44,11 @@ class ItemTower(nn.Module):
             yield f"{prefix}{name}", tensor
 
     @abstractmethod
-    def num_rows(self, features: Mapping[str, Tensor]) -> int:
-        """Rows that one item gives.
-
-        Raises:
-            ValueError: the features are not those of one item that this tower takes.
-        """
-
-    @abstractmethod
     def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
         """Encode checked items: rows for each, be it a piece or whole.
 
         See :meth:`CausalModel.encode_multimodal`.
         """
-
-    def places(self, features: Mapping[str, Tensor]) -> Tensor:
-        """Where one item's rows lie, counted from its beginning: ``(3, num_rows)`` int64.
-
-        For a model that places tokens on three axes; by default one row after the other.
-        """
-        return torch.arange(self.num_rows(features)).expand(3, -1)
 
     def require_features(self, features: Mapping[str, Tensor]) -> None:
         """Raise ``ValueError`` unless these are the tensors of :attr:`feature_names`."""
@@ -83,7 +59,7 @@ class ItemTower(nn.Module):
             )
 
 
-class MultiModalModel(CausalModel):
+class MultiModalModel(CausalModel, ItemSide):
     """A decoder over packed tokens, beside the towers that make rows of what its prompts show.
 
     Args:
@@ -94,12 +70,9 @@ class MultiModalModel(CausalModel):
 
     Raises:
         ValueError: two modalities have one placeholder.
-
-    Attributes:
-        audio_in_video: how it takes a video with its own sound; None if it does not.
     """
 
-    audio_in_video: AudioInVideo | None = None
+    towers: dict[Modality, ItemTower]
 
     def __init__(
         self,
@@ -159,20 +132,6 @@ class MultiModalModel(CausalModel):
             if mine:
                 rows |= zip(mine, tower([inputs[index] for index in mine]), strict=True)
         return [rows[index] for index in range(len(inputs))]
-
-    def position_ids(
-        self, prompt_ids: Sequence[int], multimodal_inputs: Sequence[MultiModalInput]
-    ) -> Tensor | None:
-        """Places of a prompt's tokens, where a token's index in its sequence is not its place.
-
-        Args:
-            multimodal_inputs: its items in the order of their offsets.
-
-        Returns:
-            ``(num_position_axes, len(prompt_ids))`` int64 on the CPU; generated tokens follow
-            one by one after the largest number of the last token. None where places are indices.
-        """
-        return None
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids ``(n,)``, placeholders among them, to ``(n, hidden_size)``."""
