@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -126,4 +127,5 @@ _MODELS: Mapping[str, Callable[[Path], Path]] = {
 
 def benchmark_model(name: str) -> str:
     """Return the folder of a model, built on first use."""
-    return str(seeded_folder(f"{name}-benchmark", _MODELS[name]))
+    sizes = sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+    return str(seeded_folder(f"{name}-benchmark-{sizes}", _MODELS[name]))

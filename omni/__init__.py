@@ -7,9 +7,9 @@ need not wait for torch.
 from __future__ import annotations
 
 import importlib
-import sys
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -104,25 +104,29 @@ _HOMES = (
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        for home in map(_imported, _HOMES):
+        # Not before: the command line takes the working directory off the import path first.
+        _check_packages()
+        for home in map(importlib.import_module, _HOMES):
             if hasattr(home, name):
                 return getattr(home, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _imported(home: str) -> ModuleType:
-    """Import a module of ours; of a module in the place of one of our packages, say which it is."""
-    try:
-        return importlib.import_module(home)
-    except ImportError as error:
-        for name in ("engine", "prefix_cache", "stages", "stage_configs"):
-            found = getattr(sys.modules.get(name), "__file__", None)
-            if found is not None and not Path(found).is_relative_to(Path(__file__).parents[1]):
-                raise ImportError(
-                    f"omni needs its package {name!r}, which {found} hides: rename that module, or "
-                    "take its folder off the import path (sys.path)"
-                ) from error
-        raise
+@cache
+def _check_packages() -> None:
+    """Check that the packages beside this one are what their names import, such as no script."""
+    root = Path(__file__).resolve().parents[1]
+    for name in ("engine", "prefix_cache", "stages", "stage_configs"):
+        try:
+            spec = find_spec(name)
+        except ValueError:  # of a module that says nothing of where it comes from
+            continue
+        found = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
+        if found is not None and root not in found.parents:
+            raise ImportError(
+                f"omni needs its package {name!r}, which {found} hides: rename that module, or "
+                "take its folder off the import path (sys.path)"
+            )
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -13,6 +14,9 @@ from engine.interface.settings import Settings
 
 _LONGEST = 65_536
 """Characters of a grammar: 10 times as many take seconds to read."""
+_LONGEST_GBNF = 2**12
+"""The same of one that is translated, in a time that grows with the square of its length."""
+_GBNF_RULE = re.compile(r"(?m)^[ \t]*[\w-]+[ \t]*::=")
 
 JSON_STYLE: Any = {
     "whitespace_flexible": False,
@@ -90,11 +94,19 @@ class StructuredOutput(Settings):
     def compiled_form(self) -> str:
         """Return the form as llguidance takes it."""
         from llguidance import LLMatcher, grammar_from
+        from llguidance.gbnf_to_lark import gbnf_to_lark
 
         if self.regex is not None:
             return LLMatcher.grammar_from_regex(self.regex)
         if self.grammar is not None:
-            return grammar_from("grammar", self.grammar)
+            if _GBNF_RULE.search(self.grammar) is None:
+                return LLMatcher.grammar_from_lark(self.grammar)
+            if len(self.grammar) > _LONGEST_GBNF:
+                raise ValueError(f"GBNF of more than {_LONGEST_GBNF} characters; give it in Lark")
+            try:
+                return LLMatcher.grammar_from_lark(gbnf_to_lark(self.grammar))
+            except Exception as error:  # it raises whatever it stumbles over
+                raise ValueError(f"no GBNF that can be read: {error}") from error
         if self.choice is not None:
             return grammar_from("choice", json.dumps(self.choice))
         schema = self.json_schema if self.json_schema is not None else '{"type": "object"}'

@@ -90,7 +90,8 @@ def read_wav_header(file: BinaryIO) -> WavHeader:
             # What the samples are is libsndfile's to say.
             _, channels, rate, _, align, bits = _FORMAT.unpack(chunk)
             if not channels or not align:
-                raise WavHeaderError(f"it states {channels} channels of {bits} bits")
+                where = f"{channels} channels of {bits} bits in {align} bytes"
+                raise WavHeaderError(f"it states {where}")
             frame = int(align), int(rate)
         elif name == b"data":
             if frame is None:

@@ -26,7 +26,7 @@ def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
 def test_a_module_that_hides_a_package_is_named(name: str, tmp_path: Path) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("answer = 42\n")
-    done = run(tmp_path, "from omni import Omni")
+    done = run(tmp_path, "from omni import Prompt")
     assert done.returncode == 1
     package = name.partition("/")[0].removesuffix(".py")
     message = done.stderr.splitlines()[-1]

@@ -25,7 +25,13 @@ from transformers.models.qwen3_asr.processing_qwen3_asr import LANGUAGE_CODE_TO_
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
 from engine.inputs.prompt_tokens import written
-from engine.interface.prompts import AudioPrompt, ChatPrompt, Prompt, TextPrompt
+from engine.interface.prompts import (
+    AudioPrompt,
+    ChatPrompt,
+    Prompt,
+    TextPrompt,
+    TranscriptionOptions,
+)
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import build_decoder
 from engine.models.family import ModelFamily
@@ -64,17 +70,18 @@ class TranscriptionPrompts(MultiModalPromptProcessor):
             return prompt
         (sound,) = chat.multi_modal_data["audio"]
         assert isinstance(sound, AudioPrompt)
-        options, language = sound.transcription, sound.language
-        if options is not None and options.prompt is not None:  # names to be spelled so
+        options, language = sound.transcription or TranscriptionOptions(), sound.language
+        if options.prompt is not None:  # names to be spelled so
             said = {"role": "system", "content": [{"type": "text", "text": options.prompt}]}
             chat = replace(chat, messages=(said, *chat.messages))
-            options = replace(options, prompt=None)
+        # One temperature is that of the sampling parameters; of several, further ones are refused.
+        one = options.temperature is not None and len(options.temperature) == 1
+        left = replace(options, prompt=None, temperature=None if one else options.temperature)
         text, adds_special = written(chat, self._tokenizer, self._limits)
         if language is not None:
             name = resolve_language(language, LANGUAGE_CODE_TO_NAME, return_code=False)
             text += f"language {name}<asr_text>"
-        left = options if options is not None and options.given else None
-        sound = replace(sound, language=None, transcription=left)
+        sound = replace(sound, language=None, transcription=left if left.given else None)
         return TextPrompt(text, adds_special, {"audio": [sound]})
 
 

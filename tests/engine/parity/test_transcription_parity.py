@@ -135,7 +135,7 @@ def test_a_sound_alone_asks_as_the_processor_of_transformers_does(
         ({"language": "Klingon"}, "(?i)klingon"),
         ({"task": "translate"}, "task is for speech models"),
         ({"timestamps": True}, "timestamps is for speech models"),
-        ({"transcription": TranscriptionOptions(temperature=(0.5,))}, "temperature is for"),
+        ({"transcription": TranscriptionOptions(temperature=(0.0, 0.5))}, "temperature is for"),
     ],
     ids=str,
 )

@@ -623,6 +623,15 @@ def test_a_grammar_is_followed(forming: LLMEngine) -> None:
     assert re.fullmatch(r"\(*[0-9]{1,3}\)*", text) and text.count("(") == text.count(")")
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    ['?start: "ab"', '!start: "ab"', 'start[capture]: "ab"', 'root ::= x\nx ::= "a" "b"'],
+)
+def test_a_grammar_is_lark_or_gbnf(forming: LLMEngine, grammar: str) -> None:
+    (output,) = forming.generate([TextPrompt("Letters:")], params(3, grammar=grammar))
+    assert completion(output).text == "ab"
+
+
 def test_any_object_is_json(forming: LLMEngine) -> None:
     (output,) = forming.generate([TextPrompt("JSON:")], params(3, json_object=True))
     text = completion(output).text or ""
@@ -637,6 +646,10 @@ def test_any_object_is_json(forming: LLMEngine) -> None:
         ({}, "give one of json_schema, json_object, regex, choice and grammar, got none"),
         ({"regex": "a", "choice": ("b",)}, "got regex and choice"),
         ({"regex": "a("}, "regex: cannot be read: .*unclosed group"),
+        # What translates GBNF takes a minute for as many line breaks as a grammar may have.
+        ({"grammar": 'root ::= "a"' + "\n" * 60_000}, "GBNF of more than 4096 characters"),
+        ({"grammar": 'root ::= start\nstart ::= "a"'}, "no GBNF that can be read"),
+        ({"grammar": "\n" * 60_000 + "start"}, "grammar: cannot be read"),
         ({"json_schema": {"type": "foo"}}, "json_schema: cannot be read: Invalid type: foo"),
         ({"json_schema": '{"a'}, "json_schema: cannot be read"),
         ({"json_schema": {"if": {}}}, 'Unimplemented keys: \\["if"\\]'),
