@@ -384,6 +384,7 @@ LIMITS = {
     "gemma3_vision": (40, 20, 36),  # of which an image is as long as a step, in two groups
     "qwen3_asr": (15, 7, 17),
     "qwen2_5_omni": (18, 13, 17),
+    "qwen3_omni": (54, 13, 36),  # of whose images a row is three times as wide
 }
 SHOWN: Mapping[str, Mapping[Modality, str]] = {
     **{name: {"image": placeholder} for name, placeholder in PLACEHOLDER.items()},
@@ -420,6 +421,7 @@ def short_chunks(seeded: Callable[[str], str], tmp_path_factory: pytest.TempPath
         *(("qwen2_5_vl", "swap"), ("qwen3_vl", "recompute")),
         *(("gemma3_vision", "swap"), ("gemma3_vision", "recompute")),
         *(("qwen3_asr", "swap"), ("qwen3_asr", "recompute")),
+        *(("qwen3_omni", "swap"), ("qwen3_omni", "recompute")),
         # A state does not grow: who is let in has room to finish, and none is preempted.
         ("qwen3_5_vision", "recompute"),
     ],
@@ -430,8 +432,9 @@ def family(
 ) -> Family:
     name, preemption = request.param
     cache_rows, encoder_rows, num_blocks = LIMITS[name]
-    is_thinker = name == "qwen2_5_omni"
-    folder, part = (short_chunks, "thinker") if is_thinker else (seeded(name), None)
+    is_thinker = name.endswith("omni")
+    folder = short_chunks if name == "qwen2_5_omni" else seeded(name)
+    part = "thinker" if is_thinker else None
     engine = LLMEngine(
         EngineConfig(
             model=folder,
@@ -439,8 +442,9 @@ def family(
             block_size=BLOCK_SIZE,
             num_blocks=num_blocks,
             max_num_seqs=4,
-            # The longest: 16 tokens, a tail of 2, two videos of 12, 9 generated.
-            max_model_len=52 if is_thinker else None,
+            # The longest: 16 tokens, a tail of 2, two videos of 12, 9 generated. In Qwen3-Omni a
+            # second of a video is 13 places.
+            max_model_len={"qwen2_5_omni": 52, "qwen3_omni": 106}.get(name),
             max_num_batched_tokens=16,
             max_num_encoder_tokens=encoder_rows,
             encoder_cache_bytes=cache_rows * ROW_BYTES if preemption == "recompute" else None,
@@ -448,7 +452,7 @@ def family(
         )
     )
     assert engine.tokenizer is not None
-    rtol = 0.0 if is_thinker else ROUNDING
+    rtol = 0.0 if name == "qwen2_5_omni" else ROUNDING
     shown = {kind: PLACEHOLDERS[kind] for kind in KINDS} if is_thinker else SHOWN[name]
     placeholders = tuple(engine.tokenizer.convert_tokens_to_ids(list(shown.values())))
     has_states = name == "qwen3_5_vision"
