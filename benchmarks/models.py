@@ -10,7 +10,7 @@ from typing import Any
 
 from omni.seeded.checkpoints import seeded_folder
 from omni.seeded.language_models import build_bart, build_causal_lm, rope
-from omni.seeded.omni import build_qwen2_5_omni
+from omni.seeded.omni import build_qwen2_5_omni, build_qwen3_omni
 
 __all__ = ["benchmark_model"]
 
@@ -116,12 +116,76 @@ _OMNI: Mapping[str, Mapping[str, Any]] = {
 }
 """The differences in a model of about 100 M parameters, of which the vocoder has 2 %."""
 
+_CODEBOOKS = {"num_code_groups": 16}
+_QWEN3_OMNI: Mapping[str, Any] = {
+    "thinker_config.text_config": {
+        "hidden_size": 512,
+        "vocab_size": 8192,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+        "rope_parameters": rope([12, 10, 10]),
+    },
+    "thinker_config.vision_config": {"out_hidden_size": 512},
+    "thinker_config.audio_config": {
+        "d_model": 256,
+        "encoder_layers": 4,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 1024,
+        "downsample_hidden_size": 64,
+        "output_dim": 512,
+    },
+    "talker_config": {**_CODEBOOKS, "thinker_hidden_size": 512, "accept_hidden_layer": 4},
+    "talker_config.text_config": {
+        "hidden_size": 384,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 384,
+        "rope_parameters": rope([12, 10, 10]),
+    },
+    "talker_config.code_predictor_config": {
+        **_CODEBOOKS,
+        "hidden_size": 384,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention"] * 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+    "code2wav_config": {
+        "num_quantizers": 16,
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "sliding_window": 72,
+        "decoder_dim": 128,
+        # As in the published model: 12.5 codes a second.
+        "upsample_rates": [8, 5, 4, 3],
+    },
+}
+"""Likewise; a token takes one of 16 codes from the talker and 15 from the predictor behind it."""
+
 _MODELS: Mapping[str, Callable[[Path], Path]] = {
     "qwen2": partial(build_causal_lm, architecture="qwen2", **_QWEN2),
     "qwen3_moe": partial(build_causal_lm, architecture="qwen3_moe", **_QWEN3_MOE),
     "qwen3_next": partial(build_causal_lm, architecture="qwen3_next", **_QWEN3_NEXT),
     "bart": partial(build_bart, **_BART),
     "qwen2_5_omni": partial(build_qwen2_5_omni, changes=_OMNI),
+    "qwen3_omni": partial(build_qwen3_omni, **_QWEN3_OMNI),
 }
 
 

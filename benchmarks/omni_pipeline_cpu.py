@@ -1,8 +1,8 @@
 """A voice pipeline against transformers on the same weights, in one process, in turns.
 
-    python -m benchmarks.omni_pipeline_cpu [--rounds 3] [--requests 8]
+    python -m benchmarks.omni_pipeline_cpu [--model qwen3] [--rounds 3] [--requests 8]
 
-The model is a seeded Qwen2.5-Omni of about 100 M parameters in fp32
+The model is a seeded Qwen2.5-Omni or Qwen3-Omni of about 100 M parameters in fp32
 (of :mod:`benchmarks.models`). Every request has the same system prompt and a recording of its
 own; greedy, lengths fixed. Sides:
 
@@ -36,14 +36,25 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoFeatureExtractor, AutoTokenizer, Qwen2_5OmniForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoFeatureExtractor,
+    AutoTokenizer,
+    Qwen2_5OmniForConditionalGeneration,
+)
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeForConditionalGeneration,
+)
+from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
+    _get_feat_extract_output_lengths,
+)
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.models import benchmark_model
 from engine import ChatPrompt, EngineConfig, SamplingParams
 from engine.interface.config import GenerationParams, GeneratorConfig
 from omni import Omni, Pipeline
-from stages import AutoregressiveStage, GeneratorStage, StageInputs
+from stages import AutoregressiveStage, GeneratorStage, StageInputs, StageOutput
 
 SYSTEM = (
     "You are a helpful assistant. The user asks a question, and the assistant answers it with "
@@ -57,6 +68,78 @@ NEVER = [10**6]
 """Stop tokens that no model has: lengths are fixed on both sides."""
 
 
+@dataclass(frozen=True)
+class Family:
+    """What differs between the models.
+
+    Attributes:
+        name: of the one in :mod:`benchmarks.models`.
+        reference: transformers' class.
+        decode: its vocoder and the method of it that turns codes into sound.
+        padding: of a recording, before features are extracted.
+        num_rows: how many placeholders so many frames of features take.
+        codec_signs: ids behind the codes, which the talker shall not draw, of a config.
+        drops_mask: whether its ``generate`` needs :func:`give_mask_back`.
+        transforms: what the names of the stages' transforms begin with.
+        hidden: what the thinker hands on to the talker.
+        drawn: what the talker hands on to the vocoder beside its tokens.
+        codes: tokens of the talker for 3.84 s of sound.
+        code_chunk: how many of them streaming hands on at a time, as the shipped pipelines do.
+        goals: for the autoregressive stages and the whole, as shares of transformers' time; and
+            for the first sound when streaming, as a share of that without.
+    """
+
+    name: str
+    reference: Any
+    decode: tuple[str, str]
+    padding: str
+    num_rows: Callable[[int], int]
+    codec_signs: Callable[[Any], Sequence[int]]
+    drops_mask: bool
+    transforms: str
+    hidden: tuple[str, ...]
+    drawn: tuple[str, ...]
+    codes: int
+    code_chunk: int
+    goals: tuple[float, float, float]
+
+
+FAMILIES = {
+    "qwen2_5": Family(
+        name="qwen2_5_omni",
+        reference=Qwen2_5OmniForConditionalGeneration,
+        decode=("token2wav", "forward"),
+        padding="max_length",
+        num_rows=lambda frames: ((frames - 1) // 2 + 1 - 2) // 2 + 1,
+        codec_signs=lambda config: (),
+        drops_mask=True,
+        transforms="",
+        hidden=("hidden_states", "token_embeds", "position_ids"),
+        drawn=(),
+        codes=192,
+        code_chunk=5,
+        goals=(0.3, 0.5, 0.4),
+    ),
+    "qwen3": Family(
+        name="qwen3_omni",
+        reference=Qwen3OmniMoeForConditionalGeneration,
+        decode=("code2wav", "chunked_decode"),
+        padding="longest",
+        num_rows=_get_feat_extract_output_lengths,
+        codec_signs=lambda config: range(
+            config.code2wav_config.codebook_size, config.talker_config.text_config.vocab_size
+        ),
+        drops_mask=False,
+        transforms="qwen3_",
+        hidden=("speech_rows", "position_ids", "token_ids"),
+        drawn=("codes",),
+        codes=48,
+        code_chunk=1,
+        goals=(0.2, 0.4, 0.15),
+    ),
+}
+
+
 @dataclass
 class Run:
     """Seconds and answers of one side in one round.
@@ -68,7 +151,7 @@ class Run:
         first_text_s: per request, from the start.
         first_audio_s: likewise.
         text: per request, the thinker's tokens.
-        codes: per request, the talker's.
+        codes: per request, the talker's, token by token.
         audio: per request, the samples.
     """
 
@@ -121,12 +204,28 @@ def give_mask_back(
 class TransformersSide:
     """Transformers' own ``generate``, its three parts timed from outside."""
 
-    def __init__(self, folder: str, args: argparse.Namespace, suppressed: Sequence[int]) -> None:
-        self._model = Qwen2_5OmniForConditionalGeneration.from_pretrained(folder).eval()
+    def __init__(
+        self, folder: str, family: Family, args: argparse.Namespace, suppressed: Sequence[int]
+    ) -> None:
+        self._model = family.reference.from_pretrained(folder).eval()
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._extractor = AutoFeatureExtractor.from_pretrained(folder)
-        self._args, self._suppressed = args, list(suppressed)
-        self._model.talker.register_forward_pre_hook(give_mask_back, with_kwargs=True)
+        self._family = family
+        self._settings: dict[str, Any] = {
+            "thinker_max_new_tokens": args.text,
+            "thinker_do_sample": False,
+            "thinker_suppress_tokens": list(suppressed),
+            "thinker_eos_token_id": NEVER,
+            "talker_max_new_tokens": args.codes,
+            "talker_do_sample": False,
+            "talker_repetition_penalty": 1.05,
+            "talker_eos_token_id": NEVER,
+            "token2wav_num_steps": args.steps,  # Qwen3-Omni's ignores it
+        }
+        if signs := list(family.codec_signs(self._model.config)):
+            self._settings["talker_suppress_tokens"] = signs
+        if family.drops_mask:
+            self._model.talker.register_forward_pre_hook(give_mask_back, with_kwargs=True)
 
     @torch.inference_mode()
     def __call__(self, recordings: Sequence[Recording]) -> Run:
@@ -136,20 +235,9 @@ class TransformersSide:
         for recording in recordings:
             inputs = self._inputs(recording)
             with self._timed(run):
-                ids, samples = self._model.generate(
-                    **inputs,
-                    thinker_max_new_tokens=self._args.text,
-                    thinker_do_sample=False,
-                    thinker_suppress_tokens=self._suppressed,
-                    thinker_eos_token_id=NEVER,
-                    talker_max_new_tokens=self._args.codes,
-                    talker_do_sample=False,
-                    talker_repetition_penalty=1.05,
-                    talker_eos_token_id=NEVER,
-                    token2wav_num_steps=self._args.steps,
-                )
+                ids, samples = self._model.generate(**inputs, **self._settings)
             run.text.append(tuple(ids[0, inputs["input_ids"].shape[1] :].tolist()))
-            run.audio.append(samples)
+            run.audio.append(samples.flatten())
             run.first_audio_s.append(time.perf_counter() - started)
         run.whole_s = time.perf_counter() - started
         return run
@@ -158,7 +246,7 @@ class TransformersSide:
         features = self._extractor(
             recording,
             sampling_rate=16_000,
-            padding="max_length",
+            padding=self._family.padding,
             return_attention_mask=True,
             return_tensors="pt",
         )
@@ -166,7 +254,7 @@ class TransformersSide:
         chat = self._tokenizer.apply_chat_template(
             messages(), tokenize=False, add_generation_prompt=True
         )
-        text = str(chat).replace("<|AUDIO|>", "<|AUDIO|>" * (((frames - 1) // 2 + 1 - 2) // 2 + 1))
+        text = str(chat).replace("<|AUDIO|>", "<|AUDIO|>" * self._family.num_rows(frames))
         inputs = dict(self._tokenizer(text, add_special_tokens=False, return_tensors="pt"))
         inputs.pop("token_type_ids", None)
         return inputs | {
@@ -177,7 +265,8 @@ class TransformersSide:
     @contextmanager
     def _timed(self, run: Run) -> Iterator[None]:
         thinker, talker = self._model.thinker, self._model.talker
-        vocoder = self._model.token2wav
+        part, decode = self._family.decode
+        vocoder = getattr(self._model, part)
 
         def timed(call: Callable[..., Any], field_name: str) -> Callable[..., Any]:
             def inner(*args: Any, **kwargs: Any) -> Any:
@@ -190,22 +279,39 @@ class TransformersSide:
             return inner
 
         def vocode(codes: Tensor, **kwargs: Any) -> Any:
-            run.codes.append(tuple(codes[0].tolist()))
+            run.codes.append(tuple(codes.movedim(1, -1).flatten().tolist()))
             torch.manual_seed(0)
             return plain_vocode(codes, **kwargs)
 
-        plain_vocode = vocoder.forward
+        plain_vocode = getattr(vocoder, decode)
         thinker.generate = timed(thinker.generate, "autoregressive_s")
         talker.generate = timed(talker.generate, "autoregressive_s")
-        vocoder.forward = timed(vocode, "vocoder_s")
+        setattr(vocoder, decode, timed(vocode, "vocoder_s"))
         try:
             yield
         finally:
-            del thinker.generate, talker.generate, vocoder.forward
+            del thinker.generate, talker.generate
+            delattr(vocoder, decode)
+
+
+def engine_config(
+    folder: str, args: argparse.Namespace, part: str, max_model_len: int, caching: bool
+) -> EngineConfig:
+    return EngineConfig(
+        model=folder,
+        part=part,
+        dtype="float32",
+        device="cpu",
+        max_num_seqs=args.requests,
+        max_model_len=max_model_len,
+        num_blocks=args.requests * (max_model_len // 16 + 1) + 1,
+        enable_prefix_caching=caching,
+    )
 
 
 def build_pipeline(
     folder: str,
+    family: Family,
     args: argparse.Namespace,
     suppressed: Sequence[int],
     *,
@@ -213,38 +319,33 @@ def build_pipeline(
     streaming: bool = False,
     alone: bool = False,
 ) -> Omni:
-    def engine(part: str, max_model_len: int) -> EngineConfig:
-        return EngineConfig(
-            model=folder,
-            part=part,
-            dtype="float32",
-            device="cpu",
-            max_num_seqs=args.requests,
-            max_model_len=max_model_len,
-            num_blocks=args.requests * (max_model_len // 16 + 1) + 1,
-            enable_prefix_caching=caching,
-        )
-
     fixed: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
     thinker = AutoregressiveStage(
         "thinker",
-        engine("thinker", 512),
+        engine_config(folder, args, "thinker", 512, caching),
         sampling=SamplingParams(
             max_tokens=args.text, suppress_token_ids=tuple(suppressed), **fixed
         ),
-        outputs=() if alone else ("hidden_states", "token_embeds", "position_ids"),
+        outputs=() if alone else family.hidden,
     )
     if alone:
         return Omni(Pipeline([thinker]))
     talker = AutoregressiveStage(
         "talker",
-        engine("talker", 512 + args.codes),
-        sampling=SamplingParams(max_tokens=args.codes, repetition_penalty=1.05, **fixed),
-        outputs=(),
-        inputs=StageInputs(
-            ("thinker",), "thinker_to_talker", chunk_size=args.text_chunk if streaming else None
+        engine_config(folder, args, "talker", 512 + args.codes, caching),
+        sampling=SamplingParams(
+            max_tokens=args.codes,
+            repetition_penalty=1.05,
+            suppress_token_ids=tuple(family.codec_signs(AutoConfig.from_pretrained(folder))),
+            **fixed,
         ),
-        final_output=("text",),
+        outputs=family.drawn,
+        inputs=StageInputs(
+            ("thinker",),
+            f"{family.transforms}thinker_to_talker",
+            chunk_size=args.text_chunk if streaming else None,
+        ),
+        final_output=("text", "tensors") if family.drawn else ("text",),
     )
     code2wav = GeneratorStage(
         "code2wav",
@@ -256,11 +357,21 @@ def build_pipeline(
             generation=GenerationParams(num_steps=args.steps),
         ),
         inputs=StageInputs(
-            ("talker",), "talker_to_code2wav", chunk_size=args.code_chunk if streaming else None
+            ("talker",),
+            f"{family.transforms}talker_to_code2wav",
+            chunk_size=args.code_chunk if streaming else None,
         ),
         final_output=("audio",),
     )
     return Omni(Pipeline([thinker, talker, code2wav]))
+
+
+def codes_of(talker: StageOutput) -> tuple[int, ...]:
+    """What the vocoder gets: the tokens, or the codes of all codebooks for all but the last."""
+    drawn = talker.tensors.get("codes")
+    if drawn is None:
+        return talker.token_ids
+    return tuple(drawn[talker.num_prompt_tokens :].flatten().tolist())
 
 
 def pipeline_side(omni: Omni) -> Side:
@@ -297,7 +408,7 @@ def pipeline_side(omni: Omni) -> Side:
                 raise RuntimeError(f"request {output.request_id}: {output.error}")
             run.text.append(output.stages["thinker"].token_ids)
             if "code2wav" in output.stages:
-                run.codes.append(output.stages["talker"].token_ids)
+                run.codes.append(codes_of(output.stages["talker"]))
                 audio = output.stages["code2wav"].audio
                 run.audio.append(torch.empty(0) if audio is None else audio.samples)
         return run
@@ -309,7 +420,10 @@ def median(runs: Sequence[Run], value: Callable[[Run], float]) -> float:
     return statistics.median(value(run) for run in runs)
 
 
-def report(console: Console, title: str, runs: Mapping[str, Sequence[Run]]) -> None:
+def report(
+    console: Console, title: str, runs: Mapping[str, Sequence[Run]], goals: tuple[float, ...]
+) -> None:
+    """Print a table of medians, and the ratios that have goals, as :class:`Family` says them."""
     table = Table(title=title)
     for column in ("side", "two AR stages s", "vocoder s", "whole s", "AR", "whole"):
         table.add_column(column, justify="left" if column == "side" else "right")
@@ -340,6 +454,7 @@ def report(console: Console, title: str, runs: Mapping[str, Sequence[Run]]) -> N
     console.print(table)
     share = median(base, lambda run: run.vocoder_s / run.whole_s)
     console.print(f"the vocoder's share of transformers' time: {share:.2f}")
+    console.print(f"goals: AR {goals[0]:.2f}, whole {goals[1]:.2f}")
 
     def first(name: str, value: Callable[[Run], list[float]]) -> float:
         return median(runs[name], lambda run: statistics.fmean(value(run)))
@@ -348,7 +463,7 @@ def report(console: Console, title: str, runs: Mapping[str, Sequence[Run]]) -> N
         "cache on", lambda r: r.first_audio_s
     )
     alone = first("thinker alone", lambda r: r.first_text_s)
-    console.print(f"first sound, streaming / not: {audio:.2f} (goal 0.40)")
+    console.print(f"first sound, streaming / not: {audio:.2f} (goal {goals[2]:.2f})")
     for name in ("cache on", "streaming"):
         ratio = first(name, lambda r: r.first_text_s) / alone
         console.print(f"first text, {name} / thinker alone: {ratio:.2f} (goal 1.20)")
@@ -373,31 +488,35 @@ def compare(console: Console, runs: Mapping[str, Sequence[Run]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=FAMILIES, default="qwen2_5")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=3.0, help="of a recording")
     parser.add_argument("--text", type=int, default=32, help="tokens of text")
-    parser.add_argument("--codes", type=int, default=192, help="codec tokens, 50 a second")
-    parser.add_argument("--steps", type=int, default=10, help="of the vocoder's flow")
+    parser.add_argument("--codes", type=int, help="codec tokens, by default 3.84 s of them")
+    parser.add_argument("--steps", type=int, default=10, help="of the flow of Qwen2.5's vocoder")
     parser.add_argument("--text-chunk", type=int, default=4)
-    parser.add_argument("--code-chunk", type=int, default=5)
+    parser.add_argument("--code-chunk", type=int, help="by default 5, or 1 with Qwen3")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
+    family = FAMILIES[args.model]
+    args.codes = args.codes or family.codes
+    args.code_chunk = args.code_chunk or family.code_chunk
     torch.set_num_threads(args.threads)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
-    folder = benchmark_model("qwen2_5_omni")
+    folder = benchmark_model(family.name)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     # Random weights do write placeholders, which transformers' talker cannot take.
     suppressed = [i for i in tokenizer.all_special_ids if i != tokenizer.eos_token_id]
     pipelines = {
-        "cache off": build_pipeline(folder, args, suppressed, caching=False),
-        "cache on": build_pipeline(folder, args, suppressed),
-        "streaming": build_pipeline(folder, args, suppressed, streaming=True),
-        "thinker alone": build_pipeline(folder, args, suppressed, alone=True),
+        "cache off": build_pipeline(folder, family, args, suppressed, caching=False),
+        "cache on": build_pipeline(folder, family, args, suppressed),
+        "streaming": build_pipeline(folder, family, args, suppressed, streaming=True),
+        "thinker alone": build_pipeline(folder, family, args, suppressed, alone=True),
     }
-    sides: dict[str, Side] = {"transformers": TransformersSide(folder, args, suppressed)}
+    sides: dict[str, Side] = {"transformers": TransformersSide(folder, family, args, suppressed)}
     sides |= {name: pipeline_side(omni) for name, omni in pipelines.items()}
     recordings = make_recordings(args.requests, args.seconds)
     console = Console(width=120)
@@ -408,10 +527,10 @@ def main() -> None:
         for name, side in sides.items():
             runs[name].append(side(recordings))
     title = (
-        f"{args.requests} requests: {args.seconds:g} s of sound in, {args.text} tokens of text and "
-        f"{args.codes} codec tokens out, {args.threads} threads"
+        f"{family.name}, {args.requests} requests: {args.seconds:g} s of sound in, "
+        f"{args.text} tokens of text and {args.codes} codec tokens out, {args.threads} threads"
     )
-    report(console, title, runs)
+    report(console, title, runs, family.goals)
     compare(console, runs)
     for omni in pipelines.values():
         omni.close()

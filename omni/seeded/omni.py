@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -335,17 +336,20 @@ _CODE2WAV: Mapping[str, Any] = {
 }
 
 
-def build_qwen3_omni(directory: str | Path, *, speaks: bool = True) -> Path:
+def build_qwen3_omni(directory: str | Path, *, speaks: bool = True, **changes: Any) -> Path:
     """Write a seeded Qwen3-Omni with its processors' files and two voices.
 
     Args:
         speaks: False writes a thinker alone, as some published checkpoints are.
+        changes: other figures of parts, by their places in the config: ``talker_config``, ...
     """
     tokenizer = omni_tokenizer(768 - len(_ROLES))
     # Roles are single tokens, by which a talker tells turns apart.
     tokenizer.add_tokens(list(_ROLES))
     with quiet_config_log():
         config = _qwen3_config(tokenizer, speaks)
+        for place, fields in changes.items():
+            attrgetter(place)(config).update(fields)
         make = partial(Qwen3OmniMoeForConditionalGeneration, config)
         model = seeded_model(make, torch.Generator().manual_seed(0), _initialise_qwen3)
         return save_omni(directory, model, tokenizer, "Qwen3OmniMoeProcessor")
