@@ -83,14 +83,14 @@ class GrammarCompiler:
         """
         if wanted is None:
             return None
-        from llguidance import LLMatcher  # not where no form is asked for
+        from llguidance import LLMatcher, LLParserLimits  # not where no form is asked for
 
         with self._lock:
             if self._tokens is None:
                 self._tokens = self._read_tokens()
-        matcher = LLMatcher(self._tokens, wanted.compiled_form(), log_level=0)
-        if matcher.is_error():
-            raise _refusal(matcher.get_error())
+        # A tenth of what is usual: forms of the largest size do with it, others end in 30 ms.
+        limits = LLParserLimits(initial_lexer_fuel=100_000)
+        matcher = LLMatcher(self._tokens, wanted.compiled_form(), log_level=0, limits=limits)
         grammar = TokenGrammar(matcher, self._eos_token_ids)
         # One that nothing fits, or that is too large, fails at the first token: here, not there.
         first = grammar.copy()
