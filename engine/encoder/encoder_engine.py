@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import time
-from bisect import insort
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -211,7 +210,7 @@ def _max_positions(module: PreTrainedModel) -> int | None:
     return limit
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class EncoderRequest:
     """A validated input.
 
@@ -220,6 +219,7 @@ class EncoderRequest:
         content: ``(n,)`` int64 token ids, or ``(n, hidden_size)`` embeddings; on the CPU.
         input_hash: of everything that determines the output, salt included.
         arrival: when it came, by ``time.monotonic``.
+        blocks: of its rows, for the length of one step.
     """
 
     request_id: str
@@ -228,6 +228,12 @@ class EncoderRequest:
     priority: int
     arrival_index: int
     arrival: float = field(default_factory=time.monotonic)
+    blocks: Sequence[KVCacheBlock] = ()
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The block table."""
+        return [block.block_id for block in self.blocks]
 
     @property
     def num_tokens(self) -> int:
@@ -262,8 +268,14 @@ class EncoderRequest:
         )
 
 
-class EncoderQueue:
-    """Waiting inputs, batched by length.
+def next_batch(
+    waiting: Sequence[EncoderRequest],
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    *,
+    share: bool,
+) -> list[EncoderRequest]:
+    """Choose what runs next.
 
     A batch is one padded rectangle, so its cost is ``longest * inputs``::
 
@@ -271,144 +283,32 @@ class EncoderQueue:
         mate  ■ ■ ■ ■ ■ ■          then those nearest to it in length
         mate  ■ ■ ■ ■ ■ ·
         mate  ■ ■ ■ ■ · ·          at most half of the rectangle is padding
+
+    Args:
+        waiting: in the order of their turn.
+        share: leave out equals of one of the batch: they find its outputs in the next step.
+
+    Returns:
+        The head of the order and its mates, all token ids or all embeddings.
     """
-
-    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._waiting: list[EncoderRequest] = []
-
-    def clear(self) -> None:
-        """Forget every input."""
-        self._waiting.clear()
-
-    def add(self, request: EncoderRequest) -> None:
-        """Queue an input."""
-        insort(self._waiting, request, key=lambda r: (r.priority, r.arrival_index))
-
-    def remove(self, request: EncoderRequest) -> None:
-        """Take an input out. ``ValueError`` if it does not wait."""
-        self._waiting.remove(request)
-
-    def waiting(self) -> tuple[EncoderRequest, ...]:
-        """All inputs, in the order of their turn."""
-        return tuple(self._waiting)
-
-    def next_batch(self, *, share: bool) -> list[EncoderRequest]:
-        """Choose what runs next; it stays in the queue until it is removed.
-
-        Args:
-            share: leave out equals of one of the batch: they find its outputs in the next step.
-
-        Returns:
-            The head of the order and its mates, all token ids or all embeddings.
-        """
-        if not self._waiting:
-            return []
-        head = self._waiting[0]
-        mates = sorted(
-            (r for r in self._waiting[1:] if r.is_embeds == head.is_embeds),
-            key=lambda r: (r.priority, abs(r.num_tokens - head.num_tokens), r.arrival_index),
-        )
-        batch = [head]
-        hashes = {head.input_hash}
-        for mate in mates:
-            if len(batch) == self._max_num_seqs:
-                break
-            if (share and mate.input_hash in hashes) or not self._fits([*batch, mate]):
-                continue
+    if not waiting:
+        return []
+    head = waiting[0]
+    mates = sorted(
+        (r for r in waiting[1:] if r.is_embeds == head.is_embeds),
+        key=lambda r: (r.priority, abs(r.num_tokens - head.num_tokens), r.arrival_index),
+    )
+    batch, hashes = [head], {head.input_hash}
+    for mate in mates:
+        if len(batch) == max_num_seqs:
+            break
+        lengths = [r.num_tokens for r in (*batch, mate)]
+        cells = max(lengths) * len(lengths)
+        fits = cells <= max_num_batched_tokens and cells <= 2 * sum(lengths)
+        if fits and not (share and mate.input_hash in hashes):
             batch.append(mate)
             hashes.add(mate.input_hash)
-        return batch
-
-    def _fits(self, batch: list[EncoderRequest]) -> bool:
-        cells = max(r.num_tokens for r in batch) * len(batch)
-        tokens = sum(r.num_tokens for r in batch)
-        return cells <= self._max_num_batched_tokens and cells <= 2 * tokens
-
-
-@dataclass(frozen=True, slots=True)
-class HeldInput:
-    """An input that has blocks, for the length of one step."""
-
-    request: EncoderRequest
-    blocks: Sequence[KVCacheBlock]
-
-    @property
-    def block_ids(self) -> list[int]:
-        """The block table."""
-        return [block.block_id for block in self.blocks]
-
-
-class EncoderOutputStore:
-    """A pool of blocks with the rows beside them."""
-
-    def __init__(self, num_blocks: int, block_size: int, names: Collection[str]) -> None:
-        self._num_blocks, self._block_size, self._names = num_blocks, block_size, names
-        self._hit_tokens = 0
-        self._queried_tokens = 0
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all inputs, held ones too, in whatever state an interrupted call left them."""
-        self._pool = BlockPool.uniform(self._num_blocks)
-        self._rows = StageOutputCache(
-            self._num_blocks, self._block_size, self._pool.generations(0), self._names
-        )
-        self._inputs = WholeInputCache(self._pool, self._rows, self._block_size)
-
-    def find(self, request: EncoderRequest) -> HeldInput | None:
-        """Hold an input whose rows are all there, or None."""
-        blocks = self._inputs.find(request.input_hash, request.num_tokens)
-        if blocks is None:
-            return None
-        self._hit_tokens += request.num_tokens
-        self._queried_tokens += request.num_tokens
-        return HeldInput(request, blocks)
-
-    def hold(self, request: EncoderRequest) -> HeldInput | None:
-        """Hold new blocks for an input, or None when too few are free in this step."""
-        if self._inputs.num_blocks_for(request.num_tokens) > self._pool.num_free():
-            return None
-        return HeldInput(request, self._inputs.allocate(request.num_tokens))
-
-    def write(self, held: Sequence[HeldInput], rows: dict[str, Tensor]) -> None:
-        """Write a batch: ``name -> (tokens of all inputs, ...)``, one scatter per name."""
-        slots = [
-            self._rows.slots(torch.tensor(item.block_ids))[: item.request.num_tokens]
-            for item in held
-        ]
-        self._rows.write(torch.cat(slots), rows)
-
-    def gather(self, item: HeldInput) -> dict[str, Tensor]:
-        """``name -> (num_tokens, ...)``, in memory of its own."""
-        rows = self._rows.gather(item.block_ids, item.request.num_tokens)
-        missing = self._rows.wanted - rows.keys()
-        if missing:
-            raise RuntimeError(f"the model gave no rows of {', '.join(sorted(missing))}")
-        return rows
-
-    def publish(self, item: HeldInput) -> None:
-        """Let an input be found, after its rows are written."""
-        self._queried_tokens += item.request.num_tokens
-        self._inputs.publish(item.request.input_hash, item.request.num_tokens, item.blocks)
-
-    def release(self, item: HeldInput) -> None:
-        """Give the blocks back; what was published can be found until it is evicted."""
-        self._inputs.release(item.blocks)
-
-    def reset(self) -> None:
-        """Forget all inputs."""
-        self._pool.reset()
-
-    def stats(self) -> KVCacheStats:
-        """The pool now, and how many tokens were found in it."""
-        found = KVCacheStats.of_pool(self._pool, self._hit_tokens, self._queried_tokens)
-        return replace(found, output_bytes=self._rows.nbytes)
-
-    def check_integrity(self) -> None:
-        """Raise ``IntegrityError`` with the equation that failed; for when nothing is held."""
-        check_pool_integrity(self._pool, tables=())
+    return batch
 
 
 logger = package_logger(__name__)
@@ -491,12 +391,12 @@ class EncoderEngine(Engine[EncoderOutput]):
         self._output_names = self._check_output_names(output_names)
         # What is wanted, and what that is made from.
         pooled_from = {"hidden_states"} if "pooled" in self._output_names else set()
-        stored = self._output_names - {"pooled"} | pooled_from
-        self.memory_plan = self._plan_memory(stored)
-        self._store = EncoderOutputStore(self.memory_plan.num_blocks, config.block_size, stored)
+        self._stored = self._output_names - {"pooled"} | pooled_from
+        self.memory_plan = self._plan_memory()
+        self._hit_tokens = self._queried_tokens = 0
+        self._clear_cache()
         self._enable_prefix_caching = config.enable_prefix_caching
         self._limits = _input_limits(config, self._model, self.memory_plan, self.tokenizer)
-        self._queue = EncoderQueue(config.max_num_seqs, config.max_num_batched_tokens)
         self._live: dict[str, EncoderRequest] = {}
         # Of the last step, by the mark of its call: the requests that were live before it.
         self._before: tuple[object, dict[str, EncoderRequest]] = None, {}
@@ -547,7 +447,6 @@ class EncoderEngine(Engine[EncoderOutput]):
         )
 
     def _add(self, content: EncoderRequest) -> None:
-        self._queue.add(content)
         self._live[content.request_id] = content
 
     def _step(self) -> list[EncoderOutput]:
@@ -556,17 +455,19 @@ class EncoderEngine(Engine[EncoderOutput]):
             return []
         started, clock = time.monotonic(), time.perf_counter()
         self._before = self._call, dict(self._live)
-        outputs = self._answer_cached(started)
-        held: list[HeldInput] = []
+        order = sorted(self._live.values(), key=lambda r: (r.priority, r.arrival_index))
+        outputs = self._answer_cached(order, started) if self._enable_prefix_caching else []
+        waiting = [request for request in order if request.request_id in self._live]
+        limits = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        batch: list[EncoderRequest] = []
         # As much of a batch as blocks last for; the head always fits alone.
-        for request in self._queue.next_batch(share=self._enable_prefix_caching):
-            item = self._store.hold(request)
-            if item is None:
+        for request in next_batch(waiting, *limits, share=self._enable_prefix_caching):
+            if self._inputs.num_blocks_for(request.num_tokens) > self._pool.num_free():
                 break
-            self._queue.remove(request)
-            held.append(item)
-        if held:
-            outputs += self._run(held, started)
+            request.blocks = self._inputs.allocate(request.num_tokens)
+            batch.append(request)
+        if batch:
+            outputs += self._run(batch, started)
         self._stats = self._stats.plus(num_steps=1, busy_s=time.perf_counter() - clock)
         return outputs
 
@@ -574,14 +475,18 @@ class EncoderEngine(Engine[EncoderOutput]):
         """Let all inputs wait again, also those of an interrupted step, which emitted nothing."""
         if self._before[0] is self._call:
             self._live = self._before[1]
-        self._store.clear()
-        self._queue.clear()
-        for request in self._live.values():
-            self._queue.add(request)
+        self._clear_cache()
+
+    def _clear_cache(self) -> None:
+        """Forget all inputs, held ones too, in whatever state an interrupted call left them."""
+        num_blocks, block_size = self.memory_plan.num_blocks, self.config.block_size
+        self._pool = BlockPool.uniform(num_blocks)
+        generations = self._pool.generations(0)
+        self._rows = StageOutputCache(num_blocks, block_size, generations, self._stored)
+        self._inputs = WholeInputCache(self._pool, self._rows, block_size)
 
     def _drop(self, request_id: str) -> None:
-        if request_id in self._live:
-            self._queue.remove(self._live.pop(request_id))
+        self._live.pop(request_id, None)
 
     @property
     def enable_prefix_caching(self) -> bool:
@@ -597,11 +502,13 @@ class EncoderEngine(Engine[EncoderOutput]):
         self._enable_prefix_caching = value
 
     def _reset_prefix_cache(self) -> None:
-        self._store.reset()
+        self._pool.reset()
 
     def stats(self) -> EngineStats:
         """Read the counters; only ``step`` adds to them."""
-        return replace(self._stats, num_waiting=len(self._live), kv=self._store.stats())
+        found = KVCacheStats.of_pool(self._pool, self._hit_tokens, self._queried_tokens)
+        found = replace(found, output_bytes=self._rows.nbytes)
+        return replace(self._stats, num_waiting=len(self._live), kv=found)
 
     def describe(self) -> Mapping[str, Any]:
         """What the engine resolved and reserved."""
@@ -610,66 +517,75 @@ class EncoderEngine(Engine[EncoderOutput]):
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError``, with the equation that failed, if blocks are not conserved."""
-        self._store.check_integrity()
+        check_pool_integrity(self._pool, tables=())
 
-    def _answer_cached(self, started: float) -> list[EncoderOutput]:
+    def _answer_cached(
+        self, order: Sequence[EncoderRequest], started: float
+    ) -> list[EncoderOutput]:
         """Answer every waiting input whose outputs are there."""
-        if not self._enable_prefix_caching:
-            return []
         outputs: list[EncoderOutput] = []
-        for request in self._queue.waiting():
-            item = self._store.find(request)
-            if item is not None:
-                self._queue.remove(request)
-                outputs.append(self._answer(item, started, cached=True))
+        for request in order:
+            blocks = self._inputs.find(request.input_hash, request.num_tokens)
+            if blocks is not None:
+                request.blocks = blocks
+                self._hit_tokens += request.num_tokens
+                self._queried_tokens += request.num_tokens
+                outputs.append(self._answer(request, started, cached=True))
         return outputs
 
-    def _run(self, held: Sequence[HeldInput], started: float) -> list[EncoderOutput]:
+    def _run(self, batch: Sequence[EncoderRequest], started: float) -> list[EncoderOutput]:
         """Compute a batch. If it fails, each of it alone, so that only the culprit fails."""
         try:
-            rows = self._model.forward([item.request.content for item in held])
-            self._store.write(held, rows)
+            rows = self._model.forward([request.content for request in batch])
+            slots = [
+                self._rows.slots(torch.tensor(request.block_ids))[: request.num_tokens]
+                for request in batch
+            ]
+            self._rows.write(torch.cat(slots), rows)
         except Exception as error:  # one input's fault, as a rule, and it is found out
-            if len(held) > 1:
-                return [output for item in held for output in self._run([item], started)]
-            return [self._fail(held[0], error, started)]
-        return [self._answer(item, started, cached=False) for item in held]
+            if len(batch) > 1:
+                return [output for request in batch for output in self._run([request], started)]
+            return [self._fail(batch[0], error, started)]
+        return [self._answer(request, started, cached=False) for request in batch]
 
-    def _answer(self, item: HeldInput, started: float, *, cached: bool) -> EncoderOutput:
+    def _answer(self, request: EncoderRequest, started: float, *, cached: bool) -> EncoderOutput:
         """Gather an input's rows and pool them: the same way for a hit and a miss."""
-        request = item.request
         try:
-            tensors = self._gather(item, cached=cached)
+            tensors = self._gather(request, cached=cached)
         except Exception as error:  # the others of its batch go on
-            return self._fail(item, error, started)
+            return self._fail(request, error, started)
         if self._enable_prefix_caching and not cached:
-            self._store.publish(item)
-        self._retire(item)
+            self._queried_tokens += request.num_tokens
+            self._inputs.publish(request.input_hash, request.num_tokens, request.blocks)
+        self._retire(request)
         num_cached_tokens = request.num_tokens if cached else 0
         self._stats = self._stats.plus(cached_tokens=num_cached_tokens)
         return request.output(tensors, started=started, num_cached_tokens=num_cached_tokens)
 
     # Not inference_mode: users may go on with the tensors as they like.
     @torch.no_grad()
-    def _gather(self, item: HeldInput, *, cached: bool) -> Mapping[str, Tensor]:
-        rows = self._store.gather(item)
+    def _gather(self, request: EncoderRequest, *, cached: bool) -> Mapping[str, Tensor]:
+        rows = self._rows.gather(request.block_ids, request.num_tokens)
+        missing = self._rows.wanted - rows.keys()
+        if missing:
+            raise RuntimeError(f"the model gave no rows of {', '.join(sorted(missing))}")
         if not cached:  # wanted or not, it is to be published; what is cached was looked at before
             require_finite(rows)
         if "pooled" in self._output_names:
             rows["pooled"] = pool(self.pooling, rows["hidden_states"], self._model.pooler)
         return {name: tensor for name, tensor in rows.items() if name in self._output_names}
 
-    def _fail(self, item: HeldInput, error: Exception, started: float) -> EncoderOutput:
-        about = {"request_id": item.request.request_id}
+    def _fail(self, request: EncoderRequest, error: Exception, started: float) -> EncoderOutput:
+        about = {"request_id": request.request_id}
         logger.error("request %(request_id)s failed", about, exc_info=error, extra=about)
-        self._retire(item)
+        self._retire(request)
         message = f"the encoder failed: {described(error)}"
-        return item.request.output({}, started=started, error=message)
+        return request.output({}, started=started, error=message)
 
-    def _retire(self, item: HeldInput) -> None:
-        self._store.release(item)
-        del self._live[item.request.request_id]
-        self._stats = self._stats.plus(prompt_tokens=item.request.num_tokens)
+    def _retire(self, request: EncoderRequest) -> None:
+        self._inputs.release(request.blocks)
+        del self._live[request.request_id]
+        self._stats = self._stats.plus(prompt_tokens=request.num_tokens)
 
     def _check_output_names(self, wanted: Collection[str] | None) -> frozenset[str]:
         known = {*self._model.row_nbytes, "pooled"}
@@ -681,9 +597,9 @@ class EncoderEngine(Engine[EncoderOutput]):
             )
         return frozenset(known if wanted is None else wanted)
 
-    def _plan_memory(self, stored: Collection[str]) -> MemoryPlan:
+    def _plan_memory(self) -> MemoryPlan:
         config, model = self.config, self._model
-        block_nbytes = {name: model.row_nbytes[name] * config.block_size for name in stored}
+        block_nbytes = {name: model.row_nbytes[name] * config.block_size for name in self._stored}
         num_blocks = resolve_num_blocks(
             # Rows lie on the host, wherever the model runs.
             config,

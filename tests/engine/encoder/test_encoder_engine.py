@@ -23,7 +23,7 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
-from engine.encoder.encoder_engine import EncoderQueue, EncoderRequest
+from engine.encoder.encoder_engine import EncoderRequest, next_batch
 from omni.seeded.language_models import build_causal_lm, build_text_encoder
 from prefix_cache import whole_input_hash
 from tests.support.examples import examples
@@ -451,13 +451,6 @@ def request(index: int, length: int, priority: int = 0, embeds: bool = False) ->
     )
 
 
-def queue_of(*requests: EncoderRequest) -> EncoderQueue:
-    queue = EncoderQueue(MAX_SEQS, BUDGET)
-    for item in requests:
-        queue.add(item)
-    return queue
-
-
 def ids(batch: list[EncoderRequest]) -> list[str]:
     return [item.request_id for item in batch]
 
@@ -469,26 +462,23 @@ def ids(batch: list[EncoderRequest]) -> list[str]:
 )
 def test_every_batch_keeps_the_limits_and_starts_with_the_first_in_the_order(specs):
     requests = [request(i, *spec) for i, spec in enumerate(specs)]
-    queue = queue_of(*requests)
     order = sorted(requests, key=lambda r: (r.priority, r.arrival_index))
-    while queue.waiting():
-        batch = queue.next_batch(share=False)
+    while order:
+        batch = next_batch(order, MAX_SEQS, BUDGET, share=False)
         assert batch[0] is order[0]
         cells = max(r.num_tokens for r in batch) * len(batch)
         assert cells <= BUDGET and len(batch) <= MAX_SEQS
         assert cells <= 2 * sum(r.num_tokens for r in batch)
         assert len({r.is_embeds for r in batch}) == 1
         for item in batch:
-            queue.remove(item)
             order.remove(item)
-    assert not order
 
 
 def test_mates_are_those_nearest_in_length():
-    queue = queue_of(request(0, 6), request(1, 3), request(2, 7), request(3, 6))
-    assert ids(queue.next_batch(share=False)) == ["r0", "r3", "r2"]
+    order = [request(0, 6), request(1, 3), request(2, 7), request(3, 6)]
+    assert ids(next_batch(order, MAX_SEQS, BUDGET, share=False)) == ["r0", "r3", "r2"]
 
 
 def test_a_mate_of_higher_priority_goes_before_a_nearer_one():
-    queue = queue_of(request(0, 6), request(1, 6, 2), request(2, 6, 2), request(3, 8, 1))
-    assert ids(queue.next_batch(share=False)) == ["r0", "r3", "r1"]
+    order = [request(0, 6), request(3, 8, 1), request(1, 6, 2), request(2, 6, 2)]
+    assert ids(next_batch(order, MAX_SEQS, BUDGET, share=False)) == ["r0", "r3", "r1"]

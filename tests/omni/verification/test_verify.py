@@ -237,7 +237,7 @@ def test_a_corrupted_row_of_an_encoder_is_found(
         assert isinstance(stage.engine, EncoderEngine)
         slots = torch.arange(stage.engine.memory_plan.num_blocks * BLOCK_SIZE)
         rows = torch.ones(len(slots), stage.engine.hidden_size)
-        stage.engine._store._rows.write(slots, {"hidden_states": rows})
+        stage.engine._rows.write(slots, {"hidden_states": rows})
 
     plant(monkeypatch, corrupt_every_row)
     differences = verify(omni, REQUESTS).differences
