@@ -77,8 +77,9 @@ class DecodeGraphs:
 
         Valid until the next step. A last token of a prompt that shows an image runs as it comes.
         """
-        others = inputs.encoded, inputs.follows_encoder, inputs.shows_item, inputs.item_features
-        if any(each is not None for each in others):
+        step = inputs.step
+        others = step.encoder_hidden_states, step.follows_encoder, step.shows_item
+        if any(each is not None for each in (*others, step.item_features)):
             return self._forward(inputs)
         key = inputs.embeds.shape, inputs.positions.shape
         if key not in self._recorded:
@@ -101,9 +102,9 @@ class CudaGraphs:
             replace(each, seq_lens=torch.full_like(each.seq_lens, _longest(each)))
             if isinstance(each, AttentionMetadata)
             else each
-            for each in inputs.metadata
+            for each in inputs.step.metadata
         ]
-        inputs = replace(inputs, metadata=metadata)
+        inputs = replace(inputs, step=replace(inputs.step, metadata=metadata))
         forward(inputs)  # compiles kernels and takes workspaces, which a recording must not
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

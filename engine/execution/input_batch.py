@@ -18,17 +18,19 @@ without a loop over tokens::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.attention.metadata import AttentionMetadata, StateMetadata
+from engine.attention.layer import AttentionStep
+from engine.attention.metadata import AttentionBackend, AttentionMetadata, StateMetadata
 from engine.models.base import CausalModel
+from engine.requests.encoder_input import MultiModalInput
 from engine.requests.request import Request
 from engine.resources.device import upload
 from engine.scheduling.request_queues import EncoderCacheManager
@@ -122,25 +124,15 @@ class ModelInputs:
     """One step's inputs, on the device.
 
     Attributes:
-        metadata: per group of the memory; None for groups without layers.
-        uploaded: all that came to the device with the step, by name.
         embeds: ``(num_tokens, hidden_size)``.
         positions: int64, ``(num_tokens,)`` or ``(axes, num_tokens)``.
-        encoded: rows that the encoder of an encoder-decoder gave in this step, or None.
-        follows_encoder: see :class:`AttentionStep`, as of what follows.
+        uploaded: all that came to the device with the step, by name.
     """
 
-    step: StepInputs
-    metadata: Sequence[GroupMetadata]
     embeds: Tensor
     positions: Tensor
+    step: AttentionStep
     uploaded: Mapping[str, Tensor]
-    encoded: Tensor | None = None
-    follows_encoder: Tensor | None = None
-    shows_item: Tensor | None = None
-    item_features: Tensor | None = None
-    token_ids: Tensor | None = None
-    codes: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +142,7 @@ class ModelInputBuilder:
     Attributes:
         memory: the pages; new ones that are read before they are full are cleared.
         items: rows of images and the like; None for a model that takes none.
+        backends: one per group of the memory; None where it has no attention.
     """
 
     model: CausalModel
@@ -157,6 +150,7 @@ class ModelInputBuilder:
     memory: PagedMemory
     batch: InputBatch
     items: EncoderCacheManager | None
+    backends: Sequence[AttentionBackend | None]
     device: torch.device
 
     def cut(self, scheduled: Sequence[ScheduledRequest]) -> StepInputs:
@@ -198,23 +192,27 @@ class ModelInputBuilder:
         }
         if (follows_encoder := _follows_encoder(step, scheduled)) is not None:
             arrays["follows_encoder"] = follows_encoder
-        if self.items is not None:
-            arrays |= _item_arrays(step, scheduled)
+        shown = () if self.items is None else tuple(_shown_items(step, scheduled))
+        arrays |= _item_arrays(step, shown)
         if self.model.num_codebooks > 1:
             arrays["codes"] = self._codes(step, scheduled)
         tensors = upload(arrays | dict(extra or {}), self.device, place)
+        embeds = self._embeds(tensors["token_ids"], tensors.get("codes"), step, scheduled)
+        features = None if self.items is None else self._merge_items(embeds, shown, self.items)
         return ModelInputs(
-            step,
-            build_step_metadata(step, self.memory, arrays, tensors),
-            self._embeds(tensors["token_ids"], tensors.get("codes"), step, scheduled),
+            embeds,
             tensors["positions"],
+            AttentionStep(
+                self.backends,
+                build_step_metadata(step, self.memory, arrays, tensors),
+                encoded,
+                tensors.get("follows_encoder"),
+                tensors.get("shows_item"),
+                features,
+                tensors["token_ids"],
+                tensors.get("codes"),
+            ),
             tensors,
-            encoded,
-            tensors.get("follows_encoder"),
-            tensors.get("shows_item"),
-            None if self.items is None else self._item_features(step, scheduled),
-            tensors["token_ids"],
-            tensors.get("codes"),
         )
 
     def _sync_tables(self, item: ScheduledRequest) -> None:
@@ -262,64 +260,43 @@ class ModelInputBuilder:
         """Embeddings of the step's tokens, ``(num_tokens, hidden_size)``.
 
         Token ids and given embeddings meet here: every position is looked up, then the positions
-        that a prompt gave as embeddings, or that show an image, are overwritten, and rows that
-        come beside the tokens are added. So all kinds share a batch.
+        that a prompt gave as embeddings are overwritten, and rows that come beside the tokens are
+        added. So all kinds share a batch.
         """
         embeds = self.model.embed(token_ids)
         if codes is not None:
             self.model.add_codes(embeds, codes)
         for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
             request = item.request
-            given, beside, items = (
-                request.prompt_embeds,
-                request.streamed_rows,
-                request.multimodal_inputs,
-            )
-            if given is None and beside is None and not items:
+            given, beside = request.prompt_embeds, request.streamed_rows
+            if given is None and beside is None:
                 continue
             chunk = embeds[start : start + item.num_tokens]
             first = request.num_computed_tokens
             if given is not None and first < given.shape[0]:
                 rows = given[first : first + item.num_tokens]
                 chunk[: rows.shape[0]] = rows.to(self.device)
-            self._merge_items(chunk, request, first)
             if beside is not None:
                 beside.apply(chunk, first)
         return embeds
 
-    def _merge_items(self, chunk: Tensor, request: Request, first: int) -> None:
-        """Overwrite what a chunk, whose first token is at ``first``, shows of the request's items.
-
-        ::
-
-            item               |<- offset ....... end ->|
-            chunk     |<- first ......... stop ->|         rows [0, stop - offset) come now
-        """
-        stop = first + chunk.shape[0]
-        for item in request.multimodal_inputs:
-            if self.items is not None and item.overlaps(first, stop):
-                rows = self.items.rows(request.request_id, item, item.rows_in(first, stop))
-                begin, end = max(first, item.offset), min(stop, item.end)
-                # What is wider than an embedding is for layers behind the first.
-                chunk[begin - first : end - first] = rows[:, : chunk.shape[1]]
-
-    def _item_features(
-        self, step: StepInputs, scheduled: Sequence[ScheduledRequest]
+    def _merge_items(
+        self, embeds: Tensor, shown: Sequence[ShownItem], manager: EncoderCacheManager
     ) -> Tensor | None:
-        """What items' rows hold behind the embedding; None if no row of the step does."""
+        """Overwrite embeddings by the rows of items that a step shows.
+
+        Returns:
+            What items' rows hold behind the embedding, for layers behind the first; None if no row
+            of the step does.
+        """
         hidden, features = self.model.hidden_size, None
-        for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
-            first = item.request.num_computed_tokens
-            stop = first + item.num_tokens
-            for shown in item.request.multimodal_inputs:
-                if self.items is None or not shown.overlaps(first, stop) or shown.row_parts == 1:
-                    continue
-                wanted = shown.rows_in(first, stop)
-                rows = self.items.rows(item.request.request_id, shown, wanted)
+        for request, item, tokens, wanted in shown:
+            rows = manager.rows(request.request_id, item, wanted)
+            embeds[tokens] = rows[:, :hidden]
+            if item.row_parts > 1:
                 if features is None:
-                    features = rows.new_zeros(len(step.token_ids), rows.shape[1] - hidden)
-                place = start + max(first, shown.offset) - first
-                features[place : place + len(rows)] = rows[:, hidden:]
+                    features = rows.new_zeros(len(embeds), rows.shape[1] - hidden)
+                features[tokens] = rows[:, hidden:]
         return features
 
 
@@ -352,26 +329,41 @@ def _follows_encoder(
     return None if follows.all() else follows
 
 
-def _item_arrays(
-    step: StepInputs, scheduled: Sequence[ScheduledRequest]
-) -> dict[str, npt.NDArray[Any]]:
+ShownItem: TypeAlias = tuple[Request, MultiModalInput, slice, slice]
+"""An item of a request, the tokens of a step in whose place its rows stand, and which rows."""
+
+
+def _shown_items(step: StepInputs, scheduled: Sequence[ScheduledRequest]) -> Iterator[ShownItem]:
+    """What a step shows.
+
+    ::
+
+        item               |<- offset ....... end ->|
+        chunk     |<- first ......... stop ->|         rows [0, stop - offset) come now
+    """
+    for share, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
+        first = share.request.num_computed_tokens
+        stop = first + share.num_tokens
+        for item in share.request.multimodal_inputs:
+            if item.overlaps(first, stop):
+                begin, end = max(first, item.offset), min(stop, item.end)
+                tokens = slice(start + begin - first, start + end - first)
+                yield share.request, item, tokens, item.rows_in(first, stop)
+
+
+def _item_arrays(step: StepInputs, shown: Sequence[ShownItem]) -> dict[str, npt.NDArray[Any]]:
     """Per token, whether an item's row stands in its place, and where what it sees ends.
 
     Nothing where no row does; no ends where no rows see those behind them.
     """
     arrays: dict[str, npt.NDArray[Any]] = {}
-    for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
-        first = item.request.num_computed_tokens
-        stop = first + item.num_tokens
-        for shown in item.request.multimodal_inputs:
-            if shown.overlaps(first, stop):
-                marks = arrays.setdefault("shows_item", np.zeros(len(step.token_ids), np.bool_))
-                begin, end = max(first, shown.offset), min(stop, shown.end)
-                rows = slice(start + begin - first, start + end - first)
-                marks[rows] = True
-                if shown.bidirectional:
-                    own = (step.positions + 1).astype(np.int32)
-                    arrays.setdefault("visible_ends", own)[rows] = end
+    for _, item, tokens, _ in shown:
+        marks = arrays.setdefault("shows_item", np.zeros(len(step.token_ids), np.bool_))
+        marks[tokens] = True
+        if item.bidirectional:
+            own = (step.positions + 1).astype(np.int32)
+            # All of them, or all that no cached block has: it ends in the step.
+            arrays.setdefault("visible_ends", own)[tokens] = item.end
     return arrays
 
 

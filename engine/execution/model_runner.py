@@ -27,7 +27,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.layer import AttentionStep
 from engine.attention.metadata import AttentionBackend, AttentionMetadata
 from engine.execution.decode_graphs import DecodeGraphs, Recorder
 from engine.execution.input_batch import (
@@ -262,12 +261,11 @@ class ModelRunner:
         self._kv = kv_cache_manager
         self._memory = memory
         self._swap_memory = swap_memory
-        self._backends = tuple(backends)
         self._batch = input_batch
         self._device = device
         self._items = items
         self._inputs = ModelInputBuilder(
-            model, kv_cache_manager, memory, input_batch, items, device
+            model, kv_cache_manager, memory, input_batch, items, tuple(backends), device
         )
         self._contents = PageContents(memory)
         self._host_copy = HostCopy(device, max_num_batched_tokens)
@@ -531,24 +529,11 @@ class ModelRunner:
         return tensors
 
     def _forward(self, inputs: ModelInputs) -> dict[str, Tensor]:
-        metadata = inputs.metadata
-        for backend, group_metadata in zip(self._backends, metadata, strict=True):
-            if backend is not None and isinstance(group_metadata, AttentionMetadata):
-                backend.begin_step(group_metadata)
-        tensors: dict[str, Tensor] = self._model(
-            inputs.embeds,
-            inputs.positions,
-            AttentionStep(
-                self._backends,
-                metadata,
-                inputs.encoded,
-                inputs.follows_encoder,
-                inputs.shows_item,
-                inputs.item_features,
-                inputs.token_ids,
-                inputs.codes,
-            ),
-        )
+        step = inputs.step
+        for backend, metadata in zip(step.backends, step.metadata, strict=True):
+            if backend is not None and isinstance(metadata, AttentionMetadata):
+                backend.begin_step(metadata)
+        tensors: dict[str, Tensor] = self._model(inputs.embeds, inputs.positions, step)
         return tensors
 
     def _sample(

@@ -41,8 +41,9 @@ class CalledGraphs:
 
 def _on_device(inputs: ModelInputs) -> list[Any]:
     """What a graph would read; what is on the host it never sees."""
-    found: list[Any] = [inputs.embeds, inputs.positions, inputs.token_ids, inputs.codes]
-    for each in inputs.metadata:
+    step = inputs.step
+    found: list[Any] = [inputs.embeds, inputs.positions, step.token_ids, step.codes]
+    for each in step.metadata:
         if is_dataclass(each):
             values = {field.name: getattr(each, field.name) for field in fields(each)}
             found += [values.get(name) for name in ("block_table", "row_mapping")]

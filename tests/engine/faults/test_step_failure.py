@@ -130,6 +130,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forward(self: ModelRunner, inputs: ModelInputs) -> Any:
         tensors = plain(self, inputs)
+        assert inputs.step.token_ids is not None
         if POISON in inputs.step.token_ids.tolist():
             raise RuntimeError("a poisoned token")
         return tensors

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from engine.execution.input_batch import ModelInputBuilder
 from engine.models.base import ModelSettings
 from engine.models.model_loader import load_model, open_checkpoint
 from omni.seeded.omni import build_qwen3_omni
@@ -212,7 +213,12 @@ def test_features_of_several_depths_matter(
     """Else parity would not show that they are added, and where."""
     case = thinker("qwen3_omni")
     engine = build(case.folder, num_blocks=64)
-    monkeypatch.setattr(engine._runner._inputs.__class__, "_item_features", lambda *_: None)
+    merge = ModelInputBuilder._merge_items
+
+    def merge_alone(*given: Any) -> None:
+        merge(*given)
+
+    monkeypatch.setattr(ModelInputBuilder, "_merge_items", merge_alone)
     (output,) = engine.generate([TALKS["qwen3_omni"]["image"].prompt], case.greedy)
     rows = output.outputs[0].tensors["hidden_states"]
     expected = case.answers()["image"].hidden_states[: len(rows)]
