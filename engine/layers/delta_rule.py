@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +30,7 @@ from engine.attention.layer import AttentionStep, StateLayer
 from engine.checkpoints.config_file import activation_of
 from engine.checkpoints.quantized_weight import Target
 from engine.layers.linear import Linear
-from engine.layers.mamba import CausalConv, Chunks, PackedLayout, weighted
+from engine.layers.mamba import CausalConv, Chunks, PackedLayout, Rows, step_and_scan, weighted
 from prefix_cache import MambaSpec, StateTensor
 
 _LEAST = 1e-6
@@ -67,12 +66,7 @@ class DeltaRuleConfig:
             )
 
 
-DeltaRows: TypeAlias = tuple[Tensor, ...]
-"""Of ``n`` tokens in float32: q and k, ``(n, heads, key_dim)``; v, ``(n, heads, value_dim)``; g and
-beta, ``(n, heads)``. The scale of y is in q already."""
-
-
-def delta_step(rows: DeltaRows, states: Tensor) -> tuple[Tensor, Tensor]:
+def delta_step(rows: Rows, states: Tensor) -> tuple[Tensor, Tensor]:
     """One token of each request; ``states`` is changed in place. See :func:`delta_scan`."""
     q, k, v, g, beta = rows
     kept, beta = torch.exp(g)[..., None], beta[..., None]
@@ -83,10 +77,12 @@ def delta_step(rows: DeltaRows, states: Tensor) -> tuple[Tensor, Tensor]:
     return kept * under_query + (q * k).sum(-1, keepdim=True) * change, states
 
 
-def delta_scan(rows: DeltaRows, states: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
+def delta_scan(rows: Rows, states: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
     """All tokens of several requests: matrix form inside of chunks, a recurrence over them.
 
     Args:
+        rows: q and k, ``(n, heads, key_dim)``; v, ``(n, heads, value_dim)``; g and beta,
+            ``(n, heads)``. The scale of y is in q already.
         states: ``(num_reqs, heads, key_dim, value_dim)`` float32 before the tokens.
 
     Returns:
@@ -210,14 +206,7 @@ class DeltaRuleMixer(nn.Module):
         beta = b.reshape(num_tokens, heads).sigmoid().float()
         v = v.unflatten(1, (heads, -1))
         rows = q * config.key_dim**-0.5, k, v, step_size * self.a, beta
-        num_decodes = layout.num_decodes
-        if num_decodes == layout.num_reqs:
-            y, state = delta_step(rows, state)
-        else:  # decodes as one batch, then the longer requests
-            decoded = delta_step(tuple(each[:num_decodes] for each in rows), state[:num_decodes])
-            rest, states = tuple(each[num_decodes:] for each in rows), state[num_decodes:]
-            prefilled = delta_scan(rest, states, layout.prefill_chunks)
-            y, state = (torch.cat(parts) for parts in zip(decoded, prefilled, strict=True))
+        y, state = step_and_scan(delta_step, delta_scan, rows, state, layout)
         self.state.write(step, conv_state, state)
         normed = F.rms_norm(y, y.shape[-1:], None, config.norm_eps) * self.norm_weight.float()
         gated = normed.flatten(1) * F.silu(z.reshape(num_tokens, -1).float())

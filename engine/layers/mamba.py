@@ -20,7 +20,7 @@ Heads share B and C in groups, as grouped-query attention shares keys and values
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -348,8 +348,35 @@ class RecurrentMixer(nn.Module):
         self.a.exp_().neg_()
 
 
-Rows: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of ``n`` tokens, in float32: x and dt, ``(n, channels)``; B and C, ``(n, state_size)``."""
+Rows: TypeAlias = tuple[Tensor, ...]
+"""What a recurrence takes in, each with a row for each of ``n`` tokens, in float32."""
+
+
+def step_and_scan(
+    step: Callable[[Rows, Tensor], tuple[Tensor, Tensor]],
+    scan: Callable[[Rows, Tensor, Chunks], tuple[Tensor, Tensor]],
+    rows: Rows,
+    states: Tensor,
+    layout: PackedLayout,
+) -> tuple[Tensor, Tensor]:
+    """Run decodes as one batch, then the longer requests.
+
+    Args:
+        step: runs one token of each request.
+        scan: runs all tokens of several requests.
+        states: ``(num_reqs, ...)`` before the tokens.
+
+    Returns:
+        What comes out for each token, and the states after each request's last one.
+    """
+    num_decodes = layout.num_decodes
+    if num_decodes == layout.num_reqs:
+        return step(rows, states)
+    decoded = step(tuple(each[:num_decodes] for each in rows), states[:num_decodes])
+    rest = tuple(each[num_decodes:] for each in rows)
+    prefilled = scan(rest, states[num_decodes:], layout.prefill_chunks)
+    y, after = (torch.cat(parts) for parts in zip(decoded, prefilled, strict=True))
+    return y, after
 
 
 def selective_step(rows: Rows, a: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -371,6 +398,9 @@ def selective_scan(
     The requests' first tokens are one batch, their second tokens the next, and so on: a step of
     decodes is a single batch. The decays of a channel differ from state to state, which leaves no
     matrix form over time as :mod:`engine.layers.mamba` has it.
+
+    Args:
+        rows: x and dt, ``(n, channels)``; B and C, ``(n, state_size)``.
     """
     x, dt, b, c = (each.index_select(0, order.items) for each in rows)
     x_dt = x * dt
@@ -471,51 +501,32 @@ class MambaMixer(RecurrentMixer):
         return mixed
 
 
-@dataclass(frozen=True, slots=True)
-class SsdInputs:
-    """What the recurrence takes in for each of ``n`` tokens; float32.
-
-    Attributes:
-        x: ``(n, heads, head_dim)``, the input times its step size.
-        a: ``(n, heads)``, the logarithm of the decay, at most 0.
-        b: ``(n, groups, state_size)``; groups divide heads.
-        c: ``(n, groups, state_size)``.
-    """
-
-    x: Tensor
-    a: Tensor
-    b: Tensor
-    c: Tensor
-
-    def __getitem__(self, tokens: slice) -> SsdInputs:
-        return SsdInputs(self.x[tokens], self.a[tokens], self.b[tokens], self.c[tokens])
-
-
-def ssd_step(inputs: SsdInputs, states: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each request."""
-    heads_per_group = inputs.x.shape[1] // inputs.b.shape[1]
-    b = inputs.b.repeat_interleave(heads_per_group, dim=1)
-    c = inputs.c.repeat_interleave(heads_per_group, dim=1)
-    states = states * torch.exp(inputs.a)[:, :, None, None]
-    states.addcmul_(inputs.x[..., None], b[:, :, None, :])
+def ssd_step(rows: Rows, states: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each request; see :func:`ssd_scan`."""
+    x, a, b, c = rows
+    heads_per_group = x.shape[1] // b.shape[1]
+    b = b.repeat_interleave(heads_per_group, dim=1)
+    c = c.repeat_interleave(heads_per_group, dim=1)
+    states = states * torch.exp(a)[:, :, None, None]
+    states.addcmul_(x[..., None], b[:, :, None, :])
     return (states @ c[..., None]).squeeze(-1), states
 
 
-def ssd_scan(inputs: SsdInputs, states: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
+def ssd_scan(rows: Rows, states: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
     """All tokens of several requests: matrix form inside of chunks, a recurrence over them.
 
     Args:
+        rows: x times its step size, ``(n, heads, head_dim)``; the logarithm of the decay, at most
+            0, ``(n, heads)``; B and C, ``(n, groups, state_size)``, where groups divide heads.
         states: ``(num_reqs, heads, head_dim, state_size)`` float32 before the tokens.
 
     Returns:
         ``y`` ``(num_tokens, heads, head_dim)``, and the states after each request's last token.
     """
-    num_groups = inputs.b.shape[1]
+    num_groups = rows[2].shape[1]
     # (chunks, groups, heads per group, size, ...); a pad has x = 0 and a = 0 and changes nothing.
-    x = chunks.pad(inputs.x).transpose(1, 2).unflatten(1, (num_groups, -1))
-    a = chunks.pad(inputs.a).transpose(1, 2).unflatten(1, (num_groups, -1))
-    b = chunks.pad(inputs.b).transpose(1, 2)
-    c = chunks.pad(inputs.c).transpose(1, 2)
+    x, a, b, c = (chunks.pad(each).transpose(1, 2) for each in rows)
+    x, a = (each.unflatten(1, (num_groups, -1)) for each in (x, a))
     # Differences of large sums: in float32 a strong decay would drown the weak ones after it.
     sums = a.double().cumsum(-1)
 
@@ -529,11 +540,19 @@ def ssd_scan(inputs: SsdInputs, states: Tensor, chunks: Chunks) -> tuple[Tensor,
     to_end = torch.exp((sums[..., -1:] - sums).float())
     brought = (x * to_end[..., None]).transpose(-1, -2) @ b.unsqueeze(2)
     decays = torch.exp(sums[..., -1].float())
-    before, after = _states_at_chunks(brought.flatten(1, 2), decays.flatten(1, 2), states, chunks)
+    brought, decays = brought.flatten(1, 2), decays.flatten(1, 2)
+    order, before = chunks.order, torch.empty_like(brought)
+    h = states.index_select(0, order.sequences)
+    for now in order.batches():
+        items = order.items[now]
+        going = h[: len(items)]
+        before.index_copy_(0, items, going)
+        going.mul_(decays[items, :, None, None]).add_(brought[items])
 
     from_start = torch.exp(sums.float())[..., None]
     y += from_start * (c.unsqueeze(2) @ before.unflatten(1, (num_groups, -1)).transpose(-1, -2))
-    return y.flatten(1, 2).transpose(1, 2).flatten(0, 1).index_select(0, chunks.slots), after
+    y = y.flatten(1, 2).transpose(1, 2).flatten(0, 1).index_select(0, chunks.slots)
+    return y, torch.empty_like(h).index_copy_(0, order.sequences, h)
 
 
 def weighted(weights: Tensor, x: Tensor) -> Tensor:
@@ -548,21 +567,6 @@ def weighted(weights: Tensor, x: Tensor) -> Tensor:
     earlier = weights @ x.masked_fill(spoilt[..., None], 0.0)
     is_reached = spoilt.cumsum(-1) > 0
     return torch.where(is_reached[..., None], y, earlier)
-
-
-def _states_at_chunks(
-    brought: Tensor, decays: Tensor, states: Tensor, chunks: Chunks
-) -> tuple[Tensor, Tensor]:
-    """Carry states over chunks."""
-    order = chunks.order
-    h = states.index_select(0, order.sequences)
-    before = torch.empty_like(brought)
-    for now in order.batches():
-        items = order.items[now]
-        going = h[: len(items)]
-        before.index_copy_(0, items, going)
-        going.mul_(decays[items, :, None, None]).add_(brought[items])
-    return before, torch.empty_like(h).index_copy_(0, order.sequences, h)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -647,15 +651,8 @@ class Mamba2Mixer(RecurrentMixer):
         dt = F.softplus(dt.float() + self.dt_bias).clamp(*self.config.dt_limit)
         b = b.unflatten(-1, (self.config.num_groups, -1))
         c = c.unflatten(-1, (self.config.num_groups, -1))
-        inputs = SsdInputs(x=u * dt[..., None], a=dt * self.a, b=b, c=c)
-        num_decodes = layout.num_decodes
-        if num_decodes == layout.num_reqs:
-            y, ssm_state = ssd_step(inputs, ssm_state)
-        else:  # decodes as one batch, then the longer requests
-            decoded = ssd_step(inputs[:num_decodes], ssm_state[:num_decodes])
-            rest, states = inputs[num_decodes:], ssm_state[num_decodes:]
-            prefilled = ssd_scan(rest, states, layout.prefill_chunks)
-            y, ssm_state = (torch.cat(parts) for parts in zip(decoded, prefilled, strict=True))
+        rows = u * dt[..., None], dt * self.a, b, c
+        y, ssm_state = step_and_scan(ssd_step, ssd_scan, rows, ssm_state, layout)
         self.state.write(step, conv_state, ssm_state)
         y = y.addcmul_(u, self.d[:, None]).flatten(-2)
         # The norm is per group of channels, in float32.

@@ -35,7 +35,7 @@ from engine.attention.metadata import AttentionBackend, LayerCall, Scoring, firs
 from engine.attention.reference import ReferenceBackend, visibility_mask
 from engine.attention.registry import get_backend
 from engine.attention.torch_backend import TorchBackend, bucket_by_length
-from engine.layers.mamba import Chunks, SsdInputs, ssd_scan
+from engine.layers.mamba import Chunks, ssd_scan
 from prefix_cache import FullAttentionSpec, LayerKVCache
 from tests.support.attention_steps import (
     BOUNDS,
@@ -640,11 +640,11 @@ def test_a_late_nan_of_a_recurrence_leaves_earlier_tokens_and_other_requests_alo
         "c": torch.randn(135, 2, 6, generator=generator),
     }
     states = torch.randn(3, 4, 8, 6, generator=generator)
-    expected, expected_states = ssd_scan(SsdInputs(**numbers), states, chunks)
+    expected, expected_states = ssd_scan(tuple(numbers.values()), states, chunks)
     for number in (NAN, INFINITY):
         spoilt = {name: tensor.clone() for name, tensor in numbers.items()}
         spoilt[part][30 + place] = number
-        y, after = ssd_scan(SsdInputs(**spoilt), states, chunks)
+        y, after = ssd_scan(tuple(spoilt.values()), states, chunks)
         others = [*range(30 + place), *range(130, 135)]
         torch.testing.assert_close(y[others], expected[others])
         torch.testing.assert_close(after[[0, 2]], expected_states[[0, 2]])

@@ -29,7 +29,7 @@ from engine.layers import (
     PackedLayout,
 )
 from engine.layers.delta_rule import delta_scan
-from engine.layers.mamba import CausalConv, Chunks, SsdInputs, ssd_scan
+from engine.layers.mamba import CausalConv, Chunks, ssd_scan
 from tests.support.examples import examples
 
 HIDDEN = 32
@@ -257,9 +257,8 @@ def test_a_strong_decay_does_not_blur_the_weak_ones_after_it():
     a[::7] = -3000.0
     x = torch.randn(length, heads, head_dim, generator=generator)
     b, c = torch.randn(2, length, 1, size, generator=generator)
-    inputs = SsdInputs(x, a, b, c)
     before = torch.randn(1, heads, head_dim, size, generator=generator)
-    y, after = ssd_scan(inputs, before, Chunks.of(torch.tensor([length]), CPU))
+    y, after = ssd_scan((x, a, b, c), before, Chunks.of(torch.tensor([length]), CPU))
 
     h = before[0].double()
     for t in range(length):
