@@ -31,6 +31,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from engine.attention.packed_layout import PackedLayout
 from engine.resources.device import upload_tensor
 from prefix_cache import LayerKVCache
 
@@ -225,8 +226,7 @@ class StateMetadata:
     Requests are ordered as in :class:`AttentionMetadata`.
 
     Attributes:
-        query_start_loc: ``(num_reqs + 1,)`` int32 on the CPU: where each request's tokens start.
-        num_decodes: how many of the leading requests have exactly one token.
+        layout: of the step's tokens; groups share one.
         read_pages: ``(num_reqs,)`` int64 on the device: the page of the state to continue, or 0.
         write_pages: ``(num_reqs,)`` int64 on the device: the page that takes the state after the
             request's last token of this step; may be the one that is read.
@@ -234,8 +234,7 @@ class StateMetadata:
             None: all go on from the states that are read.
     """
 
-    query_start_loc: Tensor
-    num_decodes: int
+    layout: PackedLayout
     read_pages: Tensor
     write_pages: Tensor
     has_state: Tensor | None

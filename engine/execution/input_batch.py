@@ -29,6 +29,7 @@ from torch import Tensor
 
 from engine.attention.layer import AttentionStep
 from engine.attention.metadata import AttentionBackend, AttentionMetadata, StateMetadata
+from engine.attention.packed_layout import PackedLayout
 from engine.models.base import CausalModel
 from engine.requests.encoder_input import MultiModalInput
 from engine.requests.request import Request
@@ -76,6 +77,7 @@ def build_step_metadata(
     starts = torch.from_numpy(arrays["query_start_loc"])
     ends = arrays.get("visible_ends")
     num_decodes = int(np.count_nonzero(inputs.seq_lens - inputs.num_computed_tokens == 1))
+    layout: PackedLayout | None = None
     metadata: list[GroupMetadata] = []
     for group_id, group in enumerate(memory.config.groups):
         spec = group.spec
@@ -99,7 +101,8 @@ def build_step_metadata(
         elif isinstance(spec, MambaSpec):
             pages = tensors[f"{group_id} read_pages"], tensors[f"{group_id} write_pages"]
             has_state = tensors.get(f"{group_id} has_state")
-            metadata.append(StateMetadata(starts, num_decodes, *pages, has_state))
+            layout = layout or PackedLayout(starts, num_decodes, memory.buffer.device)
+            metadata.append(StateMetadata(layout, *pages, has_state))
         else:
             metadata.append(None)
     return metadata

@@ -17,7 +17,7 @@ from engine.layers.layer_ops import (
     rope_frequencies,
 )
 from engine.layers.linear import GatedMLP, Linear, PlainMLP
-from engine.layers.mamba import Mamba2Config, Mamba2Mixer, MambaConfig, MambaMixer, PackedLayout
+from engine.layers.mamba import Mamba2Config, Mamba2Mixer, MambaConfig, MambaMixer
 
 __all__ = [
     "DeltaRuleConfig",
@@ -33,7 +33,6 @@ __all__ = [
     "MambaMixer",
     "MultiAxisRotaryEmbedding",
     "NativeLayerOps",
-    "PackedLayout",
     "PlainMLP",
     "RMSNorm",
     "RotaryEmbedding",

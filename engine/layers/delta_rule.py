@@ -27,10 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.layer import AttentionStep, StateLayer
+from engine.attention.packed_layout import Chunks
 from engine.checkpoints.config_file import activation_of
 from engine.checkpoints.quantized_weight import Target
 from engine.layers.linear import Linear
-from engine.layers.mamba import CausalConv, Chunks, PackedLayout, Rows, step_and_scan, weighted
+from engine.layers.mamba import CausalConv, Rows, step_and_scan, weighted
 from prefix_cache import MambaSpec, StateTensor
 
 _LEAST = 1e-6
@@ -191,11 +192,12 @@ class DeltaRuleMixer(nn.Module):
         b, a = self.gates(x).view(num_tokens, groups, -1).chunk(2, dim=-1)
         return torch.cat([part.flatten(1) for part in (q, k, v)], dim=1), z, b, a
 
-    def forward(self, x: Tensor, step: AttentionStep, layout: PackedLayout) -> Tensor:
+    def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
         """Mix ``(num_tokens, hidden_size)`` and move every request's state on."""
         config, num_tokens = self.config, len(x)
         heads, groups = config.num_value_heads, config.num_key_heads
         shared = heads // groups
+        layout = self.state.metadata(step).layout
         conv_state, state = self.state.read(step)
         joined, z, b, a = self._project(x)
         joined, conv_state = self.conv(joined, conv_state, layout)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,13 @@ from engine.attention.layer import Attention, AttentionStep
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
 from engine.layers import (
+    DeltaRuleMixer,
     ExpertsConfig,
     GatedMLP,
     HeadNorm,
     Linear,
+    Mamba2Mixer,
+    MambaMixer,
     MultiAxisRotaryEmbedding,
     RMSNorm,
     RotaryEmbedding,
@@ -41,6 +44,8 @@ from engine.layers import (
 from engine.models.base import CausalModel, ModelSettings
 from engine.models.family import ModelFamily, has_head
 from prefix_cache import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
+
+StateMixer: TypeAlias = MambaMixer | Mamba2Mixer | DeltaRuleMixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,8 @@ class DecoderConfig:
         attention_gate: whether Q brings a gate for what its heads have attended to.
         ropes: the config's sets of rope parameters, by layer type; None where it has only one.
         mlp_name: what checkpoints call a layer's MLP.
+        mlp_norm_name: and the norm before it, where there are no ``output_norms``.
+        final_norm_name: and the norm behind the last layer.
     """
 
     hidden_size: int
@@ -107,6 +114,8 @@ class DecoderConfig:
     attention_gate: bool = False
     ropes: tuple[str | None, ...] = (None,)
     mlp_name: str = "mlp"
+    mlp_norm_name: str = "post_attention_layernorm"
+    final_norm_name: str = "norm"
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -284,14 +293,28 @@ def build_mlp(
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP with their norms; see the module's picture, and :class:`SelfAttention`."""
+    """A mixer of tokens and an MLP with their norms; see the module's picture.
 
-    def __init__(self, index: int, config: DecoderConfig, settings: ModelSettings) -> None:
+    Args:
+        mixer: a recurrence in the place of :class:`SelfAttention`, behind its name in checkpoints.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        config: DecoderConfig,
+        settings: ModelSettings,
+        mixer: tuple[str, StateMixer] | None = None,
+    ) -> None:
         super().__init__()
-        self.self_attention = SelfAttention(index, config, settings)
-        self.attention = self.self_attention.attention
+        self.mixer: SelfAttention | StateMixer
+        self.mixer_name, self.mixer = mixer or (
+            "self_attn",
+            SelfAttention(index, config, settings),
+        )
         experts = config.layers[index].experts
         self.mlp, self.mlp_name = build_mlp(config, settings, experts), config.mlp_name
+        self.mlp_norm_name = config.mlp_norm_name
         self.input_norm = build_norm(config, settings)
         self.mlp_norm = build_norm(config, settings)
         self.attention_output_norm: RMSNorm | None = None
@@ -302,7 +325,7 @@ class DecoderLayer(nn.Module):
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
-        yield from self.self_attention.targets(f"{prefix}self_attn.")
+        yield from self.mixer.targets(f"{prefix}{self.mixer_name}.")
         yield from self.mlp.targets(f"{prefix}{self.mlp_name}.")
         for name, norm in self._named_norms():
             yield f"{prefix}{name}.weight", norm.weight.data
@@ -310,8 +333,8 @@ class DecoderLayer(nn.Module):
     def _named_norms(self) -> Iterator[tuple[str, RMSNorm]]:
         yield "input_layernorm", self.input_norm
         if self.attention_output_norm is None or self.mlp_output_norm is None:
-            # After the attention, but before the MLP: the name means something else below.
-            yield "post_attention_layernorm", self.mlp_norm
+            # As a rule by the name that stands for another norm below.
+            yield self.mlp_norm_name, self.mlp_norm
             return
         yield "post_attention_layernorm", self.attention_output_norm
         yield "pre_feedforward_layernorm", self.mlp_norm
@@ -336,7 +359,10 @@ class DecoderLayer(nn.Module):
             What this layer has still to add to ``residual``.
         """
         normed = self.input_norm(residual) if x is None else self.input_norm.add(x, residual)
-        x = self.self_attention(normed, rotation, step)
+        if isinstance(self.mixer, SelfAttention):
+            x = self.mixer(normed, rotation, step)
+        else:
+            x = self.mixer(normed, step)
         if self.attention_output_norm is not None:
             x = self.attention_output_norm(x)
         output: Tensor = self.mlp(self.mlp_norm.add(x, residual))
@@ -360,7 +386,6 @@ class DecoderModel(CausalModel):
     """
 
     head_name = "lm_head"
-    final_norm_name = "norm"
 
     def __init__(
         self,
@@ -391,9 +416,11 @@ class DecoderModel(CausalModel):
             self.embedding_scale = torch.tensor(config.embedding_scale, dtype=settings.dtype).item()
         self.rotaries = nn.ModuleList(rotaries)
         if layers is None:
-            own = [DecoderLayer(i, config, settings) for i in range(len(config.layers))]
-            layers, self.attention_layers = own, [layer.attention for layer in own]
+            layers = [DecoderLayer(i, config, settings) for i in range(len(config.layers))]
         self.layers = nn.ModuleList(layers)
+        mixers = [layer.mixer for layer in layers if isinstance(layer, DecoderLayer)]
+        self.attention_layers = [m.attention for m in mixers if isinstance(m, SelfAttention)]
+        self.state_layers = [m.state for m in mixers if not isinstance(m, SelfAttention)]
         if kept_layer is not None and not 0 <= kept_layer <= len(layers):
             raise ValueError(
                 f"the stream after {kept_layer} layers is asked for; there are {len(layers)}"
@@ -415,7 +442,7 @@ class DecoderModel(CausalModel):
         yield f"{prefix}embed_tokens.weight", embedding
         for index, layer in enumerate(self.layers):
             yield from layer.targets(f"{prefix}layers.{index}.")  # type: ignore[operator]
-        yield f"{prefix}{self.final_norm_name}.weight", self.final_norm.weight.data
+        yield f"{prefix}{self.config.final_norm_name}.weight", self.final_norm.weight.data
         if self.head is not None and not self.config.tie_word_embeddings:
             yield from self.head.targets("")
 
@@ -429,31 +456,15 @@ class DecoderModel(CausalModel):
     ) -> dict[str, Tensor]:
         """Run the layers; see :meth:`CausalModel.forward`."""
         rotations = [rotary(positions) for rotary in self.rotaries]
-        ropes = [kind.rope for kind in self.config.layers]
-        given = [(None if rope is None else rotations[rope], step) for rope in ropes]
         items = step.item_features
         features = () if items is None else items.split(self.hidden_size, dim=-1)
-        return self.run_layers(inputs_embeds, given, features)
-
-    def run_layers(
-        self,
-        inputs_embeds: Tensor,
-        given: Sequence[tuple[Any, ...]],
-        features: Sequence[Tensor] = (),
-    ) -> dict[str, Tensor]:
-        """Run one layer after the other, and the final norm; see :meth:`CausalModel.forward`.
-
-        Args:
-            inputs_embeds: ``(num_tokens, hidden_size)``.
-            given: what each layer takes beside what is still to be added and the residual.
-            features: what is added behind the first layers, ``(num_tokens, hidden_size)`` each.
-        """
         # Layers add to the residual in place; the caller's embeddings are not ours to change.
         residual = inputs_embeds.clone()
         x: Tensor | None = None
         kept = inputs_embeds
-        for index, (layer, arguments) in enumerate(zip(self.layers, given, strict=True), 1):
-            x = layer(x, residual, *arguments)
+        pairs = zip(self.layers, self.config.layers, strict=True)
+        for index, (layer, kind) in enumerate(pairs, 1):
+            x = layer(x, residual, None if kind.rope is None else rotations[kind.rope], step)
             if index == self.kept_layer:
                 kept = residual + x
             if index <= len(features):

@@ -224,9 +224,8 @@ class MllamaModel(EncoderDecoderModel, DecoderModel):
         self.image_token_id = int(config.image_token_index)
         self.encoder_hidden_size = self.hidden_size
         self.encoder = ImageEncoder(config, settings)
-        # The text's layers first: their group is the first one.
-        layers.sort(key=lambda layer: isinstance(layer, ImageLayer))
-        self.attention_layers = [layer.attention for layer in layers]
+        # Behind those of the text, whose group is the first one.
+        self.attention_layers += [x.attention for x in layers if isinstance(x, ImageLayer)]
 
     def targets(self, prefix: str = "") -> Iterator[tuple[str, Target]]:
         """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""

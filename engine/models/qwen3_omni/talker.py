@@ -36,6 +36,7 @@ from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import (
     DecoderLayer,
     DecoderModel,
+    SelfAttention,
     build_multi_axis_rotary,
     build_norm,
     build_rotary,
@@ -54,8 +55,8 @@ class PredictorLayer(DecoderLayer):
         Returns:
             The same shape, and keys and values ``(n, heads, places, head_dim)`` of all places.
         """
-        attention, (n, places, _) = self.self_attention, x.shape
-        assert attention.head_norm is not None
+        attention, (n, places, _) = self.mixer, x.shape
+        assert isinstance(attention, SelfAttention) and attention.head_norm is not None
         residual = x.flatten(0, 1)
         qkv = attention.qkv(self.input_norm(residual)).view(n * places, -1, attention.head_dim)
         num_heads = attention.kv_start // attention.head_dim

@@ -32,10 +32,11 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from engine.attention.layer import Attention, AttentionStep
 from engine.attention.metadata import AttentionBackend, LayerCall, Scoring, first_visible
+from engine.attention.packed_layout import Chunks
 from engine.attention.reference import ReferenceBackend, visibility_mask
 from engine.attention.registry import get_backend
 from engine.attention.torch_backend import TorchBackend, bucket_by_length
-from engine.layers.mamba import Chunks, ssd_scan
+from engine.layers.mamba import ssd_scan
 from prefix_cache import FullAttentionSpec, LayerKVCache
 from tests.support.attention_steps import (
     BOUNDS,

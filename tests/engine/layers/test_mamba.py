@@ -19,6 +19,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from engine.attention.layer import AttentionStep
 from engine.attention.metadata import StateMetadata
+from engine.attention.packed_layout import Chunks, PackedLayout
 from engine.layers import (
     DeltaRuleConfig,
     DeltaRuleMixer,
@@ -26,10 +27,9 @@ from engine.layers import (
     Mamba2Mixer,
     MambaConfig,
     MambaMixer,
-    PackedLayout,
 )
 from engine.layers.delta_rule import delta_scan
-from engine.layers.mamba import CausalConv, Chunks, ssd_scan
+from engine.layers.mamba import CausalConv, ssd_scan
 from tests.support.examples import examples
 
 HIDDEN = 32
@@ -171,15 +171,13 @@ def run_mixer(
         write = [1 + 2 * r + (moves[r] + r) % 2 for r in requests]
         starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
         metadata = StateMetadata(
-            query_start_loc=starts,
-            num_decodes=counts.count(1),
+            layout=PackedLayout(starts, counts.count(1), CPU),
             read_pages=torch.tensor(read),
             write_pages=torch.tensor(write),
             has_state=torch.tensor([done[r] > 0 for r in requests]),
         )
-        layout = PackedLayout(starts, metadata.num_decodes, mixer.conv.state_shape[0], CPU)
         x = torch.cat([sequences[r][done[r] : done[r] + count] for r, count in batch])
-        mixed = mixer(x, AttentionStep([None], [metadata]), layout)
+        mixed = mixer(x, AttentionStep([None], [metadata]))
         for (r, count), part in zip(batch, mixed.split(counts), strict=True):
             rows[r].append(part)
             done[r] += count
