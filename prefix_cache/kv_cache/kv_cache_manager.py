@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,17 +30,8 @@ ENCODER_HIDDEN_STATES = "encoder_hidden_states"
 """An output with a row per encoder token; kept only where it is asked for by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedRows:
-    """One request's rows in memory of their own.
-
-    Attributes:
-        tokens: of its leading tokens, by name.
-        encoder: of its encoder sequence, by name; none where that is not mirrored.
-    """
-
-    tokens: Mapping[str, Tensor]
-    encoder: Mapping[str, Tensor]
+SavedRows: TypeAlias = Mapping[int, Mapping[str, Tensor]]
+"""One request's rows in memory of their own, by the group that mirrors them and by name."""
 
 
 class MirroredOutputs:
@@ -52,6 +44,7 @@ class MirroredOutputs:
 
     Attributes:
         group_id: the group by whose slots ``stage_outputs`` has its rows.
+        by_group: all rows, by the group whose slots they have.
         encoder_outputs: rows of ``encoder_hidden_states`` by slot of the cross-attention group;
             None if there is no such group, or the name is not asked for.
 
@@ -62,31 +55,31 @@ class MirroredOutputs:
     def __init__(
         self, config: KVCacheConfig, coordinator: KVCacheCoordinator, names: Collection[str] | None
     ) -> None:
-        self._config = config
         self._coordinator = coordinator
         self.group_id = _first_complete_group(config)
         of_tokens = None if names is None else set(names) - {ENCODER_HIDDEN_STATES}
-        self.stage_outputs = self._new_cache(self.group_id, of_tokens)
-        self.encoder_outputs: StageOutputCache | None = None
+        wanted: dict[int, Collection[str] | None] = {self.group_id: of_tokens}
         self._encoder_group_id = -1
         if coordinator.encoder_managers and ENCODER_HIDDEN_STATES in (names or ()):
             self._encoder_group_id = coordinator.encoder_managers[0].group_id
-            self.encoder_outputs = self._new_cache(self._encoder_group_id, {ENCODER_HIDDEN_STATES})
-
-    def _new_cache(self, group_id: int, names: Collection[str] | None) -> StageOutputCache:
-        return StageOutputCache(
-            self._config.num_blocks(group_id),
-            self._coordinator.block_size,
-            self._coordinator.pool.generations(group_id),
-            names,
-        )
+            wanted[self._encoder_group_id] = {ENCODER_HIDDEN_STATES}
+        self.by_group = {
+            group_id: StageOutputCache(
+                config.num_blocks(group_id),
+                coordinator.block_size,
+                coordinator.pool.generations(group_id),
+                of_group,
+            )
+            for group_id, of_group in wanted.items()
+        }
+        self.stage_outputs = self.by_group[self.group_id]
+        self.encoder_outputs = self.by_group.get(self._encoder_group_id)
 
     @property
     def nbytes_by_name(self) -> dict[str, int]:
         """Bytes reserved for rows, the encoder's included, per mirrored name."""
-        encoder = self.encoder_outputs
-        own = self.stage_outputs.nbytes_by_name
-        return own | (encoder.nbytes_by_name if encoder is not None else {})
+        found = [cache.nbytes_by_name for cache in self.by_group.values()]
+        return {name: nbytes for each in found for name, nbytes in each.items()}
 
     @property
     def nbytes(self) -> int:
@@ -144,26 +137,20 @@ class MirroredOutputs:
 
     def save(self, request_id: str, num_tokens: int) -> SavedRows:
         """Copy the rows of a request's first tokens, and those there are of its encoder."""
-        num_encoder_tokens = 0
+        saved = {self.group_id: self.gather(request_id, num_tokens)}
         if self.encoder_outputs is not None:
             block_ids = self._block_ids(request_id, self._encoder_group_id)
-            num_encoder_tokens = self.encoder_outputs.num_valid_rows(block_ids)
-        return SavedRows(
-            self.gather(request_id, num_tokens), self.gather_encoder(request_id, num_encoder_tokens)
-        )
+            num_rows = self.encoder_outputs.num_valid_rows(block_ids)
+            saved[self._encoder_group_id] = self.gather_encoder(request_id, num_rows)
+        return saved
 
     def restore(self, request_id: str, saved: SavedRows) -> None:
         """Write saved rows to the blocks that the request holds now."""
-        self._write(request_id, self.group_id, self.stage_outputs, saved.tokens)
-        if self.encoder_outputs is not None:
-            self._write(request_id, self._encoder_group_id, self.encoder_outputs, saved.encoder)
-
-    def _write(
-        self, request_id: str, group_id: int, to: StageOutputCache, tensors: Mapping[str, Tensor]
-    ) -> None:
-        blocks = torch.tensor(self._block_ids(request_id, group_id), dtype=torch.int64)
-        num_rows = len(next(iter(tensors.values()), ()))
-        to.write(to.slots(blocks)[:num_rows], tensors)
+        for group_id, tensors in saved.items():
+            cache = self.by_group[group_id]
+            blocks = torch.tensor(self._block_ids(request_id, group_id), dtype=torch.int64)
+            num_rows = len(next(iter(tensors.values()), ()))
+            cache.write(cache.slots(blocks)[:num_rows], tensors)
 
     def _block_ids(self, request_id: str, group_id: int) -> list[int]:
         return self._coordinator.managers[group_id].block_ids(request_id)

@@ -178,17 +178,8 @@ class OffloadedBlocks:
     def _key(self, group_id: int, block_hash: BlockHash) -> TierKey:
         digest = hashlib.sha256(b"tier" + self._salt)
         digest.update(struct.pack("<Q", group_id) + block_hash)
-        digest.update(repr(_types(self._rows_of(group_id))).encode())
+        digest.update(repr(_types(self.manager.outputs.by_group.get(group_id))).encode())
         return digest.digest()
-
-    def _rows_of(self, group_id: int) -> StageOutputCache | None:
-        """The rows that are mirrored by a group's blocks."""
-        if group_id == self.manager.mirrored_group_id:
-            return self.manager.stage_outputs
-        encoders = self.manager.coordinator.encoder_managers
-        if encoders and encoders[0].group_id == group_id:
-            return self.manager.encoder_outputs
-        return None
 
     def _store(
         self,
@@ -227,7 +218,7 @@ class OffloadedBlocks:
             self._counts = replace(self._counts, stored=self._counts.stored + 1)
 
     def _read_rows(self, group_id: int, block: KVCacheBlock, num_rows: int) -> list[Tensor] | None:
-        rows_of = self._rows_of(group_id)
+        rows_of = self.manager.outputs.by_group.get(group_id)
         if rows_of is None:
             return []
         names = sorted(rows_of.wanted)
@@ -315,7 +306,7 @@ class OffloadedBlocks:
     def _fill(self, block: KVCacheBlock, data: bytearray) -> bool:
         """Write page and rows of a block; False if these are not the bytes of such a block."""
         group = self.manager.config.groups[block.group_id]
-        rows_of = self._rows_of(block.group_id)
+        rows_of = self.manager.outputs.by_group.get(block.group_id)
         page_bytes = group.content_bytes if group.on_device else 0
         (num_rows,) = _NUM_ROWS.unpack_from(data)
         offset = _NUM_ROWS.size + page_bytes
