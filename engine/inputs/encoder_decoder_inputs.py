@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -49,7 +49,6 @@ from engine.media.image_file import image_features
 from engine.media.sound_file import SampleReader, SpectrogramExtractor
 from engine.requests.encoder_input import (
     EncoderInput,
-    EncoderView,
     PromptChoice,
     encoder_spans,
 )
@@ -99,29 +98,18 @@ class InputWindows:
         return self.make(filled.contiguous())
 
 
-class EncoderSide(Protocol):
-    """What has to be known of a model's encoder before it runs."""
-
-    @property
-    def max_encoder_len(self) -> int:
-        """Most rows that the encoder gives for one request."""
-
-    @property
-    def input_vocab_size(self) -> int:
-        """Ids of prompts are below this; the head may choose from fewer."""
-
-    def encoder_view(self, entry: EncoderInput | None, decoder_ids: Sequence[int]) -> EncoderView:
-        """Say which rows the decoder sees; ``ValueError`` if the two do not go together."""
-
-
 class EncoderInputMaker(ABC):
-    """Turns prompts of one kind into encoder inputs."""
+    """Turns prompts of one kind into encoder inputs.
+
+    Args:
+        max_len: most rows that the encoder gives for one request.
+    """
 
     modality: str
     takes: str
 
-    def __init__(self, encoder: EncoderSide) -> None:
-        self._encoder = encoder
+    def __init__(self, max_len: int) -> None:
+        self._max_len = max_len
 
     @abstractmethod
     def make(
@@ -149,10 +137,8 @@ class EncoderInputMaker(ABC):
 
     def _of_features(self, features: Mapping[str, Tensor], cache_salt: str | None) -> EncoderInput:
         """Sound and images are padded to a window of fixed size, and all its rows are attended."""
-        num_tokens = self._encoder.max_encoder_len
-        return EncoderInput(
-            num_tokens, features_hash(features, num_tokens, cache_salt), features=features
-        )
+        digest = features_hash(features, self._max_len, cache_salt)
+        return EncoderInput(self._max_len, digest, features=features)
 
 
 class TextEncoderInputs(EncoderInputMaker):
@@ -162,14 +148,15 @@ class TextEncoderInputs(EncoderInputMaker):
     takes = "text or token ids"
 
     def __init__(self, sources: PromptSources) -> None:
-        super().__init__(sources.model)
+        super().__init__(sources.model.max_encoder_len)
+        self._vocab_size: int = sources.model.input_vocab_size
         self._tokenizer = sources.tokenizer
         self._limits = sources.limits
 
     def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
         """Tokenize text, with the special tokens that the checkpoint's tokenizer adds."""
         text: str | None = None
-        longest = self._encoder.max_encoder_len
+        longest = self._max_len
         if isinstance(prompt, TokensPrompt):
             given = first_ids(prompt.prompt_token_ids, longest)
         elif isinstance(prompt, WrittenPrompt):
@@ -183,7 +170,7 @@ class TextEncoderInputs(EncoderInputMaker):
                 f"the encoder prompt has {len(given)} tokens, but the model's encoder takes "
                 f"{longest} at most; shorten it"
             )
-        token_ids = check_token_ids(given, self._encoder.input_vocab_size)
+        token_ids = check_token_ids(given, self._vocab_size)
         return EncoderInput(
             num_tokens=len(token_ids),
             content_hash=whole_input_hash(token_ids, salt=cache_salt),
@@ -208,13 +195,13 @@ class AudioEncoderInputs(EncoderInputMaker):
 
     def __init__(
         self,
-        encoder: EncoderSide,
+        max_len: int,
         extractor: SpectrogramExtractor,
         limits: MediaLimits | None = None,
         *,
         vad: bool = False,
     ) -> None:
-        super().__init__(encoder)
+        super().__init__(max_len)
         self._vad = vad
         self._extractor = extractor
         self._reader = SampleReader(int(extractor.sampling_rate), None, limits or MediaLimits())
@@ -291,12 +278,12 @@ class ImageEncoderInputs(EncoderInputMaker):
 
     def __init__(
         self,
-        encoder: EncoderSide,
+        max_len: int,
         processor: Any,
         feature_names: tuple[str, ...],
         limits: MediaLimits | None = None,
     ) -> None:
-        super().__init__(encoder)
+        super().__init__(max_len)
         self._limits = limits or MediaLimits()
         self._processor = processor
         self._feature_names = feature_names
@@ -513,11 +500,10 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
         decoder_rule: type[DecoderPromptRule] = DecoderPromptRule,
         text_is_for_decoder: bool = False,
     ) -> None:
-        checkpoint, encoder = sources.checkpoint, sources.model
-        config = checkpoint.config
+        checkpoint, config = sources.checkpoint, sources.checkpoint.config
         # As transformers does for a checkpoint without one.
         generation = checkpoint.generation_config or GenerationConfig.from_model_config(config)
-        self._encoder: EncoderSide = encoder
+        self._model = sources.model
         self._encoder_inputs = encoder_inputs(sources)
         self.modalities = (*(["text"] * text_is_for_decoder), self._encoder_inputs.modality)
         self._decoder_rule = decoder_rule(
@@ -555,7 +541,7 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
             token_ids,
             () if entry is None else encoder_spans(entry),
             encoder_input=entry,
-            encoder_view=self._encoder.encoder_view(entry, token_ids),
+            encoder_view=self._model.encoder_view(entry, token_ids),
             logits_processor=rule.end_at_once() if is_silent else rule.logits_processor(encoder),
             continuation=continuation,
             prompt_choice=choice,

@@ -266,7 +266,8 @@ class MllamaPromptRule(DecoderPromptRule):
 def _tiled_image_inputs(sources: PromptSources) -> ImageEncoderInputs:
     path, trust = sources.checkpoint.path, sources.checkpoint.trust_remote_code
     processor = load_image_processor(path, trust_remote_code=trust)
-    return ImageEncoderInputs(sources.model, processor, FEATURE_NAMES, sources.media_limits)
+    longest, limits = sources.model.max_encoder_len, sources.media_limits
+    return ImageEncoderInputs(longest, processor, FEATURE_NAMES, limits)
 
 
 FAMILY = ModelFamily(

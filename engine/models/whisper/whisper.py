@@ -386,7 +386,8 @@ def build_whisper(checkpoint: Checkpoint, settings: ModelSettings) -> Seq2SeqMod
 def _speech_inputs(sources: PromptSources) -> AudioEncoderInputs:
     path, trust = sources.checkpoint.path, sources.checkpoint.trust_remote_code
     extractor = load_extractor(path, trust_remote_code=trust)
-    return AudioEncoderInputs(sources.model, extractor, sources.media_limits, vad=sources.vad)
+    longest, limits = sources.model.max_encoder_len, sources.media_limits
+    return AudioEncoderInputs(longest, extractor, limits, vad=sources.vad)
 
 
 FAMILY = ModelFamily(

@@ -582,7 +582,7 @@ def test_whispers_decoder_text_is_taken_as_it_is(tmp_path: Path) -> None:
 
 RATE = 16_000
 EXTRACTOR = WhisperFeatureExtractor(feature_size=16, chunk_length=1)
-INPUTS = AudioEncoderInputs(FixedEncoder(max_encoder_len=50), EXTRACTOR)
+INPUTS = AudioEncoderInputs(50, EXTRACTOR)
 
 
 def sine(seconds: float, rate: int = RATE, hertz: float = 300.0) -> np.ndarray:
@@ -662,10 +662,10 @@ def test_the_extractor_comes_from_the_checkpoint(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_the_right_extractor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="feature extractor in .* cannot be loaded"):
-        AudioEncoderInputs(FixedEncoder(), load_extractor(tmp_path))
+        AudioEncoderInputs(100, load_extractor(tmp_path))
     SeamlessM4TFeatureExtractor(feature_size=16, num_mel_bins=16).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="a SeamlessM4T.*must make spectrograms of windows"):
-        AudioEncoderInputs(FixedEncoder(), load_extractor(tmp_path))
+        AudioEncoderInputs(100, load_extractor(tmp_path))
 
 
 NAMES = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
@@ -677,7 +677,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> ImageEncoderInputs:
     MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=4).save_pretrained(
         folder
     )
-    return ImageEncoderInputs(FixedEncoder(68), load_image_processor(folder), NAMES)
+    return ImageEncoderInputs(68, load_image_processor(folder), NAMES)
 
 
 def picture(width: int = 40, height: int = 20, seed: int = 0, mode: str = "RGB") -> Image.Image:
