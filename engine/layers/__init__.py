@@ -3,7 +3,7 @@
 Imports attention, native, and the prefix cache.
 """
 
-from engine.layers.delta_rule import DeltaRuleConfig, DeltaRuleMixer
+from engine.layers.delta_rule import DeltaRuleMixer
 from engine.layers.experts import ExpertsConfig, SparseMoE
 from engine.layers.layer_ops import (
     HeadNorm,
@@ -17,19 +17,16 @@ from engine.layers.layer_ops import (
     rope_frequencies,
 )
 from engine.layers.linear import GatedMLP, Linear, PlainMLP
-from engine.layers.mamba import Mamba2Config, Mamba2Mixer, MambaConfig, MambaMixer
+from engine.layers.mamba import Mamba2Mixer, MambaMixer
 
 __all__ = [
-    "DeltaRuleConfig",
     "DeltaRuleMixer",
     "ExpertsConfig",
     "GatedMLP",
     "HeadNorm",
     "LayerOps",
     "Linear",
-    "Mamba2Config",
     "Mamba2Mixer",
-    "MambaConfig",
     "MambaMixer",
     "MultiAxisRotaryEmbedding",
     "NativeLayerOps",

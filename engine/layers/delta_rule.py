@@ -20,11 +20,11 @@ Source: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from engine.attention.layer import AttentionStep, StateLayer
 from engine.attention.packed_layout import Chunks
@@ -35,36 +35,6 @@ from engine.layers.mamba import CausalConv, Rows, step_and_scan, weighted
 from prefix_cache import MambaSpec, StateTensor
 
 _LEAST = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaRuleConfig:
-    """The sizes and options of a :class:`DeltaRuleMixer`.
-
-    Attributes:
-        interleaved: whether one matrix makes q, k, v and z, and one the gates, key head by key
-            head; else z and each gate have a matrix of their own.
-
-    Raises:
-        ValueError: value heads cannot share key heads evenly.
-    """
-
-    hidden_size: int
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel_size: int
-    activation: str
-    norm_eps: float
-    interleaved: bool = True
-
-    def __post_init__(self) -> None:
-        if self.num_value_heads % self.num_key_heads:
-            raise ValueError(
-                "linear_num_value_heads must be a multiple of linear_num_key_heads, "
-                f"got {self.num_value_heads} and {self.num_key_heads}"
-            )
 
 
 def delta_step(rows: Rows, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,41 +97,55 @@ class DeltaRuleMixer(nn.Module):
 
     Args:
         layer_name: unique in the model; its state is kept under it.
+        config: transformers', with its names for the sizes.
+        interleaved: whether one matrix makes q, k, v and z, and one the gates, key head by key
+            head; else z and each gate have a matrix of their own.
         dtype: of weights, activations and the convolution's state; the recurrence's is float32.
 
     Raises:
-        ValueError: an unknown activation, or a convolution over fewer than 2 tokens.
+        ValueError: an unknown activation, a convolution over fewer than 2 tokens, or value heads
+            that cannot share key heads evenly.
     """
 
     def __init__(
         self,
         layer_name: str,
-        config: DeltaRuleConfig,
+        config: PreTrainedConfig,
         block_size: int,
         *,
+        interleaved: bool = True,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.config = config
-        self.activation = activation_of(config.activation)
-        hidden, heads = config.hidden_size, config.num_value_heads
-        keys, values = config.num_key_heads * config.key_dim, heads * config.value_dim
+        hidden = config.hidden_size
+        heads, groups = config.linear_num_value_heads, config.linear_num_key_heads
+        if heads % groups:
+            raise ValueError(
+                "linear_num_value_heads must be a multiple of linear_num_key_heads, "
+                f"got {heads} and {groups}"
+            )
+        self.num_heads, self.num_groups, self.interleaved = heads, groups, interleaved
+        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.norm_eps, self.activation = config.rms_norm_eps, activation_of(config.hidden_act)
+        keys, values = groups * self.key_dim, heads * self.value_dim
         self.conv_splits = (keys, keys, values)
         width = 2 * keys + values
         parts, gates = {"in_proj_qkvz": width + values}, {"in_proj_ba": 2 * heads}
-        if not config.interleaved:
+        if not interleaved:
             parts = {"in_proj_qkv": width, "in_proj_z": values}
             gates = {"in_proj_b": heads, "in_proj_a": heads}
         self.in_proj = Linear(hidden, parts, dtype=dtype, device=device)
         self.gates = Linear(hidden, gates, dtype=dtype, device=device)
         self.out_proj = Linear(values, {"out_proj": hidden}, dtype=dtype, device=device)
-        self.conv = CausalConv(width, config.kernel_size, bias=False, dtype=dtype, device=device)
+        self.conv = CausalConv(
+            width, config.linear_conv_kernel_dim, bias=False, dtype=dtype, device=device
+        )
         per_head = torch.empty(2, heads, dtype=torch.float32, device=device)
         self.a, self.dt_bias = (nn.Parameter(v, requires_grad=False) for v in per_head)
-        norm = torch.empty(config.value_dim, dtype=dtype, device=device)
+        norm = torch.empty(self.value_dim, dtype=dtype, device=device)
         self.norm_weight = nn.Parameter(norm, requires_grad=False)
-        shape = (heads, config.key_dim, config.value_dim)
+        shape = (heads, self.key_dim, self.value_dim)
         kept = (StateTensor(self.conv.state_shape, dtype), StateTensor(shape, torch.float32))
         self.state = StateLayer(layer_name, MambaSpec(block_size, kept))
 
@@ -180,37 +164,34 @@ class DeltaRuleMixer(nn.Module):
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Make q, k and v side by side, z, and the gates of beta and of the decay."""
-        config, num_tokens = self.config, len(x)
-        if not config.interleaved:
+        if not self.interleaved:
             joined, z = self.in_proj(x).split((sum(self.conv_splits), self.conv_splits[-1]), dim=-1)
             return joined, z, *self.gates(x).chunk(2, dim=-1)
-        groups = config.num_key_heads
-        values = config.num_value_heads // groups * config.value_dim
+        values = self.num_heads // self.num_groups * self.value_dim
         # Of each key head, what belongs to it lies together.
-        splits = (config.key_dim, config.key_dim, values, values)
-        q, k, v, z = self.in_proj(x).view(num_tokens, groups, -1).split(splits, dim=-1)
-        b, a = self.gates(x).view(num_tokens, groups, -1).chunk(2, dim=-1)
+        splits = (self.key_dim, self.key_dim, values, values)
+        shape = len(x), self.num_groups, -1
+        q, k, v, z = self.in_proj(x).view(shape).split(splits, dim=-1)
+        b, a = self.gates(x).view(shape).chunk(2, dim=-1)
         return torch.cat([part.flatten(1) for part in (q, k, v)], dim=1), z, b, a
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
         """Mix ``(num_tokens, hidden_size)`` and move every request's state on."""
-        config, num_tokens = self.config, len(x)
-        heads, groups = config.num_value_heads, config.num_key_heads
-        shared = heads // groups
+        num_tokens, heads, groups = len(x), self.num_heads, self.num_groups
         layout = self.state.metadata(step).layout
         conv_state, state = self.state.read(step)
         joined, z, b, a = self._project(x)
         joined, conv_state = self.conv(joined, conv_state, layout)
         q, k, v = self.activation(joined).float().split(self.conv_splits, dim=-1)
         q, k = (_normed(part.view(num_tokens, groups, -1)) for part in (q, k))
-        q, k = (part.repeat_interleave(shared, dim=1) for part in (q, k))
+        q, k = (part.repeat_interleave(heads // groups, dim=1) for part in (q, k))
         step_size = F.softplus(a.reshape(num_tokens, heads).float() + self.dt_bias)
         beta = b.reshape(num_tokens, heads).sigmoid().float()
         v = v.unflatten(1, (heads, -1))
-        rows = q * config.key_dim**-0.5, k, v, step_size * self.a, beta
+        rows = q * self.key_dim**-0.5, k, v, step_size * self.a, beta
         y, state = step_and_scan(delta_step, delta_scan, rows, state, layout)
         self.state.write(step, conv_state, state)
-        normed = F.rms_norm(y, y.shape[-1:], None, config.norm_eps) * self.norm_weight.float()
+        normed = F.rms_norm(y, y.shape[-1:], None, self.norm_eps) * self.norm_weight.float()
         gated = normed.flatten(1) * F.silu(z.reshape(num_tokens, -1).float())
         mixed: Tensor = self.out_proj(gated.to(x.dtype))
         return mixed

@@ -21,13 +21,13 @@ Heads share B and C in groups, as grouped-query attention shares keys and values
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from engine.attention.layer import AttentionStep, StateLayer
 from engine.attention.packed_layout import Chunks, PackedLayout, TimeOrder
@@ -109,29 +109,12 @@ class CausalConv(nn.Module):
         return output.to(x.dtype), next_state
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecurrentConfig:
-    """The sizes and options of any mixer.
-
-    Attributes:
-        activation: after the convolution, by transformers' name.
-        projection_bias: whether the projections in and out have biases.
-    """
-
-    hidden_size: int
-    state_size: int
-    kernel_size: int
-    activation: str
-    norm_eps: float
-    conv_bias: bool
-    projection_bias: bool
-
-
 class RecurrentMixer(nn.Module):
     """The shared parts; a subclass adds ``a``, ``d`` and what lies between the projections.
 
     Args:
         layer_name: unique in the model; its state is kept under it.
+        config: transformers', with its names for the sizes.
         in_width: of what the projection in gives.
         state_shape: of the recurrence: its channels, maybe in heads, and the state's size.
         dtype: of weights, activations and the convolution's state. The recurrence runs, and its
@@ -151,7 +134,7 @@ class RecurrentMixer(nn.Module):
     def __init__(
         self,
         layer_name: str,
-        config: RecurrentConfig,
+        config: PreTrainedConfig,
         block_size: int,
         *,
         in_width: int,
@@ -161,11 +144,11 @@ class RecurrentMixer(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        hidden, inner, bias = config.hidden_size, prod(state_shape[:-1]), config.projection_bias
-        self.activation = activation_of(config.activation)
+        hidden, inner, bias = config.hidden_size, prod(state_shape[:-1]), config.mamba_proj_bias
+        self.activation = activation_of(config.hidden_act)
         self.in_proj = Linear(hidden, {"in_proj": in_width}, bias=bias, dtype=dtype, device=device)
         self.conv = CausalConv(
-            conv_width, config.kernel_size, bias=config.conv_bias, dtype=dtype, device=device
+            conv_width, config.mamba_d_conv, bias=config.mamba_conv_bias, dtype=dtype, device=device
         )
         self.out_proj = Linear(inner, {"out_proj": hidden}, bias=bias, dtype=dtype, device=device)
         kept = (StateTensor(self.conv.state_shape, dtype), StateTensor(state_shape, torch.float32))
@@ -254,18 +237,6 @@ def selective_scan(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MambaConfig(RecurrentConfig):
-    """The sizes and options of a Mamba-1 mixer.
-
-    Attributes:
-        dt_rank: width of the bottleneck before the step sizes.
-    """
-
-    inner_size: int
-    dt_rank: int
-
-
 class MambaMixer(RecurrentMixer):
     """Mixes a request's tokens through a state of fixed size::
 
@@ -279,14 +250,15 @@ class MambaMixer(RecurrentMixer):
     def __init__(
         self,
         layer_name: str,
-        config: MambaConfig,
+        config: PreTrainedConfig,
         block_size: int,
         *,
         dtype: torch.dtype,
         device: torch.device,
         ops: LayerOps | None = None,
     ) -> None:
-        inner, rank, size = config.inner_size, config.dt_rank, config.state_size
+        inner = config.mamba_expand * config.hidden_size
+        rank, size = config.mamba_dt_rank, config.mamba_d_state
         super().__init__(
             layer_name,
             config,
@@ -300,7 +272,7 @@ class MambaMixer(RecurrentMixer):
         self.split_sizes = (rank, size, size)
         self.x_proj = Linear(inner, {"x_proj": rank + 2 * size}, dtype=dtype, device=device)
         self.dt_norm, self.b_norm, self.c_norm = (
-            RMSNorm(width, config.norm_eps, dtype=dtype, device=device, ops=ops)
+            RMSNorm(width, config.rms_norm_eps, dtype=dtype, device=device, ops=ops)
             for width in self.split_sizes
         )
         self.dt_proj = Linear(rank, {"dt_proj": inner}, bias=True, dtype=dtype, device=device)
@@ -407,32 +379,6 @@ def weighted(weights: Tensor, x: Tensor) -> Tensor:
     return torch.where(is_reached[..., None], y, earlier)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba2Config(RecurrentConfig):
-    """The sizes and options of a Mamba-2 mixer.
-
-    Attributes:
-        num_groups: B and C are shared by the heads of a group; divides ``num_heads``.
-    """
-
-    num_heads: int
-    head_dim: int
-    num_groups: int
-    dt_limit: tuple[float, float]
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_groups:
-            raise ValueError(
-                f"the number of Mamba heads must be a multiple of its groups, "
-                f"got {self.num_heads} and {self.num_groups}"
-            )
-
-    @property
-    def inner_size(self) -> int:
-        """Channels of all heads."""
-        return self.num_heads * self.head_dim
-
-
 class Mamba2Mixer(RecurrentMixer):
     """Mixes a request's tokens through a state of fixed size::
 
@@ -441,33 +387,48 @@ class Mamba2Mixer(RecurrentMixer):
                  └─► gate ──────────────────────────────────────────────────────┘
 
     Its arguments are those of :class:`RecurrentMixer`, but for widths and shapes.
+
+    Raises:
+        ValueError: also where the heads cannot share groups evenly, or steps have no limits.
     """
 
     def __init__(
         self,
         layer_name: str,
-        config: Mamba2Config,
+        config: PreTrainedConfig,
         block_size: int,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        inner, group_size = config.inner_size, config.num_groups * config.state_size
-        conv_splits = (inner, group_size, group_size)
-        in_splits = (inner, sum(conv_splits), config.num_heads)
+        heads, groups, size = config.mamba_n_heads, config.mamba_n_groups, config.mamba_d_state
+        if config.time_step_limit is None:
+            raise ValueError(
+                "time_step_limit must be two numbers (0 and infinity for none), got null"
+            )
+        if heads % groups:
+            raise ValueError(
+                "the number of Mamba heads must be a multiple of its groups, "
+                f"got {heads} and {groups}"
+            )
+        inner = heads * config.mamba_d_head
+        conv_splits = (inner, groups * size, groups * size)
+        in_splits = (inner, sum(conv_splits), heads)
         super().__init__(
             layer_name,
             config,
             block_size,
             in_width=sum(in_splits),
             conv_width=sum(conv_splits),
-            state_shape=(config.num_heads, config.head_dim, config.state_size),
+            state_shape=(heads, config.mamba_d_head, size),
             dtype=dtype,
             device=device,
         )
-        self.config = config
+        self.num_heads, self.num_groups = heads, groups
+        self.norm_eps = config.rms_norm_eps
+        self.least_dt, self.greatest_dt = config.time_step_limit
         self.conv_splits, self.in_splits = conv_splits, in_splits
-        per_head = torch.empty(3, config.num_heads, dtype=torch.float32, device=device)
+        per_head = torch.empty(3, heads, dtype=torch.float32, device=device)
         self.a, self.d, self.dt_bias = (nn.Parameter(v, requires_grad=False) for v in per_head)
         weight = torch.empty(inner, dtype=dtype, device=device)
         self.norm_weight = nn.Parameter(weight, requires_grad=False)
@@ -485,17 +446,16 @@ class Mamba2Mixer(RecurrentMixer):
         gate, convolved, dt = self.in_proj(x).split(self.in_splits, dim=-1)
         convolved, conv_state = self.conv(convolved, conv_state, layout)
         u, b, c = self.activation(convolved).float().split(self.conv_splits, dim=-1)
-        u = u.unflatten(-1, (self.config.num_heads, -1))
+        u = u.unflatten(-1, (self.num_heads, -1))
         # Decodes too, unlimited in transformers: a token must not depend on being in a prompt.
-        dt = F.softplus(dt.float() + self.dt_bias).clamp(*self.config.dt_limit)
-        b = b.unflatten(-1, (self.config.num_groups, -1))
-        c = c.unflatten(-1, (self.config.num_groups, -1))
+        dt = F.softplus(dt.float() + self.dt_bias).clamp(self.least_dt, self.greatest_dt)
+        b, c = (each.unflatten(-1, (self.num_groups, -1)) for each in (b, c))
         rows = u * dt[..., None], dt * self.a, b, c
         y, ssm_state = step_and_scan(ssd_step, ssd_scan, rows, ssm_state, layout)
         self.state.write(step, conv_state, ssm_state)
         y = y.addcmul_(u, self.d[:, None]).flatten(-2)
         # The norm is per group of channels, in float32.
-        groups = (y * F.silu(gate.float())).unflatten(-1, (self.config.num_groups, -1))
-        normed = F.rms_norm(groups, groups.shape[-1:], None, self.config.norm_eps).flatten(-2)
+        groups = (y * F.silu(gate.float())).unflatten(-1, (self.num_groups, -1))
+        normed = F.rms_norm(groups, groups.shape[-1:], None, self.norm_eps).flatten(-2)
         mixed: Tensor = self.out_proj(normed.to(gate.dtype) * self.norm_weight)
         return mixed

@@ -16,18 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import (
-    DeltaRuleConfig,
     DeltaRuleMixer,
     ExpertsConfig,
-    Mamba2Config,
     Mamba2Mixer,
-    MambaConfig,
     MambaMixer,
     RotaryEmbedding,
 )
@@ -48,17 +46,6 @@ def build_jamba(checkpoint: Checkpoint, settings: ModelSettings) -> DecoderModel
     """Build a Jamba, its weights not yet loaded; see :data:`Builder`."""
     config = checkpoint.config
     decoder = DecoderConfig.from_transformers(config)
-    mamba = _mamba_settings(config) | {
-        "inner_size": config.mamba_expand * config.hidden_size,
-        "dt_rank": config.mamba_dt_rank,
-    }
-
-    def mixer(name: str) -> MambaMixer:
-        options = settings.tensor_options
-        return MambaMixer(
-            name, MambaConfig(**mamba), settings.block_size, ops=settings.ops, **options
-        )
-
     # One expert is a plain MLP, without a router.
     experts = [
         ExpertsConfig(count, config.num_experts_per_tok, config.intermediate_size, router="router")
@@ -68,29 +55,16 @@ def build_jamba(checkpoint: Checkpoint, settings: ModelSettings) -> DecoderModel
     ]
     kinds = tuple(LayerKind(rope=None, experts=each) for each in experts)
     decoder = replace(decoder, layers=kinds, **_MAMBA_NAMES)
-    layers = _build_layers(config, settings, decoder, "mamba", mixer)
+    make_mixer = partial(MambaMixer, ops=settings.ops)
+    layers = _build_layers(config, settings, decoder, "mamba", make_mixer)
     return DecoderModel(decoder, (), settings, has_head=has_head(checkpoint), layers=layers)
 
 
 def build_bamba(checkpoint: Checkpoint, settings: ModelSettings) -> DecoderModel:
     """Build a Bamba, its weights not yet loaded; see :data:`Builder`."""
     config = checkpoint.config
-    if config.time_step_limit is None:
-        raise ValueError("time_step_limit must be two numbers (0 and infinity for none), got null")
-    least, greatest = config.time_step_limit
-    mamba = _mamba_settings(config) | {
-        "num_heads": config.mamba_n_heads,
-        "head_dim": config.mamba_d_head,
-        "num_groups": config.mamba_n_groups,
-        "dt_limit": (least, greatest),
-    }
-
-    def mixer(name: str) -> Mamba2Mixer:
-        options = settings.tensor_options
-        return Mamba2Mixer(name, Mamba2Config(**mamba), settings.block_size, **options)
-
     decoder = replace(llama_config(config), **_MAMBA_NAMES)
-    layers = _build_layers(config, settings, decoder, "mamba", mixer)
+    layers = _build_layers(config, settings, decoder, "mamba", Mamba2Mixer)
     rotaries = [build_rotary(config, settings)]
     return DecoderModel(decoder, rotaries, settings, has_head=has_head(checkpoint), layers=layers)
 
@@ -132,24 +106,10 @@ def build_delta(
     """Build a decoder of gated delta rules, its weights not yet loaded.
 
     Args:
-        interleaved: see :class:`~engine.layers.DeltaRuleConfig`.
+        interleaved: see :class:`~engine.layers.DeltaRuleMixer`.
     """
-    delta = DeltaRuleConfig(
-        hidden_size=config.hidden_size,
-        num_key_heads=config.linear_num_key_heads,
-        num_value_heads=config.linear_num_value_heads,
-        key_dim=config.linear_key_head_dim,
-        value_dim=config.linear_value_head_dim,
-        kernel_size=config.linear_conv_kernel_dim,
-        activation=config.hidden_act,
-        norm_eps=config.rms_norm_eps,
-        interleaved=interleaved,
-    )
-
-    def mixer(name: str) -> DeltaRuleMixer:
-        return DeltaRuleMixer(name, delta, settings.block_size, **settings.tensor_options)
-
-    layers = _build_layers(config, settings, decoder, "linear_attn", mixer)
+    make_mixer = partial(DeltaRuleMixer, interleaved=interleaved)
+    layers = _build_layers(config, settings, decoder, "linear_attn", make_mixer)
     return DecoderModel(decoder, [rotary], settings, has_head=has_head, layers=layers)
 
 
@@ -160,30 +120,20 @@ _MAMBA_NAMES: dict[str, Any] = {
 }
 
 
-def _mamba_settings(config: PreTrainedConfig) -> dict[str, Any]:
-    return {
-        "hidden_size": config.hidden_size,
-        "state_size": config.mamba_d_state,
-        "kernel_size": config.mamba_d_conv,
-        "activation": config.hidden_act,
-        "norm_eps": config.rms_norm_eps,
-        "conv_bias": config.mamba_conv_bias,
-        "projection_bias": config.mamba_proj_bias,
-    }
-
-
 def _build_layers(
     config: PreTrainedConfig,
     settings: ModelSettings,
     decoder: DecoderConfig,
     name: str,
-    make_mixer: Callable[[str], StateMixer],
+    make_mixer: Callable[..., StateMixer],
 ) -> list[DecoderLayer]:
     """Build the layers, of which those without attention have a mixer that goes by a name."""
     layers = []
     for index, layer_type in enumerate(config.layer_types):
-        has_attention = layer_type == "full_attention"
-        mixer = None if has_attention else (name, make_mixer(f"layers.{index}.{name}"))
+        mixer = None
+        if layer_type != "full_attention":
+            at, size = f"layers.{index}.{name}", settings.block_size
+            mixer = name, make_mixer(at, config, size, **settings.tensor_options)
         layers.append(DecoderLayer(index, decoder, settings, mixer))
     return layers
 

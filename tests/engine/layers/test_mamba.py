@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
@@ -20,14 +20,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from engine.attention.layer import AttentionStep
 from engine.attention.metadata import StateMetadata
 from engine.attention.packed_layout import Chunks, PackedLayout
-from engine.layers import (
-    DeltaRuleConfig,
-    DeltaRuleMixer,
-    Mamba2Config,
-    Mamba2Mixer,
-    MambaConfig,
-    MambaMixer,
-)
+from engine.layers import DeltaRuleMixer, Mamba2Mixer, MambaMixer
 from engine.layers.delta_rule import delta_scan
 from engine.layers.mamba import CausalConv, ssd_scan
 from tests.support.examples import examples
@@ -63,51 +56,16 @@ QWEN3_NEXT = Qwen3NextConfig(
     linear_key_head_dim=8,
     linear_value_head_dim=12,
 )
-MAMBA_CONFIG = MambaConfig(
-    hidden_size=HIDDEN,
-    inner_size=2 * HIDDEN,
-    state_size=8,
-    dt_rank=4,
-    kernel_size=4,
-    activation="silu",
-    norm_eps=JAMBA.rms_norm_eps,
-    conv_bias=True,
-    projection_bias=False,
-)
-MAMBA2_CONFIG = Mamba2Config(
-    hidden_size=HIDDEN,
-    num_heads=8,
-    head_dim=8,
-    num_groups=2,
-    state_size=16,
-    kernel_size=4,
-    activation="silu",
-    norm_eps=BAMBA.rms_norm_eps,
-    conv_bias=True,
-    projection_bias=False,
-    dt_limit=(0.0, float("inf")),
-)
-DELTA_CONFIG = DeltaRuleConfig(
-    hidden_size=HIDDEN,
-    num_key_heads=2,
-    num_value_heads=4,
-    key_dim=8,
-    value_dim=12,
-    kernel_size=4,
-    activation="silu",
-    norm_eps=QWEN3_NEXT.rms_norm_eps,
-)
-
 Mixer = MambaMixer | Mamba2Mixer | DeltaRuleMixer
 KINDS = ("mamba", "mamba2", "delta_rule")
 
 
 def build_mixer(kind: str, dtype: torch.dtype) -> Mixer:
     if kind == "mamba":
-        return MambaMixer("m", MAMBA_CONFIG, 4, dtype=dtype, device=CPU)
+        return MambaMixer("m", JAMBA, 4, dtype=dtype, device=CPU)
     if kind == "mamba2":
-        return Mamba2Mixer("m", MAMBA2_CONFIG, 4, dtype=dtype, device=CPU)
-    return DeltaRuleMixer("m", DELTA_CONFIG, 4, dtype=dtype, device=CPU)
+        return Mamba2Mixer("m", BAMBA, 4, dtype=dtype, device=CPU)
+    return DeltaRuleMixer("m", QWEN3_NEXT, 4, dtype=dtype, device=CPU)
 
 
 @dataclass(frozen=True)
@@ -294,5 +252,6 @@ def test_sizes_that_do_not_fit_are_refused():
     options = {"dtype": torch.float32, "device": CPU}
     with pytest.raises(ValueError, match="at least 2 tokens, got 1"):
         CausalConv(8, 1, bias=False, **options)
+    heads = BambaConfig(hidden_size=HIDDEN, mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=3)
     with pytest.raises(ValueError, match="multiple of its groups, got 8 and 3"):
-        replace(MAMBA2_CONFIG, num_groups=3)
+        Mamba2Mixer("m", heads, 4, **options)
