@@ -156,6 +156,31 @@ class PageContents:
             if (name := _filled(group_id)) in indices
         ]
 
+    def errors(
+        self,
+        rows: Mapping[str, Tensor],
+        filled: Sequence[FilledPage],
+        query_start_loc: Sequence[int],
+    ) -> dict[int, str]:
+        """What is wrong with the requests of which something that a step made is not finite.
+
+        Args:
+            rows: ``name -> (num_tokens, ...)``.
+        """
+        found: dict[int, list[str]] = {}
+        for name, made in rows.items():
+            is_finite = made.isfinite().reshape(len(made), -1).all(1).cpu()
+            for place, start in enumerate(query_start_loc[:-1]):
+                if not is_finite[start : query_start_loc[place + 1]].all():
+                    found.setdefault(place, []).append(name)
+        for place in sorted({page.place for page in filled}):
+            if not are_finite(self.numbers([page for page in filled if page.place == place])):
+                found.setdefault(place, []).append("keys or values")
+        return {
+            place: f"the model's {' and '.join(names)} are NaN or infinite for some of its tokens"
+            for place, names in found.items()
+        }
+
 
 def page_indices(pages: Sequence[FilledPage]) -> dict[str, NDArray[np.int64]]:
     """The ids of pages, per group that has any."""
@@ -169,40 +194,6 @@ def page_indices(pages: Sequence[FilledPage]) -> dict[str, NDArray[np.int64]]:
 
 def _filled(group_id: int) -> str:
     return f"pages filled in group {group_id}"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FiniteStep:
-    """What a step made, and whether all of it is finite: asked of the device, not waited for.
-
-    Attributes:
-        rows: ``name -> (num_tokens, ...)``.
-        sum: of all that is looked at, a scalar on its device.
-    """
-
-    rows: Mapping[str, Tensor]
-    contents: PageContents
-    filled: Sequence[FilledPage]
-    sum: Tensor
-
-    def errors(self, sum_on_host: float, query_start_loc: Sequence[int]) -> dict[int, str]:
-        """What is wrong with the requests of which something is not finite; as a rule nothing."""
-        if math.isfinite(sum_on_host):
-            return {}
-        found: dict[int, list[str]] = {}
-        for name, rows in self.rows.items():
-            is_finite = rows.isfinite().reshape(len(rows), -1).all(1).cpu()
-            for place, start in enumerate(query_start_loc[:-1]):
-                if not is_finite[start : query_start_loc[place + 1]].all():
-                    found.setdefault(place, []).append(name)
-        for place in sorted({page.place for page in self.filled}):
-            pages = [page for page in self.filled if page.place == place]
-            if not are_finite(self.contents.numbers(pages)):
-                found.setdefault(place, []).append("keys or values")
-        return {
-            place: f"the model's {' and '.join(names)} are NaN or infinite for some of its tokens"
-            for place, names in found.items()
-        }
 
 
 class SwapError(RuntimeError):
@@ -324,17 +315,16 @@ class ModelRunner:
         rows = mirrored | {"hidden_states": tensors["hidden_states"]}
         # Whether all that the step made is finite is asked now, and the answer read at the end.
         made = [*rows.values(), *self._contents.numbers(filled, inputs.uploaded)]
-        check = FiniteStep(rows, self._contents, filled, total(made))
-        self._host_copy.start(mirrored | {_FINITE: check.sum[None]})
+        self._host_copy.start(mirrored | {_FINITE: total(made)[None]})
         sampling = [output.scheduled[place].request for place in samples]
         sampled = self._sample(tensors["hidden_states"], inputs.uploaded[_SAMPLED], sampling)
         # Asked for only now that the sampler has waited for the device anyway.
         on_host = self._host_copy.finish()
-        finite_sum = on_host.pop(_FINITE).item()
+        is_finite = math.isfinite(on_host.pop(_FINITE).item())
         self._write_outputs(step, on_host)
-        errors = check.errors(finite_sum, step.query_start_loc.tolist())
-        if not errors:
+        if is_finite:
             return sampled
+        errors = self._contents.errors(rows, filled, step.query_start_loc.tolist())
         failed = {output.scheduled[place].request: error for place, error in errors.items()}
         return [
             *(each for each in sampled if each.request not in failed),
