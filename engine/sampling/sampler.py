@@ -22,7 +22,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -546,15 +546,11 @@ class Sampler:
                     state.logits_processor.apply(adjusted[row], state.generated)
             apply_grammars(adjusted, [state.grammar for state in states])
             apply_penalties(adjusted, states)
-        chosen = _Chosen.of(logits, adjusted, states, _FIRST_LOOK)
-        if not all(chosen.is_enough):
-            chosen = _Chosen.of(logits, adjusted, states, logits.shape[1])
-        judgements = _judgements(logits, adjusted, states, chosen.token_ids)
-        return replace(chosen.output(states), judgements=judgements)
+        return _choose(logits, adjusted, states, _FIRST_LOOK)
 
 
 def _judgements(
-    logits: Tensor, adjusted: Tensor, states: Sequence[SamplingState], token_ids: Sequence[float]
+    logits: Tensor, adjusted: Tensor, states: Sequence[SamplingState], token_ids: Sequence[int]
 ) -> list[Judgement | None]:
     """How likely each row's token is, where that is asked for."""
     found: list[Judgement | None] = [None] * len(states)
@@ -565,90 +561,68 @@ def _judgements(
         if temperature:
             shaped, _ = _shape(drawn_from, [state.params], logits.shape[1])
             drawn_from = shaped * temperature
-        score = torch.log_softmax(drawn_from.float(), dim=-1)[0, int(token_ids[row])]
+        score = torch.log_softmax(drawn_from.float(), dim=-1)[0, token_ids[row]]
         asked = logits[row].float().softmax(dim=-1)[state.judged_id]
         found[row] = Judgement(*torch.stack([score, asked]).tolist())
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """What the device chose, on the host: per row, but for the lists that say otherwise.
+def _choose(
+    logits: Tensor, adjusted: Tensor, states: Sequence[SamplingState], looked: int
+) -> SamplerOutput:
+    """Queue all of it, and wait for it once; again if top-p turns out to need all tokens.
 
-    Attributes:
-        largest: of the row's logits; NaN as soon as one is.
-        is_enough: whether what top-p looked at was; see :func:`keep_top_p`.
-        reported: rows that ask for log-probabilities; the other lists are of these.
-        num_top: entries that each of these has in the last two.
+    Args:
+        logits: of the model, for log-probabilities.
+        adjusted: what is chosen from.
+        looked: see :func:`keep_top_p`.
     """
-
-    token_ids: list[float]
-    largest: list[float]
-    is_enough: list[float]
-    reported: list[int]
-    num_top: int
-    logprobs: list[float]
-    top_ids: list[float]
-    top_logprobs: list[float]
-
-    @classmethod
-    def of(
-        cls, logits: Tensor, adjusted: Tensor, states: Sequence[SamplingState], looked: int
-    ) -> _Chosen:
-        """Queue all of it, and wait for it once.
-
-        Args:
-            logits: of the model, for log-probabilities.
-            adjusted: what is chosen from.
-        """
-        random = [row for row, each in enumerate(states) if each.params.temperature]
-        reported = [row for row, each in enumerate(states) if each.params.logprobs is not None]
-        largest, token_ids = adjusted.max(dim=-1)
-        is_enough: Tensor | None = None
-        if random:
-            rows = _Rows.of(random, adjusted)
-            shaped, is_enough = _shape(
-                rows.select(adjusted), [states[row].params for row in random], looked
-            )
-            drawn = draw(shaped, [states[row].next_uniform() for row in random])
-            # Of a row that is not finite, which fails, nothing can be drawn.
-            token_ids = rows.replace(token_ids, drawn.clamp(max=adjusted.shape[1] - 1))
-        # Numbers of 64 bits hold ids and float32 alike: all parts become what the first is.
-        parts = [token_ids.double(), largest]
-        parts += [] if is_enough is None else [is_enough.squeeze(1)]
-        num_top = 0
-        if reported:
-            rows = _Rows.of(reported, logits)
-            logprobs = torch.log_softmax(rows.select(logits).float(), dim=-1)
-            most = max(states[row].params.logprobs or 0 for row in reported)
-            num_top = min(most, logits.shape[1])
-            top = logprobs.topk(num_top, dim=-1)
-            of_chosen = logprobs.gather(1, rows.select(token_ids)[:, None])
-            parts += [of_chosen.flatten(), top.indices.flatten(), top.values.flatten()]
-        read = iter(torch.cat(parts).tolist())
-        sizes = [len(states)] * 2 + [0 if is_enough is None else len(random)]
-        sizes += [len(reported), len(reported) * num_top, len(reported) * num_top]
-        pieces = [list(islice(read, size)) for size in sizes]
-        return cls(pieces[0], pieces[1], pieces[2], reported, num_top, *pieces[3:])
-
-    def output(self, states: Sequence[SamplingState]) -> SamplerOutput:
-        """Per row its token, or why there is none."""
-        token_ids: list[int | None] = [*map(int, self.token_ids)]
-        errors: list[str | None] = [None] * len(states)
-        logprobs: list[TokenLogprobs | None] = [None] * len(states)
-        for row, value in enumerate(self.largest):
-            if not math.isfinite(value):
-                errors[row] = _row_error(row, value, states[row].grammar)
-                token_ids[row] = None
-        for index, row in enumerate(self.reported):
-            token_id = token_ids[row]
-            if token_id is not None:
-                begin = index * self.num_top
-                asked = slice(begin, begin + min(states[row].params.logprobs or 0, self.num_top))
-                ids = map(int, self.top_ids[asked])
-                likeliest = zip(ids, self.top_logprobs[asked], strict=True)
-                logprobs[row] = TokenLogprobs(token_id, self.logprobs[index], tuple(likeliest))
-        return SamplerOutput(token_ids, logprobs, errors)
+    random = [row for row, each in enumerate(states) if each.params.temperature]
+    reported = [row for row, each in enumerate(states) if each.params.logprobs is not None]
+    largest, chosen = adjusted.max(dim=-1)
+    is_enough: Tensor | None = None
+    if random:
+        rows = _Rows.of(random, adjusted)
+        asked = [states[row].params for row in random]
+        shaped, is_enough = _shape(rows.select(adjusted), asked, looked)
+        drawn = draw(shaped, [states[row].next_uniform() for row in random])
+        # Of a row that is not finite, which fails, nothing can be drawn.
+        chosen = rows.replace(chosen, drawn.clamp(max=adjusted.shape[1] - 1))
+    # Numbers of 64 bits hold ids and float32 alike: all parts become what the first is.
+    parts = [chosen.double(), largest]
+    parts += [] if is_enough is None else [is_enough.squeeze(1)]
+    num_top = 0
+    if reported:
+        rows = _Rows.of(reported, logits)
+        of_all = torch.log_softmax(rows.select(logits).float(), dim=-1)
+        num_top = min(max(states[row].params.logprobs or 0 for row in reported), logits.shape[1])
+        top = of_all.topk(num_top, dim=-1)
+        of_chosen = of_all.gather(1, rows.select(chosen)[:, None])
+        parts += [of_chosen.flatten(), top.indices.flatten(), top.values.flatten()]
+    read = iter(torch.cat(parts).tolist())
+    token_ids = [int(each) for each in islice(read, len(states))]
+    # NaN as soon as one of a row is.
+    errors = [
+        None if math.isfinite(value) else _row_error(row, value, states[row].grammar)
+        for row, value in enumerate(islice(read, len(states)))
+    ]
+    if is_enough is not None and not all(list(islice(read, len(random)))):
+        return _choose(logits, adjusted, states, logits.shape[1])
+    sizes = len(reported), len(reported) * num_top, len(reported) * num_top
+    values, top_ids, top_values = (list(islice(read, size)) for size in sizes)
+    logprobs: list[TokenLogprobs | None] = [None] * len(states)
+    for index, row in enumerate(reported):
+        begin = index * num_top
+        shown = slice(begin, begin + min(states[row].params.logprobs or 0, num_top))
+        if errors[row] is None:
+            likeliest = zip(map(int, top_ids[shown]), top_values[shown], strict=True)
+            logprobs[row] = TokenLogprobs(token_ids[row], values[index], tuple(likeliest))
+    chosen_ids = [
+        token_id if error is None else None
+        for token_id, error in zip(token_ids, errors, strict=True)
+    ]
+    judgements = _judgements(logits, adjusted, states, token_ids)
+    return SamplerOutput(chosen_ids, logprobs, errors, judgements)
 
 
 @dataclass(frozen=True, slots=True)
