@@ -172,7 +172,9 @@ def _model_at(model: type, loc: KeyPath, data: Any) -> type:
         if isinstance(part, int):
             continue
         if not is_key:  # it names the member of a union
-            annotation = next((m for m in _members(annotation) if part in _tags(m)), annotation)
+            # By the values of ``kind`` that choose it.
+            tags = {m: typing.get_args(_annotations(m).get("kind")) for m in _members(annotation)}
+            annotation = next((m for m in tags if part in tags[m]), annotation)
         elif typing.get_origin(annotation) is dict:
             annotation = typing.get_args(annotation)[1]
         else:
@@ -185,15 +187,11 @@ def _model_at(model: type, loc: KeyPath, data: Any) -> type:
 
 def _members(annotation: Any) -> list[type]:
     """List the models among a union's members, or the one model that it is."""
-    if _is_model(annotation):
+    if isinstance(annotation, type) and (
+        issubclass(annotation, BaseModel) or is_dataclass(annotation)
+    ):
         return [annotation]
     return [member for part in typing.get_args(annotation) for member in _members(part)]
-
-
-def _is_model(annotation: Any) -> bool:
-    return isinstance(annotation, type) and (
-        issubclass(annotation, BaseModel) or is_dataclass(annotation)
-    )
 
 
 def _annotations(model: type) -> dict[str, Any]:
@@ -204,11 +202,6 @@ def _annotations(model: type) -> dict[str, Any]:
         hints = typing.get_type_hints(model, include_extras=True)
         fields = {name: FieldInfo.from_annotation(hint) for name, hint in hints.items()}
     return {field.alias or name: field.annotation for name, field in fields.items()}
-
-
-def _tags(member: type) -> tuple[str, ...]:
-    """List the values of ``kind`` that choose this member of a union."""
-    return typing.get_args(_annotations(member).get("kind"))
 
 
 def _number_hint(finding: ErrorDetails) -> str:

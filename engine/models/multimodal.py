@@ -98,10 +98,16 @@ class MultiModalModel(CausalModel, ItemSide):
         self._stored = stored
 
     def targets(self, prefix: str = "") -> Iterator[tuple[str, Target]]:
-        """See :meth:`CausalModel.targets`; the names that the checkpoint has tell all prefixes."""
+        """See :meth:`CausalModel.targets`; the names that the checkpoint has tell all prefixes.
+
+        Published folders keep the decoder under ``language_model.model.`` with its head beside it,
+        or under ``model.``; newer exports under ``model.language_model.``, the head outside.
+        """
         for tower in self.towers.values():
             yield from tower.targets(self._stored)
-        yield from decoder_targets(self.decoder, self._stored)
+        head = next((name for name in self._stored if name.endswith(_HEAD)), _HEAD)
+        for name, tensor in self.decoder.targets(unique_prefix(self._stored, _EMBEDDING)):
+            yield (head if name == _HEAD else name), tensor
 
     def hold_quantized(
         self, scheme: QuantizationScheme | None, dtype: torch.dtype | None = None
@@ -147,18 +153,6 @@ class MultiModalModel(CausalModel, ItemSide):
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Rows of hidden states to float32 logits; see :meth:`CausalModel.compute_logits`."""
         return self.decoder.compute_logits(hidden_states)
-
-
-def decoder_targets(decoder: CausalModel, stored: Collection[str]) -> Iterator[tuple[str, Target]]:
-    """A decoder's places under the names that a checkpoint of decoder and tower has.
-
-    Published folders keep the decoder under ``language_model.model.`` with its head beside it,
-    or under ``model.``; newer exports under ``model.language_model.``, the head outside.
-    """
-    prefix = unique_prefix(stored, _EMBEDDING)
-    head = next((name for name in stored if name.endswith(_HEAD)), _HEAD)
-    for name, tensor in decoder.targets(prefix):
-        yield (head if name == _HEAD else name), tensor
 
 
 def unique_prefix(stored: Collection[str], suffix: str) -> str:

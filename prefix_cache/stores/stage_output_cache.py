@@ -195,16 +195,12 @@ class StageOutputCache:
                 gathered[name] = store.rows.index_select(0, slots)
         return gathered
 
-    def num_valid_rows(self, block_ids: Sequence[int], names: Collection[str] | None = None) -> int:
-        """Leading rows of a sequence that are valid in every wanted tensor.
-
-        Args:
-            names: tensors wanted, by default :attr:`wanted`. One never seen has no valid rows.
-        """
+    def num_valid_rows(self, block_ids: Sequence[int]) -> int:
+        """Leading rows of a sequence that are valid in every wanted tensor; none of one unseen."""
         if not block_ids:
             return 0
         num_valid = len(block_ids) * self.block_size
-        for name in self.wanted if names is None else names:
+        for name in self.wanted:
             store = self._stores.get(name)
             if store is None:
                 return 0
