@@ -87,7 +87,7 @@ def create_app(server: PipelineServer) -> Guard:
 def _json_route(path: str, body: type[ApiModel], response: Callable[..., Response]) -> Route:
     async def respond(request: Request) -> Response:
         parsed: Any = await read_json(request, body)
-        return response(request.state.server, request.state.client, parsed)
+        return response(request, parsed)
 
     return BodyRoute(path, respond, body)
 
@@ -95,7 +95,7 @@ def _json_route(path: str, body: type[ApiModel], response: Callable[..., Respons
 def _form_route(path: str, task: AudioTask) -> Route:
     async def respond(request: Request) -> Response:
         body, audio = await read_transcription(request)
-        return Transcription(request.state.server, request.state.client, body, audio, task)
+        return Transcription(request, body, audio, task)
 
     return BodyRoute(path, respond, TranscriptionRequest, FORM)
 

@@ -60,7 +60,7 @@ async def run_pipeline(request: Request) -> Response:
     except ValueError as error:
         message = str(error)
         raise ApiError.bad_request(message, param=_param(message)) from error
-    return _PipelineOutput(server, request.state.client, pipeline.name, line, parsed)
+    return _PipelineOutput(request, pipeline.name, line, parsed)
 
 
 def _request(line: PipelineRequest, pipeline: ServedPipeline, client: Client) -> OmniRequest:
@@ -98,16 +98,11 @@ class _PipelineOutput(PipelineResponse):
     """All that comes of one request, under the id that its client gave it."""
 
     def __init__(
-        self,
-        server: PipelineServer,
-        client: Client,
-        name: str,
-        line: PipelineRequest,
-        request: OmniRequest,
+        self, request: Request, name: str, line: PipelineRequest, parsed: OmniRequest
     ) -> None:
-        super().__init__(server, client, name, is_streamed=line.stream)
-        self._request = request
-        self._request_id = line.request_id or request.request_id
+        super().__init__(request, name, is_streamed=line.stream)
+        self._request = parsed
+        self._request_id = line.request_id or parsed.request_id
 
     async def whole(self) -> Response:
         """A line of ``outputs.jsonl``, whose files stand in it themselves."""

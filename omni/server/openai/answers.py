@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.json import Encoder
+from starlette.requests import Request
 
 from engine import TokenLogprobs
 from engine.interface.outputs import CompletionDelta, OutputDelta
@@ -26,9 +27,8 @@ from omni.server.openai.chat_request import (
 )
 from omni.server.openai.tools import ToolCall
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import PipelineResponse, event
-from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
+from omni.server.serving.pipeline_server import ServedPipeline
 from stages import Completion, StageOutput
 
 if TYPE_CHECKING:
@@ -332,11 +332,9 @@ class TextResponse(PipelineResponse):
     chunk_kind: ClassVar[str]
     """What a part of a stream calls itself."""
 
-    def __init__(
-        self, server: PipelineServer, client: Client, body: ChatRequest | CompletionRequest
-    ) -> None:
-        super().__init__(server, client, body.model, is_streamed=body.stream)
-        server.check_room(client, body.model)  # before files are decoded and fetched
+    def __init__(self, request: Request, body: ChatRequest | CompletionRequest) -> None:
+        super().__init__(request, body.model, is_streamed=body.stream)
+        self.server.check_room(self.client, body.model)  # before files are decoded and fetched
         stage = self._stage = text_stage(self.stages)
         fields, names = body.stage_fields()
         self._sampling = merge_sampling(self.stages, stage, fields, body.stages, names)
@@ -344,7 +342,7 @@ class TextResponse(PipelineResponse):
         self._n = params.n if params is not None else 1  # completions of each prompt
         self._logprobs = LogprobWriter(self.pipeline, stage) if "logprobs" in fields else None
         self._options = body.stream_options or StreamOptions()
-        self._id = f"{self.id_prefix}-{client.request_id}"
+        self._id = f"{self.id_prefix}-{self.client.request_id}"
         self._created = int(time.time())
 
     def _answer(self, kind: str, choices: list[Choice]) -> Answer:

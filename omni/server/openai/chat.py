@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Literal
 
 from msgspec import UNSET
+from starlette.requests import Request
 from starlette.responses import Response
 
 from engine import FinishReason, Waveform
@@ -27,9 +28,7 @@ from omni.server.openai.chat_request import ChatRequest, chat_prompt
 from omni.server.openai.speech import check_voice, sound_of, speaking_stage
 from omni.server.openai.spoken_file import AudioFileFormat, SpokenFile
 from omni.server.openai.tools import ToolCallParser
-from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import DONE
-from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.response_stream import ResponseStream
 
 _KEPT_S = 3600
@@ -43,14 +42,14 @@ class Chat(TextResponse):
     id_prefix = "chatcmpl"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, server: PipelineServer, client: Client, body: ChatRequest) -> None:
-        super().__init__(server, client, body)
+    def __init__(self, request: Request, body: ChatRequest) -> None:
+        super().__init__(request, body)
         self._body = body
         self._voice: str | None = None
         if body.audio is not None:
             self._voice = speaking_stage(self.stages, "modalities")
             check_voice(self.stages, body.audio.voice, "audio.voice")
-        self._audio_id = f"audio-{client.request_id}"
+        self._audio_id = f"audio-{self.client.request_id}"
         self._expires_at = self._created + _KEPT_S
         self._words = ""  # of the completion that is spoken, in a stream
         self._has_spoken = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+from starlette.requests import Request
 from starlette.responses import Response
 
 from engine import Prompt, TextPrompt, TokensPrompt
@@ -21,9 +22,7 @@ from omni.server.openai.answers import (
 )
 from omni.server.openai.chat_request import CompletionRequest, prompts_of
 from omni.server.openai.tokenize import prompt_reader
-from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import DONE
-from omni.server.serving.pipeline_server import PipelineServer
 from stages import Completion, StageOutput
 
 
@@ -33,11 +32,11 @@ class Completions(TextResponse):
     id_prefix = "cmpl"
     chunk_kind = "text_completion"
 
-    def __init__(self, server: PipelineServer, client: Client, body: CompletionRequest) -> None:
-        super().__init__(server, client, body)
-        prompts = prompts_of(body.prompt, server.settings.limits.max_prompts, "prompt")
+    def __init__(self, request: Request, body: CompletionRequest) -> None:
+        super().__init__(request, body)
+        prompts = prompts_of(body.prompt, self.server.settings.limits.max_prompts, "prompt")
         self._requests = [
-            body.request(client, prompt, self._sampling, index)
+            body.request(self.client, prompt, self._sampling, index)
             for index, prompt in enumerate(prompts)
         ]
         self._echoes: dict[int, str] = {}  # by completion, until they are sent

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
+from starlette.requests import Request
 from starlette.responses import Response
 
 from omni.server.openai.answers import as_json
 from omni.server.openai.chat_request import PromptList, RequestFields, merge_sampling, prompts_of
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import PipelineResponse
-from omni.server.serving.pipeline_server import PipelineServer
 from stages import StageOutput
 
 if TYPE_CHECKING:
@@ -44,17 +43,18 @@ class Embeddings(PipelineResponse):
 
     prompt_param = "input"
 
-    def __init__(self, server: PipelineServer, client: Client, body: EmbeddingsRequest) -> None:
-        super().__init__(server, client, body.model)
+    def __init__(self, request: Request, body: EmbeddingsRequest) -> None:
+        super().__init__(request, body.model)
         self._stage = _encoding_stage(self.stages)
         self._is_base64 = body.encoding_format == "base64"
         self._width = body.dimensions
         length = body.truncate_prompt_tokens
         given = {} if length is None else {"truncate_prompt_tokens": length}
         sampling = merge_sampling(self.stages, self._stage, given, {}, {})
-        prompts = prompts_of(body.input, server.settings.limits.max_prompts, "input")
+        prompts = prompts_of(body.input, self.server.settings.limits.max_prompts, "input")
         self._requests = [
-            body.request(client, prompt, sampling, index) for index, prompt in enumerate(prompts)
+            body.request(self.client, prompt, sampling, index)
+            for index, prompt in enumerate(prompts)
         ]
 
     async def whole(self) -> Response:

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from omni.server.openai.answers import Usage
     from omni.server.openai.tools import ToolCall
-    from omni.server.serving.client import Client
-    from omni.server.serving.pipeline_server import PipelineServer
 
 
 class ContentPart(ApiModel):
@@ -312,18 +310,18 @@ class Responses(Chat):
 
     prompt_param = "input"
 
-    def __init__(self, server: PipelineServer, client: Client, body: ResponsesRequest) -> None:
+    def __init__(self, request: Request, body: ResponsesRequest) -> None:
         earlier: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
-            _, earlier = server.responses.find(
-                client, body.previous_response_id, "previous_response_id"
+            _, earlier = request.state.server.responses.find(
+                request.state.client, body.previous_response_id, "previous_response_id"
             )
-        super().__init__(server, client, body.chat(earlier))
+        super().__init__(request, body.chat(earlier))
         if self._n != 1:
             raise ApiError.bad_request("a response is one completion; set n of the stage to 1")
         self._request = body
         self._messages = [*earlier, *body.messages()]
-        self._writer = _Writer(client.request_id, self._created, self.pipeline.name, body)
+        self._writer = _Writer(self.client.request_id, self._created, self.pipeline.name, body)
 
     async def whole(self) -> Response:
         """The response in one piece."""

@@ -8,15 +8,14 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
+from starlette.requests import Request
 
 from engine import ChatPrompt, Waveform
 from omni.server.openai.answers import TokenCount, as_event, usage_so_far
 from omni.server.openai.chat_request import StageFields, Voice, merge_sampling
 from omni.server.openai.spoken_file import AUDIO_FILES, AudioFileFormat, SpokenFile
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import EVENTS, PipelineResponse
-from omni.server.serving.pipeline_server import PipelineServer
 from stages import StageOutput
 
 if TYPE_CHECKING:
@@ -71,10 +70,10 @@ class Speech(PipelineResponse):
 
     prompt_param = "input"
 
-    def __init__(self, server: PipelineServer, client: Client, body: SpeechRequest) -> None:
+    def __init__(self, request: Request, body: SpeechRequest) -> None:
         self._has_events = body.stream_format == "sse"
         media_type = EVENTS if self._has_events else AUDIO_FILES[body.response_format][0]
-        super().__init__(server, client, body.model, is_streamed=True, media_type=media_type)
+        super().__init__(request, body.model, is_streamed=True, media_type=media_type)
         self._stage = speaking_stage(self.stages, "model")
         check_voice(self.stages, body.voice, "voice")
         messages: list[dict[str, Any]] = [{"role": "user", "content": body.input}]
@@ -82,7 +81,7 @@ class Speech(PipelineResponse):
             messages.insert(0, {"role": "system", "content": body.instructions})
         prompt = ChatPrompt(tuple(messages))
         sampling = merge_sampling(self.stages, self._stage, {}, body.stages, {})
-        self._request = body.request(client, prompt, sampling, speaker=body.voice)
+        self._request = body.request(self.client, prompt, sampling, speaker=body.voice)
         self._file = SpokenFile(body.response_format, body.speed)
         self._count = TokenCount()
 

@@ -32,7 +32,7 @@ from omni.server.openai.chat_request import merge_sampling
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
 from omni.server.serving.pipeline_response import DONE, PipelineResponse
-from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
+from omni.server.serving.pipeline_server import ServedPipeline
 from omni.server.serving.request_body import ApiModel
 from omni.server.serving.response_stream import ResponseStream
 from stages import StageOutput
@@ -277,14 +277,9 @@ class Transcription(PipelineResponse):
     prompt_param = "file"
 
     def __init__(
-        self,
-        server: PipelineServer,
-        client: Client,
-        body: TranscriptionRequest,
-        audio: bytes,
-        task: AudioTask,
+        self, request: Request, body: TranscriptionRequest, audio: bytes, task: AudioTask
     ) -> None:
-        super().__init__(server, client, body.model, is_streamed=body.stream)
+        super().__init__(request, body.model, is_streamed=body.stream)
         self._body = body
         self._task = task
         self._audio = audio
@@ -309,7 +304,7 @@ class Transcription(PipelineResponse):
             vad=True if body.chunking_strategy is not None else body.vad,
             transcription=body.options,
         )
-        self._request = client.request(
+        self._request = self.client.request(
             ExplicitEncoderDecoderPrompt(prompt),
             merge_sampling(self.stages, self._stage, sampling, {}, {}),
         )

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, ClassVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -47,8 +48,7 @@ class PipelineResponse(Response):
 
     def __init__(
         self,
-        server: PipelineServer,
-        client: Client,
+        request: Request,
         model: str,
         *,
         is_streamed: bool = False,
@@ -58,9 +58,9 @@ class PipelineResponse(Response):
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
-        self.server = server
-        self.client = client
-        self.pipeline = server.find(model)
+        self.server: PipelineServer = request.state.server
+        self.client: Client = request.state.client
+        self.pipeline = self.server.find(model)
         self.stages = self.pipeline.omni.pipeline
         self._is_streamed = is_streamed
         self._has_begun = False

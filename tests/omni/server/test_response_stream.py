@@ -145,8 +145,9 @@ def sent(given: Sequence[bytes | Exception], media_type: str) -> list[tuple[byte
     """The bodies that a response of these pieces sends, each with whether more follows."""
     limits = SimpleNamespace(request_timeout_s=60.0)
     pipeline = SimpleNamespace(omni=SimpleNamespace(pipeline=None))
-    server: Any = SimpleNamespace(find=lambda _: pipeline, settings=SimpleNamespace(limits=limits))
-    response = Pieces(server, Client("id", None), "m", is_streamed=True, media_type=media_type)
+    server = SimpleNamespace(find=lambda _: pipeline, settings=SimpleNamespace(limits=limits))
+    request: Any = SimpleNamespace(state=SimpleNamespace(server=server, client=Client("id", None)))
+    response = Pieces(request, "m", is_streamed=True, media_type=media_type)
     response.given = given
     messages: list[Any] = []
 
