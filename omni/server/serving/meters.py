@@ -115,14 +115,55 @@ class Metered(Protocol):
         """The state of the workers of stages that run elsewhere."""
 
 
-class StageMeters(Collector):
-    """Reads the stages' own counters; all names begin with ``omni_``."""
+_GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_FACTORS = (0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0)
+
+
+class Meters(Collector):
+    """Everything that one server reports of itself; all names begin with ``omni_``.
+
+    What it counts itself stands beside the stages' own counters, which are read when it is asked.
+
+    ``recent`` has the last requests; ``spans``, where any are exported, makes spans of each.
+    """
 
     def __init__(self, pipelines: Collection[Metered]) -> None:
         self._pipelines = pipelines
+        self.recent = RecentRequests()
+        self.spans: RequestSpans | None = None
+        self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "omni_requests",
+            "Requests that have ended, by how: ok, refused, rejected (too many), failed, aborted.",
+            ["model", "status"],
+            registry=self._registry,
+        )
+        self.queue = self._histogram("queue_seconds", "Waiting for a turn.")
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "Until the first text or token."
+        )
+        self.first_audio = self._histogram("time_to_first_audio_seconds", "Until the first sound.")
+        self.between_tokens = self._histogram(
+            "time_between_tokens_seconds",
+            "From one token to the next, of stages whose text or tensors the user gets.",
+            _GAPS,
+            ("model", "stage"),
+        )
+        self.total = self._histogram(
+            "request_duration_seconds", "From arrival to the end, of whole answers."
+        )
+        self.real_time = self._histogram(
+            "real_time_factor", "Seconds that a second of sound took.", _FACTORS
+        )
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """All of it, as Prometheus reads it."""
+        return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """See :class:`prometheus_client.registry.Collector`."""
+        """Read the stages' counters; see :class:`prometheus_client.registry.Collector`."""
         for name, what in (("running", "have had their turn"), ("waiting", "wait for it")):
             gauge = GaugeMetricFamily(
                 f"omni_requests_{name}", f"Requests that {what}.", None, ["model"]
@@ -157,51 +198,6 @@ class StageMeters(Collector):
                 for replica, worker in enumerate(workers):
                     up.add_metric([pipeline.name, stage, str(replica)], worker.state == "up")
         yield up
-
-
-_GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-_FACTORS = (0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0)
-
-
-class Meters:
-    """Everything that one server reports of itself; all names begin with ``omni_``.
-
-    ``recent`` has the last requests; ``spans``, where any are exported, makes spans of each.
-    """
-
-    def __init__(self, pipelines: Collection[Metered]) -> None:
-        self.recent = RecentRequests()
-        self.spans: RequestSpans | None = None
-        self._registry = CollectorRegistry()
-        self.requests = Counter(
-            "omni_requests",
-            "Requests that have ended, by how: ok, refused, rejected (too many), failed, aborted.",
-            ["model", "status"],
-            registry=self._registry,
-        )
-        self.queue = self._histogram("queue_seconds", "Waiting for a turn.")
-        self.first_token = self._histogram(
-            "time_to_first_token_seconds", "Until the first text or token."
-        )
-        self.first_audio = self._histogram("time_to_first_audio_seconds", "Until the first sound.")
-        self.between_tokens = self._histogram(
-            "time_between_tokens_seconds",
-            "From one token to the next, of stages whose text or tensors the user gets.",
-            _GAPS,
-            ("model", "stage"),
-        )
-        self.total = self._histogram(
-            "request_duration_seconds", "From arrival to the end, of whole answers."
-        )
-        self.real_time = self._histogram(
-            "real_time_factor", "Seconds that a second of sound took.", _FACTORS
-        )
-        self._registry.register(StageMeters(pipelines))
-
-    def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
-        return generate_latest(self._registry)
 
     def _histogram(
         self,

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from omni import Omni
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.server.serving.meters import StageMeters
+from omni.server.serving.meters import Meters
 from tests.support.import_graph import ROOT
 from tests.support.live_server import LiveServer
 from tests.support.patience import PATIENCE_S
@@ -149,7 +149,7 @@ def test_every_replica_is_told_by_itself(checkpoint_cache: object) -> None:
         omni.generate(["Once upon a time", "A clock told the time"])
         one, other = omni.replica_stats()["writer"]
         both = omni.stats()["writer"]
-        families = {each.name: each for each in StageMeters([Told(omni)]).collect()}  # type: ignore[list-item]
+        families = {each.name: each for each in Meters([Told(omni)]).collect()}  # type: ignore[list-item]
     assert one.generated_tokens + other.generated_tokens == both.generated_tokens == 10
     assert both.kv.num_blocks == 256
     assert both.kv.groups[0].cached == one.kv.groups[0].cached + other.kv.groups[0].cached
