@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Literal
+from contextlib import nullcontext
+from typing import Any, Literal
 
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine import FinishReason, Waveform
+from engine import ChatPrompt, FinishReason, Waveform
 from engine.interface.outputs import OutputDelta
 from omni.server.openai.answers import (
     AssistantMessage,
@@ -24,11 +25,12 @@ from omni.server.openai.answers import (
     usage_of,
     usage_so_far,
 )
-from omni.server.openai.chat_request import ChatRequest, chat_prompt
+from omni.server.openai.chat_request import ChatRequest
 from omni.server.openai.speech import check_voice, sound_of, speaking_stage
 from omni.server.openai.spoken_file import AudioFileFormat, SpokenFile
 from omni.server.openai.tools import ToolCallParser
 from omni.server.serving.pipeline_response import DONE
+from omni.server.serving.request_body import decoded, fetched
 from omni.server.serving.response_stream import ResponseStream
 
 _KEPT_S = 3600
@@ -111,12 +113,59 @@ class Chat(TextResponse):
         yield piece + DONE
 
     async def _stream(self) -> ResponseStream:
-        body, limits = self._body, self.server.settings.limits
-        prompt = await chat_prompt(body, self.server.fetcher, limits.max_body_bytes, self._words_of)
+        body, prompt = self._body, await self._prompt()
         speaker = body.audio.voice if body.audio is not None else None
         request = body.request(self.client, prompt, self._sampling, speaker=speaker)
         stages = [self._stage] if self._voice is None else [self._stage, self._voice]
         return self.stream([request], stages)
+
+    async def _prompt(self) -> ChatPrompt:
+        """Make the prompt. Files are handed on by their content: nothing that comes is a path."""
+        body = self._body
+        fetches = any(message.has_address for message in body.messages)
+        with self.server.fetcher.place() if fetches else nullcontext():
+            said, shown = await self._read_messages()
+        effort = (
+            {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+        )
+        return ChatPrompt(
+            tuple(said),
+            multi_modal_data={kind: items for kind, items in shown.items() if items},
+            tools=tuple(tool.model_dump(exclude_none=True) for tool in body.offered_tools),
+            chat_template_kwargs=effort | body.chat_template_kwargs,
+        )
+
+    async def _read_messages(self) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
+        """The messages as chat templates know them, and what they show by modality."""
+        shown: dict[str, list[Any]] = {"image": [], "audio": [], "video": []}
+        room = self.server.settings.limits.max_body_bytes  # for files in the network, together
+        said: list[dict[str, Any]] = []
+        for number, message in enumerate(self._body.messages):
+            if message.content is None or isinstance(message.content, str):
+                content, audio = message.content, message.audio
+                if content is None and audio is not None:
+                    place = f"messages[{number}].audio.id"
+                    content = audio.transcript or self._words_of(audio.id, place)
+                said.append(message.as_templates_know_it(content))
+                continue
+            parts: list[dict[str, str | None]] = []
+            for index, part in enumerate(message.content):
+                place = f"messages[{number}].content[{index}]"
+                if part.file_url is not None:
+                    place += f".{part.type}.url"
+                    kind = part.type.removesuffix("_url")
+                    file = await fetched(part.file_url, place, self.server.fetcher, room)
+                    room -= len(file)
+                    shown[kind].append(file)
+                    parts.append({"type": kind})
+                elif part.input_audio is not None:
+                    place += ".input_audio.data"
+                    shown["audio"].append(await decoded(part.input_audio.data, place))
+                    parts.append({"type": "audio"})
+                else:
+                    parts.append({"type": "text", "text": part.text})
+            said.append(message.as_templates_know_it(parts))
+        return said, shown
 
     def _keep_words(self, words: str) -> None:
         """Let later requests name the spoken answer by the id of its sound."""

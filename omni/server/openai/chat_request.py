@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
-from engine import ChatPrompt, Prompt, SamplingParams, TextPrompt, TokensPrompt
+from engine import Prompt, SamplingParams, TextPrompt, TokensPrompt
 from engine.interface.placed_error import PlacedError, suggest
 from engine.interface.settings import explain_validation_error
 from omni.pipelines.pipeline_config import ToolFormat
@@ -25,8 +24,7 @@ from omni.server.openai.tools import (
 )
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
-from omni.server.serving.request_body import ApiModel, check_part, decoded, fetched
-from omni.server.serving.url_fetcher import UrlFetcher
+from omni.server.serving.request_body import ApiModel, check_part
 
 if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
@@ -396,6 +394,14 @@ class ChatMessage(ApiModel):
     tool_calls: list[RequestedCall] | None = None
     tool_call_id: str | None = None
 
+    @property
+    def has_address(self) -> bool:
+        """Whether something of it has to be fetched."""
+        if self.content is None or isinstance(self.content, str):
+            return False
+        urls = (part.file_url for part in self.content)
+        return any(url is not None and url[:5].lower() != "data:" for url in urls)
+
     @model_validator(mode="after")
     def _fields_suit_the_role(self) -> ChatMessage:
         for field in ("tool_calls", "audio"):
@@ -553,66 +559,3 @@ class CompletionRequest(TextRequest):
     def stage_fields(self) -> tuple[dict[str, Any], dict[str, str]]:
         """See :meth:`TextRequest.sampling_fields`."""
         return self.sampling_fields(self.max_tokens, self.logprobs)
-
-
-async def chat_prompt(
-    body: ChatRequest, fetcher: UrlFetcher, max_bytes: int, words_of: Callable[[str, str], str]
-) -> ChatPrompt:
-    """Make the prompt. Files are handed on by their content: nothing that a client sends is a path.
-
-    Files in the network may have ``max_bytes`` together. ``words_of`` finds the words of an earlier
-    answer by the id of its sound, and gets the place of that in the request.
-    """
-    with fetcher.place() if any(map(_has_address, body.messages)) else nullcontext():
-        said, shown = await _messages(body.messages, fetcher, max_bytes, words_of)
-    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    return ChatPrompt(
-        tuple(said),
-        multi_modal_data={kind: items for kind, items in shown.items() if items},
-        tools=tuple(tool.model_dump(exclude_none=True) for tool in body.offered_tools),
-        chat_template_kwargs=effort | body.chat_template_kwargs,
-    )
-
-
-def _has_address(message: ChatMessage) -> bool:
-    """Tell if something of it has to be fetched."""
-    if message.content is None or isinstance(message.content, str):
-        return False
-    urls = (part.file_url for part in message.content)
-    return any(url is not None and url[:5].lower() != "data:" for url in urls)
-
-
-async def _messages(
-    messages: Sequence[ChatMessage],
-    fetcher: UrlFetcher,
-    max_bytes: int,
-    words_of: Callable[[str, str], str],
-) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
-    """The messages as chat templates know them, and what they show by modality."""
-    shown: dict[str, list[Any]] = {"image": [], "audio": [], "video": []}
-    room = max_bytes
-    said: list[dict[str, Any]] = []
-    for number, message in enumerate(messages):
-        if message.content is None or isinstance(message.content, str):
-            content, audio = message.content, message.audio
-            if content is None and audio is not None:
-                content = audio.transcript or words_of(audio.id, f"messages[{number}].audio.id")
-            said.append(message.as_templates_know_it(content))
-            continue
-        parts: list[dict[str, str | None]] = []
-        for index, part in enumerate(message.content):
-            place = f"messages[{number}].content[{index}]"
-            if part.file_url is not None:
-                place += f".{part.type}.url"
-                kind = part.type.removesuffix("_url")
-                shown[kind].append(await fetched(part.file_url, place, fetcher, room))
-                room -= len(shown[kind][-1])
-                parts.append({"type": kind})
-            elif part.input_audio is not None:
-                place += ".input_audio.data"
-                shown["audio"].append(await decoded(part.input_audio.data, place))
-                parts.append({"type": "audio"})
-            else:
-                parts.append({"type": "text", "text": part.text})
-        said.append(message.as_templates_know_it(parts))
-    return said, shown
