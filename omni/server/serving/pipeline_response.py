@@ -96,25 +96,20 @@ class PipelineResponse(Response):
                 _logger.exception("a stream broke")
                 error = ApiError.internal()
             if self.media_type == EVENTS:
-                await _send_body(send, event(error.to_json()), more=False)
+                await self._send(send, event(error.to_json()), more=False)
 
     async def _send_pieces(self, send: Send) -> None:
         async with aclosing(self.pieces()) as pieces:  # type: ignore[type-var]
             async for piece in pieces:
-                await self._begin(send)
-                await _send_body(send, piece, more=True)
-        await self._begin(send)  # if there was no piece at all
-        await _send_body(send, b"", more=False)
+                await self._send(send, piece, more=True)
+        await self._send(send, b"", more=False)
 
-    async def _begin(self, send: Send) -> None:
+    async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
         if not self._has_begun:
             self._has_begun = True
             headers = self.raw_headers
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-
-async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more})
+        await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 async def while_connected(
