@@ -122,8 +122,10 @@ class Chat(TextResponse):
     async def _prompt(self) -> ChatPrompt:
         """Make the prompt. Files are handed on by their content: nothing that comes is a path."""
         body = self._body
-        fetches = any(message.has_address for message in body.messages)
-        with self.server.fetcher.place() if fetches else nullcontext():
+        contents = [each.content for each in body.messages if isinstance(each.content, list)]
+        urls = [part.file_url for content in contents for part in content]
+        is_fetched = any(url is not None and url[:5].lower() != "data:" for url in urls)
+        with self.server.fetcher.place() if is_fetched else nullcontext():
             said, shown = await self._read_messages()
         effort = (
             {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}

@@ -394,14 +394,6 @@ class ChatMessage(ApiModel):
     tool_calls: list[RequestedCall] | None = None
     tool_call_id: str | None = None
 
-    @property
-    def has_address(self) -> bool:
-        """Whether something of it has to be fetched."""
-        if self.content is None or isinstance(self.content, str):
-            return False
-        urls = (part.file_url for part in self.content)
-        return any(url is not None and url[:5].lower() != "data:" for url in urls)
-
     @model_validator(mode="after")
     def _fields_suit_the_role(self) -> ChatMessage:
         for field in ("tool_calls", "audio"):
