@@ -77,10 +77,8 @@ class ApiError(Exception):
     @property
     def kind(self) -> str:
         """OpenAI's word for the class of the error."""
-        known = _TYPES.get(self.status)
-        if known is not None:
-            return known
-        return "invalid_request_error" if self.status < 500 else "server_error"
+        other = "invalid_request_error" if self.status < 500 else "server_error"
+        return _TYPES.get(self.status, other)
 
     def to_object(self) -> dict[str, Any]:
         """The error as JSON has it."""
