@@ -26,7 +26,7 @@ from omni.server.openai.answers import (
     usage_so_far,
 )
 from omni.server.openai.chat_request import ChatRequest
-from omni.server.openai.speech import check_voice, sound_of, speaking_stage
+from omni.server.openai.speech import check_voice, speaking_stage
 from omni.server.openai.spoken_file import AudioFileFormat, SpokenFile
 from omni.server.openai.tools import ToolCallParser
 from omni.server.serving.pipeline_response import DONE
@@ -67,8 +67,8 @@ class Chat(TextResponse):
         """The answer in one piece."""
         async with await self._stream() as stream:
             (last,) = await stream.last_outputs()
-        output = last[self._stage]
-        sound = sound_of(last, self._voice) if self._voice is not None else None
+        output, voice = last[self._stage], self._voice
+        sound = last[voice].audio if voice is not None and voice in last else None
         choices: list[Choice] = []
         for index, each in enumerate(completions_of(output)):
             words, calls = self._parsers[index].feed(each.text or "", is_last=True)
@@ -77,7 +77,8 @@ class Chat(TextResponse):
             message = AssistantMessage(role="assistant", content=words)
             if calls:
                 message.content, message.tool_calls = words or None, calls
-            if sound is not None and not index:  # else the text is the answer, as in a stream
+            # Without any sound the text is the answer, as in a stream.
+            if sound is not None and sound.duration_s and not index:
                 message.audio = await self._file(sound, output.text or "")
                 self._keep_words(words)
             choices.append(

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
 
-from engine import ChatPrompt, Waveform
+from engine import ChatPrompt
 from omni.server.openai.answers import TokenCount, as_event, usage_so_far
 from omni.server.openai.chat_request import StageFields, Voice, merge_sampling
 from omni.server.openai.spoken_file import AUDIO_FILES, AudioFileFormat, SpokenFile
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.pipeline_response import EVENTS, PipelineResponse
-from stages import StageOutput
 
 if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
@@ -36,13 +35,6 @@ def check_voice(pipeline: Pipeline, voice: str | None, param: str) -> None:
         pipeline.voices.find(voice)
     except ValueError as error:
         raise ApiError.bad_field(param, str(error)) from error
-
-
-def sound_of(outputs: Mapping[str, StageOutput], stage: str) -> Waveform | None:
-    """Return the whole sound of a stage; None if that is empty."""
-    made = outputs.get(stage)
-    sound = made.audio if made is not None else None
-    return sound if sound is not None and sound.duration_s else None
 
 
 class SpeechRequest(StageFields):
@@ -99,7 +91,12 @@ class Speech(PipelineResponse):
                 if piece := await asyncio.to_thread(self._file.of, sound):
                     yield self._piece(piece)
         if not self._file.has_begun:
-            raise _no_sound()
+            raise ApiError(
+                HTTPStatus.INTERNAL_SERVER_ERROR,
+                "the model made no sound",
+                code="no_sound",
+                headers={"x-should-retry": "false"},  # clients try again by themselves
+            )
         if piece := await asyncio.to_thread(self._file.rest):
             yield self._piece(piece)
         if self._has_events:
@@ -115,12 +112,3 @@ class Speech(PipelineResponse):
         # In JSON bytes are base64.
         event = {"type": "speech.audio.delta", "audio": content}
         return as_event(event) if self._has_events else content
-
-
-def _no_sound() -> ApiError:
-    return ApiError(
-        HTTPStatus.INTERNAL_SERVER_ERROR,
-        "the model made no sound",
-        code="no_sound",
-        headers={"x-should-retry": "false"},  # clients try again by themselves
-    )
