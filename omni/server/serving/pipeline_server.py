@@ -23,7 +23,7 @@ from omni.server.serving.response_store import ResponseStore
 from omni.server.serving.settings import ServerLimits, ServerSettings
 from omni.server.serving.url_fetcher import UrlFetcher
 from stages import Stage, StageStats
-from stages.worker.stage_link import WorkerState
+from stages.worker.stage_link import WorkerState, why_lost
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,7 +118,7 @@ class ServedPipeline:
 
     def describe(self) -> dict[str, Any]:
         """Describe what clients choose a model by; null is what is known once it is loaded."""
-        stages = self.config.stages
+        omni, stages = self._omni, self.config.stages
         made = [kind for stage in stages.values() for kind in stage.final_output]
         described: dict[str, Any] = {
             "stages": [{"name": name, "kind": stage.kind} for name, stage in stages.items()],
@@ -126,7 +126,6 @@ class ServedPipeline:
             "voices": None,
             "max_model_len": None,
         }
-        omni = self._omni
         if omni is None:
             return described
         # A prompt goes to every stage that no other feeds.
@@ -205,9 +204,6 @@ class ServedPipeline:
 
 
 def _lost_stages(states: Mapping[str, Sequence[WorkerState]]) -> dict[str, str]:
-    # Only here: a server answers before torch is imported.
-    from stages.worker.stage_link import why_lost
-
     reasons = {name: why_lost(workers) for name, workers in states.items()}
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
