@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import binascii
-import json
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,6 +11,7 @@ from http import HTTPStatus
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import from_json
 from starlette.requests import Request
 
 from engine.interface.placed_error import PlacedError
@@ -128,19 +128,13 @@ def parse_json(body: bytes | str, model: type[_ModelT]) -> _ModelT:
     try:
         return model.model_validate_json(body, strict=True)
     except ValidationError as error:
-        if error.errors(include_url=False)[0]["type"] == "json_invalid":
-            cause = error.errors(include_url=False)[0].get("ctx", {}).get("error", "")
+        finding = error.errors(include_url=False)[0]
+        if finding["type"] == "json_invalid":
+            cause = finding.get("ctx", {}).get("error", "")
             raise ApiError.bad_request(f"the body is not valid JSON: {cause}") from None
-        data = _loaded(body)
+        data = from_json(body)
         if not isinstance(data, dict):
             raise ApiError.bad_request("the body must be a JSON object: {...}") from None
         lines = explain_validation_error(error, model, data).split("\n")
-        place = dotted(place_of(error.errors(include_url=False)[0], data))
+        place = dotted(place_of(finding, data))
         raise ApiError.bad_request("; ".join(lines), param=place or None) from None
-
-
-def _loaded(body: bytes | str) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):  # pydantic's parser took it, this one need not
-        raise ApiError.bad_request("the body is not valid JSON") from None
