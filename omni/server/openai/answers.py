@@ -10,7 +10,7 @@ import math
 import re
 import time
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType
@@ -331,12 +331,15 @@ class TextResponse(PipelineResponse):
     id_prefix: ClassVar[str]
     chunk_kind: ClassVar[str]
     """What a part of a stream calls itself."""
+    param_names: ClassVar[Mapping[str, str]] = {}
+    """Names by which clients know fields, where these are not those of the body."""
 
     def __init__(self, request: Request, body: ChatRequest | CompletionRequest) -> None:
         super().__init__(request, body.model, is_streamed=body.stream)
         self.server.check_room(self.client, body.model)  # before files are decoded and fetched
         stage = self._stage = text_stage(self.stages)
         fields, names = body.stage_fields()
+        names = {key: self.param_names.get(name, name) for key, name in names.items()}
         self._sampling = merge_sampling(self.stages, stage, fields, body.stages, names)
         params = self._sampling.get(stage, self.stages.stages[stage].sampling)
         self._n = params.n if params is not None else 1  # completions of each prompt

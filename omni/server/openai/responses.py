@@ -252,7 +252,7 @@ class ResponsesRequest(StageFields):
                     pass
         return messages
 
-    def chat(self, history: Sequence[dict[str, Any]]) -> _ChatOfResponse:
+    def chat(self, history: Sequence[dict[str, Any]]) -> ChatRequest:
         """The request as one for a chat, behind earlier messages."""
         system = self.instructions
         first = [{"role": "system", "content": system}] if system else []
@@ -283,32 +283,21 @@ class ResponsesRequest(StageFields):
             "cache_salt": self.cache_salt,
         }
         try:
-            return _ChatOfResponse.model_validate(asked, strict=True)
+            return ChatRequest.model_validate(asked, strict=True)
         except ValidationError as error:
             finding = error.errors(include_url=False)[0]
             raise ApiError.bad_request(f"input: {finding['msg']}", param="input") from error
-
-
-_NAMES = {
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-}
-
-
-class _ChatOfResponse(ChatRequest):
-    """A chat whose client knows its fields by the names of the Responses API."""
-
-    def stage_fields(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """See :meth:`ChatRequest.stage_fields`."""
-        fields, names = super().stage_fields()
-        return fields, {key: _NAMES.get(name, name) for key, name in names.items()}
 
 
 class Responses(Chat):
     """The response to a request for a response."""
 
     prompt_param = "input"
+    param_names: ClassVar = {
+        "max_completion_tokens": "max_output_tokens",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+    }
 
     def __init__(self, request: Request, body: ResponsesRequest) -> None:
         earlier: list[dict[str, Any]] = []
