@@ -55,12 +55,7 @@ class ServedPipeline:
     """
 
     def __init__(
-        self,
-        config: PipelineConfig,
-        limits: ServerLimits,
-        meters: Meters | None = None,
-        *,
-        apart: bool = False,
+        self, config: PipelineConfig, limits: ServerLimits, meters: Meters, *, apart: bool = False
     ) -> None:
         self.config = config
         self._apart = apart
@@ -70,7 +65,7 @@ class ServedPipeline:
         self.queue = AdmissionQueue(running, limits.max_waiting_requests)
         self.state = PipelineState.LOADING
         self.error: str | None = None
-        self.meters = Meters([self]) if meters is None else meters
+        self.meters = meters
         self._omni: Omni | None = None
         self._tokenizers: Mapping[str, PreTrainedTokenizerBase | None] = {}
         self._lock = threading.Lock()

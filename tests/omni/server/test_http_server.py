@@ -15,6 +15,7 @@ import pytest
 from omni import Omni
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.server.http_server import bind
+from omni.server.serving.meters import Meters
 from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
 from omni.server.serving.settings import ServerLimits, ServerSettings
 from tests.support.gated_stage import gated_pipeline
@@ -71,7 +72,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_and_is_told(tmp_path: Pat
 
 
 def test_a_pipeline_that_is_loaded_too_late_is_closed(monkeypatch: pytest.MonkeyPatch):
-    pipeline = ServedPipeline(gated_pipeline("late"), ServerLimits())
+    pipeline = ServedPipeline(gated_pipeline("late"), ServerLimits(), Meters(()))
     pipeline.close()
     closed: list[Omni] = []
     close = Omni.close
@@ -98,7 +99,7 @@ def test_a_key_that_no_header_can_carry_is_refused(key: str):
 
 def test_as_many_requests_run_at_once_as_all_stages_together_can_run():
     config = PipelineConfig.load("two_step")
-    queue = ServedPipeline(config, ServerLimits()).queue
+    queue = ServedPipeline(config, ServerLimits(), Meters(())).queue
     assert queue.max_running == 16 + 16
 
 
@@ -111,7 +112,7 @@ def test_tokens_are_told_of_a_kind_of_ones_own_too(
     config = PipelineConfig.model_validate(
         {"name": "own", "runtime": {"kind": runtime}, "stages": {"plain": plain, "told": told}}
     )
-    pipeline = ServedPipeline(config, ServerLimits())
+    pipeline = ServedPipeline(config, ServerLimits(), Meters(()))
     try:
         pipeline.load()
         tokenizer = pipeline.tokenizer("told")
