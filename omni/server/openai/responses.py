@@ -13,24 +13,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine.interface.placed_error import PlacedError
-from omni.server.openai.answers import usage_so_far
+from omni.server.openai.answers import Usage, usage_so_far
 from omni.server.openai.chat import Chat
 from omni.server.openai.chat_request import ChatRequest, StageFields
-from omni.server.openai.tools import FunctionName, FunctionParts, add_call
+from omni.server.openai.tools import FunctionName, FunctionParts, ToolCall, add_call
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import ApiModel
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
-
-    from omni.server.openai.answers import Usage
-    from omni.server.openai.tools import ToolCall
 
 
 class ContentPart(ApiModel):

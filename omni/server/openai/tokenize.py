@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine.interface.placed_error import PlacedError
 from omni.server.openai.chat_request import ChatMessage
 from omni.server.openai.tools import FunctionTool
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.request_body import ApiModel, read_json
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
-
-    from omni.server.serving.pipeline_server import PipelineServer
 
 _MOST_TOKENS = 1_000_000
 

@@ -8,12 +8,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omni.server.serving.api_error import ApiError
-
-if TYPE_CHECKING:
-    from omni.server.serving.client import Client
+from omni.server.serving.client import Client
 
 _MOST_BYTES = 64 * 2**20
 
