@@ -13,11 +13,12 @@ import asyncio
 import json
 import uuid
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from http import HTTPStatus
 from itertools import count
 from typing import Any
 
+from starlette import status
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from engine import AudioPrompt
@@ -59,10 +60,10 @@ from omni.server.serving.client import Client
 from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
 from omni.server.serving.request_body import decoded, without_faltering
 
-_UNSUPPORTED_DATA = 1003
-_POLICY_VIOLATION = 1008
-_TRY_AGAIN_LATER = 1013
 _OLDER_API = "realtime=v1"
+
+_GONE = (WebSocketDisconnect, OSError, RuntimeError)
+"""What sending raises where the client has gone, or was sent away."""
 
 
 async def talk(websocket: WebSocket) -> None:
@@ -87,15 +88,10 @@ async def talk(websocket: WebSocket) -> None:
     except ApiError as error:
         websocket.state.refusal = error
         is_full = error.status is HTTPStatus.TOO_MANY_REQUESTS
-        with _suppress_gone():
+        with suppress(*_GONE):
             await websocket.send_json({"type": "error", **error.to_object()})
-            code = _TRY_AGAIN_LATER if is_full else _POLICY_VIOLATION
+            code = status.WS_1013_TRY_AGAIN_LATER if is_full else status.WS_1008_POLICY_VIOLATION
             await websocket.close(code, error.message[:100])
-
-
-def _suppress_gone() -> AbstractContextManager[None]:
-    """Pass over that the client has gone, or was sent away."""
-    return suppress(WebSocketDisconnect, OSError, RuntimeError)
 
 
 class RealtimeSession:
@@ -143,8 +139,10 @@ class RealtimeSession:
                     return
                 text = message.get("text")
                 if text is None:
-                    with _suppress_gone():
-                        await self._websocket.close(_UNSUPPORTED_DATA, "events are JSON in text")
+                    with suppress(*_GONE):
+                        await self._websocket.close(
+                            status.WS_1003_UNSUPPORTED_DATA, "events are JSON in text"
+                        )
                     return
                 await self._take(text)
         finally:
@@ -335,7 +333,7 @@ class RealtimeSession:
         if self._is_older:
             event = in_older_names(event)
         if event is not None:
-            with _suppress_gone():
+            with suppress(*_GONE):
                 await self._websocket.send_text(json.dumps(event))
 
     def _session(self) -> Mapping[str, Any]:
