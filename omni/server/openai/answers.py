@@ -10,6 +10,7 @@ import math
 import re
 import time
 from codecs import getincrementaldecoder
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
@@ -226,12 +227,8 @@ class LogprobWriter:
             raise ApiError.bad_field(
                 "logprobs", f"the stage {stage!r} has no tokenizer to name tokens by"
             )
-        self._tokenizer = tokenizer
-        self._texts = TokenTexts(tokenizer)
-
-    def places(self) -> TokenPlaces:
-        """Return what finds a new completion's token places."""
-        return TokenPlaces(self._tokenizer, self._texts)
+        self._texts = texts = TokenTexts(tokenizer)
+        self._places = defaultdict[int, TokenPlaces](lambda: TokenPlaces(tokenizer, texts))
 
     def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """Write in the shape of chats."""
@@ -243,10 +240,9 @@ class LogprobWriter:
             ]
         }
 
-    def completion(
-        self, entries: Sequence[TokenLogprobs], places: TokenPlaces
-    ) -> dict[str, list[Any]]:
-        """Write in the shape of completions; ``places`` has taken all tokens before these."""
+    def completion(self, entries: Sequence[TokenLogprobs], index: int) -> dict[str, list[Any]]:
+        """Write in the shape of completions what follows in that one, token after token."""
+        places = self._places[index]
         return {
             "tokens": [self._texts.text(entry.token_id) for entry in entries],
             "token_logprobs": [_number(entry.logprob) for entry in entries],

@@ -13,7 +13,6 @@ from omni.server.openai.answers import (
     Choice,
     TextResponse,
     TokenCount,
-    TokenPlaces,
     as_json,
     completions_of,
     parts_of,
@@ -49,7 +48,7 @@ class Completions(TextResponse):
         async with self.stream(self._requests, [self._stage]) as stream:
             outputs = [last[self._stage] for last in await stream.last_outputs()]
         choices = [
-            self._choice(index * self._n + number, written, self._places())
+            self._choice(index * self._n + number, written)
             for index, output in enumerate(outputs)
             for number, written in enumerate(completions_of(output))
         ]
@@ -60,7 +59,6 @@ class Completions(TextResponse):
     async def pieces(self) -> AsyncIterator[bytes]:
         """All completions by events, as they come."""
         counts = [TokenCount() for _ in self._requests]
-        places = [self._places() for _ in range(self._n * len(self._requests))]
         over: set[int] = set()
         async with self.stream(self._requests, [self._stage]) as stream:
             async for update in stream.updates():
@@ -72,9 +70,9 @@ class Completions(TextResponse):
                     at = update.index * self._n + number
                     ends = part.finish_reason is not None and at not in over
                     if part.text or ends or (part.logprobs and self._logprobs):
-                        choice = self._choice(at, part, places[at])
-                        each = self._options.counts_each_chunk
-                        yield self._event_of([choice], count.usage_of(number) if each else None)
+                        each = self._options.continuous_usage_stats
+                        usage = count.usage_of(number) if each else None
+                        yield self._event_of([self._choice(at, part)], usage)
                     if ends:
                         over.add(at)
         end = DONE
@@ -89,19 +87,13 @@ class Completions(TextResponse):
         tokenizer, _ = prompt_reader(self.server, self.pipeline.name)
         return str(tokenizer.decode(list(prompt.prompt_token_ids)))
 
-    def _places(self) -> TokenPlaces | None:
-        return None if self._logprobs is None else self._logprobs.places()
-
     def _choice(
-        self,
-        index: int,
-        part: Completion | StageOutput | OutputDelta | CompletionDelta,
-        places: TokenPlaces | None,
+        self, index: int, part: Completion | StageOutput | OutputDelta | CompletionDelta
     ) -> Choice:
         """All of a completion, or what is new of it."""
         reason = None if part.finish_reason is None else part.finish_reason.value
         text = self._echoes.pop(index, "") + (part.text or "")
         choice = Choice(index=index, text=text, finish_reason=reason)
-        if self._logprobs is not None and places is not None:
-            choice.logprobs = self._logprobs.completion(part.logprobs or (), places)
+        if self._logprobs is not None:
+            choice.logprobs = self._logprobs.completion(part.logprobs or (), index)
         return choice
