@@ -181,7 +181,7 @@ class Chat(TextResponse):
 
     def _event(self, choice: Choice) -> bytes:
         usage = None
-        if self._options.counts_each_chunk:
+        if self._options.continuous_usage_stats:
             is_first = isinstance(choice.delta, AssistantMessage) and choice.delta.role is not UNSET
             usage = self._count.usage_of(None if is_first else choice.index)
         return self._event_of([choice], usage)

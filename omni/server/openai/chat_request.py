@@ -160,11 +160,6 @@ class StreamOptions(ApiModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
-    @property
-    def counts_each_chunk(self) -> bool:
-        """Whether chunks before the last one count tokens."""
-        return self.include_usage and self.continuous_usage_stats
-
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
