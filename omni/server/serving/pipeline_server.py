@@ -252,13 +252,7 @@ class PipelineServer:
                 f"the transcriber {transcriber!r} is none of the pipelines that are served"
                 f"{suggest(transcriber, self.pipelines)}"
             )
-        limits = settings.limits
-        self.fetcher = UrlFetcher(
-            settings.allow_url_hosts,
-            limits.max_url_bytes,
-            limits.url_timeout_s,
-            max(1, limits.max_waiting_requests),  # one waits even where none waits for its turn
-        )
+        self.fetcher = UrlFetcher(settings.allow_url_hosts, settings.limits)
         self.responses = ResponseStore()
         self.spoken = ResponseStore(kind="audio")
         self.num_sessions = 0

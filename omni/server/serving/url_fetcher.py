@@ -12,6 +12,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import SplitResult, urlsplit
 
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.settings import ServerLimits
 
 _AT_ONCE = 8
 _CODE = "invalid_url"
@@ -25,17 +26,13 @@ class UrlFetcher:
     an address that was checked, whatever the name means a moment later; and no redirect is
     followed.
 
-    Names of hosts are without ports; ``timeout_s`` is of a whole fetch, and ``max_requests`` is how
-    many wait for files at once.
+    Names of hosts are without ports. As many requests wait for files at once as may wait for their
+    turn; one where none may.
     """
 
-    def __init__(
-        self, hosts: Sequence[str], max_bytes: int, timeout_s: float, max_requests: int = 64
-    ) -> None:
+    def __init__(self, hosts: Sequence[str], limits: ServerLimits) -> None:
         self._hosts = frozenset(host.lower().rstrip(".") for host in hosts)
-        self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
-        self._max_requests = max_requests
+        self._limits = limits
         self._num_requests = 0
         self._room = asyncio.Semaphore(_AT_ONCE)
         # Its own: names that are looked up for long must keep no other work from its thread.
@@ -48,12 +45,12 @@ class UrlFetcher:
     @contextmanager
     def place(self) -> Generator[None]:
         """Count a request that waits for files while the block lasts; refuse one too many."""
-        if self._num_requests >= self._max_requests:
+        if self._num_requests >= max(1, self._limits.max_waiting_requests):
             raise ApiError.too_many(
                 f"{self._num_requests} requests wait for files to be fetched, as many as this "
                 "server lets wait; try again later",
                 "queue_full",
-                self._timeout_s,
+                self._limits.url_timeout_s,
             )
         self._num_requests += 1
         try:
@@ -79,9 +76,9 @@ class UrlFetcher:
             raise ApiError.bad_field(param, "it has characters that an address cannot have", _CODE)
         if parts.username is not None or parts.password is not None:
             raise ApiError.bad_field(param, "it must not name a user", _CODE)
-        most = min(self._max_bytes, room)
+        most = min(self._limits.max_url_bytes, room)
         try:
-            async with asyncio.timeout(self._timeout_s), self._room:
+            async with asyncio.timeout(self._limits.url_timeout_s), self._room:
                 return await self._get(parts, host, port, most)
         except Exception as error:  # of many kinds, of the network, of TLS and of the host's answer
             message = str(error) or type(error).__name__
@@ -115,8 +112,8 @@ class UrlFetcher:
             content = bytearray()
             async for chunk in response.aiter_stream():
                 content += chunk
-                if len(content) > self._max_bytes:
-                    raise ValueError(f"it is larger than {self._max_bytes} bytes")
+                if len(content) > self._limits.max_url_bytes:
+                    raise ValueError(f"it is larger than {self._limits.max_url_bytes} bytes")
                 if len(content) > most:
                     raise ValueError("the request's files are larger than its body may be")
             return bytes(content)

@@ -19,6 +19,7 @@ import soundfile
 from omni import AudioPrompt, ChatPrompt, OmniRequest
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.server.serving import url_fetcher
+from omni.server.serving.settings import ServerLimits
 from omni.server.serving.url_fetcher import UrlFetcher
 from tests.support.fake_speech_kind import fake_speech
 from tests.support.http_call import call
@@ -156,7 +157,7 @@ class Pictures(http.server.BaseHTTPRequestHandler):
 def test_an_image_is_fetched_from_a_host_that_is_named(
     media: LiveServer, client: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    fetcher = UrlFetcher(["127.0.0.1"], 1 << 20, PATIENCE_S)
+    fetcher = UrlFetcher(["127.0.0.1"], ServerLimits(url_timeout_s=PATIENCE_S))
     monkeypatch.setattr(url_fetcher, "is_public", lambda _: True)
     monkeypatch.setattr(media.pipelines, "fetcher", fetcher)
     with http.server.HTTPServer(("127.0.0.1", 0), Pictures) as host:

@@ -18,6 +18,7 @@ import pytest
 
 from omni.server.serving import url_fetcher
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.settings import ServerLimits
 from omni.server.serving.url_fetcher import UrlFetcher, is_public
 from tests.support.gated_stage import gated_pipeline
 from tests.support.http_call import connection, raw_post
@@ -66,7 +67,7 @@ def port() -> Iterator[int]:
 
 def fetch(url: str, *hosts: str, room: int = 10_000) -> bytes:
     async def run() -> bytes:
-        fetcher = UrlFetcher(hosts, max_bytes=4096, timeout_s=30)
+        fetcher = UrlFetcher(hosts, ServerLimits(max_url_bytes=4096, url_timeout_s=30))
         try:
             return await fetcher.fetch(url, "url", room)
         finally:
@@ -196,7 +197,7 @@ def test_hosts_that_say_nothing_keep_no_other_thread_of_the_server(silent: socke
     async def run() -> None:
         # Where there are many cores, there are many of them.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4))
-        fetcher = UrlFetcher(["127.0.0.1"], 4096, timeout_s=PATIENCE_S)
+        fetcher = UrlFetcher(["127.0.0.1"], ServerLimits(url_timeout_s=PATIENCE_S))
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/a"
         asked = [asyncio.create_task(fetcher.fetch(url, "url", 1)) for _ in range(50)]
         hosts = [await asyncio.to_thread(silent.accept) for _ in range(8)]
@@ -217,7 +218,7 @@ def test_a_host_that_never_ends_is_left(port: int, path: str, monkeypatch: pytes
 
     async def run() -> None:
         num_tasks = len(asyncio.all_tasks())
-        fetcher = UrlFetcher(["127.0.0.1"], 1 << 30, timeout_s=0.1)
+        fetcher = UrlFetcher(["127.0.0.1"], ServerLimits(max_url_bytes=1 << 30, url_timeout_s=0.1))
         for _ in range(2 * 8):  # twice as many as may be fetched at once
             with pytest.raises(ApiError, match="cannot be fetched"):
                 await fetcher.fetch(f"http://127.0.0.1:{port}/{path}", "url", 1 << 30)
