@@ -54,7 +54,6 @@ class _Running:
     place: QueuePlace
     meter: RequestMeter
     ticket: Ticket | None = None
-    is_over: bool = False
     new: dict[str, OutputDelta | OutputAccumulator] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
     last: OmniDelta | None = None
@@ -151,7 +150,7 @@ class ResponseStream:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        unfinished = [each for each in self._running if not each.is_over]
+        unfinished = [each for each in self._running if not each.place.is_left]
         self._driver.discard(each.ticket for each in unfinished if each.ticket is not None)
         for running in unfinished:
             # A reader may leave others once it has enough.
@@ -192,7 +191,7 @@ class ResponseStream:
 
     def _admitted(self, running: _Running, admitted: asyncio.Future[None]) -> None:
         """Begin a request, unless a stage has lost its workers since the request came in."""
-        if running.is_over or admitted.cancelled():
+        if running.place.is_left or admitted.cancelled():
             return
         try:
             self._pipeline.check_stages()
@@ -210,7 +209,7 @@ class ResponseStream:
             self._fail(running, error)
 
     def _take(self, running: _Running, event: OmniDelta | BaseException) -> None:
-        if running.is_over:
+        if running.place.is_left:
             return
         if isinstance(event, BaseException):
             self._fail(running, RuntimeError("the pipeline's driver has crashed"))
@@ -226,7 +225,6 @@ class ResponseStream:
         self._wake_reader()
 
     def _end(self, running: _Running, status: str) -> None:
-        running.is_over = True
         self._pipeline.queue.leave(running.place)
         running.meter.end(status)
 
