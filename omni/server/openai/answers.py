@@ -166,28 +166,34 @@ def text_stage(pipeline: Pipeline) -> str:
     return writing[-1]
 
 
-def completions_of(output: StageOutput) -> Sequence[StageOutput | Completion]:
-    """List the completions of an output; of a kind of stage that gives none, itself."""
-    return output.completions or (output,)
+CompletionPart: TypeAlias = StageOutput | Completion | OutputDelta | CompletionDelta
+"""All of a completion, or what is new of it."""
 
 
-def parts_of(delta: OutputDelta) -> list[tuple[int, OutputDelta | CompletionDelta]]:
-    """List what is new of each completion that has anything new, with its index."""
-    return [(0, delta), *((other.index, other) for other in delta.others)]
+def parts_of(output: StageOutput | OutputDelta) -> list[tuple[int, CompletionPart]]:
+    """List the completions of an output, or those of a delta that have anything new, by index.
+
+    Of a kind of stage that gives no completions, the output is the only one.
+    """
+    if isinstance(output, StageOutput):
+        return list(enumerate(output.completions or (output,)))
+    return [(0, output), *((other.index, other) for other in output.others)]
 
 
 class TokenCount:
-    """Counts the tokens of prompts, and of their completions, as they come."""
+    """Counts the tokens of a prompt, and of its completions, as they come or at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, output: StageOutput | None = None) -> None:
         self.prompt = self.cached = 0
         self.written: dict[int, int] = {}
+        if output is not None:
+            self.add(output)
 
-    def add(self, delta: OutputDelta) -> None:
-        """Count what is new of one request."""
-        self.prompt = delta.num_prompt_tokens or self.prompt
-        self.cached = delta.num_cached_tokens or self.cached
-        for index, part in parts_of(delta):
+    def add(self, output: StageOutput | OutputDelta) -> None:
+        """Count all, or what is new, of one request."""
+        self.prompt = output.num_prompt_tokens or self.prompt
+        self.cached = output.num_cached_tokens or self.cached
+        for index, part in parts_of(output):
             self.written[index] = self.written.get(index, 0) + len(part.token_ids)
 
     def usage_of(self, index: int | None) -> Usage:
@@ -196,17 +202,10 @@ class TokenCount:
         return _usage(self.prompt, self.cached, written)
 
 
-def usage_so_far(counts: Sequence[TokenCount]) -> Usage:
+def usage_of(counts: Sequence[TokenCount]) -> Usage:
     """Count the tokens of prompts, and of all their completions."""
     prompt, cached = sum(each.prompt for each in counts), sum(each.cached for each in counts)
     return _usage(prompt, cached, sum(sum(each.written.values()) for each in counts))
-
-
-def usage_of(outputs: Sequence[StageOutput]) -> Usage:
-    """Count the tokens of prompts, and of all their completions."""
-    written = sum(len(each.token_ids) for output in outputs for each in completions_of(output))
-    prompt = sum(output.num_prompt_tokens for output in outputs)
-    return _usage(prompt, sum(output.num_cached_tokens for output in outputs), written)
 
 
 def _usage(prompt: int, cached: int, written: int) -> Usage:

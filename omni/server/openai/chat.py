@@ -20,10 +20,8 @@ from omni.server.openai.answers import (
     TextResponse,
     TokenCount,
     as_json,
-    completions_of,
     parts_of,
     usage_of,
-    usage_so_far,
 )
 from omni.server.openai.chat_request import ChatRequest
 from omni.server.openai.speech import check_voice, speaking_stage
@@ -70,7 +68,7 @@ class Chat(TextResponse):
         output, voice = last[self._stage], self._voice
         sound = last[voice].audio if voice is not None and voice in last else None
         choices: list[Choice] = []
-        for index, each in enumerate(completions_of(output)):
+        for index, each in parts_of(output):
             words, calls = self._parsers[index].feed(each.text or "", is_last=True)
             for call in calls:
                 call.index = UNSET
@@ -90,7 +88,7 @@ class Chat(TextResponse):
                 )
             )
         answer = self._answer("chat.completion", choices)
-        answer.usage = usage_of([output])
+        answer.usage = usage_of([TokenCount(output)])
         return Response(as_json(answer), media_type="application/json")
 
     async def pieces(self) -> AsyncIterator[bytes]:
@@ -108,7 +106,7 @@ class Chat(TextResponse):
                 if piece and not update.is_last:
                     yield piece
         if self._options.include_usage:
-            piece += self._event_of([], usage_so_far([self._count]))
+            piece += self._event_of([], usage_of([self._count]))
         if self._has_spoken:
             self._keep_words(self._words)
         yield piece + DONE

@@ -8,21 +8,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine import Prompt, TextPrompt, TokensPrompt
-from engine.interface.outputs import CompletionDelta, OutputDelta
 from omni.server.openai.answers import (
     Choice,
+    CompletionPart,
     TextResponse,
     TokenCount,
     as_json,
-    completions_of,
     parts_of,
     usage_of,
-    usage_so_far,
 )
 from omni.server.openai.chat_request import CompletionRequest, prompts_of
 from omni.server.openai.tokenize import prompt_reader
 from omni.server.serving.pipeline_response import DONE
-from stages import Completion, StageOutput
 
 
 class Completions(TextResponse):
@@ -50,10 +47,10 @@ class Completions(TextResponse):
         choices = [
             self._choice(index * self._n + number, written)
             for index, output in enumerate(outputs)
-            for number, written in enumerate(completions_of(output))
+            for number, written in parts_of(output)
         ]
         answer = self._answer(self.chunk_kind, choices)
-        answer.usage = usage_of(outputs)
+        answer.usage = usage_of([TokenCount(output) for output in outputs])
         return Response(as_json(answer), media_type="application/json")
 
     async def pieces(self) -> AsyncIterator[bytes]:
@@ -77,7 +74,7 @@ class Completions(TextResponse):
                         over.add(at)
         end = DONE
         if self._options.include_usage:
-            end = self._event_of([], usage_so_far(counts)) + DONE
+            end = self._event_of([], usage_of(counts)) + DONE
         yield end
 
     def _text_of(self, prompt: Prompt) -> str:
@@ -87,9 +84,7 @@ class Completions(TextResponse):
         tokenizer, _ = prompt_reader(self.server, self.pipeline.name)
         return str(tokenizer.decode(list(prompt.prompt_token_ids)))
 
-    def _choice(
-        self, index: int, part: Completion | StageOutput | OutputDelta | CompletionDelta
-    ) -> Choice:
+    def _choice(self, index: int, part: CompletionPart) -> Choice:
         """All of a completion, or what is new of it."""
         reason = None if part.finish_reason is None else part.finish_reason.value
         text = self._echoes.pop(index, "") + (part.text or "")

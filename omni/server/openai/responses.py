@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine.interface.placed_error import PlacedError
-from omni.server.openai.answers import Usage, usage_so_far
+from omni.server.openai.answers import Usage, usage_of
 from omni.server.openai.chat import Chat
 from omni.server.openai.chat_request import ChatRequest, StageFields
 from omni.server.openai.tools import FunctionName, FunctionParts, ToolCall, add_call
@@ -332,7 +332,7 @@ class Responses(Chat):
                     piece = b""
                 if ends:
                     has_ended, is_cut = True, delta.finish_reason == "length"
-        piece += writer.end(is_cut, usage_so_far([self._count]))
+        piece += writer.end(is_cut, usage_of([self._count]))
         self._keep()
         yield piece
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.requests import Request
 
 from engine import ChatPrompt
-from omni.server.openai.answers import TokenCount, as_event, usage_so_far
+from omni.server.openai.answers import TokenCount, as_event, usage_of
 from omni.server.openai.chat_request import StageFields, Voice, merge_sampling
 from omni.server.openai.spoken_file import AUDIO_FILES, AudioFileFormat, SpokenFile
 from omni.server.serving.api_error import ApiError
@@ -100,7 +100,7 @@ class Speech(PipelineResponse):
         if piece := await asyncio.to_thread(self._file.rest):
             yield self._piece(piece)
         if self._has_events:
-            usage = usage_so_far([self._count])
+            usage = usage_of([self._count])
             tokens = {
                 "input_tokens": usage["prompt_tokens"],
                 "output_tokens": usage["completion_tokens"],
