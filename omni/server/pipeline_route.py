@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from engine import Waveform
 from engine.interface.outputs import OutputDelta
-from engine.interface.placed_error import KeyPath, PlacedError
+from engine.interface.placed_error import PlacedError
 from engine.interface.settings import dotted
 from omni.requests.request import OmniAccumulator, OmniRequest
 from omni.requests.request_line import RequestLine
@@ -54,12 +54,8 @@ async def run_pipeline(request: Request) -> Response:
         parsed = await asyncio.to_thread(_request, line, pipeline, request.state.client)
         omni.pipeline.merge_sampling(parsed.sampling)
         omni.pipeline.voices.find(parsed.speaker)
-    except PlacedError as error:
-        param = _sampling_param(line.sampling, error.place)
-        raise ApiError.bad_request(str(error), param=param) from error
     except ValueError as error:
-        message = str(error)
-        raise ApiError.bad_request(message, param=_param(message)) from error
+        raise ApiError.bad_request(str(error), param=_param(error, line)) from error
     return _PipelineOutput(request, pipeline.name, line, parsed)
 
 
@@ -77,17 +73,17 @@ def _request(line: PipelineRequest, pipeline: ServedPipeline, client: Client) ->
     )
 
 
-def _param(message: str) -> str | None:
-    """The key that a message begins with, if it does."""
-    key = message.partition(":")[0]
-    if message.startswith("speaker "):
-        return "speaker"
-    return key if key.partition(".")[0] in PipelineRequest.model_fields else None
+def _param(error: ValueError, line: PipelineRequest) -> str | None:
+    """The key of the line that is wrong: where the message begins with it, or as sampling has it.
 
-
-def _sampling_param(given: Mapping[str, Any], place: KeyPath) -> str | None:
-    """The key that a field of a stage's sampling came by; None if the line has none of it."""
-    stage, *field = place
+    None where the line itself has nothing of a wrong field of a stage's sampling.
+    """
+    if not isinstance(error, PlacedError):
+        message = str(error)
+        key = "speaker" if message.startswith("speaker ") else message.partition(":")[0]
+        return key if key.partition(".")[0] in PipelineRequest.model_fields else None
+    stage, *field = error.place
+    given = line.sampling
     for_it = given.get(str(stage))
     if isinstance(for_it, Mapping) and (not field or field[0] in for_it):
         return dotted(("sampling", stage, *field))
