@@ -317,7 +317,7 @@ class Responses(Chat):
         """The response by events."""
         writer, (parser,) = self._writer, self._parsers
         is_cut = has_ended = False
-        piece = writer.begin()  # sent with the first text: until then a failure has a status
+        writer.begin()  # sent with the first text: until then a failure has a status
         async with await self._stream() as stream:
             async for update in stream.updates():
                 delta = update.of(self._stage)
@@ -326,15 +326,14 @@ class Responses(Chat):
                 self._count.add(delta)
                 ends = delta.finish_reason is not None and not has_ended
                 words, calls = parser.feed(delta.text or "", is_last=ends)
-                piece += writer.add(words, calls)
-                if piece:
+                writer.add(words, calls)
+                if piece := writer.take():
                     yield piece
-                    piece = b""
                 if ends:
                     has_ended, is_cut = True, delta.finish_reason == "length"
-        piece += writer.end(is_cut, usage_of([self._count]))
+        writer.end(is_cut, usage_of([self._count]))
         self._keep()
-        yield piece
+        yield writer.take()
 
     def _keep(self) -> None:
         if not self._request.store:
@@ -355,6 +354,7 @@ class _Writer:
     def __init__(self, request_id: str, created: int, model: str, body: ResponsesRequest) -> None:
         self._request_id = request_id
         self._number = 0
+        self._events = b""
         self._output: list[dict[str, Any]] = []
         self._is_text_open = False
         given = body.model_dump(
@@ -380,27 +380,31 @@ class _Writer:
             "usage": None,
         }
 
-    def begin(self) -> bytes:
-        """Report the beginning."""
-        return self._event("response.created", response=self.response) + self._event(
-            "response.in_progress", response=self.response
-        )
-
-    def add(self, words: str, calls: Sequence[ToolCall]) -> bytes:
-        """Add text and calls, and report them."""
-        events = b""
-        if words:
-            events += b"" if self._is_text_open else self._open_text()
-            self._output[-1]["content"][0]["text"] += words
-            events += self._text_event("response.output_text.delta", delta=words, logprobs=[])
-        for call in calls:
-            events += self._close_text() + self._add_call(call)
+    def take(self) -> bytes:
+        """Take the events that have not been sent."""
+        events, self._events = self._events, b""
         return events
 
-    def end(self, is_cut: bool, usage: Usage) -> bytes:
+    def begin(self) -> None:
+        """Report the beginning."""
+        self._event("response.created", response=self.response)
+        self._event("response.in_progress", response=self.response)
+
+    def add(self, words: str, calls: Sequence[ToolCall]) -> None:
+        """Add text and calls, and report them."""
+        if words:
+            self._open_text()
+            self._output[-1]["content"][0]["text"] += words
+            self._text_event("response.output_text.delta", delta=words, logprobs=[])
+        for call in calls:
+            self._close_text()
+            self._add_call(call)
+
+    def end(self, is_cut: bool, usage: Usage) -> None:
         """End the response, and report it."""
-        events = b"" if self._output else self._open_text()
-        events += self._close_text()
+        if not self._output:
+            self._open_text()
+        self._close_text()
         self.response["status"] = "incomplete" if is_cut else "completed"
         if is_cut:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -411,63 +415,58 @@ class _Writer:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
         }
-        return events + self._event(f"response.{self.response['status']}", response=self.response)
+        self._event(f"response.{self.response['status']}", response=self.response)
 
-    def _open_text(self) -> bytes:
+    def _open_text(self) -> None:
+        if self._is_text_open:
+            return
         self._is_text_open = True
-        item = self._new_item("msg", type="message", role="assistant", content=[])
-        events = self._item_event("response.output_item.added")
+        item = self._open_item("msg", type="message", role="assistant", content=[])
         item["content"].append({"type": "output_text", "text": "", "annotations": []})
-        return events + self._text_event("response.content_part.added", part=item["content"][0])
+        self._text_event("response.content_part.added", part=item["content"][0])
 
-    def _close_text(self) -> bytes:
+    def _close_text(self) -> None:
         if not self._is_text_open:
-            return b""
+            return
         self._is_text_open = False
         (part,) = self._output[-1]["content"]
-        self._output[-1]["status"] = "completed"
-        return (
-            self._text_event("response.output_text.done", text=part["text"], logprobs=[])
-            + self._text_event("response.content_part.done", part=part)
-            + self._item_event("response.output_item.done")
-        )
+        self._text_event("response.output_text.done", text=part["text"], logprobs=[])
+        self._text_event("response.content_part.done", part=part)
+        self._close_item()
 
-    def _add_call(self, call: ToolCall) -> bytes:
-        function = call.function
-        item = self._new_item(
-            "fc", type="function_call", call_id=call.id, name=function.name, arguments=""
-        )
-        events = self._item_event("response.output_item.added")
-        item |= {"arguments": function.arguments, "status": "completed"}
-        place = {"item_id": item["id"], "output_index": len(self._output) - 1}
+    def _add_call(self, call: ToolCall) -> None:
+        name, arguments = call.function.name, call.function.arguments
+        item = self._open_item("fc", type="function_call", call_id=call.id, name=name, arguments="")
+        item["arguments"] = arguments
         kind = "response.function_call_arguments"
-        events += self._event(f"{kind}.delta", **place, delta=function.arguments)
-        events += self._event(
-            f"{kind}.done", **place, name=function.name, arguments=function.arguments
-        )
-        return events + self._item_event("response.output_item.done")
+        self._part_event(f"{kind}.delta", delta=arguments)
+        self._part_event(f"{kind}.done", name=name, arguments=arguments)
+        self._close_item()
 
-    def _new_item(self, prefix: str, **fields: Any) -> dict[str, Any]:
+    def _open_item(self, prefix: str, **fields: Any) -> dict[str, Any]:
         number = len(self._output)
         item = {"id": f"{prefix}_{self._request_id}_{number}", "status": "in_progress", **fields}
         self._output.append(item)
+        self._event("response.output_item.added", output_index=number, item=item)
         return item
 
-    def _item_event(self, kind: str) -> bytes:
-        return self._event(kind, output_index=len(self._output) - 1, item=self._output[-1])
+    def _close_item(self) -> None:
+        number, item = len(self._output) - 1, self._output[-1]
+        item["status"] = "completed"
+        self._event("response.output_item.done", output_index=number, item=item)
 
-    def _text_event(self, kind: str, **fields: Any) -> bytes:
-        place = {
-            "item_id": self._output[-1]["id"],
-            "output_index": len(self._output) - 1,
-            "content_index": 0,
-        }
-        return self._event(kind, **place, **fields)
+    def _text_event(self, kind: str, **fields: Any) -> None:
+        self._part_event(kind, content_index=0, **fields)
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
+    def _part_event(self, kind: str, **fields: Any) -> None:
+        """Report something in the last item."""
+        place = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+        self._event(kind, **place, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> None:
         content = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        return f"event: {kind}\ndata: {json.dumps(content)}\n\n".encode()
+        self._events += f"event: {kind}\ndata: {json.dumps(content)}\n\n".encode()
 
 
 async def show_response(request: Request) -> Response:
