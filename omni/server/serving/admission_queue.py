@@ -16,25 +16,19 @@ _SMOOTHING = 0.2
 """Weight of the newest request in the mean time that a request takes."""
 
 
-@dataclass(slots=True)
-class _Group:
-    """Requests that came together: they count as one while they wait."""
-
-    num_waiting: int
-
-
 @dataclass(order=True, slots=True)
 class QueuePlace:
     """One request's place: first in the queue, then among those that run.
 
     ``number`` is that of its arrival, ``began_s`` when it was admitted, by the monotonic clock, and
-    ``admitted`` is done then.
+    ``admitted`` is done then. Requests that came together count as one while they wait; ``waiting``
+    has the numbers of those of them that still do.
     """
 
     priority: int
     number: int
     admitted: asyncio.Future[None] = field(compare=False)
-    group: _Group = field(compare=False)
+    waiting: set[int] = field(compare=False)
     began_s: float | None = field(default=None, compare=False)
     is_left: bool = field(default=False, compare=False)
 
@@ -58,12 +52,13 @@ class AdmissionQueue:
     def enter(self, priorities: list[int]) -> list[QueuePlace]:
         """Take a place for each of some requests that belong together: for all, or for none."""
         self.check_room(len(priorities))
-        loop, group = asyncio.get_running_loop(), _Group(len(priorities))
+        loop, waiting = asyncio.get_running_loop(), set[int]()
         places = [
-            QueuePlace(each, next(self._numbers), loop.create_future(), group)
+            QueuePlace(each, next(self._numbers), loop.create_future(), waiting)
             for each in priorities
         ]
         for place in places:
+            waiting.add(place.number)
             heapq.heappush(self._waiting, place)
         self.num_waiting += 1
         self._admit()
@@ -109,5 +104,5 @@ class AdmissionQueue:
             place.admitted.set_result(None)
 
     def _stops_waiting(self, place: QueuePlace) -> None:
-        place.group.num_waiting -= 1
-        self.num_waiting -= not place.group.num_waiting
+        place.waiting.remove(place.number)
+        self.num_waiting -= not place.waiting

@@ -279,7 +279,7 @@ def test_whatever_happens_no_place_is_lost(seed: int):
                 queue.leave(places.pop(draw.randrange(len(places))))
             waiting = [place for place in places if not is_admitted(place)]
             assert queue.num_running == len(places) - len(waiting) <= queue.max_running
-            assert queue.num_waiting == len({id(place.group) for place in waiting})
+            assert queue.num_waiting == len({id(place.waiting) for place in waiting})
             assert queue.num_running == queue.max_running or not waiting
         for place in places:
             queue.leave(place)
