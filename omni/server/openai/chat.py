@@ -114,7 +114,7 @@ class Chat(TextResponse):
     async def _stream(self) -> ResponseStream:
         body, prompt = self._body, await self._prompt()
         speaker = body.audio.voice if body.audio is not None else None
-        request = body.request(self.client, prompt, self._sampling, speaker=speaker)
+        request = self.client.request(prompt, self._sampling, speaker=speaker, **body.scheduling)
         stages = [self._stage] if self._voice is None else [self._stage, self._voice]
         return self.stream([request], stages)
 

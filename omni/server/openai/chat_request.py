@@ -12,7 +12,6 @@ from engine import Prompt, SamplingParams, TextPrompt, TokensPrompt
 from engine.interface.placed_error import PlacedError, suggest
 from engine.interface.settings import explain_validation_error
 from omni.pipelines.pipeline_config import ToolFormat
-from omni.requests.request import OmniRequest
 from omni.requests.request_line import text_or
 from omni.server.openai.tools import (
     FunctionTool,
@@ -23,7 +22,6 @@ from omni.server.openai.tools import (
     check_tools,
 )
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.client import Client
 from omni.server.serving.request_body import ApiModel, check_part
 
 if TYPE_CHECKING:
@@ -82,23 +80,10 @@ class RequestFields(ApiModel):
     priority: int = 0
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
 
-    def request(
-        self,
-        client: Client,
-        prompt: Prompt,
-        sampling: Mapping[str, SamplingParams],
-        index: int = 0,
-        speaker: str | None = None,
-    ) -> OmniRequest:
-        """Make a request with these fields; see :meth:`Client.request`."""
-        return client.request(
-            prompt,
-            sampling,
-            index=index,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            speaker=speaker,
-        )
+    @property
+    def scheduling(self) -> dict[str, Any]:
+        """These fields, as :meth:`Client.request` takes them."""
+        return {"priority": self.priority, "cache_salt": self.cache_salt}
 
 
 class StageFields(RequestFields):

@@ -32,7 +32,7 @@ class Completions(TextResponse):
         super().__init__(request, body)
         prompts = prompts_of(body.prompt, self.server.settings.limits.max_prompts, "prompt")
         self._requests = [
-            body.request(self.client, prompt, self._sampling, index)
+            self.client.request(prompt, self._sampling, index=index, **body.scheduling)
             for index, prompt in enumerate(prompts)
         ]
         self._echoes: dict[int, str] = {}  # by completion, until they are sent

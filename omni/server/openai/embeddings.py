@@ -53,7 +53,7 @@ class Embeddings(PipelineResponse):
         sampling = merge_sampling(self.stages, self._stage, given, {}, {})
         prompts = prompts_of(body.input, self.server.settings.limits.max_prompts, "input")
         self._requests = [
-            body.request(self.client, prompt, sampling, index)
+            self.client.request(prompt, sampling, index=index, **body.scheduling)
             for index, prompt in enumerate(prompts)
         ]
 

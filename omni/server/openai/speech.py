@@ -73,7 +73,7 @@ class Speech(PipelineResponse):
             messages.insert(0, {"role": "system", "content": body.instructions})
         prompt = ChatPrompt(tuple(messages))
         sampling = merge_sampling(self.stages, self._stage, {}, body.stages, {})
-        self._request = body.request(self.client, prompt, sampling, speaker=body.voice)
+        self._request = self.client.request(prompt, sampling, speaker=body.voice, **body.scheduling)
         self._file = SpokenFile(body.response_format, body.speed)
         self._count = TokenCount()
 
