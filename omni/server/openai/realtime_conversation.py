@@ -239,12 +239,8 @@ def messages_of(
             ]
             messages.append({"role": item.role, "content": parts})
         elif item.text:
-            messages.append({"role": item.role, "content": _content(item)})
+            # Plain text where nothing else is said: not every template knows parts.
+            texts = [{"type": "text", "text": part.text} for part in item.parts if part.text]
+            content = item.text if len(item.parts) == 1 else texts
+            messages.append({"role": item.role, "content": content})
     return tuple(messages), tuple(sounds)
-
-
-def _content(item: ConversationItem) -> str | list[dict[str, str]]:
-    # Plain text where nothing else is said: not every template knows parts.
-    if len(item.parts) == 1:
-        return item.parts[0].text
-    return [{"type": "text", "text": part.text} for part in item.parts if part.text]
