@@ -219,17 +219,14 @@ class TextRequest(StageFields):
 
     def _forms(self) -> dict[str, dict[str, Any]]:
         """The form of the text, by the client's name of each field that gives one."""
-        response, outputs = self.response_format, self.structured_outputs
-        forms = {
-            "structured_output": self.structured_output,
-            "response_format": None if response is None else response.as_structured_output(),
-            "structured_outputs": None
-            if outputs is None
-            else outputs.model_dump(exclude_none=True),
-        }
+        forms = {"structured_output": self.structured_output}
+        if self.response_format is not None:
+            forms["response_format"] = self.response_format.as_structured_output()
+        if self.structured_outputs is not None:
+            forms["structured_outputs"] = self.structured_outputs.model_dump(exclude_none=True)
         for name, key in _GUIDES.items():
-            guide = getattr(self, name)
-            forms[name] = None if guide is None else {key: guide}
+            if (guide := getattr(self, name)) is not None:
+                forms[name] = {key: guide}
         return {name: form for name, form in forms.items() if form is not None}
 
 
