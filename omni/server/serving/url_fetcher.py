@@ -76,17 +76,16 @@ class UrlFetcher:
             raise ApiError.bad_field(param, "it has characters that an address cannot have", _CODE)
         if parts.username is not None or parts.password is not None:
             raise ApiError.bad_field(param, "it must not name a user", _CODE)
-        most = min(self._limits.max_url_bytes, room)
         try:
             async with asyncio.timeout(self._limits.url_timeout_s), self._room:
-                return await self._get(parts, host, port, most)
+                return await self._get(parts, host, port, room)
         except Exception as error:  # of many kinds, of the network, of TLS and of the host's answer
             message = str(error) or type(error).__name__
             raise ApiError.bad_field(
                 param, f"it cannot be fetched from {host!r}: {message}", _CODE
             ) from error
 
-    async def _get(self, parts: SplitResult, host: str, port: int | None, most: int) -> bytes:
+    async def _get(self, parts: SplitResult, host: str, port: int | None, room: int) -> bytes:
         import httpcore2  # most servers fetch nothing
 
         loop = asyncio.get_running_loop()
@@ -114,7 +113,7 @@ class UrlFetcher:
                 content += chunk
                 if len(content) > self._limits.max_url_bytes:
                     raise ValueError(f"it is larger than {self._limits.max_url_bytes} bytes")
-                if len(content) > most:
+                if len(content) > room:
                     raise ValueError("the request's files are larger than its body may be")
             return bytes(content)
 
