@@ -73,19 +73,9 @@ def ask(client: Any, prompt: str = "x", model: str = "gated", **more: Any) -> st
         ({"logit_bias": {"5": 101}}, "logit_bias", "logit_bias.5: should be a number from -100"),
         ({"logit_bias": {"five": 1}}, "logit_bias", "should have token ids as keys"),
         ({"logit_bias": [5]}, "logit_bias", "should be a mapping"),
-        (
-            {"extra_body": {"stages": {"writer": {"suppress_token_ids": [99999]}}}},
-            "stages.writer.suppress_token_ids",
-            "suppress_token_ids holds 99999",
-        ),
         ({"extra_body": {"functions": [{}]}}, "functions", "not supported"),
         ({"messages": []}, "messages", "must not be empty"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
-        (
-            {"messages": [{"role": "user", "content": None}]},
-            "messages[0].content",
-            "messages[0].content: missing",
-        ),
         ({"messages": [{"role": "poet", "content": "x"}]}, "messages[0].role", "should be"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "should be text"),
         (
