@@ -126,9 +126,7 @@ class Chat(TextResponse):
         is_fetched = any(url is not None and url[:5].lower() != "data:" for url in urls)
         with self.server.fetcher.place() if is_fetched else nullcontext():
             said, shown = await self._read_messages()
-        effort = (
-            {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-        )
+        effort = body.model_dump(include={"reasoning_effort"}, exclude_none=True)
         return ChatPrompt(
             tuple(said),
             multi_modal_data={kind: items for kind, items in shown.items() if items},

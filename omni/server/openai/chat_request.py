@@ -391,8 +391,7 @@ class ChatMessage(ApiModel):
         said: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls:
             said["tool_calls"] = [call.as_templates_know_it() for call in self.tool_calls]
-        more = {"name": self.name, "tool_call_id": self.tool_call_id}
-        return said | {key: value for key, value in more.items() if value is not None}
+        return said | self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
 
 
 def _voice_name(value: Any) -> Any:

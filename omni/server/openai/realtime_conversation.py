@@ -76,9 +76,9 @@ class ConversationItem:
     async def of(cls, item: Item, form: AudioFormat) -> ConversationItem:
         """Make one of a client's, whose sound is in the session's format."""
         if item.type != "message":
-            names = ("call_id", "name", "arguments", "output")
-            fields = ((name, getattr(item, name)) for name in names)
-            call = {name: value for name, value in fields if value is not None}
+            call = item.model_dump(
+                include={"call_id", "name", "arguments", "output"}, exclude_none=True
+            )
             return cls(id=item.id or new_item_id(), type=item.type, call=call)
         parts: list[Part] = []
         for index, part in enumerate(item.content or ()):
