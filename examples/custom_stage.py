@@ -46,7 +46,6 @@ class WordCountStage(Stage):
 
     final_output_kinds = ("text",)
     has_cache = False
-    enable_prefix_caching = True
 
     def __init__(self, name: str, **graph: Any) -> None:
         super().__init__(name, **graph)
@@ -80,20 +79,11 @@ class WordCountStage(Stage):
     def has_unfinished_requests(self) -> bool:
         return bool(self._waiting)
 
-    def reset_prefix_cache(self) -> None:
-        pass
-
     def stats(self) -> StageStats:
         return StageStats(num_steps=self._num_steps)
 
     def describe(self) -> Mapping[str, Any]:
         return {"counts": "words"}
-
-    def check_integrity(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._waiting.clear()
 
 
 def main() -> None:

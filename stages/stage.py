@@ -169,10 +169,13 @@ class StageInputs:
 
 
 def check_methods(kind: type[Any]) -> None:
-    """Check a class for its abstract methods; ``ValueError`` names those that it lacks."""
-    missing = sorted(getattr(kind, "__abstractmethods__", ()))
+    """Check a class for what it must define; ``ValueError`` names the methods that it lacks."""
+    missing = set(getattr(kind, "__abstractmethods__", ()))
+    if issubclass(kind, Stage) and kind.has_cache:
+        defined = {name for base in kind.__mro__ if base is not Stage for name in vars(base)}
+        missing |= {"enable_prefix_caching", "reset_prefix_cache"} - defined
     if missing:
-        raise ValueError(f"class {kind.__qualname__} must define {', '.join(missing)}")
+        raise ValueError(f"class {kind.__qualname__} must define {', '.join(sorted(missing))}")
 
 
 class Stage(ABC):
@@ -191,8 +194,10 @@ class Stage(ABC):
     Attributes:
         final_output_kinds: which of these a kind of stage has to give.
         built_of: the configuration that has built it; None if none has.
-        has_cache: whether a kind of stage keeps anything of a request for later ones. Where not,
-            ``enable_prefix_caching`` says nothing, and no input token is ever a hit.
+        has_cache: whether a kind of stage keeps anything of a request for later ones. One that does
+            defines ``enable_prefix_caching`` and ``reset_prefix_cache``; of others the former says
+            nothing, and no input token is ever a hit.
+        enable_prefix_caching: whether it reuses what it computed; may be set while it is idle.
 
     Raises:
         ValueError: an argument of the wrong type, or a final output that this kind of stage does
@@ -201,6 +206,7 @@ class Stage(ABC):
 
     final_output_kinds: ClassVar[tuple[str, ...]] = FINAL_OUTPUTS
     has_cache: bool = True
+    enable_prefix_caching: bool = True
     built_of: Settings | None = None
     num_transfers: int = 0
     transferred_bytes: int = 0
@@ -387,17 +393,7 @@ class Stage(ABC):
     def has_unfinished_requests(self) -> bool:
         """Whether it has requests: running, waiting, paused, or in need of input."""
 
-    @property
-    @abstractmethod
-    def enable_prefix_caching(self) -> bool:
-        """Whether this stage reuses what it computed; may be set while it is idle."""
-
-    @enable_prefix_caching.setter
-    @abstractmethod
-    def enable_prefix_caching(self, value: bool) -> None: ...
-
-    @abstractmethod
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self) -> None:  # noqa: B027 - without a cache, no work
         """Forget everything that was cached. The stage must be idle."""
 
     @abstractmethod
@@ -413,12 +409,11 @@ class Stage(ABC):
         self.num_transfers += 1
         self.transferred_bytes += num_bytes
 
-    @abstractmethod
     def describe(self) -> Mapping[str, Any]:
         """What the stage reserved and resolved, for people: model, dtype, device, bytes, blocks."""
+        return {}
 
-    @abstractmethod
-    def check_integrity(self) -> None:
+    def check_integrity(self) -> None:  # noqa: B027 - without blocks, nothing to conserve
         """Raise if blocks are not conserved; prints the equation that failed."""
 
     @property
@@ -439,6 +434,5 @@ class Stage(ABC):
         """
         raise NotImplementedError(f"a {type(self).__name__} has no method rebuild")
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - what Python frees by itself
         """Drop all requests; the stage is not to be used afterwards."""

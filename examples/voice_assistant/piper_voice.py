@@ -43,7 +43,6 @@ class PiperVoiceStage(Stage):
 
     final_output_kinds = ("audio",)
     has_cache = False
-    enable_prefix_caching = True
     takes_chunks = True
 
     def __init__(self, name: str, voice: Path, **graph: Any) -> None:
@@ -101,18 +100,8 @@ class PiperVoiceStage(Stage):
     def has_unfinished_requests(self) -> bool:
         return bool(self._speeches)
 
-    def reset_prefix_cache(self) -> None:
-        pass
-
     def stats(self) -> StageStats:
         return StageStats(num_steps=self._num_steps)
 
     def describe(self) -> Mapping[str, Any]:
         return {"sampling_rate": self._voice.config.sample_rate}
-
-    def check_integrity(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._speeches.clear()
-        self._turns.clear()
