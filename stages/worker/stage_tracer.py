@@ -18,58 +18,6 @@ _MOST_EVENTS = 1_000
 """Kept while there are no other events."""
 
 
-class TracedWorker(StageWorker):
-    """Runs a stage as a :class:`StageWorker` does, and reports it ahead of its events."""
-
-    def __init__(
-        self,
-        stage: Stage,
-        transform: Transform | None,
-        edges: Sequence[StreamedEdge] = (),
-        *,
-        replica: int = 0,
-    ) -> None:
-        super().__init__(stage, transform, edges)
-        self._replica = replica
-        self._tracer = StageTracer(stage)
-        self._moved: list[tuple[int, OutputDelta]] = []
-
-    def send(self, command: Command) -> None:
-        """See :class:`StageWorker`."""
-        start_s, num_events = time.monotonic(), len(self._events)
-        super().send(command)
-        end_s = time.monotonic()
-        state = self._states.get(command.request_id)
-        self._tracer.commanded(command, start_s, end_s, state)
-        self._tracer.note_failures(self._events[num_events:], end_s)
-
-    def work(self) -> None:
-        """See :class:`StageWorker`."""
-        start_s, num_events = time.monotonic(), len(self._events)
-        super().work()
-        events, moved = self._events[num_events:], self._moved
-        self._moved = []
-        self._tracer.worked(start_s, time.monotonic(), moved, events, self._states)
-
-    def _emit(self, state: RequestState, delta: OutputDelta) -> None:
-        self._moved.append((state.enter.ticket, delta))
-        super()._emit(state, delta)
-
-    def drop_all(self) -> None:
-        """See :class:`~stages.worker.stage_link.StageLink`."""
-        super().drop_all()
-        self._tracer = StageTracer(self.stage)
-
-    def traces(self) -> list[Traced]:
-        """See :class:`~stages.worker.stage_link.StageLink`; kept until there are other events."""
-        if not self._events and self._tracer.num_events < _MOST_EVENTS:
-            return []
-        events = self._tracer.take()
-        if not events:
-            return []
-        return [Traced(events, self._replica, this_clock(), time.monotonic())]
-
-
 Args: TypeAlias = Mapping[str, int | float | str]
 
 
@@ -92,35 +40,67 @@ class _Track:
     lacks_since: float | None = None
 
 
-class StageTracer:
-    """Makes events of what a worker does; it gets every command and every turn.
+class TracedWorker(StageWorker):
+    """Runs a stage as a :class:`StageWorker` does, and reports it ahead of its events.
 
     A request's events in one stage do not overlap, and come in the order of their beginnings::
 
         make prompt | prepare | waiting | prefill | step | step | resting | step | waiting for input
     """
 
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
-        self._events: list[StageEvent] = []
+    def __init__(
+        self,
+        stage: Stage,
+        transform: Transform | None,
+        edges: Sequence[StreamedEdge] = (),
+        *,
+        replica: int = 0,
+    ) -> None:
+        super().__init__(stage, transform, edges)
+        self._replica = replica
+        self._moved: list[tuple[int, OutputDelta]] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Know of no request, and of nothing that happened."""
+        self._spans: list[StageEvent] = []
         self._tracks: dict[str, _Track] = {}
         self._request_ids: dict[int, str] = {}
-        self._counted = stage.stats()
+        self._counted = self.stage.stats()
 
-    def take(self) -> tuple[StageEvent, ...]:
-        """What happened since this was last called."""
-        events, self._events = tuple(self._events), []
-        return events
+    def send(self, command: Command) -> None:
+        """See :class:`StageWorker`."""
+        start_s, num_events = time.monotonic(), len(self._events)
+        super().send(command)
+        end_s = time.monotonic()
+        self._commanded(command, start_s, end_s)
+        self._note_failures(self._events[num_events:], end_s)
 
-    @property
-    def num_events(self) -> int:
-        """How many :meth:`take` would give."""
-        return len(self._events)
+    def work(self) -> None:
+        """See :class:`StageWorker`."""
+        start_s, num_events = time.monotonic(), len(self._events)
+        super().work()
+        moved, self._moved = self._moved, []
+        self._worked(start_s, time.monotonic(), moved, self._events[num_events:])
 
-    def commanded(
-        self, command: Command, start_s: float, end_s: float, state: RequestState | None
-    ) -> None:
-        """Note a command that was done, with the state of its request, if that is still here."""
+    def _emit(self, state: RequestState, delta: OutputDelta) -> None:
+        self._moved.append((state.enter.ticket, delta))
+        super()._emit(state, delta)
+
+    def drop_all(self) -> None:
+        """See :class:`~stages.worker.stage_link.StageLink`."""
+        super().drop_all()
+        self._begin()
+
+    def traces(self) -> list[Traced]:
+        """See :class:`~stages.worker.stage_link.StageLink`; kept until there are other events."""
+        if not self._spans or (not self._events and len(self._spans) < _MOST_EVENTS):
+            return []
+        spans, self._spans = tuple(self._spans), []
+        return [Traced(spans, self._replica, this_clock(), time.monotonic())]
+
+    def _commanded(self, command: Command, start_s: float, end_s: float) -> None:
+        """Note a command that was done."""
         request_id = command.request_id
         if isinstance(command, Enter):
             self._entered(command, start_s, end_s)
@@ -138,36 +118,35 @@ class StageTracer:
                 self._moment("aborted", end_s, request_id)
                 self._forget(request_id)
                 return
-        if state is not None:
+        if (state := self._states.get(request_id)) is not None:
             self._look(track, state, end_s)
 
-    def worked(
+    def _worked(
         self,
         start_s: float,
         end_s: float,
         moved: Sequence[tuple[int, OutputDelta]],
         events: Sequence[Event],
-        states: Mapping[str, RequestState],
     ) -> None:
-        """Note a turn: the requests that its step moved, by ticket, its events, all states."""
+        """Note a turn: the requests that its step moved, by ticket, and its events."""
         # What was let in, or paused, was so before the stage's step.
-        for request_id, state in states.items():
+        for request_id, state in self._states.items():
             if (track := self._tracks.get(request_id)) is not None:
                 self._look(track, state, start_s)
-        counted, before = self._stage.stats(), self._counted
+        counted, before = self.stage.stats(), self._counted
         self._counted = counted
         if moved or counted.num_steps != before.num_steps:
             args = _step_args(counted, before, len(moved))
-            self._events.append(StageEvent("step", start_s, end_s, None, args))
+            self._spans.append(StageEvent("step", start_s, end_s, None, args))
         for ticket, delta in moved:
             if (moved_id := self._request_ids.get(ticket)) is not None:
                 self._ran(moved_id, delta, start_s, end_s)
-        self.note_failures(events, end_s)
-        for request_id, state in states.items():
+        self._note_failures(events, end_s)
+        for request_id, state in self._states.items():
             if state.is_streamed and state.is_inside and not state.pending:
                 self._note_lack(request_id, end_s)
 
-    def note_failures(self, events: Iterable[Event], end_s: float) -> None:
+    def _note_failures(self, events: Iterable[Event], end_s: float) -> None:
         """Take note of requests that cannot go on."""
         for event in events:
             if isinstance(event, Failed):
@@ -227,7 +206,7 @@ class StageTracer:
 
     def _note_lack(self, request_id: str, now_s: float) -> None:
         track = self._tracks.get(request_id)
-        if track is not None and track.lacks_since is None and self._stage.needs_input(request_id):
+        if track is not None and track.lacks_since is None and self.stage.needs_input(request_id):
             track.lacks_since = max(now_s, track.since)
 
     def _forget(self, request_id: str) -> None:
@@ -249,7 +228,7 @@ class StageTracer:
         end_s = max(start_s, end_s)
         track.since = end_s
         if end_s > start_s or args:
-            self._events.append(StageEvent(name, start_s, end_s, request_id, args or {}))
+            self._spans.append(StageEvent(name, start_s, end_s, request_id, args or {}))
 
     def _moment(
         self,
@@ -258,7 +237,7 @@ class StageTracer:
         request_id: str,
         args: Args | None = None,
     ) -> None:
-        self._events.append(StageEvent(name, at_s, None, request_id, args or {}))
+        self._spans.append(StageEvent(name, at_s, None, request_id, args or {}))
 
 
 def _step_args(now: StageStats, before: StageStats, num_moved: int) -> dict[str, int]:

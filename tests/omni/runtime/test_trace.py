@@ -26,6 +26,7 @@ from stages import Stage
 from stages.remote import supervisor
 from stages.remote.messages import StageSpec
 from stages.trace_events import StageEvent, Traced, this_clock
+from stages.worker.stage_tracer import TracedWorker
 from tests.support.fake_speech import FakeSpeechStage
 from tests.support.fake_stage import FakeStage
 from tests.support.import_graph import ROOT
@@ -150,8 +151,8 @@ def test_a_request_that_fails_or_is_aborted_leaves_nothing_behind(tmp_path: Path
     assert names_of(events, "b", "well")[-1] == "step"
     assert not any(each.sent or each.given for each in trace._requests.values())
     for link in orchestrator._links.values():
-        tracer = link._tracer  # type: ignore[attr-defined]
-        assert not tracer._tracks and not tracer._request_ids
+        assert isinstance(link, TracedWorker)
+        assert not link._tracks and not link._request_ids
 
 
 def events_of(*names: str, request_id: str = "x", start_s: float) -> tuple[StageEvent, ...]:
