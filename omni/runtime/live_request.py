@@ -87,7 +87,6 @@ class LiveRequest:
             self.request_id,
             self.request.prompt,
             sources,
-            sampling=self.sampling.get(name),
             priority=self.request.priority,
             cache_salt=self.request.cache_salt,
             speaker=self.speaker,

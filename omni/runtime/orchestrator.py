@@ -8,6 +8,7 @@ from itertools import chain, count
 from typing import TypeAlias
 
 from engine import FinishReason
+from engine.interface.sampling_params import RequestSeeds
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniDelta, OmniRequest
 from omni.runtime.live_request import LiveRequest, Stream, next_to_lift
@@ -92,6 +93,8 @@ class Orchestrator:
         # What an event is about, by its ticket; one that finds no entry is late, and dropped.
         self._entered: dict[int, tuple[LiveRequest, str]] = {}
         self._tickets = count()
+        # Here, where requests are in order, and a second run of one gets the seed of the first.
+        self._seeds = {name: RequestSeeds(stage.seed) for name, stage in pipeline.stages.items()}
         self._unread: dict[str, list[Event]] = {name: [] for name in pipeline.order}
         self._has_events = threading.Event()
         self._on_event: Callable[[], object] = self._has_events.set
@@ -335,8 +338,15 @@ class Orchestrator:
         first_row: int = 0,
     ) -> None:
         """Send a request into a stage that it waited for."""
-        wants, ticket = name in self._tensor_sources, next(self._tickets)
-        enter = live.enter(ticket, name, sources, wants_tensors=wants, first_row=first_row)
+        stage = self._pipeline.stages[name]
+        enter = live.enter(
+            next(self._tickets),
+            name,
+            sources,
+            first_row=first_row,
+            sampling=self._seeds[name].seeded(live.sampling.get(name), stage.sampling),
+            wants_tensors=name in self._tensor_sources,
+        )
         self._entered[enter.ticket] = (live, name)
         self._send(name, enter)
 

@@ -29,7 +29,6 @@ from engine import (
     TokensPrompt,
 )
 from engine.interface.outputs import OutputDelta
-from engine.interface.sampling_params import RequestSeeds
 from stages.remote.messages import Built, Idle, NotBuilt
 from stages.remote.shared_memory import SharedTensors
 from stages.remote.supervisor import WorkerSupervisor
@@ -270,9 +269,6 @@ class RemoteLink(StageLink):
         self._attempts: dict[str, Attempt] = {}
         self._by_ticket: dict[int, Attempt] = {}
         self._tickets = count()
-        facts = (lives[0].facts or {}).get(name)
-        self._sampling = None if facts is None else facts.sampling
-        self._seeds = RequestSeeds(None if facts is None else facts.seed)
         self._events: list[Event] = []
         self._traces: list[Traced] = []
         # The stage is built by the time that a link is made.
@@ -356,9 +352,6 @@ class RemoteLink(StageLink):
 
     def _enter(self, enter: Enter) -> None:
         self._listen()  # a worker may have come back since events were last asked for
-        # Here, since a second run, maybe in another worker, has to draw the same tokens.
-        sampling = self._seeds.seeded(enter.sampling, self._sampling)
-        enter = msgspec.structs.replace(enter, sampling=sampling)
         places = {edge.consumer: StreamPlace() for edge in self._edges} | dict(enter.streams)
         emitted = OutputAccumulator(enter.request_id, self._name)
         attempt = Attempt(enter, next(self._tickets), emitted, places=places)

@@ -12,7 +12,6 @@ import msgspec
 from engine import CodecPrompt, Prompt, SpeechPrompt, TextChunk
 from engine.interface.outputs import OutputDelta
 from engine.interface.placed_error import described
-from engine.interface.sampling_params import RequestSeeds
 from stages.stage import Prepared, Stage, StageRequest, Transform, TransformContext
 from stages.stage_output import OutputAccumulator, StageOutput
 from stages.worker.guarded_stage import GuardedStage
@@ -71,10 +70,8 @@ class StageWorker(StageLink):
         self._transform = transform
         self._edges = tuple(edges)
         self._guarded = GuardedStage(stage)
-        # However long requests are prepared, they run in the order in which they came, with the
-        # same seeds in every run.
+        # However long requests are prepared, they run in the order in which they came.
         self._orders = count()
-        self._seeds = RequestSeeds(stage.seed)
         self._states: dict[str, RequestState] = {}
         self._events: list[Event] = []
         self._preparations: Preparations[RequestState, Prepared] | None = None
@@ -201,7 +198,7 @@ class StageWorker(StageLink):
             state.request = StageRequest(
                 request_id=enter.request_id,
                 prompt=prompt,
-                sampling=self._seeds.seeded(enter.sampling, self.stage.sampling),
+                sampling=enter.sampling,
                 priority=enter.priority,
                 cache_salt=enter.cache_salt,
                 order=next(self._orders),
