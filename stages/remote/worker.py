@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from typing import Any
@@ -140,8 +140,7 @@ class WorkerLoop:
         self._build = build
         self._send = send
         self._inbox: deque[tuple[str, Command] | Call] = deque()
-        self._changed = threading.Condition()
-        self._has_changed = False
+        self._changed = threading.Event()
         self._is_over = False
         self._stages: dict[str, Stage] | None = None  # once all are built
         self._workers: dict[str, StageWorker] = {}  # the last stage first
@@ -155,19 +154,16 @@ class WorkerLoop:
         if isinstance(message, Call) and self._stages and message.method in _AT_ONCE:
             self._send(answer_call(self._stages, message))
             return
-        with self._changed:
-            if isinstance(message, Commands):
-                self._inbox.extend((message.stage, command) for command in message.commands)
-            else:
-                self._inbox.append(message)
-            self._has_changed = True
-            self._changed.notify()
+        if isinstance(message, Commands):
+            self._inbox.extend((message.stage, command) for command in message.commands)
+        else:
+            self._inbox.append(message)
+        self._changed.set()
 
     def end(self) -> None:
         """Have :meth:`run` return before its next turn."""
-        with self._changed:
-            self._is_over = self._has_changed = True
-            self._changed.notify()
+        self._is_over = True
+        self._changed.set()
 
     def run(self) -> None:
         """Build the stages and step them until the end."""
@@ -181,7 +177,7 @@ class WorkerLoop:
                 return
             self._stages = {name: each.stage for name, each in self._workers.items()}
             for worker in self._workers.values():
-                worker.notify(self._wake)
+                worker.notify(self._changed.set)
                 worker.prepare_aside()
                 closed.callback(worker.close)
             self._send(Built(facts))
@@ -203,11 +199,6 @@ class WorkerLoop:
             worker = StageWorker(stage, transform, spec.edges)
         self._workers = {spec.name: worker, **self._workers}
         return facts
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._has_changed = True
-            self._changed.notify()
 
     def _turn(self) -> None:
         """Take what came; step each stage; send what is new, or sleep if nothing is."""
@@ -237,11 +228,11 @@ class WorkerLoop:
             self._sleep(self._nap_s)
             self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S)
         if time.monotonic() - self._counted_at > _HEARTBEAT_S:
-            self._send_counts(self._workers)
+            self._send_counts()
 
     def _give_up(self, reason: str) -> None:
         """Let another worker do what this one cannot, the requests of this turn included."""
-        self._send_counts(self._workers)
+        self._send_counts()
         self._send(GaveUp(reason))
         self.end()
 
@@ -289,16 +280,14 @@ class WorkerLoop:
                 self._workers[name].send(Abort(request_id))
             self._send(Events({name: (Failed(event.ticket, message),)}))
 
-    def _send_counts(self, names: Iterable[str]) -> None:
+    def _send_counts(self) -> None:
         self._counted_at = time.monotonic()
-        self._send(Events({}, {name: self._workers[name].stage.stats() for name in names}))
+        self._send(Events({}, {name: each.stage.stats() for name, each in self._workers.items()}))
 
     def _sleep(self, longest_s: float) -> None:
         """Sleep until something comes."""
-        with self._changed:
-            if not self._has_changed:
-                self._changed.wait(longest_s)
-            self._has_changed = False
+        self._changed.wait(longest_s)
+        self._changed.clear()  # before the next turn looks at what came
 
 
 def worker_main(sock: socket.socket, argument: bytes) -> None:
