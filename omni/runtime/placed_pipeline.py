@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -29,15 +29,11 @@ from stages.cluster.cluster_address import find_cluster
 from stages.portable import check_portable, import_name, portable_transform
 from stages.remote.messages import StageSpec, WorkerSpec
 from stages.remote.remote_stage import RemoteStage
-from stages.remote.supervisor import Connect, start_workers
+from stages.remote.supervisor import Connect, connect_process, start_workers
 
 
 def build_pipeline(
-    config: PipelineConfig,
-    connect: Connect | None = None,
-    *,
-    apart: bool = False,
-    is_traced: bool = False,
+    config: PipelineConfig, *, apart: bool = False, is_traced: bool = False
 ) -> Pipeline:
     """Build a pipeline; its stages are in this process, or in workers that are started for them.
 
@@ -46,22 +42,16 @@ def build_pipeline(
     """
     check_runtime(config)
     is_inline = config.runtime.kind == "inline"
-    if is_inline and not apart and connect is None:
+    if is_inline and not apart:
         return Pipeline.from_config(config)
-    if is_inline and apart:
+    if is_inline:
         check_portable(config.stages)
     check_graph(config.stages, emitted=config.emitted())
     config.check_speaker()
-    if is_inline and apart:
-        threads = _threads_of_torch()
-        order = config.topological_order()
-        specs = [_worker_spec(config, config.name, order, threads, is_traced=is_traced)]
-    else:
-        specs = _worker_specs(config, is_traced=is_traced)
+    specs = _worker_specs(config, is_traced=is_traced)
     with ExitStack() as built:
-        if connect is None:
-            connect, close = _connect(config)
-            built.callback(close)
+        connect, close = _connect(config)
+        built.callback(close)
         workers = start_workers(specs, connect, config.runtime.stall_timeout_s)
         for worker in workers:
             built.callback(worker.close)
@@ -155,8 +145,6 @@ def _connect(config: PipelineConfig) -> tuple[Connect, Callable[[], object]]:
         ValueError: the cluster cannot be joined, or does not have what the stages ask for.
     """
     if config.runtime.kind != "ray":
-        from stages.remote.supervisor import connect_process
-
         return connect_process, lambda: None
     from stages.cluster.direct_transport import check_transport
     from stages.cluster.reservation import Reservation
@@ -178,46 +166,46 @@ def _threads_of_torch() -> int:
     return int(given[1]) if given else available_cores()
 
 
-def _worker_specs(config: PipelineConfig, *, is_traced: bool = False) -> list[WorkerSpec]:
-    """Specify a pipeline's workers; ``ValueError``: no other process would find a transform."""
-    if config.runtime.kind == "ray":
-        threads = {name: each.placement.actor_threads for name, each in config.stages.items()}
-    else:
-        threads = resolve_threads(config.placements, available_cores())
+def _worker_specs(config: PipelineConfig, *, is_traced: bool) -> list[WorkerSpec]:
+    """Specify a pipeline's workers: one, if it is inline.
+
+    Raises:
+        ValueError: no other process would find a transform.
+    """
     order = config.topological_order()
+    if config.runtime.kind == "inline":
+        workers = [(config.name, order, _threads_of_torch())]
+    else:
+        threads = _threads(config)
+        workers = []
+        for worker, names in stages_by_worker(config.placements):
+            open_names = [name for name in names if config.stages[name].placement.threads is None]
+            count = max(threads[name] for name in open_names or names)
+            workers.append((worker, [name for name in order if name in names], count))
     specs = []
-    for worker, names in stages_by_worker(config.placements):
-        first = config.stages[names[0]].placement
-        open_names = [name for name in names if config.stages[name].placement.threads is None]
-        count = max(threads[name] for name in open_names or names)
-        for replica in range(len(first.all_devices)):
-            in_order = [name for name in order if name in names]
-            specs.append(
-                _worker_spec(config, worker, in_order, count, replica, is_traced=is_traced)
+    for worker, names, count in workers:
+        num_replicas = len(config.stages[names[0]].placement.all_devices)
+        specs += [
+            WorkerSpec(
+                name=worker,
+                stages=tuple(_stage_spec(config, name, replica) for name in names),
+                replica=replica,
+                num_replicas=num_replicas,
+                threads=count,
+                is_traced=is_traced,
+                log_level=logging.getLogger("omni").getEffectiveLevel(),
+                tensor_transport=config.runtime.direct_transport,
             )
+            for replica in range(num_replicas)
+        ]
     return specs
 
 
-def _worker_spec(
-    config: PipelineConfig,
-    worker: str,
-    names: Sequence[str],
-    threads: int,
-    replica: int = 0,
-    *,
-    is_traced: bool = False,
-) -> WorkerSpec:
-    """Specify one worker of a pipeline; errors are those of :func:`_worker_specs`."""
-    return WorkerSpec(
-        name=worker,
-        stages=tuple(_stage_spec(config, name, replica) for name in names),
-        replica=replica,
-        num_replicas=len(config.stages[names[0]].placement.all_devices),
-        threads=threads,
-        is_traced=is_traced,
-        log_level=logging.getLogger("omni").getEffectiveLevel(),
-        tensor_transport=config.runtime.direct_transport,
-    )
+def _threads(config: PipelineConfig) -> dict[str, int]:
+    """For every stage the threads of each of its workers."""
+    if config.runtime.kind == "ray":
+        return {name: each.actor_threads for name, each in config.placements.items()}
+    return resolve_threads(config.placements, available_cores())
 
 
 def _stage_spec(pipeline: PipelineConfig, name: str, replica: int) -> StageSpec:

@@ -9,9 +9,9 @@ from unittest.mock import patch
 from omni import Omni
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
+from omni.runtime import placed_pipeline
 from omni.runtime.orchestrator import streamed_edges
 from stages import Stage, Transform
-from stages.remote import supervisor
 from stages.remote.messages import StageSpec
 from stages.remote.remote_stage import RemoteStage
 from stages.remote.supervisor import WorkerSupervisor, start_workers
@@ -27,7 +27,7 @@ __all__ = ["apart", "omni_apart", "thread_workers", "worker_of"]
 def thread_workers() -> Iterator[ChannelWorkers]:
     """Have workers be threads in the place of processes; afterwards they have ended."""
     workers = ChannelWorkers(build_stage)
-    with patch.object(supervisor, "connect_process", workers.connect):
+    with patch.object(placed_pipeline, "connect_process", workers.connect):
         yield workers
     workers.join()
 
