@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from engine import FinishReason
 from engine.interface.sampling_params import RequestSeeds
+from omni.pipelines.graph_rules import sources_of
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniDelta, OmniRequest
 from omni.runtime.live_request import LiveRequest, Stream, next_to_lift
@@ -85,11 +86,19 @@ class Orchestrator:
             name: _link(pipeline, stage, self._edges[name], is_traced=trace is not None)
             for name, stage in pipeline.stages.items()
         }
-        self._tensor_sources = _tensor_sources(pipeline, is_heard=on_stage_output is not None)
-        self._whole_edges = _whole_edges(pipeline)
+        streamed = {edge.consumer for edge in chain(*self._edges.values())}
+        # By stage that takes no chunks, the stages whose finished outputs it waits for.
+        self._whole_edges = {
+            name: sources
+            for name, sources in sources_of(pipeline.stages).items()
+            if name not in streamed
+        }
+        # What a listener gets, or a later stage takes whole; one that takes chunks has all by then.
         self._needed_whole = frozenset(
             pipeline.order if on_stage_output is not None else chain(*self._whole_edges.values())
         )
+        shown = {name for name, stage in pipeline.stages.items() if "tensors" in stage.final_output}
+        self._tensor_sources = self._needed_whole | shown
         # What an event is about, by its ticket; one that finds no entry is late, and dropped.
         self._entered: dict[int, tuple[LiveRequest, str]] = {}
         self._tickets = count()
@@ -410,28 +419,6 @@ def streamed_edges(
             edge = StreamedEdge(name, inputs.chunk_size, inputs.max_pending_chunks)
             edges[inputs.sources[0]] += (edge,)
     return edges
-
-
-def _whole_edges(pipeline: Pipeline) -> dict[str, tuple[str, ...]]:
-    """By stage that takes no chunks, the stages whose finished outputs it waits for."""
-    inputs = {name: stage.inputs for name, stage in pipeline.stages.items()}
-    return {
-        name: () if of is None else of.sources
-        for name, of in inputs.items()
-        if of is None or of.chunk_size is None
-    }
-
-
-def _tensor_sources(pipeline: Pipeline, *, is_heard: bool) -> frozenset[str]:
-    """The stages whose finished outputs are needed with their tensors.
-
-    The user or a listener gets them, or a later stage takes them whole. A stage that takes chunks
-    does not count: it has all rows by then.
-    """
-    if is_heard:
-        return frozenset(pipeline.stages)
-    needed = {name for name, stage in pipeline.stages.items() if "tensors" in stage.final_output}
-    return frozenset(needed.union(*_whole_edges(pipeline).values()))
 
 
 def _link(
