@@ -316,12 +316,9 @@ class RemoteLink(StageLink):
         match command:
             case Extend():
                 attempt.extends.append(command)
-            case Credit():
+            case Credit() | CloseStream():
                 place = attempt.places[command.consumer]
-                attempt.places[command.consumer] = place.credited()
-            case CloseStream():
-                place = attempt.places[command.consumer]
-                attempt.places[command.consumer] = place.closed()
+                attempt.places[command.consumer] = place.answered(command)
             case Abort():
                 self._forget(attempt)
         self._hand_over(attempt, command)

@@ -59,13 +59,11 @@ class StreamPlace:
             outstanding=self.outstanding + 1,
         )
 
-    def credited(self) -> StreamPlace:
-        """The same when the consumer has taken a chunk."""
+    def answered(self, command: Credit | CloseStream) -> StreamPlace:
+        """The same when the consumer has taken a chunk, or takes no more."""
+        if isinstance(command, CloseStream):
+            return replace(self, is_open=False)
         return replace(self, outstanding=max(0, self.outstanding - 1))
-
-    def closed(self) -> StreamPlace:
-        """The same when the consumer takes no more."""
-        return replace(self, is_open=False)
 
 
 @dataclass(frozen=True, slots=True)

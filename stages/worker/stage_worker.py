@@ -129,14 +129,11 @@ class StageWorker(StageLink):
         match command:
             case Extend():
                 self._extend(state, command)
-            case Credit():
+            case Credit() | CloseStream():
                 cutter = state.cutters[command.consumer]
-                cutter.place = cutter.place.credited()
-                self._resume_if_drained(state)
-            case CloseStream():
-                cutter = state.cutters[command.consumer]
-                cutter.place = cutter.place.closed()
-                self._resume_if_drained(state)
+                cutter.place = cutter.place.answered(command)
+                if state.is_paused and not state.is_held_up:
+                    self._guarded.resume(state)
             case Lift():
                 if state.is_paused:
                     self._guarded.resume(state)
@@ -298,10 +295,6 @@ class StageWorker(StageLink):
                     state.is_paused = True
                 except ValueError as error:
                     self._fail(state, error)
-
-    def _resume_if_drained(self, state: RequestState) -> None:
-        if state.is_paused and not state.is_held_up:
-            self._guarded.resume(state)
 
     def _emit(self, state: RequestState, delta: OutputDelta) -> None:
         """Emit what is new of a request, with the chunks that are due."""
