@@ -162,9 +162,11 @@ class Placement(Settings):
                 f"{self.worker!r} is for processes that stages share; it needs runtime: {{kind: "
                 f"processes}} (or --runtime processes), not {kind!r}, or leave it out"
             )
-        if kind != "ray" and (key := self._first_of(*_OF_A_CLUSTER)):
+        asked = self.model_dump(include=set(_OF_A_CLUSTER), exclude_defaults=True)
+        if kind != "ray" and asked:
+            key = next(iter(asked))
             return key, (
-                f"{getattr(self, key)!r} is for a Ray cluster; it needs runtime: {{kind: ray}} "
+                f"{asked[key]!r} is for a Ray cluster; it needs runtime: {{kind: ray}} "
                 f"(or --runtime ray), not {kind!r}, or leave it out"
             )
         if kind == "ray":
@@ -180,14 +182,6 @@ class Placement(Settings):
             "processes": _OF_A_CLUSTER,
             "ray": ("worker",),
         }[kind]
-
-    def _first_of(self, *keys: str) -> str | None:
-        """The first of some keys that asks for anything."""
-        return next((key for key in keys if getattr(self, key) != self._default_of(key)), None)
-
-    @classmethod
-    def _default_of(cls, key: str) -> Any:
-        return cls.model_fields[key].get_default(call_default_factory=True)
 
     def _misplaced_device(self) -> tuple[str, str] | None:
         """Whether it names a device that a Ray worker would see under another name."""
