@@ -41,10 +41,14 @@ def run_requests(
         Stopped: it was interrupted, or the output cannot be written; says what was done.
     """
     run = _Run(requests, writer, quiet=quiet)
-    if writer is None or writer.num_done < len(requests):
-        run.through(config, trace)
-    if writer is not None:
-        run.finish(writer)
+    try:
+        if writer is None or writer.num_done < len(requests):
+            run.through(config, trace)
+        if writer is not None:
+            run.finish(writer)
+    except KeyboardInterrupt as interrupt:
+        message = f"interrupted: {run.what_was_done()}"
+        raise Stopped(message, exit_status(interrupt)) from interrupt
     return not run.num_failed
 
 
@@ -74,9 +78,6 @@ class _Run:
                 for position, output in self._outputs(omni):
                     self._take(position, output, progress)
                 stats = omni.stats()
-        except KeyboardInterrupt as interrupt:
-            message = f"interrupted: {self._what_was_done()}"
-            raise Stopped(message, exit_status(interrupt)) from interrupt
         except TraceError as error:
             raise self._not_written(error) from error
         if not self._quiet:
@@ -91,9 +92,6 @@ class _Run:
             writer.finish()
         except OSError as error:
             raise self._not_written(error) from error
-        except KeyboardInterrupt as interrupt:
-            message = f"interrupted: {self._what_was_done()}"
-            raise Stopped(message, exit_status(interrupt)) from interrupt
         if not self._quiet:
             kept = f", {self._num_kept} of them before" if self._num_kept else ""
             typer.echo(
@@ -137,9 +135,10 @@ class _Run:
 
     def _not_written(self, error: OSError) -> Stopped:
         where = f"{error.filename}: " if error.filename else ""
-        return Stopped(f"error: {where}{error.strerror or error}; {self._what_was_done()}")
+        return Stopped(f"error: {where}{error.strerror or error}; {self.what_was_done()}")
 
-    def _what_was_done(self) -> str:
+    def what_was_done(self) -> str:
+        """Say how far the run came, and how to go on."""
         done = f"{self.num_done} of {len(self._requests)} requests are done"
         if self._writer is None:
             return f"{done}, and stand above" if self.num_done else done
