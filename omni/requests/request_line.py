@@ -369,8 +369,8 @@ class InputAudio(_Strict):
     format: str = Field(pattern="^[A-Za-z0-9]{1,16}$")
 
 
-_OF_TYPE = {name: name for name in ("text", "image_url", "input_audio", "video_url")}
-"""The content of parts, by their type; other types carry none."""
+_CARRYING = ("text", "image_url", "input_audio", "video_url")
+"""The types of parts that carry content, in a field of that name; others carry none."""
 
 
 class ContentPart(_Strict):
@@ -396,9 +396,8 @@ class ContentPart(_Strict):
 
     @model_validator(mode="after")
     def _carries_what_its_type_says(self) -> ContentPart:
-        wanted = _OF_TYPE.get(self.type)
-        for key in _OF_TYPE:
-            if (key == wanted) != (getattr(self, key) is not None):
+        for key in _CARRYING:
+            if (key == self.type) != (getattr(self, key) is not None):
                 article = "an" if key[0] in "aeiou" else "a"
                 raise ValueError(f"a part of type {key} has {article} {key}, and no other part has")
         return self

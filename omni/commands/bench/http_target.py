@@ -32,7 +32,7 @@ _USUAL_RATE = 24_000
 
 _SAMPLE_BYTES = 2
 _MOST_BYTES = 64 * 2**20
-"""Largest event, and largest document."""
+"""Largest event, largest document, and largest message of a session."""
 
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
@@ -225,7 +225,7 @@ class OpenAICall:
 
     Attributes:
         body: as httpx takes it: ``json``, or ``data`` and ``files``.
-        answer_type: the beginning of the answer's content type.
+        answer_type: what the answer's content type begins with.
     """
 
     path: str
@@ -418,7 +418,6 @@ _IDLE_S = 2.0
 """Connections that were idle for longer are not used again: the other side may just close them."""
 
 _MOST_ERROR_BYTES = 1 << 16
-_MOST_MESSAGE_BYTES = 64 * 2**20
 
 
 class HttpTarget:
@@ -475,9 +474,8 @@ class HttpTarget:
             events = [json.dumps(event) for event in realtime_events(line, self._flags)]
             return partial(self._talk, events)
         call = openai_call(line, folder, self._flags, self.model)
-        accept = f"{call.answer_type}*" if call.answer_type.endswith("/") else call.answer_type
-        url = self.base_url + call.path
-        request = self._client.build_request("POST", url, headers={"accept": accept}, **call.body)
+        url, headers = self.base_url + call.path, {"accept": call.answer_type}
+        request = self._client.build_request("POST", url, headers=headers, **call.body)
         request.read()  # the parts of a form, so that it can be sent again
         return partial(self._send, request, call)
 
@@ -503,7 +501,7 @@ class HttpTarget:
                     raise await _refusal(response)
                 kind = response.headers.get("content-type", "")
                 if not kind.startswith(answer_type):
-                    is_stream = answer_type == "text/event-stream"
+                    is_stream = answer_type == _EVENTS
                     expected = "not streamed" if is_stream else f"not {answer_type}"
                     raise RequestFailure("no stream", f"the answer is {kind!r:.80}, {expected}")
                 yield response
@@ -524,7 +522,7 @@ class HttpTarget:
         record.send()
         try:
             async with connect(
-                url, additional_headers=self._headers, max_size=_MOST_MESSAGE_BYTES, proxy=None
+                url, additional_headers=self._headers, max_size=_MOST_BYTES, proxy=None
             ) as connection:
                 for event in events:
                     await connection.send(event)
