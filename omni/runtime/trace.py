@@ -112,17 +112,13 @@ class Trace:
             case Enter(sources=sources) | Extend(source=sources) if sources:
                 given = sources if isinstance(sources, tuple) else (sources,)
                 names = [each.stage for each in given]
-                self.sent(stage, command.request_id, names, num_tensor_bytes(given))
-
-    def sent(self, stage: str, request_id: str, sources: Sequence[str], num_bytes: int) -> None:
-        """Take note that outputs of other stages are on their way to a stage."""
-        request = self._request(request_id)
-        ends = [request.ended_s[source] for source in sources if source in request.ended_s]
-        # Something that was paused meanwhile ended later than the chunk that is sent.
-        start_s = max(ends, default=time.monotonic())
-        sent = _Sent(start_s, " + ".join(sources), num_bytes)
-        request.sent.setdefault(stage, deque()).append(sent)
-        request.given.setdefault(stage, []).append(sent)
+                request = self._request(command.request_id)
+                ends = [request.ended_s[name] for name in names if name in request.ended_s]
+                # Something that was paused meanwhile ended later than the chunk that is sent.
+                start_s = max(ends, default=time.monotonic())
+                sent = _Sent(start_s, " + ".join(names), num_tensor_bytes(given))
+                request.sent.setdefault(stage, deque()).append(sent)
+                request.given.setdefault(stage, []).append(sent)
 
     def left(self, stage: str, request_id: str) -> None:
         """Take note that a stage has a request no more: nothing is on its way to it there."""
