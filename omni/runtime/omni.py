@@ -9,7 +9,6 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
@@ -26,7 +25,7 @@ from omni.requests.request import (
     Requests,
     as_requests,
 )
-from omni.runtime.driver import Driver, Ticket
+from omni.runtime.driver import Driver, Sink, Ticket
 from omni.runtime.orchestrator import Orchestrator
 from omni.runtime.placed_pipeline import build_pipeline, place_pipeline
 from omni.runtime.trace import Trace
@@ -250,7 +249,7 @@ class Omni:
         with self._driver.together():
             for position, request in enumerate(batch):
                 name = request.request_id or f"omni-{uuid.uuid4().hex}"
-                sink = partial(_post, post, position)
+                sink = _sink(post, position)
                 running[position] = self._driver.submit(request, name, sink)
 
 
@@ -332,10 +331,8 @@ class _Outputs:
         return self._so_far[position].output()
 
 
-def _post(
-    post: Callable[[_Event], object], position: int, event: OmniDelta | BaseException
-) -> None:
-    post((position, event))
+def _sink(post: Callable[[_Event], object], position: int) -> Sink:
+    return lambda event: post((position, event))
 
 
 def _take(event: _Event, running: dict[int, Ticket]) -> tuple[int, OmniDelta] | None:
