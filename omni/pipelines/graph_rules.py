@@ -49,21 +49,14 @@ def topological_order(sources: Mapping[str, Sequence[str]]) -> list[str]:
     Raises:
         ValueError: stages feed each other in a circle; the message names it.
     """
-    sorter: TopologicalSorter[str] = TopologicalSorter()
-    for stage, feeding in sources.items():
-        sorter.add(stage, *feeding)
+    depth: dict[str, int] = {}
     try:
-        sorter.prepare()
+        for stage in TopologicalSorter(sources).static_order():
+            depth[stage] = 1 + max((depth[source] for source in sources[stage]), default=-1)
     except CycleError as error:
         circle = " -> ".join(error.args[1])
         raise ValueError(f"stages feed each other in a circle: {circle}") from error
     # graphlib's own order within one rank is that of a set; the user's is the one to keep.
-    depth: dict[str, int] = {}
-    while sorter.is_active():
-        ready = sorter.get_ready()
-        for stage in ready:
-            depth[stage] = 1 + max((depth[source] for source in sources[stage]), default=-1)
-        sorter.done(*ready)
     return sorted(sources, key=depth.__getitem__)
 
 
