@@ -168,16 +168,8 @@ class EncoderStage(EngineStage):
             tensors[_POOLED] = pool(self._pooling, tensors[_HIDDEN_STATES], None)
         if _POOLED in tensors:
             tensors[_POOLED] = self._embedding(tensors[_POOLED])
-        return OutputDelta(
-            delta.request_id,
-            finished=True,
-            finish_reason=delta.finish_reason,
-            error=delta.error,
-            num_prompt_tokens=delta.num_prompt_tokens,
-            num_cached_tokens=delta.num_cached_tokens,
-            tensors=tensors,
-            metrics=delta.metrics,
-        )
+        # A decoder's one completion, of no token, is none of an encoder's.
+        return replace(delta, text=None, num_completions=0, prompt_token_ids=(), tensors=tensors)
 
     def _embedding(self, row: Tensor) -> Tensor:
         """What a checkpoint makes of the pooled row, ``(D,)``."""
