@@ -209,8 +209,7 @@ class Channel:
                 "once"
             )
         with self._changed:
-            if self._closed is not None:
-                self._check_open()
+            self._check_open()
             num_files = len(files)
             while len(files) > _MOST_FDS:  # beside frames of nothing
                 self._put(_HEADER.pack(PROTOCOL_VERSION, 0, 0), files[:_MOST_FDS])
@@ -221,8 +220,7 @@ class Channel:
             if self._waiting and not self._has_sender:
                 self._has_sender = True
                 threading.Thread(target=self._send_rest, name="channel sender", daemon=True).start()
-            if self._closed is not None:
-                self._check_open()
+            self._check_open()
 
     def wait_until_sent(self, timeout_s: float) -> bool:
         """Wait until the peer's socket has all that was sent; whether it has.

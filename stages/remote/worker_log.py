@@ -84,14 +84,11 @@ def _logged(record: logging.LogRecord) -> Logged:
     text = None
     if record.exc_info and record.exc_info[1] is not None:
         text = "".join(traceback.format_exception(record.exc_info[1])).rstrip()
-    fields = LogFields(**{name: getattr(record, name, None) for name in LogFields.__slots__})
     return Logged(
         record.name,
         record.levelno,
         record.getMessage()[:_LONGEST],
         # Its end says what went wrong.
         None if text is None else text[-_LONGEST:],
-        fields.stage,
-        fields.replica,
-        fields.request_id,
+        **{name: getattr(record, name, None) for name in LogFields.__slots__},
     )
