@@ -8,8 +8,7 @@ import mimetypes
 import os
 import ssl
 from base64 import b64decode, b64encode
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from http import HTTPStatus
@@ -485,26 +484,19 @@ class HttpTarget:
     async def _send(
         self, request: httpx2.Request, call: OpenAICall, record: MeasuredRequest
     ) -> str:
+        """Read an answer of the wanted type; any other, or a broken one, is a failure."""
         record.send()
-        async with self._answer(request, call.answer_type) as response:
-            return await call.read(response, record)
-
-    @asynccontextmanager
-    async def _answer(
-        self, request: httpx2.Request, answer_type: str
-    ) -> AsyncIterator[httpx2.Response]:
-        """An answer of a content type; any other, or a broken one, is a failure of its kind."""
         try:
             response = await self._client.send(request, stream=True)
             try:
                 if response.status_code != HTTPStatus.OK:
                     raise await _refusal(response)
                 kind = response.headers.get("content-type", "")
-                if not kind.startswith(answer_type):
-                    is_stream = answer_type == _EVENTS
-                    expected = "not streamed" if is_stream else f"not {answer_type}"
+                if not kind.startswith(call.answer_type):
+                    is_stream = call.answer_type == _EVENTS
+                    expected = "not streamed" if is_stream else f"not {call.answer_type}"
                     raise RequestFailure("no stream", f"the answer is {kind!r:.80}, {expected}")
-                yield response
+                return await call.read(response, record)
             finally:
                 await response.aclose()
         except httpx2.ConnectError as error:
