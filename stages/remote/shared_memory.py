@@ -263,8 +263,3 @@ class SharedTensors(Mapping[str, Tensor]):
             f"{name!r}: {tuple(entry.shape)} {entry.dtype}" for name, entry in self.entries.items()
         )
         return f"SharedTensors({{{shown}}})"
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all tensors; nothing is mapped."""
-        return sum(entry.nbytes for entry in self.entries.values())

@@ -37,14 +37,9 @@ from stages.worker.stage_link import StageLink
 
 
 def num_tensor_bytes(outputs: Iterable[StageOutput]) -> int:
-    """Bytes of the outputs' tensors, without looking into those that lie in shared memory."""
-    return sum(_num_bytes(output) for output in outputs)
-
-
-def _num_bytes(output: StageOutput) -> int:
-    tensors = output.tensors
-    known = getattr(tensors, "nbytes", None)
-    return known if isinstance(known, int) else sum(each.nbytes for each in tensors.values())
+    """Bytes of the outputs' tensors, without looking into those that are in shared memory."""
+    of_each = [getattr(output.tensors, "entries", output.tensors) for output in outputs]
+    return sum(tensor.nbytes for tensors in of_each for tensor in tensors.values())
 
 
 class StageWorker(StageLink):

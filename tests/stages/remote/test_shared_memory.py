@@ -24,6 +24,8 @@ from stages.remote.shared_memory import (
     SharedTensors,
     aligned,
 )
+from stages.stage_output import StageOutput
+from stages.worker.stage_worker import num_tensor_bytes
 
 pytestmark = pytest.mark.usefixtures("nothing_older_collected")
 
@@ -158,7 +160,9 @@ def test_shared_tensors_are_mapped_when_they_are_asked_for():
     handle = SharedTensor(SharedBytes(segment, 0, 8), torch.float32, (2,))
     tensors = SharedTensors({"rows": handle, "small": torch.ones(1)})
     assert list(tensors) == ["rows", "small"] and "rows" in tensors and len(tensors) == 2
-    assert tensors.nbytes == 12 and tensors.entries["rows"] is handle
+    assert tensors.entries["rows"] is handle
+    output = StageOutput("r", "a", finished=True, tensors=tensors)
+    assert num_tensor_bytes([output]) == 12
     assert repr(tensors) == (
         "SharedTensors({'rows': (2,) torch.float32, 'small': (1,) torch.float32})"
     )
