@@ -18,7 +18,7 @@ from stages.model_fit import (
     modalities_of,
     speakers_in,
 )
-from stages.stage import OneOrMore, StageInputs, StageRequest
+from stages.stage import OneOrMore, StageInputs
 from stages.stage_config import TokenStageConfig, register_stage_kind
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ class AutoregressiveStage(EngineStage):
 
     final_output_kinds = ("text", "tensors")
     engine: LLMEngine
+    _sampling: SamplingParams
 
     def __init__(
         self,
@@ -189,9 +190,6 @@ class AutoregressiveStage(EngineStage):
             sampling.append(f"{name}: {getattr(self._sampling, name)} ({source}){besides}")
         sampling += [f"{name}: {ids}" for name, ids in of_checkpoint.items()]
         return {**super().describe(), "sampling": sampling}
-
-    def _engine_sampling(self, request: StageRequest) -> SamplingParams:
-        return request.sampling if request.sampling is not None else self._sampling
 
     @property
     def gives_chunks(self) -> bool:

@@ -103,7 +103,6 @@ class EncoderStage(EngineStage):
         super().__init__(name, inputs=inputs, outputs=outputs, final_output=final_output)
         check_argument("engine", engine, EngineConfig, "an EngineConfig", "EngineConfig(model={})")
         self._config, self._given_pooling, self._given_normalize = engine, pooling, normalize
-        self._params: SamplingParams | None = None
         self.engine = self._build_engine()
 
     def configuration(self) -> Settings:
@@ -141,7 +140,7 @@ class EncoderStage(EngineStage):
         if not is_supported(checkpoint.architecture):
             return EncoderEngine(config, output_names=self.outputs, pooling=pooling)
         # Nothing is generated: a decoder runs its prompt only.
-        self._params = SamplingParams(max_tokens=0)
+        self._sampling = SamplingParams(max_tokens=0)
         self._pooling = resolve_pooling("last" if pooling == "auto" else pooling, None)
         return LLMEngine(config, output_names=_rows_behind(self.outputs))
 
@@ -156,9 +155,6 @@ class EncoderStage(EngineStage):
                 "sampling parameters"
             )
         self.engine.check_sampling(params)
-
-    def _engine_sampling(self, request: StageRequest) -> SamplingParams | None:
-        return self._params if request.sampling is None else request.sampling
 
     def _with_tensors(self, delta: OutputDelta) -> OutputDelta:
         from engine.encoder.sentence_layout import pool  # only here, as in the constructor

@@ -33,6 +33,8 @@ class EngineStage(Stage):
     """
 
     engine: Engine[Any]
+    # Of requests that bring none; None to an engine that generates no tokens.
+    _sampling: SamplingParams | None = None
     # What engines counted that this stage had before, and what of them was set since.
     _counted: StageStats = StageStats()
     _caching: bool | None = None
@@ -119,7 +121,7 @@ class EngineStage(Stage):
         return engine.prepare(
             request.request_id,
             self._engine_prompt(request),
-            self._engine_sampling(request),
+            self._sampling if request.sampling is None else request.sampling,
             priority=request.priority,
             cache_salt=request.cache_salt,
             order=request.order,
@@ -128,10 +130,6 @@ class EngineStage(Stage):
     def _engine_prompt(self, request: StageRequest) -> Prompt:
         """What the engine is given to run."""
         return request.prompt
-
-    def _engine_sampling(self, request: StageRequest) -> SamplingParams | None:
-        """How the engine samples; None to one that generates no tokens."""
-        return None
 
     @property
     def takes_chunks(self) -> bool:
