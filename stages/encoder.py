@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engine import EncoderEngine, LLMEngine, Prompt
-    from engine.encoder.sentence_layout import Pooling, SentenceLayout
+    from engine.encoder.sentence_layout import Pooling
 
 _POOLED = "pooled"
 _HIDDEN_STATES = "hidden_states"
@@ -145,7 +145,13 @@ class EncoderStage(EngineStage):
         return LLMEngine(config, output_names=_rows_behind(self.outputs))
 
     def _engine_prompt(self, request: StageRequest) -> Prompt:
-        return request.prompt if self._layout is None else _written(request.prompt, self._layout)
+        """Text as the checkpoint's layout has it; ids, embeddings and chats as they are."""
+        prompt, layout = request.prompt, self._layout
+        if layout is None:
+            return prompt
+        if isinstance(prompt, TextPrompt):
+            return replace(prompt, prompt=layout.written(prompt.prompt))
+        return layout.written(prompt) if isinstance(prompt, str) else prompt
 
     def check_sampling(self, params: SamplingParams) -> None:
         """Refuse all but ``truncate_prompt_tokens``; see :class:`~stages.stage.Stage`."""
@@ -174,15 +180,6 @@ class EncoderStage(EngineStage):
         for projection in () if self._layout is None else self._layout.projections:
             row = projection.apply(row)
         return normalized(row) if self._normalize else row
-
-
-def _written(prompt: Prompt, layout: SentenceLayout) -> Prompt:
-    """Text as the layout has it; ids, embeddings and chats as they are."""
-    if isinstance(prompt, str):
-        return layout.written(prompt)
-    if isinstance(prompt, TextPrompt):
-        return replace(prompt, prompt=layout.written(prompt.prompt))
-    return prompt
 
 
 def _rows_behind(outputs: Collection[str] | None) -> tuple[str, ...] | None:
