@@ -48,7 +48,7 @@ class Preparations(Generic[OwnerT, T]):
     """
 
     def __init__(
-        self, on_done: Callable[[], object] | None = None, patience_s: float = 0.1
+        self, on_done: Callable[[], object] = lambda: None, patience_s: float = 0.1
     ) -> None:
         self._on_done = on_done
         self._patience_s = patience_s
@@ -76,11 +76,7 @@ class Preparations(Generic[OwnerT, T]):
 
     def _note_end(self, piece: _Piece[OwnerT, T]) -> None:
         self._ended.append(piece)
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._on_done is not None:
-            self._on_done()
+        self._on_done()
 
     def drop(self, owner: OwnerT) -> None:
         """Forget what belongs to an owner; what is in progress is not waited for."""
@@ -103,7 +99,7 @@ class Preparations(Generic[OwnerT, T]):
             return bool(self._done)
         if self._waits_until is None:
             self._waits_until = time.monotonic() + self._patience_s
-            timer = threading.Timer(self._patience_s, self._wake)
+            timer = threading.Timer(self._patience_s, self._on_done)
             timer.daemon = True
             timer.start()
         return time.monotonic() >= self._waits_until

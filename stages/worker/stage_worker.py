@@ -70,7 +70,7 @@ class StageWorker(StageLink):
         self._states: dict[str, RequestState] = {}
         self._events: list[Event] = []
         self._preparations: Preparations[RequestState, Prepared] | None = None
-        self._on_event: Callable[[], object] | None = None
+        self._on_event: Callable[[], object] = lambda: None
         self._has_moved = False
         # Counted by the stage when it was last asked whether it is idle.
         self._num_steps = -1
