@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from engine import FinishReason, TextPrompt
 from omni import Omni, PipelineConfig, Stage, StageConfig, StageOutput, register_stage_kind
-from stages import StageRequest, StageStats
+from stages import StageRequest
 
 YAML = """\
 name: counted
@@ -50,7 +50,6 @@ class WordCountStage(Stage):
     def __init__(self, name: str, **graph: Any) -> None:
         super().__init__(name, **graph)
         self._waiting: dict[str, StageRequest] = {}
-        self._num_steps = 0
 
     def add_request(self, request: StageRequest) -> None:
         if not isinstance(request.prompt, TextPrompt):
@@ -59,7 +58,7 @@ class WordCountStage(Stage):
 
     def step(self) -> list[StageOutput]:
         done, self._waiting = self._waiting, {}
-        self._num_steps += bool(done)
+        self.num_steps += bool(done)
         return [
             StageOutput(
                 request_id,
@@ -78,9 +77,6 @@ class WordCountStage(Stage):
     @property
     def has_unfinished_requests(self) -> bool:
         return bool(self._waiting)
-
-    def stats(self) -> StageStats:
-        return StageStats(num_steps=self._num_steps)
 
     def describe(self) -> Mapping[str, Any]:
         return {"counts": "words"}

@@ -198,6 +198,8 @@ class Stage(ABC):
             defines ``enable_prefix_caching`` and ``reset_prefix_cache``; of others the former says
             nothing, and no input token is ever a hit.
         enable_prefix_caching: whether it reuses what it computed; may be set while it is idle.
+        num_steps: steps in which it had work, where a kind of stage counts them; the pipeline sees
+            by it whether anything moves.
 
     Raises:
         ValueError: an argument of the wrong type, or a final output that this kind of stage does
@@ -208,6 +210,7 @@ class Stage(ABC):
     has_cache: bool = True
     enable_prefix_caching: bool = True
     built_of: Settings | None = None
+    num_steps: int = 0
     num_transfers: int = 0
     transferred_bytes: int = 0
 
@@ -396,9 +399,13 @@ class Stage(ABC):
     def reset_prefix_cache(self) -> None:  # noqa: B027 - without a cache, no work
         """Forget everything that was cached. The stage must be idle."""
 
-    @abstractmethod
     def stats(self) -> StageStats:
         """Counters since the stage was built."""
+        return StageStats(
+            num_steps=self.num_steps,
+            num_transfers=self.num_transfers,
+            transferred_bytes=self.transferred_bytes,
+        )
 
     def replica_stats(self) -> tuple[StageStats, ...]:
         """The same by replica; of a stage that is not run by several workers there is one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,7 +12,7 @@ import torch
 
 from engine import FinishReason, TextChunk, Waveform
 from omni import Prompt, Stage, StageConfig, StageOutput
-from stages import StageRequest, StageStats
+from stages import StageRequest
 from stages.stage import OneOrMore
 
 
@@ -31,11 +31,10 @@ class PiperVoiceConfig(StageConfig):
 
 @dataclass
 class Speech:
-    """One request: what is to be said, and what was said of it."""
+    """One request: what is to be said, and how much of it was said."""
 
     chunk: TextChunk
     num_said: int = 0
-    sound: list[torch.Tensor] = field(default_factory=list)
 
 
 class PiperVoiceStage(Stage):
@@ -52,7 +51,6 @@ class PiperVoiceStage(Stage):
         self._voice = PiperVoice.load(voice)
         self._speeches: dict[str, Speech] = {}
         self._turns: deque[str] = deque()
-        self._num_steps = 0
 
     def add_request(self, request: StageRequest) -> None:
         self._take(request.request_id, request.prompt)
@@ -75,22 +73,18 @@ class PiperVoiceStage(Stage):
     def step(self) -> list[StageOutput]:
         if not self._turns:
             return []
-        self._num_steps += 1
+        self.num_steps += 1
         request_id = self._turns.popleft()
         speech = self._speeches[request_id]
         new, speech.num_said = speech.chunk.text[speech.num_said :], len(speech.chunk.text)
         pieces = self._voice.synthesize(new) if new.strip() else ()
         made = [torch.from_numpy(piece.audio_float_array) for piece in pieces]
-        speech.sound += made
-        output = StageOutput(request_id, self.name, False, audio_delta=self._sound(made))
+        sound = Waveform(torch.cat(made), self._voice.config.sample_rate) if made else None
         if not speech.chunk.is_last:
-            return [output]
+            return [StageOutput(request_id, self.name, False, audio_delta=sound)]
         del self._speeches[request_id]
-        whole, reason = self._sound(speech.sound), FinishReason.STOP
-        return [replace(output, finished=True, audio=whole, finish_reason=reason)]
-
-    def _sound(self, pieces: list[torch.Tensor]) -> Waveform | None:
-        return Waveform(torch.cat(pieces), self._voice.config.sample_rate) if pieces else None
+        reason = FinishReason.STOP
+        return [StageOutput(request_id, self.name, True, finish_reason=reason, audio_delta=sound)]
 
     def abort(self, request_id: str) -> None:
         self._speeches.pop(request_id, None)
@@ -99,9 +93,6 @@ class PiperVoiceStage(Stage):
     @property
     def has_unfinished_requests(self) -> bool:
         return bool(self._speeches)
-
-    def stats(self) -> StageStats:
-        return StageStats(num_steps=self._num_steps)
 
     def describe(self) -> Mapping[str, Any]:
         return {"sampling_rate": self._voice.config.sample_rate}
