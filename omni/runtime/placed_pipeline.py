@@ -153,7 +153,7 @@ def _connect(config: PipelineConfig) -> tuple[Connect, Callable[[], object]]:
     if config.runtime.direct_transport is not None:
         has_gpus = any(placement.reserved_gpus for placement in placements.values())
         check_transport(config.runtime.direct_transport, has_gpus=has_gpus)
-    reservation = Reservation.of(find_cluster(config.runtime.address), placements)
+    reservation = Reservation(find_cluster(config.runtime.address), placements)
     return reservation.connect, reservation.close
 
 

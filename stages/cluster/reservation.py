@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from stages.cluster.actor import ActorConnection, ActorWorker
-from stages.cluster.membership import Membership, join
+from stages.cluster.membership import join
 from stages.placement import Placement
 from stages.remote.codec import encode
 from stages.remote.messages import WorkerSpec
@@ -52,14 +52,22 @@ class Reservation:
                    {CPU: 1}     replica 1
 
     Args:
-        membership: of this process in the cluster; it is left when this is closed.
+        address: of the cluster to join, until this is closed; None starts one. See
+            :func:`~stages.cluster.membership.join`.
 
     Raises:
-        ValueError: the cluster does not have what is asked for, or nothing of it is free. Nothing
-            is reserved, and the membership is the caller's still.
+        ValueError: it cannot be joined, does not have what is asked for, or nothing of it is free.
+            Nothing is reserved, and the cluster is left.
     """
 
-    def __init__(self, membership: Membership, placements: Mapping[str, Placement]) -> None:
+    def __init__(self, address: str | None, placements: Mapping[str, Placement]) -> None:
+        with ExitStack() as joined:
+            self._membership = join(address)
+            joined.callback(self._membership.leave)
+            self._reserve(placements)
+            joined.pop_all()
+
+    def _reserve(self, placements: Mapping[str, Placement]) -> None:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         self._bundles: dict[tuple[str, int], int] = {}
         self._needs: list[dict[str, float]] = []
@@ -81,7 +89,6 @@ class Reservation:
             strategy="PACK",
             bundle_label_selector=self._selectors if any(self._selectors) else None,
         )
-        self._membership = membership
         if not self._group.wait(_RESERVED_WITHIN_S):
             remove_placement_group(self._group)
             wanted = "; ".join(_shown(needs) for needs in self._needs)
@@ -90,16 +97,6 @@ class Reservation:
                 f"took more than {_RESERVED_WITHIN_S:g} s, and {_shown(ray.available_resources())} "
                 "is free; see num_cpus, num_gpus, resources and node of each stage's placement"
             )
-
-    @classmethod
-    def of(cls, address: str | None, placements: Mapping[str, Placement]) -> Reservation:
-        """Join a cluster for it, or start one; see :func:`~stages.cluster.membership.join`."""
-        membership = join(address)
-        try:
-            return cls(membership, placements)
-        except BaseException:
-            membership.leave()
-            raise
 
     def connect(
         self, spec: WorkerSpec, on_message: Callable[[Any], None], on_end: Callable[[str], None]
