@@ -44,7 +44,7 @@ class JsonLine:
 
 
 def read_json_lines(
-    file: BinaryIO, seen: Callable[[bytes], object] | None = None
+    file: BinaryIO, seen: Callable[[bytes], object] = lambda _: None
 ) -> Iterator[JsonLine]:
     """Read the lines of a file that are not blank; ``OSError``: the file cannot be read."""
     number = 0
@@ -52,12 +52,10 @@ def read_json_lines(
     while raw := file.readline(MAX_LINE_BYTES + 1):
         number += 1
         too_long = len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n")
-        if seen is not None:
-            seen(raw)
+        seen(raw)
         while too_long and raw and not raw.endswith(b"\n"):
             raw = file.readline(MAX_LINE_BYTES)
-            if seen is not None:
-                seen(raw)
+            seen(raw)
         if too_long:
             yield JsonLine(number, error=f"longer than {MAX_LINE_BYTES:,} bytes; split the request")
             continue
@@ -143,7 +141,7 @@ class _WrongShapeError(ValueError):
 def read_requests(
     path: str | Path,
     sampling: Mapping[str, SamplingParams | None],
-    seen: Callable[[bytes], object] | None = None,
+    seen: Callable[[bytes], object] = lambda _: None,
 ) -> list[OmniRequest | RequestError]:
     """Read a file of requests.
 
@@ -182,7 +180,7 @@ def read_requests(
 
 
 def read_lines(
-    path: str | Path, seen: Callable[[bytes], object] | None = None
+    path: str | Path, seen: Callable[[bytes], object] = lambda _: None
 ) -> tuple[str, Path, list[JsonLine]]:
     """The name of a file of requests, the folder of the files that its lines name, and its lines.
 
