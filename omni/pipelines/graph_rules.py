@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import TypeAlias
 
-from engine.interface.placed_error import suggest
+from engine.interface.placed_error import PlacedError, suggest
 from stages import Stage, StageConfig, StageInputs, Transform, resolve_transform
 from stages.transforms.registry import (
     Requirements,
@@ -19,19 +19,17 @@ GraphStage: TypeAlias = Stage | StageConfig
 """Settings know of chunks what is known before the model is; the built stage knows all."""
 
 
-class GraphError(ValueError):
+class GraphError(PlacedError):
     """A rule that a graph breaks; its own words name the stage, for graphs without a file.
 
     Attributes:
-        place: keys that lead to the mistake in a YAML file.
-        problem: what is wrong there.
+        problem: what is wrong at the place in a YAML file.
     """
 
     def __init__(self, place: tuple[str, ...], problem: str) -> None:
         _, *names = place
         parts = [f"stage {names[0]!r}", *filter(None, [".".join(names[1:])])] if names else []
-        super().__init__(": ".join([*parts, problem]))
-        self.place = place
+        super().__init__(place, ": ".join([*parts, problem]))
         self.problem = problem
 
 
