@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
 from PIL import Image
@@ -303,6 +303,8 @@ logger = package_logger(__name__)
 
 _GRID = "image_grid_thw"
 
+SoundEnd: TypeAlias = Literal["silence", "mirrored", "window"]
+
 
 class FeatureTaker:
     """What has to be known of a model's tower before it runs.
@@ -310,14 +312,14 @@ class FeatureTaker:
     Attributes:
         feature_names: the tensors that it takes, by the names of transformers' processors.
         row_parts: how many times as wide as an embedding its rows are.
-        hears_silence: whether silence stands behind a sound when its features are made; else its
-            end is mirrored there.
+        sound_end: what stands behind a sound when its features are made: as much ``"silence"`` as
+            its last frame sees, a ``"mirrored"`` end, or silence to the end of a ``"window"``.
         sampling: how frames of a video's file are chosen.
     """
 
     feature_names: tuple[str, ...]
     row_parts: int = 1
-    hears_silence: bool = True
+    sound_end: SoundEnd = "silence"
     sampling: type[VideoSampling] = VideoSampling
 
     @abstractmethod
@@ -369,6 +371,7 @@ class AudioFeatureMaker(FeatureMaker):
     Transformers fills up a window of silence (five minutes of it in published models) and masks
     its frames. Those that are masked are cut off here, so that features depend on the sound alone;
     and no more silence is put behind it than its last frame sees, or none, as the model has it.
+    A model that hears whole windows gets all of their frames.
     """
 
     def __init__(
@@ -376,11 +379,11 @@ class AudioFeatureMaker(FeatureMaker):
         extractor: SpectrogramExtractor,
         limits: MediaLimits | None = None,
         *,
-        hears_silence: bool = True,
+        sound_end: SoundEnd = "silence",
     ) -> None:
-        self._extractor, self._hears_silence = extractor, hears_silence
+        self._extractor, self._sound_end = extractor, sound_end
         self._reader = SampleReader.of(extractor, limits)
-        if not hears_silence:  # there is no window to fill up
+        if sound_end != "silence":  # a sound is no longer than the one window, else
             self._reader = replace(self._reader, max_samples=None)
         self._told_of_language = False
 
@@ -402,7 +405,9 @@ class AudioFeatureMaker(FeatureMaker):
             )
         samples = self._reader.read(prompt.audio, prompt.sampling_rate)
         padding: dict[str, Any] = {"padding": "longest", "truncation": False}
-        if self._hears_silence:
+        if self._sound_end == "window":
+            padding["pad_to_multiple_of"] = int(self._extractor.n_samples)
+        elif self._sound_end == "silence":
             # Silence fills up the last frame, and half of one more.
             hop = int(self._extractor.hop_length)
             filled = -(-(len(samples) + int(self._extractor.n_fft)) // hop) * hop
@@ -416,8 +421,10 @@ class AudioFeatureMaker(FeatureMaker):
                 return_tensors="pt",
                 **padding,
             )
-        is_sound = output["attention_mask"][0].bool()
-        return {"input_features": output["input_features"][0][:, is_sound]}
+        features = output["input_features"][0]
+        if self._sound_end != "window":
+            features = features[:, output["attention_mask"][0].bool()]
+        return {"input_features": features}
 
 
 def load_feature_makers(
@@ -444,8 +451,8 @@ def load_feature_makers(
                     processor = load_image_processor(path, **trust)
                     makers[modality] = ImageFeatureMaker(processor, tower.feature_names, limits)
                 case "audio":
-                    extractor, hears = load_extractor(path, **trust), tower.hears_silence
-                    makers[modality] = AudioFeatureMaker(extractor, limits, hears_silence=hears)
+                    extractor, end = load_extractor(path, **trust), tower.sound_end
+                    makers[modality] = AudioFeatureMaker(extractor, limits, sound_end=end)
                 case "video":
                     sampling, frames = tower.sampling.load(path), None
                     try:

@@ -102,6 +102,7 @@ _TABLE = (
     ),
     FamilyRow("llava.llava", ("LlavaForConditionalGeneration",), modalities=("text", "image")),
     FamilyRow("qwen3_asr.qwen3_asr", ("Qwen3ASRForConditionalGeneration",), modalities=_HEARS),
+    FamilyRow("voxtral.voxtral", ("VoxtralForConditionalGeneration",), modalities=_HEARS),
     FamilyRow("gemma3.gemma3", ("Gemma3ForConditionalGeneration",), modalities=("text", "image")),
     FamilyRow("qwen2_5_vl.qwen2_5_vl", ("Qwen2_5_VLForConditionalGeneration",), modalities=_SEES),
     FamilyRow(

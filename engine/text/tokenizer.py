@@ -554,7 +554,12 @@ def load_tokenizer(
             )
         else:
             tokenizer = AutoTokenizer.from_pretrained(
-                folder, config=config, trust_remote_code=trust_remote_code, local_files_only=True
+                folder,
+                config=config,
+                trust_remote_code=trust_remote_code,
+                local_files_only=True,
+                # Of mistral-common, where it is installed: it reads no special tokens in text.
+                mistral_format=False,
             )
         # The first call settles how it cuts and pads. Later ones only read, and several
         # threads may make them at once.

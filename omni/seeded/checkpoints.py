@@ -97,6 +97,7 @@ SEEDED_MODELS: dict[str, SeededModel] = {
     "llava": SeededModel("language_models:build_llava", {"model_type": "llava"}),
     "gemma3_vision": SeededModel("language_models:build_gemma3_vision", {"model_type": "gemma3"}),
     "qwen3_asr": SeededModel("language_models:build_qwen3_asr", {"model_type": "qwen3_asr"}),
+    "voxtral": SeededModel("language_models:build_voxtral", {"model_type": "voxtral"}),
     "qwen2_5_vl": SeededModel("language_models:build_qwen2_5_vl", {"model_type": "qwen2_5_vl"}),
     "qwen3_5_vision": SeededModel("language_models:build_qwen3_5", {"model_type": "qwen3_5"}),
     "qwen3_vl": SeededModel("language_models:build_qwen3_vl", {"model_type": "qwen3_vl"}),

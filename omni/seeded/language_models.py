@@ -540,6 +540,29 @@ def build_qwen3_asr(directory: str | Path, *, tied: bool = False, **text_overrid
     return path
 
 
+def build_voxtral(directory: str | Path, **text_overrides: Any) -> Path:
+    """Write a seeded Voxtral with its feature extractor: 25 rows for each two seconds of sound."""
+    names = ["[AUDIO]", "[BEGIN_AUDIO]", "[TRANSCRIBE]", "[INST]", "[/INST]"]
+    names += ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]
+    tokenizer = _tokenizer(names, {}, adds_bos=True)
+    tokenizer.chat_template = None  # as published
+    extractor = WhisperFeatureExtractor(feature_size=32, chunk_length=2)
+    hearing = {"num_mel_bins": 32, "hidden_size": 32, "intermediate_size": 128}
+    hearing |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_source_positions": 100}
+    text = {"model_type": "llama", "head_dim": 16} | _TEXT.text_config(tokenizer)
+    config = AutoConfig.for_model(
+        "voxtral",
+        audio_config=hearing,
+        text_config=text | {"vocab_size": len(tokenizer)} | text_overrides,
+        audio_token_id=_id(tokenizer, names[0]),
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=False,
+    )
+    path = _save(directory, AutoModelForMultimodalLM.from_config, config, tokenizer)
+    extractor.save_pretrained(path)
+    return path
+
+
 def build_qwen2_5_vl(directory: str | Path, *, tied: bool = False, **text_overrides: Any) -> Path:
     """Write a seeded Qwen2.5-VL with its processors: 1 to 16 rows for an image or two frames."""
     # As published: a grid of two frames, at two frames a second, is two places after the last.

@@ -52,6 +52,7 @@ _NAMES = {
     "t5": "T5",
     "whisper": "Whisper",
     "qwen3_asr": "Qwen3-ASR",
+    "voxtral": "Voxtral",
     "mllama": "Mllama",
     "llava": "LLaVA",
     "gemma3_vision": "Gemma-3 with images",

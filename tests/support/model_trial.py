@@ -108,6 +108,7 @@ TRIALS: Mapping[str, Trial] = {
         )
     },
     "qwen3_asr": Trial("qwen3_asr", prompt=lambda: AudioPrompt(tone(0.5))),
+    "voxtral": Trial("voxtral", prompt=lambda: AudioPrompt(tone(0.5))),
     "whisper": Trial("whisper", prompt=lambda: AudioPrompt(tone(0.5))),
     "mllama": Trial("mllama", prompt=lambda: ImagePrompt(Image.new("RGB", (60, 40), "teal"))),
     "llava": Trial("llava", prompt=_picture),

@@ -53,9 +53,10 @@ def publish(folder: str | Path, target: Path) -> Path:
         (target / "generation_config.json").write_text(json.dumps(told))
     (target / "config.json").write_text(json.dumps(config, indent=2))
     template = target / "chat_template.jinja"
-    told = {"chat_template": template.read_text("utf-8")}
-    (target / "chat_template.json").write_text(json.dumps(told))
-    template.unlink()
+    if template.is_file():
+        told = {"chat_template": template.read_text("utf-8")}
+        (target / "chat_template.json").write_text(json.dumps(told))
+        template.unlink()
     _shard(target, _COMPUTED.get(config["model_type"], ()))
     return target
 

@@ -29,6 +29,7 @@ engine.models.qwen2_5_vl
 engine.models.whisper, engine.models.qwen2_5_omni, engine.models.qwen3_vl, engine.models.gemma3
 engine.models.qwen3_omni, engine.models.qwen3_5
 engine.models.qwen3_asr
+engine.models.voxtral
 engine.models.registry
 engine.models.model_loader
 engine.execution

@@ -64,25 +64,39 @@ class ProjectedAudioTower(Qwen3AudioTower):
 class TranscriptionPrompts(MultiModalPromptProcessor):
     """Asks for the words of a sound that comes alone, as the model was trained."""
 
+    def asked(self, chat: ChatPrompt, language: str | None, names: str | None) -> str:
+        """The text that asks for the words of a sound.
+
+        Args:
+            chat: shows the sound alone.
+            language: that is spoken, by its code or in English; None: the model finds out.
+            names: to be spelled so; None: there are none.
+
+        Raises:
+            ValueError: the model cannot be asked so.
+        """
+        if names is not None:
+            said = {"role": "system", "content": [{"type": "text", "text": names}]}
+            chat = replace(chat, messages=(said, *chat.messages))
+        text, _ = written(chat, self._tokenizer, self._limits)
+        if language is None:
+            return text
+        name = resolve_language(language, LANGUAGE_CODE_TO_NAME, return_code=False)
+        return f"{text}language {name}<asr_text>"
+
     def _as_message(self, prompt: Prompt) -> Prompt:
         chat = super()._as_message(prompt)
         if chat is prompt or not isinstance(chat, ChatPrompt):
             return prompt
         (sound,) = chat.multi_modal_data["audio"]
         assert isinstance(sound, AudioPrompt)
-        options, language = sound.transcription or TranscriptionOptions(), sound.language
-        if options.prompt is not None:  # names to be spelled so
-            said = {"role": "system", "content": [{"type": "text", "text": options.prompt}]}
-            chat = replace(chat, messages=(said, *chat.messages))
+        options = sound.transcription or TranscriptionOptions()
+        text = self.asked(chat, sound.language, options.prompt)
         # One temperature is that of the sampling parameters; of several, further ones are refused.
         one = options.temperature is not None and len(options.temperature) == 1
         left = replace(options, prompt=None, temperature=None if one else options.temperature)
-        text, adds_special = written(chat, self._tokenizer, self._limits)
-        if language is not None:
-            name = resolve_language(language, LANGUAGE_CODE_TO_NAME, return_code=False)
-            text += f"language {name}<asr_text>"
         sound = replace(sound, language=None, transcription=left if left.given else None)
-        return TextPrompt(text, adds_special, {"audio": [sound]})
+        return TextPrompt(text, False, {"audio": [sound]})
 
 
 def build_qwen3_asr(checkpoint: Checkpoint, settings: ModelSettings) -> MultiModalModel:

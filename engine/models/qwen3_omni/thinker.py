@@ -48,7 +48,7 @@ class Qwen3AudioTower(AudioTower):
     encoder = Qwen3OmniMoeAudioEncoder
     known_weight = "conv2d1.weight"
     least_frames = 1
-    hears_silence = False
+    sound_end = "mirrored"
 
     def rows_of(self, num_frames: int) -> int:
         """See :meth:`AudioTower.rows_of`."""

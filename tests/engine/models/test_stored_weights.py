@@ -497,6 +497,15 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "audio_config": {"output_dim": 2048},
         },
     ),
+    # As transformers has it by default, of whose 30 layers all are alike.
+    "mistralai/Voxtral-Mini-3B-2507": (
+        "voxtral",
+        {
+            "audio_token_id": 24,
+            "tie_word_embeddings": False,
+            "text_config": {"model_type": "llama", "num_hidden_layers": LAYERS},
+        },
+    ),
     # As transformers has them by default, of whose layers three have a state, and one attends.
     "Qwen/Qwen3.5-9B": (
         "qwen3_5",

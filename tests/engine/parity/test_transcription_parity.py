@@ -1,8 +1,11 @@
-"""Qwen3-ASR through the whole engine: asked in a chat, or by a sound alone, as transformers is."""
+"""Decoders that hear, through the whole engine: asked in a chat, or by a sound alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from abc import ABC, abstractmethod
+from base64 import b64encode
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from torch import Tensor
 from transformers import AutoFeatureExtractor, AutoTokenizer
 from transformers.models.qwen3_asr.modeling_qwen3_asr import Qwen3ASRForConditionalGeneration
 from transformers.models.qwen3_asr.processing_qwen3_asr import Qwen3ASRProcessor
+from transformers.models.voxtral.modeling_voxtral import VoxtralForConditionalGeneration
 
 from engine import (
     AudioPrompt,
@@ -23,7 +27,7 @@ from engine import (
     SamplingParams,
     TranscriptionOptions,
 )
-from omni.seeded.language_models import build_qwen3_asr
+from omni.seeded.language_models import build_qwen3_asr, build_voxtral
 from tests.support.encoder_decoder_reference import assert_greedy_choices
 from tests.support.native_kernels import needs_kernels
 from tests.support.thinker_reference import tone
@@ -32,16 +36,50 @@ NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 LENGTHS = (0.03, 0.5, 1.0, 2.13, 5.5)
 LONGER_THAN_A_WINDOW = 33.0
-HEARD = {"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "Who speaks?"}]}
+QUESTION = "Who speaks?"
+HEARD = {"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": QUESTION}]}
 ROLES = {"audio_token": "pad", "audio_bos_token": "start", "audio_eos_token": "end"}
 
 
-class Reference:
-    """A checkpoint in transformers, with its processor."""
+class Reference(ABC):
+    """A checkpoint in transformers, with what makes features and prompts for it.
 
-    def __init__(self, folder: str | Path) -> None:
-        model = Qwen3ASRForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-        self.model: Any = model.eval()
+    Attributes:
+        instance: of the model; its body is ``model``.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.instance: Any = model.eval()
+
+    @abstractmethod
+    def chat(self, sound: Any) -> dict[str, Any]:
+        """What the model gets for a chat that shows a sound and asks."""
+
+    @abstractmethod
+    def transcription(self, sound: Any, language: str | None, names: str | None) -> dict[str, Any]:
+        """What the model gets to write down a sound."""
+
+    @torch.inference_mode()
+    def check(self, output: RequestOutput, shown: dict[str, Any]) -> None:
+        """Check the prompt's ids, every token and all hidden states of an answer."""
+        assert output.error is None
+        prompt, answer = shown.pop("input_ids"), output.outputs[0].token_ids
+        assert list(output.prompt_token_ids) == prompt[0].tolist() and len(answer) == NUM_TOKENS
+        ids = torch.cat([prompt, torch.tensor([answer])], dim=1)
+        shown["attention_mask"] = torch.ones_like(ids)
+        rows: Tensor = self.instance.model(input_ids=ids, **shown).last_hidden_state[0][:-1]
+        assert_greedy_choices(self.instance.lm_head(rows[prompt.shape[1] - 1 :]), answer)
+        found = output.outputs[0].tensors["hidden_states"]
+        torch.testing.assert_close(found, rows, atol=1e-4, rtol=1e-5)
+
+
+class Qwen3ASR(Reference):
+    """Prompts by the processor of transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(
+            Qwen3ASRForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder)
         for role, name in ROLES.items():
             tokenizer._set_model_specific_special_tokens({role: f"<|audio_{name}|>"})
@@ -49,32 +87,73 @@ class Reference:
             AutoFeatureExtractor.from_pretrained(folder), tokenizer, tokenizer.chat_template
         )
 
-    @torch.inference_mode()
-    def check(self, output: RequestOutput, text: str, sound: Any) -> None:
-        """Check the prompt's ids, every token and all hidden states of an answer."""
-        assert output.error is None
-        shown = dict(self.processor(text=[text], audio=[sound]))
-        prompt, answer = shown.pop("input_ids"), output.outputs[0].token_ids
-        assert list(output.prompt_token_ids) == prompt[0].tolist() and len(answer) == NUM_TOKENS
-        ids = torch.cat([prompt, torch.tensor([answer])], dim=1)
-        shown["attention_mask"] = torch.ones_like(ids)
-        rows: Tensor = self.model.model(input_ids=ids, **shown).last_hidden_state[0][:-1]
-        assert_greedy_choices(self.model.lm_head(rows[prompt.shape[1] - 1 :]), answer)
-        found = output.outputs[0].tensors["hidden_states"]
-        torch.testing.assert_close(found, rows, atol=1e-4, rtol=1e-5)
+    def chat(self, sound: Any) -> dict[str, Any]:
+        text = self.processor.tokenizer.apply_chat_template(
+            [HEARD], add_generation_prompt=True, tokenize=False
+        )
+        return dict(self.processor(text=[text], audio=[sound]))
+
+    def transcription(self, sound: Any, language: str | None, names: str | None) -> dict[str, Any]:
+        text = self.processor.apply_transcription_request(
+            audio=[sound], language=language, prompt=names, tokenize=False
+        )
+        return dict(self.processor(text=text, audio=[sound]))
+
+
+class Voxtral(Reference):
+    """Prompts as mistral-common 1.13 writes them: the processor of transformers needs it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(
+            VoxtralForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        )
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.extractor = AutoFeatureExtractor.from_pretrained(folder)
+
+    def _shown(self, sound: Any, *, said: str = "", after: str = "") -> dict[str, Any]:
+        window = self.extractor.n_samples
+        output = self.extractor(
+            sound,
+            sampling_rate=self.extractor.sampling_rate,
+            padding=True,
+            truncation=False,
+            pad_to_multiple_of=window,
+            return_tensors="pt",
+        )
+        (features,) = output["input_features"]
+        windows = torch.stack(features.split(self.extractor.nb_max_frames, dim=1))
+        rows = "[AUDIO]" * (25 * len(windows))
+        text = f"{self.tokenizer.bos_token}[INST][BEGIN_AUDIO]{rows}{said}[/INST]{after}"
+        ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        return {"input_ids": ids, "input_features": windows}
+
+    def chat(self, sound: Any) -> dict[str, Any]:
+        return self._shown(sound, said=QUESTION)
+
+    def transcription(self, sound: Any, language: str | None, names: str | None) -> dict[str, Any]:
+        code = {None: "", "en": "lang:en", "German": "lang:de"}[language]
+        return self._shown(sound, after=f"{code}[TRANSCRIBE]")
 
 
 @dataclass(frozen=True)
 class Case:
+    name: str
     folder: str
     reference: Reference
 
 
-@pytest.fixture(scope="module", params=["qwen3_asr", "qwen3_asr tied"])
+CASES: dict[str, Callable[[Path], Reference]] = {
+    "qwen3_asr": lambda folder: Qwen3ASR(build_qwen3_asr(folder)),
+    "qwen3_asr tied": lambda folder: Qwen3ASR(build_qwen3_asr(folder, tied=True)),
+    "voxtral": lambda folder: Voxtral(build_voxtral(folder)),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    tied = request.param.endswith("tied")
-    folder = build_qwen3_asr(tmp_path_factory.mktemp("asr") / "model", tied=tied)
-    return Case(str(folder), Reference(folder))
+    folder: Path = tmp_path_factory.mktemp("hearing") / "model"
+    reference = CASES[request.param](folder)
+    return Case(request.param, str(folder), reference)
 
 
 def build(folder: str, **settings: Any) -> LLMEngine:
@@ -86,7 +165,7 @@ def chats(sounds: Sequence[Any]) -> list[ChatPrompt]:
     return [ChatPrompt((HEARD,), {"audio": [sound]}) for sound in sounds]
 
 
-@pytest.mark.shows("parity", "hidden states", "prefix hits", "audio", of="qwen3_asr")
+@pytest.mark.shows("parity", "hidden states", "prefix hits", "audio")
 @pytest.mark.parametrize(
     ("block_size", "budget", "backend"),
     [(4, 8, "torch"), (16, 512, "torch"), pytest.param(4, 64, "native", marks=needs_kernels)],
@@ -101,12 +180,9 @@ def test_sounds_in_chats_equal_transformers_cold_and_warm(
         attention_backend=backend,
     )
     sounds = [tone(seconds) for seconds in LENGTHS]
-    text = case.reference.processor.tokenizer.apply_chat_template(
-        [HEARD], add_generation_prompt=True, tokenize=False
-    )
     for is_warm in (False, True):
         for output, sound in zip(engine.generate(chats(sounds), GREEDY), sounds, strict=True):
-            case.reference.check(output, text, sound)
+            case.reference.check(output, case.reference.chat(sound))
             if is_warm:
                 last = len(output.prompt_token_ids) - 1
                 assert output.num_cached_tokens == last // block_size * block_size
@@ -120,13 +196,15 @@ def test_a_sound_alone_asks_as_the_processor_of_transformers_does(
     case: Case, language: str | None, names: str | None
 ) -> None:
     sound = tone(LONGER_THAN_A_WINDOW)
-    text = case.reference.processor.apply_transcription_request(
-        audio=[sound], language=language, prompt=names, tokenize=False
-    )
     options = None if names is None else TranscriptionOptions(prompt=names)
     prompt = AudioPrompt(sound, language=language, transcription=options)
-    (output,) = build(case.folder, max_model_len=1024).generate([prompt], GREEDY)
-    case.reference.check(output, text[0], sound)
+    engine = build(case.folder, max_model_len=1024)
+    if case.name == "voxtral" and names is not None:
+        with pytest.raises(ValueError, match="no prompt beside the sound"):
+            engine.generate([prompt], GREEDY)
+        return
+    (output,) = engine.generate([prompt], GREEDY)
+    case.reference.check(output, case.reference.transcription(sound, language, names))
 
 
 @pytest.mark.parametrize(
@@ -149,3 +227,44 @@ def test_what_it_cannot_do_is_refused_and_harms_no_other(
     while engine.has_unfinished_requests:
         for output in engine.step():
             assert output.error is None
+
+
+def test_a_folder_with_the_published_tokenizer_file_is_asked_in_the_same_way(
+    tmp_path: Path,
+) -> None:
+    """It has no template, and names no beginning and no end."""
+    folder = build_voxtral(tmp_path / "model")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).unlink()
+    names = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
+    names += ["[AUDIO]", "[BEGIN_AUDIO]", "[TRANSCRIBE]"]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"audio_token_id": 5}))
+    tekken = {
+        "config": {
+            "pattern": r"\p{L}+|\s+|[^\s\p{L}]+",
+            "default_vocab_size": 256 + len(names),
+            "default_num_special_tokens": len(names),
+            "version": "v7",
+        },
+        "vocab": [
+            {"rank": byte, "token_bytes": b64encode(bytes([byte])).decode(), "token_str": None}
+            for byte in range(256)
+        ],
+        "special_tokens": [
+            {"rank": rank, "token_str": name, "is_control": True} for rank, name in enumerate(names)
+        ],
+    }
+    (folder / "tekken.json").write_text(json.dumps(tekken))
+    spoken = [len(names) + byte for byte in b"lang:en"]
+    chat = [HEARD, {"role": "assistant", "content": "A"}, {"role": "user", "content": "B"}]
+    prompts = [
+        AudioPrompt(tone(0.5), language="en"),
+        ChatPrompt(tuple(chat), {"audio": [tone(0.5)]}),
+    ]
+    first, second = build(str(folder)).generate(prompts, GREEDY)
+    heard = [1, 3, 6, *[5] * 25]
+    assert list(first.prompt_token_ids) == [*heard, 4, *spoken, 7]
+    asked = [len(names) + byte for byte in QUESTION.encode()]
+    rest = [4, len(names) + ord("A"), 2, 3, len(names) + ord("B"), 4]
+    assert list(second.prompt_token_ids) == [*heard, *asked, *rest]

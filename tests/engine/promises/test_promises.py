@@ -383,6 +383,7 @@ LIMITS = {
     "qwen3_vl": (45, 7, 20),  # of which a row is three times as wide
     "gemma3_vision": (40, 20, 36),  # of which an image is as long as a step, in two groups
     "qwen3_asr": (15, 7, 17),
+    "voxtral": (60, 25, 32),
     "qwen2_5_omni": (18, 13, 17),
     "qwen3_omni": (54, 13, 36),  # of whose images a row is three times as wide
 }
@@ -390,6 +391,7 @@ SHOWN: Mapping[str, Mapping[Modality, str]] = {
     **{name: {"image": placeholder} for name, placeholder in PLACEHOLDER.items()},
     "gemma3_vision": {"image": "<image_soft_token>"},  # in text stands what begins an image
     "qwen3_asr": {"audio": "<|audio_pad|>"},
+    "voxtral": {"audio": "[AUDIO]"},
 }
 
 
@@ -420,7 +422,7 @@ def short_chunks(seeded: Callable[[str], str], tmp_path_factory: pytest.TempPath
         # Two that place tokens alike.
         *(("qwen2_5_vl", "swap"), ("qwen3_vl", "recompute")),
         *(("gemma3_vision", "swap"), ("gemma3_vision", "recompute")),
-        *(("qwen3_asr", "swap"), ("qwen3_asr", "recompute")),
+        *(("qwen3_asr", "swap"), ("qwen3_asr", "recompute"), ("voxtral", "recompute")),
         *(("qwen3_omni", "swap"), ("qwen3_omni", "recompute")),
         # A state does not grow: who is let in has room to finish, and none is preempted.
         ("qwen3_5_vision", "recompute"),

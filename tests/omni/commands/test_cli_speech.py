@@ -145,6 +145,7 @@ def test_a_chat_cannot_show_files_to_a_model_that_takes_none(shown: list[str]) -
         ("qwen3_vl", "qwen3_vl", ("image",)),
         ("qwen3_5", "qwen3_5_vision", ("image",)),
         ("qwen3_asr", "qwen3_asr", ("audio",)),
+        ("voxtral", "voxtral", ("audio",)),
     ],
 )
 def test_configs_of_published_checkpoints_run_what_the_hub_has_under_their_ids(

@@ -1,0 +1,1 @@
+"""Voxtral: a decoder that hears. Imports rooms of other families, and those below them."""

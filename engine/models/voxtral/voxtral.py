@@ -1,0 +1,122 @@
+"""Voxtral: Whisper's encoder with a projector, and a Llama, which answers or writes down.
+
+Silence fills up a sound to whole windows of 30 s, each of which is heard by itself::
+
+    sound   | window 0        | window 1   ~~~~ |    3,000 frames each
+    rows    | 375             | 375             |    one for eight frames
+
+A sound alone asks for a transcription, in the words that the model was trained with::
+
+    <s>[INST][BEGIN_AUDIO] | rows | [/INST]lang:en[TRANSCRIBE]
+
+Source: Liu et al., "Voxtral", 2025; transformers' ``voxtral``; the prompts are mistral-common's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.audio_utils import resolve_language
+from transformers.models.voxtral.modeling_voxtral import VoxtralModel
+from transformers.models.whisper.tokenization_whisper import LANGUAGES
+
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.inputs.prompt_processor import PromptSources
+from engine.inputs.prompt_tokens import written
+from engine.interface.prompts import ChatPrompt
+from engine.models.base import ModelSettings
+from engine.models.decoders.decoder import build_decoder
+from engine.models.family import ModelFamily
+from engine.models.llava.llava import without_decoder
+from engine.models.multimodal import MultiModalModel
+from engine.models.qwen2_5_omni.thinker import AudioTower
+from engine.models.qwen3_asr.qwen3_asr import TranscriptionPrompts
+from engine.requests.encoder_input import MultiModalInput
+
+_TEMPLATE = """\
+{% macro parts(content) %}{% if content is string %}{{ content }}{% else %}\
+{% for part in content %}\
+{% if part.type == 'audio' %}[BEGIN_AUDIO][AUDIO]{% else %}{{ part.text }}{% endif %}\
+{% endfor %}{% endif %}{% endmacro %}\
+{{ bos_token or '<s>' }}{% for message in messages %}\
+{% if message.role == 'user' %}[INST]{{ parts(message.content) }}[/INST]\
+{% elif message.role == 'assistant' %}{{ parts(message.content) }}{{ eos_token or '</s>' }}\
+{% else %}[SYSTEM_PROMPT]{{ parts(message.content) }}[/SYSTEM_PROMPT]{% endif %}{% endfor %}"""
+"""What a published folder, whose template is in another package, leaves out."""
+
+
+class VoxtralTower(AudioTower):
+    """Windows of sound to rows, through the projector; see the module's note."""
+
+    encoder = partial(without_decoder, VoxtralModel)
+    known_weight = "multi_modal_projector.linear_1.weight"
+    sound_end = "window"
+    module: Any
+
+    def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
+        super().__init__(config, settings)
+        # Two convolutions, of which one halves; then rows side by side are made one.
+        self.window = 2 * int(self.audio.max_source_positions)
+        self.frames_per_row: int = 2 * self.audio.intermediate_size // self.audio.hidden_size
+
+    def rows_of(self, num_frames: int) -> int:
+        """See :meth:`AudioTower.rows_of`; ``ValueError`` unless they are whole windows."""
+        if num_frames % self.window:
+            raise ValueError(
+                f"input_features must be whole windows of {self.window} frames, got {num_frames}"
+            )
+        return num_frames // self.frames_per_row
+
+    def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
+        """One window after the other; see :meth:`ItemTower.forward`."""
+        hear, device, dtype = self.module.get_audio_features, self.module.device, self.module.dtype
+        return [
+            torch.cat(
+                [
+                    hear(frames[None].to(device, dtype)).pooler_output
+                    for frames in item.features["input_features"].split(self.window, dim=1)
+                ]
+            )
+            for item in inputs
+        ]
+
+
+class VoxtralPrompts(TranscriptionPrompts):
+    """Asks for the words of a sound that comes alone, as the model was trained."""
+
+    def __init__(self, sources: PromptSources) -> None:
+        if sources.tokenizer is not None and sources.tokenizer.chat_template is None:
+            sources.tokenizer.chat_template = _TEMPLATE
+        super().__init__(sources)
+
+    def asked(self, chat: ChatPrompt, language: str | None, names: str | None) -> str:
+        """See :meth:`TranscriptionPrompts.asked`."""
+        if names is not None:
+            raise ValueError("this model takes no prompt beside the sound that it writes down")
+        text, _ = written(chat, self._tokenizer, self._limits)
+        spoken = "" if language is None else f"lang:{resolve_language(language, LANGUAGES)}"
+        return f"{text}{spoken}[TRANSCRIBE]"
+
+
+def build_voxtral(checkpoint: Checkpoint, settings: ModelSettings) -> MultiModalModel:
+    """Build a Voxtral, its weights not yet loaded; see :data:`Builder`."""
+    config = checkpoint.config
+    return MultiModalModel(
+        build_decoder(settings.decoder_config_of(config.text_config), config.text_config, settings),
+        {"audio": VoxtralTower(config, settings)},
+        {"audio": int(config.audio_token_id)},
+        checkpoint.weight_files,
+    )
+
+
+FAMILY = ModelFamily(
+    "voxtral",
+    ("VoxtralForConditionalGeneration",),
+    build=build_voxtral,
+    prompts=VoxtralPrompts,
+)
