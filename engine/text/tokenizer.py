@@ -547,19 +547,16 @@ def load_tokenizer(
         return None
     try:
         tokenizer: PreTrainedTokenizerBase
-        if gguf is not None:
-            # What AutoTokenizer takes as well, after it has read the file twice more.
+        if gguf is not None or (folder / "tekken.json").is_file():
+            # What AutoTokenizer takes as well, unless the maker of tekken.json has a package
+            # installed, which reads no special tokens in text. (It reads a GGUF file twice more.)
+            own: dict[str, Any] = {} if gguf is None else {"gguf_file": gguf.name}
             tokenizer = PreTrainedTokenizerFast.from_pretrained(
-                gguf.parent, gguf_file=gguf.name, local_files_only=True
+                folder if gguf is None else gguf.parent, local_files_only=True, **own
             )
         else:
             tokenizer = AutoTokenizer.from_pretrained(
-                folder,
-                config=config,
-                trust_remote_code=trust_remote_code,
-                local_files_only=True,
-                # Of mistral-common, where it is installed: it reads no special tokens in text.
-                mistral_format=False,
+                folder, config=config, trust_remote_code=trust_remote_code, local_files_only=True
             )
         # The first call settles how it cuts and pads. Later ones only read, and several
         # threads may make them at once.

@@ -1,4 +1,4 @@
-"""Voxtral: Whisper's encoder with a projector, and a Llama, which answers or writes down.
+"""Voxtral: an encoder of speech with a projector, and a decoder, which answers or writes down.
 
 Silence fills up a sound to whole windows of 30 s, each of which is heard by itself::
 
@@ -9,7 +9,8 @@ A sound alone asks for a transcription, in the words that the model was trained 
 
     <s>[INST][BEGIN_AUDIO] | rows | [/INST]lang:en[TRANSCRIBE]
 
-Source: Liu et al., "Voxtral", 2025; transformers' ``voxtral``; the prompts are mistral-common's.
+Source: Liu et al., "Voxtral", 2025; transformers' ``voxtral``; for prompts, the tokenizer package
+of the model's maker.
 """
 
 from __future__ import annotations
