@@ -11,7 +11,7 @@ from engine.interface.engine import EngineBrokenError
 from prefix_cache import IntegrityError
 from tests.support.line_faults import Event, LineFault
 
-__all__ = ["Outcome", "Subject", "disturbed_run", "events_of_steps"]
+__all__ = ["Outcome", "Subject", "disturbed_run", "events_of_steps", "warmed_up"]
 
 MAX_STEPS = 400
 
@@ -61,12 +61,18 @@ class _HangsError(Exception):
     """Requests are live, and do not end."""
 
 
-def events_of_steps(subject: Subject, *, bytecodes: bool = False) -> list[list[Event]]:
-    """Lines, or bytecodes, of every step of an undisturbed run that is not the first."""
+def warmed_up(subject: Subject) -> Engine[Any]:
+    """A new engine whose steps take the ways of one that has run before."""
     engine = subject.build()
     subject.add(engine, "warm-up")
     _run(engine, -1, LineFault(-1))
     engine.reset_prefix_cache()
+    return engine
+
+
+def events_of_steps(subject: Subject, *, bytecodes: bool = False) -> list[list[Event]]:
+    """Lines, or bytecodes, of every step of an undisturbed run that is not the first."""
+    engine = warmed_up(subject)
     subject.add(engine, "r")
     steps: list[list[Event]] = []
     while engine.has_unfinished_requests:

@@ -20,7 +20,7 @@ from engine import Engine, EngineConfig, LLMEngine, RequestOutput, SamplingParam
 from engine.interface.engine import EngineBrokenError
 from engine.interface.outputs import FinishReason
 from engine.requests.request import RequestGroup
-from tests.support.disturbed_run import Subject, disturbed_run, events_of_steps
+from tests.support.disturbed_run import Subject, disturbed_run, events_of_steps, warmed_up
 from tests.support.line_faults import LineFault, choose_events
 from tests.support.patience import PATIENCE_S
 from tests.support.subjects import SUBJECTS, subject_of
@@ -46,12 +46,12 @@ def test_a_step_interrupted_anywhere_answers_nothing_wrongly(
 ) -> None:
     draw = random.Random(error.__name__)
     places = choose_events(events_of_steps(subject, bytecodes=bytecodes), 1, draw)
-    engine = subject.build()
+    engine = warmed_up(subject)
     kinds = set()
     num_faults = FAULTS_OF_VOCODER if "vocoder" in subject.name else FAULTS
     for number, (step, nth) in enumerate(sorted(draw.sample(places, num_faults))):
         if "swapping" in subject.name:  # one that failed to is not asked to again
-            engine = subject.build()
+            engine = warmed_up(subject)
         engine.reset_prefix_cache()
         fault = LineFault(nth, error, bytecodes=bytecodes)
         aborted = number % subject.num_asks if number % 3 == 0 else None
