@@ -104,7 +104,8 @@ class _RelayedConnection(ActorConnection):
 
     def _kill(self) -> None:
         super()._kill()
-        self._actor.end.remote()
+        if ray.is_initialized():  # to ask for anything would begin another cluster
+            self._actor.end.remote()
 
 
 class _LocalWorker(ActorWorker):
