@@ -49,7 +49,7 @@ def hostile_checkpoints() -> Iterator[Hostile]:
             yield Hostile(family, what, harm, names)
         if trial.kind == "llm":
             for what, (harm, names) in _TEXTS.items():
-                yield Hostile(family, what, harm, names if family != "talker" else ())
+                yield Hostile(family, what, harm, () if family.endswith("talker") else names)
         if family in _SPEECH:
             for what, harm in _VOICES.items():
                 names = () if what in _HARMLESS else ("spk_dict.pt",)

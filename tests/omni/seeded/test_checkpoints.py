@@ -87,6 +87,9 @@ def test_tokenizer_fits_the_model_and_round_trips(seeded: Callable[[str], str], 
         return
     text = "Hello, what is this? é€😀\n  two  spaces"
     assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+    if name == "voxtral":  # whose published folder brings none
+        assert tokenizer.chat_template is None
+        return
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
     )
