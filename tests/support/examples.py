@@ -6,13 +6,13 @@ from hypothesis import settings
 
 __all__ = ["LONG", "USUAL", "examples"]
 
-USUAL, LONG = 50, 2000
+USUAL, LONG = 30, 2000
 """Examples of a property that does not say how many it wants, in the usual profile and in the long
 one."""
 
 
 def examples(number: int) -> int:
-    """A number for a profile of 100, scaled to the present one: half of it usually.
+    """A number for a profile of 100, scaled to the present one: 30 in 100 usually.
 
     Each run of the tests draws others; ``torture/properties.py`` looks further.
     """
