@@ -68,12 +68,10 @@ class AutoregressiveStageConfig(TokenStageConfig):
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """See :class:`~stages.stage_config.StageConfig`."""
-        from engine.models.model_loader import open_checkpoint
-        from engine.text.tokenizer import load_tokenizer
+        from engine.models.model_loader import load_tokenizer_of, open_checkpoint
 
         checkpoint = open_checkpoint(self.model, part=self.part, revision=self.engine.revision)
-        remote, whole = self.engine.trust_remote_code, checkpoint.whole_config
-        return load_tokenizer(checkpoint.path, trust_remote_code=remote, config=whole)
+        return load_tokenizer_of(checkpoint, trust_remote_code=self.engine.trust_remote_code)
 
     def build_stage(self, name: str) -> AutoregressiveStage:
         """See :class:`~stages.stage_config.StageConfig`."""

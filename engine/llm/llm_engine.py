@@ -36,6 +36,7 @@ from engine.models.base import CausalModel, ModelSettings
 from engine.models.model_loader import (
     find_family,
     load_model,
+    load_tokenizer_of,
     longest_sequence,
     open_checkpoint,
 )
@@ -45,7 +46,7 @@ from engine.resources.device import keep_freed_memory, resolve_device, resolve_d
 from engine.resources.memory_plan import MemoryPlan, ModelNeeds, plan_memory, step_bytes
 from engine.scheduling.request_queues import EncoderCacheManager
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput
-from engine.text.tokenizer import eos_token_ids, load_tokenizer, max_prompt_chars
+from engine.text.tokenizer import eos_token_ids, max_prompt_chars
 from prefix_cache import (
     ENCODER_HIDDEN_STATES,
     AttentionSpec,
@@ -382,9 +383,8 @@ class LLMEngine(Engine[RequestOutput]):
         self.dtype, self.max_model_len = choices.dtype, choices.max_model_len
         self.tokenizer: PreTrainedTokenizerBase | None = None
         if find_family(checkpoint).reads_text:
-            remote, whole = config.trust_remote_code, checkpoint.whole_config
-            path = checkpoint.path
-            self.tokenizer = load_tokenizer(path, trust_remote_code=remote, config=whole)
+            remote = config.trust_remote_code
+            self.tokenizer = load_tokenizer_of(checkpoint, trust_remote_code=remote)
         needs, device = _needs(config, model, choices), choices.device
         kv_config, plan = plan_memory(
             config, needs, device=device, attention=choices.attention_in_words

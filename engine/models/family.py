@@ -43,6 +43,7 @@ class ModelFamily:
         build: makes the model, before its weights are loaded.
         generator: loads the model that makes sound of codec tokens.
         prompts: makes what resolves its prompts.
+        chat_template: writes chats where the folder of a checkpoint brings none.
         max_positions: reads the longest sequence from a config.
         config_class: of its ``config.json``, where transformers does not know the ``model_type``.
         decoder_config: reads the config of a plain decoder on which other families may build: a
@@ -62,6 +63,7 @@ class ModelFamily:
     build: Builder | None = None
     generator: Callable[[Checkpoint, torch.device], GeneratorModel] | None = None
     prompts: Callable[[PromptSources], PromptProcessor] = PlainPromptProcessor
+    chat_template: str | None = None
     max_positions: Callable[[PreTrainedConfig], int] = _text_positions
     config_class: type[PreTrainedConfig] | None = None
     decoder_config: Callable[[PreTrainedConfig], Any] | None = None

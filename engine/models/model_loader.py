@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import SCHEMES
@@ -15,6 +16,7 @@ from engine.models.base import CausalModel, GeneratorModel, ModelSettings
 from engine.models.checked_loading import Places, load_checked, told_of_config
 from engine.models.family import ModelFamily
 from engine.models.registry import FAMILIES
+from engine.text.tokenizer import encodes_as_the_library, load_tokenizer
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -56,6 +58,25 @@ def find_family(checkpoint: Checkpoint) -> ModelFamily:
             f"supported are {'; '.join((', '.join(FAMILIES.architectures()), *FAMILIES.failures))}"
         )
     return family
+
+
+def load_tokenizer_of(
+    checkpoint: Checkpoint, *, trust_remote_code: bool
+) -> PreTrainedTokenizerBase | None:
+    """Load a checkpoint's tokenizer, with its family's chat template where the folder has none.
+
+    See :func:`~engine.text.tokenizer.load_tokenizer`.
+    """
+    path, config = checkpoint.path, checkpoint.whole_config
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code, config=config)
+    if tokenizer is None or tokenizer.chat_template is not None:
+        return tokenizer
+    template = find_family(checkpoint).chat_template
+    if template is not None:
+        if not encodes_as_the_library(tokenizer):  # and may read no special tokens in text
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+        tokenizer.chat_template = template
+    return tokenizer
 
 
 def longest_sequence(checkpoint: Checkpoint) -> int:

@@ -547,12 +547,10 @@ def load_tokenizer(
         return None
     try:
         tokenizer: PreTrainedTokenizerBase
-        if gguf is not None or (folder / "tekken.json").is_file():
-            # What AutoTokenizer takes as well, unless the maker of tekken.json has a package
-            # installed, which reads no special tokens in text. (It reads a GGUF file twice more.)
-            own: dict[str, Any] = {} if gguf is None else {"gguf_file": gguf.name}
+        if gguf is not None:
+            # What AutoTokenizer takes as well, after it has read the file twice more.
             tokenizer = PreTrainedTokenizerFast.from_pretrained(
-                folder if gguf is None else gguf.parent, local_files_only=True, **own
+                gguf.parent, gguf_file=gguf.name, local_files_only=True
             )
         else:
             tokenizer = AutoTokenizer.from_pretrained(

@@ -18,6 +18,7 @@ from engine import (
     TokensPrompt,
 )
 from stages import AutoregressiveStage, StageOutput, StageRequest
+from stages.autoregressive import AutoregressiveStageConfig
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 PROMPT = TokensPrompt(tuple(range(30, 43)))
@@ -166,3 +167,16 @@ def test_encoder_decoders_hand_on_their_outputs_whole(
 def test_an_unknown_final_output_is_refused(config: EngineConfig) -> None:
     with pytest.raises(ValueError, match=r"final_output cannot be \['audio'\]; .*makes is text"):
         AutoregressiveStage("s", config, final_output=("audio",))
+
+
+def test_chats_are_written_alike_where_the_stage_runs_elsewhere(
+    seeded: Callable[[str], str],
+) -> None:
+    """The folder of this family brings no template, and a server reads the tokenizer by itself."""
+    model = seeded("voxtral")
+    config = AutoregressiveStageConfig.model_validate({"kind": "autoregressive", "model": model})
+    tokenizer = config.load_tokenizer()
+    engine = LLMEngine(EngineConfig(model=model, num_blocks=32, block_size=4, max_model_len=64))
+    assert tokenizer is not None and engine.tokenizer is not None
+    assert tokenizer.chat_template is not None
+    assert tokenizer.chat_template == engine.tokenizer.chat_template

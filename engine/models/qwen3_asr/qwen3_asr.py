@@ -10,7 +10,7 @@ Source: Qwen Team, "Qwen3-ASR Technical Report", 2026; transformers' ``qwen3_asr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.audio_utils import resolve_language
 from transformers.models.qwen3_asr.modeling_qwen3_asr import Qwen3ASRModel
 from transformers.models.qwen3_asr.processing_qwen3_asr import LANGUAGE_CODE_TO_NAME
 
@@ -61,6 +60,22 @@ class ProjectedAudioTower(Qwen3AudioTower):
         return rows
 
 
+def known_language(language: str, names: Mapping[str, str]) -> tuple[str, str]:
+    """The code and the name of a language that is given by either, in any case.
+
+    Args:
+        names: of the languages that a model knows, by their codes.
+
+    Raises:
+        ValueError: the model does not know it.
+    """
+    for code, name in names.items():
+        if language.lower() in (code.lower(), name.lower()):
+            return code, name
+    codes = ", ".join(sorted(names))
+    raise ValueError(f"language {language!r} is unknown to this model; it knows {codes}")
+
+
 class TranscriptionPrompts(MultiModalPromptProcessor):
     """Asks for the words of a sound that comes alone, as the model was trained."""
 
@@ -81,7 +96,7 @@ class TranscriptionPrompts(MultiModalPromptProcessor):
         text, _ = written(chat, self._tokenizer, self._limits)
         if language is None:
             return text
-        name = resolve_language(language, LANGUAGE_CODE_TO_NAME, return_code=False)
+        _, name = known_language(language, LANGUAGE_CODE_TO_NAME)
         return f"{text}language {name}<asr_text>"
 
     def _as_message(self, prompt: Prompt) -> Prompt:

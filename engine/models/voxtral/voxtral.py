@@ -22,12 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.audio_utils import resolve_language
 from transformers.models.voxtral.modeling_voxtral import VoxtralModel
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.inputs.prompt_processor import PromptSources
 from engine.inputs.prompt_tokens import written
 from engine.interface.prompts import ChatPrompt
 from engine.models.base import ModelSettings
@@ -36,7 +34,7 @@ from engine.models.family import ModelFamily
 from engine.models.llava.llava import without_decoder
 from engine.models.multimodal import MultiModalModel
 from engine.models.qwen2_5_omni.thinker import AudioTower
-from engine.models.qwen3_asr.qwen3_asr import TranscriptionPrompts
+from engine.models.qwen3_asr.qwen3_asr import TranscriptionPrompts, known_language
 from engine.requests.encoder_input import MultiModalInput
 
 _TEMPLATE = """\
@@ -47,7 +45,9 @@ _TEMPLATE = """\
 {{ bos_token or '<s>' }}{% for message in messages %}\
 {% if message.role == 'user' %}[INST]{{ parts(message.content) }}[/INST]\
 {% elif message.role == 'assistant' %}{{ parts(message.content) }}{{ eos_token or '</s>' }}\
-{% else %}[SYSTEM_PROMPT]{{ parts(message.content) }}[/SYSTEM_PROMPT]{% endif %}{% endfor %}"""
+{% elif message.role == 'system' %}[SYSTEM_PROMPT]{{ parts(message.content) }}[/SYSTEM_PROMPT]\
+{% else %}{{ raise_exception('this model reads no messages of the role ' ~ message.role) }}\
+{% endif %}{% endfor %}"""
 """What a published folder, whose template is in another package, leaves out."""
 
 
@@ -90,18 +90,14 @@ class VoxtralTower(AudioTower):
 class VoxtralPrompts(TranscriptionPrompts):
     """Asks for the words of a sound that comes alone, as the model was trained."""
 
-    def __init__(self, sources: PromptSources) -> None:
-        if sources.tokenizer is not None and sources.tokenizer.chat_template is None:
-            sources.tokenizer.chat_template = _TEMPLATE
-        super().__init__(sources)
-
     def asked(self, chat: ChatPrompt, language: str | None, names: str | None) -> str:
         """See :meth:`TranscriptionPrompts.asked`."""
         if names is not None:
             raise ValueError("this model takes no prompt beside the sound that it writes down")
         text, _ = written(chat, self._tokenizer, self._limits)
-        spoken = "" if language is None else f"lang:{resolve_language(language, LANGUAGES)}"
-        return f"{text}{spoken}[TRANSCRIBE]"
+        if language is not None:
+            text += f"lang:{known_language(language, LANGUAGES)[0]}"
+        return f"{text}[TRANSCRIBE]"
 
 
 def build_voxtral(checkpoint: Checkpoint, settings: ModelSettings) -> MultiModalModel:
@@ -120,4 +116,5 @@ FAMILY = ModelFamily(
     ("VoxtralForConditionalGeneration",),
     build=build_voxtral,
     prompts=VoxtralPrompts,
+    chat_template=_TEMPLATE,
 )

@@ -229,6 +229,14 @@ def test_what_it_cannot_do_is_refused_and_harms_no_other(
             assert output.error is None
 
 
+def test_messages_of_other_roles_are_refused_by_the_template(tmp_path: Path) -> None:
+    """Else what a tool says would stand there as the system's."""
+    engine = build(str(build_voxtral(tmp_path / "model")))
+    chat = ({"role": "user", "content": "2+2?"}, {"role": "tool", "content": "4"})
+    with pytest.raises(ValueError, match="no messages of the role tool"):
+        engine.generate([ChatPrompt(chat)], GREEDY)
+
+
 def test_a_folder_with_the_published_tokenizer_file_is_asked_in_the_same_way(
     tmp_path: Path,
 ) -> None:
