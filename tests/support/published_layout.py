@@ -54,8 +54,8 @@ def publish(folder: str | Path, target: Path) -> Path:
     (target / "config.json").write_text(json.dumps(config, indent=2))
     template = target / "chat_template.jinja"
     if template.is_file():
-        told = {"chat_template": template.read_text("utf-8")}
-        (target / "chat_template.json").write_text(json.dumps(told))
+        stated = {"chat_template": template.read_text("utf-8")}
+        (target / "chat_template.json").write_text(json.dumps(stated))
         template.unlink()
     _shard(target, _COMPUTED.get(config["model_type"], ()))
     return target
