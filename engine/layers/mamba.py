@@ -333,9 +333,10 @@ def ssd_scan(rows: Rows, states: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor
     Returns:
         ``y`` ``(num_tokens, heads, head_dim)``, and the states after each request's last token.
     """
-    num_groups = rows[2].shape[1]
-    # (chunks, groups, heads per group, size, ...); a pad has x = 0 and a = 0 and changes nothing.
+    # (chunks, heads or groups, size, ...); a pad has x = 0 and a = 0 and changes nothing.
     x, a, b, c = (chunks.pad(each).transpose(1, 2) for each in rows)
+    num_groups = b.shape[1]
+    # (chunks, groups, heads per group, size, ...)
     x, a = (each.unflatten(1, (num_groups, -1)) for each in (x, a))
     # Differences of large sums: in float32 a strong decay would drown the weak ones after it.
     sums = a.double().cumsum(-1)

@@ -600,16 +600,17 @@ def _choose(
         of_chosen = of_all.gather(1, rows.select(chosen)[:, None])
         parts += [of_chosen.flatten(), top.indices.flatten(), top.values.flatten()]
     read = iter(torch.cat(parts).tolist())
-    token_ids = [int(each) for each in islice(read, len(states))]
-    # NaN as soon as one of a row is.
+    sizes = [len(states)] * 2 + [0 if is_enough is None else len(random)]
+    sizes += [len(reported), len(reported) * num_top, len(reported) * num_top]
+    ids, best, enough, values, top_ids, top_values = (list(islice(read, size)) for size in sizes)
+    if not all(enough):
+        return _choose(logits, adjusted, states, logits.shape[1])
+    token_ids = [int(each) for each in ids]
+    # The largest of a row is NaN as soon as one of it is.
     errors = [
         None if math.isfinite(value) else _row_error(row, value, states[row].grammar)
-        for row, value in enumerate(islice(read, len(states)))
+        for row, value in enumerate(best)
     ]
-    if is_enough is not None and not all(list(islice(read, len(random)))):
-        return _choose(logits, adjusted, states, logits.shape[1])
-    sizes = len(reported), len(reported) * num_top, len(reported) * num_top
-    values, top_ids, top_values = (list(islice(read, size)) for size in sizes)
     logprobs: list[TokenLogprobs | None] = [None] * len(states)
     for index, row in enumerate(reported):
         begin = index * num_top
