@@ -45,7 +45,7 @@ class CheckpointPart:
     Attributes:
         name: by which users ask for it.
         whole: ``model_type`` of the whole config.
-        config_name: its config's attribute in the whole config.
+        config_name: its config's attribute in the whole config; empty if it is the whole one.
         prefix: of its weights' names.
         architecture: transformers' class for it; published configs name older ones.
         has_generation_config: whether ``generation_config.json`` is about this part.
@@ -183,7 +183,7 @@ class Checkpoint:
         found = find_part(parts, part, path)
         generation_config = load_generation_config(path)
         if found is not None:
-            config = getattr(config, found.config_name)
+            config = getattr(config, found.config_name) if found.config_name else config
             generation_config = generation_config if found.has_generation_config else None
         return cls(path, config, generation_config, found, trust_remote_code, packed=packed)
 

@@ -535,20 +535,26 @@ class ModelRunner:
         ends = hidden_states.index_select(0, rows)
         states = [request.next_sampling for request in sampling]
         chosen = self._sampler.sample(self._model.compute_logits(ends), states)
+        token_ids = chosen.token_ids
         further: list[tuple[int, ...]] = [()] * len(states)
         if self._model.num_codebooks > 1:
-            further = self._draw_codes(ends, chosen.token_ids, states)
-        columns = (chosen.token_ids, chosen.logprobs, chosen.errors, further, chosen.judgements)
+            token_ids, further = self._draw_codes(ends, token_ids, states)
+        columns = (token_ids, chosen.logprobs, chosen.errors, further, chosen.judgements)
         return list(starmap(SampledToken, zip(sampling, *columns, strict=True)))
 
     def _draw_codes(
         self, rows: Tensor, token_ids: Sequence[int | None], states: Sequence[SamplingState]
-    ) -> list[tuple[int, ...]]:
-        """The codes of further codebooks, each drawn behind those before it."""
+    ) -> tuple[list[int | None], list[tuple[int, ...]]]:
+        """The tokens and their codes of further codebooks, each drawn behind those before it."""
         first = torch.tensor([token_id or 0 for token_id in token_ids], device=self._device)
         params = self._model.code_sampling
 
         def choose(logits: Tensor, codebook: int) -> Tensor:
             return draw_code(logits, states, params, codebook)
 
-        return list(map(tuple, self._model.draw_codes(rows, first, choose).tolist()))
+        codes: list[list[int]] = self._model.draw_codes(rows, first, choose).tolist()
+        drawn = [
+            None if token_id is None else row[0]
+            for token_id, row in zip(token_ids, codes, strict=True)
+        ]
+        return drawn, [tuple(row[1:]) for row in codes]

@@ -300,7 +300,8 @@ class CausalModel(nn.Module):
                 ``(n,)`` codes.
 
         Returns:
-            ``(n, num_codebooks - 1)`` int64.
+            ``(n, num_codebooks)`` int64: the tokens, each with its further codes. A token may come
+            back as the one that ends a sequence, where all codes together say that it ends.
         """
         raise NotImplementedError(f"{type(self).__name__} has one codebook")
 

@@ -152,6 +152,15 @@ _TABLE = (
     FamilyRow(
         "qwen3_omni.family", ("Qwen3OmniMoeCode2Wav",), "CODE2WAV", _OMNI_3, True, modalities=()
     ),
+    FamilyRow(
+        "csm.family",
+        ("CsmForConditionalGeneration",),
+        "BACKBONE",
+        "csm",
+        outputs=("codes", "hidden_states"),
+        modalities=_HEARS,
+    ),
+    FamilyRow("csm.family", ("MimiModel",), "CODEC", "csm", True, modalities=()),
 )
 
 

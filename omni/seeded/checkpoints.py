@@ -103,6 +103,7 @@ SEEDED_MODELS: dict[str, SeededModel] = {
     "qwen3_vl": SeededModel("language_models:build_qwen3_vl", {"model_type": "qwen3_vl"}),
     "qwen2_5_omni": SeededModel("omni:build_qwen2_5_omni", {"model_type": "qwen2_5_omni"}),
     "qwen3_omni": SeededModel("omni:build_qwen3_omni", {"model_type": "qwen3_omni_moe"}),
+    "csm": SeededModel("csm:build_csm", {"model_type": "csm"}),
     "bert": SeededModel(
         "language_models:build_text_encoder", {"model_type": "bert", "architectures": ["BertModel"]}
     ),

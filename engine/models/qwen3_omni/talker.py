@@ -33,107 +33,42 @@ from engine.checkpoints.quantized_weight import Target
 from engine.interface.sampling_params import SamplingParams
 from engine.layers import Linear, MultiAxisRotaryEmbedding, PlainMLP
 from engine.models.base import ModelSettings
-from engine.models.decoders.decoder import (
-    DecoderLayer,
-    DecoderModel,
-    SelfAttention,
-    build_multi_axis_rotary,
-    build_norm,
-    build_rotary,
-)
+from engine.models.decoders.code_predictor import CodePredictor
+from engine.models.decoders.decoder import DecoderModel, build_multi_axis_rotary, build_rotary
 from engine.models.decoders.families import qwen3_config, qwen3_moe_config
 
 
-class PredictorLayer(DecoderLayer):
-    """A layer over the few codes of one token, for all tokens of a step together."""
-
-    def run(
-        self, x: Tensor, rotation: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Run over ``(n, places, hidden_size)``, which follow on the past's places.
-
-        Returns:
-            The same shape, and keys and values ``(n, heads, places, head_dim)`` of all places.
-        """
-        attention, (n, places, _) = self.mixer, x.shape
-        assert isinstance(attention, SelfAttention) and attention.head_norm is not None
-        residual = x.flatten(0, 1)
-        qkv = attention.qkv(self.input_norm(residual)).view(n * places, -1, attention.head_dim)
-        num_heads = attention.kv_start // attention.head_dim
-        heads = attention.head_norm(qkv[:, :num_heads])
-        attention.ops.rotate(heads, *rotation)
-        heads = torch.cat((heads, qkv[:, num_heads:]), dim=1)
-        heads = heads.unflatten(0, (n, places)).transpose(1, 2)
-        query = heads[:, : attention.num_heads]
-        key, value = heads[:, attention.num_heads :].chunk(2, dim=1)
-        if past is not None:
-            key, value = torch.cat((past[0], key), dim=2), torch.cat((past[1], value), dim=2)
-        attended = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=past is None,
-            scale=attention.attention.scoring.scale,
-            enable_gqa=True,
-        )
-        residual = residual + attention.output(attended.transpose(1, 2).reshape(n * places, -1))
-        residual = residual + self.mlp(self.mlp_norm(residual))
-        return residual.view_as(x), (key, value)
-
-
-class CodePredictor(nn.Module):
-    """Draws the codes behind the first, of each token by itself; see the module's note."""
+class _Predictor(CodePredictor):
+    """Codebooks behind the first, each with an embedding and a head of its own."""
 
     def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
-        super().__init__()
-        options = settings.tensor_options
-        self.num_further: int = config.num_code_groups - 1
+        options, num_further = settings.tensor_options, config.num_code_groups - 1
         short = replace(settings, max_model_len=config.num_code_groups + 1)
         decoder = qwen3_config(config).for_length(short.max_model_len)
-        self.rotary = build_rotary(config, short)
-        layers = [PredictorLayer(i, decoder, settings) for i in range(len(decoder.layers))]
-        self.layers, self._layers = nn.ModuleList(layers), layers
-        self.norm = build_norm(decoder, settings)
-        shape = (self.num_further, decoder.vocab_size, decoder.hidden_size)
+        super().__init__(decoder, build_rotary(config, short), num_further, settings)
+        shape = (num_further, decoder.vocab_size, decoder.hidden_size)
         self.embedding = nn.Parameter(torch.empty(shape, **options), requires_grad=False)
         heads = [
             Linear(decoder.hidden_size, {f"lm_head.{index}": decoder.vocab_size}, **options)
-            for index in range(self.num_further)
+            for index in range(num_further)
         ]
         self.heads, self._heads = nn.ModuleList(heads), heads
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
-        for index, layer in enumerate(self._layers):
-            yield from layer.targets(f"{prefix}model.layers.{index}.")
-        yield f"{prefix}model.norm.weight", self.norm.weight.data
+        """See :meth:`CodePredictor.targets`."""
+        yield from super().targets(prefix)
         for index, head in enumerate(self._heads):
             yield f"{prefix}model.codec_embedding.{index}.weight", self.embedding.data[index]
             yield from head.targets(prefix)
 
-    def forward(
-        self, rows: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]
-    ) -> Tensor:
-        """Draw ``(n, num_further)`` codes.
+    def embed_code(self, codes: Tensor, codebook: int) -> Tensor:
+        """See :meth:`CodePredictor.embed_code`."""
+        return self.embedding[codebook - 1, codes]
 
-        Args:
-            rows: ``(n, hidden_size)`` that the first codes were chosen from.
-            first: ``(n, hidden_size)`` embeddings of these.
-            choose: see :meth:`CausalModel.draw_codes`.
-        """
-        x, begin = torch.stack((rows, first), dim=1), 0
-        past: list[tuple[Tensor, Tensor] | None] = [None] * len(self._layers)
-        drawn = []
-        for index, head in enumerate(self._heads):
-            places = torch.arange(begin, begin + x.shape[1], device=x.device).repeat(len(x))
-            rotation = self.rotary(places)
-            begin += x.shape[1]
-            for number, layer in enumerate(self._layers):
-                x, past[number] = layer.run(x, rotation, past[number])
-            logits: Tensor = head(self.norm(x[:, -1].contiguous()))
-            drawn.append(choose(logits.float(), index + 1))
-            x = self.embedding[index, drawn[-1]].unsqueeze(1)
-        return torch.stack(drawn, dim=1)
+    def logits(self, rows: Tensor, codebook: int) -> Tensor:
+        """See :meth:`CodePredictor.logits`."""
+        logits: Tensor = self._heads[codebook - 1](rows)
+        return logits
 
     def embed(self, codes: Tensor) -> Tensor:
         """Sums of the embeddings of further codes ``(n, num_further)``: ``(n, hidden_size)``."""
@@ -159,7 +94,7 @@ class Qwen3OmniTalker(DecoderModel):
         rotary = build_multi_axis_rotary(text, settings, interleaved=True)
         super().__init__(decoder.for_length(settings.max_model_len), [rotary], settings)
         self.row_width: int = config.thinker_hidden_size + 1
-        self.predictor = CodePredictor(config.code_predictor_config, settings)
+        self.predictor = _Predictor(config.code_predictor_config, settings)
         self.num_codebooks: int = config.num_code_groups
         if self.num_codebooks != self.predictor.num_further + 1:
             raise ValueError(
@@ -210,8 +145,8 @@ class Qwen3OmniTalker(DecoderModel):
     ) -> Tensor:
         """See :meth:`CausalModel.draw_codes`."""
         embeds = super().embed(first)
-        codes: Tensor = self.predictor(hidden_states, embeds, choose)
-        return codes
+        further: Tensor = self.predictor(hidden_states, embeds, choose)
+        return torch.cat((first[:, None], further), dim=1)
 
     def forward(
         self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep

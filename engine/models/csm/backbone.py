@@ -1,0 +1,221 @@
+"""CSM: speech from text, and from how someone has spoken before.
+
+A frame of sound is one code of each codebook, and one token here::
+
+    prompt   | <bos> [0] H i <eos> | ~ ~ ~ ~ ~ ~ | <audio_eos> | <bos> [0] N o <eos> |
+               what was said         its frames    all codes 0   what to say
+    output   | frame | frame | ... | all codes 0
+
+A frame's embedding is the sum of its codes' embeddings, be it read or drawn. The first code is
+sampled as tokens are, and the depth decoder draws the others in the same step. No single code ends
+the speech: a frame of zeros does, in all codebooks but the last. Such a frame comes back as the
+token of padding, which is never sound.
+
+Source: Schalkwyk et al., "Crossing the uncanny valley of conversational voice", Sesame 2025;
+transformers' ``csm``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.attention.layer import AttentionStep
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.checkpoints.quantized_weight import Target
+from engine.inputs.multimodal_inputs import FeatureTaker, ItemSide, MultiModalPromptProcessor
+from engine.inputs.prompt_processor import PromptContent, PromptSources
+from engine.interface.prompts import ChatPrompt, Prompt, TextPrompt
+from engine.interface.sampling_params import SamplingParams
+from engine.layers import Linear
+from engine.models.base import ModelSettings
+from engine.models.decoders.code_predictor import CodePredictor
+from engine.models.decoders.decoder import DecoderModel, build_rotary
+from engine.models.decoders.families import llama_config
+from engine.requests.encoder_input import Modality
+
+_CODES = "backbone_model.embed_tokens.embed_audio_tokens.weight"
+_DEPTH_CODES = "depth_decoder.model.embed_tokens.weight"
+
+
+class DepthDecoder(CodePredictor):
+    """Draws a frame's further codes; see :class:`CodePredictor`.
+
+    Args:
+        embedding: ``(num_codebooks, codes, width)``.
+    """
+
+    def __init__(self, config: Any, embedding: nn.Parameter, settings: ModelSettings) -> None:
+        decoder = replace(llama_config(config), tie_word_embeddings=False)
+        short = replace(settings, max_model_len=config.num_codebooks + 1)
+        further, options = config.num_codebooks - 1, settings.tensor_options
+        super().__init__(decoder, build_rotary(config, short), further, settings)
+        width, hidden = config.backbone_hidden_size, config.hidden_size
+        self.projection = Linear(width, {"inputs_embeds_projector": hidden}, **options)
+        self.embedding = embedding
+        heads = torch.empty(further, hidden, config.vocab_size, **options)
+        self.heads = nn.Parameter(heads, requires_grad=False)
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        """See :meth:`CodePredictor.targets`; the embedding is not among them."""
+        yield from super().targets(prefix)
+        yield from self.projection.targets(f"{prefix}model.")
+        yield f"{prefix}codebooks_head.weight", self.heads.data
+
+    def enter(self, rows: Tensor) -> Tensor:
+        """See :meth:`CodePredictor.enter`."""
+        return self.projection(rows.flatten(0, 1)).view(*rows.shape[:2], -1)
+
+    def embed_code(self, codes: Tensor, codebook: int) -> Tensor:
+        """See :meth:`CodePredictor.embed_code`."""
+        return self.embedding[codebook, codes]
+
+    def logits(self, rows: Tensor, codebook: int) -> Tensor:
+        """See :meth:`CodePredictor.logits`."""
+        return rows @ self.heads[codebook - 1]
+
+
+class CsmBackbone(DecoderModel, ItemSide):
+    """A decoder over text and frames of sound; see the module's note.
+
+    Raises:
+        ValueError: the config asks for something that is not supported.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
+        config: Any = checkpoint.config
+        # The ties that it states are those of codes; text has a matrix of its own.
+        decoder = replace(llama_config(config), tie_word_embeddings=False)
+        rotary = build_rotary(config, settings)
+        text = config.text_vocab_size
+        super().__init__(decoder, [rotary], settings, num_embeddings=text)
+        depth = config.depth_decoder_config
+        self.num_codebooks: int = config.num_codebooks
+        if self.num_codebooks != depth.num_codebooks or config.vocab_size != depth.vocab_size:
+            raise ValueError(
+                f"the config has {config.num_codebooks} codebooks of {config.vocab_size} codes, "
+                f"its depth_decoder_config {depth.num_codebooks} of {depth.vocab_size}"
+            )
+        self._end_code, self._end_id = config.codebook_eos_token_id, config.codebook_pad_token_id
+        self._sound_end_id: int = config.audio_eos_token_id
+        shape = (self.num_codebooks, config.vocab_size, config.hidden_size)
+        tables = [
+            nn.Parameter(torch.empty(shape, **settings.tensor_options), requires_grad=False)
+            for _ in range(1 if config.tie_codebooks_embeddings else 2)
+        ]
+        self.code_embedding = tables[0]
+        self.depth_decoder = DepthDecoder(depth, tables[-1], settings)
+        self.towers: dict[Modality, FeatureTaker] = {}
+        self.code_sampling = _depth_sampling(checkpoint)
+        stored = checkpoint.weight_files
+        self._tables = {
+            name: table
+            for name, table in ((_CODES, tables[0]), (_DEPTH_CODES, tables[-1]))
+            if len(tables) > 1 or name in stored
+        }
+        self.ignored_weights = [name for name in stored if name.startswith("codec_model.")]
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
+        for name, target in super().targets("backbone_model."):
+            yield name.replace("backbone_model.embed_tokens", "embed_text_tokens"), target
+        yield from self.depth_decoder.targets("depth_decoder.")
+        for name, table in self._tables.items() or {_DEPTH_CODES: self.code_embedding}.items():
+            yield name, table.data.flatten(0, 1)
+
+    @property
+    def has_static_decodes(self) -> bool:
+        """No: whether a row is a frame is asked of the device."""
+        return False
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Token ids ``(n,)`` to embeddings ``(n, hidden_size)``."""
+        embeds = super().embed(input_ids)
+        end = self.code_embedding[:, self._end_code].sum(dim=0)
+        return torch.where((input_ids == self._sound_end_id)[:, None], end, embeds)
+
+    def embed_frames(self, codes: Tensor) -> Tensor:
+        """Frames ``(n, num_codebooks)`` to embeddings ``(n, hidden_size)``."""
+        return self.code_embedding[
+            torch.arange(self.num_codebooks, device=codes.device), codes
+        ].sum(dim=1)
+
+    def add_codes(self, embeds: Tensor, codes: Tensor) -> None:
+        """See :meth:`CausalModel.add_codes`; a frame's embedding takes the place of its token's."""
+        drawn = codes[:, 0] >= 0
+        if bool(drawn.any()):
+            embeds[drawn] = self.embed_frames(codes[drawn])
+
+    def draw_codes(
+        self, hidden_states: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]
+    ) -> Tensor:
+        """See :meth:`CausalModel.draw_codes`."""
+        embeds = self.code_embedding[0, first]
+        codes = torch.cat(
+            (first[:, None], self.depth_decoder(hidden_states, embeds, choose)), dim=1
+        )
+        is_end = (codes[:, :-1] == self._end_code).all(dim=1)
+        codes[is_end, 0] = self._end_id
+        return codes
+
+    def forward(
+        self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
+    ) -> dict[str, Tensor]:
+        """Run the layers; emits ``codes`` of frames, too. See :meth:`CausalModel.forward`."""
+        tensors = super().forward(inputs_embeds, positions, step)
+        assert step.codes is not None
+        return tensors | {"codes": step.codes}
+
+
+def _depth_sampling(checkpoint: Checkpoint) -> SamplingParams:
+    """By what further codes are drawn: ``depth_decoder_...`` of ``generation_config.json``."""
+    names = ("temperature", "top_k", "top_p")
+    stated = {
+        name: getattr(checkpoint.generation_config, f"depth_decoder_{name}", None) for name in names
+    }
+    # What transformers takes where nothing is stated.
+    given = {name: value for name, value in stated.items() if value is not None}
+    return SamplingParams(**{"temperature": 1.0, "top_k": 50} | given)
+
+
+class CsmPrompts(MultiModalPromptProcessor):
+    """Names who speaks, by the numbers that the model knows: a ``user`` is 0, and so is plain text.
+
+    Messages with a text and its sound are what was said before; the last one is to be said.
+    """
+
+    def __init__(self, sources: PromptSources) -> None:
+        super().__init__(sources)
+        config: Any = sources.checkpoint.config
+        end = config.codebook_pad_token_id
+        self.stop_token_ids = frozenset({end})
+        # Of no sound, all others: the codec's codebooks are smaller than the model's.
+        codes = range(config.codec_config.codebook_size, config.vocab_size)
+        self.suppress_token_ids = tuple(code for code in codes if code != end)
+
+    def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
+        """See :meth:`MultiModalPromptProcessor.process`."""
+        if isinstance(prompt, str):
+            prompt = TextPrompt(prompt)
+        if isinstance(prompt, TextPrompt) and not re.match(r"\[\d+\]", prompt.prompt):
+            message = {"role": "0", "content": [{"type": "text", "text": prompt.prompt}]}
+            prompt = ChatPrompt((message,))
+        if isinstance(prompt, ChatPrompt):
+            messages = tuple(dict(each) | {"role": _number(each)} for each in prompt.messages)
+            prompt = replace(prompt, messages=messages)
+        return super().process(prompt, cache_salt=cache_salt)
+
+
+def _number(message: Mapping[str, Any]) -> str:
+    role = str(message.get("role"))
+    if role != "user" and not role.isdigit():
+        raise ValueError(
+            "the role of a message must be user or the number of who speaks, such as '0', got "
+            f"{role!r}"
+        )
+    return "0" if role == "user" else role

@@ -1,0 +1,128 @@
+"""Draws the codes of further codebooks that belong to a token which was just chosen.
+
+::
+
+    [ the token's row ][ first code ][ second ] ... ──► the next
+
+A small decoder over the codes of one token: it sees nothing else, so that it keeps nothing from
+step to step. Its tokens are few, and all those of a step run together.
+
+Source: Xu et al., "Qwen3-Omni Technical Report", 2025; transformers' ``qwen3_omni_moe`` and ``csm``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.checkpoints.quantized_weight import Target
+from engine.layers import RotaryEmbedding
+from engine.models.base import ModelSettings
+from engine.models.decoders.decoder import (
+    DecoderConfig,
+    DecoderLayer,
+    SelfAttention,
+    build_norm,
+)
+
+
+class PredictorLayer(DecoderLayer):
+    """A layer over the few codes of one token, for all tokens of a step together."""
+
+    def run(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Run over ``(n, places, hidden_size)``, which follow on the past's places.
+
+        Returns:
+            The same shape, and keys and values ``(n, heads, places, head_dim)`` of all places.
+        """
+        attention, (n, places, _) = self.mixer, x.shape
+        assert isinstance(attention, SelfAttention)
+        residual = x.flatten(0, 1)
+        qkv = attention.qkv(self.input_norm(residual)).view(n * places, -1, attention.head_dim)
+        num_heads = attention.kv_start // attention.head_dim
+        heads = qkv[:, :num_heads]
+        if attention.head_norm is not None:
+            heads = attention.head_norm(heads)
+        attention.ops.rotate(heads, *rotation)
+        heads = torch.cat((heads, qkv[:, num_heads:]), dim=1)
+        heads = heads.unflatten(0, (n, places)).transpose(1, 2)
+        query = heads[:, : attention.num_heads]
+        key, value = heads[:, attention.num_heads :].chunk(2, dim=1)
+        if past is not None:
+            key, value = torch.cat((past[0], key), dim=2), torch.cat((past[1], value), dim=2)
+        attended = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=past is None,
+            scale=attention.attention.scoring.scale,
+            enable_gqa=True,
+        )
+        residual = residual + attention.output(attended.transpose(1, 2).reshape(n * places, -1))
+        residual = residual + self.mlp(self.mlp_norm(residual))
+        return residual.view_as(x), (key, value)
+
+
+class CodePredictor(nn.Module):
+    """Draws the codes behind the first, of each token by itself; see the module's note."""
+
+    def __init__(
+        self,
+        decoder: DecoderConfig,
+        rotary: RotaryEmbedding,
+        num_further: int,
+        settings: ModelSettings,
+    ) -> None:
+        super().__init__()
+        self.num_further, self.rotary = num_further, rotary
+        layers = [PredictorLayer(i, decoder, settings) for i in range(len(decoder.layers))]
+        self.layers, self._layers = nn.ModuleList(layers), layers
+        self.norm = build_norm(decoder, settings)
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        for index, layer in enumerate(self._layers):
+            yield from layer.targets(f"{prefix}model.layers.{index}.")
+        yield f"{prefix}model.norm.weight", self.norm.weight.data
+
+    @abstractmethod
+    def embed_code(self, codes: Tensor, codebook: int) -> Tensor:
+        """Codes ``(n,)`` of a codebook, 1 or more, to rows ``(n, width)`` as the first's are."""
+
+    @abstractmethod
+    def logits(self, rows: Tensor, codebook: int) -> Tensor:
+        """Normed rows ``(n, hidden_size)`` to the logits ``(n, codes)`` of a codebook."""
+
+    def enter(self, rows: Tensor) -> Tensor:
+        """Rows ``(n, places, width)`` to what the layers take; by default they are."""
+        return rows
+
+    def forward(
+        self, rows: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]
+    ) -> Tensor:
+        """Draw ``(n, num_further)`` codes.
+
+        Args:
+            rows: ``(n, width)`` that the first codes were chosen from.
+            first: ``(n, width)`` embeddings of these.
+            choose: see :meth:`CausalModel.draw_codes`.
+        """
+        x, begin = self.enter(torch.stack((rows, first), dim=1)), 0
+        past: list[tuple[Tensor, Tensor] | None] = [None] * len(self._layers)
+        drawn = []
+        for codebook in range(1, self.num_further + 1):
+            places = torch.arange(begin, begin + x.shape[1], device=x.device).repeat(len(x))
+            rotation = self.rotary(places)
+            begin += x.shape[1]
+            for number, layer in enumerate(self._layers):
+                x, past[number] = layer.run(x, rotation, past[number])
+            logits = self.logits(self.norm(x[:, -1].contiguous()), codebook)
+            drawn.append(choose(logits.float(), codebook))
+            x = self.enter(self.embed_code(drawn[-1], codebook).unsqueeze(1))
+        return torch.stack(drawn, dim=1)
