@@ -315,10 +315,13 @@ class FeatureTaker:
         sound_end: what stands behind a sound when its features are made: as much ``"silence"`` as
             its last frame sees, a ``"mirrored"`` end, or silence to the end of a ``"window"``.
         sampling: how frames of a video's file are chosen.
+        sampling_rate: of a sound, where the tower takes its samples as ``input_values``; None:
+            it takes what the checkpoint's feature extractor makes of them.
     """
 
     feature_names: tuple[str, ...]
     row_parts: int = 1
+    sampling_rate: int | None = None
     sound_end: SoundEnd = "silence"
     sampling: type[VideoSampling] = VideoSampling
 
@@ -427,6 +430,19 @@ class AudioFeatureMaker(FeatureMaker):
         return {"input_features": features}
 
 
+@dataclass(frozen=True, slots=True)
+class SampleMaker(FeatureMaker):
+    """Sound by files or samples, brought to one sampling rate: ``input_values`` ``(n,)``."""
+
+    reader: SampleReader
+
+    def make(self, item: Any) -> Mapping[str, Tensor]:
+        """See :meth:`FeatureMaker.make`."""
+        prompt = item if isinstance(item, AudioPrompt) else AudioPrompt(item)
+        samples = self.reader.read(prompt.audio, prompt.sampling_rate)
+        return {"input_values": torch.from_numpy(samples)}
+
+
 def load_feature_makers(
     path: Path,
     towers: Mapping[Modality, FeatureTaker],
@@ -450,6 +466,8 @@ def load_feature_makers(
                 case "image":
                     processor = load_image_processor(path, **trust)
                     makers[modality] = ImageFeatureMaker(processor, tower.feature_names, limits)
+                case "audio" if tower.sampling_rate is not None:
+                    makers[modality] = SampleMaker(SampleReader(tower.sampling_rate, None, limits))
                 case "audio":
                     extractor, end = load_extractor(path, **trust), tower.sound_end
                     makers[modality] = AudioFeatureMaker(extractor, limits, sound_end=end)

@@ -85,6 +85,14 @@ def qwen3_talker_to_code2wav(context: TransformContext) -> CodecPrompt:
     return _codec(context, tuple(map(tuple, drawn.tolist())))
 
 
+@register_transform("csm_backbone_to_codec")
+@requires("codes", num_sources=1)
+@chunkable
+def csm_backbone_to_codec(context: TransformContext) -> CodecPrompt:
+    """Let a codec sound the frames that a backbone drew; see :func:`qwen3_talker_to_code2wav`."""
+    return qwen3_talker_to_code2wav(context)
+
+
 def _rows_of(context: TransformContext, *names: str) -> list[Tensor]:
     """Tensors of one length that a thinker hands on; ``ValueError`` if they are not of one."""
     (thinker,) = context.sources

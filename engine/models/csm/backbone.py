@@ -18,7 +18,7 @@ transformers' ``csm``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,10 +34,12 @@ from engine.interface.prompts import ChatPrompt, Prompt, TextPrompt
 from engine.interface.sampling_params import SamplingParams
 from engine.layers import Linear
 from engine.models.base import ModelSettings
+from engine.models.csm.codec import hearing_half, stored_name
 from engine.models.decoders.code_predictor import CodePredictor
 from engine.models.decoders.decoder import DecoderModel, build_rotary
 from engine.models.decoders.families import llama_config
-from engine.requests.encoder_input import Modality
+from engine.models.encoder_module import build_empty
+from engine.requests.encoder_input import Modality, MultiModalInput
 
 _CODES = "backbone_model.embed_tokens.embed_audio_tokens.weight"
 _DEPTH_CODES = "depth_decoder.model.embed_tokens.weight"
@@ -80,6 +82,28 @@ class DepthDecoder(CodePredictor):
         return rows @ self.heads[codebook - 1]
 
 
+class ReferenceTower(nn.Module, FeatureTaker):
+    """Hears how someone has spoken: samples to frames of codes, in float32 for any model."""
+
+    feature_names = ("input_values",)
+
+    def __init__(self, config: Any, num_codebooks: int, settings: ModelSettings) -> None:
+        super().__init__()
+        self.sampling_rate = int(config.sampling_rate)
+        self._num_codebooks = num_codebooks
+        self.module: Any = build_empty(hearing_half, config, replace(settings, dtype=torch.float32))
+
+    def num_rows(self, features: Mapping[str, Tensor]) -> int:
+        """See :meth:`FeatureTaker.num_rows`."""
+        return int(self.module.encoder.get_encoded_length(features["input_values"].shape[0]))
+
+    def forward(self, samples: Tensor) -> Tensor:
+        """Samples ``(n,)`` to codes ``(num_frames, num_codebooks)``."""
+        encoded = self.module.encode(samples.to(self.module.device)[None, None])
+        codes: Tensor = encoded.audio_codes[0, : self._num_codebooks].T
+        return codes
+
+
 class CsmBackbone(DecoderModel, ItemSide):
     """A decoder over text and frames of sound; see the module's note.
 
@@ -110,7 +134,9 @@ class CsmBackbone(DecoderModel, ItemSide):
         ]
         self.code_embedding = tables[0]
         self.depth_decoder = DepthDecoder(depth, tables[-1], settings)
-        self.towers: dict[Modality, FeatureTaker] = {}
+        self.tower = ReferenceTower(config.codec_config, self.num_codebooks, settings)
+        self.towers: dict[Modality, FeatureTaker] = {"audio": self.tower}
+        self.placeholders = {"audio": int(config.audio_token_id)}
         self.code_sampling = _depth_sampling(checkpoint)
         stored = checkpoint.weight_files
         self._tables = {
@@ -118,13 +144,19 @@ class CsmBackbone(DecoderModel, ItemSide):
             for name, table in ((_CODES, tables[0]), (_DEPTH_CODES, tables[-1]))
             if len(tables) > 1 or name in stored
         }
-        self.ignored_weights = [name for name in stored if name.startswith("codec_model.")]
+        # What makes sound of codes is another model's.
+        heard = {f"codec_model.{stored_name(name)}" for name in self.tower.module.state_dict()}
+        self.ignored_weights = [
+            name for name in stored if name.startswith("codec_model.") and name not in heard
+        ]
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
         for name, target in super().targets("backbone_model."):
             yield name.replace("backbone_model.embed_tokens", "embed_text_tokens"), target
         yield from self.depth_decoder.targets("depth_decoder.")
+        for name, tensor in self.tower.module.state_dict().items():
+            yield f"codec_model.{stored_name(name)}", tensor
         for name, table in self._tables.items() or {_DEPTH_CODES: self.code_embedding}.items():
             yield name, table.data.flatten(0, 1)
 
@@ -144,6 +176,10 @@ class CsmBackbone(DecoderModel, ItemSide):
         return self.code_embedding[
             torch.arange(self.num_codebooks, device=codes.device), codes
         ].sum(dim=1)
+
+    def encode_multimodal(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
+        """See :meth:`CausalModel.encode_multimodal`."""
+        return [self.embed_frames(self.tower(each.features["input_values"])) for each in inputs]
 
     def add_codes(self, embeds: Tensor, codes: Tensor) -> None:
         """See :meth:`CausalModel.add_codes`; a frame's embedding takes the place of its token's."""

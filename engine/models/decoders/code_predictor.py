@@ -7,7 +7,8 @@
 A small decoder over the codes of one token: it sees nothing else, so that it keeps nothing from
 step to step. Its tokens are few, and all those of a step run together.
 
-Source: Xu et al., "Qwen3-Omni Technical Report", 2025; transformers' ``qwen3_omni_moe`` and ``csm``.
+Source: the depth transformer of Lee et al., "Autoregressive Image Generation using Residual
+Quantization", 2022.
 """
 
 from __future__ import annotations
