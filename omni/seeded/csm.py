@@ -111,6 +111,9 @@ def build_csm(directory: str | Path, **changes: Any) -> Path:
             for name, codes in model.codec_model.named_buffers():
                 if name.endswith("embed_sum"):
                     codes.normal_(generator=generator)
+            # No sound has these codes, and they are drawn next to never.
+            model.lm_head.weight[_NUM_CODES:] = 0
+            model.depth_decoder.codebooks_head.weight[:, :, _NUM_CODES:] = 0
         path = save_checkpoint(directory, model, tokenizer)
     EncodecFeatureExtractor(feature_size=1, sampling_rate=24_000).save_pretrained(path)
     return path

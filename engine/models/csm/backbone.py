@@ -50,16 +50,19 @@ class DepthDecoder(CodePredictor):
 
     Args:
         embedding: ``(num_codebooks, codes, width)``.
+        num_sounds: codes below this are of sound; others are never drawn.
     """
 
-    def __init__(self, config: Any, embedding: nn.Parameter, settings: ModelSettings) -> None:
+    def __init__(
+        self, config: Any, embedding: nn.Parameter, num_sounds: int, settings: ModelSettings
+    ) -> None:
         decoder = replace(llama_config(config), tie_word_embeddings=False)
         short = replace(settings, max_model_len=config.num_codebooks + 1)
         further, options = config.num_codebooks - 1, settings.tensor_options
         super().__init__(decoder, build_rotary(config, short), further, settings)
         width, hidden = config.backbone_hidden_size, config.hidden_size
         self.projection = Linear(width, {"inputs_embeds_projector": hidden}, **options)
-        self.embedding = embedding
+        self.embedding, self._num_sounds = embedding, num_sounds
         heads = torch.empty(further, hidden, config.vocab_size, **options)
         self.heads = nn.Parameter(heads, requires_grad=False)
 
@@ -79,7 +82,9 @@ class DepthDecoder(CodePredictor):
 
     def logits(self, rows: Tensor, codebook: int) -> Tensor:
         """See :meth:`CodePredictor.logits`."""
-        return rows @ self.heads[codebook - 1]
+        logits = rows @ self.heads[codebook - 1]
+        logits[:, self._num_sounds :] = -torch.inf
+        return logits
 
 
 class ReferenceTower(nn.Module, FeatureTaker):
@@ -133,7 +138,8 @@ class CsmBackbone(DecoderModel, ItemSide):
             for _ in range(1 if config.tie_codebooks_embeddings else 2)
         ]
         self.code_embedding = tables[0]
-        self.depth_decoder = DepthDecoder(depth, tables[-1], settings)
+        num_sounds = config.codec_config.codebook_size
+        self.depth_decoder = DepthDecoder(depth, tables[-1], num_sounds, settings)
         self.tower = ReferenceTower(config.codec_config, self.num_codebooks, settings)
         self.towers: dict[Modality, FeatureTaker] = {"audio": self.tower}
         self.placeholders = {"audio": int(config.audio_token_id)}
