@@ -61,6 +61,7 @@ _NAMES = {
     "qwen3_5_vision": "Qwen3.5",
     "qwen2_5_omni": "Qwen2.5-Omni",
     "qwen3_omni": "Qwen3-Omni",
+    "csm": "CSM",
 }
 
 Shown = Mapping[str, set[str]]

@@ -124,6 +124,13 @@ TRIALS: Mapping[str, Trial] = {
         prompt=lambda: CodecPrompt(((1, 2, 3, 4), (5, 6, 7, 8))),
         kind="generator",
     ),
+    "csm": Trial("csm", "backbone"),
+    "csm codec": Trial(
+        "csm",
+        "codec",
+        prompt=lambda: CodecPrompt(((1, 2, 3, 4), (5, 6, 7, 8))),
+        kind="generator",
+    ),
     "talker": Trial("qwen2_5_omni", "talker", prompt=None),
     "code2wav": Trial(
         "qwen2_5_omni", "code2wav", prompt=lambda: CodecPrompt((1, 2, 3, 4)), kind="generator"

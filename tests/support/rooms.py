@@ -26,7 +26,8 @@ engine.models
 engine.models.decoders
 engine.models.hybrids, engine.models.seq2seq, engine.models.mllama, engine.models.llava, \
 engine.models.qwen2_5_vl
-engine.models.whisper, engine.models.qwen2_5_omni, engine.models.qwen3_vl, engine.models.gemma3
+engine.models.whisper, engine.models.qwen2_5_omni, engine.models.qwen3_vl, engine.models.gemma3, \
+engine.models.csm
 engine.models.qwen3_omni, engine.models.qwen3_5
 engine.models.qwen3_asr
 engine.models.voxtral

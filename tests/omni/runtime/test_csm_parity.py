@@ -1,0 +1,280 @@
+"""CSM's frames and sound are those of transformers, with a recording and without, cold and warm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    CsmForConditionalGeneration,
+    CsmProcessor,
+    EncodecFeatureExtractor,
+)
+
+from engine import (
+    AudioPrompt,
+    ChatPrompt,
+    EngineConfig,
+    LLMEngine,
+    Prompt,
+    RequestOutput,
+    TextPrompt,
+)
+from engine.models.base import CodeChunk
+from engine.models.csm.codec import MimiCodec
+from engine.models.model_loader import open_checkpoint
+from omni import Omni, OmniRequest, SamplingParams
+from omni.seeded.checkpoints import resolve_model
+from omni.seeded.csm import build_csm
+from tests.support.thinker_reference import tone
+
+NUM_FRAMES = 14
+SHOWS = pytest.mark.shows
+
+
+def say(text: str, speaker: int = 0, *, heard: bool = False) -> Mapping[str, Any]:
+    sound = [{"type": "audio"}] if heard else []
+    return {"role": str(speaker), "content": [{"type": "text", "text": text}, *sound]}
+
+
+SAID = say("What was said, in a few words.", heard=True)
+OTHER = say("And what the other one said.", 1, heard=True)
+TALKS: Mapping[str, tuple[tuple[Mapping[str, Any], ...], tuple[float, ...]]] = {
+    "text": ((say("The harbour wakes."),), ()),
+    "other speaker": ((say("The harbour wakes.", 1),), ()),
+    "recording": ((SAID, say("Say this.")), (1.0,)),
+    "two recordings": ((SAID, OTHER, say("Say this.")), (1.0, 0.63)),
+}
+
+
+class Reference:
+    """Transformers' model, its processor and its greedy frames."""
+
+    def __init__(self, folder: str) -> None:
+        self.model = CsmForConditionalGeneration.from_pretrained(folder).eval()
+        self.num_codebooks = self.model.config.num_codebooks
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        extractor = EncodecFeatureExtractor.from_pretrained(folder)
+        self.processor = CsmProcessor(extractor, tokenizer, tokenizer.chat_template)
+
+    def inputs(self, name: str) -> Mapping[str, Tensor]:
+        messages, seconds = TALKS[name]
+        text = self.processor.tokenizer.apply_chat_template(list(messages), tokenize=False)
+        sounds = [sound(length) for length in seconds] or None
+        inputs: Mapping[str, Tensor] = self.processor(
+            text=text, audio=sounds, add_special_tokens=False, return_tensors="pt"
+        )
+        return inputs
+
+    def frames(self, name: str) -> Tensor:
+        """``(n, num_codebooks)``, with the one that ends them."""
+        frames: Tensor = self.model.generate(
+            **self.inputs(name),
+            max_new_tokens=NUM_FRAMES,
+            do_sample=False,
+            depth_decoder_do_sample=False,
+        )
+        return frames[0]
+
+    def sound(self, frames: Tensor) -> Tensor:
+        with torch.no_grad():
+            samples: Tensor = self.model.codec_model.decode(frames.T[None]).audio_values
+        return samples.flatten()
+
+
+def sound(seconds: float) -> Any:
+    return tone(seconds, rate=24_000)
+
+
+def prompt_of(name: str) -> Prompt:
+    messages, seconds = TALKS[name]
+    sounds = [AudioPrompt(sound(length), 24_000) for length in seconds]
+    return ChatPrompt(messages, multi_modal_data={"audio": sounds} if sounds else {})
+
+
+@pytest.fixture(scope="module")
+def folder() -> str:
+    return resolve_model("seeded:csm")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: str) -> Reference:
+    return Reference(folder)
+
+
+def engine_for(folder: str, **settings: Any) -> LLMEngine:
+    usual: dict[str, Any] = {"block_size": 4, "max_model_len": 128, "dtype": "float32"}
+    return LLMEngine(EngineConfig(model=folder, part="backbone", **usual | settings))
+
+
+def drawn(output: RequestOutput) -> Tensor:
+    """The frames that a codec gets: all but the last."""
+    assert output.error is None
+    codes: Tensor = output.outputs[0].tensors["codes"]
+    return codes[len(output.prompt_token_ids) :]
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_FRAMES)
+
+
+@SHOWS("parity", "prefix hits", of="csm")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"block_size": 4},
+        {"block_size": 16},
+        {"max_num_batched_tokens": 8, "enable_prefix_caching": False},
+        {"num_blocks": 30, "max_model_len": 100, "max_num_seqs": 3},
+        {"num_blocks": 30, "max_model_len": 100, "max_num_seqs": 3, "preemption": "swap"},
+    ],
+    ids=str,
+)
+def test_frames_are_those_of_transformers(
+    folder: str, reference: Reference, settings: dict[str, Any]
+) -> None:
+    engine = engine_for(folder, **settings)
+    expected = {name: reference.frames(name) for name in TALKS}
+    for _ in range(2):
+        outputs = engine.generate([prompt_of(name) for name in TALKS], [GREEDY] * len(TALKS))
+        for name, output in zip(TALKS, outputs, strict=True):
+            ids = reference.inputs(name)["input_ids"][0].tolist()
+            assert list(output.prompt_token_ids) == ids, name
+            assert torch.equal(drawn(output), expected[name][:-1]), name
+        engine.check_integrity()
+    if engine.enable_prefix_caching:
+        assert engine.stats().cached_tokens > 0
+    assert len({tuple(map(tuple, frames.tolist())) for frames in expected.values()}) == len(TALKS)
+
+
+@SHOWS("hidden states", of="csm")
+def test_hidden_states_are_those_of_transformers(folder: str, reference: Reference) -> None:
+    (output,) = engine_for(folder).generate([prompt_of("recording")], [GREEDY])
+    inputs = reference.inputs("recording")
+    with torch.no_grad():
+        states = reference.model(**inputs, output_hidden_states=True).hidden_states[-1][0]
+    mine = output.outputs[0].tensors["hidden_states"][: len(states)]
+    torch.testing.assert_close(mine, states, atol=1e-4, rtol=0)
+
+
+def test_text_is_that_of_speaker_0(folder: str) -> None:
+    engine = engine_for(folder)
+    prompts: list[Prompt] = [
+        "Say this.",
+        TextPrompt("[0]Say this."),
+        ChatPrompt(({"role": "user", "content": "Say this."},)),
+        ChatPrompt((say("Say this."),)),
+    ]
+    outputs = engine.generate(prompts, [GREEDY] * len(prompts))
+    assert len({output.prompt_token_ids for output in outputs}) == 1
+    (refused,) = engine.generate([ChatPrompt(({"role": "system", "content": "x"},))], [GREEDY])
+    assert "number of who speaks, such as '0', got 'system'" in str(refused.error)
+
+
+def test_a_frame_of_zeros_in_all_codebooks_but_the_last_ends_the_speech(tmp_path: Path) -> None:
+    usual = Reference(str(build_csm(tmp_path / "usual", num_codebooks=2, **_depth(2))))
+    end = int(usual.frames("text")[4, 0])
+    path = str(
+        build_csm(tmp_path / "ended", num_codebooks=2, codebook_eos_token_id=end, **_depth(2))
+    )
+    expected = Reference(path).frames("text")
+    (output,) = engine_for(path).generate([prompt_of("text")], [GREEDY])
+    assert len(expected) < NUM_FRAMES
+    assert expected[-1, 0] == end
+    assert output.outputs[0].finish_reason == "stop"
+    assert torch.equal(drawn(output), expected[:-1])
+
+
+def _depth(num_codebooks: int) -> dict[str, Any]:
+    from omni.seeded import csm
+
+    depth = csm._SIZES | {"backbone_hidden_size": 64, "num_codebooks": num_codebooks}
+    return {"depth_decoder_config": depth | {"max_position_embeddings": 33}}
+
+
+@pytest.fixture(scope="module")
+def codec(folder: str) -> MimiCodec:
+    return MimiCodec(open_checkpoint(folder, part="codec"), torch.device("cpu"))
+
+
+def run(codec: MimiCodec, *chunks: CodeChunk) -> tuple[list[Tensor], list[Any]]:
+    samples, states = codec.generate(chunks, None)  # type: ignore[arg-type]
+    return list(samples), list(states)
+
+
+def test_sound_of_frames_is_that_of_transformers_in_pieces_too(
+    codec: MimiCodec, reference: Reference
+) -> None:
+    frames = torch.randint(0, 64, (2, 30, 4), generator=torch.Generator().manual_seed(0))
+    wholes = [reference.sound(each) for each in frames]
+    states, pieces, begin = [codec.new_state()] * 2, [[], []], 0
+    for length in (1, 2, 4, 8, 3, 12):
+        chunks = [
+            CodeChunk(each[begin : begin + length], begin, None, state)
+            for each, state in zip(frames, states, strict=True)
+        ]
+        made, states = run(codec, *chunks)
+        for kept, piece in zip(pieces, made, strict=True):
+            assert len(piece) == length * codec.samples_per_code
+            kept.append(piece)
+        begin += length
+    for whole, kept in zip(wholes, pieces, strict=True):
+        assert whole.abs().max() > 0.05
+        torch.testing.assert_close(torch.cat(kept), whole, atol=1e-5, rtol=0)
+
+
+def test_a_codec_that_is_not_causal_is_refused(tmp_path: Path) -> None:
+    path = build_csm(tmp_path / "csm", codec_config={**_codec(), "use_causal_conv": False})
+    with pytest.raises(ValueError, match="use_causal_conv true.*got False"):
+        MimiCodec(open_checkpoint(str(path), part="codec"), torch.device("cpu"))
+
+
+def _codec() -> dict[str, Any]:
+    from omni.seeded import csm
+
+    return csm._CODEC
+
+
+@pytest.fixture(scope="module")
+def omni() -> Iterator[Omni]:
+    with Omni("csm_seeded") as made:
+        yield made
+
+
+def request(name: str, **sampling: Any) -> OmniRequest:
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": NUM_FRAMES} | sampling)
+    return OmniRequest(prompt_of(name), sampling={"backbone": params})
+
+
+@SHOWS("streaming", of="csm")
+@pytest.mark.parametrize("name", TALKS)
+def test_speech_equals_transformers_in_pieces_and_whole(
+    name: str, omni: Omni, reference: Reference
+) -> None:
+    expected = reference.sound(reference.frames(name)[:-1])
+    pieces = [
+        delta.samples
+        for output in omni.stream([request(name)])
+        if "codec" in output.stages and (delta := output.stages["codec"].audio_delta) is not None
+    ]
+    (whole,) = omni.generate([request(name)])
+    audio = whole.stages["codec"].audio
+    assert audio is not None and audio.sampling_rate == 24_000
+    torch.testing.assert_close(audio.samples, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.cat(pieces), expected, atol=1e-4, rtol=0)
+    assert [len(piece) // 1920 for piece in pieces if len(piece)][:3] == [1, 2, 4]
+
+
+def test_a_seed_decides_all_codebooks(omni: Omni) -> None:
+    def frames(seed: int) -> Tensor:
+        (output,) = omni.generate([request("text", temperature=0.9, seed=seed)])
+        audio = output.stages["codec"].audio
+        assert audio is not None
+        return audio.samples
+
+    torch.testing.assert_close(frames(1), frames(1), atol=1e-6, rtol=0)
+    assert (frames(1) - frames(2)).abs().max() > 1e-3
