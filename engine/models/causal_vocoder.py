@@ -28,7 +28,7 @@ State: TypeAlias = tuple[int, tuple[Tensor, ...]]
 Rotate: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-class Stream:
+class _Stream:
     """What layers keep of a signal's pieces, in the order in which they run.
 
     Attributes:
@@ -58,7 +58,7 @@ class Overlap:
 class StreamedConv(nn.Module):
     """Stands in for a causal convolution of transformers, and runs over the next piece."""
 
-    def __init__(self, conv: nn.Module, overlap: Overlap, stream: Stream) -> None:
+    def __init__(self, conv: nn.Module, overlap: Overlap, stream: _Stream) -> None:
         super().__init__()
         self.conv, self._overlap, self._stream = conv, overlap, stream
 
@@ -92,7 +92,7 @@ class CausalVocoder(GeneratorModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stream = Stream()
+        self.stream = _Stream()
 
     def replace_convolutions(
         self, network: nn.Module, overlap_of: Callable[[nn.Module], Overlap | None]

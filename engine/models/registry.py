@@ -160,7 +160,7 @@ _TABLE = (
         outputs=("codes", "hidden_states"),
         modalities=_HEARS,
     ),
-    FamilyRow("csm.family", ("MimiModel",), "CODEC", "csm", True, modalities=()),
+    FamilyRow("csm.family", ("MimiModel",), "MIMI", "csm", True, modalities=()),
 )
 
 

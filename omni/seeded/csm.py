@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CsmConfig, CsmForConditionalGeneration, EncodecFeatureExtractor
+from transformers.models.csm.configuration_csm import CsmConfig
+from transformers.models.csm.modeling_csm import CsmForConditionalGeneration
+from transformers.models.encodec.feature_extraction_encodec import EncodecFeatureExtractor
 
 from engine.checkpoints.config_file import quiet_config_log
 from omni.seeded.building import (

@@ -125,9 +125,9 @@ TRIALS: Mapping[str, Trial] = {
         kind="generator",
     ),
     "csm": Trial("csm", "backbone"),
-    "csm codec": Trial(
+    "csm mimi": Trial(
         "csm",
-        "codec",
+        "mimi",
         prompt=lambda: CodecPrompt(((1, 2, 3, 4), (5, 6, 7, 8))),
         kind="generator",
     ),

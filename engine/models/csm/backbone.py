@@ -74,7 +74,8 @@ class DepthDecoder(CodePredictor):
 
     def enter(self, rows: Tensor) -> Tensor:
         """See :meth:`CodePredictor.enter`."""
-        return self.projection(rows.flatten(0, 1)).view(*rows.shape[:2], -1)
+        projected: Tensor = self.projection(rows.flatten(0, 1))
+        return projected.view(*rows.shape[:2], -1)
 
     def embed_code(self, codes: Tensor, codebook: int) -> Tensor:
         """See :meth:`CodePredictor.embed_code`."""

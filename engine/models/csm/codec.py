@@ -59,7 +59,7 @@ class MimiCodec(CausalVocoder):
     """Makes sound of frames, in float32; see :class:`GeneratorModel`.
 
     Args:
-        checkpoint: opened at its part ``codec``.
+        checkpoint: opened at its part ``mimi``.
 
     Raises:
         ValueError: the weights do not fit the config, or the codec is not causal.

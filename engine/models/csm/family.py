@@ -4,7 +4,7 @@
 
     part        config.json     weights
     backbone    the whole       backbone_model..., depth_decoder...     codes from text and sound
-    codec       codec_config    codec_model...                          waveform from codes
+    mimi        codec_config    codec_model...                          waveform from codes
 
 What a model needs is imported when it is built.
 """
@@ -21,9 +21,9 @@ BACKBONE = ModelFamily(
     prompts=deferred("engine.models.csm.backbone:CsmPrompts"),
     part=CheckpointPart("backbone", "csm", "", "", "CsmForConditionalGeneration", True),
 )
-CODEC = ModelFamily(
-    "codec",
+MIMI = ModelFamily(
+    "mimi",
     ("MimiModel",),
     generator=deferred("engine.models.csm.codec:MimiCodec"),
-    part=CheckpointPart("codec", "csm", "codec_config", "codec_model.", "MimiModel"),
+    part=CheckpointPart("mimi", "csm", "codec_config", "codec_model.", "MimiModel"),
 )

@@ -25,6 +25,8 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.csm.configuration_csm import CsmConfig
+from transformers.models.csm.modeling_csm import CsmForConditionalGeneration
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniConfig
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     Qwen2_5OmniForConditionalGeneration,
@@ -39,6 +41,8 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.config_file import hidden_progress_bars, quiet_config_log
 from engine.models.base import ModelSettings
+from engine.models.csm.codec import decoding_half, stored_name
+from engine.models.csm.family import BACKBONE
 from engine.models.encoder_module import build_empty
 from engine.models.model_loader import (
     _places,
@@ -618,3 +622,18 @@ def test_every_weight_of_a_published_omni_has_its_place(
     else:
         assert placed(checkpoint) == mine
     assert {f"{name.split('.')[0]}." for name in stored} == {each.prefix for each in parts}
+
+
+# As transformers has it by default.
+@pytest.mark.parametrize("hub_id", [of("csm", "sesame/csm-1b")])
+def test_every_weight_of_a_published_csm_has_its_place(hub_id: str, tmp_path: Path) -> None:
+    config, model = made(CsmForConditionalGeneration, CsmConfig())
+    stored = published(model)
+    config.save_pretrained(indexed(tmp_path, stored))
+    backbone = placed(Checkpoint(tmp_path, config, None, BACKBONE.part))
+    with META:
+        sounding = shapes(decoding_half(deepcopy(config.codec_config)).state_dict())
+    codec = {f"codec_model.{stored_name(name)}": shape for name, shape in sounding.items()}
+    assert backbone | codec == stored
+    shared = backbone.keys() & codec.keys()
+    assert shared and all("quantizer" in name for name in shared)

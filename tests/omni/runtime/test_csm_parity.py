@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoTokenizer,
-    CsmForConditionalGeneration,
-    CsmProcessor,
-    EncodecFeatureExtractor,
-)
+from transformers import AutoTokenizer
+from transformers.models.csm.modeling_csm import CsmForConditionalGeneration
+from transformers.models.csm.processing_csm import CsmProcessor
+from transformers.models.encodec.feature_extraction_encodec import EncodecFeatureExtractor
 
 from engine import (
     AudioPrompt,
@@ -128,7 +126,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_FRAMES)
     [
         {"block_size": 4},
         {"block_size": 16},
-        {"max_num_batched_tokens": 8, "enable_prefix_caching": False},
+        {"max_num_batched_tokens": 8, "max_num_seqs": 8, "enable_prefix_caching": False},
         {"num_blocks": 30, "max_model_len": 100, "max_num_seqs": 3},
         {"num_blocks": 30, "max_model_len": 100, "max_num_seqs": 3, "preemption": "swap"},
     ],
@@ -171,8 +169,8 @@ def test_text_is_that_of_speaker_0(folder: str) -> None:
     ]
     outputs = engine.generate(prompts, [GREEDY] * len(prompts))
     assert len({output.prompt_token_ids for output in outputs}) == 1
-    (refused,) = engine.generate([ChatPrompt(({"role": "system", "content": "x"},))], [GREEDY])
-    assert "number of who speaks, such as '0', got 'system'" in str(refused.error)
+    with pytest.raises(ValueError, match="number of who speaks, such as '0', got 'system'"):
+        engine.generate([ChatPrompt(({"role": "system", "content": "x"},))], [GREEDY])
 
 
 def test_a_frame_of_zeros_in_all_codebooks_but_the_last_ends_the_speech(tmp_path: Path) -> None:
@@ -198,7 +196,7 @@ def _depth(num_codebooks: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def codec(folder: str) -> MimiCodec:
-    return MimiCodec(open_checkpoint(folder, part="codec"), torch.device("cpu"))
+    return MimiCodec(open_checkpoint(folder, part="mimi"), torch.device("cpu"))
 
 
 def run(codec: MimiCodec, *chunks: CodeChunk) -> tuple[list[Tensor], list[Any]]:
@@ -211,7 +209,8 @@ def test_sound_of_frames_is_that_of_transformers_in_pieces_too(
 ) -> None:
     frames = torch.randint(0, 64, (2, 30, 4), generator=torch.Generator().manual_seed(0))
     wholes = [reference.sound(each) for each in frames]
-    states, pieces, begin = [codec.new_state()] * 2, [[], []], 0
+    states, begin = [codec.new_state()] * 2, 0
+    pieces: list[list[Tensor]] = [[], []]
     for length in (1, 2, 4, 8, 3, 12):
         chunks = [
             CodeChunk(each[begin : begin + length], begin, None, state)
@@ -230,7 +229,7 @@ def test_sound_of_frames_is_that_of_transformers_in_pieces_too(
 def test_a_codec_that_is_not_causal_is_refused(tmp_path: Path) -> None:
     path = build_csm(tmp_path / "csm", codec_config={**_codec(), "use_causal_conv": False})
     with pytest.raises(ValueError, match="use_causal_conv true.*got False"):
-        MimiCodec(open_checkpoint(str(path), part="codec"), torch.device("cpu"))
+        MimiCodec(open_checkpoint(str(path), part="mimi"), torch.device("cpu"))
 
 
 def _codec() -> dict[str, Any]:

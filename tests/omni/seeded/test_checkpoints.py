@@ -90,8 +90,8 @@ def test_tokenizer_fits_the_model_and_round_trips(seeded: Callable[[str], str], 
     text = "Hello, what is this? é€😀\n  two  spaces"
     assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
     if name == "csm":  # whose roles are numbers of speakers
-        chat = [{"role": "1", "content": [{"type": "text", "text": "hi"}]}]
-        written = tokenizer.apply_chat_template(chat, tokenize=False)
+        messages = [{"role": "1", "content": [{"type": "text", "text": "hi"}]}]
+        written = tokenizer.apply_chat_template(messages, tokenize=False)
         assert written == "<|begin_of_text|>[1]hi<|end_of_text|>"
         return
     if name == "voxtral":  # whose published folder brings none
