@@ -147,7 +147,7 @@ def test_the_command_works_as_printed(
     assert "nothing was proven" not in result.output
     if "--output-dir" in command:
         (out,) = re.findall(r"--output-dir (\S+)", command)
-        sounds = [file.stat().st_size for file in (folder / out).glob("audio/*/code2wav.wav")]
+        sounds = [file.stat().st_size for file in (folder / out).glob("audio/*/*.wav")]
         lines = (folder / out / "outputs.jsonl").read_text("utf-8").splitlines()
         assert len(sounds) == len(lines) and min(sounds) > 1000
 

@@ -120,7 +120,7 @@ def drawn(output: RequestOutput) -> Tensor:
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_FRAMES)
 
 
-@SHOWS("parity", "prefix hits", of="csm")
+@SHOWS("parity", "prefix hits", "audio", of="csm")
 @pytest.mark.parametrize(
     "settings",
     [
