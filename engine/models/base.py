@@ -198,9 +198,12 @@ class CausalModel(nn.Module):
     def has_static_decodes(self) -> bool:
         """Whether the host launches the same kernels in all steps of so many decodes.
 
-        Recurrent layers upload an order of their own; experts may ask how many tokens they have.
+        Recurrent layers upload an order of their own; experts may ask how many tokens they have,
+        and models of several codebooks which tokens bring codes.
         """
-        return not self.state_layers and not any(isinstance(m, SparseMoE) for m in self.modules())
+        if self.state_layers or self.num_codebooks > 1:
+            return False
+        return not any(isinstance(module, SparseMoE) for module in self.modules())
 
     @abstractmethod
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.attention.layer import AttentionStep
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
 from engine.inputs.multimodal_inputs import FeatureTaker, ItemSide, MultiModalPromptProcessor
@@ -146,11 +145,9 @@ class CsmBackbone(DecoderModel, ItemSide):
         self.placeholders = {"audio": int(config.audio_token_id)}
         self.code_sampling = _depth_sampling(checkpoint)
         stored = checkpoint.weight_files
-        self._tables = {
-            name: table
-            for name, table in ((_CODES, tables[0]), (_DEPTH_CODES, tables[-1]))
-            if len(tables) > 1 or name in stored
-        }
+        self._tables = {_CODES: tables[0], _DEPTH_CODES: tables[-1]}
+        if config.tie_codebooks_embeddings:  # files have one of them, as a rule the second
+            self._tables.pop(_DEPTH_CODES if _CODES in stored else _CODES)
         # What makes sound of codes is another model's.
         heard = {f"codec_model.{stored_name(name)}" for name in self.tower.module.state_dict()}
         self.ignored_weights = [
@@ -164,13 +161,8 @@ class CsmBackbone(DecoderModel, ItemSide):
         yield from self.depth_decoder.targets("depth_decoder.")
         for name, tensor in self.tower.module.state_dict().items():
             yield f"codec_model.{stored_name(name)}", tensor
-        for name, table in self._tables.items() or {_DEPTH_CODES: self.code_embedding}.items():
+        for name, table in self._tables.items():
             yield name, table.data.flatten(0, 1)
-
-    @property
-    def has_static_decodes(self) -> bool:
-        """No: whether a row is a frame is asked of the device."""
-        return False
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids ``(n,)`` to embeddings ``(n, hidden_size)``."""
@@ -205,14 +197,6 @@ class CsmBackbone(DecoderModel, ItemSide):
         is_end = (codes[:, :-1] == self._end_code).all(dim=1)
         codes[is_end, 0] = self._end_id
         return codes
-
-    def forward(
-        self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
-    ) -> dict[str, Tensor]:
-        """Run the layers; emits ``codes`` of frames, too. See :meth:`CausalModel.forward`."""
-        tensors = super().forward(inputs_embeds, positions, step)
-        assert step.codes is not None
-        return tensors | {"codes": step.codes}
 
 
 def _depth_sampling(checkpoint: Checkpoint) -> SamplingParams:

@@ -454,7 +454,7 @@ class DecoderModel(CausalModel):
     def forward(
         self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
     ) -> dict[str, Tensor]:
-        """Run the layers; see :meth:`CausalModel.forward`."""
+        """Run the layers; emits ``codes`` of tokens that have several. See the base class."""
         rotations = [rotary(positions) for rotary in self.rotaries]
         items = step.item_features
         features = () if items is None else items.split(self.hidden_size, dim=-1)
@@ -470,11 +470,14 @@ class DecoderModel(CausalModel):
             if index <= len(features):
                 x = x + features[index - 1]
         normed = self.final_norm(residual) if x is None else self.final_norm.add(x, residual)
-        if self.kept_layer is None:
-            return {"hidden_states": normed}
-        # transformers has the normed stream in the place of the last layer's.
-        is_last = self.kept_layer == len(self.layers)
-        return {"hidden_states": normed, "layer_states": normed if is_last else kept}
+        tensors = {"hidden_states": normed}
+        if self.kept_layer is not None:
+            # transformers has the normed stream in the place of the last layer's.
+            is_last = self.kept_layer == len(self.layers)
+            tensors["layer_states"] = normed if is_last else kept
+        if step.codes is not None:
+            tensors["codes"] = step.codes
+        return tensors
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Rows of hidden states to float32 logits; see :meth:`CausalModel.compute_logits`."""

@@ -122,11 +122,6 @@ class Qwen3OmniTalker(DecoderModel):
         yield from self.hidden_projection.targets("hidden_projection.")
         yield from self.predictor.targets("code_predictor.")
 
-    @property
-    def has_static_decodes(self) -> bool:
-        """No: whether a row is shown is asked of the device."""
-        return False
-
     def embed(self, input_ids: Tensor) -> Tensor:
         """Codes ``(n,)`` to ``(n, hidden_size + row_width)``, with room for a row behind each."""
         return F.pad(super().embed(input_ids), (0, self.row_width))
@@ -151,13 +146,11 @@ class Qwen3OmniTalker(DecoderModel):
     def forward(
         self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
     ) -> dict[str, Tensor]:
-        """Run the layers over what :meth:`embed` and rows make; emits ``codes`` of tokens, too."""
+        """Run the layers over what :meth:`embed` and rows make."""
         embeds = inputs_embeds[:, : self.hidden_size]
         rows = inputs_embeds[:, self.hidden_size : -1].contiguous()
         is_shown = inputs_embeds[:, -1:] > 0
         projected = self.text_projection(rows)
         if bool(is_shown.any()):
             projected = torch.where(is_shown, self.hidden_projection(rows), projected)
-        tensors = super().forward(embeds + projected, positions, step)
-        assert step.codes is not None
-        return tensors | {"codes": step.codes}
+        return super().forward(embeds + projected, positions, step)
