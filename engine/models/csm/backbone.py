@@ -146,7 +146,8 @@ class CsmBackbone(DecoderModel, ItemSide):
         self.code_sampling = _depth_sampling(checkpoint)
         stored = checkpoint.weight_files
         self._tables = {_CODES: tables[0], _DEPTH_CODES: tables[-1]}
-        if config.tie_codebooks_embeddings:  # files have one of them, as a rule the second
+        if config.tie_codebooks_embeddings and not self._tables.keys() <= stored.keys():
+            # As a rule files have the second alone.
             self._tables.pop(_DEPTH_CODES if _CODES in stored else _CODES)
         # What makes sound of codes is another model's.
         heard = {f"codec_model.{stored_name(name)}" for name in self.tower.module.state_dict()}
