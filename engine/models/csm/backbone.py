@@ -33,11 +33,10 @@ from engine.interface.prompts import ChatPrompt, Prompt, TextPrompt
 from engine.interface.sampling_params import SamplingParams
 from engine.layers import Linear
 from engine.models.base import ModelSettings
-from engine.models.csm.codec import hearing_half, stored_name
+from engine.models.csm.codec import MimiEncoder, names_of_half
 from engine.models.decoders.code_predictor import CodePredictor
 from engine.models.decoders.decoder import DecoderModel, build_rotary
 from engine.models.decoders.families import llama_config
-from engine.models.encoder_module import build_empty
 from engine.requests.encoder_input import Modality, MultiModalInput
 
 _CODES = "backbone_model.embed_tokens.embed_audio_tokens.weight"
@@ -87,26 +86,18 @@ class DepthDecoder(CodePredictor):
         return logits
 
 
-class ReferenceTower(nn.Module, FeatureTaker):
-    """Hears how someone has spoken: samples to frames of codes, in float32 for any model."""
+class ReferenceTower(MimiEncoder, FeatureTaker):
+    """Hears how someone has spoken: samples to frames of codes."""
 
     feature_names = ("input_values",)
 
     def __init__(self, config: Any, num_codebooks: int, settings: ModelSettings) -> None:
-        super().__init__()
+        super().__init__(config, num_codebooks, settings)
         self.sampling_rate = int(config.sampling_rate)
-        self._num_codebooks = num_codebooks
-        self.module: Any = build_empty(hearing_half, config, replace(settings, dtype=torch.float32))
 
     def num_rows(self, features: Mapping[str, Tensor]) -> int:
         """See :meth:`FeatureTaker.num_rows`."""
-        return int(self.module.encoder.get_encoded_length(features["input_values"].shape[0]))
-
-    def forward(self, samples: Tensor) -> Tensor:
-        """Samples ``(n,)`` to codes ``(num_frames, num_codebooks)``."""
-        encoded = self.module.encode(samples.to(self.module.device)[None, None])
-        codes: Tensor = encoded.audio_codes[0, : self._num_codebooks].T
-        return codes
+        return self.num_frames(len(features["input_values"]))
 
 
 class CsmBackbone(DecoderModel, ItemSide):
@@ -149,19 +140,14 @@ class CsmBackbone(DecoderModel, ItemSide):
         if config.tie_codebooks_embeddings and not self._tables.keys() <= stored.keys():
             # As a rule files have the second alone.
             self._tables.pop(_DEPTH_CODES if _CODES in stored else _CODES)
-        # What makes sound of codes is another model's.
-        heard = {f"codec_model.{stored_name(name)}" for name in self.tower.module.state_dict()}
-        self.ignored_weights = [
-            name for name in stored if name.startswith("codec_model.") and name not in heard
-        ]
+        self.ignored_weights = names_of_half("decoder", stored, "codec_model.")
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
         for name, target in super().targets("backbone_model."):
             yield name.replace("backbone_model.embed_tokens", "embed_text_tokens"), target
         yield from self.depth_decoder.targets("depth_decoder.")
-        for name, tensor in self.tower.module.state_dict().items():
-            yield f"codec_model.{stored_name(name)}", tensor
+        yield from self.tower.targets("codec_model.")
         for name, table in self._tables.items():
             yield name, table.data.flatten(0, 1)
 

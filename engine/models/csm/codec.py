@@ -1,11 +1,14 @@
-"""CSM's codec, Mimi: frames of codes to sound from chunk to chunk, and sound to frames.
+"""CSM's codec, Mimi: frames of codes to sound, from chunk to chunk, and sound to frames.
 
-::
+The halves share the codebooks, and each is loaded where it is needed. At the published config::
 
-    codes ──► quantizer ──► upsample ──► decoder over a window ──► convolutions ──► samples
-    12.5 frames a second    25 places a second                                      24,000
+    MimiEncoder   24,000 samples ─► convolutions ─► decoder, 25 places ─► 12.5 frames of codes
+    MimiCodec     24,000 samples ◄─ convolutions ◄─ decoder, 25 places ◄─ 12.5 frames of codes
 
-All of it is causal; see :mod:`engine.models.causal_vocoder`. The networks are transformers'.
+The published names of weights do not tell halves by a prefix, as transformers' modules do::
+
+    stored      encoder.layers.0...           encoder_transformer...           downsample...
+    module      encoder.encoder_seanet.la...  encoder.encoder_transformer...   encoder.downsample...
 
 Source: Defossez et al., "Moshi: a speech-text foundation model for real-time dialogue", 2024;
 transformers' ``mimi``.
@@ -13,110 +16,162 @@ transformers' ``mimi``.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
-from transformers.models.mimi.modeling_mimi import (
-    MimiConv1d,
-    MimiConvTranspose1d,
-    MimiModel,
-    apply_rotary_pos_emb,
-)
+from torch import Tensor, nn
+from transformers.models.mimi.modeling_mimi import MimiConv1d, MimiConvTranspose1d, MimiModel
 
 from engine.checkpoints.checkpoint import Checkpoint
+from engine.checkpoints.quantized_weight import Target
 from engine.models.base import ModelSettings
-from engine.models.causal_vocoder import CausalVocoder, Overlap
+from engine.models.causal_vocoder import CausalVocoder
 from engine.models.checked_loading import Places, load_checked
 from engine.models.encoder_module import build_empty
 
+Half: TypeAlias = Literal["encoder", "decoder"]
 
-def decoding_half(config: Any) -> MimiModel:
-    """The codec without what hears."""
-    config.encoder_config = None
-    return MimiModel(config)
-
-
-def hearing_half(config: Any) -> MimiModel:
-    """The codec without what makes sound."""
-    config.decoder_config = None
-    return MimiModel(config)
-
-
-def stored_name(name: str) -> str:
-    """The name under which checkpoints have one of the codec's weights.
-
-    Files are older than the class's halves: its ``decoder.decoder_seanet...`` is ``decoder...``
-    there, its ``decoder.upsample...`` is ``upsample...``.
-    """
-    side, _, rest = name.partition(".")
-    if side not in ("encoder", "decoder"):
-        return name
-    return rest.replace(f"{side}_seanet.", f"{side}.", 1)
+_CAUSAL = (MimiConv1d, MimiConvTranspose1d)
+_SUPPORTED: Mapping[str, Any] = MappingProxyType(
+    {"audio_channels": 1, "use_causal_conv": True, "trim_right_ratio": 1.0, "pad_mode": "constant"}
+)
 
 
 class MimiCodec(CausalVocoder):
-    """Makes sound of frames, in float32; see :class:`GeneratorModel`.
+    """The decoding half of a checkpoint's codec; see :class:`CausalVocoder`.
 
     Args:
         checkpoint: opened at its part ``mimi``.
 
     Raises:
-        ValueError: the weights do not fit the config, or the codec is not causal.
+        ValueError: the config is not supported, or the weights do not fit it.
     """
 
-    rotate = staticmethod(apply_rotary_pos_emb)
-
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
-        super().__init__()
-        config, whole = cast("Any", checkpoint.config), cast("Any", checkpoint.whole_config)
-        if (
-            not config.use_causal_conv
-            or config.trim_right_ratio != 1
-            or config.pad_mode != "constant"
-        ):
-            raise ValueError(
-                f"{checkpoint.config_file}: codec_config must have use_causal_conv true, "
-                f"trim_right_ratio 1 and pad_mode 'constant', got {config.use_causal_conv}, "
-                f"{config.trim_right_ratio} and {config.pad_mode!r}"
-            )
-        self.device = device
+        config: Any = checkpoint.config
+        super().__init__(device, config.sliding_window)
+        whole: Any = checkpoint.whole_config
+        self.num_codebooks, self.num_codes = whole.num_codebooks, config.codebook_size
+        _check(config, self.num_codebooks)
         self.sampling_rate = config.sampling_rate
-        self.num_codes, self.num_codebooks = config.codebook_size, whole.num_codebooks
-        self.samples_per_code = int(config.sampling_rate / config.frame_rate)
-        self.max_codes = whole.max_position_embeddings
-        self.window = config.sliding_window
+        self.samples_per_code = samples_per_frame(config)
+        self.max_codes = config.max_position_embeddings // config.latent_stride
+        ignored = frozenset(names_of_half("encoder", checkpoint.weight_files))
         self.network = load_checked(
             checkpoint,
             device,
             lambda where: build_empty(
-                decoding_half, config, ModelSettings(torch.float32, where, 1, self.max_codes)
+                _without("encoder"), config, ModelSettings(torch.float32, where, 1, self.max_codes)
             ),
-            lambda network: Places(
-                {stored_name(name): tensor for name, tensor in network.state_dict().items()},
-                frozenset(
-                    name
-                    for name in checkpoint.weight_files
-                    if name.startswith(("encoder", "downsample."))
-                ),
-            ),
+            lambda network: Places(dict(_targets(network)), ignored),
         )
-        self.replace_convolutions(self.network, _overlap)
+        self.stream_convolutions(self.network, _CAUSAL)
 
-    def sound_of(self, codes: Tensor, starts: Tensor) -> Tensor:
-        """See :meth:`CausalVocoder.sound_of`."""
-        network: Any = self.network
-        half = network.decoder
-        hidden = half.upsample(network.quantizer.decode(codes)).transpose(1, 2)
-        places = hidden.shape[1] // codes.shape[2]
-        hidden = self.attend(half.decoder_transformer, hidden, starts * places)
-        return cast("Tensor", half.decoder_seanet(hidden.transpose(1, 2)))
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights; codebooks are buffers."""
+        return sum(tensor.nbytes for tensor in self.state_dict().values())
+
+    def forward(self, codes: Tensor, starts: Tensor) -> Tensor:
+        """See :meth:`CausalVocoder.forward`."""
+        decoder = self.network.decoder
+        hidden = decoder.upsample(self.network.quantizer.decode(codes)).transpose(1, 2)
+        places = starts * decoder.config.latent_stride
+        hidden = self.attend(decoder.decoder_transformer, hidden, places)
+        sound: Tensor = decoder.decoder_seanet(hidden.transpose(1, 2))
+        return sound
 
 
-def _overlap(module: Any) -> Overlap | None:
-    if isinstance(module, MimiConv1d):
-        return Overlap(int(module.padding_total), is_padded=True)
-    if isinstance(module, MimiConvTranspose1d):
-        stride, right = module.conv.stride[0], module.padding_right
-        return Overlap(min(right, 1), is_padded=False, trims=(0, stride, right))
-    return None
+class MimiEncoder(nn.Module):
+    """The encoding half of a codec, in float32, its weights not yet loaded.
+
+    Args:
+        config: the codec's.
+        num_codebooks: the first ones, of which codes are made.
+
+    Attributes:
+        samples_per_frame: of sound, for each frame of codes.
+
+    Raises:
+        ValueError: the config is not supported.
+    """
+
+    def __init__(self, config: Any, num_codebooks: int, settings: ModelSettings) -> None:
+        super().__init__()
+        _check(config, num_codebooks)
+        self.num_codebooks = num_codebooks
+        self.samples_per_frame = samples_per_frame(config)
+        # Codes are choices among near ones, which a shorter type would make otherwise.
+        settings = replace(settings, dtype=torch.float32)
+        self.module = build_empty(_without("decoder"), config, settings)
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        return _targets(self.module, prefix)
+
+    def num_frames(self, num_samples: int) -> int:
+        """Frames of so many samples; the last one is filled up with silence."""
+        return -(-num_samples // self.samples_per_frame)
+
+    @torch.no_grad()
+    def forward(self, samples: Tensor) -> Tensor:
+        """Sound ``(num_samples,)`` to codes ``(num_frames, num_codebooks)`` int64."""
+        samples = samples.to(self.module.device, torch.float32)
+        encoded = self.module.encode(samples[None, None], num_quantizers=self.num_codebooks)
+        codes: Tensor = encoded.audio_codes[0].T
+        return codes
+
+
+def samples_per_frame(config: Any) -> int:
+    """Samples of sound that one frame of codes stands for."""
+    return int(prod(config.upsampling_ratios) * config.latent_stride)
+
+
+def names_of_half(half: Half, stored: Collection[str], prefix: str = "") -> list[str]:
+    """The stored names of one half's weights, without those of the codebooks, which both need."""
+    rate = {"encoder": "downsample", "decoder": "upsample"}[half]
+    starts = tuple(f"{prefix}{name}." for name in (half, f"{half}_transformer", rate))
+    return [name for name in stored if name.startswith(starts)]
+
+
+def _without(half: Half) -> Callable[[Any], MimiModel]:
+    """Makes the networks of a config, which is its own, less one half."""
+
+    def make(config: Any) -> MimiModel:
+        setattr(config, f"{half}_config", None)
+        return MimiModel(config)
+
+    return make
+
+
+def _targets(network: MimiModel, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Names as checkpoints have them, each with the tensor that receives it; see the note."""
+    for name, tensor in network.state_dict().items():
+        stored = name.removeprefix("encoder.").removeprefix("decoder.").replace("_seanet.", ".")
+        yield f"{prefix}{stored}", tensor
+
+
+def _check(config: Any, num_codebooks: int) -> None:
+    """Raise ``ValueError`` for what would be computed wrongly."""
+    for name, expected in _SUPPORTED.items():
+        if getattr(config, name) != expected:
+            raise ValueError(
+                f"the codec's {name} must be {expected!r}, got {getattr(config, name)!r}"
+            )
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type != "default":
+        raise ValueError(f"the codec's rope_type must be 'default', got {rope_type!r}")
+    if config.latent_stride < 2:
+        raise ValueError(
+            "the codec's frame_rate must be half of its convolutions' rate "
+            f"{config.encodec_frame_rate} or less, got {config.frame_rate}"
+        )
+    if not 1 <= num_codebooks <= config.num_quantizers:
+        raise ValueError(
+            f"the model has num_codebooks={num_codebooks}; its codec has 1 to "
+            f"{config.num_quantizers}"
+        )

@@ -27,6 +27,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.csm.configuration_csm import CsmConfig
 from transformers.models.csm.modeling_csm import CsmForConditionalGeneration
+from transformers.models.mimi.modeling_mimi import MimiModel
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniConfig
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     Qwen2_5OmniForConditionalGeneration,
@@ -41,7 +42,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.config_file import hidden_progress_bars, quiet_config_log
 from engine.models.base import ModelSettings
-from engine.models.csm.codec import decoding_half, stored_name
+from engine.models.csm.codec import names_of_half
 from engine.models.csm.family import BACKBONE
 from engine.models.encoder_module import build_empty
 from engine.models.model_loader import (
@@ -632,8 +633,8 @@ def test_every_weight_of_a_published_csm_has_its_place(hub_id: str, tmp_path: Pa
     config.save_pretrained(indexed(tmp_path, stored))
     backbone = placed(Checkpoint(tmp_path, config, None, BACKBONE.part))
     with META:
-        sounding = shapes(decoding_half(deepcopy(config.codec_config)).state_dict())
-    codec = {f"codec_model.{stored_name(name)}": shape for name, shape in sounding.items()}
-    assert backbone | codec == stored
-    shared = backbone.keys() & codec.keys()
-    assert shared and all("quantizer" in name for name in shared)
+        codec = MimiModel(deepcopy(config.codec_config))
+    whole = {f"codec_model.{name}": shape for name, shape in published(codec).items()}
+    sounding = set(names_of_half("decoder", whole, "codec_model."))
+    assert backbone | {name: whole[name] for name in sounding} == stored
+    assert not sounding & backbone.keys()

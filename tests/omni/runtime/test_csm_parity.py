@@ -23,9 +23,6 @@ from engine import (
     RequestOutput,
     TextPrompt,
 )
-from engine.models.base import CodeChunk
-from engine.models.csm.codec import MimiCodec
-from engine.models.model_loader import open_checkpoint
 from omni import Omni, OmniRequest, SamplingParams
 from omni.seeded.checkpoints import resolve_model
 from omni.seeded.csm import build_csm
@@ -192,50 +189,6 @@ def _depth(num_codebooks: int) -> dict[str, Any]:
 
     depth = csm._SIZES | {"backbone_hidden_size": 64, "num_codebooks": num_codebooks}
     return {"depth_decoder_config": depth | {"max_position_embeddings": 33}}
-
-
-@pytest.fixture(scope="module")
-def codec(folder: str) -> MimiCodec:
-    return MimiCodec(open_checkpoint(folder, part="mimi"), torch.device("cpu"))
-
-
-def run(codec: MimiCodec, *chunks: CodeChunk) -> tuple[list[Tensor], list[Any]]:
-    samples, states = codec.generate(chunks, None)  # type: ignore[arg-type]
-    return list(samples), list(states)
-
-
-def test_sound_of_frames_is_that_of_transformers_in_pieces_too(
-    codec: MimiCodec, reference: Reference
-) -> None:
-    frames = torch.randint(0, 64, (2, 30, 4), generator=torch.Generator().manual_seed(0))
-    wholes = [reference.sound(each) for each in frames]
-    states, begin = [codec.new_state()] * 2, 0
-    pieces: list[list[Tensor]] = [[], []]
-    for length in (1, 2, 4, 8, 3, 12):
-        chunks = [
-            CodeChunk(each[begin : begin + length], begin, None, state)
-            for each, state in zip(frames, states, strict=True)
-        ]
-        made, states = run(codec, *chunks)
-        for kept, piece in zip(pieces, made, strict=True):
-            assert len(piece) == length * codec.samples_per_code
-            kept.append(piece)
-        begin += length
-    for whole, kept in zip(wholes, pieces, strict=True):
-        assert whole.abs().max() > 0.05
-        torch.testing.assert_close(torch.cat(kept), whole, atol=1e-5, rtol=0)
-
-
-def test_a_codec_that_is_not_causal_is_refused(tmp_path: Path) -> None:
-    path = build_csm(tmp_path / "csm", codec_config={**_codec(), "use_causal_conv": False})
-    with pytest.raises(ValueError, match="use_causal_conv true.*got False"):
-        MimiCodec(open_checkpoint(str(path), part="mimi"), torch.device("cpu"))
-
-
-def _codec() -> dict[str, Any]:
-    from omni.seeded import csm
-
-    return csm._CODEC
 
 
 @pytest.fixture(scope="module")
