@@ -31,7 +31,7 @@ from torture.outcome_table import Tally
 
 # Blocks with which a few requests fill the pool, and the longest still fits.
 POOLS = {"qwen2": 20, "gemma2": 36, "mistral-sliding": 30, "jamba": 8, "bamba": 8, "bart": 34}
-Backend = Literal["auto", "torch", "reference"]
+Backend = Literal["auto", "torch"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 LONGEST = 24
 MAX_STEPS = 5000

@@ -9,7 +9,6 @@ import torch
 from engine.attention.kernel_backend import KernelBackend
 from engine.attention.metadata import AttentionBackend
 from engine.attention.native_backend import NativeBackend
-from engine.attention.reference import ReferenceBackend
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
 from engine.attention.xformers_backend import XformersBackend
@@ -17,7 +16,7 @@ from engine.interface.log_fields import package_logger
 
 _BACKENDS: dict[str, type[AttentionBackend]] = {
     backend.name: backend
-    for backend in (NativeBackend, TorchBackend, TritonBackend, XformersBackend, ReferenceBackend)
+    for backend in (NativeBackend, TorchBackend, TritonBackend, XformersBackend)
 }
 BACKEND_NAMES = ("auto", *_BACKENDS)
 
@@ -82,8 +81,6 @@ def get_backend(
     backend = _BACKENDS[name]
     if issubclass(backend, KernelBackend):
         return backend(device, dtype, block_size)
-    if name == "reference":
-        return ReferenceBackend()
     if name == "native":
         return NativeBackend(device, dtype, deterministic=deterministic)
     return TorchBackend(device, dtype)

@@ -291,9 +291,7 @@ class EngineSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Literal["int8", "int4"] | None = None
     device: str = "auto"
-    attention_backend: Literal["auto", "native", "torch", "triton", "xformers", "reference"] = (
-        "auto"
-    )
+    attention_backend: Literal["auto", "native", "torch", "triton", "xformers"] = "auto"
     deterministic: bool = False
     enforce_eager: bool = False
     block_size: int = Field(default=16, ge=1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.attention.reference import ReferenceBackend
 from engine.attention.triton_backend import TritonBackend
 from tests.engine.attention.test_attention_cross import assert_steps_equal_brute_force, shapes
 from tests.engine.attention.test_triton_backend import (
@@ -18,6 +17,7 @@ from tests.engine.attention.test_triton_backend import (
     interpreted,
 )
 from tests.support.attention_steps import BOUNDS, SHAPES, Bounds, Shape, run_cross_step
+from tests.support.reference_attention import ReferenceBackend
 
 __all__ = ["interpreted"]
 

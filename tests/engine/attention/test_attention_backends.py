@@ -33,7 +33,6 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from engine.attention.layer import Attention, AttentionStep
 from engine.attention.metadata import AttentionBackend, LayerCall, Scoring, first_visible
 from engine.attention.packed_layout import Chunks
-from engine.attention.reference import ReferenceBackend, visibility_mask
 from engine.attention.registry import get_backend
 from engine.attention.torch_backend import TorchBackend, bucket_by_length
 from engine.layers.mamba import ssd_scan
@@ -59,6 +58,7 @@ from tests.support.paged_batch import (
     random_block_table,
     with_garbage,
 )
+from tests.support.reference_attention import ReferenceBackend, visibility_mask
 
 CPU = torch.device("cpu")
 NATIVE = pytest.param("native", marks=needs_kernels)
@@ -229,9 +229,7 @@ def test_reference_equals_attention_of_gemma2(bounds: Bounds, softcap: float | N
 
 
 @pytest.mark.parametrize("steps", [[61], [20, 15, 26], [20, 15, *[1] * 26], [1] * 61], ids=str)
-@pytest.mark.parametrize(
-    "name", ["reference", "torch", pytest.param("native", marks=needs_kernels)]
-)
+@pytest.mark.parametrize("name", ["torch", pytest.param("native", marks=needs_kernels)])
 def test_backend_equals_attention_of_t5s_decoder_in_chunks_and_token_by_token(
     name: str, steps: list[int]
 ):
@@ -523,7 +521,7 @@ def _store(
 
 NAN, INFINITY = float("nan"), float("inf")
 EVERY_BACKEND = pytest.mark.parametrize(
-    "name", ["reference", "torch", pytest.param("native", marks=needs_kernels)]
+    "name", ["torch", pytest.param("native", marks=needs_kernels)]
 )
 SPOILT_SHAPES = {
     "prefill": Shape((40,), (40,), 4),

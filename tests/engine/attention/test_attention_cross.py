@@ -138,11 +138,9 @@ def _brute_force(
 
 
 CPU = torch.device("cpu")
-ON_A_CPU = pytest.mark.parametrize(
-    "name", ["reference", "torch", pytest.param("native", marks=needs_kernels)]
-)
+ON_A_CPU = pytest.mark.parametrize("name", ["torch", pytest.param("native", marks=needs_kernels)])
 WITH_XFORMERS = pytest.mark.parametrize(
-    "name", ["reference", "torch", pytest.param("native", marks=needs_kernels), "xformers"]
+    "name", ["torch", pytest.param("native", marks=needs_kernels), "xformers"]
 )
 
 

@@ -12,9 +12,9 @@ import torch
 
 from engine import EngineConfig, LLMEngine, SamplingParams, TokensPrompt
 from engine.attention.metadata import AttentionBackend
-from engine.attention.reference import ReferenceBackend
 from engine.attention.registry import get_backend
 from tests.support.attention_steps import BOUNDS, SHAPES, Bounds, Shape, run_cross_step, run_steps
+from tests.support.reference_attention import ReferenceBackend
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,7 +20,6 @@ import torch
 from engine import EngineConfig, LLMEngine, SamplingParams
 from engine.attention import triton_backend
 from engine.attention.kernel_backend import KernelBackend
-from engine.attention.reference import ReferenceBackend
 from engine.attention.registry import get_backend, resolve_backend_name
 from engine.attention.triton_backend import TritonBackend
 from engine.attention.xformers_backend import XformersBackend
@@ -30,6 +29,7 @@ from tests.support.attention_steps import BOUNDS, IMAGES, Bounds, Shape, run_ste
 from tests.support.import_graph import ROOT
 from tests.support.interpreted_triton import need_interpreter
 from tests.support.materialised_xformers import MaterialisedXformers
+from tests.support.reference_attention import ReferenceBackend
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}

@@ -85,7 +85,6 @@ def engine_of(checkpoint: str, **settings: Any) -> LLMEngine:
 
 
 RIGS = [
-    ("qwen2", "reference"),
     ("qwen2", "torch"),
     pytest.param(("qwen2", "native"), marks=needs_kernels),
     ("gemma2", "torch"),

@@ -83,7 +83,7 @@ def test_nothing_is_hit_that_something_else_has_made(
     weights[name][0] += 0.5
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     assert run_once(str(other), folder).num_cached_tokens == 0
-    for more in ({"dtype": "bfloat16"}, {"block_size": 8}, {"attention_backend": "reference"}):
+    for more in ({"dtype": "bfloat16"}, {"block_size": 8}, {"attention_backend": "torch"}):
         assert run_once(model, folder, **more).num_cached_tokens == 0
     assert run_once(model, folder).num_cached_tokens == 60
 
