@@ -13,103 +13,73 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine import (
-        AudioPrompt,
-        ChatPrompt,
-        EmbedsPrompt,
-        EngineConfig,
-        ExplicitEncoderDecoderPrompt,
-        GeneratorConfig,
-        ImagePrompt,
-        LLMEngine,
-        Prompt,
-        SamplingParams,
-        StructuredOutput,
-        TextChunk,
-        TextPrompt,
-        TokensPrompt,
-        VideoPrompt,
-        Waveform,
-    )
-    from omni.pipelines.pipeline import Pipeline
-    from omni.pipelines.pipeline_config import PipelineConfig
-    from omni.requests.request import OmniOutput, OmniRequest
-    from omni.runtime.omni import Omni
-    from omni.verification.verify import verify
-    from stages import (
-        AutoregressiveStage,
-        Completion,
-        EncoderStage,
-        GeneratorStage,
-        Stage,
-        StageConfig,
-        StageInputs,
-        StageOutput,
-        TransformContext,
-        chunkable,
-        register_stage_kind,
-        register_transform,
-        requires,
-    )
+    from engine import AudioPrompt as AudioPrompt
+    from engine import ChatPrompt as ChatPrompt
+    from engine import EmbedsPrompt as EmbedsPrompt
+    from engine import EngineConfig as EngineConfig
+    from engine import ExplicitEncoderDecoderPrompt as ExplicitEncoderDecoderPrompt
+    from engine import GeneratorConfig as GeneratorConfig
+    from engine import ImagePrompt as ImagePrompt
+    from engine import LLMEngine as LLMEngine
+    from engine import Prompt as Prompt
+    from engine import SamplingParams as SamplingParams
+    from engine import StructuredOutput as StructuredOutput
+    from engine import TextChunk as TextChunk
+    from engine import TextPrompt as TextPrompt
+    from engine import TokensPrompt as TokensPrompt
+    from engine import VideoPrompt as VideoPrompt
+    from engine import Waveform as Waveform
+    from omni.pipelines.pipeline import Pipeline as Pipeline
+    from omni.pipelines.pipeline_config import PipelineConfig as PipelineConfig
+    from omni.requests.request import OmniOutput as OmniOutput
+    from omni.requests.request import OmniRequest as OmniRequest
+    from omni.runtime.omni import Omni as Omni
+    from omni.verification.verify import verify as verify
+    from stages import AutoregressiveStage as AutoregressiveStage
+    from stages import Completion as Completion
+    from stages import EncoderStage as EncoderStage
+    from stages import GeneratorStage as GeneratorStage
+    from stages import Stage as Stage
+    from stages import StageConfig as StageConfig
+    from stages import StageInputs as StageInputs
+    from stages import StageOutput as StageOutput
+    from stages import TransformContext as TransformContext
+    from stages import chunkable as chunkable
+    from stages import register_stage_kind as register_stage_kind
+    from stages import register_transform as register_transform
+    from stages import requires as requires
 
-__all__ = [
-    "AudioPrompt",
-    "AutoregressiveStage",
-    "ChatPrompt",
-    "Completion",
-    "EmbedsPrompt",
-    "EncoderStage",
-    "EngineConfig",
-    "ExplicitEncoderDecoderPrompt",
-    "GeneratorConfig",
-    "GeneratorStage",
-    "ImagePrompt",
-    "LLMEngine",
-    "Omni",
-    "OmniOutput",
-    "OmniRequest",
-    "Pipeline",
-    "PipelineConfig",
-    "Prompt",
-    "SamplingParams",
-    "Stage",
-    "StageConfig",
-    "StageInputs",
-    "StageOutput",
-    "StructuredOutput",
-    "TextChunk",
-    "TextPrompt",
-    "TokensPrompt",
-    "TransformContext",
-    "VideoPrompt",
-    "Waveform",
-    "chunkable",
-    "register_stage_kind",
-    "register_transform",
-    "requires",
-    "verify",
-]
 
-# In this order: the first two cost the least.
-_HOMES = (
-    "engine",
-    "stages",
-    "omni.requests.request",
-    "omni.pipelines.pipeline_config",
-    "omni.pipelines.pipeline",
-    "omni.runtime.omni",
-    "omni.verification.verify",
-)
+_IMPORTED_ON_USE = {
+    name: module
+    for module, names in {
+        "engine": (
+            *("AudioPrompt", "ChatPrompt", "EmbedsPrompt", "ExplicitEncoderDecoderPrompt"),
+            *("ImagePrompt", "Prompt", "TextChunk", "TextPrompt", "TokensPrompt", "VideoPrompt"),
+            *("EngineConfig", "GeneratorConfig", "LLMEngine", "SamplingParams"),
+            *("StructuredOutput", "Waveform"),
+        ),
+        "omni.pipelines.pipeline": ("Pipeline",),
+        "omni.pipelines.pipeline_config": ("PipelineConfig",),
+        "omni.requests.request": ("OmniOutput", "OmniRequest"),
+        "omni.runtime.omni": ("Omni",),
+        "omni.verification.verify": ("verify",),
+        "stages": (
+            *("AutoregressiveStage", "EncoderStage", "GeneratorStage", "Stage", "StageConfig"),
+            *("Completion", "StageInputs", "StageOutput", "TransformContext", "chunkable"),
+            *("register_stage_kind", "register_transform", "requires"),
+        ),
+    }.items()
+    for name in names
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        # Not before: the command line takes the working directory off the import path first.
-        _check_packages()
-        for home in map(importlib.import_module, _HOMES):
-            if hasattr(home, name):
-                return getattr(home, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _IMPORTED_ON_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Not before: the command line takes the working directory off the import path first.
+    _check_packages()
+    return getattr(importlib.import_module(_IMPORTED_ON_USE[name]), name)
 
 
 @cache
@@ -130,4 +100,4 @@ def _check_packages() -> None:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*globals(), *_IMPORTED_ON_USE})

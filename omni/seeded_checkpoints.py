@@ -1,5 +1,1 @@
 """The name that ``omni.seeded.checkpoints`` had before it moved: scripts still import it."""
-
-from omni.seeded.checkpoints import resolve_model
-
-__all__ = ["resolve_model"]

@@ -24,8 +24,6 @@ from torch import Tensor
 from engine.attention.metadata import AttentionMetadata
 from engine.execution.input_batch import InputBatch, ModelInputs, StepInputs
 
-__all__ = ["CudaGraphs", "DecodeGraphs", "Recorder"]
-
 Forward: TypeAlias = Callable[[ModelInputs], Mapping[str, Tensor]]
 Recorder: TypeAlias = Callable[[Forward, ModelInputs], Forward]
 """Makes of a model, and inputs, what does with their memory the same once more."""

@@ -3,38 +3,20 @@
 Imports attention, native, and the prefix cache.
 """
 
-from engine.layers.delta_rule import DeltaRuleMixer
-from engine.layers.experts import ExpertsConfig, SparseMoE
-from engine.layers.layer_ops import (
-    HeadNorm,
-    LayerOps,
-    MultiAxisRotaryEmbedding,
-    NativeLayerOps,
-    RMSNorm,
-    RotaryEmbedding,
-    apply_rotary,
-    can_pack,
-    rope_frequencies,
-)
-from engine.layers.linear import GatedMLP, Linear, PlainMLP
-from engine.layers.mamba import Mamba2Mixer, MambaMixer
-
-__all__ = [
-    "DeltaRuleMixer",
-    "ExpertsConfig",
-    "GatedMLP",
-    "HeadNorm",
-    "LayerOps",
-    "Linear",
-    "Mamba2Mixer",
-    "MambaMixer",
-    "MultiAxisRotaryEmbedding",
-    "NativeLayerOps",
-    "PlainMLP",
-    "RMSNorm",
-    "RotaryEmbedding",
-    "SparseMoE",
-    "apply_rotary",
-    "can_pack",
-    "rope_frequencies",
-]
+from engine.layers.delta_rule import DeltaRuleMixer as DeltaRuleMixer
+from engine.layers.experts import ExpertsConfig as ExpertsConfig
+from engine.layers.experts import SparseMoE as SparseMoE
+from engine.layers.layer_ops import HeadNorm as HeadNorm
+from engine.layers.layer_ops import LayerOps as LayerOps
+from engine.layers.layer_ops import MultiAxisRotaryEmbedding as MultiAxisRotaryEmbedding
+from engine.layers.layer_ops import NativeLayerOps as NativeLayerOps
+from engine.layers.layer_ops import RMSNorm as RMSNorm
+from engine.layers.layer_ops import RotaryEmbedding as RotaryEmbedding
+from engine.layers.layer_ops import apply_rotary as apply_rotary
+from engine.layers.layer_ops import can_pack as can_pack
+from engine.layers.layer_ops import rope_frequencies as rope_frequencies
+from engine.layers.linear import GatedMLP as GatedMLP
+from engine.layers.linear import Linear as Linear
+from engine.layers.linear import PlainMLP as PlainMLP
+from engine.layers.mamba import Mamba2Mixer as Mamba2Mixer
+from engine.layers.mamba import MambaMixer as MambaMixer

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from engine.layers.layer_ops import LayerOps
 
-__all__ = ["TritonLayerOps"]
-
 
 @triton.jit
 def norm_rows(

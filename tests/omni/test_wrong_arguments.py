@@ -14,6 +14,7 @@ import stages as stages_package
 from omni import EngineConfig, LLMEngine, PipelineConfig, SamplingParams
 from omni.testing import assert_cached_equals_uncached
 from tests.support.fake_stage import FakeStage
+from tests.support.import_graph import public_names
 from tests.support.tables import rows
 
 CONFIG = EngineConfig(model="not loaded")
@@ -25,7 +26,7 @@ def writer(**wrong: Any) -> object:
 
 PACKAGES: tuple[Any, ...] = (stages_package, engine_package, omni_package)
 NAMES: dict[str, Any] = {
-    name: getattr(package, name) for package in PACKAGES for name in package.__all__
+    name: getattr(package, name) for package in PACKAGES for name in public_names(package)
 }
 NAMES |= {each.__name__: each for each in (writer, FakeStage, assert_cached_equals_uncached)}
 NAMES |= {"load_config": PipelineConfig.load, "CONFIG": CONFIG}

@@ -5,18 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-
-__all__ = [
-    "LAYERS",
-    "ROOT",
-    "arrows",
-    "arrows_back",
-    "circles",
-    "imported_names",
-    "imported_packages",
-    "module_name",
-    "modules",
-]
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,6 +16,13 @@ LAYERS = ("prefix_cache", "engine", "stages", "omni")
 def modules(package: str) -> list[Path]:
     """Every Python file of a top-level package."""
     return sorted((ROOT / package).rglob("*.py"))
+
+
+def public_names(package: ModuleType) -> list[str]:
+    """Names that a package hands on: those that it imports ``as`` themselves."""
+    source = Path(str(package.__file__)).read_text("utf-8")
+    found = [each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.ImportFrom)]
+    return sorted({name.name for each in found for name in each.names if name.name == name.asname})
 
 
 def module_name(file: str) -> str:
