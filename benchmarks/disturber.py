@@ -16,8 +16,6 @@ from benchmarks.faulty_stages import throw
 from omni import Omni
 from stages.remote.remote_stage import RemoteStage
 
-__all__ = ["EXCEPTION", "RUIN", "Disturber", "Outcome", "check"]
-
 EXCEPTION, RUIN = "exception", "ruin"
 """No signals: a step raises; a step raises, and the stage is of no use from then on."""
 

@@ -14,8 +14,6 @@ from stages.autoregressive import AutoregressiveStageConfig
 from stages.generator import GeneratorStageConfig
 from stages.stage_config import StageConfig, register_stage_kind
 
-__all__ = ["faulty", "throw"]
-
 _raise_in: Any = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 

@@ -26,8 +26,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PARTS", "Outcome", "Report", "main", "run_part"]
-
 PARTS: dict[str, float] = {
     "device": 60,
     "throughput-0.5b": 100,

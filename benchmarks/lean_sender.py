@@ -16,8 +16,6 @@ from urllib.parse import urlsplit
 from omni.commands.bench.http_target import AnswerEvents
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
 
-__all__ = ["LeanSender"]
-
 _STATUS = re.compile(rb"HTTP/1\.1 (\d+)")
 
 

@@ -8,8 +8,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Leftovers"]
-
 _SETTLING_S = 10.0
 
 

@@ -12,8 +12,6 @@ from omni.seeded.checkpoints import seeded_folder
 from omni.seeded.language_models import build_bart, build_causal_lm, rope
 from omni.seeded.omni import build_qwen2_5_omni, build_qwen3_omni
 
-__all__ = ["benchmark_model"]
-
 _QWEN2: Mapping[str, Any] = {
     "hidden_size": 768,
     "num_layers": 12,

@@ -41,8 +41,6 @@ from omni.commands.bench.load import LevelRun, LoadLevel, line_source, made_up_t
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
 from omni.commands.bench.report import LevelReport
 
-__all__ = ["main"]
-
 _OVERLOAD = 8.0
 _REFUSAL_GOAL_S = 0.05
 _NUM_PROMPTS = 32

@@ -6,8 +6,6 @@ import random
 import statistics
 from collections.abc import Sequence
 
-__all__ = ["Ratios"]
-
 _RESAMPLED = 2000
 
 

@@ -20,8 +20,6 @@ from typing import Any, Self
 import psutil
 import yaml
 
-__all__ = ["MemoryWatch", "Served"]
-
 _READY_S = 300.0
 _EVERY_S = 0.25
 

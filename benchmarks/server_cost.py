@@ -74,8 +74,6 @@ from omni.server.http_server import HttpServer, bind
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.settings import ServerSettings
 
-__all__ = ["main"]
-
 _CONCURRENCIES = (1, 2, 4, 8, 16)
 _WAYS = ("in one call", "in process", "streamed", "at its times")
 _PROMPT = 256

@@ -35,8 +35,6 @@ from omni.commands.bench.load import (
 )
 from omni.commands.bench.report import LevelReport
 
-__all__ = ["main"]
-
 _GOAL = 1.8
 _MEASURES = ("first_token", "first_audio", "real_time_factor", "end_to_end")
 

@@ -28,8 +28,6 @@ from torch import Tensor
 
 from prefix_cache import BlockPool, StageOutputCache
 
-__all__ = ["main"]
-
 NUM_BLOCKS = 1024
 BLOCK_SIZE = 16
 WIDTH = 2048

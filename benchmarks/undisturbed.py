@@ -10,8 +10,6 @@ from torch import Tensor
 from omni import OmniOutput
 from stages import StageOutput
 
-__all__ = ["Undisturbed"]
-
 
 class Undisturbed:
     """Outputs of prompts that nothing has happened to.

@@ -10,8 +10,6 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.models import benchmark_model
 
-__all__ = ["VOCAB_SIZE", "word_checkpoint"]
-
 VOCAB_SIZE = 32_000
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from griffe import Extension, Object
 
-__all__ = ["DocstringRoles", "as_markdown"]
-
 _ROLE = re.compile(r":(?:class|func|meth|attr|data|exc|mod):`(~?)([^`<]+)`")
 _LITERAL = re.compile(r"::[ \t]*(?=\n)")
 _SESSION = re.compile(r"^((?:>>>|\.\.\.) .*(?:\n(?:>>>|\.\.\.) .*)*)", re.M)

@@ -21,8 +21,6 @@ from typer.testing import CliRunner
 
 from omni.commands.cli import app
 
-__all__ = ["MISTAKES", "PAGE", "Answer", "Mistake", "answer_to", "page"]
-
 PAGE = Path(__file__).with_suffix(".md")
 _SETTINGS = {"COLUMNS": "100", "NO_COLOR": "1"}
 

@@ -18,8 +18,6 @@ from stages.encoder import EncoderStageConfig
 from stages.generator import GeneratorStageConfig
 from stages.stage_config import StageConfig
 
-__all__ = ["EXAMPLE", "PAGE", "SCHEMA_FILE", "page", "schema_text"]
-
 PAGE = Path(__file__).parent / "yaml.md"
 SCHEMA_FILE = Path(__file__).parents[1] / "stage_configs" / "pipeline.schema.json"
 

@@ -4,5 +4,3 @@ Imports nothing.
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

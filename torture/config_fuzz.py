@@ -19,8 +19,6 @@ from tests.support.model_trial import TRIALS
 from torture.hostile_checkpoints import try_one, warm_up
 from torture.outcome_table import Tally
 
-__all__ = ["main"]
-
 _FILES = (
     *("config.json", "generation_config.json", "preprocessor_config.json"),
     *("processor_config.json", "tokenizer_config.json", "tokenizer.json"),

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Guarded", "run_guarded"]
-
 
 @dataclass(frozen=True, slots=True)
 class Guarded:

@@ -22,8 +22,6 @@ from tests.support.model_trial import TRIALS
 from torture.guarded_process import Guarded, run_guarded
 from torture.outcome_table import Tally
 
-__all__ = ["judge", "main"]
-
 SECONDS, MOST_BYTES, MOST_MB = 30.0, 3 * 2**29, 1500.0
 
 

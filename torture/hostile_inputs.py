@@ -26,15 +26,6 @@ from engine import (
     VideoFeatures,
 )
 
-__all__ = [
-    "hostile_line",
-    "hostile_prompt",
-    "hostile_sampling",
-    "hostile_template",
-    "hostile_yaml",
-    "make_traps",
-]
-
 _YAML_WORDS = (
     *("&a ", "*a", "<<: *a", "? [a]: b", "- ", "{", "}", "[", "]", ": ", "#", "| ", "> ", "---"),
     *(

@@ -26,8 +26,6 @@ from tests.support.videos import FORMATS, moving_picture, video_file
 from torture.guarded_process import run_guarded
 from torture.outcome_table import Tally
 
-__all__ = ["READERS", "damaged", "main", "outcomes", "whole_files"]
-
 SECONDS, MOST_BYTES, MOST_MB = 30.0, 3 * 2**29, 1500.0
 BATCH = 50
 LIMITS = MediaLimits(max_audio_s=60.0, max_video_s=60.0)

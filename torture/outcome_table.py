@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["HEADER", "OUTCOMES", "Tally"]
-
 OUTCOMES = ("went on", "failed alone", "said broken", "wrong", "silently broken", "hangs")
 """What can become of a fault or an input. ``went on``: all was as if nothing had happened;
 ``failed alone``: who was meant, or was being taken in, failed with a message, and nobody else;

@@ -20,8 +20,6 @@ from pathlib import Path
 
 from torture.outcome_table import Tally
 
-__all__ = ["main"]
-
 _MODELS = ("qwen2", "bert", "whisper")
 _BUILDER = """
 import sys

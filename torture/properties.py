@@ -9,8 +9,6 @@ import pytest
 
 from torture.outcome_table import Tally
 
-__all__ = ["main"]
-
 
 class _Outcomes:
     """Counts what became of each test; that pytest calls it makes it a plugin."""

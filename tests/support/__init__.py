@@ -1,3 +1,1 @@
 """What several tests share."""
-
-__all__: list[str] = []

@@ -18,18 +18,6 @@ from tests.support.paged_batch import (
     to_device,
 )
 
-__all__ = [
-    "BOUNDS",
-    "IMAGES",
-    "NUM_LAYERS",
-    "SHAPES",
-    "Bounds",
-    "Shape",
-    "bounded_metadata",
-    "run_cross_step",
-    "run_steps",
-]
-
 NUM_LAYERS = 3
 
 

@@ -13,8 +13,6 @@ from typing import Any, Self
 
 from websockets.sync.client import connect
 
-__all__ = ["CHROMIUM", "Browser"]
-
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 """The program; None where it is not installed."""
 

@@ -13,8 +13,6 @@ from engine.execution.decode_graphs import Forward
 from engine.execution.input_batch import ModelInputs
 from engine.llm import llm_engine
 
-__all__ = ["CalledGraphs", "call_graphs"]
-
 
 class CalledGraphs:
     """Records the shapes and places of what a model gets, and keeps what it gives in one place.

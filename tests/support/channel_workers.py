@@ -13,8 +13,6 @@ from stages.remote.messages import LinkMessage, WorkerSpec
 from stages.remote.supervisor import Connection, ProcessConnection
 from stages.remote.worker import Build, WorkerLoop
 
-__all__ = ["ChannelWorkers", "ThreadAsProcess"]
-
 
 class ChannelWorkers:
     """Starts workers in threads; messages and tensors cross channels, as between processes."""

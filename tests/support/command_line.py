@@ -10,8 +10,6 @@ from typer.testing import CliRunner, Result
 
 from omni.commands.cli import app
 
-__all__ = ["omni", "outputs_without_times", "read_outputs", "write_requests"]
-
 
 def omni(*arguments: str | Path, stdin: str | None = None, **environment: str) -> Result:
     """Run a command; an error that it does not turn into a message is raised."""

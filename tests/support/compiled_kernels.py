@@ -31,8 +31,6 @@ from tests.support.paged_batch import (
     random_block_table,
 )
 
-__all__ = ["GpuTarget", "compile_for", "compile_models"]
-
 
 class GpuTarget:
     """What Triton asks of a driver in order to compile."""

@@ -8,8 +8,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ConfigChange", "config_changes"]
-
 _VALUES: tuple[Any, ...] = (
     *(0, -1, 1, 3, 10**9, 10**18, -(10**18), 0.5, -1.5, 1e300, float("inf"), True, False, None),
     *("", "x", "1e9", [], [0], [-1], [10**9], ["x"], [[1, 2]], {}, {"x": 1}, [[[[]]]]),

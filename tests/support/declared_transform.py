@@ -5,8 +5,6 @@ from __future__ import annotations
 from engine import Prompt, TextPrompt
 from stages import TransformContext, requires
 
-__all__ = ["declared"]
-
 
 @requires("hidden_states")
 def declared(context: TransformContext) -> Prompt:

@@ -20,8 +20,6 @@ from tests.support.disturbed_run import Outcome
 from tests.support.line_faults import Event, LineFault
 from tests.support.same_outputs import assert_same
 
-__all__ = ["WAYS", "DisturbedPipeline", "Place"]
-
 WAYS = ("stream", "async", "abort", "leave")
 """How requests are asked: by two of the callers' ways, one aborted, or all given up."""
 FOLDERS = ("omni/runtime", "stages/worker")

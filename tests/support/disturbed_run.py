@@ -11,8 +11,6 @@ from engine.interface.engine import EngineBrokenError
 from prefix_cache import IntegrityError
 from tests.support.line_faults import Event, LineFault
 
-__all__ = ["Outcome", "Subject", "disturbed_run", "events_of_steps", "warmed_up"]
-
 MAX_STEPS = 400
 
 Outputs = Mapping[str, Sequence[Any]]

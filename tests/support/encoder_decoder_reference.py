@@ -16,8 +16,6 @@ from transformers.models.mllama.processing_mllama import (
 
 from engine.requests.encoder_input import EncoderInput
 
-__all__ = ["EncoderDecoderReference", "assert_greedy_choices"]
-
 NEAR_TIE = 1e-4
 """Logits closer than this may be ordered either way by rounding alone."""
 

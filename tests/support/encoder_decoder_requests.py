@@ -36,8 +36,6 @@ from engine.requests.encoder_input import EncoderInput
 from tests.support.encoder_decoder_reference import EncoderDecoderReference
 from tests.support.greedy_reference import GreedyAnswer
 
-__all__ = ["IMAGE", "SAMPLING_RATE", "Case", "Oracle", "cases", "noise_image", "tone", "write_wav"]
-
 SAMPLING_RATE = 16_000
 IMAGE = "<|image|>"
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-__all__ = ["LONG", "USUAL", "examples"]
-
 USUAL, LONG = 30, 2000
 """Examples of a property that does not say how many it wants, in the usual profile and in the long
 one."""

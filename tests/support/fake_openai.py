@@ -12,16 +12,6 @@ from typing import Any, Self
 
 from tests.support.patience import PATIENCE_S
 
-__all__ = [
-    "Break",
-    "FakeOpenAI",
-    "audio_piece",
-    "chat_piece",
-    "completion_piece",
-    "in_thread",
-    "usage_piece",
-]
-
 
 class Break(Exception):
     """Raised by a script: the connection is closed in the middle."""

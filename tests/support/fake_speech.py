@@ -19,8 +19,6 @@ from torch import Tensor
 from engine import ChatPrompt, CodecPrompt, FinishReason, Prompt, SpeechPrompt, Waveform
 from stages import Stage, StageInputs, StageOutput, StageRequest, StageStats
 
-__all__ = ["FakeSpeechStage", "Talker", "Thinker", "Vocoder"]
-
 
 @dataclass(slots=True)
 class _Run:

@@ -12,8 +12,6 @@ from stages import Stage, StageConfig, StageOutput, StageRequest, register_stage
 from stages.stage import OneOrMore
 from tests.support.fake_speech import FakeSpeechStage, Talker, Thinker, Vocoder
 
-__all__ = ["FakeSpeechConfig", "fake_speech"]
-
 _LOG = package_logger("tests.fake_speech")
 _ROLES: dict[str, type[FakeSpeechStage]] = {
     "thinker": Thinker,

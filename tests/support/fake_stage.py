@@ -10,8 +10,6 @@ import torch
 from engine import EmbedsPrompt, FinishReason, SamplingParams, TextPrompt, TokensPrompt
 from stages import Stage, StageInputs, StageOutput, StageRequest, StageStats
 
-__all__ = ["FakeStage"]
-
 
 class FakeStage(Stage):
     """Puts out ``name(prompt)`` in ``steps`` pieces.

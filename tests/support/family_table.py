@@ -26,8 +26,6 @@ import pytest
 from engine.models.registry import FAMILIES
 from tests.support.import_graph import ROOT
 
-__all__ = ["PAGE", "marked_files", "page_with", "shown_by", "table_of"]
-
 PAGE = ROOT / "docs" / "models.md"
 _MARKS = re.compile(
     r"(?<=<!-- made by tests\.support\.family_table -->\n).*?(?=<!-- end -->)", re.S

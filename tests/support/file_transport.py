@@ -17,8 +17,6 @@ from ray.experimental import (
     register_tensor_transport,
 )
 
-__all__ = ["FILES", "FileTransport", "num_fetched", "num_offered", "register_files", "remove_files"]
-
 FILES = "OMNI_TEST_FILES"
 """Ray's name of it."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from engine.requests.encoder_input import EncoderInput, EncoderView
 
-__all__ = ["FixedEncoder"]
-
 
 @dataclass(frozen=True)
 class FixedEncoder:

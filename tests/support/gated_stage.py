@@ -11,8 +11,6 @@ from stages import StageConfig, StageOutput, StageRequest, register_stage_kind
 from stages.stage import OneOrMore
 from tests.support.fake_stage import FakeStage
 
-__all__ = ["GATES", "Gate", "GatedStage", "GatedStageConfig", "gated_pipeline"]
-
 
 class Gate:
     """Holds a stage's steps back until it is opened, for good or for some."""

@@ -23,8 +23,6 @@ from gguf import (
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-__all__ = ["GGUF_ARCHITECTURES", "random_blocks", "tiny_gguf", "write_gguf"]
-
 # By transformers' model types; tensors get the names that the package's own table has for theirs.
 GGUF_ARCHITECTURES = {
     "llama": "llama",

@@ -13,8 +13,6 @@ from stages.stage import OneOrMore
 from tests.support.fake_stage import FakeStage
 from tests.support.made_up_gpu import GpuTensor
 
-__all__ = ["GpuKindConfig", "where_it_lies"]
-
 
 class _GpuStage(FakeStage):
     def _advance(self, request_id: str) -> StageOutput | None:

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from tests.support.model_trial import TRIALS
 
-__all__ = ["Hostile", "hostile_checkpoints"]
-
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SPEECH = ("talker", "code2wav")
 _SEEING = ("llava", "qwen2_5_vl", "mllama", "whisper", "thinker")

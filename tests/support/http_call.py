@@ -11,8 +11,6 @@ from urllib.parse import urlsplit
 
 from tests.support.patience import PATIENCE_S
 
-__all__ = ["call", "connection", "raw_post"]
-
 
 def call(
     url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None

@@ -6,8 +6,6 @@ from typing import Any
 
 from engine import Engine
 
-__all__ = ["drop_all", "finish"]
-
 
 def drop_all(engine: Engine[Any]) -> None:
     """Abort every request."""

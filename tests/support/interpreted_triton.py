@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-__all__ = ["need_interpreter"]
-
 
 def need_interpreter() -> None:
     """Skip where Triton is not installed, as beside no Linux, or compiles for a GPU."""

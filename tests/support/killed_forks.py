@@ -20,8 +20,6 @@ from omni.commands import run_command
 from omni.commands.cli import app
 from tests.support.scripted_omni import ScriptedOmni
 
-__all__ = ["main"]
-
 _LINES = ('{"prompt": "a"}', "{", '{"prompt": "please fail"}', '{"prompt": "b"}')
 _CALLS = ("write", "open", "replace", "unlink", "mkdir", "fsync")
 """After half of a write, and before everything else, a run is killed."""

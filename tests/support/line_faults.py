@@ -10,8 +10,6 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["Event", "LineFault", "choose_events"]
-
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("engine", "prefix_cache", "stages")
 

@@ -19,8 +19,6 @@ from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.settings import ServerLimits, ServerSettings
 from tests.support.patience import PATIENCE_S
 
-__all__ = ["LiveServer", "wait_until"]
-
 
 class LiveServer:
     """Serves until the ``with`` block ends."""

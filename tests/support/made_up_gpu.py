@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_map
 
 from tests.support.file_transport import FileTransport
 
-__all__ = ["WITHIN_GPU", "GpuTensor", "WithinGpu", "register_within_gpu"]
-
 WITHIN_GPU = "OMNI_TEST_GPU"
 """Ray's name of the transport."""
 

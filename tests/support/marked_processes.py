@@ -16,8 +16,6 @@ import psutil
 from tests.support.import_graph import ROOT
 from tests.support.patience import PATIENCE_S
 
-__all__ = ["MarkedRun", "heed_interrupts"]
-
 _MARK = "OMNI_TEST_MARK"
 
 

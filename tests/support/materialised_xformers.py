@@ -10,8 +10,6 @@ from torch import Tensor
 
 from engine.attention.xformers_backend import XformersBackend
 
-__all__ = ["MaterialisedXformers"]
-
 
 class MaterialisedXformers(XformersBackend):
     """xformers' own biases, materialised to dense masks; only its CUDA kernels are replaced."""

@@ -13,8 +13,6 @@ from omni.requests.request import OmniOutput
 from tests.support.encoder_decoder_requests import SAMPLING_RATE, tone
 from tests.support.live_server import LiveServer
 
-__all__ = ["in_python", "picture", "sound"]
-
 
 def sound(kind: str = "wav", seconds: float = 0.5) -> bytes:
     file = io.BytesIO()

@@ -26,8 +26,6 @@ from engine import (
 )
 from tests.support.encoder_decoder_requests import tone
 
-__all__ = ["TRIALS", "Trial"]
-
 _SHOWS = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]}
 
 

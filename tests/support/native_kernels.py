@@ -14,8 +14,6 @@ import pytest
 
 from engine.native.kernels import NativeBuildError, compile_kernels, find_compiler
 
-__all__ = ["needs_compiler", "needs_kernels", "run_pieces"]
-
 _WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 
 

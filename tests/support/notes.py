@@ -9,8 +9,6 @@ import msgspec
 from engine.interface.hints import Tensor
 from stages.stage_output import StageOutput
 
-__all__ = ["Note"]
-
 
 class Note(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Carries values of any type that msgspec knows by itself, arrays, tensors and outputs."""

@@ -20,8 +20,6 @@ from transformers import (
 from engine import VideoFeatures
 from tests.support.thinker_reference import NoVideos, Processor
 
-__all__ = ["OmniAnswer", "OmniReference"]
-
 
 @dataclass(frozen=True)
 class OmniAnswer:

@@ -21,18 +21,6 @@ from tests.support.greedy_reference import NEAR_TIE
 from tests.support.pictures import picture
 from tests.support.whole_orchestrator import WholeOrchestrator
 
-__all__ = [
-    "SUPPRESSED",
-    "Conversation",
-    "Turn",
-    "assert_all_as_alone",
-    "assert_same",
-    "build_pipeline",
-    "conversations",
-    "only_output",
-    "sound",
-]
-
 SUPPRESSED = (0, 3, 4, 5, 6, 7, 8, 9)
 """Placeholders and their like, which random weights do generate and transformers cannot take."""
 

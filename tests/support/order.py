@@ -9,8 +9,6 @@ from typing import Protocol, TypeVar
 
 from tests.support.import_graph import ROOT
 
-__all__ = ["FIRST", "first_things_first"]
-
 FIRST = (
     "omni/commands/test_cli_ray.py",
     "omni/runtime/test_processes.py",

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-__all__ = ["PACKED", "Packed", "write_packed"]
-
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 

@@ -12,17 +12,6 @@ from torch import Tensor
 from engine.attention.metadata import AttentionMetadata
 from prefix_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroup, LayerKVCache, PagedMemory
 
-__all__ = [
-    "cross_metadata_for",
-    "layer_of",
-    "memory_that_holds",
-    "metadata_for",
-    "paged_memory",
-    "random_block_table",
-    "to_device",
-    "with_garbage",
-]
-
 
 def paged_memory(
     *,

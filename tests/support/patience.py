@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["PATIENCE_S", "wait_for"]
-
 PATIENCE_S = 600.0
 """Seconds. Only a test that fails waits for so long: on a machine that is busy with other things,
 what takes a moment may take minutes."""

@@ -7,8 +7,6 @@ from functools import cache
 import numpy as np
 from PIL import Image
 
-__all__ = ["PLACEHOLDER", "picture"]
-
 PLACEHOLDER = {
     "llava": "<image>",
     "gemma3_vision": "<start_of_image>",

@@ -15,8 +15,6 @@ from omni.pipelines.runtime_config import RuntimeConfig
 from omni.runtime.placed_pipeline import place_pipeline
 from tests.support.examples import examples
 
-__all__ = ["PLACES", "Anywhere", "everywhere", "over_every_transport", "place"]
-
 PLACES = ("inline", "processes")
 """Kinds of runtimes over which promises are tried: without a transport, and with one."""
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from engine import LLMEngine
 from engine.requests.encoder_input import EncoderInput
 
-__all__ = ["POISON", "poison_embeddings", "spoil_attention_once", "spoil_state_once"]
-
 POISON = 705
 """A token that requests of a stream do not have, see ``request_stream``; its embedding is NaN."""
 

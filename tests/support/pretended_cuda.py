@@ -28,16 +28,6 @@ from tests.support.called_graphs import CalledGraphs
 from tests.support.import_graph import LAYERS, ROOT
 from tests.support.interpreted_triton import need_interpreter
 
-__all__ = [
-    "BLOCKING_READ",
-    "BLOCKING_UPLOAD",
-    "READ",
-    "UPLOAD",
-    "WAIT",
-    "Crossings",
-    "pretended_cuda",
-]
-
 CUDA = torch.device("cuda:0")
 
 

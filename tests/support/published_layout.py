@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-__all__ = ["publish", "publish_on_hub"]
-
 _ARCHITECTURES = {
     "qwen2_5_omni": "Qwen2_5OmniModel",
     "qwen2_5_omni_thinker": "Qwen2OmniNaViTThinkerForConditionalGeneration",

@@ -23,8 +23,6 @@ from tests.support.import_graph import ROOT
 from tests.support.patience import wait_for
 from tests.support.ray_relay import start_relay
 
-__all__ = ["SessionCluster"]
-
 
 class SessionCluster:
     """This process's share in it: whoever asks first begins it, and it ends with the whole run."""

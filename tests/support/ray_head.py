@@ -22,8 +22,6 @@ from typing import BinaryIO
 
 from tests.support import ray_nursery_client
 
-__all__ = ["NURSERY", "PROGRAM", "QUIET", "main"]
-
 NURSERY = "nursery"
 """The socket by which actors are to be had, as soon as it is there."""
 

@@ -19,8 +19,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ADDRESS", "main"]
-
 ADDRESS = "address"
 _NUM_NODES = 3
 

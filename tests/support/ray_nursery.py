@@ -35,8 +35,6 @@ import torch
 from engine.models.registry import FAMILIES
 from tests.support.ray_nursery_client import NUM_FDS
 
-__all__ = ["main"]
-
 _IMPORTED_FIRST = (
     "engine.encoder.encoder_engine",
     "engine.generator.generator_engine",

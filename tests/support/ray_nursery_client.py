@@ -8,8 +8,6 @@ import os
 import socket
 import sys
 
-__all__ = ["NUM_FDS", "main"]
-
 NUM_FDS = 3
 _SETS_UP_WORKERS = "setup_worker.py"
 

@@ -22,8 +22,6 @@ from stages.remote.supervisor import Connection
 from stages.remote.worker import Build
 from tests.support.patience import PATIENCE_S
 
-__all__ = ["Relay", "RelayedWorkers", "start_relay"]
-
 
 class Relay:
     """An actor that hands on what it gets, from one mailbox to another."""

@@ -11,8 +11,6 @@ from stages.remote.remote_stage import RemoteStage
 from stages.remote.supervisor import Connect, start_workers
 from stages.worker.messages import StreamedEdge
 
-__all__ = ["one_stage", "remote_stage", "several_stages"]
-
 
 def several_stages(
     name: str, stages: Sequence[tuple[str, tuple[StreamedEdge, ...]]], **options: Any

@@ -28,20 +28,6 @@ from engine import (
 from engine.interface.outputs import EngineStats
 from tests.support.greedy_reference import NEAR_TIE
 
-__all__ = [
-    "BLOCK_SIZE",
-    "Alone",
-    "Ask",
-    "Script",
-    "alone_with",
-    "asks_of",
-    "assert_busy",
-    "assert_same",
-    "run_stream",
-    "scripts",
-    "streams_of",
-]
-
 BLOCK_SIZE = 4
 LONGEST_PROMPT = 80
 

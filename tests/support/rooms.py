@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 
 from tests.support.import_graph import arrows, module_name
 
-__all__ = ["FLOORS", "closed_doors", "floor_of", "room_of", "unknown_rooms"]
-
 FLOORS = """\
 prefix_cache.specs
 prefix_cache.blocks

@@ -8,8 +8,6 @@ import torch
 
 from omni import Omni, OmniOutput, OmniRequest
 
-__all__ = ["assert_same", "streamed"]
-
 
 def assert_same(found: Sequence[OmniOutput], expected: Sequence[OmniOutput]) -> None:
     """Ids and texts are equal; tensors and sound nearly."""

@@ -11,8 +11,6 @@ from prefix_cache import KVCacheManager, SwapSpace
 from prefix_cache import check_integrity as check_blocks
 from tests.support.tiny_kv_cache import GROUP_MIXES, mixed_config
 
-__all__ = ["Harness", "ids"]
-
 BLOCK_SIZE = 4
 
 

@@ -11,8 +11,6 @@ from engine import FinishReason
 from omni.requests.request import OmniOutput, OmniRequest
 from stages import StageOutput, StageStats
 
-__all__ = ["ScriptedOmni"]
-
 
 class ScriptedOmni:
     """Stands in for ``Omni``; requests end in the reverse order, two by two."""

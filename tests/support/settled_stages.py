@@ -10,8 +10,6 @@ from omni.runtime.orchestrator import Orchestrator
 from stages import Stage
 from tests.support.patience import PATIENCE_S
 
-__all__ = ["assert_settled", "refusal"]
-
 
 def assert_settled(stages: Iterable[Stage]) -> None:
     """No stage has a request or has lost anything.

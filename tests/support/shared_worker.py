@@ -20,8 +20,6 @@ from tests.support.channel_workers import ChannelWorkers
 from tests.support.patience import PATIENCE_S
 from tests.support.remote_stages import several_stages
 
-__all__ = ["apart", "omni_apart", "thread_workers", "worker_of"]
-
 
 @contextmanager
 def thread_workers() -> Iterator[ChannelWorkers]:

@@ -11,8 +11,6 @@ from transformers import Qwen2_5OmniForConditionalGeneration
 
 from engine import SpeechPrompt
 
-__all__ = ["WIDTH", "cut", "made_up", "spoken"]
-
 WIDTH = 64
 """Of a row for the seeded talker."""
 

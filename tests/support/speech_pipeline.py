@@ -14,8 +14,6 @@ from tests.support.patience import PATIENCE_S
 from tests.support.settled_stages import assert_settled
 from tests.support.whole_orchestrator import WholeOrchestrator
 
-__all__ = ["PROMPTS", "drain", "run", "speech_stages", "start", "told", "until", "whole"]
-
 PROMPTS = {"x": "hello there", "y": "hm", "z": "what is it that you hear"}
 
 

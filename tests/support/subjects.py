@@ -28,8 +28,6 @@ from tests.support.request_stream import BLOCK_SIZE, Alone, Ask, alone_with, ass
 from tests.support.thinker_asks import KINDS, PLACEHOLDERS, ThinkerAsk
 from tests.support.vocoder_reference import random_codes
 
-__all__ = ["SUBJECTS", "subject_of"]
-
 _NUM_BLOCKS = {"qwen2": 13, "qwen2 swapping": 12, "jamba": 6, "bart": 21}
 """Blocks with which two or three of the four requests run at once, and one has to give way."""
 SUBJECTS = (*_NUM_BLOCKS, "qwen2_5_omni thinker", "bert", "qwen2_5_omni vocoder")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["rows"]
-
 
 def rows(table: str, divider: str = " | ") -> list[tuple[str, ...]]:
     """The cells of each line, stripped; one may be empty.

@@ -21,8 +21,6 @@ from tests.support.pictures import picture
 from tests.support.request_stream import Ask, Script, asks_of, streams_of
 from tests.support.thinker_reference import clip, tone
 
-__all__ = ["KINDS", "PLACEHOLDERS", "ThinkerAsk", "TowerRuns", "shows", "thinker_scripts"]
-
 PLACEHOLDERS: dict[Modality, str] = {
     "image": "<|IMAGE|>",
     "audio": "<|AUDIO|>",

@@ -33,11 +33,6 @@ from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
 from engine import ChatPrompt, VideoFeatures
 from engine.checkpoints.config_file import quiet_config_log
 
-__all__ = [
-    *("NoVideos", "Processor", "Talk", "ThinkerAnswer", "ThinkerReference"),
-    *("clip", "talkie", "tone"),
-]
-
 RATE = 16_000
 _MERGED = 4  # patches to a row
 _MARK = "<tts_pad>"

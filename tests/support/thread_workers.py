@@ -11,8 +11,6 @@ from stages.remote.messages import LinkMessage, WorkerMessage, WorkerSpec
 from stages.remote.supervisor import Connection, NoPlaceError
 from stages.remote.worker import Build, WorkerLoop, build_stage
 
-__all__ = ["Build", "ThreadWorkers"]
-
 
 class ThreadWorkers:
     """Starts workers in threads; every message crosses the codec, as between processes."""

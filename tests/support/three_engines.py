@@ -18,8 +18,6 @@ from engine import (
     TokensPrompt,
 )
 
-__all__ = ["KINDS", "LIMITS", "TOKENS", "build_engine"]
-
 KINDS = ("llm", "encoder", "generator")
 LIMITS: dict[str, Any] = {"num_blocks": 32, "block_size": 4, "max_model_len": 64}
 TOKENS = TokensPrompt(tuple(range(30, 43)))

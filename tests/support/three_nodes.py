@@ -185,8 +185,6 @@ def _state(omni: Omni, stage: str) -> str:
     return worker.state
 
 
-__all__ = ["main"]
-
 _NODES = ("writer", "reader", "reader")
 _PROMPTS = ["say it again " * 100, "hello there"]
 _STORE_BYTES = 100 * 2**20

@@ -22,8 +22,6 @@ from prefix_cache import (
     extend_block_hashes,
 )
 
-__all__ = ["GROUP_MIXES", "cached_ids", "hashes_of", "held_block", "mixed_config", "tiny_config"]
-
 GROUP_MIXES: dict[str, dict[str, int]] = {
     "full": {"full": 1},
     "three_full": {"full": 2, "full ": 3, "full  ": 5},

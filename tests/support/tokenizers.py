@@ -7,8 +7,6 @@ from functools import cache
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-__all__ = ["TOKENIZERS", "byte_level", "llama_style", "metaspace", "word_piece"]
-
 _CORPUS = [
     "the quick brown fox jumps over the lazy dog, and the dog sleeps on.",
     "hello world! it's a fine day; isn't it? don't stop here .",

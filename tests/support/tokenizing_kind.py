@@ -10,8 +10,6 @@ from stages import ModelReference, Stage, StageConfig, register_stage_kind
 from stages.stage import OneOrMore
 from tests.support.fake_stage import FakeStage
 
-__all__ = ["TOKENIZING", "TokenizingConfig"]
-
 TOKENIZING = "tokenizing"
 """What YAML calls it, once this module is imported."""
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import jsonschema
 
-__all__ = ["SCHEMA", "check_trace", "names_of", "read_prefix", "read_trace"]
-
 _NUMBER = {"type": "number", "minimum": 0}
 _PLACE = {"pid": {"type": "integer"}, "tid": {"type": "integer"}}
 _COMMON = {"name": {"type": "string", "minLength": 1}, "ph": {"type": "string"}, **_PLACE}

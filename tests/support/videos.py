@@ -11,8 +11,6 @@ import av
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FORMATS", "moving_picture", "video_file"]
-
 FORMATS = {"mp4": ("mp4", "libx264", "aac"), "webm": ("webm", "libvpx-vp9", "libopus")}
 FORMATS["mpeg4"] = ("mp4", "mpeg4", "aac")
 """Container, and codecs of picture and sound."""

@@ -9,8 +9,6 @@ from contextvars import Context
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 
-__all__ = ["run_virtually"]
-
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
 

@@ -12,8 +12,6 @@ from transformers import Qwen2_5OmniForConditionalGeneration, Qwen2_5OmniToken2W
 from engine import GenerationParams
 from engine.checkpoints.config_file import hidden_progress_bars
 
-__all__ = ["VocoderReference", "random_codes"]
-
 
 class VocoderReference:
     """transformers' vocoder of a seeded Qwen2.5-Omni."""

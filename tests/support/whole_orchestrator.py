@@ -5,8 +5,6 @@ from __future__ import annotations
 from omni.requests.request import OmniAccumulator, OmniDelta, OmniOutput
 from omni.runtime import orchestrator
 
-__all__ = ["WholeOrchestrator"]
-
 
 class WholeOrchestrator(orchestrator.Orchestrator):
     """Gives outputs in the place of deltas."""

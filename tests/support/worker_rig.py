@@ -20,8 +20,6 @@ from tests.support.remote_stages import several_stages
 from tests.support.thread_workers import ThreadWorkers
 from tests.support.whole_orchestrator import WholeOrchestrator
 
-__all__ = ["Make", "Rig", "assert_told_once", "chain", "holds", "rig", "until"]
-
 Make = Callable[[], list[Any]]
 
 

@@ -18,8 +18,6 @@ from stages.remote.channel import Channel
 from stages.stage_output import StageOutput
 from tests.support.notes import Note
 
-__all__ = ["describe", "echo", "exit_with", "hold_on", "raise_an_error", "send_back"]
-
 
 def echo(sock: socket.socket, argument: bytes) -> None:
     """Send the argument and then whatever comes, until the end."""

@@ -1,3 +1,1 @@
 """Trains the checkpoint of ``stage_configs/spoken_sums``; see README.md beside this file."""
-
-__all__: list[str] = []

@@ -40,8 +40,6 @@ from training.spoken_sums.tokenizer import build_tokenizer
 from training.spoken_sums.typed import TypedSettings, train_typed
 from training.spoken_sums.work_folder import QUICK_WORK, WORK, claim
 
-__all__ = ["QUICK", "Plan"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:

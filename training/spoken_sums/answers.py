@@ -17,16 +17,6 @@ from torch import Tensor
 from training.spoken_sums.number_words import LARGEST, in_words
 from training.spoken_sums.sums import NOT_A_SUM
 
-__all__ = [
-    "SAMPLING_RATE",
-    "SPEED",
-    "VOICES",
-    "Utterance",
-    "answer_texts",
-    "speak",
-    "speak_all",
-]
-
 SAMPLING_RATE = 24_000
 """Of the family's vocoder."""
 

@@ -28,16 +28,6 @@ from training.spoken_sums.module_training import ModuleTraining
 from training.spoken_sums.mouth_sizes import BIGVGAN
 from training.spoken_sums.speech import LEAD, Speech
 
-__all__ = [
-    "BigVGANBudget",
-    "make_bigvgan",
-    "quicken",
-    "simplify",
-    "sound_of",
-    "spectral_loss",
-    "train_bigvgan",
-]
-
 _FRAMES = 32
 # What lies below is not heard. flite's silence, and all above 8 kHz, is nought: its logarithm would
 # be most of the loss.

@@ -19,8 +19,6 @@ from training.spoken_sums.dit import Voice
 from training.spoken_sums.log_mel import feature_extractor
 from training.spoken_sums.sizes import VISION, omni_config
 
-__all__ = ["MOST_BYTES", "SPEAKERS", "Parts", "write_checkpoint"]
-
 MOST_BYTES = 24_000_000
 """Of the whole folder."""
 

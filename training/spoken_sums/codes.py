@@ -11,8 +11,6 @@ from torch import Tensor
 from training.spoken_sums.mel import NUM_BANDS
 from training.spoken_sums.mouth_sizes import NUM_CODES
 
-__all__ = ["FRAMES_PER_CODE", "Codebook", "learn_codebook"]
-
 FRAMES_PER_CODE = 2
 _ROUNDS = 25
 _PIECE = 8192

@@ -23,16 +23,6 @@ from training.spoken_sums.sums import (
     training_sums,
 )
 
-__all__ = [
-    "Turn",
-    "draw_conversation",
-    "draw_sum",
-    "draw_turn",
-    "follow_up_words",
-    "spoken_form",
-    "typed_form",
-]
-
 _SIGN_WEIGHTS = (4, 3, 3)
 _OUT_OF_RANGE = 0.08
 """Share of sums whose result lies outside: their reply says so."""

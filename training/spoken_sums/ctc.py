@@ -29,15 +29,6 @@ from training.spoken_sums.thinker import build_thinker, num_rows, silence_row, t
 from training.spoken_sums.training_run import TrainingRun
 from training.spoken_sums.workers import Workers
 
-__all__ = [
-    "CTCSettings",
-    "WordClasses",
-    "ctc_losses",
-    "fitting_questions",
-    "train_ctc",
-    "whole_questions_heard",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CTCSettings:

@@ -13,8 +13,6 @@ import soundfile
 from training.spoken_sums.log_mel import SAMPLE_RATE
 from training.spoken_sums.questions import Voice, speak
 
-__all__ = ["write_demo_questions"]
-
 _QUESTIONS = {
     "twelve plus thirty": Voice("en-gb+f2", 155, 50),
     "and times two": Voice("en-gb+f2", 155, 50),

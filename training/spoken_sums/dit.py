@@ -21,8 +21,6 @@ from training.spoken_sums.module_training import ModuleTraining
 from training.spoken_sums.mouth_sizes import DIT
 from training.spoken_sums.speech import Speech
 
-__all__ = ["DiTBudget", "Voice", "flow_of", "make_dit", "train_dit", "voices_of"]
-
 _CODES = 60
 """Of a training window: five blocks, and no layer sees further than to the next one."""
 

@@ -24,8 +24,6 @@ from training.spoken_sums.other_words import HELD_OUT_SENTENCES
 from training.spoken_sums.sums import NOT_A_SUM, SIGNS, SMALL, small_sums
 from training.spoken_sums.work_folder import WORK
 
-__all__ = ["evaluate_ears"]
-
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=24)
 
 

@@ -31,17 +31,6 @@ from training.spoken_sums.typed import collate, length_buckets
 from training.spoken_sums.understanding import right_reply, understood
 from training.spoken_sums.workers import Workers
 
-__all__ = [
-    "STRENGTH",
-    "EndToEndSettings",
-    "SpokenConversation",
-    "TalkShares",
-    "draw_spoken",
-    "places_of",
-    "train_end_to_end",
-    "typed_batches",
-]
-
 STRENGTH = 0.6
 """Of what recordings do to sounds."""
 

@@ -21,8 +21,6 @@ from training.spoken_sums.held_out import held_out_questions
 from training.spoken_sums.held_out_talks import held_out_talks, say_held_out_talks
 from training.spoken_sums.work_folder import WORK
 
-__all__ = ["exactness"]
-
 _TIE = 1e-3
 """Log-probabilities that are nearer than this are a matter of rounding."""
 _SAMPLED = ("thinker", "talker")

@@ -13,8 +13,6 @@ from training.spoken_sums.log_mel import SAMPLE_RATE
 from training.spoken_sums.questions import draw_voice, speak
 from training.spoken_sums.sums import Sign, Sum, held_out_sums
 
-__all__ = ["COUNTS", "HeldOutQuestion", "held_out_questions", "say_held_out"]
-
 COUNTS: dict[Sign, int] = {"+": 150, "-": 90, "*": 60}
 _FORMS = ("{}", "{}", "what is {}", "how much is {}")
 _SEED = 300

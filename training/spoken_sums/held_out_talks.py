@@ -14,8 +14,6 @@ from training.spoken_sums.log_mel import SAMPLE_RATE
 from training.spoken_sums.questions import draw_voice, speak
 from training.spoken_sums.sums import SIGNS, Sum, follow_ups, held_out_sums, out_of_range
 
-__all__ = ["HeldOutTalk", "held_out_out_of_range", "held_out_talks", "say_held_out_talks"]
-
 _COUNT = 60
 _SEED = 400
 

@@ -7,8 +7,6 @@ import subprocess
 import threading
 from collections.abc import Sequence
 
-__all__ = ["needed_programs", "run_lanes"]
-
 _PROGRAMS = ("espeak-ng", "flite")
 
 

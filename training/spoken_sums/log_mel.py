@@ -11,8 +11,6 @@ from transformers import WhisperFeatureExtractor
 
 from training.spoken_sums.sizes import AUDIO_TOWER
 
-__all__ = ["SAMPLE_RATE", "feature_extractor", "mel_powers", "normalise"]
-
 SAMPLE_RATE = 16_000
 
 

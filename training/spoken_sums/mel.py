@@ -10,8 +10,6 @@ from torch import Tensor
 
 from training.spoken_sums.answers import SAMPLING_RATE
 
-__all__ = ["FRAMES_PER_SECOND", "HOP", "MEL_MAX", "MEL_MIN", "NUM_BANDS", "SILENCE", "mel_of"]
-
 HOP = 240
 """Samples a frame: two frames are a code, 480 samples, as in the published model."""
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from training.spoken_sums.workers import Workers
 
-__all__ = ["ModuleTraining"]
-
 _SAVE_EVERY = 60.0
 _REPORT_EVERY = 20.0
 _WARMUP = 0.03

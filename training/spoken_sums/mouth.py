@@ -20,8 +20,6 @@ from training.spoken_sums.speech import answers_spoken
 from training.spoken_sums.talker import Renditions, TalkerBudget, train_talker
 from training.spoken_sums.thinker import embedding_of
 
-__all__ = ["renditions_of", "train_mouth_talker", "write_trained"]
-
 _NUM_SIMILAR = 6
 _SPOKEN = 1 / 3
 """Share of the replies that answer a spoken question."""

@@ -27,8 +27,6 @@ from training.spoken_sums.recognizer import HARD_NUMBERS, Recognizer
 from training.spoken_sums.speech import Speech, answers_spoken
 from training.spoken_sums.work_folder import WORK
 
-__all__ = ["evaluate_mouth", "flowed", "understood_shares"]
-
 _SWAY = -1.0
 _NUM_STEPS = 4
 """As in the pipeline that ships."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from omni.seeded.omni import codec_vocabulary
 
-__all__ = ["BIGVGAN", "DIT", "NUM_CODES", "TALKER"]
-
 NUM_CODES = 1024
 """Codes 1 to 1023 are learnt; 0 is kept out, as the flow's "no condition" is code 0."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from training.spoken_sums.word_list import listed
 
-__all__ = ["LARGEST", "NUMBER_WORDS", "in_words"]
-
 LARGEST = 200
 """The largest result."""
 

@@ -6,8 +6,6 @@ import random
 
 from training.spoken_sums.sums import LARGEST_ASKED, SIGNS
 
-__all__ = ["HELD_OUT_FIGURES", "draw_other_figures"]
-
 HELD_OUT_FIGURES: tuple[str, ...] = (
     "100 + 1",
     "100 + 100",

@@ -9,8 +9,6 @@ from training.spoken_sums.sums import LARGEST_ASKED, SIGNS, Sum
 from training.spoken_sums.understanding import understood
 from training.spoken_sums.word_list import listed
 
-__all__ = ["HELD_OUT_SENTENCES", "draw_other"]
-
 _SENTENCES = """\
 hello
 good morning

@@ -19,8 +19,6 @@ from training.spoken_sums.checkpoint import SPEAKERS
 from training.spoken_sums.recognizer import Recognizer
 from training.spoken_sums.sums import LARGEST_ASKED, Sum
 
-__all__ = ["STAGES", "evaluate_pipeline", "questions_with_answers"]
-
 STAGES = ("thinker", "talker", "code2wav")
 """Of the pipeline; each reads its part of the checkpoint."""
 

@@ -38,8 +38,6 @@ from training.spoken_sums.training_run import TrainingRun
 from training.spoken_sums.typed import collate, length_buckets
 from training.spoken_sums.workers import Workers
 
-__all__ = ["PolishSettings", "polish"]
-
 _PIECE = 32
 _SPEECH_TO_NOISE = 25
 _SHARES = TalkShares(turns=(30, 45, 25), typed=0.5)

@@ -8,8 +8,6 @@ from training.spoken_sums.conversations import draw_sum, follow_up_words, spoken
 from training.spoken_sums.other_words import draw_other
 from training.spoken_sums.sums import LARGEST_ASKED, SIGNS, Sum
 
-__all__ = ["question_texts"]
-
 
 def question_texts(count: int, *, seed: int) -> list[str]:
     """Texts to be said: four in six are sums, one follows up, and one is no sum."""

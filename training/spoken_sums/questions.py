@@ -21,17 +21,6 @@ from torch import Tensor
 from training.spoken_sums.log_mel import SAMPLE_RATE, mel_powers
 from training.spoken_sums.word_list import listed
 
-__all__ = [
-    "Question",
-    "Voice",
-    "draw_voice",
-    "load_questions",
-    "make_questions",
-    "noises",
-    "speak",
-    "write_questions",
-]
-
 _ACCENTS = (
     "en-us",
     "en-us",

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from training.spoken_sums.answers import SAMPLING_RATE, answer_texts
 
-__all__ = ["HARD_NUMBERS", "Recognizer"]
-
 _HEARD_AT = 16_000
 _QUIET = 0.3
 _NOISE = 1e-3

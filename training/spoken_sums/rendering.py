@@ -10,8 +10,6 @@ from transformers import PreTrainedTokenizerFast
 from training.spoken_sums.conversations import Turn
 from training.spoken_sums.tokenizer import HEARD_WORDS, NOISE, SYSTEM_PROMPT
 
-__all__ = ["Rendered", "Renderer"]
-
 
 @dataclass(slots=True)
 class Rendered:

@@ -26,8 +26,6 @@ from training.spoken_sums.thinker import embedding_of, num_rows, text_hidden, to
 from training.spoken_sums.typed import collate
 from training.spoken_sums.understanding import right_reply
 
-__all__ = ["Talk", "draw_typed", "draw_with_sound", "replies_of"]
-
 _EQUALS = " = "
 _PIECE = 48
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["Report"]
-
 
 class Report:
     """Shares of tokens that were right since the last line, by name."""

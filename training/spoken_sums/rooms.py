@@ -10,8 +10,6 @@ from torch.nn import functional
 
 from training.spoken_sums.log_mel import normalise
 
-__all__ = ["LONGEST", "Recording", "recorded"]
-
 LONGEST = 600
 """Frames of a sound, at most: what the tower sees at a time."""
 

@@ -10,8 +10,6 @@ from transformers import PreTrainedTokenizerFast, Qwen2_5OmniConfig
 from omni.seeded.omni import marker_ids, spoken_ids
 from training.spoken_sums.mouth_sizes import BIGVGAN, DIT, TALKER
 
-__all__ = ["AUDIO_TOWER", "TEXT", "VISION", "WIDTH", "omni_config"]
-
 WIDTH = 256
 """Of the thinker, and so of what the talker reads."""
 

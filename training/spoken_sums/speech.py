@@ -19,8 +19,6 @@ from training.spoken_sums.answers import (
 )
 from training.spoken_sums.mel import HOP, mel_of
 
-__all__ = ["LEAD", "Speech", "answers_spoken"]
-
 LEAD = 10
 """Codes of silence (20 ms each) before the first word: meanwhile the talker reads what comes."""
 

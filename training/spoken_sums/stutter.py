@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["SILENCE", "noisy_rows", "stutter"]
-
 SILENCE = -1
 """In the place of a token id: a row of no word."""
 

@@ -15,21 +15,6 @@ from typing import Literal
 
 from training.spoken_sums.number_words import LARGEST, in_words
 
-__all__ = [
-    "LARGEST_ASKED",
-    "NOT_A_SUM",
-    "SIGNS",
-    "SMALL",
-    "Sign",
-    "Sum",
-    "follow_ups",
-    "held_out_sums",
-    "is_held_out",
-    "out_of_range",
-    "small_sums",
-    "training_sums",
-]
-
 NOT_A_SUM = "that is not a sum i know"
 """The whole reply to what is no sum; the end of the reply to one whose result is out of range."""
 

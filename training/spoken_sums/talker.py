@@ -17,16 +17,6 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
 
 from training.spoken_sums.module_training import ModuleTraining
 
-__all__ = [
-    "Renditions",
-    "Reply",
-    "TalkerBudget",
-    "codes_said",
-    "make_talker",
-    "rows_beside",
-    "train_talker",
-]
-
 _HIDDEN, _OFF = 0.25, 0.4
 _OTHER_STATES = 3  # one reply in so many
 _ROW_NOISE = 0.05

@@ -16,16 +16,6 @@ from transformers import (
 
 from training.spoken_sums.sizes import omni_config
 
-__all__ = [
-    "build_thinker",
-    "embedding_of",
-    "mean_loss",
-    "num_rows",
-    "silence_row",
-    "text_hidden",
-    "tower_rows",
-]
-
 
 def build_thinker(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5OmniThinkerForConditionalGeneration:
     """Make a thinker with random weights from torch's seed."""

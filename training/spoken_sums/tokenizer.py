@@ -21,8 +21,6 @@ from omni.seeded.omni import (
 from training.spoken_sums.number_words import NUMBER_WORDS
 from training.spoken_sums.word_list import listed
 
-__all__ = ["HEARD_WORDS", "NOISE", "SPECIALS", "SYSTEM_PROMPT", "build_tokenizer"]
-
 NOISE = "<|noise|>"
 """What the tower's rows come near to where a word is said that is no part of sums."""
 

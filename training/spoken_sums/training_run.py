@@ -12,8 +12,6 @@ from torch import Tensor
 
 from training.spoken_sums.workers import Workers
 
-__all__ = ["TrainingRun"]
-
 _SAVE_EVERY_S = 60.0
 
 

@@ -24,8 +24,6 @@ from training.spoken_sums.thinker import build_thinker, mean_loss, silence_row, 
 from training.spoken_sums.training_run import TrainingRun
 from training.spoken_sums.workers import Workers
 
-__all__ = ["TypedSettings", "gapped_positions", "length_buckets", "train_typed"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypedSettings:

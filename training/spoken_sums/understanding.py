@@ -8,8 +8,6 @@ from functools import cache
 from training.spoken_sums.number_words import in_words
 from training.spoken_sums.sums import LARGEST_ASKED, NOT_A_SUM, SIGNS, Sum
 
-__all__ = ["right_reply", "understood", "written"]
-
 
 @cache
 def _pattern() -> re.Pattern[str]:

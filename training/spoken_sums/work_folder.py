@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["QUICK_WORK", "WORK", "claim"]
-
 WORK = Path("build/spoken_sums")
 """States of training, and the sounds of held-out questions; git leaves ``build`` alone."""
 

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, distributed
 
-__all__ = ["Workers"]
-
 
 class Workers:
     """This process among those that ``WORLD_SIZE`` and ``RANK`` of its environment tell of.

@@ -14,12 +14,9 @@ from tests.engine.attention.test_triton_backend import (
     CPU,
     TOLERANCES,
     assert_equals_the_reference,
-    interpreted,
 )
 from tests.support.attention_steps import BOUNDS, SHAPES, Bounds, Shape, run_cross_step
 from tests.support.reference_attention import ReferenceBackend
-
-__all__ = ["interpreted"]
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
