@@ -72,6 +72,7 @@ _IMPORTED_ON_USE = {
     }.items()
     for name in names
 }
+__all__ = list(_IMPORTED_ON_USE)
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,6 @@ from stages import Stage, StageConfig, StageInputs, Transform, resolve_transform
 from stages.transforms.registry import (
     Requirements,
     is_custom,
-    requirements_in_text,
     requirements_of,
 )
 
@@ -68,7 +67,7 @@ def check_graph(
 
     Args:
         run_custom: whether to import the modules of users' transforms. If not, what they need is
-            known as far as their files' text says.
+            not checked.
         emitted: names of the tensors that stages' models emit, where they are known.
 
     Returns:
@@ -91,7 +90,7 @@ def check_graph(
             continue
         transform = stage.inputs.transform
         if isinstance(transform, str) and is_custom(transform) and not run_custom:
-            needs = requirements_in_text(transform)
+            needs = None
         else:
             transforms[name] = _resolved(name, stage.inputs)
             needs = requirements_of(transforms[name])

@@ -6,33 +6,23 @@ registered name, or as ``"package.module:function"``, so that a user's own needs
 
 from __future__ import annotations
 
-import ast
 import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar, cast
 
 from engine import Prompt
 from engine.interface.arguments import check_argument, check_names
 from stages.stage import Transform, TransformContext
 from stages.stage_output import StageOutput
-from stages.transforms.user_code import (
-    ModuleText,
-    check_looks_like_one,
-    check_takes_context,
-    imported_custom,
-    load_custom,
-    locate_custom,
-)
+from stages.transforms.user_code import load_custom, locate_custom
 
 _TransformT = TypeVar("_TransformT", bound=Transform)
 
 _REGISTRY: dict[str, Transform] = {}
-_PLAIN = (FunctionType, BuiltinFunctionType, type)
 _REQUIREMENTS = "_requirements"
 
 
@@ -57,43 +47,6 @@ def requirements_of(transform: Transform) -> Requirements:
     """What a transform was declared to need; nothing if it declares nothing."""
     declared: Requirements = getattr(transform, _REQUIREMENTS, Requirements())
     return declared
-
-
-def requirements_in_text(spec: str) -> Requirements | None:
-    """What a transform in a file is declared to need, found without running the file.
-
-    Args:
-        spec: as :func:`locate_transform` gives it.
-
-    Returns:
-        None if the text does not settle it.
-    """
-    file, _, function = spec.rpartition(":")
-    if not file.endswith(".py"):
-        return None
-    text = ModuleText.read(Path(file))
-    decorators = text.decorators(function)
-    if decorators is None:
-        return None
-    changes: dict[str, Any] = {}
-    try:
-        for decorator in decorators:
-            called = decorator if isinstance(decorator, ast.Call) else None
-            match text.imported_as(decorator if called is None else called.func):
-                case "omni.chunkable" | "stages.chunkable" if called is None:
-                    changes["chunkable"] = True
-                case "omni.requires" | "stages.requires" if called is not None:
-                    given = {
-                        str(each.arg): ast.literal_eval(each.value) for each in called.keywords
-                    }
-                    changes |= given | {"tensors": tuple(map(ast.literal_eval, called.args))}
-                case "omni.register_transform" | "stages.register_transform":
-                    pass
-                case _:
-                    return None
-        return Requirements(**changes)
-    except (TypeError, ValueError):  # arguments that are not written out, or wrong
-        return None
 
 
 def requires(
@@ -224,12 +177,7 @@ def locate_transform(spec: str, folder: Path | None = None) -> str:
             without importing it.
     """
     if is_custom(spec):
-        located = locate_custom(spec, folder)
-        for imported in imported_custom(located):
-            # To ask another callable for its signature may run its own code.
-            if isinstance(imported, _PLAIN) or not callable(imported):
-                _check_is_one(imported, spec)
-        return located
+        return locate_custom(spec, folder)
     _registered(spec)
     return spec
 
@@ -288,11 +236,24 @@ def _check_signature(function: object, name: str) -> None:
             f"transform {name!r} must take exactly one argument, a TransformContext, and does not "
             f"say what it takes: {error}"
         ) from error
-    check_takes_context(signature, name)
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ValueError(
+            f"transform {name!r} must take exactly one argument, a TransformContext: {error}"
+        ) from error
 
 
 def _check_is_one(function: Any, name: str) -> None:
     """Refuse to call what a file names if nothing says that it is a transform: ``os:system``."""
     _check_signature(function, name)
-    if not hasattr(function, _REQUIREMENTS) and function not in _REGISTRY.values():
-        check_looks_like_one(inspect.signature(function), name)
+    if hasattr(function, _REQUIREMENTS) or function in _REGISTRY.values():
+        return
+    argument = next(iter(inspect.signature(function).parameters.values()))
+    annotation = argument.annotation
+    named = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    if argument.name != "context" and named.rpartition(".")[2] != TransformContext.__name__:
+        raise ValueError(
+            f"{name!r} is no transform: the argument of one is named 'context' or annotated as a "
+            f"TransformContext, or it is declared by @omni.requires(); this one takes {argument}"
+        )

@@ -11,29 +11,21 @@ own and never through the import path, so that no other import finds what else i
 from __future__ import annotations
 
 import ast
-import builtins
 import hashlib
 import importlib
-import inspect
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
-from typing import TypeAlias
+from types import ModuleType
 
 from engine.interface.placed_error import suggest
-from stages.stage import TransformContext
 
 FOLDER_PACKAGE = "omni_transforms_"
 """How the names begin of packages that stand for folders of pipelines' files."""
 
 _FORM = "the form 'package.module:function', or 'file.py:function'"
 _MOST_BYTES = 2**20
-
-_FunctionText: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
-"""A function's definition, parsed."""
 
 
 def locate_custom(spec: str, folder: Path | None, *, what: str = "transform") -> str:
@@ -43,7 +35,7 @@ def locate_custom(spec: str, folder: Path | None, *, what: str = "transform") ->
         spec: ``"package.module:function"`` or ``"file.py:function"``.
         folder: of the pipeline's file, which is searched first; None leaves installed
             modules.
-        what: it is to be: a ``transform``, whose text is checked, or anything else.
+        what: it is to be, for messages.
 
     Returns:
         The name under which :func:`load_custom` finds the same from anywhere: with the whole path
@@ -65,17 +57,6 @@ def locate_custom(spec: str, folder: Path | None, *, what: str = "transform") ->
         file = beside
     _check_defines(spec, file, function, what)
     return f"{file.resolve()}:{function}"
-
-
-def imported_custom(spec: str) -> tuple[object, ...]:
-    """What a name stands for, alone, if its module is imported already and says so without running.
-
-    Args:
-        spec: as :func:`locate_custom` gives it.
-    """
-    module, function = _parts(spec)
-    names = vars(sys.modules.get(module, object))
-    return (names[function],) if function in names else ()
 
 
 def load_custom(spec: str, *, what: str = "transform") -> object:
@@ -169,7 +150,7 @@ def find_module(module: str) -> ModuleSpec | None:
 
 
 def _check_defines(spec: str, file: Path, function: str, what: str) -> None:
-    """Check that a file's text has a top-level name that may be a transform; else it raises."""
+    """Check that a file's text has a top-level name; else it raises."""
     subject = f"{what} {spec!r}"
     if file.stat().st_size > _MOST_BYTES:
         raise ValueError(
@@ -177,23 +158,11 @@ def _check_defines(spec: str, file: Path, function: str, what: str) -> None:
             f"{what} into a module of its own"
         )
     try:
-        text = ModuleText.read(file)
-    except ValueError as error:
-        raise ValueError(f"{subject}: {error}") from error
-    if function not in text.names and not text.makes_names:
-        raise ValueError(_lacks(subject, str(file), function, list(text.names)))
-    if what != "transform":
-        return
-    refusals: list[ValueError] = []
-    functions = text.functions(function)
-    for each in functions:
-        try:
-            _check_written(each, spec)
-        except ValueError as error:
-            refusals.append(error)
-    # Of several definitions, one is chosen when the module runs.
-    if refusals and len(refusals) == len(functions):
-        raise refusals[0]
+        names = set(_names(ast.parse(file.read_bytes(), str(file)).body))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{subject}: {str(file)!r} is no Python: {error}") from error
+    if names.isdisjoint({function, "*", "__getattr__"}):
+        raise ValueError(_lacks(subject, str(file), function, list(names)))
 
 
 def _load_file(file: Path) -> ModuleType:
@@ -236,166 +205,24 @@ def _lacks(subject: str, module: str, function: str, names: list[str]) -> str:
     return f"{subject}: module {module!r} has no {function!r}{hint}"
 
 
-def check_takes_context(signature: inspect.Signature, name: str) -> None:
-    """Refuse what cannot be called with one argument."""
-    try:
-        signature.bind(None)
-    except TypeError as error:
-        raise ValueError(
-            f"transform {name!r} must take exactly one argument, a TransformContext: {error}"
-        ) from error
-
-
-def check_looks_like_one(signature: inspect.Signature, name: str) -> None:
-    """Refuse to call what nothing says is a transform: ``os:system``.
-
-    Args:
-        signature: of what takes one argument, and is not declared as a transform.
-        name: as whom the file names it.
-
-    Raises:
-        ValueError: the argument has neither the name nor the type of a transform's.
-    """
-    argument = next(iter(signature.parameters.values()))
-    annotation = argument.annotation
-    named = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-    if argument.name != "context" and named.rpartition(".")[2] != TransformContext.__name__:
-        raise ValueError(
-            f"{name!r} is no transform: the argument of one is named 'context' or annotated as a "
-            f"TransformContext, or it is declared by @omni.requires(); this one takes {argument}"
-        )
-
-
-def _check_written(function: _FunctionText, name: str) -> None:
-    """Refuse, by its text alone, a function that would be refused once it is loaded."""
-    if isinstance(function, ast.AsyncFunctionDef):
-        raise ValueError(f"transform {name!r} is a coroutine function; it must be a plain one")
-    signature = _signature_of(function)
-    check_takes_context(signature, name)
-    check_looks_like_one(signature, name)
-
-
-def _signature_of(function: _FunctionText) -> inspect.Signature:
-    """The signature of a function that is compiled and never made, by a stand-in for it."""
-    args = function.args
-    try:
-        constants = compile(ast.Module([function], []), "", "exec").co_consts
-    except SyntaxError as error:  # what a parser lets pass, such as break without a loop
-        raise ValueError(f"{function.name!r} is no Python: {error}") from error
-    codes = (each for each in constants if isinstance(each, CodeType))
-    code = next(each for each in codes if each.co_name == function.name)
-    stand_in = FunctionType(code, {}, argdefs=(None,) * len(args.defaults))
-    pairs = zip(args.kwonlyargs, args.kw_defaults, strict=True)
-    stand_in.__kwdefaults__ = {arg.arg: None for arg, default in pairs if default is not None}
-    for arg in filter(None, (*args.posonlyargs, *args.args, args.vararg)):
-        match arg.annotation:
-            case None:
-                pass
-            case ast.Name(id=written) if hasattr(builtins, written):
-                stand_in.__annotations__[arg.arg] = getattr(builtins, written)
-            case _:  # it may stand for anything
-                stand_in.__annotations__[arg.arg] = TransformContext
-    return inspect.signature(stand_in)
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleText:
-    """A module that was read.
-
-    Attributes:
-        tree: the text, parsed.
-        bindings: its top-level names and what gives them, in their order; ``"*"`` for whatever an
-            import brings.
-    """
-
-    tree: ast.Module
-    bindings: tuple[tuple[str, ast.stmt], ...]
-
-    @staticmethod
-    def read(file: Path) -> ModuleText:
-        """Parse a file.
-
-        Raises:
-            ValueError: it is no Python, or none that can be parsed.
-        """
-        try:
-            tree = ast.parse(file.read_bytes(), str(file))
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise ValueError(f"{str(file)!r} is no Python: {error}") from error
-        return ModuleText(tree, tuple(_bindings(tree.body)))
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The top-level names."""
-        return frozenset(name for name, _ in self.bindings)
-
-    @property
-    def makes_names(self) -> bool:
-        """Whether it may have names that its text does not tell."""
-        return not self.names.isdisjoint({"*", "__getattr__"})
-
-    def functions(self, name: str) -> tuple[_FunctionText, ...]:
-        """The definitions of a name, if it can be nothing else than one of them as it stands.
-
-        None of one that is decorated, given in another way as well, or used by the module itself,
-        which may declare it or put something else in its place.
-        """
-        given = [node for each, node in self.bindings if each in (name, "*")]
-        sure = [place for place, node in enumerate(given) if node in self.tree.body]
-        given = given[sure[-1] if sure else 0 :]
-        functions = tuple(
-            node for node in given if isinstance(node, _FunctionText) and not node.decorator_list
-        )
-        return functions if len(functions) == len(given) and not self._uses(name) else ()
-
-    def decorators(self, name: str) -> tuple[ast.expr, ...] | None:
-        """What stands above the one definition of a function; None if it may be another one."""
-        given = [node for each, node in self.bindings if each in (name, "*")]
-        match given:
-            case [ast.FunctionDef() as function] if function in self.tree.body:
-                return None if self._uses(name) else tuple(function.decorator_list)
-        return None
-
-    def imported_as(self, expression: ast.expr) -> str | None:
-        """The name by which ``from omni import x`` or ``omni.x`` brings what is written."""
-        match expression:
-            case ast.Attribute(value=ast.Name(id=package), attr=attribute):
-                nodes = [node for name, node in self.bindings if name == package]
-                is_module = len(nodes) == 1 and isinstance(nodes[0], ast.Import)
-                return f"{package}.{attribute}" if is_module else None
-            case ast.Name(id=written):
-                nodes = [node for name, node in self.bindings if name == written]
-                match nodes:
-                    case [ast.ImportFrom(module=str(module), names=names, level=0)]:
-                        for alias in names:
-                            if (alias.asname or alias.name) == written:
-                                return f"{module}.{alias.name}"
-        return None
-
-    def _uses(self, name: str) -> bool:
-        return any(
-            isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
-            for node in ast.walk(self.tree)
-        )
-
-
-def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
+def _names(body: list[ast.stmt]) -> Iterator[str]:
+    """The top-level names that a module's text gives; ``"*"`` for whatever an import brings."""
     for node in body:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                yield name, node
+                yield name
             case ast.ClassDef(name=name):
-                yield name, node
+                yield name
             case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
                 for alias in aliases:
-                    yield alias.asname or alias.name.partition(".")[0], node
+                    yield alias.asname or alias.name.partition(".")[0]
             case ast.Assign() | ast.AnnAssign() | ast.With() | ast.For():
                 for each in ast.walk(node):
                     if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-                        yield each.id, node
-                yield from _bindings(getattr(node, "body", []))
+                        yield each.id
+                yield from _names(getattr(node, "body", []))
             case ast.If() | ast.Try() | ast.TryStar():
                 for part in ("body", "orelse", "finalbody"):
-                    yield from _bindings(getattr(node, part, []))
+                    yield from _names(getattr(node, part, []))
                 for handler in getattr(node, "handlers", []):
-                    yield from _bindings(handler.body)
+                    yield from _names(handler.body)
