@@ -162,10 +162,6 @@ def bench(options: BenchOptions) -> bool:
 @command(app, DemoOptions)
 def demo(options: DemoOptions) -> bool:
     """Ask spoken_sums aloud: what it hears, says, finds in its caches, and how soon."""
-    if options.random:
-        from omni.commands.demo import run_random_demo
-
-        return run_random_demo()
     from omni.commands.demo import run_demo
 
     return run_demo(options.output_dir)

@@ -1,13 +1,12 @@
-"""``omni demo``: asks a pipeline that hears and speaks, or shows what caches save random models."""
+"""``omni demo``: asks a pipeline that hears and speaks, and compares with caching off."""
 
 from __future__ import annotations
 
 import logging
 import shutil
 import sys
-import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import typer
 
 import stage_configs
-from engine import ChatPrompt, TextPrompt, Waveform
+from engine import ChatPrompt, Waveform
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.omni import Omni
 from omni.verification.comparison import VerifyReport
@@ -26,17 +25,9 @@ NEXT = (
     'run spoken_sums --chat "8 * 4" --chat "hello"',
     'verify spoken_sums --chat "what is eighty minus twenty five?"',
     "explain spoken_sums --no-load",
-    "demo --random",
+    'run two_step --prompt "Once upon a time" --prompt "Once upon a hill"',
 )
 """Commands to try after the demo."""
-
-RANDOM_NEXT = (
-    'run two_step --prompt "Once upon a time" --prompt "Once upon a hill"',
-    'run omni_speech --chat "What was that?" --output-dir spoken',
-    'verify two_step --prompt "Once upon a time, in a house by the sea, a clock told all the time"',
-    "explain omni_speech --no-load",
-)
-"""Commands to try after the demo of random models."""
 
 
 class _Question(NamedTuple):
@@ -54,34 +45,6 @@ _SPOKEN = (
     _Question("what_is_ninety_one_minus_thirty_eight", "what is ninety one minus thirty eight"),
 )
 _READER, _VOICE = "thinker", "code2wav"
-
-_MODELS = {
-    "stages.writer.model": "seeded:qwen2-medium",
-    "stages.reader.model": "seeded:llama-medium",
-}
-_RULES = (
-    "first collect what is known, then read it again, and check that nothing is missing",
-    "the library has three floors: history below, music in the middle, and poetry at the top",
-    "the train leaves at seven in the morning and returns with letters, bread, and news",
-    "every clock keeps its own time, and somebody has to remind them of each other",
-)
-_SYSTEM = "You are a helpful assistant, and these are the rules of the house.\n" + "".join(
-    f"{number}. In the evening, {_RULES[number % len(_RULES)]}.\n" for number in range(1, 25)
-)
-_WAVES = (
-    (
-        "What is the capital of the country?",
-        "How many rivers cross the plain?",
-        "Why is the sky blue?",
-    ),
-    (
-        "What is the capital of the country? And of the next one?",
-        "Who repaired the clocks?",
-        "Why is the sky blue?",
-    ),
-)
-_FOLLOW_UPS = ("What was that?", "And what was it before?")
-_INDENT = " " * 8
 
 
 def run_demo(folder: Path) -> bool:
@@ -112,26 +75,12 @@ def run_demo(folder: Path) -> bool:
             if text is None:
                 return False
             messages.append({"role": "assistant", "content": text})
-        is_right = _compared(omni, requests, "questions")
-    _show_next(NEXT)
-    return is_right
-
-
-def run_random_demo() -> bool:
-    """Run two pipelines of random models, print texts and hits; compare with caching off.
-
-    Returns:
-        Whether every request succeeded, and caching changed nothing.
-
-    Raises:
-        ValueError: a pipeline cannot be built.
-    """
-    typer.echo("The models are small and random, and offline: what they write makes no sense, but")
-    typer.echo("depends on every token of the input.\n")
-    with _builds_shown():
-        is_right = _show_text() & _show_voice()
-    _show_next(RANDOM_NEXT)
-    return is_right
+        typer.echo("All questions again: caches off, caches empty, caches warm.")
+        report = verify(omni, requests)
+    typer.echo("\n".join((*report.lines(), summed_up(report), "\nWhat to try next:\n")))
+    for command in NEXT:
+        typer.echo(f"    {_program()} {command}")
+    return report.equal and not report.failures
 
 
 def summed_up(report: VerifyReport) -> str:
@@ -164,39 +113,6 @@ def _ask(omni: Omni, request: OmniRequest, question: _Question, path: Path) -> s
     return text
 
 
-def _show_text() -> bool:
-    """Waves of requests that share a prefix through two stages, and the comparison."""
-    typer.echo("two_step: a writer, and a reader of the writer's hidden states\n")
-    requests: list[OmniRequest] = []
-    with Omni("two_step", overrides=_MODELS) as omni:
-        for wave, questions in enumerate(_WAVES, start=1):
-            typer.echo(f"Wave {wave}: {len(questions)} requests that begin with the same text")
-            together = [
-                OmniRequest(TextPrompt(_SYSTEM + question), request_id=f"{wave}.{number}")
-                for number, question in enumerate(questions, start=1)
-            ]
-            requests += together
-            for question, output in zip(questions, omni.generate(together), strict=True):
-                typer.echo(_describe(question, output))
-        return _compared(omni, requests, "requests")
-
-
-def _show_voice() -> bool:
-    """A conversation of two turns with a pipeline that speaks while it thinks."""
-    typer.echo("\nomni_speech: a thinker writes, a talker and a vocoder say it meanwhile\n")
-    messages: list[dict[str, str]] = []
-    with Omni("omni_speech") as omni:
-        for question in _FOLLOW_UPS:
-            messages.append({"role": "user", "content": question})
-            output, lines = _streamed(omni, OmniRequest(ChatPrompt(tuple(messages))))
-            typer.echo(f"  ... {question}")
-            typer.echo("\n".join(f"      {line}" for line in lines))
-            if _sound_of(output) is None:
-                return False
-            messages.append({"role": "assistant", "content": output.stages[_READER].text or ""})
-    return True
-
-
 def _streamed(omni: Omni, request: OmniRequest) -> tuple[OmniOutput, list[str]]:
     """Run a request; its last output, and lines on its hits and on when text and sound came."""
     begun = time.perf_counter()
@@ -224,36 +140,6 @@ def _sound_of(output: OmniOutput) -> Waveform | None:
     """The sound of the voice; None if the request failed."""
     voice = output.stages.get(_VOICE)
     return None if output.error is not None or voice is None else voice.audio
-
-
-def _compared(omni: Omni, requests: Sequence[OmniRequest], name: str) -> bool:
-    """Verify requests and print the report; whether all succeeded and nothing differed."""
-    typer.echo(f"All {name} again: caches off, caches empty, caches warm.")
-    report = verify(omni, requests)
-    typer.echo("\n".join(report.lines()))
-    typer.echo(summed_up(report))
-    return report.equal and not report.failures
-
-
-def _describe(question: str, output: OmniOutput) -> str:
-    lines = [f"  ... {question}"]
-    if output.error is not None:
-        lines.append(f"      error: {output.error}")
-    for name, stage in output.stages.items():
-        lines.append(
-            f"      {name}: {stage.num_cached_tokens} of {stage.num_prompt_tokens} input tokens "
-            "from the cache"
-        )
-        text = " ".join((stage.text or "").split())
-        lines += textwrap.wrap(text, 80, initial_indent=_INDENT, subsequent_indent=_INDENT)
-    return "\n".join(lines) + "\n"
-
-
-def _show_next(commands: Sequence[str]) -> None:
-    """Print commands to try, as they are called from here."""
-    typer.echo("\nWhat to try next:\n")
-    for command in commands:
-        typer.echo(f"    {_program()} {command}")
 
 
 def _program() -> str:

@@ -338,11 +338,6 @@ class DemoOptions(CommandOptions):
         default=Path("answers"),
         metavar="DIR",
     )
-    random: bool = option(
-        "Show pipelines of random models instead: nothing makes sense, all is exact.",
-        "--random",
-        default=False,
-    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

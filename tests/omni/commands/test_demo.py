@@ -1,16 +1,15 @@
-"""The demos, and what they suggest to try next."""
+"""The demo, and what it suggests to try next."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import soundfile
 
-from omni.commands.demo import NEXT, RANDOM_NEXT, summed_up
+from omni.commands.demo import NEXT, summed_up
 from omni.verification.comparison import StageVerification, VerifyReport
 from tests.support.command_line import omni
 from tests.support.pages import commands
@@ -34,23 +33,6 @@ def test_the_demo_hears_answers_aloud_and_hits(tmp_path: Path) -> None:
     assert "near tie" not in result.stdout
 
 
-def test_the_random_demo_shows_texts_hits_and_time_saved(
-    monkeypatch: pytest.MonkeyPatch, seeded: Callable[[str], str]
-) -> None:
-    monkeypatch.setattr(
-        "omni.commands.demo._MODELS",
-        {f"stages.{stage}.model": seeded("qwen2") for stage in ("writer", "reader")}
-        | {f"stages.{stage}.sampling.max_tokens": 2 for stage in ("writer", "reader")},
-    )
-    result = omni("demo", "--random")
-    assert result.exit_code == 0, result.output
-    assert "input tokens from the cache" in result.stdout
-    assert "cached equals uncached: 6 of 6" in result.stdout
-    assert "Warm caches hit" in result.stdout
-    assert result.stdout.count("first sound after") == 2
-    assert " 0 of 81 input tokens" not in result.stdout  # the second turn hits the first
-
-
 @pytest.mark.parametrize(
     ("warm_s", "told"),
     [
@@ -71,12 +53,8 @@ def test_what_was_saved_is_told_of_stages_with_a_cache_and_never_below_nothing(
 
 @pytest.mark.parametrize(
     "command",
-    # Demos are tried above, and what the README and pages show is run by their own test.
-    [
-        each
-        for each in (*NEXT, *RANDOM_NEXT)
-        if "demo" not in each and f"omni {each}" not in commands()
-    ],
+    # What the README and pages show is run by their own test.
+    [each for each in NEXT if f"omni {each}" not in commands()],
 )
 def test_what_the_demo_suggests_works_as_printed(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
