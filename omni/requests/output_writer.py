@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from enum import Enum
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 from filelock import FileLock, Timeout
@@ -45,9 +45,6 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 class OutputFolder:
     """A folder that is one run's as long as this object is open.
-
-    It may itself be a symbolic link, since its user named it. Nothing in it is followed that is
-    one: what is written stays inside, whatever another program put there.
 
     Raises:
         ValueError: another run is writing into it.
@@ -83,16 +80,14 @@ class OutputFolder:
         It is written aside, under a name of its own, and then moved.
 
         Raises:
-            OSError: the disk is full or the like, or a link stands in the way.
+            OSError: the disk is full or the like.
         """
-        target = self._in_real_folders(PurePosixPath(place))
+        target = self.path / place
+        target.parent.mkdir(parents=True, exist_ok=True)
         aside = target.with_name(f".{target.name}.partial")
-        # From a run that was killed. A link of that name is removed, not followed.
-        aside.unlink(missing_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        descriptor = os.open(aside, flags, 0o666)
-        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-        os.close(descriptor)
+        aside.unlink(missing_ok=True)  # from a run that was killed
+        aside.touch()
+        mode = stat.S_IMODE(aside.stat().st_mode)
         try:
             write(aside)
             # Some writers put a new file in its place, with permissions for its owner alone.
@@ -105,58 +100,16 @@ class OutputFolder:
                 raise OSError(error.errno, error.strerror, str(target)) from error
             raise
 
-    def read(self, name: str) -> bytes | None:
-        """Read a file of the folder; None if there is no such file.
-
-        Raises:
-            OSError: it is a link or no regular file, or cannot be read.
-        """
-        try:
-            descriptor = self.open(name, os.O_RDONLY)
-        except FileNotFoundError:
-            return None
-        with open(descriptor, "rb") as file:
-            return file.read()
-
-    def open(self, name: str, flags: int) -> int:
-        """Open a regular file that stands in the folder itself.
-
-        Raises:
-            OSError: it is a link, or anything else, or cannot be opened.
-        """
-        path = self.path / name
-        # O_NONBLOCK: to open a pipe would wait for a program at its other end.
-        flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            descriptor = os.open(path, flags, 0o666)
-        except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
-            message = "is a symbolic link, which is not followed"
-            raise OSError(errno.ELOOP, message, str(path)) from None
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "is no regular file", str(path))
-        return descriptor
-
     def holds(self, place: str) -> bool:
-        """True if there is such a regular file, reached through no link and not outside."""
-        path = PurePosixPath(place)
-        if path.is_absolute() or ".." in path.parts:
-            return False
-        at = self.path
+        """True if there is such a file, and it is not outside."""
         try:
-            for part in path.parts:
-                at /= part
-                mode = os.lstat(at).st_mode
-                if stat.S_ISLNK(mode):
-                    return False
+            path = (self.path / place).resolve()
+            return path.is_file() and path.is_relative_to(self.path.resolve())
         except (OSError, ValueError):
             return False
-        return stat.S_ISREG(mode)
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a link, if it is there."""
+        """Remove a file, if it is there."""
         (self.path / name).unlink(missing_ok=True)
 
     def sync(self) -> None:
@@ -175,20 +128,6 @@ class OutputFolder:
                 (self.path / _LOCK).unlink()
             self._lock.release()
 
-    def _in_real_folders(self, place: PurePosixPath) -> Path:
-        """Make the folders that lead to a place."""
-        at = self.path
-        for part in place.parts[:-1]:
-            at /= part
-            with suppress(FileExistsError):
-                at.mkdir()
-            if not stat.S_ISDIR(os.lstat(at).st_mode):
-                message = (
-                    "is a link or a file; a folder is needed there, and links are not followed"
-                )
-                raise NotADirectoryError(errno.ENOTDIR, message, str(at))
-        return at / place.name
-
 
 JOURNAL = "outputs.partial.jsonl"
 
@@ -206,7 +145,7 @@ class _Journal:
 
     def __init__(self, folder: OutputFolder) -> None:
         self._name = str(folder.path / JOURNAL)
-        self._descriptor = folder.open(JOURNAL, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        self._descriptor = os.open(self._name, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         self._end = os.fstat(self._descriptor).st_size
 
     def lines(self) -> Iterator[tuple[_Place, bytes]]:
@@ -605,14 +544,14 @@ class OutputWriter:
 
     def _check_same_run(self) -> None:
         path = self._folder.path
-        content = self._folder.read(RUN_RECORD)
-        if content is None:
+        file = path / RUN_RECORD
+        if not file.is_file():
             raise ValueError(
                 f"{path}: cannot be resumed: there is no {RUN_RECORD} that says what was run; "
                 "replace the outputs with --overwrite"
             )
         try:
-            differences = self._record.differences(RunRecord.parse(content))
+            differences = self._record.differences(RunRecord.parse(file.read_bytes()))
         except ValueError as error:
             raise ValueError(f"{path}: cannot be resumed: {error}") from None
         if differences:
@@ -633,7 +572,7 @@ class OutputWriter:
                 self._done[position] = _Done(place, line["error"] is not None)
 
     def _find_finished(self) -> None:
-        lines = (self._folder.read(OUTPUTS) or b"").splitlines(keepends=True)
+        lines = (self._folder.path / OUTPUTS).read_bytes().splitlines(keepends=True)
         for number, content in enumerate(lines, start=1):
             line = self._parsed(content, OUTPUTS, number)
             self._done[number - 1] = _Done(None, line["error"] is not None)

@@ -614,51 +614,6 @@ def test_a_place_that_can_be_no_folder_is_told_with_what_to_give(
     assert error.value.filename == str(tmp_path / place)
 
 
-LINKS = ["outputs.partial.jsonl", ".outputs.lock", "tensors", "audio", "tensors/r0"]
-
-
-@pytest.mark.parametrize("name", LINKS)
-def test_a_link_in_the_folder_is_not_followed(name: str, tmp_path: Path) -> None:
-    folder, outside = tmp_path / "out", tmp_path / "outside"
-    (folder / name).parent.mkdir(parents=True)
-    outside.mkdir()
-    target = outside if not name.endswith(("jsonl", "lock")) else outside / "file"
-    (folder / name).symlink_to(target)
-    with pytest.raises((OSError, ValueError)) as error:
-        write(folder, 0, 1, 2, 3)
-    assert not list(outside.iterdir())
-    told = f"{error.value} {getattr(error.value, 'filename', '')}"
-    assert "outputs" in told or name.partition("/")[0] in told
-
-
-@pytest.mark.parametrize("name", ["outputs.jsonl", "run.json", "outputs.partial.jsonl"])
-@pytest.mark.parametrize("existing", [Existing.OVERWRITE, Existing.RESUME])
-def test_a_link_in_the_place_of_a_file_is_replaced_or_refused(
-    name: str, existing: Existing, whole: dict[str, bytes], tmp_path: Path
-) -> None:
-    folder, outside = tmp_path / "out", tmp_path / "outside"
-    write(folder, 0)
-    outside.write_bytes((folder / name).read_bytes() if (folder / name).exists() else b"mine")
-    before = outside.read_bytes()
-    (folder / name).unlink(missing_ok=True)
-    (folder / name).symlink_to(outside)
-    with suppress(OSError, ValueError):
-        rest = range(NUMBER) if existing is Existing.OVERWRITE else (1, 2, 3)
-        write(folder, *rest, existing=existing)
-        assert content_of(folder) == whole
-    assert outside.read_bytes() == before
-
-
-def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "outputs.partial.jsonl")
-    (tmp_path / "outputs.jsonl").touch()
-    with pytest.raises(ValueError, match="no run.json"):
-        opened(tmp_path, Existing.RESUME)
-    os.mkfifo(tmp_path / "run.json")
-    with pytest.raises((ValueError, OSError), match="no regular file"):
-        opened(tmp_path, Existing.RESUME)
-
-
 class FullDisk:
     """The n-th call of one of the ways to write fails; of a write, half is done."""
 
