@@ -290,7 +290,7 @@ def _pooling(file: Path, has_prefix: bool) -> Pooling:
             f"{file}: exactly one way of pooling must be chosen, got {key or 'none'}; "
             "set 'pooling' for the stage"
         )
-    if modes[0] not in _POOLINGS:
+    if modes[0] not in list(_POOLINGS):  # it may be anything
         raise ValueError(
             f"{file}: {key} is {modes[0]!r}, and what is supported is {', '.join(_POOLINGS)}; "
             "set 'pooling' for the stage"

@@ -1,4 +1,4 @@
-"""Reads untrusted JSON files: of bounded size and depth, every key once, no NaN."""
+"""Reads untrusted JSON files: of bounded size, every key once, no NaN."""
 
 from __future__ import annotations
 
@@ -43,10 +43,6 @@ def _roots(folder: Path) -> Iterator[Path]:
 
 _MIB = 2**20
 _MOST_BYTES = 64 * _MIB
-# Published configs nest four deep, tokenizers and chat templates no deeper than ten.
-_MOST_LEVELS = 64
-# No setting has a number with more digits.
-_MOST_DIGITS = 40
 
 
 def read_json_object(file: Path, *, most_bytes: int = _MOST_BYTES) -> dict[str, Any]:
@@ -68,7 +64,7 @@ def read_json(file: Path, *, most_bytes: int = _MOST_BYTES) -> Any:
 
     Raises:
         ValueError: it is no regular file, too large, no UTF-8, no JSON, nested too deeply, names a
-            key twice, or holds NaN or a number with very many digits; names the file.
+            key twice, or holds NaN; names the file.
     """
     if not file.is_file():
         raise ValueError(f"{file} is no regular file")
@@ -77,20 +73,13 @@ def read_json(file: Path, *, most_bytes: int = _MOST_BYTES) -> Any:
         raise ValueError(f"{file} has {size} bytes; a file of its kind has at most {most_bytes}")
     try:
         text = file.read_bytes().decode("utf-8")
-        content = json.loads(
-            text,
-            object_pairs_hook=_unique,
-            parse_constant=_constant,
-            parse_int=_integer,
-        )
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from error
     except RecursionError as error:
         raise ValueError(f"{file} is nested too deeply") from error
     except ValueError as error:
         raise ValueError(f"{file} is no valid JSON: {error}") from error
-    _check_depth(file, content)
-    return content
 
 
 def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -106,23 +95,3 @@ def _constant(name: str) -> float:
     if name == "NaN":
         raise ValueError("NaN is no number")
     return float(name)
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:
-        raise ValueError(f"a number has {len(digits)} digits")
-    return int(digits)
-
-
-def _check_depth(file: Path, content: Any) -> None:
-    level = [content] if isinstance(content, dict | list) else []
-    for _ in range(_MOST_LEVELS):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return
-    raise ValueError(f"{file} is nested more than {_MOST_LEVELS} levels deep")

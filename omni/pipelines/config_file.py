@@ -14,7 +14,7 @@ from engine.interface.arguments import check_argument
 from engine.interface.placed_error import KeyPath, suggest
 from engine.interface.settings import explain_validation_error
 from omni.pipelines.runtime_config import leave_behind, tell
-from omni.pipelines.yaml_document import MAX_CHARS, ConfigError, YamlDocument
+from omni.pipelines.yaml_document import ConfigError, YamlDocument
 
 _Config = TypeVar("_Config", bound=BaseModel)
 
@@ -117,22 +117,11 @@ def _find(config: str | Path) -> tuple[str, str, dict[str, Path | None]]:
             "(a file of your own is given by its path, with .yaml)"
         )
     try:
-        return _text_of(path), name, {"base_dir": path.parent, "model_dir": path.parent}
+        return path.read_text("utf-8"), name, {"base_dir": path.parent, "model_dir": path.parent}
     except FileNotFoundError:
         raise ConfigError(f"{name}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: cannot be read: {error}") from None
-
-
-def _text_of(path: Path) -> str:
-    """The text of a file, as far as it may be long; the parser refuses one that is longer."""
-    # Four bytes make a character at most, and one character beyond the limit is enough.
-    longest = 4 * (MAX_CHARS + 1)
-    with path.open("rb") as file:
-        content = file.read(longest + 1)
-    if len(content) > longest:
-        raise ConfigError(f"{path}: the file has more than {longest} bytes")
-    return content.decode("utf-8")
 
 
 def _override(data: dict[str, Any], place: str, value: Any, flag: str) -> None:

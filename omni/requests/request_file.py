@@ -21,15 +21,6 @@ from omni.requests.request_line import (
     sampling_of,
 )
 
-MAX_LINE_BYTES = 100_000_000
-"""Longer lines are not looked at: parsed, they would take several times as much memory."""
-
-MAX_LINE_VALUES = 2**22
-"""Commas and brackets of a line: short values take twenty times their characters in memory."""
-
-MAX_KEYS = 10_000
-"""Keys of an object."""
-
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -47,26 +38,15 @@ def read_json_lines(
     file: BinaryIO, seen: Callable[[bytes], object] = lambda _: None
 ) -> Iterator[JsonLine]:
     """Read the lines of a file that are not blank; ``OSError``: the file cannot be read."""
-    number = 0
     # Not by splitlines(): a JSON string may hold other line separators than "\n".
-    while raw := file.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        too_long = len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n")
+    for number, raw in enumerate(file, start=1):
         seen(raw)
-        while too_long and raw and not raw.endswith(b"\n"):
-            raw = file.readline(MAX_LINE_BYTES)
-            seen(raw)
-        if too_long:
-            yield JsonLine(number, error=f"longer than {MAX_LINE_BYTES:,} bytes; split the request")
-            continue
         raw = raw.removeprefix(_BOM) if number == 1 else raw
         if raw.strip():
             yield _parse(number, raw.removesuffix(b"\n"))
 
 
 def _parse(number: int, raw: bytes) -> JsonLine:
-    if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_LINE_VALUES:
-        return JsonLine(number, error=f"more than {MAX_LINE_VALUES:,} values; split the request")
     try:
         data = json.loads(
             raw.decode("utf-8"),
@@ -95,8 +75,6 @@ def _parse(number: int, raw: bytes) -> JsonLine:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(pairs) > MAX_KEYS:
-        raise ValueError(f"an object in it has {len(pairs):,} keys, of at most {MAX_KEYS:,}")
     data = dict(pairs)
     if len(data) < len(pairs):
         counts = Counter(key for key, _ in pairs)

@@ -345,8 +345,7 @@ def test_an_object_is_read_with_infinities(tmp_path: Path) -> None:
         (b"null", "must hold a JSON object, got NoneType"),
         (b'{"a": NaN}', "NaN is no number"),
         (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' is there twice"),
-        (b'{"a": ' + b"9" * 41 + b"}", "a number has 41 digits"),
-        (b'{"a": ' + b"[" * 65 + b"]" * 65 + b"}", "more than 64 levels deep"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "is no valid JSON: .*digits"),
         (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "is nested too deeply"),
         (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "is nested too deeply"),
         (b'{"a": "' + b"x" * 2000 + b'"}', "has 2009 bytes; a file of its kind has at most 1000"),
@@ -365,12 +364,6 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.json")
     with pytest.raises(ValueError, match=r"a\.json is no regular file"):
         read_json_object(tmp_path / "a.json")
-
-
-def test_the_limits_leave_room_for_what_is_published(tmp_path: Path) -> None:
-    file = tmp_path / "a.json"
-    file.write_text('{"a": ' + "[" * 60 + "]" * 60 + ', "b": ' + "9" * 40 + "}")
-    assert read_json_object(file)["b"] == int("9" * 40)
 
 
 BOTH = [regular_file, lambda *args, **limits: open_regular_file(*args, **limits).close()]

@@ -401,7 +401,7 @@ def test_the_processors_template_is_the_checkpoints(
     assert tokenizer.chat_template == READS_PARTS
 
 
-@pytest.mark.parametrize("content", ["{ damaged", "[]", '{"a":' * 70 + "1" + "}" * 70])
+@pytest.mark.parametrize("content", ["{ damaged", "[]", '{"a":' * 2000 + "1" + "}" * 2000])
 def test_a_damaged_template_file_is_named(qwen2_checkpoint: str, tmp_path: Path, content: str):
     folder = shutil.copytree(qwen2_checkpoint, tmp_path / "model")
     (folder / "chat_template.json").write_text(content)

@@ -27,7 +27,6 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
-from omni.requests import request_file as json_lines
 from omni.requests.request import OmniRequest
 from omni.requests.request_file import RequestError, read_requests
 from tests.support.tables import rows
@@ -461,8 +460,7 @@ LINES = {
     "a negative number beyond floats": b'{"prompt": "x", "priority": -1e999}',
     "Infinity": b'{"prompt": "x", "priority": Infinity}',
     "an integer of 5,000 digits": b'{"prompt": "x", "priority": ' + b"9" * 5_000 + b"}",
-    "more keys than anything has": b"{" + b",".join(b'"k%d":1' % n for n in range(10_001)) + b"}",
-    "more values than memory is for": b'{"prompt": [' + b"[]," * 2**21 + b"[]]}",
+    "two million values": b'{"prompt": [' + b"[]," * 2**21 + b"[]]}",
     "many wrong ids": b'{"prompt_token_ids": [' + b'"x",' * 100_000 + b'"x"]}',
     "a key twice, deep down": b'{"prompt": "x", "sampling": {"writer": {"n": 1, "n": 1}}}',
     "a thousand keys, and one twice": (
@@ -506,25 +504,6 @@ def test_any_depth_fails_alone(brackets: tuple[bytes, bytes], tmp_path: Path) ->
     assert all(isinstance(error, RequestError) for error in errors)
     assert all(len(error.message) < 1_000 for error in errors)
     assert isinstance(good, OmniRequest)
-
-
-def test_a_line_beyond_the_limit_fails_alone_and_is_not_parsed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(json_lines, "MAX_LINE_BYTES", 64)
-    fits = b'{"request_id": "fits", "prompt": "' + b"x" * 28 + b'"}'
-    assert len(fits) == 64
-    path = tmp_path / "requests.jsonl"
-    seen = bytearray()
-    content = b"\n".join([GOOD.strip(), b"[" * 1_000, fits, b"[" * 65, GOOD.strip()])
-    path.write_bytes(content)
-    good, long, fitting, longer, again = read_requests(path, HOSTILE_STAGES, seen.extend)
-    assert isinstance(good, OmniRequest) and isinstance(fitting, OmniRequest)
-    assert isinstance(again, RequestError), "its id is used already"
-    for line, error in ((2, long), (4, longer)):
-        assert isinstance(error, RequestError)
-        assert f"requests.jsonl:{line}: longer than 64 bytes" in error.message
-    assert bytes(seen) == content
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
