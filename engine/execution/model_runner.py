@@ -39,7 +39,7 @@ from engine.interface.outputs import TokenLogprobs
 from engine.models.base import CausalModel
 from engine.requests.request import Request
 from engine.resources.device import are_finite, on_device, total, upload
-from engine.sampling.sampler import Judgement, Sampler, SamplingState, draw_code
+from engine.sampling.sampler import FurtherDraws, Judgement, Sampler, SamplingState
 from engine.scheduling.request_queues import EncoderCacheManager
 from engine.scheduling.scheduler import ScheduledRequest, SchedulerOutput
 from prefix_cache import (
@@ -547,12 +547,8 @@ class ModelRunner:
     ) -> tuple[list[int | None], list[tuple[int, ...]]]:
         """The tokens and their codes of further codebooks, each drawn behind those before it."""
         first = torch.tensor([token_id or 0 for token_id in token_ids], device=self._device)
-        params = self._model.code_sampling
-
-        def choose(logits: Tensor, codebook: int) -> Tensor:
-            return draw_code(logits, states, params, codebook)
-
-        codes: list[list[int]] = self._model.draw_codes(rows, first, choose).tolist()
+        draws = FurtherDraws(states, self._model.code_sampling)
+        codes: list[list[int]] = self._model.draw_codes(rows, first, draws).tolist()
         drawn = [
             None if token_id is None else row[0]
             for token_id, row in zip(token_ids, codes, strict=True)

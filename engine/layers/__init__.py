@@ -7,6 +7,7 @@ from engine.layers.delta_rule import DeltaRuleMixer as DeltaRuleMixer
 from engine.layers.experts import ExpertsConfig as ExpertsConfig
 from engine.layers.experts import SparseMoE as SparseMoE
 from engine.layers.layer_ops import HeadNorm as HeadNorm
+from engine.layers.layer_ops import LayerNorm as LayerNorm
 from engine.layers.layer_ops import LayerOps as LayerOps
 from engine.layers.layer_ops import MultiAxisRotaryEmbedding as MultiAxisRotaryEmbedding
 from engine.layers.layer_ops import NativeLayerOps as NativeLayerOps

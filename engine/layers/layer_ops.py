@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -435,6 +435,30 @@ class RMSNorm(nn.Module):
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add ``x`` to ``residual`` in place, and return the sum normalised."""
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        for name, parameter in self.named_parameters():
+            yield f"{prefix}{name}", parameter.data
+
+
+class LayerNorm(RMSNorm):
+    """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``; arguments as of :class:`RMSNorm`.
+
+    Source: Ba et al., "Layer Normalization", 2016.
+    """
+
+    def __init__(self, hidden_size: int, eps: float, **options: Any) -> None:
+        super().__init__(hidden_size, eps, **options)
+        self.bias = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of ``(..., hidden_size)``."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add ``x`` to ``residual`` in place, and return the sum normalised."""
+        return self(residual.add_(x))  # type: ignore[no-any-return]
 
 
 class HeadNorm(nn.Module):

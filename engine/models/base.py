@@ -18,6 +18,7 @@ from engine.interface.config import GenerationParams
 from engine.interface.sampling_params import SamplingParams
 from engine.layers import LayerOps, Linear, SparseMoE
 from engine.requests.encoder_input import EncoderInput, Modality, MultiModalInput
+from engine.sampling.sampler import FurtherDraws
 
 
 class TensorOptions(TypedDict):
@@ -291,16 +292,15 @@ class CausalModel(nn.Module):
             ValueError: the checkpoint has no language-model head.
         """
 
-    def draw_codes(
-        self, hidden_states: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]
-    ) -> Tensor:
+    def draw_codes(self, hidden_states: Tensor, first: Tensor, draws: FurtherDraws) -> Tensor:
         """Draw the further codes of tokens that were just chosen.
+
+        Continuous numbers are codes by their bits.
 
         Args:
             hidden_states: ``(n, hidden_size)``, the rows that the tokens were chosen from.
             first: ``(n,)`` the tokens.
-            choose: from logits ``(n, codes)`` and the number of a codebook, 1 or more, to
-                ``(n,)`` codes.
+            draws: by which they are drawn, row by row.
 
         Returns:
             ``(n, num_codebooks)`` int64: the tokens, each with its further codes. A token may come

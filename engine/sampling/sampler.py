@@ -461,27 +461,49 @@ def draw(logits: Tensor, uniforms: Sequence[float]) -> Tensor:
     return torch.searchsorted(reached, share * reached[:, -1:]).squeeze(-1)
 
 
-def draw_code(
-    logits: Tensor, states: Sequence[SamplingState], params: SamplingParams, codebook: int
-) -> Tensor:
-    """Choose one code of a further codebook per row: the largest where tokens are greedy.
+@dataclass(frozen=True, slots=True)
+class FurtherDraws:
+    """Draws what comes beside tokens that were just chosen, by the chances of their requests.
 
-    Args:
-        logits: ``(n, codes)``, left as they are.
+    Attributes:
+        states: of the requests, one for each row.
         params: by which codes are drawn where tokens are drawn.
-        codebook: 1 or more.
-
-    Returns:
-        ``(n,)`` int64 on the device of the logits.
     """
-    codes = logits.argmax(dim=-1)
-    random = [row for row, state in enumerate(states) if state.params.temperature]
-    if random:
-        rows = _Rows.of(random, logits)
-        shaped = shape_distribution(rows.select(logits), [params] * len(random))
-        drawn = draw(shaped, [states[row].next_uniform(codebook) for row in random])
-        codes = rows.replace(codes, drawn.clamp(max=logits.shape[1] - 1))
-    return codes
+
+    states: Sequence[SamplingState]
+    params: SamplingParams
+
+    def code(self, logits: Tensor, codebook: int) -> Tensor:
+        """Choose one code of a further codebook per row: the largest where tokens are greedy.
+
+        Args:
+            logits: ``(n, codes)``, left as they are.
+            codebook: 1 or more.
+
+        Returns:
+            ``(n,)`` int64 on the device of the logits.
+        """
+        codes = logits.argmax(dim=-1)
+        random = [row for row, state in enumerate(self.states) if state.params.temperature]
+        if random:
+            rows = _Rows.of(random, logits)
+            shaped = shape_distribution(rows.select(logits), [self.params] * len(random))
+            drawn = draw(shaped, [self.states[row].next_uniform(codebook) for row in random])
+            codes = rows.replace(codes, drawn.clamp(max=logits.shape[1] - 1))
+        return codes
+
+    def normal(self, width: int) -> Tensor:
+        """Normal numbers ``(n, width)``, float32 on the CPU, whose variance is the temperature."""
+        drawn = torch.zeros(len(self.states), width)
+        for row, state in enumerate(self.states):
+            if state.params.temperature:
+                uniform = [state.next_uniform(place) for place in range(1, width + 1)]
+                # Of the numbers in (0, 1] the last one would be infinite.
+                open_ = torch.tensor(uniform, dtype=torch.float64).clamp(
+                    max=1 - 2.0**-_UNIFORM_BITS
+                )
+                drawn[row] = torch.special.ndtri(open_) * state.params.temperature**0.5
+        return drawn
 
 
 class Judgement(NamedTuple):

@@ -18,7 +18,7 @@ transformers' ``csm``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from engine.models.decoders.code_predictor import CodePredictor
 from engine.models.decoders.decoder import DecoderModel, build_rotary
 from engine.models.decoders.families import llama_config
 from engine.requests.encoder_input import Modality, MultiModalInput
+from engine.sampling.sampler import FurtherDraws
 
 _CODES = "backbone_model.embed_tokens.embed_audio_tokens.weight"
 _DEPTH_CODES = "depth_decoder.model.embed_tokens.weight"
@@ -173,14 +174,11 @@ class CsmBackbone(DecoderModel, ItemSide):
         if bool(drawn.any()):
             embeds[drawn] = self.embed_frames(codes[drawn])
 
-    def draw_codes(
-        self, hidden_states: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]
-    ) -> Tensor:
+    def draw_codes(self, hidden_states: Tensor, first: Tensor, draws: FurtherDraws) -> Tensor:
         """See :meth:`CausalModel.draw_codes`."""
         embeds = self.code_embedding[0, first]
-        codes = torch.cat(
-            (first[:, None], self.depth_decoder(hidden_states, embeds, choose)), dim=1
-        )
+        further = self.depth_decoder(hidden_states, embeds, draws)
+        codes = torch.cat((first[:, None], further), dim=1)
         is_end = (codes[:, :-1] == self._end_code).all(dim=1)
         codes[is_end, 0] = self._end_id
         return codes

@@ -156,6 +156,15 @@ def _targets(network: MimiModel, prefix: str = "") -> Iterator[tuple[str, Tensor
 
 
 def _check(config: Any, num_codebooks: int) -> None:
+    check_codec(config)
+    if not 1 <= num_codebooks <= config.num_quantizers:
+        raise ValueError(
+            f"the model has num_codebooks={num_codebooks}; its codec has 1 to "
+            f"{config.num_quantizers}"
+        )
+
+
+def check_codec(config: Any) -> None:
     """Raise ``ValueError`` for what would be computed wrongly."""
     for name, expected in _SUPPORTED.items():
         if getattr(config, name) != expected:
@@ -169,9 +178,4 @@ def _check(config: Any, num_codebooks: int) -> None:
         raise ValueError(
             "the codec's frame_rate must be half of its convolutions' rate "
             f"{config.encodec_frame_rate} or less, got {config.frame_rate}"
-        )
-    if not 1 <= num_codebooks <= config.num_quantizers:
-        raise ValueError(
-            f"the model has num_codebooks={num_codebooks}; its codec has 1 to "
-            f"{config.num_quantizers}"
         )

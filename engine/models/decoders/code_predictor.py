@@ -14,7 +14,7 @@ Quantization", 2022.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from engine.models.decoders.decoder import (
     SelfAttention,
     build_norm,
 )
+from engine.sampling.sampler import FurtherDraws
 
 
 class PredictorLayer(DecoderLayer):
@@ -104,15 +105,13 @@ class CodePredictor(nn.Module):
         """Rows ``(n, places, width)`` to what the layers take; by default they are."""
         return rows
 
-    def forward(
-        self, rows: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]
-    ) -> Tensor:
+    def forward(self, rows: Tensor, first: Tensor, draws: FurtherDraws) -> Tensor:
         """Draw ``(n, num_further)`` codes.
 
         Args:
             rows: ``(n, width)`` that the first codes were chosen from.
             first: ``(n, width)`` embeddings of these.
-            choose: see :meth:`CausalModel.draw_codes`.
+            draws: see :meth:`CausalModel.draw_codes`.
         """
         x, begin = self.enter(torch.stack((rows, first), dim=1)), 0
         past: list[tuple[Tensor, Tensor] | None] = [None] * len(self._layers)
@@ -124,6 +123,6 @@ class CodePredictor(nn.Module):
             for number, layer in enumerate(self._layers):
                 x, past[number] = layer.run(x, rotation, past[number])
             logits = self.logits(self.norm(x[:, -1].contiguous()), codebook)
-            drawn.append(choose(logits.float(), codebook))
+            drawn.append(draws.code(logits.float(), codebook))
             x = self.enter(self.embed_code(drawn[-1], codebook).unsqueeze(1))
         return torch.stack(drawn, dim=1)

@@ -32,10 +32,12 @@ from engine.layers import (
     ExpertsConfig,
     GatedMLP,
     HeadNorm,
+    LayerNorm,
     Linear,
     Mamba2Mixer,
     MambaMixer,
     MultiAxisRotaryEmbedding,
+    PlainMLP,
     RMSNorm,
     RotaryEmbedding,
     SparseMoE,
@@ -82,6 +84,8 @@ class DecoderConfig:
         qkv_bias: whether the Q, K and V projections have biases.
         output_bias: whether the attention's output projection has one.
         mlp_bias: whether the MLP's projections have biases.
+        layer_norm: whether norms are :class:`LayerNorm`; else :class:`RMSNorm`.
+        plain_mlp: names of the two projections of an MLP without a gate; None where there is one.
         qk_norm: whether each head of Q and K is normalised before the rotation.
         attention_gate: whether Q brings a gate for what its heads have attended to.
         ropes: the config's sets of rope parameters, by layer type; None where it has only one.
@@ -110,6 +114,8 @@ class DecoderConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    layer_norm: bool = False
+    plain_mlp: tuple[str, str] | None = None
     qk_norm: bool = False
     attention_gate: bool = False
     ropes: tuple[str | None, ...] = (None,)
@@ -144,7 +150,7 @@ class DecoderConfig:
             vocab_size=config.vocab_size,
             max_position_embeddings=config.max_position_embeddings,
             activation=getattr(config, "hidden_activation", None) or config.hidden_act,
-            rms_norm_eps=config.rms_norm_eps,
+            rms_norm_eps=getattr(config, "rms_norm_eps", None) or config.layer_norm_eps,
             # The text parts of some larger models leave it to the whole.
             tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
             attention_scale=head_dim**-0.5,
@@ -278,17 +284,20 @@ def build_norm(config: DecoderConfig, settings: ModelSettings) -> RMSNorm:
     """A norm of the residual stream."""
     options, offset = settings.tensor_options, config.norm_offset
     norm_eps, ops = config.rms_norm_eps, settings.ops
-    return RMSNorm(config.hidden_size, norm_eps, offset=offset, ops=ops, **options)
+    make = LayerNorm if config.layer_norm else RMSNorm
+    return make(config.hidden_size, norm_eps, offset=offset, ops=ops, **options)
 
 
 def build_mlp(
     config: DecoderConfig, settings: ModelSettings, experts: ExpertsConfig | None = None
-) -> GatedMLP | SparseMoE:
+) -> PlainMLP | SparseMoE:
     """The MLP of a layer, which may be a mixture of experts."""
     hidden, options = config.hidden_size, settings.tensor_options
     if experts is not None:
         return SparseMoE(hidden, experts, config.activation, ops=settings.ops, **options)
     sizes = (hidden, config.intermediate_size, config.activation)
+    if config.plain_mlp is not None:
+        return PlainMLP(*sizes, names=config.plain_mlp, bias=config.mlp_bias, **options)
     return GatedMLP(*sizes, bias=config.mlp_bias, ops=settings.ops, **options)
 
 
@@ -328,7 +337,7 @@ class DecoderLayer(nn.Module):
         yield from self.mixer.targets(f"{prefix}{self.mixer_name}.")
         yield from self.mlp.targets(f"{prefix}{self.mlp_name}.")
         for name, norm in self._named_norms():
-            yield f"{prefix}{name}.weight", norm.weight.data
+            yield from norm.targets(f"{prefix}{name}.")
 
     def _named_norms(self) -> Iterator[tuple[str, RMSNorm]]:
         yield "input_layernorm", self.input_norm
@@ -442,7 +451,7 @@ class DecoderModel(CausalModel):
         yield f"{prefix}embed_tokens.weight", embedding
         for index, layer in enumerate(self.layers):
             yield from layer.targets(f"{prefix}layers.{index}.")  # type: ignore[operator]
-        yield f"{prefix}{self.config.final_norm_name}.weight", self.final_norm.weight.data
+        yield from self.final_norm.targets(f"{prefix}{self.config.final_norm_name}.")
         if self.head is not None and not self.config.tie_word_embeddings:
             yield from self.head.targets("")
 

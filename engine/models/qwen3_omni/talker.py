@@ -18,7 +18,7 @@ Source: Xu et al., "Qwen3-Omni Technical Report", 2025; transformers' ``qwen3_om
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from engine.models.base import ModelSettings
 from engine.models.decoders.code_predictor import CodePredictor
 from engine.models.decoders.decoder import DecoderModel, build_multi_axis_rotary, build_rotary
 from engine.models.decoders.families import qwen3_config, qwen3_moe_config
+from engine.sampling.sampler import FurtherDraws
 
 
 class _Predictor(CodePredictor):
@@ -135,12 +136,10 @@ class Qwen3OmniTalker(DecoderModel):
         added = self.predictor.embed(further.clamp(min=0))
         embeds[:, : self.hidden_size] += added.masked_fill(~has_codes, 0)
 
-    def draw_codes(
-        self, hidden_states: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]
-    ) -> Tensor:
+    def draw_codes(self, hidden_states: Tensor, first: Tensor, draws: FurtherDraws) -> Tensor:
         """See :meth:`CausalModel.draw_codes`."""
         embeds = super().embed(first)
-        further: Tensor = self.predictor(hidden_states, embeds, choose)
+        further: Tensor = self.predictor(hidden_states, embeds, draws)
         return torch.cat((first[:, None], further), dim=1)
 
     def forward(
