@@ -161,6 +161,20 @@ _TABLE = (
         modalities=_HEARS,
     ),
     FamilyRow("csm.family", ("MimiModel",), "MIMI", "csm", True, modalities=()),
+    FamilyRow(
+        "pocket_tts.family",
+        ("PocketTTSForConditionalGeneration",),
+        "POCKET_TTS",
+        outputs=("hidden_states", "latents"),
+        modalities=_HEARS,
+    ),
+    FamilyRow(
+        "pocket_tts.family",
+        ("PocketTTSAudioTokenizerModel",),
+        "POCKET_TTS_CODEC",
+        makes_sound=True,
+        modalities=(),
+    ),
 )
 
 

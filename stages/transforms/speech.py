@@ -93,6 +93,21 @@ def csm_backbone_to_codec(context: TransformContext) -> CodecPrompt:
     return qwen3_talker_to_code2wav(context)
 
 
+@register_transform("pocket_tts_to_codec")
+@requires("latents", num_sources=1)
+@chunkable
+def pocket_tts_to_codec(context: TransformContext) -> CodecPrompt:
+    """Let a codec sound the latents that Pocket TTS drew; its codes are the bits of their numbers.
+
+    Raises:
+        ValueError: there is not one source.
+    """
+    from engine.models.pocket_tts.codec import bits_of  # only here, as torch below
+
+    drawn = context.sources[0].tensors["latents"][_num_prompt_rows(context) :]
+    return _codec(context, tuple(map(tuple, bits_of(drawn).tolist())))
+
+
 def _rows_of(context: TransformContext, *names: str) -> list[Tensor]:
     """Tensors of one length that a thinker hands on; ``ValueError`` if they are not of one."""
     (thinker,) = context.sources

@@ -60,6 +60,7 @@ _NAMES = {
     "qwen2_5_omni": "Qwen2.5-Omni",
     "qwen3_omni": "Qwen3-Omni",
     "csm": "CSM",
+    "pocket_tts": "Pocket TTS",
 }
 
 Shown = Mapping[str, set[str]]
@@ -96,6 +97,8 @@ def _modalities() -> Mapping[str, set[str]]:
     """What prompts of each family are made of, of all its parts together."""
     taken: dict[str, set[str]] = defaultdict(set)
     for row in FAMILIES.rows.values():
+        if row.makes_sound:  # of what another model of the family has made
+            continue
         family = row.load().name if row.whole is None else row.whole.removesuffix("_moe")
         taken[family] |= set(row.modalities)
     if taken.keys() != _NAMES.keys():

@@ -129,6 +129,10 @@ TRIALS: Mapping[str, Trial] = {
         prompt=lambda: CodecPrompt(((1, 2, 3, 4), (5, 6, 7, 8))),
         kind="generator",
     ),
+    "pocket_tts": Trial("pocket_tts"),
+    "pocket_tts codec": Trial(
+        "pocket_tts_codec", prompt=lambda: CodecPrompt(((0,) * 8,) * 2), kind="generator"
+    ),
     "talker": Trial("qwen2_5_omni", "talker", prompt=None),
     "code2wav": Trial(
         "qwen2_5_omni", "code2wav", prompt=lambda: CodecPrompt((1, 2, 3, 4)), kind="generator"

@@ -26,7 +26,7 @@ engine.models.hybrids, engine.models.seq2seq, engine.models.mllama, engine.model
 engine.models.qwen2_5_vl
 engine.models.whisper, engine.models.qwen2_5_omni, engine.models.qwen3_vl, engine.models.gemma3, \
 engine.models.csm
-engine.models.qwen3_omni, engine.models.qwen3_5
+engine.models.qwen3_omni, engine.models.qwen3_5, engine.models.pocket_tts
 engine.models.qwen3_asr
 engine.models.voxtral
 engine.models.registry

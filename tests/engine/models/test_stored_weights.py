@@ -28,6 +28,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.csm.configuration_csm import CsmConfig
 from transformers.models.csm.modeling_csm import CsmForConditionalGeneration
 from transformers.models.mimi.modeling_mimi import MimiModel
+from transformers.models.pocket_tts.configuration_pocket_tts import PocketTTSConfig
+from transformers.models.pocket_tts.modeling_pocket_tts import PocketTTSForConditionalGeneration
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniConfig
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     Qwen2_5OmniForConditionalGeneration,
@@ -638,3 +640,15 @@ def test_every_weight_of_a_published_csm_has_its_place(hub_id: str, tmp_path: Pa
     sounding = set(names_of_half("decoder", whole, "codec_model."))
     assert backbone | {name: whole[name] for name in sounding} == stored
     assert not sounding & backbone.keys()
+
+
+# As transformers has it by default, less what only training needs.
+@pytest.mark.parametrize("hub_id", [of("pocket_tts", "eustlb/pocket-tts")])
+def test_every_weight_of_a_published_pocket_tts_has_its_place(hub_id: str, tmp_path: Path) -> None:
+    config, model = made(PocketTTSForConditionalGeneration, PocketTTSConfig())
+    config.architectures = [type(model).__name__]
+    stored = published(model)
+    config.save_pretrained(indexed(tmp_path, stored))
+    training = {name for name in stored if name.startswith(("loss_weighting.", "latent_stats"))}
+    mine = placed(Checkpoint(tmp_path, config, None))
+    assert mine == {name: shape for name, shape in stored.items() if name not in training}

@@ -1,0 +1,102 @@
+"""Pocket TTS's codec: latents to sound, from chunk to chunk, and sound to latents.
+
+Mimi without codebooks: a place is ``latent_dim`` numbers. Where codes are expected, each number
+stands as the 32 bits of its float32, so that nothing is rounded on the way.
+
+Source: Rouard et al., "Continuous Audio Language Models", 2025; transformers'
+``pocket_tts_audio_tokenizer``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers.models.pocket_tts_audio_tokenizer.modeling_pocket_tts_audio_tokenizer import (
+    PocketTTSAudioTokenizerConv1d,
+    PocketTTSAudioTokenizerConvTranspose1d,
+    PocketTTSAudioTokenizerModel,
+)
+
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.models.base import ModelSettings
+from engine.models.causal_vocoder import CausalVocoder
+from engine.models.checked_loading import Places, load_checked
+from engine.models.csm.codec import check_codec
+from engine.models.encoder_module import build_empty
+
+_CAUSAL = (PocketTTSAudioTokenizerConv1d, PocketTTSAudioTokenizerConvTranspose1d)
+_FADE_IN_S = 0.005
+"""A decoder without a past begins with a step, which would be heard as a click."""
+
+
+def bits_of(latents: Tensor) -> Tensor:
+    """Latents in float32 to the bits of their numbers, int64 from 0 to 2**32 - 1."""
+    return latents.contiguous().view(torch.int32).to(torch.int64) & 0xFFFF_FFFF
+
+
+def latents_of(bits: Tensor) -> Tensor:
+    """The inverse of :func:`bits_of`."""
+    return bits.to(torch.int32).view(torch.float32)
+
+
+class PocketCodec(CausalVocoder):
+    """The decoding half of a codec; see :class:`CausalVocoder`.
+
+    Raises:
+        ValueError: the config is not supported, or the weights do not fit it.
+    """
+
+    num_codes = 2**32
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        config: Any = checkpoint.config
+        super().__init__(device, config.sliding_window)
+        self.num_codebooks: int = config.latent_dim
+        self.sampling_rate, self.samples_per_code = config.sampling_rate, config.frame_size
+        self.max_codes = config.max_position_embeddings // config.latent_stride
+        self.network = load_half("decoder", checkpoint, device)
+        self.stream_convolutions(self.network, _CAUSAL)
+        fade = torch.linspace(0, 1, int(_FADE_IN_S * self.sampling_rate))
+        self._fade = fade[: self.samples_per_code].to(device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(tensor.nbytes for tensor in self.state_dict().values())
+
+    def forward(self, codes: Tensor, starts: Tensor) -> Tensor:
+        """See :meth:`CausalVocoder.forward`."""
+        decoder = self.network.decoder
+        hidden = decoder.upsample(self.network.latent_proj(latents_of(codes))).transpose(1, 2)
+        places = starts * decoder.config.latent_stride
+        hidden = self.attend(decoder.decoder_transformer, hidden, places)
+        sound: Tensor = decoder.decoder_seanet(hidden.transpose(1, 2))
+        sound[starts == 0, :, : len(self._fade)] *= self._fade
+        return sound
+
+
+def load_half(
+    half: Literal["encoder", "decoder"], checkpoint: Checkpoint, device: torch.device
+) -> PocketTTSAudioTokenizerModel:
+    """Load one half of a codec, in float32.
+
+    Raises:
+        ValueError: the config is not supported, or the weights do not fit it.
+    """
+    check_codec(checkpoint.config)
+    other = {"encoder": "decoder", "decoder": "encoder"}[half]
+
+    def make(config: Any) -> PocketTTSAudioTokenizerModel:
+        setattr(config, f"{other}_config", None)
+        return PocketTTSAudioTokenizerModel(config)
+
+    def build(where: torch.device) -> PocketTTSAudioTokenizerModel:
+        return build_empty(make, checkpoint.config, ModelSettings(torch.float32, where, 1, 1))
+
+    ignored = (name for name in checkpoint.weight_files if name.startswith(f"{other}."))
+    places = frozenset(ignored)
+    return load_checked(
+        checkpoint, device, build, lambda network: Places(network.state_dict(), places)
+    )
