@@ -16,6 +16,7 @@ from omni.server.openai.chat_request import StageFields, Voice, merge_sampling
 from omni.server.openai.spoken_file import AUDIO_FILES, AudioFileFormat, SpokenFile
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.pipeline_response import EVENTS, PipelineResponse
+from omni.server.serving.request_body import fetched
 
 if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
@@ -40,8 +41,9 @@ def check_voice(pipeline: Pipeline, voice: str | None, param: str) -> None:
 class SpeechRequest(StageFields):
     """A request for speech.
 
-    Without a voice of the pipeline, its own choice speaks; ``pcm`` is samples of 16 bits,
-    little-endian, 24,000 a second.
+    Without a voice of the pipeline, its own choice speaks, or that of a recording, a data URL or an
+    address: ``ref_text`` is what is said there, for models that need it. ``pcm`` is samples of 16
+    bits, little-endian, 24,000 a second.
     """
 
     model: str
@@ -49,6 +51,8 @@ class SpeechRequest(StageFields):
     voice: Voice | None = None
     response_format: AudioFileFormat = "mp3"
     instructions: str | None = None
+    ref_audio: str | None = None
+    ref_text: str | None = None
     speed: float = Field(default=1.0, ge=0.25, le=4.0)
     stream_format: Literal["audio", "sse"] = "audio"
 
@@ -68,19 +72,19 @@ class Speech(PipelineResponse):
         super().__init__(request, body.model, is_streamed=True, media_type=media_type)
         self._stage = speaking_stage(self.stages, "model")
         check_voice(self.stages, body.voice, "voice")
-        messages: list[dict[str, Any]] = [{"role": "user", "content": body.input}]
-        if body.instructions:
-            messages.insert(0, {"role": "system", "content": body.instructions})
-        prompt = ChatPrompt(tuple(messages))
-        sampling = merge_sampling(self.stages, self._stage, {}, body.stages, {})
-        self._request = self.client.request(prompt, sampling, speaker=body.voice, **body.scheduling)
+        if body.ref_text is not None and body.ref_audio is None:
+            raise ApiError.bad_field("ref_text", "is what ref_audio says, which is missing")
+        self._sampling = merge_sampling(self.stages, self._stage, {}, body.stages, {})
+        self._body = body
         self._file = SpokenFile(body.response_format, body.speed)
         self._count = TokenCount()
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The answer as it is made; a file of it does not know its length at the beginning."""
         counted = next(iter(self.stages.final_stages))  # tokens as in a chat
-        async with self.stream([self._request], [self._stage]) as stream:
+        body, prompt = self._body, await self._prompt()
+        made = self.client.request(prompt, self._sampling, speaker=body.voice, **body.scheduling)
+        async with self.stream([made], [self._stage]) as stream:
             async for update in stream.updates():
                 if (delta := update.of(counted)) is not None:
                     self._count.add(delta)
@@ -107,6 +111,25 @@ class Speech(PipelineResponse):
                 "total_tokens": usage["total_tokens"],
             }
             yield as_event({"type": "speech.audio.done", "usage": tokens})
+
+    async def _prompt(self) -> ChatPrompt:
+        body, shown = self._body, {}
+        said: str | list[Any] = body.input
+        messages: list[dict[str, Any]] = []
+        if body.instructions:
+            messages.append({"role": "system", "content": body.instructions})
+        if body.ref_audio is not None:
+            room = self.server.settings.limits.max_body_bytes
+            with self.server.fetcher.place():
+                sound = await fetched(body.ref_audio, "ref_audio", self.server.fetcher, room)
+            shown, heard = {"audio": [sound]}, {"type": "audio"}
+            if body.ref_text is None:
+                said = [heard, {"type": "text", "text": body.input}]
+            else:  # as if it had been said before
+                before = [{"type": "text", "text": body.ref_text}, heard]
+                messages.append({"role": "user", "content": before})
+        messages.append({"role": "user", "content": said})
+        return ChatPrompt(tuple(messages), multi_modal_data=shown)
 
     def _piece(self, content: bytes) -> bytes:
         # In JSON bytes are base64.

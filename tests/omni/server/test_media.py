@@ -502,3 +502,38 @@ def test_a_stage_whose_voice_has_no_name_speaks():
         one, other = (create(**asked, voice=each).read() for each in ("alloy", "verse"))
     samples, _ = soundfile.read(io.BytesIO(one))
     assert len(samples) and one == other
+
+
+def test_a_recording_is_the_voice_with_its_words_and_without():
+    """CSM goes on from what was said before; Pocket TTS hears a voice before the text."""
+    heard = b64encode(sound(seconds=0.5)).decode()
+    asked = {"input": "Say this.", "voice": "alloy", "response_format": "pcm"}
+    text, words = ({"type": "text", "text": each} for each in ("Say this.", "It was said."))
+    spoken = {"type": "audio"}
+    after = ({"role": "user", "content": [words, spoken]}, {"role": "user", "content": "Say this."})
+    alone = ({"role": "user", "content": [spoken, text]},)
+    with LiveServer(["csm_seeded", "pocket_tts_seeded"]) as server:
+        create = server.client().audio.speech.create
+        for model, said, messages in (
+            ("csm_seeded", {"ref_text": "It was said."}, after),
+            ("pocket_tts_seeded", {}, alone),
+        ):
+            more = {"ref_audio": f"data:audio/wav;base64,{heard}", **said}
+            content = create(**asked, model=model, extra_body=more).read()
+            prompt = ChatPrompt(messages, multi_modal_data={"audio": [b64decode(heard)]})
+            expected = in_python(server, model, OmniRequest(prompt)).stages["codec"].audio
+            samples = np.frombuffer(expected.encoded("pcm16"), "<i2").astype(int)
+            assert np.abs(np.frombuffer(content, "<i2") - samples).max() <= 1
+            assert content != create(**asked, model=model).read()
+        for wrong, param in (
+            ({"ref_text": "x"}, "ref_text"),
+            ({"ref_audio": "/etc/passwd"}, "ref_audio"),
+            ({"ref_audio": "data:audio/wav;base64,?"}, "ref_audio"),
+        ):
+            with pytest.raises(openai.BadRequestError) as error:
+                create(**asked, model="csm_seeded", extra_body=wrong)
+            assert error.value.param == param
+        with pytest.raises(openai.BadRequestError, match="WAV"):
+            bad = {"ref_audio": f"data:audio/wav;base64,{b64encode(b'no sound').decode()}"}
+            create(**asked, model="pocket_tts_seeded", extra_body=bad)
+        server.check_nothing_is_left()
