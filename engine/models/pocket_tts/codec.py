@@ -32,8 +32,8 @@ _FADE_IN_S = 0.005
 
 
 def bits_of(latents: Tensor) -> Tensor:
-    """Latents in float32 to the bits of their numbers, int64 from 0 to 2**32 - 1."""
-    return latents.contiguous().view(torch.int32).to(torch.int64) & 0xFFFF_FFFF
+    """Latents to the bits of their numbers in float32, int64 from 0 to 2**32 - 1."""
+    return latents.float().contiguous().view(torch.int32).to(torch.int64) & 0xFFFF_FFFF
 
 
 def latents_of(bits: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ class PocketTTS(DecoderModel, ItemSide):
         for step in range(self._num_steps):  # of Euler's method
             times = [latents.new_full((1,), at / self._num_steps) for at in (step, step + 1)]
             latents = latents + self.flow(latents, hidden_states, times) / self._num_steps
-        return torch.cat((first[:, None], bits_of(latents.float())), dim=1)
+        return torch.cat((first[:, None], bits_of(latents)), dim=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,3 +259,14 @@ def test_a_seed_decides_the_noise_and_a_temperature_its_variance(omni: Omni) -> 
     close(samples(temperature=0.7, seed=1), samples(temperature=0.7, seed=1))
     assert (samples(temperature=0.7, seed=1) - samples(temperature=0.7, seed=2)).abs().max() > 1e-3
     close(samples(temperature=1e-12, seed=1), samples())
+
+
+def test_rows_in_bfloat16_sound_as_well(omni: Omni) -> None:
+    """Latents are rounded on their way to the codec then, and what they were drawn from."""
+    (exact,) = omni.generate([request("few words")])
+    with Omni("pocket_tts_seeded", overrides={"stages.backbone.engine.dtype": "bfloat16"}) as short:
+        (rounded,) = short.generate([request("few words")])
+    sounds = [each.stages["codec"].audio for each in (exact, rounded)]
+    assert all(each is not None for each in sounds), rounded.error
+    first = [each.samples[: 4 * 1920] for each in sounds if each is not None]
+    assert float((first[0] - first[1]).norm() / first[0].norm()) < 0.3
