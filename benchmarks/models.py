@@ -11,6 +11,7 @@ from typing import Any
 from omni.seeded.checkpoints import seeded_folder
 from omni.seeded.language_models import build_bart, build_causal_lm, rope
 from omni.seeded.omni import build_qwen2_5_omni, build_qwen3_omni
+from omni.seeded.pocket_tts import build_pocket_tts
 
 _QWEN2: Mapping[str, Any] = {
     "hidden_size": 768,
@@ -177,6 +178,35 @@ _QWEN3_OMNI: Mapping[str, Any] = {
 }
 """Likewise; a token takes one of 16 codes from the talker and 15 from the predictor behind it."""
 
+_POCKET_TTS: Mapping[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "latent_dim": 32,
+    "vocab_size": 4004,
+    "flow_head_config": {},
+    "codec": {
+        "hidden_size": 512,
+        "num_filters": 64,
+        "upsample_groups": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "intermediate_size": 2048,
+        "sliding_window": 250,
+        "latent_dim": 32,
+    },
+}
+"""The figures of the published model, which are transformers' own."""
+
+
+def _build_pocket_tts(folder: Path) -> Path:
+    """One whose speech is never over: a limit ends it, the same on all sides."""
+    build_pocket_tts(folder, **_POCKET_TTS)
+    (folder / "generation_config.json").write_text('{"eos_threshold": 1e9}')
+    return folder
+
+
 _MODELS: Mapping[str, Callable[[Path], Path]] = {
     "qwen2": partial(build_causal_lm, architecture="qwen2", **_QWEN2),
     "qwen3_moe": partial(build_causal_lm, architecture="qwen3_moe", **_QWEN3_MOE),
@@ -184,6 +214,7 @@ _MODELS: Mapping[str, Callable[[Path], Path]] = {
     "bart": partial(build_bart, **_BART),
     "qwen2_5_omni": partial(build_qwen2_5_omni, changes=_OMNI),
     "qwen3_omni": partial(build_qwen3_omni, **_QWEN3_OMNI),
+    "pocket_tts": _build_pocket_tts,
 }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -73,10 +75,13 @@ _END_THRESHOLD = 0.15
 """The numbers of a random head are near 0, and speech is to last a while."""
 
 
-def build_pocket_tts(directory: str | Path, **changes: Any) -> Path:
+def build_pocket_tts(
+    directory: str | Path, codec: Mapping[str, Any] = MappingProxyType({}), **changes: Any
+) -> Path:
     """Write a seeded Pocket TTS, with its codec in the folder ``codec``.
 
     Args:
+        codec: other figures of the codec's config.
         changes: other figures of the config.
     """
     named = {name: token for name, token in _SPECIALS.items() if name != "pad_token"}
@@ -94,8 +99,8 @@ def build_pocket_tts(directory: str | Path, **changes: Any) -> Path:
         model.generation_config = GenerationConfig(eos_threshold=_END_THRESHOLD)
         path = save_checkpoint(directory, model, tokenizer)
     PocketTTSFeatureExtractor().save_pretrained(path)
-    codec = {"audio_tokenizer_name_or_path": build_pocket_codec(path / "codec").name}
-    processor = {"processor_class": "PocketTTSProcessor", "audio_tokenizer": codec}
+    named = {"audio_tokenizer_name_or_path": build_pocket_codec(path / "codec", **codec).name}
+    processor = {"processor_class": "PocketTTSProcessor", "audio_tokenizer": named}
     (path / "processor_config.json").write_text(json.dumps(processor))
     return path
 

@@ -1,0 +1,174 @@
+"""Pocket TTS at its published shape against transformers, in one process, in turns, on a CPU.
+
+    python -m benchmarks.pocket_tts [--rounds 3] [--frames 50] [--requests 1 8]
+
+Random weights of 100 M parameters, a text, and a voice of 4 s; the noise is 0, and the length is
+fixed. ``transformers`` runs one request after another, its processor and decoder included; ours
+takes all at once, caches emptied before every run, streamed, so that its first sound is known.
+``warm`` finds the voice and the text in its caches. A real-time factor is seconds for each second
+of sound. The floor is the time in which the backbone's weights are read once for each frame, at
+the rate at which this machine sums numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
+from transformers.models.pocket_tts.feature_extraction_pocket_tts import PocketTTSFeatureExtractor
+from transformers.models.pocket_tts.modeling_pocket_tts import PocketTTSForConditionalGeneration
+from transformers.models.pocket_tts.processing_pocket_tts import PocketTTSProcessor
+from transformers.models.pocket_tts_audio_tokenizer import PocketTTSAudioTokenizerModel
+
+from benchmarks.models import benchmark_model
+from engine import AudioPrompt, ChatPrompt
+from omni import Omni, OmniRequest
+from stages import AutoregressiveStage
+
+TEXT = "The harbour wakes before the town does, and fishing boats come in with the tide."
+FRAME_S, RATE = 0.08, 24_000
+FORMATS: Mapping[str, Mapping[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"quantization": "int8"},
+}
+PARTS = [{"type": "audio"}, {"type": "text", "text": TEXT}]
+Run = Callable[[int], tuple[float, float]]
+"""Of a number of requests: seconds until the first sound of the last one, and of all."""
+
+
+def voice() -> np.ndarray:
+    """Noise that swells and fades."""
+    noise = np.random.default_rng(0).standard_normal(4 * RATE)
+    return (0.1 * noise * np.sin(np.arange(4 * RATE) / 4000)).astype(np.float32)
+
+
+def reference(folder: str, frames: int) -> Run:
+    """Transformers' way, from a text and samples to samples."""
+    model = PocketTTSForConditionalGeneration.from_pretrained(folder).eval()
+    codec = PocketTTSAudioTokenizerModel.from_pretrained(f"{folder}/codec").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    extractor = PocketTTSFeatureExtractor.from_pretrained(folder)
+    processor = PocketTTSProcessor(extractor, tokenizer, codec, tokenizer.chat_template)
+    text = processor.apply_chat_template([{"role": "user", "content": PARTS}], tokenize=False)
+
+    def run(count: int) -> tuple[float, float]:
+        started = time.perf_counter()
+        for _ in range(count):
+            inputs = processor(text=text, audio=[voice()], return_tensors="pt", sampling_rate=RATE)
+            latents = model.generate(**inputs, max_new_tokens=frames, do_sample=False)
+            assert len(processor.decode(latents[0])) == round(frames * FRAME_S * RATE)
+        seconds = time.perf_counter() - started
+        return seconds, seconds
+
+    return run
+
+
+def pipeline(folder: str, frames: int, settings: Mapping[str, Any]) -> Omni:
+    """The shipped pipeline on the same weights."""
+    engine = {"device": "cpu", "dtype": "float32", "num_blocks": 256, **settings}
+    stated = {f"stages.backbone.engine.{name}": value for name, value in engine.items()}
+    return Omni(
+        "pocket_tts",
+        overrides={
+            "stages.backbone.model": folder,
+            "stages.codec.model": f"{folder}/codec",
+            "stages.codec.engine.device": "cpu",
+            # The last one is not sounded.
+            "stages.backbone.sampling": {"temperature": 0.0, "max_tokens": frames + 1},
+            **stated,
+        },
+    )
+
+
+def ours(omni: Omni, frames: int, *, warm: bool) -> Run:
+    """All requests at once, streamed."""
+    prompt = ChatPrompt(
+        ({"role": "user", "content": PARTS},), {"audio": [AudioPrompt(voice(), RATE)]}
+    )
+
+    def run(count: int) -> tuple[float, float]:
+        if not warm:
+            for stage in omni.pipeline.stages.values():
+                stage.reset_prefix_cache()
+        first: dict[str, float] = {}
+        samples: dict[str, int] = defaultdict(int)
+        started = time.perf_counter()
+        for output in omni.stream([OmniRequest(prompt, request_id=str(n)) for n in range(count)]):
+            assert output.error is None, output.error
+            codec = output.stages.get("codec")
+            if codec is not None and codec.audio_delta is not None:
+                first.setdefault(output.request_id, time.perf_counter() - started)
+                samples[output.request_id] += len(codec.audio_delta.samples)
+        assert {*samples.values()} == {round(frames * FRAME_S * RATE)}, samples
+        return max(first.values()), time.perf_counter() - started
+
+    return run
+
+
+def bytes_per_second() -> float:
+    """How fast numbers are read that no cache holds."""
+    numbers = torch.ones(2**27)
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        numbers.sum()
+        times.append(time.perf_counter() - started)
+    return numbers.nbytes / min(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--frames", type=int, default=50)
+    parser.add_argument("--requests", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    folder = benchmark_model("pocket_tts")
+    sides: dict[str, Run] = {"transformers": reference(folder, args.frames)}
+    floors = {}
+    rate = bytes_per_second()
+    for name, settings in FORMATS.items():
+        omni = pipeline(folder, args.frames, settings)
+        sides[name] = ours(omni, args.frames, warm=False)
+        sides[f"{name}, warm"] = ours(omni, args.frames, warm=True)
+        backbone = omni.pipeline.stages["backbone"]
+        assert isinstance(backbone, AutoregressiveStage)
+        read = backbone.engine.memory_plan.weights_bytes
+        floors[name] = floors[f"{name}, warm"] = read / rate / FRAME_S
+    sound_s = args.frames * FRAME_S
+    for count in args.requests:
+        found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for number in range(args.rounds + 1):  # the first one warms up
+            for name, run in sides.items():
+                measured = run(count)
+                if number:
+                    found[name].append(measured)
+        table = Table(title=f"{count} requests of {sound_s:g} s of sound, {args.threads} threads")
+        for column in ("side", "first sound s", "all s", "real-time factor", "floor", "ratio"):
+            table.add_column(column, justify="left" if column == "side" else "right")
+        for name, times in found.items():
+            first, whole = (statistics.median(each) for each in zip(*times, strict=True))
+            pairs = zip(times, found["transformers"], strict=True)
+            ratio = statistics.median(mine[1] / theirs[1] for mine, theirs in pairs)
+            floor = f"{floors[name] / count:.3f}" if name in floors else ""
+            factor = f"{whole / sound_s / count:.3f}"
+            table.add_row(name, f"{first:.2f}", f"{whole:.2f}", factor, floor, f"{ratio:.2f}")
+        Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
