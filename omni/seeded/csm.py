@@ -96,7 +96,7 @@ def build_csm(directory: str | Path, **changes: Any) -> Path:
         config = CsmConfig(
             **_BACKBONE
             | {
-                "text_vocab_size": len(tokenizer),
+                "text_vocab_size": 768,
                 "bos_token_id": ids[_BEGIN],
                 "pad_token_id": ids[_SOUND],
                 "audio_token_id": ids[_SOUND],

@@ -71,8 +71,8 @@ _CODEC: dict[str, Any] = {
 }
 # Of a latent the next one is made: at a gain of 1 what was rounded would grow.
 _GAINS = dict.fromkeys(("q_proj", "k_proj"), ATTENTION_GAIN) | {"cond_proj": 0.1}
-_END_THRESHOLD = 0.15
-"""The numbers of a random head are near 0, and speech is to last a while."""
+_END_THRESHOLD = -0.7
+"""What a random head gives now and then, so that speech lasts a while."""
 
 
 def build_pocket_tts(
@@ -86,12 +86,12 @@ def build_pocket_tts(
     """
     named = {name: token for name, token in _SPECIALS.items() if name != "pad_token"}
     tokenizer = byte_level_tokenizer(
-        512, tuple(_SPECIALS.values()), pad_token="<|pad|>", extra_special_tokens=named
+        768, tuple(_SPECIALS.values()), pad_token="<|pad|>", extra_special_tokens=named
     )
     tokenizer.chat_template = _TEMPLATE
     ids = {f"{name}_id": tokenizer.get_vocab()[token] for name, token in _SPECIALS.items()}
     with quiet_config_log():
-        config = PocketTTSConfig(**_BACKBONE | ids | {"vocab_size": len(tokenizer)} | changes)
+        config = PocketTTSConfig(**_BACKBONE | ids | {"vocab_size": 768} | changes)
         generator = torch.Generator().manual_seed(0)
         model = seeded_model(lambda: PocketTTSForConditionalGeneration(config), generator, _draw)
         model.latent_mean.normal_(0, 0.1, generator=generator)

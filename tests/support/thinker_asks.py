@@ -97,7 +97,8 @@ class ThinkerAsk(Ask):
     def prompt(self) -> TokensPrompt:
         text = super().prompt
         assert isinstance(text, TokensPrompt)
-        ids = list(text.prompt_token_ids)
+        # What a model says may be codes, of which one has a placeholder's number.
+        ids = [10 if each in self.placeholders else each for each in text.prompt_token_ids]
         places = sorted((min(place, self.length), kind, n) for place, kind, n in self.shown)
         for place, kind, _ in reversed(places):
             ids.insert(place, self.placeholders[kind])
