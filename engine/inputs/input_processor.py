@@ -84,7 +84,7 @@ class InputProcessor:
         limits.check_sampling(params)
         seed = self._seeds.draw() if params.seed is None else params.seed
         params = self._resolved(params)
-        prompt = new.prompt
+        prompt = self.prompts.as_message(new.prompt)
         if params.truncate_prompt_tokens is not None:
             kept, keeps_end = self._num_kept_tokens(params), params.max_tokens != 0
             # As in vLLM: an answer follows a prompt's end, an embedding begins with its beginning.

@@ -619,13 +619,10 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
     def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
         """Put each item that a prompt shows in the place of its placeholder.
 
-        A sound or an image alone is a user's message that holds nothing else.
-
         Raises:
             ValueError: see :meth:`PromptProcessor.process`; there are more items than
                 placeholders or fewer, or an item cannot be held in the encoder cache.
         """
-        prompt = self._as_message(prompt)
         content = self._resolve(prompt)
         if content.embeds is not None:
             return content
@@ -659,7 +656,8 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
             positions=None if table is None else PromptPositions.of(table),
         )
 
-    def _as_message(self, prompt: Prompt) -> Prompt:
+    def as_message(self, prompt: Prompt) -> Prompt:
+        """A sound or an image alone is a user's message that holds nothing else."""
         lone = prompt
         if isinstance(prompt, ExplicitEncoderDecoderPrompt) and prompt.decoder_prompt is None:
             lone = prompt.encoder_prompt

@@ -155,9 +155,13 @@ class PromptProcessor(ABC):
     takes_chunks: bool = False
     is_encoder_decoder: bool = False
 
+    def as_message(self, prompt: Prompt) -> Prompt:
+        """A prompt in the form in which the model reads it; ``ValueError`` if there is none."""
+        return prompt
+
     @abstractmethod
     def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
-        """Resolve a prompt, or the first chunk of one.
+        """Resolve a prompt of :meth:`as_message`, or the first chunk of one.
 
         Args:
             cache_salt: part of the hashes of what is no token: it is shared only within one salt.

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
 from engine.inputs.multimodal_inputs import FeatureTaker, ItemSide, MultiModalPromptProcessor
-from engine.inputs.prompt_processor import PromptContent, PromptSources
+from engine.inputs.prompt_processor import PromptSources
 from engine.interface.prompts import ChatPrompt, Prompt, TextPrompt
 from engine.interface.sampling_params import SamplingParams
 from engine.layers import Linear
@@ -210,17 +210,24 @@ class CsmPrompts(MultiModalPromptProcessor):
         codes = range(config.codec_config.codebook_size, config.vocab_size)
         self.suppress_token_ids = tuple(code for code in codes if code != end)
 
-    def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
-        """See :meth:`MultiModalPromptProcessor.process`."""
+    def as_message(self, prompt: Prompt) -> Prompt:
+        """A text is a message; roles are numbers of speakers, and the last one has no sound yet."""
         if isinstance(prompt, str):
             prompt = TextPrompt(prompt)
         if isinstance(prompt, TextPrompt) and not re.match(r"\[\d+\]", prompt.prompt):
             message = {"role": "0", "content": [{"type": "text", "text": prompt.prompt}]}
-            prompt = ChatPrompt((message,))
-        if isinstance(prompt, ChatPrompt):
-            messages = tuple(dict(each) | {"role": _number(each)} for each in prompt.messages)
-            prompt = replace(prompt, messages=messages)
-        return super().process(prompt, cache_salt=cache_salt)
+            prompt = ChatPrompt((message,), multi_modal_data=prompt.multi_modal_data)
+        prompt = super().as_message(prompt)
+        if not isinstance(prompt, ChatPrompt) or not prompt.messages:
+            return prompt
+        messages = tuple(dict(each) | {"role": _number(each)} for each in prompt.messages)
+        last = messages[-1].get("content")
+        if isinstance(last, list) and any(part.get("type") == "audio" for part in last):
+            raise ValueError(
+                "the last message is to be said and has no sound: give a recording with its words "
+                "as an earlier message, or for /v1/audio/speech as ref_audio and ref_text"
+            )
+        return replace(prompt, messages=messages)
 
 
 def _number(message: Mapping[str, Any]) -> str:

@@ -55,7 +55,7 @@ class PocketCodec(CausalVocoder):
         super().__init__(device, config.sliding_window)
         self.num_codebooks: int = config.latent_dim
         self.sampling_rate, self.samples_per_code = config.sampling_rate, config.frame_size
-        self.max_codes = config.max_position_embeddings // config.latent_stride
+        self.max_codes = 2**20  # places are seen by a window, and none is learnt
         self.network = load_half("decoder", checkpoint, device)
         self.stream_convolutions(self.network, _CAUSAL)
         fade = torch.linspace(0, 1, int(_FADE_IN_S * self.sampling_rate))

@@ -59,7 +59,8 @@ class VoiceTower(FeatureTaker):
 
     def num_rows(self, features: Mapping[str, Tensor]) -> int:
         """See :meth:`FeatureTaker.num_rows`."""
-        return self._samples(features).shape[-1] // int(self._extractor.frame_size)
+        mask = self._extracted(features)["padding_mask"]
+        return int(self._extractor.get_num_frames(mask))
 
     def load(self, latent_dim: int) -> None:
         """Load the encoder; ``ValueError`` if there is none, or it does not fit."""
@@ -75,14 +76,14 @@ class VoiceTower(FeatureTaker):
     @torch.no_grad()
     def latents(self, features: Mapping[str, Tensor]) -> Tensor:
         """A sound's ``input_values`` ``(num_samples,)`` to latents ``(num_rows, latent_dim)``."""
-        latents: Tensor = self._network.encode(self._samples(features).to(self._device)).latents
-        return latents[0]
+        extracted = self._extracted(features).to(self._device)
+        encoded = self._network.encode(extracted["input_values"], extracted["padding_mask"])
+        latents: Tensor = encoded.latents[0, : self.num_rows(features)]
+        return latents
 
-    def _samples(self, features: Mapping[str, Tensor]) -> Tensor:
-        """Whole frames that end on a pause, ``(1, 1, num_samples)``."""
-        samples = features["input_values"].numpy()
-        extracted: Tensor = self._extractor(samples, self.sampling_rate)["input_values"]
-        return extracted
+    def _extracted(self, features: Mapping[str, Tensor]) -> Any:
+        """The samples that end on a pause, ``(1, 1, num_samples)``, and their mask."""
+        return self._extractor(features["input_values"].numpy(), self.sampling_rate)
 
 
 class PocketTTS(DecoderModel, ItemSide):
@@ -247,8 +248,8 @@ class PocketPrompts(MultiModalPromptProcessor):
         self._after_short = int(stated.get("frames_after_eos_short_text", 4))
         self._after = int(stated.get("frames_after_eos", 2))
 
-    def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
-        """See :meth:`MultiModalPromptProcessor.process`."""
+    def as_message(self, prompt: Prompt) -> Prompt:
+        """A text is a message, and what is to be said the only one."""
         if isinstance(prompt, str):
             prompt = TextPrompt(prompt)
         if isinstance(prompt, TextPrompt):
@@ -256,6 +257,17 @@ class PocketPrompts(MultiModalPromptProcessor):
             said = [*sounds, {"type": "text", "text": prompt.prompt}]
             message = {"role": "user", "content": said}
             prompt = ChatPrompt((message,), multi_modal_data=prompt.multi_modal_data)
+        prompt = super().as_message(prompt)
+        roles = [each.get("role") for each in getattr(prompt, "messages", ({"role": "user"},))]
+        if roles != ["user"]:
+            raise ValueError(
+                "a prompt must be one message of a user, of a text and perhaps a voice, got "
+                f"messages of {roles}; instructions and ref_text are for other models"
+            )
+        return prompt
+
+    def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
+        """See :meth:`MultiModalPromptProcessor.process`."""
         content = super().process(prompt, cache_salt=cache_salt)
         num_after = self._after
         if self._tokenizer is not None:

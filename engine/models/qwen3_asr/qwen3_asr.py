@@ -99,8 +99,9 @@ class TranscriptionPrompts(MultiModalPromptProcessor):
         _, name = known_language(language, LANGUAGE_CODE_TO_NAME)
         return f"{text}language {name}<asr_text>"
 
-    def _as_message(self, prompt: Prompt) -> Prompt:
-        chat = super()._as_message(prompt)
+    def as_message(self, prompt: Prompt) -> Prompt:
+        """A sound alone is to be written down, as the checkpoint's processor asks for it."""
+        chat = super().as_message(prompt)
         if chat is prompt or not isinstance(chat, ChatPrompt):
             return prompt
         (sound,) = chat.multi_modal_data["audio"]

@@ -211,7 +211,8 @@ def _tokenizer_of(
 
     if not isinstance(stage, RemoteStage):
         return stage.tokenizer
-    return config.resolved(name).load_tokenizer() if "text" in stage.final_output else None
+    reads_text = stage.inputs is None or "text" in stage.final_output
+    return config.resolved(name).load_tokenizer() if reads_text else None
 
 
 class PipelineServer:

@@ -168,6 +168,25 @@ def test_text_is_that_of_speaker_0(folder: str) -> None:
     assert len({output.prompt_token_ids for output in outputs}) == 1
     with pytest.raises(ValueError, match="number of who speaks, such as '0', got 'system'"):
         engine.generate([ChatPrompt(({"role": "system", "content": "x"},))], [GREEDY])
+    whole = outputs[0].prompt_token_ids
+    for length in (100, len(whole) - 1):
+        cut = SamplingParams(temperature=0.0, max_tokens=2, truncate_prompt_tokens=length)
+        (output,) = engine.generate(["Say this."], [cut])
+        assert output.prompt_token_ids == whole[-length:]
+
+
+def test_what_is_to_be_said_has_no_sound(folder: str) -> None:
+    engine = engine_for(folder)
+    heard = {"audio": [AudioPrompt(sound(0.5), 24_000)]}
+    last: list[Prompt] = [
+        ChatPrompt((say("Say this.", heard=True),), multi_modal_data=heard),
+        AudioPrompt(sound(0.5), 24_000),
+    ]
+    for prompt in last:
+        with pytest.raises(ValueError, match="as an earlier message, or .* ref_text"):
+            engine.generate([prompt], [GREEDY])
+    with pytest.raises(ValueError, match="0 audio placeholders .* 1 audio items"):
+        engine.generate([TextPrompt("Say this.", multi_modal_data=heard)], [GREEDY])
 
 
 def test_a_frame_of_zeros_in_all_codebooks_but_the_last_ends_the_speech(tmp_path: Path) -> None:

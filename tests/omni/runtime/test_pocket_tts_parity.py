@@ -172,6 +172,11 @@ def test_text_is_a_message_and_its_sound_the_voice(folder: str) -> None:
     close(drawn(outputs[0]), drawn(outputs[1]))
     with pytest.raises(ValueError, match="1 audio"):
         engine.generate([ChatPrompt((message("voice"),))], [GREEDY])
+    with pytest.raises(ValueError, match=r"one message of a user, .* got messages of \['system'"):
+        engine.generate([ChatPrompt(({"role": "system", "content": "x"}, says))], [GREEDY])
+    cut = SamplingParams(temperature=0.0, max_tokens=2, truncate_prompt_tokens=3)
+    (shorter,) = engine.generate(["Say this."], [cut])
+    assert shorter.prompt_token_ids == engine.generate([alone[0]])[0].prompt_token_ids[-3:]
 
 
 def test_a_prompt_of_ids_ends_as_its_words_do(folder: str, reference: Reference) -> None:
@@ -202,6 +207,17 @@ def test_other_configs(changes: dict[str, Any], settings: dict[str, Any], tmp_pa
     reference = Reference(str(path))
     (output,) = engine_for(str(path)).generate([prompt_of("voice")], [GREEDY])
     close(drawn(output), reference.latents("voice"))
+
+
+@pytest.mark.parametrize("multiple", [None, 3840])
+def test_a_voice_is_as_long_as_its_mask_says(
+    multiple: int | None, folder: str, tmp_path: Path
+) -> None:
+    path = copytree(folder, tmp_path / "copy")
+    file = path / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_to_multiple_of": multiple}))
+    (output,) = engine_for(str(path)).generate([prompt_of("other voice")], [GREEDY])
+    close(drawn(output), Reference(str(path)).latents("other voice"))
 
 
 def test_without_its_codec_a_model_hears_no_voice(folder: str, tmp_path: Path) -> None:
