@@ -602,13 +602,6 @@ def _check_one(keys: tuple[str, ...], given: list[str]) -> None:
         )
 
 
-MAX_EMBEDS_BYTES = 2**29
-"""Largest file of embeddings, which is read whole before its rows are counted."""
-
-_LONGEST_NAME = 200
-"""Characters of a file's name that a message repeats."""
-
-
 class RequestFiles(Protocol):
     """Finds what a request names. Whether its content will do is the engine's to say."""
 
@@ -634,14 +627,14 @@ class FolderFiles:
 
     def _file(self, key: str, name: str) -> Path:
         file = self._folder / name
-        return regular_file(file, f"{key}: {_shown(str(file))}")
+        return regular_file(file, f"{key}: {str(file)!r:.200}")
 
     def at_url(self, key: str, url: str) -> str | Path:
         """A data URL as it is, or the file that is meant."""
         scheme = url[:8].lower()
         if scheme.startswith(("http://", "https://")):
             raise ValueError(
-                f"{key}: {_shown(url)} is in the network, and nothing is fetched from there; "
+                f"{key}: {url!r:.200} is in the network, and nothing is fetched from there; "
                 "save it, and give the file"
             )
         if scheme.startswith("file:"):
@@ -654,14 +647,8 @@ class FolderFiles:
         from safetensors.torch import load_file
 
         file = self._file("prompt_embeds", name)
-        where = f"prompt_embeds: {_shown(str(file))}"
+        where = f"prompt_embeds: {str(file)!r:.200}"
         try:
-            num_bytes = Path(file).stat().st_size
-            if num_bytes > MAX_EMBEDS_BYTES:
-                raise ValueError(
-                    f"it has {num_bytes:,} bytes, of at most {MAX_EMBEDS_BYTES:,}; give larger "
-                    "embeddings in Python, as EmbedsPrompt(tensor)"
-                )
             tensors = load_file(file)
         except (OSError, ValueError, SafetensorError) as error:
             raise ValueError(f"{where} cannot be read: {error}") from error
@@ -681,7 +668,3 @@ def only_embeds(tensors: Mapping[str, Tensor], where: str) -> Tensor:
             f"{str(embeds.dtype).removeprefix('torch.')} {tuple(embeds.shape)}"
         )
     return embeds
-
-
-def _shown(name: str) -> str:
-    return repr(name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "...")

@@ -31,7 +31,7 @@ _USUAL_RATE = 24_000
 
 _SAMPLE_BYTES = 2
 _MOST_BYTES = 64 * 2**20
-"""Largest event, largest document, and largest message of a session."""
+"""Largest event, and largest message of a session."""
 
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
@@ -75,11 +75,7 @@ async def read_document(response: httpx2.Response, record: MeasuredRequest) -> s
     Raises:
         RequestFailure: it is neither of these.
     """
-    content = bytearray()
-    async for chunk in response.aiter_bytes():
-        content += chunk
-        if len(content) > _MOST_BYTES:
-            raise RequestFailure("unreadable answer", f"it is longer than {_MOST_BYTES:,} bytes")
+    content = await response.aread()
     try:
         answer: Any = json.loads(content)
         usage = answer.get("usage") or {}
@@ -90,7 +86,7 @@ async def read_document(response: httpx2.Response, record: MeasuredRequest) -> s
         record.usage(prompt if isinstance(prompt, int) else None, None, None)
         return str(answer.get("text", ""))
     except _UNREADABLE as error:
-        raise _unreadable("answer", error, bytes(content)) from error
+        raise _unreadable("answer", error, content) from error
 
 
 class AnswerEvents:
@@ -416,8 +412,6 @@ _CHECK_TIMEOUT_S = 30.0
 _IDLE_S = 2.0
 """Connections that were idle for longer are not used again: the other side may just close them."""
 
-_MOST_ERROR_BYTES = 1 << 16
-
 
 class HttpTarget:
     """A server, used in ``async with``, which checks that it can be reached.
@@ -490,7 +484,7 @@ class HttpTarget:
             response = await self._client.send(request, stream=True)
             try:
                 if response.status_code != HTTPStatus.OK:
-                    raise await _refusal(response)
+                    raise _status_failure(response.status_code, await response.aread())
                 kind = response.headers.get("content-type", "")
                 if not kind.startswith(call.answer_type):
                     is_stream = call.answer_type == _EVENTS
@@ -587,15 +581,6 @@ def _names(response: httpx2.Response) -> list[str] | None:
         return [str(each["id"]) for each in response.json()["data"]]
     except (ValueError, KeyError, TypeError):
         return None
-
-
-async def _refusal(response: httpx2.Response) -> RequestFailure:
-    content = bytearray()
-    async for chunk in response.aiter_bytes():
-        content += chunk
-        if len(content) > _MOST_ERROR_BYTES:
-            break
-    return _status_failure(response.status_code, bytes(content))
 
 
 def _status_failure(status: int, content: bytes) -> RequestFailure:

@@ -447,14 +447,6 @@ def test_every_error_of_the_operating_system_fails_alone(
     assert "cannot be read" in error_between_good_ones(tmp_path, line)
 
 
-def test_a_file_of_embeddings_is_measured_before_it_is_read(tmp_path: Path) -> None:
-    with (tmp_path / "rows.safetensors").open("wb") as file:
-        file.truncate(2**40)  # takes no room on disk
-    line = json.dumps(line_that_names("prompt_embeds", "rows.safetensors")).encode()
-    message = error_between_good_ones(tmp_path, line)
-    assert "it has 1,099,511,627,776 bytes, of at most 536,870,912" in message
-
-
 LINES = {
     "a number beyond floats": b'{"prompt": "x", "sampling": {"top_p": 1e999}}',
     "a negative number beyond floats": b'{"prompt": "x", "priority": -1e999}',
