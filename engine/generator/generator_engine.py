@@ -104,9 +104,9 @@ class GeneratorRequest:
     def next_window(self, sizes: WindowSizes) -> CodeWindow | None:
         """What to compute next; None if more codes must come first, or none are left.
 
-        Where windows lie depends on the codes alone, not on how they came: one is cut off only
-        when there is a code beyond it, which is known either way before it runs. The last takes
-        what is left, ``right`` codes more than its turn at most::
+        Where windows lie depends on the codes alone, not on how they came. The last takes what is
+        left, ``right`` codes more than its turn at most; so where there are any, a window is cut
+        off only when there is a code beyond it::
 
             codes   0 .................................. n
             kept    | first | 2 x first | rest |           rest <= 4 x first + right
@@ -115,7 +115,7 @@ class GeneratorRequest:
         if self.whole:
             return CodeWindow(0, available, 0, available) if done < available else None
         coming = self.coming_window(sizes)
-        if available > coming.stop:
+        if available + (not sizes.right) > coming.stop:
             return coming
         if self.is_last and done < available:
             return CodeWindow(coming.start, available, done, available)
