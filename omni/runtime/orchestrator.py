@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import chain, count
 from typing import TypeAlias
@@ -105,6 +106,7 @@ class Orchestrator:
         # Here, where requests are in order, and a second run of one gets the seed of the first.
         self._seeds = {name: RequestSeeds(stage.seed) for name, stage in pipeline.stages.items()}
         self._unread: dict[str, list[Event]] = {name: [] for name in pipeline.order}
+        self._turns = deque(reversed(pipeline.order))
         self._has_events = threading.Event()
         self._on_event: Callable[[], object] = self._has_events.set
         # Whether the caller of step() waits for events itself, and for others' commands with them.
@@ -186,7 +188,11 @@ class Orchestrator:
                 self._raise_if_refused(live, name)
 
     def step(self) -> list[OmniDelta]:
-        """Take one turn; return the requests that ended or of which the user gets something new."""
+        """Give stages their turns, the last one first, until there is something new for users.
+
+        Returns:
+            What is new of requests, and those that ended; nothing if each stage had its turn.
+        """
         if not self._caller_waits:
             self._flush()
             if not self.has_work:
@@ -194,11 +200,15 @@ class Orchestrator:
             self._has_events.clear()
         moved: dict[str, OmniDelta | None] = {}
         has_moved = False
-        for name in reversed(self._pipeline.order):
+        for _ in range(len(self._turns)):
+            name = self._turns[0]
+            self._turns.rotate(-1)
             self._links[name].work()
             for event in self._events(name):
                 has_moved = True
                 self._take(event, moved)
+            if moved:  # which need not wait for what the other stages do
+                break
         if not has_moved and self._streams_any:
             self._give_way()
         self._flush()

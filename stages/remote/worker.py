@@ -39,7 +39,6 @@ from stages.remote.messages import (
 from stages.remote.worker_log import forward_log
 from stages.stage import Stage, Transform
 from stages.stage_config import StageConfig
-from stages.trace_events import Traced
 from stages.worker.messages import Abort, Command, Event, Failed, Output
 from stages.worker.stage_tracer import TracedWorker
 from stages.worker.stage_worker import StageWorker
@@ -201,22 +200,16 @@ class WorkerLoop:
         return facts
 
     def _turn(self) -> None:
-        """Take what came; step each stage; send what is new, or sleep if nothing is."""
-        had_commands = self._take_in()
-        traces: dict[str, list[Traced]] = {}
-        events: dict[str, list[Event]] = {}
+        """Take what came; step each stage and send what is new of it; sleep if nothing is."""
+        has_moved = self._take_in()
         for name, worker in self._workers.items():
             worker.work()
             if (reason := worker.repair()) is not None:
                 self._give_up(reason if len(self._workers) == 1 else f"stage {name!r}: {reason}")
                 return
-            if new := worker.traces():
-                traces[name] = new
-            if new_events := worker.events():
-                events[name] = new_events
-        if events or traces:
-            self._emit(traces, events)
-        if events or had_commands:
+            # At once: others act on it while the next stage works.
+            has_moved |= self._emit(name, worker)
+        if has_moved:
             self._was_idle = False
             self._nap_s = _SHORTEST_NAP_S
         elif not (busy := [worker for worker in self._workers.values() if worker.has_work]):
@@ -251,20 +244,19 @@ class WorkerLoop:
             has_any = True
         return has_any
 
-    def _emit(self, traces: dict[str, list[Traced]], events: dict[str, list[Event]]) -> None:
-        stats = {
-            name: self._workers[name].stage.stats()
-            for name, of_stage in events.items()
-            if any([isinstance(e, Output) and e.delta and e.delta.finished for e in of_stage])
-        }
-        names = [name for name in self._workers if name in traces or name in events]
+    def _emit(self, name: str, worker: StageWorker) -> bool:
+        """Send what is new of a stage; whether there were events."""
+        traces, events = worker.traces(), worker.events()
+        ends = any([isinstance(e, Output) and e.delta and e.delta.finished for e in events])
         try:
-            self._send(Events({n: (*traces.get(n, ()), *events.get(n, ())) for n in names}, stats))
+            if traces or events:
+                stats = {name: worker.stage.stats()} if ends else {}
+                self._send(Events({name: (*traces, *events)}, stats))
         except (MemoryError, ValueError):
             # Something does not fit into shared memory, or is no type that can be sent.
-            for name, of_stage in events.items():
-                for event in of_stage:
-                    self._emit_alone(name, event)
+            for event in events:
+                self._emit_alone(name, event)
+        return bool(events)
 
     def _emit_alone(self, name: str, event: Event) -> None:
         try:

@@ -80,7 +80,7 @@ def test_a_request_enters_a_stage_as_soon_as_its_sources_are_done() -> None:
     orchestrator.step()
     assert "first" in b.held
     orchestrator.add_request(OmniRequest("x", "second"))
-    orchestrator.step()
+    until(orchestrator, lambda: "second" in b.held)
     assert list(b.held) == ["first", "second"]
     assert b.held["first"][1] == 1, "the last stage works while the first takes new requests"
 

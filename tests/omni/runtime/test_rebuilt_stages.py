@@ -101,6 +101,7 @@ def test_a_request_that_was_heard_of_fails_and_the_next_one_works() -> None:
     orchestrator.add_request(OmniRequest("x", "x"))
     until(orchestrator, lambda: bool(fragile.held))
     orchestrator.step()
+    orchestrator.step()  # of each stage
     orchestrator.add_request(OmniRequest("late", "late"))
     fragile.broken = True
     last = drain(orchestrator)
