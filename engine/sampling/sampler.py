@@ -499,10 +499,9 @@ class FurtherDraws:
             if state.params.temperature:
                 uniform = [state.next_uniform(place) for place in range(1, width + 1)]
                 # Of the numbers in (0, 1] the last one would be infinite.
-                open_ = torch.tensor(uniform, dtype=torch.float64).clamp(
-                    max=1 - 2.0**-_UNIFORM_BITS
-                )
-                drawn[row] = torch.special.ndtri(open_) * state.params.temperature**0.5
+                shares = torch.tensor(uniform, dtype=torch.float64)
+                shares.clamp_(max=1 - 2.0**-_UNIFORM_BITS)
+                drawn[row] = torch.special.ndtri(shares) * state.params.temperature**0.5
         return drawn
 
 

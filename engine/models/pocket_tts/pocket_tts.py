@@ -78,7 +78,8 @@ class VoiceTower(FeatureTaker):
         """A sound's ``input_values`` ``(num_samples,)`` to latents ``(num_rows, latent_dim)``."""
         extracted = self._extracted(features).to(self._device)
         encoded = self._network.encode(extracted["input_values"], extracted["padding_mask"])
-        latents: Tensor = encoded.latents[0, : self.num_rows(features)]
+        num_rows = int(self._extractor.get_num_frames(extracted["padding_mask"]))
+        latents: Tensor = encoded.latents[0, :num_rows]
         return latents
 
     def _extracted(self, features: Mapping[str, Tensor]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -120,7 +121,8 @@ class Speech(PipelineResponse):
             messages.append({"role": "system", "content": body.instructions})
         if body.ref_audio is not None:
             room = self.server.settings.limits.max_body_bytes
-            with self.server.fetcher.place():
+            is_here = body.ref_audio[:5].lower() == "data:"
+            with nullcontext() if is_here else self.server.fetcher.place():
                 sound = await fetched(body.ref_audio, "ref_audio", self.server.fetcher, room)
             shown, heard = {"audio": [sound]}, {"type": "audio"}
             if body.ref_text is None:

@@ -329,7 +329,7 @@ def test_a_transform_of_ones_own_is_found_by_module_and_function(
         ("--- 1\n--- 2", "y:2:1: not valid YAML"),
     ],
 )
-def test_what_is_none_is_refused_with_its_line(text: str, told: str):
+def test_text_that_is_no_yaml_is_refused_with_its_line(text: str, told: str):
     with pytest.raises(ConfigError) as caught:
         YamlDocument.parse(text, "y")
     assert told in str(caught.value)
