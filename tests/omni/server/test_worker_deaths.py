@@ -114,13 +114,14 @@ def test_streams_go_on_where_they_were_when_their_worker_is_killed(
             begun.acquire()
             kill_worker(server)
             assert [stream.result() for stream in streams] == whole
-        # It may have said all before it died, which is then heard of later.
+        # It may have said all before it died: then its end is heard of later, and the next
+        # worker is still being started, during which the pipeline is ready all the same.
         wait_for(lambda: writer_of(health(server)[1])["num_restarts"] == 1)
-        wait_for(lambda: health(server)[0] == 200)
+        wait_for(lambda: writer_of(health(server)[1])["state"] == "up")
         status, told = health(server)
         assert (status, told["status"]) == (200, "ready")
         worker = writer_of(told)
-        assert (worker["state"], worker["num_restarts"]) == ("up", 1)
+        assert worker["num_restarts"] == 1
         assert worker["last_end"].startswith(told_of) and worker["ended_at"] > 0
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=PATIENCE_S) as answer:
             metrics = answer.read().decode()
