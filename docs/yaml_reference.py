@@ -76,7 +76,7 @@ _PARTS = (
     ),
     ("How tokens are chosen", ("SamplingParams", "StructuredOutput")),
     ("How recordings are transcribed", ("TranscriptionOptions",)),
-    ("How sound is made", ("GenerationParams", "StreamWindow")),
+    ("How sound is made", ("GenerationParams", "StreamWindow", "RecordedVoice")),
     ("What one request may take", ("RequestLimits", "MediaLimits")),
 )
 _STAGES = "stages"

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from engine import Waveform as Waveform
     from omni.pipelines.pipeline import Pipeline as Pipeline
     from omni.pipelines.pipeline_config import PipelineConfig as PipelineConfig
+    from omni.pipelines.voices import RecordedVoice as RecordedVoice
     from omni.requests.request import OmniOutput as OmniOutput
     from omni.requests.request import OmniRequest as OmniRequest
     from omni.runtime.omni import Omni as Omni
@@ -61,6 +62,7 @@ _IMPORTED_ON_USE = {
         ),
         "omni.pipelines.pipeline": ("Pipeline",),
         "omni.pipelines.pipeline_config": ("PipelineConfig",),
+        "omni.pipelines.voices": ("RecordedVoice",),
         "omni.requests.request": ("OmniOutput", "OmniRequest"),
         "omni.runtime.omni": ("Omni",),
         "omni.verification.verify": ("verify",),

@@ -15,7 +15,7 @@ from engine.interface.ownership import Ownership
 from engine.interface.placed_error import PlacedError, suggest
 from engine.interface.settings import explain_validation_error, place_of
 from omni.pipelines.graph_rules import check_graph, check_tensors, sources_of, topological_order
-from omni.pipelines.voices import Voices
+from omni.pipelines.voices import RecordedVoice, Voices
 from stages import Stage, Transform
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Pipeline:
         stages: in any order, of no other pipeline. This one takes them over: :meth:`close` closes
             them.
         speaker: whose voice answers requests that name none; None leaves it to the checkpoint.
-        voices: other names of voices; see :class:`~omni.pipelines.voices.Voices`.
+        voices: other names of voices, or recorded ones; see :class:`~omni.pipelines.voices.Voices`.
 
     Attributes:
         stages: by name, in topological order.
@@ -56,7 +56,7 @@ class Pipeline:
         stages: Sequence[Stage],
         *,
         speaker: str | None = None,
-        voices: Mapping[str, str] = MappingProxyType({}),
+        voices: Mapping[str, str | RecordedVoice] = MappingProxyType({}),
     ) -> None:
         by_name = _by_name(stages)
         check_argument("speaker", speaker, str | None, "a str or None")

@@ -28,7 +28,7 @@ from omni.pipelines.runtime_config import (
     local_config,
     placement_for,
 )
-from omni.pipelines.voices import Voices
+from omni.pipelines.voices import RecordedVoice, Voices
 from omni.seeded.checkpoints import SEEDED_MODELS, SEEDED_PREFIX, resolve_model
 from stages import StageConfig
 from stages.placement import Placement
@@ -70,8 +70,9 @@ class PipelineConfig(Settings):
         name: of the pipeline.
         description: what it is for, in a sentence.
         speaker: whose voice requests get that name none; None takes the checkpoint's first choice.
-        voices: other names of voices, such as ``{alloy: Ada}``. OpenAI's stock names that are not
-            here stand for the checkpoint's voices in order.
+        voices: other names of voices, such as ``{alloy: Ada}``, or recorded ones, such as
+            ``{Ada: {audio: ada.wav}}``. OpenAI's stock names that are not here stand for the
+            voices in order.
         tool_parser: the form in which the model asks a server's tools to be called; ``auto`` tells
             from the text.
         runtime: where the stages run.
@@ -81,7 +82,9 @@ class PipelineConfig(Settings):
     name: Name
     description: str | None = None
     speaker: str | None = Field(default=None, min_length=1)
-    voices: dict[Annotated[str, Field(min_length=1)], str] = Field(default_factory=dict)
+    voices: dict[Annotated[str, Field(min_length=1)], str | RecordedVoice] = Field(
+        default_factory=dict
+    )
     tool_parser: ToolFormat = "auto"
     runtime: RuntimeConfig = RuntimeConfig()
     stages: dict[Name, Annotated[SerializeAsAny[StageConfig], PlainValidator(_of_its_kind)]] = (

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import AfterValidator, ValidationInfo
 
 from engine.interface.placed_error import suggest
+from engine.interface.prompts import ChatPrompt, Prompt, TextPrompt
+from engine.interface.settings import Settings
 
 if TYPE_CHECKING:
     from stages import Stage, StageConfig
@@ -15,6 +21,60 @@ _STOCK_NAMES = (
     *("verse", "marin", "cedar"),
 )
 """OpenAI's voices, in the order of its documentation; many clients can send no other names."""
+
+
+def _located(path: Path, info: ValidationInfo) -> Path:
+    """A file beside the YAML file, or as given."""
+    beside = ((info.context or {}).get("base_dir") or Path()) / path
+    if not beside.is_file():
+        raise ValueError(f"there is no file {str(beside)!r}")
+    return beside
+
+
+class RecordedVoice(Settings):
+    """A voice that a speaking model hears before it speaks.
+
+    Attributes:
+        audio: a sound file; in YAML, from the folder of the YAML file on.
+        text: what is said there, for models that need it, such as CSM.
+    """
+
+    audio: Annotated[Path, AfterValidator(_located)]
+    text: str | None = None
+
+
+def speak_like(prompt: Prompt, audio: str | bytes, text: str | None) -> Prompt:
+    """Put a recording before what is to be said.
+
+    With its words it is a message of its own, as if it had been said before; without, a part of
+    what is said::
+
+        [text, audio] [...]        [audio, ...]
+
+    Raises:
+        ValueError: the prompt is neither text nor messages.
+    """
+    if isinstance(prompt, str):
+        prompt = TextPrompt(prompt)
+    if isinstance(prompt, TextPrompt):
+        message = {"role": "user", "content": prompt.prompt}
+        prompt = ChatPrompt((message,), multi_modal_data=prompt.multi_modal_data)
+    if not isinstance(prompt, ChatPrompt) or not prompt.messages:
+        raise ValueError(
+            "a recorded voice is heard before words: give text or messages, got "
+            f"{type(prompt).__name__}"
+        )
+    *before, last = prompt.messages
+    heard, content = {"type": "audio"}, last.get("content")
+    if text is None:
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or ()
+        messages = (*before, {**last, "content": [heard, *parts]})
+    else:
+        said = {"role": last.get("role"), "content": [{"type": "text", "text": text}, heard]}
+        place = sum(each.get("role") == "system" for each in before)
+        messages = (*before[:place], said, *before[place:], last)
+    shown = {**prompt.multi_modal_data, "audio": [audio]}
+    return replace(prompt, messages=messages, multi_modal_data=shown)
 
 
 class Voices:
@@ -29,37 +89,46 @@ class Voices:
 
     Args:
         speaking: the voices of each stage that has any to choose from.
-        aliases: other names, each with the voice that it stands for.
+        voices: other names, each with the voice that it stands for; and recorded voices by name,
+            where no stage has any.
 
     Attributes:
-        own: voices that every speaking stage has; none where there is nothing to choose.
+        own: voices that every speaking stage has, or recorded ones; none where there is nothing to
+            choose.
+        given: other names and recorded voices, as they came.
         speaks: whether the user gets sound, in whatever voice.
 
     Raises:
-        ValueError: an alias stands for no voice, or is one.
+        ValueError: an alias stands for no voice, or is one; a recorded voice is for stages that
+            have voices themselves, or do not speak, or its file cannot be read.
     """
 
     def __init__(
         self,
         stages: Mapping[str, Stage] | Mapping[str, StageConfig],
         speaking: Mapping[str, Sequence[str]],
-        aliases: Mapping[str, str],
+        voices: Mapping[str, str | RecordedVoice],
     ) -> None:
         self._stages = tuple(stages)
         self._speaking = speaking
-        first, *others = speaking.values() or [()]
-        self.own = tuple(voice for voice in first if all(voice in each for each in others))
-        self.aliases = dict(aliases)
+        self.given = dict(voices)
         self.speaks = bool(speaking) or any(
             "audio" in stage.final_output for stage in stages.values()
         )
+        self._aliases = {name: each for name, each in voices.items() if isinstance(each, str)}
+        self._recorded: dict[str, tuple[bytes, str | None]] = {}
+        for name, voice in voices.items():
+            if not isinstance(voice, str):
+                self._recorded[name] = (self._read(name, voice), voice.text)
+        first, *others = speaking.values() or [tuple(self._recorded)]
+        self.own = tuple(voice for voice in first if all(voice in each for each in others))
         stock = _STOCK_NAMES if self.speaks else ()
         self._names: dict[str, str | None] = {
             name: self.own[place % len(self.own)] if self.own else None
             for place, name in enumerate(stock)
         }
         self._names |= {voice: voice for voice in self.own}
-        for alias, voice in aliases.items():
+        for alias, voice in self._aliases.items():
             if alias in self.own:
                 raise ValueError(f"voices.{alias}: is a voice itself; an alias has another name")
             if voice not in self.own:
@@ -74,7 +143,33 @@ class Voices:
         """
         if name is None or name in self._names:
             return name and self._names[name]
-        raise ValueError(f"speaker {self._unknown(name, self.aliases)}")
+        raise ValueError(f"speaker {self._unknown(name, self._aliases)}")
+
+    def apply(self, prompt: Prompt, name: str | None) -> tuple[Prompt, str | None]:
+        """Put a recorded voice before what is to be said, unless the prompt brings a sound.
+
+        Args:
+            name: as :meth:`find` returns it.
+
+        Returns:
+            The prompt, and the voice that stages are to be asked for.
+        """
+        if name not in self._recorded:
+            return prompt, name
+        if getattr(prompt, "multi_modal_data", {}).get("audio"):
+            return prompt, None
+        return speak_like(prompt, *self._recorded[name]), None
+
+    def _read(self, name: str, voice: RecordedVoice) -> bytes:
+        if self._speaking or not self.speaks:
+            raise ValueError(
+                f"voices.{name}: a recording is for a pipeline that speaks and whose stages have "
+                "no voices of their own"
+            )
+        try:
+            return voice.audio.read_bytes()
+        except OSError as error:
+            raise ValueError(f"voices.{name}: {error}") from error
 
     def other_names(self, voice: str) -> list[str]:
         """Names beside its own that stand for a voice."""
@@ -87,4 +182,6 @@ class Voices:
             if name not in voices:
                 known = (*voices, *aliases)
                 return f"{name!r}: stage {stage!r} has no such voice{suggest(name, known)}"
+        if self._recorded:
+            return f"{name!r}: no such voice was recorded{suggest(name, self._names)}"
         return f"{name!r}: the pipeline's voice has no name; leave it out"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import chain, count
 from typing import TypeAlias
 
@@ -170,12 +171,14 @@ class Orchestrator:
             for source, edges in self._edges.items()
             for edge in edges
         }
-        pipeline, speaker = self._pipeline, self._pipeline.voices.find(request.speaker)
+        pipeline, voices = self._pipeline, self._pipeline.voices
+        speaker = voices.find(request.speaker) or pipeline.speaker
+        prompt, speaker = voices.apply(request.prompt, speaker)
         live = LiveRequest(
-            request=request,
+            request=replace(request, prompt=prompt),
             request_id=request.request_id,
             sampling=pipeline.merge_sampling(request.sampling),
-            speaker=speaker if speaker is not None else pipeline.speaker,
+            speaker=speaker,
             waiting=set(pipeline.order),
             streams=streams,
             final_stages=pipeline.final_stages,

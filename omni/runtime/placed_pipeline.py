@@ -125,7 +125,7 @@ def _described(pipeline: Pipeline, runtime: RuntimeConfig) -> PipelineConfig:
     given = {
         "name": "composed",
         "speaker": pipeline.speaker,
-        "voices": pipeline.voices.aliases,
+        "voices": pipeline.voices.given,
         "runtime": runtime,
         "stages": stages,
     }

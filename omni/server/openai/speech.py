@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 from starlette.requests import Request
 
-from engine import ChatPrompt
+from engine import ChatPrompt, Prompt
+from omni.pipelines.voices import speak_like
 from omni.server.openai.answers import TokenCount, as_event, usage_of
 from omni.server.openai.chat_request import StageFields, Voice, merge_sampling
 from omni.server.openai.spoken_file import AUDIO_FILES, AudioFileFormat, SpokenFile
@@ -113,25 +114,19 @@ class Speech(PipelineResponse):
             }
             yield as_event({"type": "speech.audio.done", "usage": tokens})
 
-    async def _prompt(self) -> ChatPrompt:
-        body, shown = self._body, {}
-        said: str | list[Any] = body.input
-        messages: list[dict[str, Any]] = []
+    async def _prompt(self) -> Prompt:
+        body = self._body
+        messages: list[dict[str, Any]] = [{"role": "user", "content": body.input}]
         if body.instructions:
-            messages.append({"role": "system", "content": body.instructions})
-        if body.ref_audio is not None:
-            room = self.server.settings.limits.max_body_bytes
-            is_here = body.ref_audio[:5].lower() == "data:"
-            with nullcontext() if is_here else self.server.fetcher.place():
-                sound = await fetched(body.ref_audio, "ref_audio", self.server.fetcher, room)
-            shown, heard = {"audio": [sound]}, {"type": "audio"}
-            if body.ref_text is None:
-                said = [heard, {"type": "text", "text": body.input}]
-            else:  # as if it had been said before
-                before = [{"type": "text", "text": body.ref_text}, heard]
-                messages.append({"role": "user", "content": before})
-        messages.append({"role": "user", "content": said})
-        return ChatPrompt(tuple(messages), multi_modal_data=shown)
+            messages.insert(0, {"role": "system", "content": body.instructions})
+        prompt = ChatPrompt(tuple(messages))
+        if body.ref_audio is None:
+            return prompt
+        room = self.server.settings.limits.max_body_bytes
+        is_here = body.ref_audio[:5].lower() == "data:"
+        with nullcontext() if is_here else self.server.fetcher.place():
+            sound = await fetched(body.ref_audio, "ref_audio", self.server.fetcher, room)
+        return speak_like(prompt, sound, body.ref_text)
 
     def _piece(self, content: bytes) -> bytes:
         # In JSON bytes are base64.

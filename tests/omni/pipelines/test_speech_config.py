@@ -11,13 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 import stage_configs
-from engine import EngineConfig
+from engine import ChatPrompt, EngineConfig, TokensPrompt
 from engine.interface.config import GenerationParams, GeneratorConfig
 from omni import Omni, Pipeline
 from omni.commands.cli import app
 from omni.pipelines.config_file import parse_overrides
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.pipelines.voices import Voices
+from omni.pipelines.voices import RecordedVoice, Voices, speak_like
 from omni.pipelines.yaml_document import ConfigError
 from stages import AutoregressiveStageConfig, GeneratorStageConfig
 from tests.support.speech_pipeline import speech_stages
@@ -104,7 +104,7 @@ def test_a_speaker_has_a_name(tmp_path: Path) -> None:
 VOICES = {"speakers": ("Ada", "Ben")}
 
 
-def pipeline(**voices: str) -> Pipeline:
+def pipeline(**voices: str | RecordedVoice) -> Pipeline:
     return Pipeline(speech_stages(talker=VOICES, code2wav=VOICES), voices=voices)
 
 
@@ -145,6 +145,53 @@ def test_a_voice_that_is_called_like_a_stock_name_is_itself() -> None:
 def test_an_alias_that_stands_for_nothing_is_refused(voices: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pipeline(**voices)
+
+
+def test_recorded_voices_have_names_where_stages_have_none(tmp_path: Path) -> None:
+    for name in ("ada", "ben"):
+        (tmp_path / f"{name}.wav").write_bytes(name.encode())
+    ada, ben = (RecordedVoice(audio=tmp_path / f"{name}.wav") for name in ("ada", "ben"))
+    recorded = {"Ada": ada, "Ben": ben, "narrator": "Ben"}
+    voices = Pipeline(speech_stages(), voices=recorded, speaker="ash").voices
+    assert voices.own == ("Ada", "Ben")
+    found = [voices.find(name) for name in ("alloy", "ash", "ballad", "Ada", "narrator")]
+    assert found == ["Ada", "Ben", "Ada", "Ada", "Ben"]
+    with pytest.raises(ValueError, match="'Adda': no such voice.*did you mean 'Ada'"):
+        voices.find("Adda")
+    said = ({"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "x"}]},)
+    for prompt in ("x", ChatPrompt(({"role": "user", "content": "x"},))):
+        shown = ChatPrompt(said, multi_modal_data={"audio": [b"ben"]})
+        assert voices.apply(prompt, "Ben") == (shown, None)
+    own = ChatPrompt(said, multi_modal_data={"audio": ["own.wav"]})
+    assert voices.apply(own, "Ben") == (own, None), "a prompt with a sound keeps it"
+    with pytest.raises(ValueError, match="give text or messages, got TokensPrompt"):
+        voices.apply(TokensPrompt((1,)), "Ben")
+    with pytest.raises(ValueError, match="voices.Ada: a recording is for .* no voices of their"):
+        pipeline(Ada=ada)
+    (tmp_path / "ben.wav").unlink()
+    with pytest.raises(ValueError, match="voices.Ben: .*ben.wav"):
+        Pipeline(speech_stages(), voices=recorded)
+
+
+def test_a_recording_with_its_words_is_said_before() -> None:
+    system, asked = {"role": "system", "content": "s"}, {"role": "1", "content": "x"}
+    said = {"role": "1", "content": [{"type": "text", "text": "words"}, {"type": "audio"}]}
+    for earlier in ((), ({"role": "0", "content": "y"},)):
+        made = speak_like(ChatPrompt((system, *earlier, asked)), b"sound", "words")
+        assert made == ChatPrompt(
+            (system, said, *earlier, asked), multi_modal_data={"audio": [b"sound"]}
+        )
+
+
+def test_a_recording_is_found_beside_the_yaml_file(tmp_path: Path) -> None:
+    shipped = Path(stage_configs.__file__).parent / "pocket_tts_seeded.yaml"
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"{shipped.read_text()}\nvoices: {{Ada: {{audio: ada.wav}}}}\n")
+    with pytest.raises(ConfigError, match=r"voices.Ada.audio: there is no file .*/ada.wav'"):
+        PipelineConfig.load(path)
+    (tmp_path / "ada.wav").write_bytes(b"")
+    config = PipelineConfig.load(path)
+    assert config.voices == {"Ada": RecordedVoice(audio=tmp_path / "ada.wav")}
 
 
 @pytest.mark.parametrize("runtime", ["inline", "processes"])

@@ -8,6 +8,7 @@ import json
 import threading
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import av
@@ -536,4 +537,40 @@ def test_a_recording_is_the_voice_with_its_words_and_without():
         with pytest.raises(openai.BadRequestError, match="WAV"):
             bad = {"ref_audio": f"data:audio/wav;base64,{b64encode(b'no sound').decode()}"}
             create(**asked, model="pocket_tts_seeded", extra_body=bad)
+        server.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("runtime", ["inline", "processes"])
+def test_a_recorded_voice_has_a_name(tmp_path: Path, runtime: str):
+    """It sounds as the same recording does that comes with the request, whatever else comes."""
+    (tmp_path / "ada.wav").write_bytes(heard := sound(seconds=0.5))
+    csm, pocket = (
+        PipelineConfig.load(
+            model,
+            {
+                "voices": {"Ada": {"audio": str(tmp_path / "ada.wav")} | words},
+                "runtime.kind": runtime,
+            },
+        )
+        for model, words in (("csm_seeded", {"text": "It was said."}), ("pocket_tts_seeded", {}))
+    )
+    asked = {"input": "Say this.", "response_format": "pcm"}
+    with LiveServer([csm, pocket.model_copy(update={"speaker": "Ada"})]) as server:
+        create = server.client().audio.speech.create
+        for model, said in (
+            ("csm_seeded", {"ref_text": "It was said."}),
+            ("pocket_tts_seeded", {}),
+        ):
+            more = {"ref_audio": f"data:audio/wav;base64,{b64encode(heard).decode()}"} | said
+            given = create(**asked, model=model, voice="alloy", extra_body=more).read()
+            named = create(**asked, model=model, voice="Ada").read()
+            assert named == given == create(**asked, model=model, voice="alloy").read()
+        assert create(**asked, model="pocket_tts_seeded", voice=openai.omit).read() == given
+        listed = json.loads(call(f"{server.url}/v1/audio/voices")[2])["voices"]
+        assert [(each["id"], each["model"]) for each in listed] == [
+            ("Ada", "csm_seeded"),
+            ("Ada", "pocket_tts_seeded"),
+        ]
+        with pytest.raises(openai.BadRequestError, match="voice: .*'Adda': .*did you mean 'Ada'"):
+            create(**asked, model="csm_seeded", voice="Adda")
         server.check_nothing_is_left()
