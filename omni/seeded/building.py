@@ -13,7 +13,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    BertTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from engine.checkpoints.config_file import hidden_progress_bars
 
@@ -176,7 +181,7 @@ def chat_tokenizer(vocab_size: int, *, adds_bos: bool) -> PreTrainedTokenizerFas
     return tokenizer
 
 
-def wordpiece_tokenizer(vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
+def wordpiece_tokenizer(vocab_size: int, max_length: int) -> BertTokenizer:
     """BERT's kind of tokenizer: letters, and the commonest words of a small corpus.
 
     Not trained: WordPieceTrainer breaks ties in another way each time.
@@ -190,24 +195,7 @@ def wordpiece_tokenizer(vocab_size: int, max_length: int) -> PreTrainedTokenizer
     common = sorted(words, key=lambda word: (-words[word], word))
     pieces = dict.fromkeys([*specials, *letters, *(f"##{letter}" for letter in letters), *common])
     vocab = {piece: token_id for token_id, piece in enumerate([*pieces][:vocab_size])}
-    tokenizer = Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.add_special_tokens(specials)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-        model_max_length=max_length,
-    )
+    return BertTokenizer(vocab=vocab, do_lower_case=True, model_max_length=max_length)
 
 
 NOISE_STD = 0.1
