@@ -120,15 +120,10 @@ class EncoderStage(EngineStage):
         # Only here: configurations are checked without torch.
         from engine import EncoderEngine, LLMEngine
         from engine.encoder.sentence_layout import read_sentence_layout, resolve_pooling
-        from engine.models.model_loader import is_supported, open_checkpoint
+        from engine.models.model_loader import is_supported, open_configured
 
         config, pooling = self._config, self._given_pooling
-        checkpoint = open_checkpoint(
-            config.model,
-            part=config.part,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-        )
+        checkpoint = open_configured(config)
         self._layout = read_sentence_layout(checkpoint.path, pooling)
         self._normalize = self._given_normalize
         if self._layout is not None:

@@ -27,7 +27,7 @@ from engine.interface.log_fields import package_logger
 from engine.interface.outputs import EncoderOutput, EngineStats, RequestMetrics
 from engine.interface.placed_error import described
 from engine.interface.sampling_params import SamplingParams
-from engine.models.model_loader import open_checkpoint
+from engine.models.model_loader import open_configured
 from engine.resources.device import on_device, require_finite, resolve_device, resolve_dtype
 from engine.resources.memory_plan import MemoryPlan, resolve_num_blocks
 from engine.text.tokenizer import load_tokenizer, max_prompt_chars
@@ -206,8 +206,7 @@ def _max_positions(module: PreTrainedModel) -> int | None:
             # RoBERTa and its kin count positions from one after the padding index.
             offset = 0 if part.padding_idx is None else part.padding_idx + 1
             return part.num_embeddings - offset
-    limit: int | None = getattr(module.config, "max_position_embeddings", None)
-    return limit
+    return getattr(module.config, "max_position_embeddings", None)
 
 
 @dataclass(slots=True, eq=False)
@@ -360,12 +359,7 @@ class EncoderEngine(Engine[EncoderOutput]):
         check_argument("config", config, EngineConfig, "an EngineConfig", "EngineConfig(model={})")
         check_names("output_names", output_names, or_none=True)
         _check_settings(config)
-        checkpoint = open_checkpoint(
-            config.model,
-            part=config.part,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-        )
+        checkpoint = open_configured(config)
         checkpoint.require_plain()
         # Says what is wrong with the weight files, if anything is, before they are loaded.
         checkpoint.weight_files  # noqa: B018

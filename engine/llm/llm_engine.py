@@ -38,7 +38,7 @@ from engine.models.model_loader import (
     load_model,
     load_tokenizer_of,
     longest_sequence,
-    open_checkpoint,
+    open_configured,
 )
 from engine.native import load_kernels
 from engine.requests.request import RequestGroup, RequestStatus
@@ -84,12 +84,7 @@ class _Choices:
 
     @classmethod
     def of(cls, config: EngineConfig) -> _Choices:
-        checkpoint = open_checkpoint(
-            config.model,
-            part=config.part,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-        )
+        checkpoint = open_configured(config)
         if config.generation_config == "ignore":
             checkpoint = replace(checkpoint, generation_config=None)
         generation = checkpoint.generation_config

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import SCHEMES
+from engine.interface.config import EngineConfig
 from engine.layers import NativeLayerOps, can_pack
 from engine.models.base import CausalModel, GeneratorModel, ModelSettings
 from engine.models.checked_loading import Places, load_checked, told_of_config
@@ -36,6 +37,16 @@ def open_checkpoint(
         revision=revision,
         trust_remote_code=trust_remote_code,
         parts_of=FAMILIES.parts_of,
+    )
+
+
+def open_configured(config: EngineConfig) -> Checkpoint:
+    """Open the checkpoint of an engine's settings."""
+    return open_checkpoint(
+        config.model,
+        part=config.part,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
     )
 
 
