@@ -60,10 +60,8 @@ def speak_like(prompt: Prompt, audio: str | bytes, text: str | None) -> Prompt:
         message = {"role": "user", "content": prompt.prompt}
         prompt = ChatPrompt((message,), multi_modal_data=prompt.multi_modal_data)
     if not isinstance(prompt, ChatPrompt) or not prompt.messages:
-        raise ValueError(
-            "a recorded voice is heard before words: give text or messages, got "
-            f"{type(prompt).__name__}"
-        )
+        came = type(prompt).__name__
+        raise ValueError(f"a voice is heard before words: give text or messages, got {came}")
     *before, last = prompt.messages
     heard, content = {"type": "audio"}, last.get("content")
     if text is None:
@@ -116,10 +114,10 @@ class Voices:
             "audio" in stage.final_output for stage in stages.values()
         )
         self._aliases = {name: each for name, each in voices.items() if isinstance(each, str)}
-        self._recorded: dict[str, tuple[bytes, str | None]] = {}
-        for name, voice in voices.items():
-            if not isinstance(voice, str):
-                self._recorded[name] = (self._read(name, voice), voice.text)
+        recorded = {name: each for name, each in voices.items() if not isinstance(each, str)}
+        self._recorded = {
+            name: (self._read(name, each), each.text) for name, each in recorded.items()
+        }
         first, *others = speaking.values() or [tuple(self._recorded)]
         self.own = tuple(voice for voice in first if all(voice in each for each in others))
         stock = _STOCK_NAMES if self.speaks else ()
@@ -162,10 +160,8 @@ class Voices:
 
     def _read(self, name: str, voice: RecordedVoice) -> bytes:
         if self._speaking or not self.speaks:
-            raise ValueError(
-                f"voices.{name}: a recording is for a pipeline that speaks and whose stages have "
-                "no voices of their own"
-            )
+            why = "is for stages that speak and have no voices of their own"
+            raise ValueError(f"voices.{name}: a recording {why}")
         try:
             return voice.audio.read_bytes()
         except OSError as error:
