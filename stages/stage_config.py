@@ -156,27 +156,15 @@ class StageConfig(Settings):
         """
 
     def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
-        """What keeps a checkpoint from fitting this stage, as far as its ``config.json`` tells.
-
-        Returns:
-            The key that is wrong and what is wrong there; None if nothing is known to be.
-        """
+        """The key that does not fit a ``config.json``, and what is wrong; None: none is known."""
         return None
 
     def emitted(self, config: Mapping[str, Any]) -> Collection[str] | None:
-        """Names of the tensors that a model emits, as far as its ``config.json`` tells.
-
-        Returns:
-            None if that is known only when the model is loaded.
-        """
+        """Tensors that a model of a ``config.json`` emits; None: known once it is loaded."""
         return None
 
     def modalities(self, config: Mapping[str, Any]) -> Collection[str] | None:
-        """What prompts of a checkpoint's model are made of, as far as its ``config.json`` tells.
-
-        Returns:
-            Of ``text``, ``image``, ``audio`` and ``video``; None if that is not known.
-        """
+        """What prompts are made of: text, image, audio, video; None where it is not known."""
         return None
 
     def load_speakers(self) -> tuple[str, ...] | None:

@@ -275,8 +275,7 @@ class XformersBackend(KernelBackend):
         attended = memory_efficient_attention_forward(
             query, keys, values, attn_bias=bias, scale=scale, op=operator
         )
-        output: Tensor = attended.reshape(num_tokens, num_heads, head_dim)
-        return output
+        return attended.reshape(num_tokens, num_heads, head_dim)
 
 
 def _key_tile(block_size: int) -> int:

@@ -56,8 +56,7 @@ def activation_of(name: str) -> nn.Module:
         return _OF_TORCH[name]()
     from transformers.activations import ACT2FN
 
-    activation: nn.Module = ACT2FN[name]
-    return activation
+    return ACT2FN[name]
 
 
 _LOGGERS = (

@@ -344,8 +344,7 @@ class ModelRunner:
     def alignment(self, request: Request) -> Tensor | None:
         """Which of the encoder's rows the generated tokens of a running request are about.
 
-        Returns:
-            ``(heads, generated tokens but the last, encoder rows)``; None if nothing was kept.
+        ``(heads, generated tokens but the last, encoder rows)``; None if nothing was kept.
         """
         encoder, first = request.encoder_blocks, request.num_prompt_tokens
         queries = [request.queries[place] for place in sorted(request.queries) if place >= first]
@@ -523,8 +522,7 @@ class ModelRunner:
         for backend, metadata in zip(step.backends, step.metadata, strict=True):
             if backend is not None and isinstance(metadata, AttentionMetadata):
                 backend.begin_step(metadata)
-        tensors: dict[str, Tensor] = self._model(inputs.embeds, inputs.positions, step)
-        return tensors
+        return self._model(inputs.embeds, inputs.positions, step)
 
     def _sample(
         self, hidden_states: Tensor, rows: Tensor, sampling: Sequence[Request]

@@ -261,8 +261,7 @@ class AudioEncoderInputs(EncoderInputMaker):
             made = self._extractor(
                 samples, sampling_rate=self._reader.rate, return_tensors="pt", **options
             )
-        features: Tensor = made["input_features"][0]
-        return features
+        return made["input_features"][0]
 
 
 class ImageEncoderInputs(EncoderInputMaker):

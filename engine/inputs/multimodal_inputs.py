@@ -167,8 +167,7 @@ class VideoSampling:
             count = math.floor(min(max(wanted, self.min_frames), most, total) / step) * step
         if not count:
             return list(range(min(total, step)))  # shorter than a grid: the last one is repeated
-        chosen: list[int] = torch.arange(0, total, total / count).int().tolist()
-        return chosen
+        return torch.arange(0, total, total / count).int().tolist()
 
     def size(self, num_frames: int, temporal_patch_size: int, side: int) -> dict[str, int]:
         """How many pixels a frame may have, as image processors of transformers name it."""

@@ -193,8 +193,7 @@ class DeltaRuleMixer(nn.Module):
         self.state.write(step, conv_state, state)
         normed = F.rms_norm(y, y.shape[-1:], None, self.norm_eps) * self.norm_weight.float()
         gated = normed.flatten(1) * F.silu(z.reshape(num_tokens, -1).float())
-        mixed: Tensor = self.out_proj(gated.to(x.dtype))
-        return mixed
+        return self.out_proj(gated.to(x.dtype))
 
 
 def _normed(heads: Tensor) -> Tensor:

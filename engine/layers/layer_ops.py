@@ -246,8 +246,7 @@ class LayerOps:
         linear = torch.ops.mkldnn._linear_pointwise.default
 
         def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
-            output: Tensor = linear(x, packed, bias, "none", [], "")
-            return output
+            return linear(x, packed, bias, "none", [], "")
 
         return PackedWeight(multiply, weight.nbytes, len(weight))
 
@@ -281,8 +280,7 @@ class LayerOps:
             # On a CPU F.rms_norm is a chain of more, and larger, operations.
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-            output: Tensor = (x * scale).mul_(weight)
-            return output
+            return (x * scale).mul_(weight)
         # As in transformers: rounded to x's type before the weight, or after a float32 one.
         normed = F.rms_norm(x.float(), weight.shape, None, eps).to(weight.dtype)
         return normed.mul_(weight).to(x.dtype)
@@ -458,7 +456,7 @@ class LayerNorm(RMSNorm):
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add ``x`` to ``residual`` in place, and return the sum normalised."""
-        return self(residual.add_(x))  # type: ignore[no-any-return]
+        return self(residual.add_(x))
 
 
 class HeadNorm(nn.Module):

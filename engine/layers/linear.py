@@ -285,8 +285,7 @@ class PlainMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(rows, hidden_size)`` to ``(rows, output_size)``."""
-        output: Tensor = self.down(self.activation(self.up(x)))
-        return output
+        return self.down(self.activation(self.up(x)))
 
 
 class GatedMLP(PlainMLP):
@@ -314,5 +313,4 @@ class GatedMLP(PlainMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(rows, hidden_size)`` to the same shape."""
-        output: Tensor = self.down(self.ops.gate(self.up(x), self.activation))
-        return output
+        return self.down(self.ops.gate(self.up(x), self.activation))

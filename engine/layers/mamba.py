@@ -307,8 +307,7 @@ class MambaMixer(RecurrentMixer):
             y, ssm_state = selective_step(rows, self.a, ssm_state)
         self.state.write(step, conv_state, ssm_state)
         y.addcmul_(u, self.d).mul_(F.silu(gate.float()))
-        mixed: Tensor = self.out_proj(y.to(x.dtype))
-        return mixed
+        return self.out_proj(y.to(x.dtype))
 
 
 def ssd_step(rows: Rows, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -458,5 +457,4 @@ class Mamba2Mixer(RecurrentMixer):
         # The norm is per group of channels, in float32.
         groups = (y * F.silu(gate.float())).unflatten(-1, (self.num_groups, -1))
         normed = F.rms_norm(groups, groups.shape[-1:], None, self.norm_eps).flatten(-2)
-        mixed: Tensor = self.out_proj(normed.to(gate.dtype) * self.norm_weight)
-        return mixed
+        return self.out_proj(normed.to(gate.dtype) * self.norm_weight)

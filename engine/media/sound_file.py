@@ -160,8 +160,7 @@ class Resampler:
         """Take the next samples, ``(n,)``, and give what they make certain; perhaps nothing."""
         if self._stream is None:
             return samples
-        given: NDArray[np.float32] = self._stream.resample_chunk(samples, last=last)
-        return given
+        return self._stream.resample_chunk(samples, last=last)
 
     def rest(self) -> NDArray[np.float32]:
         """Give what was held back until nothing more comes."""
@@ -438,8 +437,7 @@ def load_extractor(path: Path, *, trust_remote_code: bool = False) -> Spectrogra
                 f"the feature extractor in {path}, a {type(extractor).__name__}, must make "
                 f"spectrograms of windows of a fixed length, but its {name} is {number!r}"
             )
-    loaded: SpectrogramExtractor = extractor
-    return loaded
+    return extractor
 
 
 _LOUDEST = 2.0

@@ -106,8 +106,7 @@ class TextEncoder(EncoderModule):
         lengths = torch.tensor([entry.num_tokens for entry in inputs])
         mask = (torch.arange(ids.shape[1]) < lengths[:, None]).to(device)
         output = self.module(input_ids=ids.to(device), attention_mask=mask.long())
-        rows: Tensor = output.last_hidden_state[mask]
-        return rows
+        return output.last_hidden_state[mask]
 
 
 def build_empty(
@@ -127,11 +126,7 @@ def make_unplaced(make: Callable[[Any], ModelT], config: PreTrainedConfig) -> Mo
 
 
 def place(module: ModelT, settings: ModelSettings) -> ModelT:
-    """Give a module that was made without memory its own, which may be none still.
-
-    Returns:
-        The module.
-    """
+    """Give a module that was made without memory its own, which may be none still."""
     for parameter in module.parameters():
         parameter.data = parameter.data.to(settings.dtype)
     if settings.device.type != "meta":
@@ -165,5 +160,4 @@ class EncoderDecoderModel(CausalModel):
         """Run the encoder; see :meth:`CausalModel.encode`."""
         for entry in inputs:
             self.encoder.check_input(entry)
-        rows: Tensor = self.encoder(inputs)
-        return rows
+        return self.encoder(inputs)

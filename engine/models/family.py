@@ -26,8 +26,7 @@ def has_head(checkpoint: Checkpoint) -> bool:
 
 
 def _text_positions(config: PreTrainedConfig) -> int:
-    limit: int = config.get_text_config().max_position_embeddings
-    return limit
+    return config.get_text_config().max_position_embeddings
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -147,8 +147,7 @@ class MultiModalModel(CausalModel, ItemSide):
         self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
     ) -> dict[str, Tensor]:
         """Run the decoder; see :meth:`CausalModel.forward` and :attr:`num_position_axes`."""
-        tensors: dict[str, Tensor] = self.decoder(inputs_embeds, positions, step)
-        return tensors
+        return self.decoder(inputs_embeds, positions, step)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Rows of hidden states to float32 logits; see :meth:`CausalModel.compute_logits`."""

@@ -136,8 +136,7 @@ def resolve_dtype(
     if name != "auto":
         if device.type == "cpu":
             _warn_of_slow(name)
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
+        return getattr(torch, name)
     if device.type == "cpu" or checkpoint_dtype is None:
         return torch.float32
     return checkpoint_dtype

@@ -569,10 +569,8 @@ class Scheduler:
         """Hold items and blocks for a running request's next tokens, and take it in.
 
         Where there are too few pages, others are preempted. One that lacks room for an item waits
-        as long as another goes on, though: what that one holds comes free.
-
-        Returns:
-            False if the request itself had to go.
+        as long as another goes on, though: what that one holds comes free. False if the request
+        itself had to go.
         """
         share = self._queues.hold_items(request, num_tokens, step.encoding_budget)
         while share.lacks_room and not step.scheduled:

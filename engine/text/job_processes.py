@@ -62,8 +62,7 @@ class _JobProcess:
             line = b""
         finally:
             last_resort.cancel()
-        answer: dict[str, Any] | None = json.loads(line) if line.endswith(b"\n") else None
-        return answer
+        return json.loads(line) if line.endswith(b"\n") else None
 
     @property
     def is_running(self) -> bool:

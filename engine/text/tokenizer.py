@@ -690,8 +690,7 @@ class _TokenizerProcesses(JobProcesses):
         job = {"text": text, "adds_special": adds_special, "seconds": seconds}
         answer = self.ask(json.dumps(job).encode() + b"\n", seconds)
         if isinstance(answer, dict) and "ids" in answer:
-            ids: list[int] = answer["ids"]
-            return ids
+            return answer["ids"]
         if isinstance(answer, dict):
             raise ValueError(f"the checkpoint's tokenizer cannot take this: {answer['error']}")
         if answer == "seconds":

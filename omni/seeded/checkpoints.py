@@ -52,8 +52,7 @@ class SeededModel:
     def builder(self) -> Callable[..., Path]:
         """The function, which is imported now."""
         module, _, function = self._place.partition(":")
-        builder: Callable[..., Path] = getattr(import_module(f"omni.seeded.{module}"), function)
-        return builder
+        return getattr(import_module(f"omni.seeded.{module}"), function)
 
     def __call__(self, directory: str | Path) -> Path:
         """Write the checkpoint; return its folder."""

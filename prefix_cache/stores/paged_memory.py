@@ -101,8 +101,7 @@ class PagedMemory:
     def state(self, group_id: int, layer_index: int) -> tuple[Tensor, ...]:
         """The states of the ``layer_index``-th layer of a recurrent group.
 
-        Returns:
-            Per tensor of the spec a view ``(num_blocks, *shape)``, pages a stride apart.
+        Per tensor of the spec a view ``(num_blocks, *shape)``, pages a stride apart.
         """
         group = self.config.groups[group_id]
         if not isinstance(group.spec, MambaSpec):

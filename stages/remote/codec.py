@@ -277,8 +277,7 @@ def _array(block: _Block, content: _Bytes) -> NDArray[Any]:
     dtype = np.dtype(block.kind)
     if dtype.kind not in "biufc":
         raise ValueError(f"an array of {block.kind}")
-    made: NDArray[Any] = plain_bytes(content).view(dtype).reshape(block.shape)
-    return made
+    return plain_bytes(content).view(dtype).reshape(block.shape)
 
 
 def _picture(block: _Block, content: _Bytes) -> Image.Image:

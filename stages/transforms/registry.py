@@ -45,8 +45,7 @@ class Requirements:
 
 def requirements_of(transform: Transform) -> Requirements:
     """What a transform was declared to need; nothing if it declares nothing."""
-    declared: Requirements = getattr(transform, _REQUIREMENTS, Requirements())
-    return declared
+    return getattr(transform, _REQUIREMENTS, Requirements())
 
 
 def requires(
@@ -208,8 +207,7 @@ def resolve_transform(spec: str | Transform) -> Transform:
         return _registered(spec)
     function: Any = load_custom(spec)
     _check_is_one(function, spec)
-    resolved: Transform = function
-    return resolved
+    return function
 
 
 def _registered(name: str) -> Transform:

@@ -30,11 +30,7 @@ class WorkerState:
 
 
 def why_lost(workers: Sequence[WorkerState]) -> str | None:
-    """Why a stage with such workers takes no requests, in words that follow its name.
-
-    Returns:
-        None if any of them takes requests, or will without anybody's help.
-    """
+    """Why a stage with such workers takes no requests, to follow its name; None if it does."""
     if any(worker.state in ("up", "starting") for worker in workers):
         return None
     waits = "it takes no requests until there is a place for it"

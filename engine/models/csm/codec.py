@@ -82,8 +82,7 @@ class MimiCodec(CausalVocoder):
         hidden = decoder.upsample(self.network.quantizer.decode(codes)).transpose(1, 2)
         places = starts * decoder.config.latent_stride
         hidden = self.attend(decoder.decoder_transformer, hidden, places)
-        sound: Tensor = decoder.decoder_seanet(hidden.transpose(1, 2))
-        return sound
+        return decoder.decoder_seanet(hidden.transpose(1, 2))
 
 
 class MimiEncoder(nn.Module):
@@ -122,8 +121,7 @@ class MimiEncoder(nn.Module):
         """Sound ``(num_samples,)`` to codes ``(num_frames, num_codebooks)`` int64."""
         samples = samples.to(self.module.device, torch.float32)
         encoded = self.module.encode(samples[None, None], num_quantizers=self.num_codebooks)
-        codes: Tensor = encoded.audio_codes[0].T
-        return codes
+        return encoded.audio_codes[0].T
 
 
 def samples_per_frame(config: Any) -> int:

@@ -276,8 +276,7 @@ class SelfAttention(nn.Module):
         attended = self.attention(query, key, value, step)
         if gate is not None:
             attended = attended * gate.sigmoid()
-        projected: Tensor = self.output(attended.reshape(num_tokens, -1))
-        return projected
+        return self.output(attended.reshape(num_tokens, -1))
 
 
 def build_norm(config: DecoderConfig, settings: ModelSettings) -> RMSNorm:

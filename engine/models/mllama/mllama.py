@@ -103,8 +103,7 @@ class ImageLayer(nn.Module):
             key = self._normed_heads(key, self.key_norm)
             value = value.unflatten(-1, (self.num_kv_heads, self.head_dim))
         attended = self.attention(query, key, value, step)
-        projected: Tensor = self.output(attended.reshape(num_tokens, -1))
-        return projected
+        return self.output(attended.reshape(num_tokens, -1))
 
     def _normed_heads(self, x: Tensor, norm: RMSNorm) -> Tensor:
         heads: Tensor = norm(x.reshape(-1, self.head_dim))
@@ -190,8 +189,7 @@ class ImageEncoder(EncoderModule):
     def forward(self, inputs: Sequence[EncoderInput]) -> Tensor:
         """See :meth:`EncoderModule.forward`."""
         features = {name: self.stacked_feature(inputs, name) for name in self.shapes}
-        rows: Tensor = self.projector(self.module(**features).last_hidden_state.flatten(0, 3))
-        return rows
+        return self.projector(self.module(**features).last_hidden_state.flatten(0, 3))
 
 
 # Rows of the embedding beyond the logits': the image token's and room for others.

@@ -79,8 +79,7 @@ class VoiceTower(FeatureTaker):
         extracted = self._extracted(features).to(self._device)
         encoded = self._network.encode(extracted["input_values"], extracted["padding_mask"])
         num_rows = int(self._extractor.get_num_frames(extracted["padding_mask"]))
-        latents: Tensor = encoded.latents[0, :num_rows]
-        return latents
+        return encoded.latents[0, :num_rows]
 
     def _extracted(self, features: Mapping[str, Tensor]) -> Any:
         """The samples that end on a pause, ``(1, 1, num_samples)``, and their mask."""

@@ -441,11 +441,7 @@ def initial_noise(seed: int, start: int, stop: int, mel_dim: int) -> Tensor:
 
 
 def flow_times(params: GenerationParams, device: torch.device) -> Tensor:
-    """Points in time from 0 to 1, swayed to one end as F5-TTS (arXiv 2410.06885) does it.
-
-    Returns:
-        ``(num_steps,)`` float32.
-    """
+    """``(num_steps,)`` times from 0 to 1, swayed to one end as in F5-TTS (arXiv 2410.06885)."""
     times = torch.linspace(0, 1, params.num_steps, device=device)
     if params.sway_coefficient is None:
         return times

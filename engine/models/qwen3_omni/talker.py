@@ -68,8 +68,7 @@ class _Predictor(CodePredictor):
 
     def logits(self, rows: Tensor, codebook: int) -> Tensor:
         """See :meth:`CodePredictor.logits`."""
-        logits: Tensor = self._heads[codebook - 1](rows)
-        return logits
+        return self._heads[codebook - 1](rows)
 
     def embed(self, codes: Tensor) -> Tensor:
         """Sums of the embeddings of further codes ``(n, num_further)``: ``(n, hidden_size)``."""

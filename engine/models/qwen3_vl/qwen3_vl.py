@@ -59,8 +59,7 @@ class SpreadSampling(VideoSampling):
         """See :meth:`VideoSampling.choose`; the last one of an odd number is repeated."""
         wanted = max(int(info.num_frames / info.fps * (self.fps or 0)), self.min_frames)
         count = min(self.num_frames or min(wanted, self.max_frames), info.num_frames)
-        chosen: list[int] = np.linspace(0, info.num_frames - 1, count).round().astype(int).tolist()
-        return chosen
+        return np.linspace(0, info.num_frames - 1, count).round().astype(int).tolist()
 
     def size(self, num_frames: int, temporal_patch_size: int, side: int) -> dict[str, int]:
         """See :meth:`VideoSampling.size`; an image processor takes whole numbers."""

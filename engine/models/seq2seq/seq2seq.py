@@ -211,8 +211,7 @@ class DecoderSelfAttention(DecoderAttention):
         qkv = self.qkv(x).view(x.shape[0], 3, self.num_heads, self.head_dim)
         query, key, value = qkv.unbind(1)
         attended = self.attention(query, key, value, step, bias=bias)
-        output: Tensor = self.output(attended.reshape(x.shape[0], -1))
-        return output
+        return self.output(attended.reshape(x.shape[0], -1))
 
 
 class DecoderCrossAttention(DecoderAttention):
@@ -238,8 +237,7 @@ class DecoderCrossAttention(DecoderAttention):
             rows = self.key_value(step.encoder_hidden_states)
             key, value = rows.view(rows.shape[0], 2, self.num_heads, self.head_dim).unbind(1)
         attended = self.attention(query, key, value, step)
-        output: Tensor = self.output(attended.reshape(x.shape[0], -1))
-        return output
+        return self.output(attended.reshape(x.shape[0], -1))
 
 
 class Seq2SeqLayer(nn.Module):

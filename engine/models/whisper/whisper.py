@@ -348,8 +348,7 @@ class SpeechEncoder(EncoderModule):
     def forward(self, inputs: Sequence[EncoderInput]) -> Tensor:
         """See :meth:`EncoderModule.forward`."""
         features = self.stacked_feature(inputs, _FEATURES).to(self.dtype)
-        rows: Tensor = self.module(features).last_hidden_state.flatten(0, 1)
-        return rows
+        return self.module(features).last_hidden_state.flatten(0, 1)
 
 
 def whisper_config(config: PreTrainedConfig) -> Seq2SeqConfig:

@@ -82,8 +82,7 @@ class Embeddings(PipelineResponse):
             row = row / max(np.linalg.norm(row), np.finfo(row.dtype).tiny)
         if self._is_base64:
             return b64encode(np.ascontiguousarray(row, dtype="<f4").tobytes()).decode()
-        numbers: list[float] = row.tolist()
-        return numbers
+        return row.tolist()
 
 
 def _encoding_stage(pipeline: Pipeline) -> str:
