@@ -36,7 +36,7 @@ class RecordedVoice(Settings):
 
     Attributes:
         audio: a sound file; in YAML, from the folder of the YAML file on.
-        text: what is said there, for models that need it, such as CSM.
+        text: what is said there, for models that need it.
     """
 
     audio: Annotated[Path, AfterValidator(_located)]
