@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engine import TextChunk as TextChunk
     from engine import TextPrompt as TextPrompt
     from engine import TokensPrompt as TokensPrompt
+    from engine import TranscriptionOptions as TranscriptionOptions
     from engine import VideoPrompt as VideoPrompt
     from engine import Waveform as Waveform
     from omni.pipelines.pipeline import Pipeline as Pipeline
@@ -58,7 +59,7 @@ _IMPORTED_ON_USE = {
             *("AudioPrompt", "ChatPrompt", "EmbedsPrompt", "ExplicitEncoderDecoderPrompt"),
             *("ImagePrompt", "Prompt", "TextChunk", "TextPrompt", "TokensPrompt", "VideoPrompt"),
             *("EngineConfig", "GeneratorConfig", "LLMEngine", "SamplingParams"),
-            *("StructuredOutput", "Waveform"),
+            *("StructuredOutput", "TranscriptionOptions", "Waveform"),
         ),
         "omni.pipelines.pipeline": ("Pipeline",),
         "omni.pipelines.pipeline_config": ("PipelineConfig",),

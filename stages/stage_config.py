@@ -211,7 +211,7 @@ class TokenStageConfig(StageConfig):
 
     model: ModelReference
     engine: EngineSettings = EngineSettings()
-    outputs: tuple[str, ...] | None = None
+    outputs: Annotated[tuple[str, ...], OneOrMore] | None = None
 
     def engine_config(self) -> EngineConfig:
         """Join model and engine settings."""

@@ -56,10 +56,8 @@ def write_kv(key: Tensor, value: Tensor, kv_cache: LayerKVCache, row_mapping: Te
 def layer_chunks(kv_cache: LayerKVCache) -> tuple[Tensor, Tensor]:
     """One layer's key chunks and value chunks, both indexed by ``page * chunks_per_page``.
 
-    The shift of the layer is in the view, so that one index serves all layers of the group.
-
-    Returns:
-        Two views ``(chunks, block_size * num_kv_heads * head_dim)``.
+    The shift of the layer is in the views ``(chunks, block_size * num_kv_heads * head_dim)``, so
+    that one index serves all layers of the group.
     """
     chunks = kv_cache.chunks.flatten(1)
     first = 2 * kv_cache.layer_index

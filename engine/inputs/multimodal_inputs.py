@@ -415,6 +415,10 @@ class AudioFeatureMaker(FeatureMaker):
             filled = -(-(len(samples) + int(self._extractor.n_fft)) // hop) * hop
             most = min(filled, int(self._extractor.n_samples))
             padding = {"padding": "max_length", "max_length": most}
+        elif len(samples) <= (mirrored := int(self._extractor.n_fft) // 2):
+            raise ValueError(
+                f"the audio is too short: of {len(samples)} samples {mirrored} cannot be mirrored"
+            )
         with turn_of(self._extractor):
             output = self._extractor(
                 samples,

@@ -294,7 +294,7 @@ class EngineSettings(Settings):
     attention_backend: Literal["auto", "native", "torch", "triton", "xformers"] = "auto"
     deterministic: bool = False
     enforce_eager: bool = False
-    block_size: int = Field(default=16, ge=1)
+    block_size: int = Field(default=16, ge=1, le=2**20)
     num_blocks: int | None = Field(default=None, ge=2)
     memory_fraction: float = Field(default=0.5, gt=0.0, le=1.0)
     max_model_len: int | None = Field(default=None, ge=1)
@@ -311,7 +311,7 @@ class EngineSettings(Settings):
     transcription: TranscriptionOptions = TranscriptionOptions()
     enable_prefix_caching: bool = True
     limits: RequestLimits = RequestLimits()
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
 
     @model_validator(mode="after")
     def _go_together(self) -> Self:

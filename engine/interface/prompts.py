@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from engine.interface.arguments import check_argument
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
@@ -213,6 +215,9 @@ class AudioPrompt:
         vad: whether only speech is heard, found by a voice detector: all else is silence, and a
             recording without any gives no text. None: as the engine's setting of that name.
         transcription: how a speech model goes about it; None: as the engine's setting of that name.
+
+    Raises:
+        ValueError: one of the last three or the language is of another type.
     """
 
     audio: str | Path | bytes | Tensor | NDArray[Any]
@@ -222,6 +227,12 @@ class AudioPrompt:
     timestamps: bool | None = None
     vad: bool | None = None
     transcription: TranscriptionOptions | None = None
+
+    def __post_init__(self) -> None:
+        options = TranscriptionOptions
+        check_argument("language", self.language, str | None, "a str or None")
+        check_argument("vad", self.vad, bool | None, "a bool or None")
+        check_argument("transcription", self.transcription, options | None, options.__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,10 +25,6 @@ def has_head(checkpoint: Checkpoint) -> bool:
     return checkpoint.architecture.endswith("ForCausalLM")
 
 
-def _text_positions(config: PreTrainedConfig) -> int:
-    return config.get_text_config().max_position_embeddings
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelFamily:
     """One family of models, or one part of a checkpoint that holds several models.
@@ -63,7 +59,9 @@ class ModelFamily:
     generator: Callable[[Checkpoint, torch.device], GeneratorModel] | None = None
     prompts: Callable[[PromptSources], PromptProcessor] = PlainPromptProcessor
     chat_template: str | None = None
-    max_positions: Callable[[PreTrainedConfig], int] = _text_positions
+    max_positions: Callable[[PreTrainedConfig], int] = lambda config: (
+        config.get_text_config().max_position_embeddings
+    )
     config_class: type[PreTrainedConfig] | None = None
     decoder_config: Callable[[PreTrainedConfig], Any] | None = None
     model_type: str | None = None

@@ -114,6 +114,8 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"device {name!r} is not known: {error}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r} is none that models run on here: take 'cpu' or 'cuda'")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"device {name!r} was asked for, but torch sees no CUDA device; take 'cpu', or 'auto'"

@@ -49,7 +49,9 @@ def check_devices(placements: Mapping[str, Placement]) -> None:
         count, f"{count} CUDA devices, cuda:0 to cuda:{count - 1}"
     )
     for name, devices in wanted.items():
-        missing = next((device for device in devices if _number(device) >= count), None)
+        missing = next(
+            (each for each in devices if int(each.partition(":")[2] or 0) >= count), None
+        )
         if missing is None:
             continue
         placement = placements[name]
@@ -78,7 +80,3 @@ def check_cluster(address: str | None) -> None:
             "in a checkout of omni-pipeline"
         )
     find_cluster(address)
-
-
-def _number(device: str) -> int:
-    return int(device.partition(":")[2] or 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +27,8 @@ _STOCK_NAMES = (
 def _located(path: Path, info: ValidationInfo) -> Path:
     """A file beside the YAML file, or as given."""
     beside = ((info.context or {}).get("base_dir") or Path()) / path
-    if not beside.is_file():
-        raise ValueError(f"there is no file {str(beside)!r}")
+    if not beside.is_file() or not os.access(beside, os.R_OK):
+        raise ValueError(f"there is no file {str(beside)!r} that can be read")
     return beside
 
 
@@ -51,8 +52,7 @@ def speak_like(prompt: Prompt, audio: str | bytes, text: str | None) -> Prompt:
 
         [text, audio] [...]        [audio, ...]
 
-    Raises:
-        ValueError: the prompt is neither text nor messages.
+    ``ValueError``: the prompt is neither text nor messages.
     """
     if isinstance(prompt, str):
         prompt = TextPrompt(prompt)
@@ -98,7 +98,7 @@ class Voices:
 
     Raises:
         ValueError: an alias stands for no voice, or is one; a recorded voice is for stages that
-            have voices themselves, or do not speak, or its file cannot be read.
+            have voices themselves, or do not speak.
     """
 
     def __init__(
@@ -115,9 +115,10 @@ class Voices:
         )
         self._aliases = {name: each for name, each in voices.items() if isinstance(each, str)}
         recorded = {name: each for name, each in voices.items() if not isinstance(each, str)}
-        self._recorded = {
-            name: (self._read(name, each), each.text) for name, each in recorded.items()
-        }
+        if recorded and (speaking or not self.speaks):
+            name = next(iter(recorded))
+            raise ValueError(f"voices.{name}: a recording is for stages that speak without voices")
+        self._recorded = {key: (one.audio.read_bytes(), one.text) for key, one in recorded.items()}
         first, *others = speaking.values() or [tuple(self._recorded)]
         self.own = tuple(voice for voice in first if all(voice in each for each in others))
         stock = _STOCK_NAMES if self.speaks else ()
@@ -144,28 +145,15 @@ class Voices:
         raise ValueError(f"speaker {self._unknown(name, self._aliases)}")
 
     def apply(self, prompt: Prompt, name: str | None) -> tuple[Prompt, str | None]:
-        """Put a recorded voice before what is to be said, unless the prompt brings a sound.
+        """Put the recorded voice of a name of :meth:`find` before a prompt that brings no sound.
 
-        Args:
-            name: as :meth:`find` returns it.
-
-        Returns:
-            The prompt, and the voice that stages are to be asked for.
+        The prompt comes with the name that stages are to be asked for.
         """
         if name not in self._recorded:
             return prompt, name
         if getattr(prompt, "multi_modal_data", {}).get("audio"):
             return prompt, None
         return speak_like(prompt, *self._recorded[name]), None
-
-    def _read(self, name: str, voice: RecordedVoice) -> bytes:
-        if self._speaking or not self.speaks:
-            why = "is for stages that speak and have no voices of their own"
-            raise ValueError(f"voices.{name}: a recording {why}")
-        try:
-            return voice.audio.read_bytes()
-        except OSError as error:
-            raise ValueError(f"voices.{name}: {error}") from error
 
     def other_names(self, voice: str) -> list[str]:
         """Names beside its own that stand for a voice."""

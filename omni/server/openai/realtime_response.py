@@ -10,7 +10,7 @@ from http import HTTPStatus
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from engine import AudioPrompt, ChatPrompt, SamplingParams, Waveform
+from engine import AudioPrompt, ChatPrompt, FinishReason, SamplingParams, Waveform
 from engine.interface.log_fields import package_logger
 from omni.server.openai.answers import TokenCount, text_stage
 from omni.server.openai.chat_request import ChatRequest, merge_sampling
@@ -80,6 +80,7 @@ class RealtimeResponse:
         self._sounds_since = 0.0
         self._count = TokenCount()
         self._reason: str | None = None
+        self._end = "completed"
         self.is_over = False
 
     def begin(self, timeout_s: float) -> None:
@@ -118,8 +119,8 @@ class RealtimeResponse:
         self.is_over = True
         if self._message is not None:
             self._message.is_spoken = True
-            await self._close_message(self._message, "completed")
-        await self._send("response.done", response=self.described("completed"))
+            await self._close_message(self._message, self._end)
+        await self._send("response.done", response=self.described(self._end))
 
     async def _prompt(self) -> ChatPrompt:
         read = self._pipeline.describe()["modalities"]["input"]
@@ -177,8 +178,8 @@ class RealtimeResponse:
         details: dict[str, Any] | None = None
         if error is not None:
             details = {"type": "failed", "error": {"type": error.kind, "code": error.code}}
-        elif status == "cancelled":
-            details = {"type": "cancelled", "reason": self._reason}
+        elif status in ("cancelled", "incomplete"):
+            details = {"type": status, "reason": self._reason}
         count, usage = self._count, None
         if (written := count.written.get(0)) is not None:
             usage = {
@@ -202,6 +203,8 @@ class RealtimeResponse:
         delta = update.of(self._plan.writer)
         if delta is not None:
             self._count.add(delta)
+            if delta.finish_reason == FinishReason.LENGTH:
+                self._end, self._reason = "incomplete", "max_output_tokens"
             words, calls = self._parser.feed(delta.text or "", is_last=delta.finished)
             if words:
                 await self._send_words(words)

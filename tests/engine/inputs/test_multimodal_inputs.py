@@ -405,6 +405,13 @@ def test_a_short_sound_does_not_fill_the_window(monkeypatch: pytest.MonkeyPatch)
     assert lengths == [2_080]
 
 
+def test_a_sound_that_is_too_short_to_be_mirrored_is_refused() -> None:
+    maker = AudioFeatureMaker(EXTRACTOR, sound_end="mirrored")
+    assert maker.make(np.zeros(201, np.float32))["input_features"].shape[1]
+    with pytest.raises(ValueError, match="too short: of 200 samples 200 cannot be mirrored"):
+        maker.make(np.zeros(200, np.float32))
+
+
 def test_a_language_is_a_hint_that_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     maker, samples = AudioFeatureMaker(EXTRACTOR), np.sin(np.arange(3_200)).astype(np.float32)
     plain = maker.make(samples)["input_features"]

@@ -244,3 +244,11 @@ def test_what_cannot_be_is_refused(engine: LLMEngine, message: str) -> None:
         engine.add_request("r", prompt)
     with pytest.raises(ValueError, match="temperature must be one number of at least 0"):
         TranscriptionOptions(temperature=())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"language": 5}, {"vad": "yes"}, {"transcription": {"prompt": "a"}}]
+)
+def test_what_is_of_another_type_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be "):
+        AudioPrompt(melody(1.0, 0), **wrong)

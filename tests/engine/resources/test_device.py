@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from engine.interface import cpu_threads
 from engine.interface.cpu_threads import available_cores, cpu_quota
-from engine.resources.device import _warn_of_slow, on_device, resolve_dtype
+from engine.resources.device import _warn_of_slow, on_device, resolve_device, resolve_dtype
 from tests.support.three_engines import KINDS, build_engine
 
 
@@ -34,6 +34,12 @@ def test_a_cuda_device_is_current_inside_and_a_cpu_changes_nothing(monkeypatch: 
     assert current == [0, 1, 0]
     with on_device(torch.device("cpu", 0)):
         assert current == [0, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["mps", "meta", "xpu:0"])
+def test_a_device_that_no_model_runs_on_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"device '{name}' is none that models run on"):
+        resolve_device(name)
 
 
 @pytest.mark.parametrize("has", [False, True])

@@ -24,7 +24,7 @@ stages:
     engine:
       block_size: 4
     sampling: {max_tokens: 3, stop: [end]}
-    outputs: [hidden_states]
+    outputs: hidden_states
     final_output: text
   reader:
     kind: autoregressive
@@ -77,6 +77,7 @@ def test_values_and_defaults_reach_the_stage(tmp_path: Path) -> None:
     assert writer.kind == "autoregressive"
     assert writer.sampling == SamplingParams(max_tokens=3, stop=("end",))
     assert writer.final_output == ("text",)
+    assert writer.outputs == ("hidden_states",)
     assert reader.final_output == ("text", "tensors")
     assert reader.inputs is not None
     assert reader.inputs.sources == ("writer",)

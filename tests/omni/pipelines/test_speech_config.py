@@ -166,11 +166,10 @@ def test_recorded_voices_have_names_where_stages_have_none(tmp_path: Path) -> No
     assert voices.apply(own, "Ben") == (own, None), "a prompt with a sound keeps it"
     with pytest.raises(ValueError, match="give text or messages, got TokensPrompt"):
         voices.apply(TokensPrompt((1,)), "Ben")
-    with pytest.raises(ValueError, match="voices.Ada: a recording is for .* no voices of their"):
+    with pytest.raises(
+        ValueError, match="voices.Ada: a recording is for stages that speak without"
+    ):
         pipeline(Ada=ada)
-    (tmp_path / "ben.wav").unlink()
-    with pytest.raises(ValueError, match="voices.Ben: .*ben.wav"):
-        Pipeline(speech_stages(), voices=recorded)
 
 
 def test_a_recording_with_its_words_is_said_before() -> None:
@@ -187,7 +186,7 @@ def test_a_recording_is_found_beside_the_yaml_file(tmp_path: Path) -> None:
     shipped = Path(stage_configs.__file__).parent / "pocket_tts_seeded.yaml"
     path = tmp_path / "mine.yaml"
     path.write_text(f"{shipped.read_text()}\nvoices: {{Ada: {{audio: ada.wav}}}}\n")
-    with pytest.raises(ConfigError, match=r"voices.Ada.audio: there is no file .*/ada.wav'"):
+    with pytest.raises(ConfigError, match=r"voices.Ada.audio: there is no file .*/ada.wav' that"):
         PipelineConfig.load(path)
     (tmp_path / "ada.wav").write_bytes(b"")
     config = PipelineConfig.load(path)

@@ -101,7 +101,7 @@ def test_text_is_answered_and_remembered(running: LiveServer, talk: Talk):
         deltas = [each["delta"] for each in heard if each["type"] == "response.output_text.delta"]
         assert "".join(deltas) == expected and len(deltas) > 1
         done = heard[-1]["response"]
-        assert done["status"] == "completed"
+        assert done["status"] == "incomplete"
         assert done["output"][0]["content"] == [{"type": "output_text", "text": expected}]
         assert done["usage"]["output_tokens"] == 10
         said.append({"role": "assistant", "content": expected})
@@ -167,6 +167,9 @@ def test_the_official_client_talks_as_well(running: LiveServer):
                 text += event.delta
             if event.type == "response.done":
                 break
+    done = event.response
+    assert (done.status, done.status_details.reason) == ("incomplete", "max_output_tokens")
+    assert [item.status for item in done.output] == ["incomplete"]
     sampling = {"thinker": {"max_tokens": 6}}
     message = {"role": "user", "content": "What is a tide?"}
     request = OmniRequest(ChatPrompt((message,)), sampling=sampling)
@@ -192,7 +195,7 @@ def test_an_answer_is_cancelled_in_the_middle(running: LiveServer, talk: Talk):
     running.check_nothing_is_left()
     talk.text("Well?")
     talk.say("response.create", response={"stages": SHORT})
-    assert talk.until("response.done")[-1]["response"]["status"] == "completed"
+    assert talk.until("response.done")[-1]["response"]["status"] == "incomplete"
 
 
 def test_a_connection_that_closes_aborts_its_own_request_alone(running: LiveServer):
@@ -462,7 +465,7 @@ def test_an_answer_that_has_ended_cannot_be_cancelled_while_its_end_is_told(
     heard = asyncio.run(asyncio.wait_for(talk(), PATIENCE_S))
     assert heard.heard_of("error")[0]["error"]["code"] == "no_active_response"
     (done,) = heard.heard_of("response.done")
-    assert done["response"]["status"] == ("failed" if slow == "error" else "completed")
+    assert done["response"]["status"] == ("failed" if slow == "error" else "incomplete")
 
 
 class GoneSocket:
