@@ -177,7 +177,7 @@ class RealtimeEvents:
         usage = response.get("usage") or {}
         cached = (usage.get("input_token_details") or {}).get("cached_tokens")
         self._record.usage(usage.get("input_tokens"), cached, usage.get("output_tokens"))
-        if response["status"] != "completed":
+        if response["status"] not in ("completed", "incomplete"):  # it was cut by its length
             raise RequestFailure("not completed", str(response["status"]))
         self.is_complete = True
 
