@@ -52,6 +52,10 @@ class AutoregressiveStageConfig(TokenStageConfig):
     def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
         """See :class:`~stages.stage_config.StageConfig`."""
         misfit = misfit_of(config, self.part, makes_sound=False)
+        is_streamed = self.inputs is not None and self.inputs.chunk_size is not None
+        if misfit is None and is_streamed and modalities_of(config, self.part):
+            # What reads a user's prompt reads it whole; a talker reads rows as they come.
+            misfit = "inputs", "it reads its whole input at once: leave out chunk_size"
         return misfit or misfit_of_outputs(config, self.part, self.outputs)
 
     def emitted(self, config: Mapping[str, Any]) -> Collection[str] | None:

@@ -170,11 +170,8 @@ class StageConfig(Settings):
     def load_speakers(self) -> tuple[str, ...] | None:
         """Read the ``speakers`` of such a :class:`~stages.stage.Stage` without loading its model.
 
-        Returns:
-            None if it does not speak, or its voices are known only when the model is loaded.
-
-        Raises:
-            ValueError: the voices cannot be read.
+        None: it does not speak, or they are known once it is loaded; ``ValueError``: they cannot
+        be read.
         """
         return None
 
@@ -186,8 +183,7 @@ class StageConfig(Settings):
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Read the ``tokenizer`` of such a :class:`~stages.stage.Stage`, which is driven elsewhere.
 
-        Returns:
-            None if such a stage writes no text, or its model brings no tokenizer.
+        None: such a stage writes no text, or its model brings no tokenizer.
 
         Raises:
             ValueError: the tokenizer cannot be read.

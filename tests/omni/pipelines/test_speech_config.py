@@ -71,6 +71,7 @@ STREAMS = rows("""
 code2wav.inputs.from=[talker, thinker] | code2wav.inputs.chunk_size: is for one source, got 2 | out
 code2wav.inputs={from: [talker, thinker], transform: talker_to_code2wav} | takes 1 source(s), got |
 talker.inputs.transform=text_as_prompt | needs a transform that works chunk by | 'text_as_prompt'
+talker.part=null & talker.model=seeded:qwen2 | 'seeded:qwen2': it reads its whole input | leave out
 talker.kind=encoder & ENDS | talker.inputs.chunk_size: is not for an encoder | leave it out
 thinker.kind=encoder & thinker.final_output=tensors | needs a source that generates tok | 'encoder'
 talker.inputs.chunk_size=0 | chunk_size: should be greater than or equal to 1, got 0 |

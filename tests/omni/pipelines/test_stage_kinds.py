@@ -313,7 +313,8 @@ def test_what_a_users_transform_declares_is_checked_before_a_model_is_loaded(
     path.write_text(
         "name: mine\nstages:\n"
         "  first: {kind: autoregressive, model: 'seeded:qwen2'}\n"
-        "  second: {kind: autoregressive, model: 'seeded:qwen2', final_output: text,\n"
+        "  second: {kind: autoregressive, model: 'seeded:qwen2_5_omni', part: talker,\n"
+        "           final_output: text,\n"
         "           inputs: {from: first, transform: 'own.py:f', chunk_size: 4}}\n"
     )
     config = PipelineConfig.load(path)  # which runs nothing
