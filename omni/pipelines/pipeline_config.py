@@ -152,7 +152,7 @@ class PipelineConfig(Settings):
             return
         known = {name: self.resolved(name).load_speakers() for name in self.stages}
         speaking = {name: voices for name, voices in known.items() if voices is not None}
-        if speaking:
+        if speaking or any(not isinstance(each, str) for each in self.voices.values()):
             Voices(self.stages, speaking, self.voices).find(self.speaker)
 
     def custom_transforms(self) -> dict[str, str]:

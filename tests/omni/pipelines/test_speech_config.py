@@ -190,7 +190,9 @@ def test_a_recording_is_found_beside_the_yaml_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"voices.Ada.audio: there is no file .*/ada.wav' that"):
         PipelineConfig.load(path)
     (tmp_path / "ada.wav").write_bytes(b"")
-    config = PipelineConfig.load(path)
+    config = PipelineConfig.load(path, {"speaker": "Adda"})
+    with pytest.raises(ValueError, match="'Adda': no such voice was recorded; did you mean 'Ada'"):
+        config.check_speaker()
     assert config.voices == {"Ada": RecordedVoice(audio=tmp_path / "ada.wav")}
 
 
