@@ -54,7 +54,7 @@ class AutoregressiveStageConfig(TokenStageConfig):
         misfit = misfit_of(config, self.part, makes_sound=False)
         is_streamed = self.inputs is not None and self.inputs.chunk_size is not None
         if misfit is None and is_streamed and modalities_of(config, self.part):
-            # What reads a user's prompt reads it whole; a talker reads rows as they come.
+            # What reads a user's prompt reads it whole; rows of another stage may come bit by bit.
             misfit = "inputs", "it reads its whole input at once: leave out chunk_size"
         return misfit or misfit_of_outputs(config, self.part, self.outputs)
 
