@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -36,6 +34,14 @@ class Speech:
     chunk: TextChunk
     num_said: int = 0
 
+    @property
+    def new(self) -> str:
+        return self.chunk.text[self.num_said :]
+
+    @property
+    def is_ready(self) -> bool:
+        return self.chunk.is_last or bool(self.new.strip())
+
 
 class PiperVoiceStage(Stage):
     """Says what is new of one request in a step; requests take turns."""
@@ -50,49 +56,36 @@ class PiperVoiceStage(Stage):
 
         self._voice = PiperVoice.load(voice)
         self._speeches: dict[str, Speech] = {}
-        self._turns: deque[str] = deque()
 
     def add_request(self, request: StageRequest) -> None:
-        self._take(request.request_id, request.prompt)
+        self.extend_request(request.request_id, request.prompt)
 
     def extend_request(self, request_id: str, prompt: Prompt) -> None:
-        self._take(request_id, prompt)
-
-    def needs_input(self, request_id: str) -> bool:
-        speech = self._speeches.get(request_id)
-        return speech is not None and not speech.chunk.is_last and request_id not in self._turns
-
-    def _take(self, request_id: str, prompt: Prompt) -> None:
         if not isinstance(prompt, TextChunk):
             raise ValueError(f"it says a TextChunk, got a {type(prompt).__name__}")
-        speech = self._speeches.setdefault(request_id, Speech(prompt))
-        speech.chunk = prompt
-        if prompt.is_last or prompt.text[speech.num_said :].strip():
-            self._turns.append(request_id)
+        self._speeches.setdefault(request_id, Speech(prompt)).chunk = prompt
+
+    def needs_input(self, request_id: str) -> bool:
+        return request_id in self._speeches and not self._speeches[request_id].is_ready
 
     def step(self) -> list[StageOutput]:
-        if not self._turns:
+        ready = [each for each, speech in self._speeches.items() if speech.is_ready]
+        if not ready:
             return []
         self.num_steps += 1
-        request_id = self._turns.popleft()
-        speech = self._speeches[request_id]
-        new, speech.num_said = speech.chunk.text[speech.num_said :], len(speech.chunk.text)
-        pieces = self._voice.synthesize(new) if new.strip() else ()
-        made = [torch.from_numpy(piece.audio_float_array) for piece in pieces]
-        sound = Waveform(torch.cat(made), self._voice.config.sample_rate) if made else None
-        if not speech.chunk.is_last:
-            return [StageOutput(request_id, self.name, False, audio_delta=sound)]
-        del self._speeches[request_id]
-        reason = FinishReason.STOP
-        return [StageOutput(request_id, self.name, True, finish_reason=reason, audio_delta=sound)]
+        speech = self._speeches.pop(ready[0])
+        pieces = self._voice.synthesize(speech.new) if speech.new.strip() else ()
+        samples = [torch.from_numpy(piece.audio_float_array) for piece in pieces]
+        sound = Waveform(torch.cat(samples), self._voice.config.sample_rate) if samples else None
+        if not (is_last := speech.chunk.is_last):
+            speech.num_said = len(speech.chunk.text)
+            self._speeches[ready[0]] = speech  # behind the others
+        reason = FinishReason.STOP if is_last else None
+        return [StageOutput(ready[0], self.name, is_last, finish_reason=reason, audio_delta=sound)]
 
     def abort(self, request_id: str) -> None:
         self._speeches.pop(request_id, None)
-        self._turns = deque(each for each in self._turns if each != request_id)
 
     @property
     def has_unfinished_requests(self) -> bool:
         return bool(self._speeches)
-
-    def describe(self) -> Mapping[str, Any]:
-        return {"sampling_rate": self._voice.config.sample_rate}
