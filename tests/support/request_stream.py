@@ -1,14 +1,14 @@
 """Random request streams, and what each request has to say whatever else happens.
 
 A stream adds requests with shared prefixes (token ids and embeddings mixed), goes on with what one
-has said so far, as a conversation's next turn does, steps, aborts, pauses and resumes, on a pool so
-small that blocks are evicted and requests preempted. Whatever happens, a
-request that finishes has to say what it says alone in an engine without cache.
+has said so far, as a conversation's next turn does, steps, aborts, pauses, resumes and changes the
+token budget of the steps, on a pool so small that blocks are evicted and requests preempted.
+Whatever happens, a request that finishes has to say what it says alone in an engine without cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -30,6 +30,7 @@ from tests.support.greedy_reference import NEAR_TIE
 
 BLOCK_SIZE = 4
 LONGEST_PROMPT = 80
+BUDGETS = (8, 16, 64, 512)
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,10 @@ class Ask:
 Script = list[tuple[str, Ask | int]]
 
 
-def scripts(max_prompt: int) -> st.SearchStrategy[Script]:
+def scripts(max_prompt: int, budgets: Sequence[int] = BUDGETS) -> st.SearchStrategy[Script]:
     """Streams whose prompts are at most ``max_prompt`` tokens before their tails."""
     asks = asks_of(Ask, max_prompt, family=st.integers(0, 2), as_embeds=st.booleans())
-    return streams_of(asks, max_size=30)
+    return streams_of(asks, max_size=30, budgets=budgets)
 
 
 def asks_of(
@@ -102,7 +103,9 @@ def asks_of(
     return st.builds(kind, **usual | fields)
 
 
-def streams_of(asks: st.SearchStrategy[Ask], *, max_size: int) -> st.SearchStrategy[Script]:
+def streams_of(
+    asks: st.SearchStrategy[Ask], *, max_size: int, budgets: Sequence[int] = BUDGETS
+) -> st.SearchStrategy[Script]:
     """Streams that add such requests and next turns of them, step, abort, pause and resume."""
     return st.lists(
         st.one_of(
@@ -111,6 +114,7 @@ def streams_of(asks: st.SearchStrategy[Ask], *, max_size: int) -> st.SearchStrat
             st.tuples(st.just("turn"), st.integers(0, 40)),
             st.tuples(st.just("abort"), st.integers(0, 30)),
             st.tuples(st.sampled_from(["pause", "pause", "resume"]), st.integers(0, 12)),
+            st.tuples(st.just("budget"), st.sampled_from(budgets)),
         ),
         min_size=4,
         max_size=max_size,
@@ -201,9 +205,12 @@ def assert_same(
 def run_stream(engine: LLMEngine, script: Script, alone: Alone) -> dict[str, RequestOutput]:
     """Play a script; each answer has to be the uncached one. Nothing of it stays in the engine."""
     live: dict[str, Ask] = {}
+    budget = engine._scheduler._max_num_batched_tokens
     try:
         return _played(engine, script, alone, live)
-    finally:  # of a script that failed; else the next one would fail by what this one left
+    finally:
+        engine._scheduler._max_num_batched_tokens = budget
+        # Of a script that failed; else the next one would fail by what this one left.
         for request_id in live:
             engine.abort(request_id)
 
@@ -248,6 +255,8 @@ def _played(
         elif event == "step":
             for _ in range(argument):
                 step()
+        elif event == "budget":
+            engine._scheduler._max_num_batched_tokens = argument
         elif event == "pause":
             engine.pause(f"r{argument}")
         elif event == "resume":

@@ -18,7 +18,7 @@ from engine.models.qwen2_5_omni.thinker import AudioTower
 from engine.models.qwen2_5_vl.qwen2_5_vl import ImageTower
 from engine.requests.encoder_input import Modality, MultiModalInput
 from tests.support.pictures import picture
-from tests.support.request_stream import Ask, Script, asks_of, streams_of
+from tests.support.request_stream import BUDGETS, Ask, Script, asks_of, streams_of
 from tests.support.thinker_reference import clip, tone
 
 PLACEHOLDERS: dict[Modality, str] = {
@@ -110,7 +110,10 @@ class ThinkerAsk(Ask):
 
 
 def thinker_scripts(
-    kinds: tuple[Modality, ...], placeholders: tuple[int, ...], max_text: int
+    kinds: tuple[Modality, ...],
+    placeholders: tuple[int, ...],
+    max_text: int,
+    budgets: Sequence[int] = BUDGETS,
 ) -> st.SearchStrategy[Script]:
     """Streams in which items return at the same and at other places, and others at theirs."""
     kind = st.integers(0, len(placeholders) - 1)
@@ -118,4 +121,4 @@ def thinker_scripts(
     shown = st.lists(item, max_size=2).map(tuple)
     fixed = {"kinds": st.just(kinds), "placeholders": st.just(placeholders)}
     asks = asks_of(ThinkerAsk, max_text, shown=shown, **fixed)
-    return streams_of(asks, max_size=24)
+    return streams_of(asks, max_size=24, budgets=budgets)
