@@ -30,6 +30,9 @@ from transformers.models.csm.modeling_csm import CsmForConditionalGeneration
 from transformers.models.mimi.modeling_mimi import MimiModel
 from transformers.models.pocket_tts.configuration_pocket_tts import PocketTTSConfig
 from transformers.models.pocket_tts.modeling_pocket_tts import PocketTTSForConditionalGeneration
+from transformers.models.pocket_tts_audio_tokenizer.modeling_pocket_tts_audio_tokenizer import (
+    PocketTTSAudioTokenizerModel,
+)
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniConfig
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     Qwen2_5OmniForConditionalGeneration,
@@ -55,6 +58,7 @@ from engine.models.model_loader import (
     load_model,
     open_checkpoint,
 )
+from engine.models.pocket_tts.codec import load_half
 from engine.models.qwen2_5_omni.code2wav import _Networks
 from engine.models.registry import FAMILIES
 from tests.support.published_layout import publish
@@ -187,39 +191,43 @@ def test_what_is_made_afterwards_is_filled_as_ever():
     assert layer.weight.std() > 0 and torch.isfinite(layer.weight).all()
 
 
-# Of 32 or 48, which repeat: a period of Jamba's, whose layers differ.
-LAYERS = 8
 FIGURES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
-    "num_key_value_heads",
+    *("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads"),
 )
 
 
 def figures(*values: int, **more: Any) -> dict[str, Any]:
     """Of a published config: those that all have, and more."""
-    return dict(zip(FIGURES, values, strict=True)) | {"num_hidden_layers": LAYERS} | more
+    return dict(zip(FIGURES, values, strict=True)) | more
 
 
 DECODERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "Qwen/Qwen3-30B-A3B": (
         "qwen3_moe",
-        figures(151_936, 2048, 6144, 32, 4, num_experts_per_tok=8, num_experts=128, head_dim=128)
+        figures(
+            48, 151_936, 2048, 6144, 32, 4, num_experts_per_tok=8, num_experts=128, head_dim=128
+        )
         | {"moe_intermediate_size": 768, "max_position_embeddings": 40_960},
     ),
     "meta-llama/Llama-3.1-8B-Instruct": (
         "llama",
-        figures(128_256, 4096, 14_336, 32, 8) | {"max_position_embeddings": 131_072},
+        figures(32, 128_256, 4096, 14_336, 32, 8) | {"max_position_embeddings": 131_072},
     ),
     "mistralai/Mistral-7B-Instruct-v0.3": (
         "mistral",
-        figures(32_768, 4096, 14_336, 32, 8) | {"sliding_window": None},
+        figures(32, 32_768, 4096, 14_336, 32, 8) | {"sliding_window": None},
     ),
-    "Qwen/Qwen2.5-7B-Instruct": ("qwen2", figures(152_064, 3584, 18_944, 28, 4)),
-    "Qwen/Qwen3-8B": ("qwen3", figures(151_936, 4096, 12_288, 32, 8, head_dim=128)),
-    "google/gemma-2-9b-it": ("gemma2", figures(256_000, 3584, 14_336, 16, 8, head_dim=256)),
+    "mistralai/Ministral-8B-Instruct-2410": (
+        "ministral",
+        figures(36, 131_072, 4096, 12_288, 32, 8, head_dim=128, sliding_window=32_768),
+    ),
+    "Qwen/Qwen2.5-7B-Instruct": ("qwen2", figures(28, 152_064, 3584, 18_944, 28, 4)),
+    "Qwen/Qwen3-8B": ("qwen3", figures(36, 151_936, 4096, 12_288, 32, 8, head_dim=128)),
+    "google/gemma-2-9b-it": ("gemma2", figures(42, 256_000, 3584, 14_336, 16, 8, head_dim=256)),
     "google/gemma-3-1b-it": (
         "gemma3_text",
-        figures(262_144, 1152, 6912, 4, 1, head_dim=256, sliding_window=512),
+        figures(26, 262_144, 1152, 6912, 4, 1, head_dim=256, sliding_window=512),
     ),
     # All 32 layers, of which three have attention.
     "ibm-ai-platform/Bamba-9B-v1": (
@@ -228,16 +236,15 @@ DECODERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistralai/Mixtral-8x7B-v0.1": (
         "mixtral",
-        figures(32_000, 4096, 14_336, 32, 8, num_experts_per_tok=2, num_local_experts=8),
+        figures(32, 32_000, 4096, 14_336, 32, 8, num_experts_per_tok=2, num_local_experts=8),
     ),
-    # Of its 48 layers the first four, which the others repeat.
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (
         "qwen3_next",
         {
             "vocab_size": 151_936,
             "hidden_size": 2048,
             "intermediate_size": 5120,
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 48,
             "num_attention_heads": 16,
             "num_key_value_heads": 2,
             "head_dim": 256,
@@ -253,9 +260,12 @@ DECODERS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 262_144,
         },
     ),
+    # The text model alone, as transformers has it by default.
+    "Qwen/Qwen3.5-9B": ("qwen3_5_text", {}),
+    "Qwen/Qwen3.5-35B-A3B": ("qwen3_5_moe_text", {}),
     "ai21labs/Jamba-v0.1": (
         "jamba",
-        figures(65_536, 4096, 14_336, 32, 8, num_experts_per_tok=2, num_experts=16)
+        figures(32, 65_536, 4096, 14_336, 32, 8, num_experts_per_tok=2, num_experts=16)
         | {"attn_layer_period": 8, "attn_layer_offset": 4}
         | {"expert_layer_period": 2, "expert_layer_offset": 1}
         | {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 256},
@@ -266,6 +276,7 @@ DECODERS: Mapping[str, tuple[str, dict[str, Any]]] = {
 CALLED = {
     **{"gemma3": "gemma3_vision", "gemma3_text": "gemma3", "qwen3_vl_moe": "qwen3_vl"},
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "qwen3_5_vision"),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), "qwen3_5"),
 }
 """Families that are not called as the type of their config."""
 
@@ -321,6 +332,7 @@ def assert_all_placed(
     assert placed(Checkpoint(indexed(folder, stored), config, None)) == stored
 
 
+MLLAMA = {"vision_config": {"image_size": 560}}
 # What is not said of these is as in transformers' own defaults.
 TWO_SIDES: Mapping[str, tuple[Any, str, Mapping[str, Any]]] = {
     "facebook/bart-large": (AutoModelForSeq2SeqLM, "bart", {}),
@@ -353,7 +365,7 @@ TWO_SIDES: Mapping[str, tuple[Any, str, Mapping[str, Any]]] = {
             "num_mel_bins": 128,
         },
     ),
-    "meta-llama/Llama-3.2-11B-Vision-Instruct": (AutoModelForMultimodalLM, "mllama", {}),
+    "meta-llama/Llama-3.2-11B-Vision-Instruct": (AutoModelForMultimodalLM, "mllama", MLLAMA),
 }
 
 
@@ -383,15 +395,14 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Qwen/Qwen2.5-VL-7B-Instruct": (
         "qwen2_5_vl",
         {
-            "text_config": figures(152_064, 3584, 18_944, 28, 4)
+            "text_config": figures(28, 152_064, 3584, 18_944, 28, 4)
             | {
                 "rope_parameters": {
                     "rope_type": "default",
                     "rope_theta": 1e6,
                     "mrope_section": [16, 24, 24],
                 }
-            }
-            | {"num_hidden_layers": 28},
+            },
             "vision_config": {
                 "hidden_size": 1280,
                 "intermediate_size": 3420,
@@ -453,7 +464,7 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
                 "vocab_size": 151_936,
                 "hidden_size": 2048,
                 "intermediate_size": 6144,
-                "num_hidden_layers": LAYERS,
+                "num_hidden_layers": 28,
                 "num_attention_heads": 16,
                 "num_key_value_heads": 8,
                 "head_dim": 128,
@@ -469,7 +480,6 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    # Of its 48 layers the first four, which the others repeat.
     "Qwen/Qwen3-VL-30B-A3B-Instruct": (
         "qwen3_vl_moe",
         {
@@ -477,7 +487,7 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
                 "vocab_size": 151_936,
                 "hidden_size": 2048,
                 "intermediate_size": 6144,
-                "num_hidden_layers": LAYERS,
+                "num_hidden_layers": 48,
                 "num_attention_heads": 32,
                 "num_key_value_heads": 4,
                 "head_dim": 128,
@@ -489,14 +499,14 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "vision_config": {"out_hidden_size": 2048},
         },
     ),
-    # As transformers has it by default, of whose 28 layers all are alike.
+    # As transformers has it by default.
     "Qwen/Qwen3-ASR-1.7B-hf": (
         "qwen3_asr",
         {
             "text_config": {
                 "hidden_size": 2048,
                 "intermediate_size": 6144,
-                "num_hidden_layers": LAYERS,
+                "num_hidden_layers": 28,
                 "num_attention_heads": 16,
                 "num_key_value_heads": 8,
                 "head_dim": 128,
@@ -504,24 +514,18 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "audio_config": {"output_dim": 2048},
         },
     ),
-    # As transformers has it by default, of whose 30 layers all are alike.
+    # As transformers has it by default.
     "mistralai/Voxtral-Mini-3B-2507": (
         "voxtral",
         {
             "audio_token_id": 24,
             "tie_word_embeddings": False,
-            "text_config": {"model_type": "llama", "num_hidden_layers": LAYERS},
+            "text_config": {"model_type": "llama", "num_hidden_layers": 30},
         },
     ),
-    # As transformers has them by default, of whose layers three have a state, and one attends.
-    "Qwen/Qwen3.5-9B": (
-        "qwen3_5",
-        {"text_config": {"num_hidden_layers": 4}, "vision_config": {"out_hidden_size": 4096}},
-    ),
-    "Qwen/Qwen3.5-35B-A3B": (
-        "qwen3_5_moe",
-        {"text_config": {"num_hidden_layers": 4}, "vision_config": {"out_hidden_size": 2048}},
-    ),
+    # As transformers has them by default.
+    "Qwen/Qwen3.5-9B": ("qwen3_5", {"vision_config": {"out_hidden_size": 4096}}),
+    "Qwen/Qwen3.5-35B-A3B": ("qwen3_5_moe", {"vision_config": {"out_hidden_size": 2048}}),
 }
 
 
@@ -536,7 +540,7 @@ def test_every_weight_of_a_published_decoder_with_towers_has_its_place(
 EXPERTS: Mapping[str, Any] = {"num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}
 QWEN3_OMNI: Mapping[str, Any] = {
     "thinker_config": {
-        "text_config": figures(152_064, 2048, 768, 32, 4)
+        "text_config": figures(48, 152_064, 2048, 768, 32, 4)
         | {**EXPERTS, "moe_intermediate_size": 768, "max_position_embeddings": 65_536},
         "vision_config": {"out_hidden_size": 2048},
         "audio_config": {"output_dim": 2048},
@@ -555,7 +559,7 @@ QWEN3_OMNI: Mapping[str, Any] = {
         "code_predictor_config": {"num_code_groups": 16},
         "num_code_groups": 16,
         "spatial_merge_size": 2,
-        "accept_hidden_layer": LAYERS // 2,
+        "accept_hidden_layer": 24,
         "speaker_id": {"chelsie": 2301, "ethan": 2302, "aiden": 2303},
     },
     "code2wav_config": {},
@@ -652,3 +656,23 @@ def test_every_weight_of_a_published_pocket_tts_has_its_place(hub_id: str, tmp_p
     training = {name for name in stored if name.startswith(("loss_weighting.", "latent_stats"))}
     mine = placed(Checkpoint(tmp_path, config, None))
     assert mine == {name: shape for name, shape in stored.items() if name not in training}
+
+
+# As transformers has it by default.
+def test_every_weight_of_the_codec_of_a_published_pocket_tts_has_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, model = made(
+        PocketTTSAudioTokenizerModel, AutoConfig.for_model("pocket_tts_audio_tokenizer")
+    )
+    stored = published(model)
+    checkpoint = Checkpoint(indexed(tmp_path, stored), config, None)
+
+    def places(_: Any, __: Any, build: Any, places_of: Any) -> dict[str, tuple[int, ...]]:
+        return shapes(places_of(build(META)).targets)
+
+    monkeypatch.setattr("engine.models.pocket_tts.codec.load_checked", places)
+    encoder: Any = load_half("encoder", checkpoint, META)
+    decoder: Any = load_half("decoder", checkpoint, META)
+    assert encoder | decoder == stored
+    assert encoder != stored != decoder
