@@ -116,8 +116,8 @@ class OmniOutput:
             this output.
         finished: nothing follows.
         error: why the request failed or was cut short; ``stages`` then holds what there was.
-        refused: whether it failed because it could not run as it was asked for: it is the client's
-            to fix, and no stage has begun.
+        refused: whether it failed because a stage, or what makes its prompt, could not take it as
+            it was asked for: it is the client's to fix.
         timeline: its time in all stages, those included that the user gets nothing of; given
             whenever it has entered or left one, else empty.
     """

@@ -297,10 +297,8 @@ class Orchestrator:
                 ended = self._end(live, event.error)
                 if not (event.has_begun or live.has_moved):
                     # As if it had never been added.
-                    ended = OmniDelta(
-                        live.request_id, (), True, error=event.error, refused=event.refused
-                    )
-                moved[live.request_id] = ended
+                    ended = OmniDelta(live.request_id, (), True, error=event.error)
+                moved[live.request_id] = replace(ended, refused=event.refused)
 
     def _advance(self, live: LiveRequest, name: str, event: Output) -> OmniDelta | None:
         """Show what a stage put out to the user, and hand it on; None if the request goes on."""
