@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine import Prompt
 from omni import Omni, OmniRequest, SamplingParams
+from omni.pipelines.pipeline_config import PipelineConfig
 from omni.seeded.checkpoints import resolve_model
 from tests.support.pictures import picture
 from tests.support.thinker_reference import Talk, ThinkerReference, clip, tone
@@ -31,9 +32,13 @@ NUM_WORDS, NUM_CODES = 12, 24
 class Reference(ThinkerReference):
     """The whole of it."""
 
-    def speech(self, talk: Talk, speaker: str) -> tuple[list[int], Tensor]:
-        """The reply's tokens, and the sound."""
+    def speech(self, talk: Talk, speaker: str) -> tuple[list[int], Tensor, Tensor]:
+        """The reply's tokens, the sound, and the talker's hidden states."""
         inputs = self.inputs(talk)
+        rows: list[Tensor] = []
+        hook = self.whole.talker.model.register_forward_hook(
+            lambda _, __, output: rows.append(output.last_hidden_state[0])
+        )
         self.model.model.rope_deltas = None
         ids, samples = self.whole.generate(
             **inputs,
@@ -47,7 +52,9 @@ class Reference(ThinkerReference):
             talker_top_k=None,
             talker_max_new_tokens=NUM_CODES,
         )
-        return ids[0, inputs["input_ids"].shape[1] :].tolist(), samples.flatten()
+        hook.remove()
+        words = ids[0, inputs["input_ids"].shape[1] :].tolist()
+        return words, samples.flatten(), torch.cat(rows)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +64,9 @@ def reference() -> Reference:
 
 @pytest.fixture(scope="module")
 def omni() -> Iterator[Omni]:
-    with Omni("qwen3_omni_seeded") as made:
+    tensors = {"outputs": ["codes", "hidden_states"], "final_output": ["tensors"]}
+    overrides = {f"stages.talker.{key}": value for key, value in tensors.items()}
+    with Omni(PipelineConfig.load("qwen3_omni_seeded", overrides=overrides)) as made:
         yield made
 
 
@@ -77,15 +86,17 @@ def request(prompt: Prompt, reference: Reference, speaker: str, **talker: Any) -
 
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`")
 @pytest.mark.parametrize("name", TALKS)
-def test_words_and_sound_equal_transformers_cold_and_warm(
+def test_words_rows_and_sound_equal_transformers_cold_and_warm(
     name: str, omni: Omni, reference: Reference
 ) -> None:
     talk, speaker = TALKS[name], ("Ethan", "Chelsie")[len(name) % 2]
-    words, samples = reference.speech(talk, speaker)
+    words, samples, rows = reference.speech(talk, speaker)
     for _ in range(2):
         (output,) = omni.generate([request(talk.prompt, reference, speaker)])
         assert output.error is None
         assert list(output.stages["thinker"].token_ids) == words
+        ours = output.stages["talker"].tensors["hidden_states"]
+        torch.testing.assert_close(ours, rows, atol=1e-4, rtol=0)
         audio = output.stages["code2wav"].audio
         assert audio is not None and audio.sampling_rate == 24_000
         torch.testing.assert_close(audio.samples, samples, atol=1e-4, rtol=0)
