@@ -229,8 +229,9 @@ class AudioEncoderInputs(EncoderInputMaker):
             raise self._refuse(prompt)
         samples = self._reader.read(prompt.audio, prompt.sampling_rate)
         options, spans = prompt.transcription, None
-        # A text of one window is given out as it is written, unless more is asked.
-        asks = options is not None and any(x is not False for x in options.given.values())
+        # Text without timestamps is given out as it is written, unless more is asked.
+        wishes = options.given.values() if options is not None else ()
+        asks = prompt.timestamps or any(wish is not False for wish in wishes)
         if self._vad if prompt.vad is None else prompt.vad:
             from engine.media.voice_detector import spoken_spans  # its package is seldom there
 

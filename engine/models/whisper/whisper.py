@@ -128,7 +128,8 @@ class WhisperPromptRule(DecoderPromptRule):
             return encoder
         stated = TranscriptionOptions(**{name: self._setting(name) for name in _OF_CHECKPOINTS})
         own = (encoder.transcription or TranscriptionOptions()).with_defaults(self._options.given)
-        return replace(encoder, transcription=own.with_defaults(stated.given))
+        timed = self._wants_timestamps(encoder) or encoder.timestamps
+        return replace(encoder, timestamps=timed, transcription=own.with_defaults(stated.given))
 
     def prompt_choice(
         self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None

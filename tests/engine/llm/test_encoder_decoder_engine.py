@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 from engine import AudioPrompt, EngineConfig, LLMEngine, RequestOutput, SamplingParams, TokensPrompt
 from engine.models.encoder_module import EncoderDecoderModel
@@ -343,19 +342,6 @@ def test_whisper_hears_a_file_as_its_own_generate_does(
         do_sample=False,
     )
     assert list(output.outputs[0].token_ids) == expected[0].tolist()
-
-
-def test_whisper_writes_timestamps_where_transformers_rule_has_them(
-    tmp_path: Path, seeded: Callable[[str], str]
-) -> None:
-    oracle, engine = Oracle(seeded("whisper")), build(seeded("whisper"))
-    path = write_wav(tmp_path / "tone.wav", tone(1.9))
-    (output,) = engine.generate(AudioPrompt(path, language="en", timestamps=True), GREEDY)
-    own = oracle.reference.model.generation_config
-    rule = WhisperTimeStampLogitsProcessor(own, begin_index=len(output.prompt_token_ids))
-    answer = oracle.answer(Case(tone(1.9), output.prompt_token_ids, ""), NUM_TOKENS, [rule])
-    assert list(output.outputs[0].token_ids) == answer.token_ids
-    assert answer.token_ids[0] > own.no_timestamps_token_id
 
 
 def heard(oracle: Oracle, path: Path) -> Tensor:
