@@ -168,4 +168,4 @@ class Voices:
                 return f"{name!r}: stage {stage!r} has no such voice{suggest(name, known)}"
         if self._recorded:
             return f"{name!r}: no such voice was recorded{suggest(name, self._names)}"
-        return f"{name!r}: the pipeline's voice has no name; leave it out"
+        return f"{name!r}: the pipeline's voice has no name; leave it out, or record others"

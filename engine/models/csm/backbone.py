@@ -224,8 +224,8 @@ class CsmPrompts(MultiModalPromptProcessor):
         last = messages[-1].get("content")
         if isinstance(last, list) and any(part.get("type") == "audio" for part in last):
             raise ValueError(
-                "the last message is to be said and has no sound: give a recording with its words "
-                "as an earlier message, or for /v1/audio/speech as ref_audio and ref_text"
+                "the last message is to be said and has no sound: give a recording with its words, "
+                "as an earlier message, as ref_audio and ref_text, or as a voice's audio and text"
             )
         return replace(prompt, messages=messages)
 

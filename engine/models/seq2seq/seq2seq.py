@@ -272,12 +272,10 @@ class Seq2SeqLayer(nn.Module):
         if self.norm_first:
             x = x + self.self_attention(self.self_norm(x), step, bias)
             x = x + self.cross_attention(self.cross_norm(x), step)
-            x = x + self.mlp(self.mlp_norm(x))
-            return x
+            return x + self.mlp(self.mlp_norm(x))
         x = self.self_norm(x + self.self_attention(x, step, bias))
         x = self.cross_norm(x + self.cross_attention(x, step))
-        x = self.mlp_norm(x + self.mlp(x))
-        return x
+        return self.mlp_norm(x + self.mlp(x))
 
 
 def _build_mlp(config: Seq2SeqConfig, settings: ModelSettings) -> GatedMLP | PlainMLP:

@@ -490,6 +490,11 @@ def test_what_a_model_cannot_do_is_told(client: Any):
         client.embeddings.create(model="seeing", input="x")
     with pytest.raises(openai.BadRequestError, match="model: this model does not speak"):
         client.audio.speech.create(model="seeing", input="x", voice="a")
+    with pytest.raises(openai.BadRequestError, match="ref_audio: .*voices of its own only"):
+        recorded = {"ref_audio": f"data:audio/wav;base64,{b64encode(sound()).decode()}"}
+        client.audio.speech.create(
+            model="omni_speech", input="x", voice="alloy", extra_body=recorded
+        )
     with pytest.raises(openai.BadRequestError, match="gives text"):
         client.audio.transcriptions.create(model="encode_then_generate", file=("a.wav", sound()))
     with pytest.raises(openai.BadRequestError, match="file: it is empty"):

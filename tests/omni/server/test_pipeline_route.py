@@ -75,6 +75,15 @@ def test_a_recording_is_written_down(running: LiveServer):
     assert set(line["stages"]) == {"transcriber", "summarizer"}
 
 
+def test_what_a_later_stage_cannot_take_is_the_clients_mistake(checkpoint_cache: object):
+    """A thinker takes any text; its talker speaks the turn of an assistant."""
+    with LiveServer(["qwen3_omni_seeded"]) as server:
+        status, content = post(server, "qwen3_omni_seeded", {"prompt": "Hello"})
+    error = json.loads(content)["error"]
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert "no assistant's turn to speak" in error["message"]
+
+
 def test_a_stream_tells_every_stage_and_ends_with_the_whole(running: LiveServer):
     body = {
         "prompt": [
