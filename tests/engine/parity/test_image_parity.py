@@ -96,14 +96,16 @@ KERNELS = [
 
 @pytest.mark.shows("parity", "hidden states", "prefix hits", "images")
 @pytest.mark.parametrize(
-    ("name", "budget", "backend"),
+    ("name", "block_size", "budget", "backend"),
     [
-        *((name, 64, "torch") for name in BUILDERS if " one " not in name and " 7" not in name),
-        *(pytest.param(name, 7, "native", marks=needs_kernels) for name in KERNELS),
+        *((name, 4, 64, "torch") for name in BUILDERS if " one " not in name and " 7" not in name),
+        *((name, 16, 512, "torch") for name in ("llava", "gemma3_vision", "qwen3_5_vision")),
+        ("qwen3_vl of experts", 16, 512, "torch"),
+        *(pytest.param(name, 4, 7, "native", marks=needs_kernels) for name in KERNELS),
     ],
 )
 def test_mixed_requests_equal_transformers(
-    name: str, budget: int, backend: str, tmp_path: Path
+    name: str, block_size: int, budget: int, backend: str, tmp_path: Path
 ) -> None:
     """Chunks of seven end inside images that may be cut; pages hold NaN until they are written."""
     folder, place = BUILDERS[name](tmp_path / "model"), PLACEHOLDER[name.split()[0]]
@@ -118,7 +120,7 @@ def test_mixed_requests_equal_transformers(
         EngineConfig.model_validate(
             {
                 "model": str(folder),
-                "block_size": 4,
+                "block_size": block_size,
                 "num_blocks": 160,
                 "max_num_seqs": 4,
                 "max_num_batched_tokens": budget,
