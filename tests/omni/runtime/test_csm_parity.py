@@ -183,7 +183,7 @@ def test_what_is_to_be_said_has_no_sound(folder: str) -> None:
         AudioPrompt(sound(0.5), 24_000),
     ]
     for prompt in last:
-        with pytest.raises(ValueError, match="as an earlier message, or .* ref_text"):
+        with pytest.raises(ValueError, match="as an earlier message, as ref_audio and ref_text"):
             engine.generate([prompt], [GREEDY])
     with pytest.raises(ValueError, match="0 audio placeholders .* 1 audio items"):
         engine.generate([TextPrompt("Say this.", multi_modal_data=heard)], [GREEDY])
