@@ -60,11 +60,11 @@ def explain_validation_error(
     """
     messages = []
     findings = error.errors(include_url=False)
-    locs = [finding["loc"] for finding in findings]
-    around_findings = {loc[:length] for loc in locs for length in range(len(loc))}
-    for finding in findings[:_MOST_TOLD]:
-        # Pydantic counts only what is right: a list of one wrong item is "too short" as well.
-        if finding["type"] == "too_short" and finding["loc"] in around_findings:
+    places = [place_of(finding, data) for finding in findings[:_MOST_TOLD]]
+    around = {place[:length] for place in places for length in range(len(place))}
+    for finding, place in zip(findings, places, strict=False):
+        # A list of one wrong item is "too short" as well, and a wrong mapping is also no text.
+        if finding["type"] in ("too_short", "string_type") and place in around:
             continue
         place, message = _explain(finding, model, data)
         line = _nearest_line(place, lines or {})

@@ -477,9 +477,9 @@ def family(
     shown = {kind: PLACEHOLDERS[kind] for kind in KINDS} if is_thinker else SHOWN[name]
     placeholders = tuple(engine.tokenizer.convert_tokens_to_ids(list(shown.values())))
     has_states = name == "qwen3_5_vision"
-    # Uncached, what the delta rule gives differs by 1.2e-5 from one chunking to another, and a
-    # latent is made of those before it: what was rounded stays.
-    atol = {"qwen3_5_vision": 5e-5, "pocket_tts": 1e-3}.get(name, 1e-5)
+    # What the delta rule gives differs from one chunking to another by up to 7e-5, and a latent is
+    # made of those before it: what was rounded stays.
+    atol = {"qwen3_5_vision": 1e-4, "pocket_tts": 1e-3}.get(name, 1e-5)
     alone = alone_with(folder, part=part, atol=atol, rtol=rtol)
     return Family(tuple(shown), placeholders, engine, alone, not has_states, block_size, budgets)
 
