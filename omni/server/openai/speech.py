@@ -76,7 +76,7 @@ class Speech(PipelineResponse):
         check_voice(self.stages, body.voice, "voice")
         if body.ref_text is not None and body.ref_audio is None:
             raise ApiError.bad_field("ref_text", "is what ref_audio says, which is missing")
-        if body.ref_audio is not None and any(each.speakers for each in self.stages.stages.values()):
+        if body.ref_audio is not None and any(one.speakers for one in self.stages.stages.values()):
             raise ApiError.bad_field("ref_audio", "this model speaks in voices of its own only")
         self._sampling = merge_sampling(self.stages, self._stage, {}, body.stages, {})
         self._body = body
