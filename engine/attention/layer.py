@@ -145,7 +145,7 @@ class Attention:
     def shares(self, queries: Tensor, block_ids: Sequence[int], num_rows: int) -> Tensor:
         """How much the aligned heads look at each of the ``num_rows`` rows in some blocks.
 
-        Queries ``(n, heads, head_dim)`` on the CPU to ``(heads, n, num_rows)`` float32 there.
+        Takes queries ``(n, heads, head_dim)``; gives ``(heads, n, num_rows)`` float32 on the CPU.
         """
         cache = self._kv_cache
         if cache is None:

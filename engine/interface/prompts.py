@@ -217,7 +217,7 @@ class AudioPrompt:
         transcription: how a speech model goes about it; None: as the engine's setting of that name.
 
     Raises:
-        ValueError: one of the last three or the language is of another type.
+        ValueError: ``language``, ``vad`` or ``transcription`` is of another type.
     """
 
     audio: str | Path | bytes | Tensor | NDArray[Any]

@@ -435,8 +435,8 @@ def keep_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
 def keep_top_p(logits: Tensor, top_p: Tensor, looked: int) -> tuple[Tensor, Tensor]:
     """Keep the likeliest tokens until their probability reaches ``top_p`` (nucleus sampling).
 
-    The token that crosses the border is kept, and so is what equals it. With the logits comes
-    per row whether that was enough: else keep more than these.
+    The token that crosses the border is kept, and so is what equals it. Returns the
+    logits, and per row whether that was enough: else keep more than these.
     """
     vocab_size = logits.shape[1]
     wanted = top_p * logits.exp().cumsum(dim=-1)[:, -1:]

@@ -12,14 +12,25 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from types import FrameType
 from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
-from omni.commands.option import PARAMETER, option
+PARAMETER = "parameter"
+"""What a field's metadata has typer's part of it under."""
+
+
+def option(help: str, *names: str, default: Any = None, **settings: Any) -> Any:
+    """A flag; its names and settings are those of ``typer.Option``."""
+    return field(default=default, metadata={PARAMETER: typer.Option(*names, help=help, **settings)})
+
+
+def argument(help: str, default: Any = MISSING, **settings: Any) -> Any:
+    """A positional argument, which must be given if it has no default; see ``typer.Argument``."""
+    return field(default=default, metadata={PARAMETER: typer.Argument(help=help, **settings)})
 
 
 class Terminated(KeyboardInterrupt):
@@ -171,7 +182,7 @@ _TRACEBACK = "OMNI_TRACEBACK"
 class CommandOptions:
     """The options of every command.
 
-    Each field of a subclass is a parameter: an :func:`~omni.commands.option.option`, an
+    Each field of a subclass is a parameter: an :func:`~omni.commands.command.option`, an
     ``argument``, or as typer reads it, ``Annotated[type, typer.Option(...)]``.
     """
 

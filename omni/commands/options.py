@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
 import typer
 
 from omni.commands.bench.flags import BenchFlags
-from omni.commands.command import CommandOptions
-from omni.commands.option import argument, option
+from omni.commands.command import CommandOptions, argument, option
 
 if TYPE_CHECKING:
     from engine import EncoderPrompt, Prompt

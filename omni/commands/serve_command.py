@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from omni.commands.command import CommandOptions
-from omni.commands.option import argument, option
+from omni.commands.command import CommandOptions, argument, option
 from omni.commands.options import RuntimeFlags
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ stages.worker
 stages.remote
 stages.cluster
 stage_configs
-omni.seeded, omni.commands.option
+omni.seeded, omni.commands.command
 omni.pipelines, omni.requests
 omni.runtime
 omni.runtime.omni

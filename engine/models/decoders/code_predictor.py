@@ -40,7 +40,7 @@ class PredictorLayer(DecoderLayer):
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Run over ``(n, places, hidden_size)``, which follow on the past's places.
 
-        The same shape comes, with keys and values ``(n, heads, places, head_dim)`` of all places.
+        Returns the same shape, and keys and values ``(n, heads, places, head_dim)`` of all places.
         """
         attention, (n, places, _) = self.mixer, x.shape
         assert isinstance(attention, SelfAttention)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import nullcontext
 from typing import Any, Literal
 
 from msgspec import UNSET
@@ -121,11 +120,7 @@ class Chat(TextResponse):
     async def _prompt(self) -> ChatPrompt:
         """Make the prompt. Files are handed on by their content: nothing that comes is a path."""
         body = self._body
-        contents = [each.content for each in body.messages if isinstance(each.content, list)]
-        urls = [part.file_url for content in contents for part in content]
-        is_fetched = any(url is not None and url[:5].lower() != "data:" for url in urls)
-        with self.server.fetcher.place() if is_fetched else nullcontext():
-            said, shown = await self._read_messages()
+        said, shown = await self._read_messages()
         effort = body.model_dump(include={"reasoning_effort"}, exclude_none=True)
         return ChatPrompt(
             tuple(said),

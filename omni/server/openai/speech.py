@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import nullcontext
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -125,9 +124,7 @@ class Speech(PipelineResponse):
         if body.ref_audio is None:
             return prompt
         room = self.server.settings.limits.max_body_bytes
-        is_here = body.ref_audio[:5].lower() == "data:"
-        with nullcontext() if is_here else self.server.fetcher.place():
-            sound = await fetched(body.ref_audio, "ref_audio", self.server.fetcher, room)
+        sound = await fetched(body.ref_audio, "ref_audio", self.server.fetcher, room)
         return speak_like(prompt, sound, body.ref_text)
 
     def _piece(self, content: bytes) -> bytes:

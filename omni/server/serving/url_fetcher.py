@@ -43,8 +43,8 @@ class UrlFetcher:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
-    def place(self) -> Generator[None]:
-        """Count a request that waits for files while the block lasts; refuse one too many."""
+    def _place(self) -> Generator[None]:
+        """Count a request that waits for a file while the block lasts; refuse one too many."""
         if self._num_requests >= max(1, self._limits.max_waiting_requests):
             raise ApiError.too_many(
                 f"{self._num_requests} requests wait for files to be fetched, as many as this "
@@ -76,14 +76,15 @@ class UrlFetcher:
             raise ApiError.bad_field(param, "it has characters that an address cannot have", _CODE)
         if parts.username is not None or parts.password is not None:
             raise ApiError.bad_field(param, "it must not name a user", _CODE)
-        try:
-            async with asyncio.timeout(self._limits.url_timeout_s), self._room:
-                return await self._get(parts, host, port, room)
-        except Exception as error:  # of many kinds, of the network, of TLS and of the host's answer
-            message = str(error) or type(error).__name__
-            raise ApiError.bad_field(
-                param, f"it cannot be fetched from {host!r}: {message}", _CODE
-            ) from error
+        with self._place():
+            try:
+                async with asyncio.timeout(self._limits.url_timeout_s), self._room:
+                    return await self._get(parts, host, port, room)
+            except Exception as error:  # of the network, of TLS, of the host's answer
+                message = str(error) or type(error).__name__
+                raise ApiError.bad_field(
+                    param, f"it cannot be fetched from {host!r}: {message}", _CODE
+                ) from error
 
     async def _get(self, parts: SplitResult, host: str, port: int | None, room: int) -> bytes:
         import httpcore2  # most servers fetch nothing

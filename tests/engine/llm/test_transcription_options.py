@@ -195,15 +195,15 @@ def test_tokens_and_words_have_the_times_of_transformers(
         found = [time for window in ours.windows for time in window.token_timestamps]
         assert found == pytest.approx(expected, abs=2e-3)
         assert len(found) == len(ours.token_ids)
-        _, told = reference.tokenizer._decode_asr(
+        _, expected_words = reference.tokenizer._decode_asr(
             [{"tokens": torch.tensor([ours.token_ids]), "token_timestamps": torch.tensor([found])}],
             return_timestamps="word",
             return_language=False,
             time_precision=0.02,
         )
         words = [word for window in ours.windows for word in window.words]
-        assert [word.word for word in words] == [each["text"] for each in told["chunks"]]
-        for word, chunk in zip(words, told["chunks"], strict=True):
+        assert [word.word for word in words] == [each["text"] for each in expected_words["chunks"]]
+        for word, chunk in zip(words, expected_words["chunks"], strict=True):
             assert (word.start, word.end) == pytest.approx(chunk["timestamp"], abs=0.011)
 
 

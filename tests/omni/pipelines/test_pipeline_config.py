@@ -316,7 +316,7 @@ def test_a_transform_of_ones_own_is_found_by_module_and_function(
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("[" * 1000, "y: not valid YAML: it is nested too deeply"),
         ("a: &a [*a]", "an alias contains itself"),
@@ -330,10 +330,10 @@ def test_a_transform_of_ones_own_is_found_by_module_and_function(
         ("--- 1\n--- 2", "y:2:1: not valid YAML"),
     ],
 )
-def test_text_that_is_no_yaml_is_refused_with_its_line(text: str, told: str):
+def test_text_that_is_no_yaml_is_refused_with_its_line(text: str, message: str):
     with pytest.raises(ConfigError) as caught:
         YamlDocument.parse(text, "y")
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
