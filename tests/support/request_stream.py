@@ -121,15 +121,17 @@ def streams_of(
     )
 
 
-def assert_busy(before: EngineStats, after: EngineStats, *, preempts: bool = True) -> None:
+def assert_busy(
+    before: EngineStats, after: EngineStats, *, preempts: bool = True, evicts: bool = True
+) -> None:
     """That what ran in between hit, evicted and preempted, items included if there are any."""
     assert before.kv is not None and after.kv is not None
     assert after.cached_tokens > before.cached_tokens
-    assert after.kv.evictions > before.kv.evictions
+    assert after.kv.evictions > before.kv.evictions or not evicts
     assert after.num_preemptions > before.num_preemptions or not preempts
     if before.kv.items is not None and after.kv.items is not None:
         assert after.encoder_hits > before.encoder_hits
-        assert after.kv.items.evictions > before.kv.items.evictions
+        assert after.kv.items.evictions > before.kv.items.evictions or not evicts
 
 
 class Alone:

@@ -422,11 +422,10 @@ def short_chunks(seeded: Callable[[str], str], tmp_path_factory: pytest.TempPath
     return str(folder)
 
 
-# Pools of blocks of 16 tokens. Ten short prompts fill none of them with states; see Qwen3.5's text.
+# Blocks of 16 tokens of a pool in which few requests find room.
 IN_LONG_BLOCKS = dict.fromkeys(LIMITS, 10) | {
     **{"qwen2_5_omni": 12, "qwen3_omni": 12, "gemma3_vision": 12}
 }
-del IN_LONG_BLOCKS["qwen3_5_vision"]
 FAMILIES = [
     *((name, way) for name in ("llava", "qwen2_5_omni") for way in ("recompute", "swap")),
     # Two that place tokens alike.
@@ -530,4 +529,6 @@ def test_streams_do_hit_evict_and_preempt(family: Family) -> None:
         run_stream(family.engine, script, family.alone)
         if family.engine.stats().num_preemptions > before.num_preemptions or not family.preempts:
             break
-    assert_busy(before, family.engine.stats(), preempts=family.preempts)
+    # The fewest pages hold all the states at the ends of long blocks.
+    evicts = family.preempts or family.block_size == BLOCK_SIZE
+    assert_busy(before, family.engine.stats(), preempts=family.preempts, evicts=evicts)
