@@ -372,14 +372,14 @@ class Stage(ABC):
         return False
 
     def partial_tensors(self, request_id: str, first_row: int) -> Mapping[str, Tensor]:
-        """Rows of a live request's ``outputs`` from one on, as far as they are computed.
+        """Rows of a live request's ``outputs`` from one on, as far as they are known.
 
         Args:
             first_row: place in its sequence.
 
         Returns:
-            ``name -> (num_computed_tokens - first_row, ...)`` on the CPU; the caller's own. Fewer
-            rows or no names at all while the request does not have them, such as after it gave its
+            ``name -> (num_known - first_row, ...)`` on the CPU; the caller's own. Fewer rows or no
+            names at all while the request does not have them, such as after it gave its
             blocks back. Not asked of a stage whose ``outputs`` are ``()``.
         """
         raise ValueError("it hands on its outputs whole, not in chunks")

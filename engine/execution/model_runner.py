@@ -405,6 +405,11 @@ class ModelRunner:
         slot_mapping = torch.from_numpy(step.groups[self._kv.mirrored_group_id].slot_mapping)
         self._kv.stage_outputs.write(slot_mapping, rows)
 
+    def drawn_rows(self, request: Request) -> dict[str, Tensor]:
+        """The newest token's row in each output that its codes make by themselves."""
+        codes = request.codes_of(request.num_tokens - 1, request.num_tokens)
+        return self._model.drawn_rows(torch.tensor(codes, device=self._device)) if codes else {}
+
     @torch.inference_mode()
     def warm_up(self) -> tuple[str, ...]:
         """Run two made-up requests in the null block, so that output tensors are discovered.

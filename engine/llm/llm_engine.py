@@ -620,14 +620,17 @@ class LLMEngine(Engine[RequestOutput]):
     def partial_outputs(
         self, request_id: str, first_row: int, names: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        """Output rows of a live request from one on, as far as they are computed.
+        """Output rows of a live request from one on, as far as they are known.
+
+        That is as far as they are computed; with the newest token's row if all outputs asked for
+        are made of the codes that were drawn with it, see :meth:`CausalModel.drawn_rows`.
 
         Args:
             request_id: of a live request; of several completions the first counts.
 
         Returns:
-            ``name -> (num_computed_tokens - first_row, ...)`` on the CPU. Empty while there are no
-            such rows, also because they are being computed again after a preemption.
+            ``name -> (num_known - first_row, ...)`` on the CPU. Empty while there are no such
+            rows, also because they are being computed again after a preemption.
 
         Raises:
             ValueError: no such request is live.
@@ -636,12 +639,15 @@ class LLMEngine(Engine[RequestOutput]):
             raise ValueError(f"request {request_id!r} is not live")
         request = self._live[request_id].completions[0].request
         num_computed = request.num_computed_tokens
-        if request.status is not RequestStatus.RUNNING or num_computed <= first_row:
+        if request.status is not RequestStatus.RUNNING or num_computed < first_row:
             return {}
         rows = self._kv.gather_outputs(request.request_id, num_computed, first_row, names)
         if ROW_KEYS in (names or ()):
             rows[ROW_KEYS] = self._row_keys.of(request, first_row, num_computed)
-        return rows
+        drawn = self._runner.drawn_rows(request) if num_computed == request.num_tokens - 1 else {}
+        if rows.keys() <= drawn.keys():
+            return {name: torch.cat((part, drawn[name].to(part))) for name, part in rows.items()}
+        return rows if num_computed > first_row else {}
 
     def generate(
         self,

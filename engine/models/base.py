@@ -317,6 +317,14 @@ class CausalModel(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} has one codebook")
 
+    def drawn_rows(self, codes: Tensor) -> dict[str, Tensor]:
+        """Outputs that codes make by themselves: known as soon as a token is drawn.
+
+        Args:
+            codes: see ``AttentionStep.codes``.
+        """
+        return {"codes": codes}
+
     @property
     def max_encoder_len(self) -> int:
         """Most rows of one input that :meth:`encode` makes; 0 without an encoder."""

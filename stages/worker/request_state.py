@@ -23,8 +23,8 @@ class ChunkCutter:
 
     A chunk is due when the source has generated ``chunk_size`` tokens since the one before, or is
     done. It holds all that is new. The newest token's forward pass is still to come, so that rows
-    lag by one, and the last token of all never has one. With a prompt of 3 tokens and a
-    ``chunk_size`` of 2::
+    lag by one, but for those that are drawn with a token, and the last token of all never has one.
+    With a prompt of 3 tokens and a ``chunk_size`` of 2::
 
         sequence      p0 p1 p2 t0 t1 t2 t3 t4
         row           r0 r1 r2 r3 r4 r5 r6  -
@@ -67,16 +67,16 @@ class ChunkCutter:
         num_tokens = len(so_far.token_ids)
         if num_tokens - self.place.next_token < self.edge.chunk_size:
             return None
-        num_rows = delta.num_prompt_tokens + num_tokens - 1 - self.place.next_row
+        num_rows = delta.num_prompt_tokens + num_tokens - self.place.next_row
         rows = self._partial_tensors(delta.request_id, num_rows)
         return None if rows is None else self._take(so_far.output(), rows)
 
     def _partial_tensors(self, request_id: str, num_rows: int) -> Mapping[str, Tensor] | None:
-        """The next rows of a live request; None if the source does not have them now."""
+        """At most so many next rows, or one less; None if the source does not have them now."""
         if self.source.outputs == ():
             return {}
         tensors = self.source.partial_tensors(request_id, self.place.next_row)
-        if not tensors or any(rows.shape[0] < num_rows for rows in tensors.values()):
+        if not tensors or any(rows.shape[0] < num_rows - 1 for rows in tensors.values()):
             return None
         return {name: rows[:num_rows] for name, rows in tensors.items()}
 

@@ -462,7 +462,7 @@ class DecoderModel(CausalModel):
     def forward(
         self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
     ) -> dict[str, Tensor]:
-        """Run the layers; emits ``codes`` of tokens that have several. See the base class."""
+        """Run the layers; see the base class. Emits what :meth:`drawn_rows` makes of codes, too."""
         rotations = [rotary(positions) for rotary in self.rotaries]
         items = step.item_features
         features = () if items is None else items.split(self.hidden_size, dim=-1)
@@ -484,7 +484,7 @@ class DecoderModel(CausalModel):
             is_last = self.kept_layer == len(self.layers)
             tensors["layer_states"] = normed if is_last else kept
         if step.codes is not None:
-            tensors["codes"] = step.codes
+            tensors |= self.drawn_rows(step.codes)
         return tensors
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from transformers.models.pocket_tts.feature_extraction_pocket_tts import PocketTTSFeatureExtractor
 from transformers.models.pocket_tts.modeling_pocket_tts import PocketTTSFlowHead
 
-from engine.attention.layer import AttentionStep
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
 from engine.files.json_file import read_json_object
@@ -171,14 +170,10 @@ class PocketTTS(DecoderModel, ItemSide):
             latents = latents_of(codes[drawn, 1:])
             embeds[drawn] = self.latent_projection(latents.to(self.dtype))
 
-    def forward(
-        self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
-    ) -> dict[str, Tensor]:
-        """Run the layers; emits ``latents`` ``(num_tokens, latent_dim)``, 0 where there is none."""
-        tensors = super().forward(inputs_embeds, positions, step)
-        codes = tensors.pop("codes")
+    def drawn_rows(self, codes: Tensor) -> dict[str, Tensor]:
+        """``latents`` ``(num_tokens, latent_dim)``, 0 where there is none."""
         latents = latents_of(codes[:, 1:]) * self.latent_std + self.latent_mean
-        return tensors | {"latents": latents.masked_fill(codes[:, :1] < 0, 0)}
+        return {"latents": latents.masked_fill(codes[:, :1] < 0, 0)}
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """By how much the head's number is above where speech is over; see :class:`SpeechEnd`."""

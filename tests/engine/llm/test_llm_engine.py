@@ -556,6 +556,37 @@ def test_block_tables_are_read_from_the_new_blocks_on(
     assert sum(num_read) <= 3 * num_blocks + 2 * NUM_LONG
 
 
+@pytest.mark.parametrize(
+    ("name", "part", "drawn"), [("csm", "backbone", "codes"), ("pocket_tts", None, "latents")]
+)
+def test_rows_that_are_drawn_are_known_with_their_token(
+    name: str, part: str | None, drawn: str, seeded: Callable[[str], str]
+) -> None:
+    engine = LLMEngine(
+        EngineConfig(
+            model=seeded(name), part=part, block_size=4, max_num_batched_tokens=4, max_num_seqs=4
+        )
+    )
+    engine.add_request("r", "Say this.", SamplingParams(max_tokens=6, ignore_eos=True, seed=0))
+    chunks: list[Tensor] = []
+    while True:
+        (output,) = engine.step() or (None,)
+        if output is not None and output.finished:
+            break
+        num_rows = sum(map(len, chunks))
+        if rows := engine.partial_outputs("r", num_rows, [drawn]):
+            chunks.append(rows[drawn])
+        if output is not None:
+            num_tokens = output.num_prompt_tokens + len(output.outputs[0].token_ids)
+            assert num_tokens == sum(map(len, chunks))
+            assert engine.partial_outputs("r", num_tokens, [drawn]) == {}
+            whole = engine.partial_outputs("r", 0, [drawn, "hidden_states"])
+            assert {len(rows) for rows in whole.values()} == {num_tokens - 1}
+    expected = output.outputs[0].tensors[drawn]
+    assert len(expected) == num_tokens and expected[-1].any()
+    torch.testing.assert_close(torch.cat(chunks), expected, atol=0, rtol=0)
+
+
 KEYED = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 TALK = tuple(range(20, 30))
 
