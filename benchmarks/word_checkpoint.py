@@ -20,7 +20,7 @@ def word_checkpoint(folder: Path) -> Path:
     """
     for file in Path(benchmark_model("qwen2")).iterdir():
         copyfile(file, folder / file.name)  # links out of a checkpoint are refused
-    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = _bytes()
     # The letter by which byte-level tokenizers write a space.
     pieces += [f"Ġw{token_id}" for token_id in range(len(pieces), VOCAB_SIZE)]
     vocabulary = {piece: token_id for token_id, piece in enumerate(pieces)}
@@ -29,3 +29,12 @@ def word_checkpoint(folder: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     return folder
+
+
+def word_id(character: str) -> int:
+    """The id of a character that is one byte."""
+    return _bytes().index(character)
+
+
+def _bytes() -> list[str]:
+    return sorted(pre_tokenizers.ByteLevel.alphabet())

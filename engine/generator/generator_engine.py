@@ -256,6 +256,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         self.sampling_rate = self._model.sampling_rate
         self.samples_per_code = self._model.samples_per_code
         self.max_codes = self._model.max_codes
+        _check_generation(config, self._model)
         self._window = _window_sizes(config, self._model)
         self._gathering = WindowGathering(self._window, config.max_batch_size)
         # Since the last step; whether windows may wait for others.
@@ -489,6 +490,14 @@ def _codec_prompt(prompt: Prompt) -> CodecPrompt:
     if not isinstance(prompt, CodecPrompt):
         raise ValueError(f"a generator reads a CodecPrompt, got {type(prompt).__name__}")
     return prompt
+
+
+def _check_generation(config: GeneratorConfig, model: GeneratorModel) -> None:
+    changed = sorted(config.generation.model_dump(exclude={"window"}, exclude_defaults=True))
+    if changed and not model.has_flow:
+        raise ValueError(
+            f"{config.model!r} has no flow that generation.{changed[0]} could change; take it out"
+        )
 
 
 def _window_sizes(config: GeneratorConfig, model: GeneratorModel) -> WindowSizes:

@@ -59,6 +59,7 @@ class GenerationParams(Settings):
 
     Attributes:
         num_steps: points in time of the flow, both ends included; each but the last is four passes.
+            A vocoder without a flow refuses this, guidance, sway and seed.
         guidance_scale: how far to go beyond what voice and codes suggest; 0 halves the passes.
         sway_coefficient: bends the points towards the start (below 0) or the end; None leaves
             them even. Beyond the bounds time would run backwards.

@@ -106,6 +106,7 @@ class GeneratorModel(nn.Module):
             are made of such blocks.
         speakers: names of the voices; none if there is nothing to choose.
         num_missing: samples that an utterance has less, at its beginning.
+        has_flow: whether sound depends on a flow's steps, guidance and seed.
     """
 
     device: torch.device
@@ -117,6 +118,7 @@ class GeneratorModel(nn.Module):
     codes_per_block: int = 1
     speakers: tuple[str, ...] = ()
     num_missing: int = 0
+    has_flow: bool = True
 
     def choose_speaker(self, name: str | None) -> str | None:
         """The voice of that name; None takes the model's first choice.

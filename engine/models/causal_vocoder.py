@@ -37,6 +37,8 @@ class CausalVocoder(GeneratorModel):
         window: places that one place of the decoder sees, itself among them.
     """
 
+    has_flow = False
+
     def __init__(self, device: torch.device, window: int) -> None:
         super().__init__()
         self.device = device

@@ -18,11 +18,13 @@ from engine import (
     AudioPrompt,
     ChatPrompt,
     EngineConfig,
+    GeneratorEngine,
     LLMEngine,
     Prompt,
     RequestOutput,
     TextPrompt,
 )
+from engine.interface.config import GenerationParams, GeneratorConfig, StreamWindow
 from omni import Omni, OmniRequest, SamplingParams
 from omni.seeded.checkpoints import resolve_model
 from omni.seeded.csm import build_csm
@@ -219,6 +221,12 @@ def omni() -> Iterator[Omni]:
 def request(name: str, **sampling: Any) -> OmniRequest:
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": NUM_FRAMES} | sampling)
     return OmniRequest(prompt_of(name), sampling={"backbone": params})
+
+
+def test_settings_that_a_codec_does_not_read_are_refused(folder: str) -> None:
+    settings = GenerationParams(seed=3, window=StreamWindow(first_blocks=2))
+    with pytest.raises(ValueError, match=r"has no flow that generation.seed could change"):
+        GeneratorEngine(GeneratorConfig(model=folder, part="mimi", generation=settings))
 
 
 @SHOWS("streaming", of="csm")
