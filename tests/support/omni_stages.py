@@ -1,4 +1,4 @@
-"""The three stages of a tiny Qwen2.5-Omni, and conversations to have with them."""
+"""The three stages of a tiny Qwen2.5-Omni or Qwen3-Omni, and conversations to have with them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from transformers import AutoTokenizer
 
 from engine import ChatPrompt, EngineConfig, SamplingParams
 from engine.interface.config import GenerationParams, GeneratorConfig
@@ -21,7 +22,7 @@ from tests.support.greedy_reference import NEAR_TIE
 from tests.support.pictures import picture
 from tests.support.whole_orchestrator import WholeOrchestrator
 
-SUPPRESSED = (0, 3, 4, 5, 6, 7, 8, 9)
+SUPPRESSED: tuple[int, ...] = (0, 3, 4, 5, 6, 7, 8, 9)
 """Placeholders and their like, which random weights do generate and transformers cannot take."""
 
 _ATOL = 1e-6
@@ -131,9 +132,15 @@ def build_pipeline(
     text_chunk: int = 3,
     code_chunk: int = 5,
     talker_stop: tuple[str, ...] = (),
+    is_qwen3: bool = False,
     **engine: Any,
 ) -> Pipeline:
     """Thinker, talker and code2wav on one checkpoint, greedy, with log-probabilities of two."""
+    suppressed, prefix = SUPPRESSED, ""
+    outputs: tuple[str, ...] = ("hidden_states", "token_embeds", "position_ids")
+    if is_qwen3:
+        suppressed, prefix = _special_ids(folder), "qwen3_"
+        outputs = ("speech_rows", "position_ids", "token_ids")
 
     def config(part: str) -> EngineConfig:
         settings = {"max_model_len": 512, "num_blocks": num_blocks or 256, "max_num_seqs": 8}
@@ -149,9 +156,9 @@ def build_pipeline(
         "thinker",
         config("thinker"),
         sampling=SamplingParams(
-            temperature=0.0, max_tokens=num_text, suppress_token_ids=SUPPRESSED, logprobs=2
+            temperature=0.0, max_tokens=num_text, suppress_token_ids=suppressed, logprobs=2
         ),
-        outputs=("hidden_states", "token_embeds", "position_ids"),
+        outputs=outputs,
         final_output=("text",),
     )
     talker = AutoregressiveStage(
@@ -164,9 +171,9 @@ def build_pipeline(
             stop=talker_stop,
             logprobs=2,
         ),
-        outputs=(),
+        outputs=("codes",) if is_qwen3 else (),
         inputs=StageInputs(
-            ("thinker",), "thinker_to_talker", chunk_size=text_chunk if streaming else None
+            ("thinker",), f"{prefix}thinker_to_talker", chunk_size=text_chunk if streaming else None
         ),
         final_output=("text",),
     )
@@ -176,14 +183,20 @@ def build_pipeline(
             model=folder,
             part="code2wav",
             device="cpu",
-            generation=GenerationParams(num_steps=num_steps),
+            generation=GenerationParams() if is_qwen3 else GenerationParams(num_steps=num_steps),
         ),
         inputs=StageInputs(
-            ("talker",), "talker_to_code2wav", chunk_size=code_chunk if streaming else None
+            ("talker",), f"{prefix}talker_to_code2wav", chunk_size=code_chunk if streaming else None
         ),
         final_output=("audio",),
     )
     return Pipeline([thinker, talker, code2wav])
+
+
+def _special_ids(folder: str) -> tuple[int, ...]:
+    """What no reply has: placeholders of nothing would have no place. Its end is none of them."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return tuple(each for each in tokenizer.all_special_ids if each != tokenizer.eos_token_id)
 
 
 def assert_same(ours: OmniOutput, theirs: OmniOutput) -> None:
@@ -208,8 +221,8 @@ def assert_all_as_alone(
 
     Args:
         pipeline: which checks its stages' integrity after every step.
-        script: of ``("add", what)``, ``("step", how often)`` and ``("abort", number)``, which
-            counts the additions.
+        script: of ``("add", what)``, ``("step", how often)``, ``("abort", number)``, which counts
+            the additions, and ``("budget", tokens)`` of a step of engines in this process.
         request: makes one of what is added and its id.
         alone: the output of what is added when nothing runs beside it.
     """
@@ -232,6 +245,10 @@ def assert_all_as_alone(
         elif event == "step":
             for _ in range(argument):
                 step()
+        elif event == "budget":
+            for stage in pipeline.stages.values():
+                if isinstance(stage, AutoregressiveStage):
+                    stage.engine._scheduler._max_num_batched_tokens = argument
         elif live.pop(f"r{argument}", None) is not None:
             orchestrator.abort(f"r{argument}")
     while live:

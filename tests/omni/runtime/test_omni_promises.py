@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,71 +27,72 @@ from tests.support.omni_stages import (
 from tests.support.placed import PLACES, place
 from tests.support.whole_orchestrator import WholeOrchestrator
 
-BLOCK_SIZE = 8
-RIGS = [*product(PLACES, ("whole", "streaming"))]
+BUDGETS = (8, 40, 512)
 Answer = Callable[[Conversation], OmniOutput]
 Script = list[tuple[str, Conversation | int]]
+
+
+class Way(NamedTuple):
+    """How a pipeline is built and run."""
+
+    model: str
+    where: str
+    streaming: str
+    block_size: int = 8
+
+    def build(self, folder: str, **settings: Any) -> Pipeline:
+        return build_pipeline(
+            folder,
+            streaming=self.streaming == "streaming",
+            is_qwen3=self.model == "qwen3_omni",
+            block_size=self.block_size,
+            **settings,
+        )
+
+
+STREAMING = ("whole", "streaming")
+WAYS = [Way("qwen2_5_omni", *each) for each in product(PLACES, STREAMING)]
+WAYS += [Way("qwen3_omni", "inline", *each) for each in product(STREAMING, (4, 16))]
 
 
 @dataclass(frozen=True)
 class Rig:
     """A cached pipeline on small pools, and the uncached answer of each conversation alone."""
 
+    way: Way
     pipeline: Pipeline
     answer: Answer
-    num_examples: int
 
 
-@pytest.fixture(scope="module")
-def answers(seeded: Callable[[str], str]) -> Callable[[bool], Answer]:
-    """What an uncached pipeline says to a conversation, by whether it streams."""
-
-    @cache
-    def of(streaming: bool) -> Answer:
-        folder = seeded("qwen2_5_omni")
-        uncached = build_pipeline(
-            folder, streaming=streaming, caching=False, block_size=BLOCK_SIZE, max_num_seqs=2
-        )
-        orchestrator = WholeOrchestrator(uncached)
-
-        return cache(lambda asked: only_output(orchestrator, asked.request("alone")))
-
-    return of
-
-
-@pytest.fixture(
-    scope="module",
-    params=RIGS,
-    ids="-".join,
-)
-def rig(
-    request: pytest.FixtureRequest,
-    seeded: Callable[[str], str],
-    answers: Callable[[bool], Answer],
-) -> Iterator[Rig]:
-    where, streaming = request.param[0], request.param[1] == "streaming"
-    # The longest conversation takes about 20 blocks: pools in which few fit at once.
-    pipeline = build_pipeline(
-        seeded("qwen2_5_omni"),
-        streaming=streaming,
-        block_size=BLOCK_SIZE,
-        num_blocks=48,
+@pytest.fixture(scope="module", params=WAYS, ids=lambda way: "-".join(map(str, way)))
+def rig(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Iterator[Rig]:
+    way: Way = request.param
+    folder, is_swapped = seeded(way.model), way.block_size == 16
+    uncached = WholeOrchestrator(way.build(folder, caching=False, max_num_seqs=2))
+    # The longest conversation takes about 160 tokens: pools in which few fit at once.
+    pipeline = way.build(
+        folder,
+        num_blocks=384 // way.block_size,
         max_model_len=320,
         max_num_seqs=4,
-        max_num_batched_tokens=40,
-        encoder_cache_bytes=6_000,  # three items of about 2,000
+        max_num_batched_tokens=max(BUDGETS),
+        preemption="swap" if is_swapped else "recompute",
+        # Three items of about 2,000 bytes; of Qwen3-Omni a row is three times as wide.
+        encoder_cache_bytes=None if is_swapped else 6_000 if way.block_size == 8 else 18_000,
     )
-    pipeline = place(pipeline, where)
-    yield Rig(pipeline, answers(streaming), 12 if where == "inline" else 6)
+    pipeline = place(pipeline, way.where)
+    yield Rig(way, pipeline, cache(lambda asked: only_output(uncached, asked.request("alone"))))
     pipeline.close()
 
 
-def scripts() -> st.SearchStrategy[Script]:
+def scripts(*, inline: bool) -> st.SearchStrategy[Script]:
+    budgets = [st.tuples(st.just("budget"), st.sampled_from(BUDGETS))]
     return st.lists(
         st.one_of(
             st.tuples(st.just("add"), conversations()),
             st.tuples(st.just("step"), st.integers(1, 8)),
             st.tuples(st.just("abort"), st.integers(0, 12)),
+            *(budgets if inline else ()),
         ),
         min_size=3,
         max_size=12,
@@ -99,15 +101,17 @@ def scripts() -> st.SearchStrategy[Script]:
 
 @pytest.mark.hypothesis
 def test_cached_equals_uncached(rig: Rig):
-    @settings(max_examples=examples(rig.num_examples))
-    @given(script=scripts())
+    inline = rig.way.where == "inline"
+
+    @settings(max_examples=examples(12 if inline else 6))
+    @given(script=scripts(inline=inline))
     def check(script: Script) -> None:
         assert_all_as_alone(rig.pipeline, script, Conversation.request, rig.answer)
 
     check()
 
 
-@pytest.mark.parametrize("rig", RIGS[:2], indirect=True, ids="-".join)
+@pytest.mark.parametrize("rig", WAYS[:2], indirect=True, ids=lambda way: "-".join(map(str, way)))
 def test_nine_identical_requests_in_a_row_give_identical_waveforms(rig: Rig):
     for stage in rig.pipeline.stages.values():
         stage.reset_prefix_cache()
@@ -127,8 +131,8 @@ def test_the_small_pools_do_hit_and_evict(rig: Rig):
         before = omni.stats()
         for system in (0, 1, 0):
             asked = [
-                Conversation((Turn(0, picture=n % 3, sound=n % 2), Turn(n % 2)), system)
-                for n in range(4)
+                Conversation((Turn(0, picture=n // 2, sound=n // 2), Turn(n // 2)), system)
+                for n in range(6)
             ]
             omni.generate([each.request(f"r{i}") for i, each in enumerate(asked)])
         for name in ("thinker", "talker"):
