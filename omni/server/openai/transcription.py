@@ -51,7 +51,7 @@ _LONGEST_HEADING = 64
 
 
 class _Words:
-    """Leaves out of a text that comes in pieces what a model writes beside the words."""
+    """Leaves out what a model writes beside the words, and a space before them, piece by piece."""
 
     def __init__(self) -> None:
         self._held: str | None = ""  # what may be the beginning of a heading
@@ -65,7 +65,7 @@ class _Words:
             if may_follow and not (is_last or _HEADING.match(text)):
                 self._held = text
                 return ""
-            self._held, text = None, _HEADING.sub("", text)
+            self._held, text = None, _HEADING.sub("", text.removeprefix(" "))
         return TIMESTAMP.sub("", text)
 
 

@@ -161,7 +161,7 @@ def test_of_what_a_decoder_heard_the_words_alone_are_told(heard: LiveServer) -> 
         ("language English<asr_text>It was<|0.50|> cold.", "It was cold."),
         ("language None<asr_text>", ""),
         ("language barriers are high", "language barriers are high"),
-        (" lang", " lang"),
+        (" lang", "lang"),
         ("language " * 20 + "<asr_text>", "language " * 20 + "<asr_text>"),
         ("", ""),
     ],
