@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from engine.execution.model_runner import ModelRunner, SampledToken
@@ -201,6 +202,11 @@ class OutputProcessor:
         rows = self.kv_cache_manager.gather_outputs(request.request_id, request.num_computed_tokens)
         if self.row_keys is not None:
             rows[ROW_KEYS] = self.row_keys.of(request, 0, request.num_computed_tokens)
+        if reason is FinishReason.LENGTH:
+            # What ends a sequence by itself has no such row: it is a sign of the end.
+            drawn = self.model_runner.drawn_rows(request)
+            for name in rows.keys() & drawn.keys():
+                rows[name] = torch.cat((rows[name], drawn[name].to(rows[name])))
         # A lone text has no encoder tokens, and so no rows of them.
         encoder = request.encoder_blocks
         encoder_rows = self.kv_cache_manager.outputs.gather_encoder(

@@ -322,6 +322,8 @@ class CausalModel(nn.Module):
     def drawn_rows(self, codes: Tensor) -> dict[str, Tensor]:
         """Outputs that codes make by themselves: known as soon as a token is drawn.
 
+        What :meth:`forward` emits under these names are the same rows.
+
         Args:
             codes: see ``AttentionStep.codes``.
         """

@@ -76,21 +76,27 @@ def talker_to_code2wav(context: TransformContext) -> CodecPrompt:
 def qwen3_talker_to_code2wav(context: TransformContext) -> CodecPrompt:
     """Let a vocoder sound what a talker drew: the codes of every token but the last.
 
-    The last one ended the speech, or a limit did before its other codes were of use.
+    The last one ended the speech, or is the one that reached ``max_tokens``, which transformers
+    leaves out as well.
 
     Raises:
         ValueError: there is not one source.
     """
-    drawn = context.sources[0].tensors["codes"][_num_prompt_rows(context) :]
-    return _codec(context, tuple(map(tuple, drawn.tolist())))
+    (talker,) = context.sources
+    codes = tuple(map(tuple, _drawn(context, "codes").tolist()))
+    return _codec(context, codes[:-1] if talker.finish_reason is FinishReason.LENGTH else codes)
 
 
 @register_transform("csm_backbone_to_codec")
 @requires("codes", num_sources=1)
 @chunkable
 def csm_backbone_to_codec(context: TransformContext) -> CodecPrompt:
-    """Let a codec sound the frames that a backbone drew; see :func:`qwen3_talker_to_code2wav`."""
-    return qwen3_talker_to_code2wav(context)
+    """Let a codec sound the frames that a backbone drew.
+
+    Raises:
+        ValueError: there is not one source.
+    """
+    return _codec(context, tuple(map(tuple, _drawn(context, "codes").tolist())))
 
 
 @register_transform("pocket_tts_to_codec")
@@ -104,8 +110,12 @@ def pocket_tts_to_codec(context: TransformContext) -> CodecPrompt:
     """
     from engine.models.pocket_tts.codec import bits_of  # only here, as torch below
 
-    drawn = context.sources[0].tensors["latents"][_num_prompt_rows(context) :]
-    return _codec(context, tuple(map(tuple, bits_of(drawn).tolist())))
+    return _codec(context, tuple(map(tuple, bits_of(_drawn(context, "latents")).tolist())))
+
+
+def _drawn(context: TransformContext, name: str) -> Tensor:
+    """The rows that came with generated tokens."""
+    return context.sources[0].tensors[name][_num_prompt_rows(context) :]
 
 
 def _rows_of(context: TransformContext, *names: str) -> list[Tensor]:

@@ -23,8 +23,9 @@ class ChunkCutter:
 
     A chunk is due when the source has generated ``chunk_size`` tokens since the one before, or is
     done. It holds all that is new. The newest token's forward pass is still to come, so that rows
-    lag by one, but for those that are drawn with a token, and the last token of all never has one.
-    With a prompt of 3 tokens and a ``chunk_size`` of 2::
+    lag by one, and the last token of all has none. Rows that are drawn with a token do not lag, and
+    only a token that ends the output by itself has none. With a prompt of 3 tokens and a
+    ``chunk_size`` of 2::
 
         sequence      p0 p1 p2 t0 t1 t2 t3 t4
         row           r0 r1 r2 r3 r4 r5 r6  -

@@ -99,8 +99,8 @@ class Speech(PipelineResponse):
                     yield self._piece(piece)
         if not self._file.has_begun:
             raise ApiError(
-                HTTPStatus.INTERNAL_SERVER_ERROR,
-                "the model made no sound",
+                HTTPStatus.UNPROCESSABLE_ENTITY,
+                "the model made no sound: its speech ended, or reached max_tokens, before any",
                 code="no_sound",
                 headers={"x-should-retry": "false"},  # clients try again by themselves
             )

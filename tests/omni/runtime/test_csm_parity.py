@@ -31,7 +31,6 @@ from omni.seeded.csm import build_csm
 from tests.support.thinker_reference import tone
 
 NUM_FRAMES = 14
-SHOWS = pytest.mark.shows
 
 
 def say(text: str, speaker: int = 0, *, heard: bool = False) -> Mapping[str, Any]:
@@ -110,7 +109,7 @@ def engine_for(folder: str, **settings: Any) -> LLMEngine:
 
 
 def drawn(output: RequestOutput) -> Tensor:
-    """The frames that a codec gets: all but the last."""
+    """The frames that a codec gets: all but one that ends the speech."""
     assert output.error is None
     codes: Tensor = output.outputs[0].tensors["codes"]
     return codes[len(output.prompt_token_ids) :]
@@ -119,7 +118,7 @@ def drawn(output: RequestOutput) -> Tensor:
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_FRAMES)
 
 
-@SHOWS("parity", "prefix hits", "audio", of="csm")
+@pytest.mark.shows("parity", "prefix hits", "audio", of="csm")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -141,14 +140,14 @@ def test_frames_are_those_of_transformers(
         for name, output in zip(TALKS, outputs, strict=True):
             ids = reference.inputs(name)["input_ids"][0].tolist()
             assert list(output.prompt_token_ids) == ids, name
-            assert torch.equal(drawn(output), expected[name][:-1]), name
+            assert torch.equal(drawn(output), expected[name]), name
         engine.check_integrity()
     if engine.enable_prefix_caching:
         assert engine.stats().cached_tokens > 0
     assert len({tuple(map(tuple, frames.tolist())) for frames in expected.values()}) == len(TALKS)
 
 
-@SHOWS("hidden states", of="csm")
+@pytest.mark.shows("hidden states", of="csm")
 def test_hidden_states_are_those_of_transformers(folder: str, reference: Reference) -> None:
     (output,) = engine_for(folder).generate([prompt_of("recording")], [GREEDY])
     inputs = reference.inputs("recording")
@@ -223,18 +222,26 @@ def request(name: str, **sampling: Any) -> OmniRequest:
     return OmniRequest(prompt_of(name), sampling={"backbone": params})
 
 
+@pytest.mark.parametrize("num_frames", [1, 2])
+def test_a_limit_counts_frames_of_sound(num_frames: int, omni: Omni) -> None:
+    (output,) = omni.generate([request("text", max_tokens=num_frames)])
+    audio = output.stages["codec"].audio
+    assert audio is not None and len(audio.samples) == 1920 * num_frames
+    assert output.stages["codec"].finish_reason == "length"
+
+
 def test_settings_that_a_codec_does_not_read_are_refused(folder: str) -> None:
     settings = GenerationParams(seed=3, window=StreamWindow(first_blocks=2))
     with pytest.raises(ValueError, match=r"has no flow that generation.seed could change"):
         GeneratorEngine(GeneratorConfig(model=folder, part="mimi", generation=settings))
 
 
-@SHOWS("streaming", of="csm")
+@pytest.mark.shows("streaming", of="csm")
 @pytest.mark.parametrize("name", TALKS)
 def test_speech_equals_transformers_in_pieces_and_whole(
     name: str, omni: Omni, reference: Reference
 ) -> None:
-    expected = reference.sound(reference.frames(name)[:-1])
+    expected = reference.sound(reference.frames(name))
     pieces = [
         delta.samples
         for output in omni.stream([request(name)])

@@ -419,7 +419,7 @@ def test_speech_is_sampled_by_stage_as_chats_are(media: LiveServer, client: Any)
 
 @pytest.mark.parametrize("kind", ["wav", "mp3", "flac", "pcm"])
 def test_speech_that_is_silent_is_an_error(media: LiveServer, client: Any, kind: str):
-    with pytest.raises(openai.InternalServerError, match="the model made no sound"):
+    with pytest.raises(openai.UnprocessableEntityError, match="the model made no sound"):
         client.audio.speech.create(
             model="silent", input="Say nothing.", voice="Ethan", response_format=kind
         )

@@ -21,6 +21,7 @@ from stages import (
     text_as_prompt,
     thinker_to_talker,
 )
+from stages.transforms.speech import csm_backbone_to_codec, qwen3_talker_to_code2wav
 
 PROMPT, REPLY = 5, 4
 
@@ -98,6 +99,26 @@ def test_the_token_that_stopped_a_talker_is_no_code(
     assert (prompt.codes, prompt.speaker) == (codes, "Ethan")
     assert prompt.is_last is (reason is not None)
     assert prompt.is_cut_off is (reason is FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("reason", "num_rows", "num_left_out"),
+    [(FinishReason.STOP, 2, 0), (FinishReason.LENGTH, 3, 1), (None, 3, 0)],
+)
+def test_codes_that_reached_a_limit_are_sounded_as_transformers_does(
+    reason: FinishReason | None, num_rows: int, num_left_out: int
+) -> None:
+    codes = torch.tensor([[-1, -1], [4, 1], [5, 2], [6, 3]])[: 1 + num_rows]
+    output = StageOutput(
+        *("r", "talker", True),
+        token_ids=(4, 5, 6),
+        tensors={"codes": codes},
+        num_prompt_tokens=1,
+        finish_reason=reason,
+    )
+    rows = tuple(map(tuple, codes[1:].tolist()))
+    assert csm_backbone_to_codec(context(output)).codes == rows
+    assert qwen3_talker_to_code2wav(context(output)).codes == rows[: num_rows - num_left_out]
 
 
 def test_a_source_that_does_not_fit_is_a_clear_error() -> None:
