@@ -269,16 +269,18 @@ def save_checkpoint(
     directory: str | Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
+    *processors: Any,
     max_shard_size: str | None = None,
 ) -> Path:
-    """Write config, weights and tokenizer."""
+    """Write config, weights, tokenizer, and the files of what reads images and sound."""
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     shards: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     with hidden_progress_bars():
         model.save_pretrained(path, **shards)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(path)
+    for each in (tokenizer, *processors):
+        if each is not None:
+            each.save_pretrained(path)
     return path
 
 

@@ -116,9 +116,8 @@ def build_csm(directory: str | Path, **changes: Any) -> Path:
             # No sound has these codes, and they are drawn next to never.
             model.lm_head.weight[_NUM_CODES:] = 0
             model.depth_decoder.codebooks_head.weight[:, :, _NUM_CODES:] = 0
-        path = save_checkpoint(directory, model, tokenizer)
-    EncodecFeatureExtractor(feature_size=1, sampling_rate=24_000).save_pretrained(path)
-    return path
+        extractor = EncodecFeatureExtractor(feature_size=1, sampling_rate=24_000)
+        return save_checkpoint(directory, model, tokenizer, extractor)
 
 
 def _draw(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:

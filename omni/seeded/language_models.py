@@ -103,7 +103,7 @@ _HYBRIDS: Mapping[str, Mapping[str, Any]] = {
 }
 """Config fields by transformers' model type, for a stream of any width that 8 divides."""
 
-_EXPERTS: Mapping[str, Mapping[str, Any]] = {
+EXPERTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {
         "num_experts": 8,
         "num_experts_per_tok": 2,
@@ -144,7 +144,7 @@ def build_causal_lm(directory: str | Path, architecture: str = "qwen2", **settin
     if size.with_head:
         quieten(model, tokenizer)
     written = tokenizer if size.with_tokenizer else None
-    return save_checkpoint(directory, model, written, size.max_shard_size)
+    return save_checkpoint(directory, model, written, max_shard_size=size.max_shard_size)
 
 
 def build_text_encoder(directory: str | Path, architecture: str = "bert", **settings: Any) -> Path:
@@ -158,15 +158,15 @@ def build_text_encoder(directory: str | Path, architecture: str = "bert", **sett
     fields = size.sizes() | {"pad_token_id": tokenizer.pad_token_id}
     config = AutoConfig.for_model(architecture, **(fields | overrides))
     model = _seeded(AutoModel, config, size.seed)
-    return save_checkpoint(directory, model, tokenizer, size.max_shard_size)
+    return save_checkpoint(directory, model, tokenizer, max_shard_size=size.max_shard_size)
 
 
 def _family_settings(model_type: str, num_layers: int, head_dim: int) -> dict[str, Any]:
     """Settings of a small model of a family: several windows fit in a short prompt."""
     if model_type == "mistral":
         return {"sliding_window": None}
-    if model_type in _HYBRIDS or model_type in _EXPERTS:
-        return dict({**_HYBRIDS, **_EXPERTS}[model_type])
+    if model_type in _HYBRIDS or model_type in EXPERTS:
+        return dict({**_HYBRIDS, **EXPERTS}[model_type])
     pattern = _LAYER_PATTERNS.get(model_type)
     if pattern is None:
         return {}
@@ -260,7 +260,7 @@ def build_bart(directory: str | Path, **settings: Any) -> Path:
         )
     quieten(model, tokenizer)
     written = tokenizer if size.with_tokenizer else None
-    return save_checkpoint(directory, model, written, size.max_shard_size)
+    return save_checkpoint(directory, model, written, max_shard_size=size.max_shard_size)
 
 
 def build_t5(directory: str | Path, *, gated: bool = False, **config_overrides: Any) -> Path:
@@ -311,9 +311,7 @@ def build_whisper(
     model = _sharpened(WhisperForConditionalGeneration, config)
     model.generation_config = _whisper_generation(tokenizer, config)
     quieten(model, tokenizer)
-    path = save_checkpoint(directory, model, tokenizer)
-    extractor.save_pretrained(path)
-    return path
+    return save_checkpoint(directory, model, tokenizer, extractor)
 
 
 def build_mllama(directory: str | Path, **text_overrides: Any) -> Path:
@@ -345,10 +343,8 @@ def build_mllama(directory: str | Path, **text_overrides: Any) -> Path:
         image_token_index=_id(tokenizer, "<|image|>"),
     )
     model = _sharpened(MllamaForConditionalGeneration, config)
-    path = save_checkpoint(directory, model, tokenizer)
     processor = MllamaImageProcessorPil(size={"height": 56, "width": 56}, max_image_tiles=4)
-    processor.save_pretrained(path)
-    return path
+    return save_checkpoint(directory, model, tokenizer, processor)
 
 
 def _two_stacks(size: SeededSettings) -> dict[str, Any]:
@@ -481,9 +477,9 @@ def build_llava(
         vision_feature_layer=-2,
         vision_feature_select_strategy=strategy,
     )
-    path = _save(directory, LlavaForConditionalGeneration, config, tokenizer)
     square = {"height": size, "width": size}
-    CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=square).save_pretrained(path)
+    images = CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=square)
+    path = _save(directory, LlavaForConditionalGeneration, config, tokenizer, images)
     processor = {
         "processor_class": "LlavaProcessor",
         "image_token": "<image>",
@@ -513,8 +509,8 @@ def build_gemma3_vision(directory: str | Path, *, rows: int = 16, **text_overrid
         image_token_index=image,
         eoi_token_index=end,
     )
-    path = _save(directory, Gemma3ForConditionalGeneration, config, tokenizer)
-    Gemma3ImageProcessorPil(size={"height": 56, "width": 56}).save_pretrained(path)
+    images = Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
+    path = _save(directory, Gemma3ForConditionalGeneration, config, tokenizer, images)
     processor = {"processor_class": "Gemma3Processor", "image_seq_length": rows}
     (path / "processor_config.json").write_text(json.dumps(processor, indent=2))
     return path
@@ -535,9 +531,7 @@ def build_qwen3_asr(directory: str | Path, *, tied: bool = False, **text_overrid
         eos_token_id=tokenizer.eos_token_id,
         tie_word_embeddings=tied,
     )
-    path = _save(directory, AutoModelForMultimodalLM.from_config, config, tokenizer)
-    extractor.save_pretrained(path)
-    return path
+    return _save(directory, AutoModelForMultimodalLM.from_config, config, tokenizer, extractor)
 
 
 def build_voxtral(directory: str | Path, **text_overrides: Any) -> Path:
@@ -558,9 +552,7 @@ def build_voxtral(directory: str | Path, **text_overrides: Any) -> Path:
         eos_token_id=tokenizer.eos_token_id,
         tie_word_embeddings=False,
     )
-    path = _save(directory, AutoModelForMultimodalLM.from_config, config, tokenizer)
-    extractor.save_pretrained(path)
-    return path
+    return _save(directory, AutoModelForMultimodalLM.from_config, config, tokenizer, extractor)
 
 
 def build_qwen2_5_vl(directory: str | Path, *, tied: bool = False, **text_overrides: Any) -> Path:
@@ -620,9 +612,8 @@ def _save_qwen(
         vision_start_token_id=tokenizer.get_vocab()[start],
         vision_end_token_id=tokenizer.get_vocab()[end],
     )
-    path = _save(directory, AutoModelForMultimodalLM.from_config, config, tokenizer)
     processor = Qwen2VLImageProcessorPil(patch_size=14, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
-    processor.save_pretrained(path)
+    path = _save(directory, AutoModelForMultimodalLM.from_config, config, tokenizer, processor)
     video_processor = {"fps": 2.0, "min_frames": 4, "max_frames": 768, "size": dict(processor.size)}
     (path / "video_preprocessor_config.json").write_text(json.dumps(video_processor, indent=2))
     return path
@@ -646,10 +637,11 @@ def _save(
     make: Callable[[Any], Any],
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerFast,
+    *processors: Any,
 ) -> Path:
     model = _sharpened(make, config)
     quieten(model, tokenizer)
-    return save_checkpoint(directory, model, tokenizer)
+    return save_checkpoint(directory, model, tokenizer, *processors)
 
 
 def _sharpened(make: Callable[[Any], Any], config: PreTrainedConfig, seed: int = 0) -> Any:

@@ -35,7 +35,7 @@ from omni.seeded.building import (
     save_checkpoint,
     seeded_model,
 )
-from omni.seeded.language_models import DEEP_VISION, HEARING, QWEN_VISION, rope
+from omni.seeded.language_models import DEEP_VISION, EXPERTS, HEARING, QWEN_VISION, rope
 
 _TURNS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _AUDIO = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
@@ -305,14 +305,8 @@ _ROLES = ("system", "user", "assistant")
 _QWEN3_NUM_CODES, _NUM_CODEBOOKS = 64, 4
 _QWEN3_ROPE = rope([4, 2, 2])
 _QWEN3_AUDIO: Mapping[str, Any] = {**HEARING, "downsample_hidden_size": 8}
-_QWEN3_EXPERTS: Mapping[str, Any] = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "norm_topk_prob": True,
-}
 _QWEN3_TALKER: Mapping[str, Any] = {
-    **_QWEN3_EXPERTS,
+    **EXPERTS["qwen3_moe"],
     **_SMALL_DECODER,
     "shared_expert_intermediate_size": 48,
     # The published model's last 1,024 ids are signs, too.
@@ -364,7 +358,7 @@ def _qwen3_config(tokenizer: PreTrainedTokenizerFast, speaks: bool) -> Qwen3Omni
     text = DecoderSettings(hidden_size=_WIDTH, num_layers=4, max_position_embeddings=4096)
     words = {
         **text.text_config(tokenizer),
-        **_QWEN3_EXPERTS,
+        **EXPERTS["qwen3_moe"],
         "head_dim": 16,
         "rope_parameters": _QWEN3_ROPE,
     }

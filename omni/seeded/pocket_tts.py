@@ -97,8 +97,7 @@ def build_pocket_tts(
         model.latent_mean.normal_(0, 0.1, generator=generator)
         model.latent_std.uniform_(0.5, 1.5, generator=generator)
         model.generation_config = GenerationConfig(eos_threshold=_END_THRESHOLD)
-        path = save_checkpoint(directory, model, tokenizer)
-    PocketTTSFeatureExtractor().save_pretrained(path)
+        path = save_checkpoint(directory, model, tokenizer, PocketTTSFeatureExtractor())
     named = {"audio_tokenizer_name_or_path": build_pocket_codec(path / "codec", **codec).name}
     processor = {"processor_class": "PocketTTSProcessor", "audio_tokenizer": named}
     (path / "processor_config.json").write_text(json.dumps(processor))
