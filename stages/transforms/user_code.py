@@ -14,9 +14,10 @@ import ast
 import hashlib
 import importlib
 import sys
-from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
+from importlib.util import decode_source
 from pathlib import Path
+from symtable import symtable
 from types import ModuleType
 
 from engine.interface.placed_error import suggest
@@ -158,7 +159,7 @@ def _check_defines(spec: str, file: Path, function: str, what: str) -> None:
             f"{what} into a module of its own"
         )
     try:
-        names = set(_names(ast.parse(file.read_bytes(), str(file)).body))
+        names = _names(decode_source(file.read_bytes()), str(file))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{subject}: {str(file)!r} is no Python: {error}") from error
     if names.isdisjoint({function, "*", "__getattr__"}):
@@ -205,24 +206,9 @@ def _lacks(subject: str, module: str, function: str, names: list[str]) -> str:
     return f"{subject}: module {module!r} has no {function!r}{hint}"
 
 
-def _names(body: list[ast.stmt]) -> Iterator[str]:
+def _names(text: str, file: str) -> set[str]:
     """The top-level names that a module's text gives; ``"*"`` for whatever an import brings."""
-    for node in body:
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                yield name
-            case ast.ClassDef(name=name):
-                yield name
-            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-                for alias in aliases:
-                    yield alias.asname or alias.name.partition(".")[0]
-            case ast.Assign() | ast.AnnAssign() | ast.With() | ast.For():
-                for each in ast.walk(node):
-                    if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-                        yield each.id
-                yield from _names(getattr(node, "body", []))
-            case ast.If() | ast.Try() | ast.TryStar():
-                for part in ("body", "orelse", "finalbody"):
-                    yield from _names(getattr(node, part, []))
-                for handler in getattr(node, "handlers", []):
-                    yield from _names(handler.body)
+    imports = (each for each in ast.walk(ast.parse(text, file)) if isinstance(each, ast.ImportFrom))
+    stars = {alias.name for each in imports for alias in each.names if alias.name == "*"}
+    symbols = symtable(text, file, "exec").get_symbols()
+    return stars | {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
