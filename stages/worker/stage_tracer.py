@@ -80,8 +80,24 @@ class TracedWorker(StageWorker):
         """See :class:`StageWorker`."""
         start_s, num_events = time.monotonic(), len(self._events)
         super().work()
+        end_s = time.monotonic()
         moved, self._moved = self._moved, []
-        self._worked(start_s, time.monotonic(), moved, self._events[num_events:])
+        # What was let in, or paused, was so before the stage's step.
+        for request_id, state in self._states.items():
+            if (track := self._tracks.get(request_id)) is not None:
+                self._look(track, state, start_s)
+        counted, before = self.stage.stats(), self._counted
+        self._counted = counted
+        if moved or counted.num_steps != before.num_steps:
+            args = _step_args(counted, before, len(moved))
+            self._spans.append(StageEvent("step", start_s, end_s, None, args))
+        for ticket, delta in moved:
+            if (moved_id := self._request_ids.get(ticket)) is not None:
+                self._ran(moved_id, delta, start_s, end_s)
+        self._note_failures(self._events[num_events:], end_s)
+        for request_id, state in self._states.items():
+            if state.is_streamed and state.is_inside and not state.pending:
+                self._note_lack(request_id, end_s)
 
     def _emit(self, state: RequestState, delta: OutputDelta) -> None:
         self._moved.append((state.enter.ticket, delta))
@@ -120,31 +136,6 @@ class TracedWorker(StageWorker):
                 return
         if (state := self._states.get(request_id)) is not None:
             self._look(track, state, end_s)
-
-    def _worked(
-        self,
-        start_s: float,
-        end_s: float,
-        moved: Sequence[tuple[int, OutputDelta]],
-        events: Sequence[Event],
-    ) -> None:
-        """Note a turn: the requests that its step moved, by ticket, and its events."""
-        # What was let in, or paused, was so before the stage's step.
-        for request_id, state in self._states.items():
-            if (track := self._tracks.get(request_id)) is not None:
-                self._look(track, state, start_s)
-        counted, before = self.stage.stats(), self._counted
-        self._counted = counted
-        if moved or counted.num_steps != before.num_steps:
-            args = _step_args(counted, before, len(moved))
-            self._spans.append(StageEvent("step", start_s, end_s, None, args))
-        for ticket, delta in moved:
-            if (moved_id := self._request_ids.get(ticket)) is not None:
-                self._ran(moved_id, delta, start_s, end_s)
-        self._note_failures(events, end_s)
-        for request_id, state in self._states.items():
-            if state.is_streamed and state.is_inside and not state.pending:
-                self._note_lack(request_id, end_s)
 
     def _note_failures(self, events: Iterable[Event], end_s: float) -> None:
         """Take note of requests that cannot go on."""
