@@ -34,7 +34,7 @@ from stages.remote.worker import Build, WorkerLoop, build_stage, log_fields_of
 from stages.remote.worker_log import forward_log
 from stages.stage import Stage, Transform
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Of all that actors and their links say to each other. One that speaks another is refused."""
 
 _MOST_ITEMS = 4096

@@ -26,7 +26,7 @@ from engine.interface.log_fields import package_logger
 from stages.remote.codec import INLINE_BYTES, Decoder, Reference, encode, plain_bytes
 from stages.remote.shared_memory import Descriptor, RemoteBytes, Segment, SharedBytes, aligned
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Of all that two processes say to each other. One that speaks another is refused."""
 
 _LOG = package_logger(__name__)

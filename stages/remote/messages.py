@@ -117,14 +117,12 @@ class Returned(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer to the call of a number.
 
     Attributes:
-        value: None after an error.
-        stats: counters, if it returned these.
+        stats: counters of each stage, if these were asked for.
         error_place: of a :class:`~engine.interface.placed_error.PlacedError`, which is one of
             type ``ValueError`` here.
     """
 
     number: int
-    value: Any = None
     stats: Mapping[str, StageStats] | None = None
     error: str | None = None
     error_type: str = ""

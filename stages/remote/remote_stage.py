@@ -609,7 +609,7 @@ class RemoteStage(Stage):
 
     @enable_prefix_caching.setter
     def enable_prefix_caching(self, value: bool) -> None:
-        self._call_all("set_enable_prefix_caching", value, is_setting=True)
+        self._call_all("set_enable_prefix_caching", value)
         self._enable_prefix_caching = value
 
     def reset_prefix_cache(self) -> None:
@@ -620,9 +620,9 @@ class RemoteStage(Stage):
         """See :class:`~stages.stage.Stage`."""
         self._call_all("check_integrity")
 
-    def _call_all(self, method: str, *arguments: Any, is_setting: bool = False) -> None:
+    def _call_all(self, method: str, *arguments: Any) -> None:
         for worker in self.workers:
-            worker.call_when_up(self.name, method, *arguments, is_setting=is_setting)
+            worker.call_when_up(self.name, method, *arguments)
 
     def stats(self) -> StageStats:
         """What its workers have counted, those that died as well, as far as they reported it."""

@@ -47,6 +47,8 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 5.0
 _GRACE_S = 5.0
 _LOOK_S = 0.5
 _STATS_PATIENCE_S = 2.0
+_SETTERS = ("set_enable_prefix_caching",)
+"""Methods that workers which are started later are to be called by as well."""
 
 
 _MAIN = "stages.remote.worker:worker_main"
@@ -318,19 +320,13 @@ class WorkerSupervisor:
         connection.send(message)
 
     def call(
-        self,
-        stage: str | None,
-        method: str,
-        *arguments: Any,
-        is_setting: bool = False,
-        timeout_s: float | None = None,
-    ) -> Any:
-        """Call a method of a stage, and wait for what it returns, or for the end of its worker.
+        self, stage: str | None, method: str, *arguments: Any, timeout_s: float | None = None
+    ) -> Mapping[str, StageStats] | None:
+        """Call a method of a stage, and wait until it is done, or for the end of its worker.
 
         Args:
-            stage: its name; None for all.
+            stage: its name; None for all, whose counters are returned.
             method, arguments: see :func:`~stages.remote.worker.answer_call`.
-            is_setting: whether workers that are started later are to get it as well.
             timeout_s: how long to wait at most; None as long as it takes.
 
         Raises:
@@ -342,7 +338,7 @@ class WorkerSupervisor:
         number, answer = next(self._call_numbers), Future[Any]()
         self._answers[number] = answer
         message = Call(number, stage, method, arguments)
-        if is_setting and stage is not None:
+        if method in _SETTERS and stage is not None:
             self._settings[stage, method] = message
         try:
             self._send_over(self._connection, message)
@@ -350,9 +346,7 @@ class WorkerSupervisor:
             self._fail_calls("its worker is being started again", number)
         return answer.result(timeout_s)
 
-    def call_when_up(
-        self, stage: str, method: str, *arguments: Any, is_setting: bool = False
-    ) -> Any:
+    def call_when_up(self, stage: str, method: str, *arguments: Any) -> None:
         """The same, of a worker that is started later if this one ends or has ended.
 
         Raises:
@@ -361,7 +355,8 @@ class WorkerSupervisor:
         """
         while True:
             try:
-                return self.call(stage, method, *arguments, is_setting=is_setting)
+                self.call(stage, method, *arguments)
+                return
             except WorkerEndedError:
                 self._is_settled.wait()
                 if not self.is_up:
@@ -393,7 +388,7 @@ class WorkerSupervisor:
         if (answer := self._answers.pop(returned.number, None)) is None:
             return
         if returned.error is None:
-            answer.set_result(returned.value if returned.stats is None else returned.stats)
+            answer.set_result(returned.stats)
         elif returned.error_place:
             answer.set_exception(PlacedError(returned.error_place, returned.error))
         elif returned.error_type == "ValueError":

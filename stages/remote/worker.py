@@ -43,7 +43,7 @@ from stages.worker.messages import Abort, Command, Event, Failed, Output
 from stages.worker.stage_tracer import TracedWorker
 from stages.worker.stage_worker import StageWorker
 
-_AT_ONCE = frozenset(("stats", "describe", "check_sampling"))
+_AT_ONCE = frozenset(("stats", "check_sampling"))
 """Calls that may be answered beside a step. The others change the stage, and wait for it."""
 
 
@@ -53,17 +53,15 @@ def answer_call(stages: Mapping[str, Stage], call: Call) -> Returned:
         if call.stage is None:
             stats = {name: stage.stats() for name, stage in stages.items()}
             return Returned(call.number, stats=stats)
-        stage, value = stages[call.stage], None
+        stage = stages[call.stage]
         match call.method:
-            case "describe":
-                value = dict(stage.describe())
             case "set_enable_prefix_caching":
                 (stage.enable_prefix_caching,) = call.arguments
             case "check_sampling" | "reset_prefix_cache" | "check_integrity":
                 getattr(stage, call.method)(*call.arguments)
             case _:
                 raise RuntimeError(f"a stage has no method {call.method!r} for calls")
-        return Returned(call.number, value)
+        return Returned(call.number)
     except Exception as error:  # it is raised again at the other end
         place = error.place if isinstance(error, PlacedError) else ()
         kind = ValueError if place else type(error)

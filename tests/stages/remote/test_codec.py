@@ -324,7 +324,7 @@ messages = (
     | st.builds(Commands, texts, st.lists(commands, max_size=2).map(tuple))
     | st.builds(Events, st.dictionaries(texts, st.lists(events, max_size=2).map(tuple), max_size=2))
     | st.builds(Call, integers, st.none() | texts, texts, st.tuples(samplings | scalars))
-    | st.builds(Returned, integers, plain, error=st.none() | texts)
+    | st.builds(Returned, integers, error=st.none() | texts)
     | st.builds(Logged, texts, integers, texts, st.none() | texts)
     | st.builds(Idle, integers)
     | st.builds(GaveUp, texts)
