@@ -331,14 +331,6 @@ class RunRecord(BaseModel):
                 stage["model"] = str(Path(stage["model"]).resolve())
         return cls(pipeline=settings, requests=requests, num_requests=num_requests)
 
-    @classmethod
-    def parse(cls, content: bytes) -> RunRecord:
-        """Read the file; ``ValueError``: this is not what the file holds."""
-        try:
-            return cls.model_validate_json(content)
-        except ValidationError:
-            raise ValueError(f"{RUN_RECORD} is damaged, or of another version") from None
-
     def differences(self, other: RunRecord) -> str:
         """Say what is not the same as in another run, the earlier one; nothing if all is."""
         found = list(_differences(other.pipeline, self.pipeline, ""))
@@ -551,10 +543,12 @@ class OutputWriter:
                 "replace the outputs with --overwrite"
             )
         try:
-            differences = self._record.differences(RunRecord.parse(file.read_bytes()))
-        except ValueError as error:
-            raise ValueError(f"{path}: cannot be resumed: {error}") from None
-        if differences:
+            earlier = RunRecord.model_validate_json(file.read_bytes())
+        except ValidationError:
+            raise ValueError(
+                f"{path}: cannot be resumed: {RUN_RECORD} is damaged, or of another version"
+            ) from None
+        if differences := self._record.differences(earlier):
             raise ValueError(
                 f"{path}: cannot be resumed, since something else is run now: {differences}. Run "
                 "what was run then, replace the outputs with --overwrite, or give another "

@@ -136,14 +136,8 @@ def _encoder_prompt(line: RequestLine, files: RequestFiles) -> EncoderPrompt | N
         return None
     if line.audio is not None:
         (entry,) = _audio_files(line)
-        return AudioPrompt(
-            files.item("audio", entry.file),
-            language=entry.language,
-            task=entry.task,
-            timestamps=entry.timestamps,
-            vad=entry.vad,
-            transcription=entry.transcription,
-        )
+        wishes = {key: getattr(entry, key) for key in entry.wishes}
+        return AudioPrompt(files.item("audio", entry.file), **wishes)
     if line.images is not None:
         (image,) = line.images
         return ImagePrompt(files.item("images", image))
