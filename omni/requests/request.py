@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import UnionType
 from typing import Any, TypeAlias
 
 from engine import Prompt, SamplingParams
+from engine.interface.arguments import check_argument
 from engine.interface.outputs import OutputDelta
 from stages import StageOutput
 from stages.stage_output import OutputAccumulator
@@ -66,26 +66,16 @@ class OmniRequest:
     speaker: str | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in _TYPES.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                wanted = getattr(kind, "__name__", kind)
-                raise ValueError(f"{name} must be {wanted}, got {value!r}")
+        for name in ("request_id", "cache_salt", "speaker"):
+            check_argument(name, getattr(self, name), str | None, "str | None")
+        check_argument("priority", self.priority, int, "int")
+        check_argument("sampling", self.sampling, Mapping, "Mapping")
         for stage, override in self.sampling.items():
             if not isinstance(stage, str):
                 raise ValueError(f"sampling must name stages by str, got {stage!r}")
-            if not isinstance(override, SamplingParams | Mapping):
-                raise ValueError(
-                    f"sampling for stage {stage!r} must be SamplingParams or a mapping of its "
-                    f"fields, got {override!r}"
-                )
+            name, kinds = f"sampling for stage {stage!r}", SamplingParams | Mapping
+            check_argument(name, override, kinds, "SamplingParams or a mapping of its fields")
 
-
-_TYPES: Mapping[str, type | UnionType] = {
-    **dict.fromkeys(("request_id", "cache_salt", "speaker"), str | None),
-    "priority": int,
-    "sampling": Mapping,
-}
 
 Requests: TypeAlias = Prompt | OmniRequest | Sequence[Prompt | OmniRequest]
 """One request or several; a prompt is a request with nothing else to say."""
