@@ -374,28 +374,18 @@ class Comparison:
         """Generated ids, of all completions."""
         exact = self.tolerance.exact
         if position is not None:
-            ours, theirs = self.uncached.token_ids, self.other.token_ids
-            self._differ(
-                "tokens",
-                f"generated token {position} is {_at(theirs, position)}, "
-                f"{REFERENCE[self.run]} {_at(ours, position)}",
-            )
+            ours, theirs = (_at(each.token_ids, position) for each in (self.uncached, self.other))
+            self._unequal("tokens", f"generated token {position} is", ours, theirs)
         elif _further(self.uncached, exact) != _further(self.other, exact):
             self._differ("tokens", "further completions (n > 1) are not the same")
         elif self.uncached.text != self.other.text:
-            self._differ(
-                "tokens",
-                f"text is {self.other.text!r}, {REFERENCE[self.run]} {self.uncached.text!r}",
-            )
+            self._unequal("tokens", "text is", repr(self.uncached.text), repr(self.other.text))
 
     def finish(self) -> None:
         """Compare finish reasons."""
-        if self.uncached.finish_reason != self.other.finish_reason:
-            self._differ(
-                "finish_reason",
-                f"finish reason is {self.other.finish_reason}, "
-                f"{REFERENCE[self.run]} {self.uncached.finish_reason}",
-            )
+        ours, theirs = self.uncached.finish_reason, self.other.finish_reason
+        if ours != theirs:
+            self._unequal("finish_reason", "finish reason is", ours, theirs)
 
     def logprobs(self, position: int | None) -> None:
         """Measure those of the tokens before the one at which the runs part; or compare bits."""
@@ -404,11 +394,8 @@ class Comparison:
             apart = abs(ours.logprob - theirs.logprob)
             self.spread.logprobs = max(self.spread.logprobs, apart)
             if self.tolerance.exact and ours != theirs:
-                self._differ(
-                    "logprobs",
-                    f"log-probabilities of generated token {index} are {theirs}, "
-                    f"{REFERENCE[self.run]} {ours}",
-                )
+                what = f"log-probabilities of generated token {index} are"
+                self._unequal("logprobs", what, ours, theirs)
                 break
 
     def tensors(self, rows: int | None) -> None:
@@ -443,11 +430,8 @@ class Comparison:
 
     def _tensor(self, name: str, ours: Tensor, theirs: Tensor) -> None:
         if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
-            self._differ(
-                "tensor",
-                f"tensor {name!r} is {tuple(theirs.shape)} {theirs.dtype}, "
-                f"{REFERENCE[self.run]} {tuple(ours.shape)} {ours.dtype}",
-            )
+            kinds = (f"{tuple(each.shape)} {each.dtype}" for each in (ours, theirs))
+            self._unequal("tensor", f"tensor {name!r} is", *kinds)
             return
         if ours.numel() == 0:
             return
@@ -467,6 +451,9 @@ class Comparison:
                 f"{worst}: "
                 f"by {float(apart[worst]):.3g}, allowed are {allowed * float(scale[worst]):.3g}",
             )
+
+    def _unequal(self, kind: Kind, what: str, ours: object, theirs: object) -> None:
+        self._differ(kind, f"{what} {theirs}, {REFERENCE[self.run]} {ours}")
 
     def _differ(self, kind: Kind, message: str) -> None:
         self.differences.append(
@@ -499,13 +486,8 @@ def _distance(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_difference(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int | None:
-    if ours == theirs:
-        return None
-    pairs = zip(ours, theirs, strict=False)
-    return next(
-        (position for position, (left, right) in enumerate(pairs) if left != right),
-        min(len(ours), len(theirs)),
-    )
+    pairs = enumerate(itertools.zip_longest(ours, theirs))
+    return next((position for position, (left, right) in pairs if left != right), None)
 
 
 def _at(token_ids: tuple[int, ...], position: int) -> str:
