@@ -308,23 +308,10 @@ def _hinted(hint: Any, value: Any) -> Any:
 
 _PROMPTS: Mapping[tuple[str, ...], type] = {
     tuple(field.name for field in dataclasses.fields(kind)): kind
-    for kind in (
-        prompts.AudioPrompt,
-        prompts.ChatPrompt,
-        prompts.CodecPrompt,
-        prompts.EmbedsPrompt,
-        prompts.ExplicitEncoderDecoderPrompt,
-        prompts.ImagePrompt,
-        prompts.SpeechPrompt,
-        prompts.TextChunk,
-        prompts.TextPrompt,
-        prompts.TokensPrompt,
-        prompts.TranscriptionOptions,
-        prompts.VideoFeatures,
-        prompts.VideoPrompt,
-    )
+    for kind in vars(prompts).values()
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind)
 }
-"""By the names of its fields, which tell one prompt from another."""
+"""All of them by the names of their fields, which tell one prompt from another."""
 
 
 def _prompt(value: Any) -> Any:
