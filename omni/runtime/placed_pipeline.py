@@ -8,11 +8,9 @@ import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-
-from pydantic import ValidationError
+from typing import Any
 
 from engine.interface.cpu_threads import available_cores
-from engine.interface.settings import Settings, explain_validation_error
 from omni.pipelines.graph_rules import check_graph
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
@@ -112,7 +110,7 @@ def _described(pipeline: Pipeline, runtime: RuntimeConfig) -> PipelineConfig:
         ValueError: a stage cannot say what it was built of, such as one that was given an engine;
             or its name is none that a pipeline's file could have.
     """
-    stages: dict[str, Settings] = {}
+    stages: dict[str, Any] = {}
     for name, stage in pipeline.stages.items():
         try:
             settings = stage.configuration()
@@ -122,18 +120,13 @@ def _described(pipeline: Pipeline, runtime: RuntimeConfig) -> PipelineConfig:
             placement = placement_for(name, settings.placement, runtime.kind)
             settings = settings.model_copy(update={"placement": placement})
         stages[name] = settings
-    given = {
-        "name": "composed",
-        "speaker": pipeline.speaker,
-        "voices": pipeline.voices.given,
-        "runtime": runtime,
-        "stages": stages,
-    }
-    try:
-        return PipelineConfig.model_validate(given)
-    except ValidationError as error:
-        mistakes = explain_validation_error(error, PipelineConfig, given)
-    raise ValueError(mistakes)
+    return PipelineConfig(
+        name="composed",
+        speaker=pipeline.speaker,
+        voices=pipeline.voices.given,
+        runtime=runtime,
+        stages=stages,
+    )
 
 
 def _connect(config: PipelineConfig) -> tuple[Connect, Callable[[], object]]:
