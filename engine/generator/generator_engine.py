@@ -47,6 +47,7 @@ class WindowSizes:
 
     first: int
     chunk: int
+    growth: int
     left: int
     right: int
 
@@ -124,8 +125,8 @@ class GeneratorRequest:
     def coming_window(self, sizes: WindowSizes) -> CodeWindow:
         """The next window of an utterance that comes in chunks, if its codes go on for so long."""
         done = self.num_done
-        # 1, 2, 4, ... times what the first gives.
-        kept_stop = done + min(done + sizes.first, sizes.chunk)
+        # What is done is a geometric series: of 1, 2, 4, ... times the first, for a growth of 2.
+        kept_stop = done + min(done * (sizes.growth - 1) + sizes.first, sizes.chunk)
         return CodeWindow(max(0, done - sizes.left), kept_stop + sizes.right, done, kept_stop)
 
     def needs_input(self, sizes: WindowSizes) -> bool:
@@ -510,6 +511,7 @@ def _window_sizes(config: GeneratorConfig, model: GeneratorModel) -> WindowSizes
     sizes = WindowSizes(
         window.first_blocks * block,
         window.chunk_blocks * block,
+        window.growth,
         window.left_blocks * block if is_windowed else 0,
         window.right_blocks * block if is_windowed else 0,
     )

@@ -17,8 +17,8 @@ class StreamWindow(Settings):
 
     A block is what the model's arithmetic works on at a time: 12 codes, or 0.24 s, in the published
     vocoder. A window is computed whole and its middle is kept. The first is short, so that
-    sound comes early; each gives as much as all before it and the first, until they are long
-    enough to cost little more than the whole::
+    sound comes early; each gives ``growth`` times the one before, until they are long enough to
+    cost little more than the whole::
 
         codes    ────────────────────────────────────────────────────►
         window 1 │ first │ right │
@@ -35,12 +35,15 @@ class StreamWindow(Settings):
     Attributes:
         first_blocks: what the first window gives.
         chunk_blocks: what a window gives at most.
+        growth: how many times as much a window gives as the one before. Speech that comes hardly
+            faster than it is heard wants the least.
         left_blocks: what it sees before that; by default what the published model was trained on.
         right_blocks: what it sees after that; likewise.
     """
 
     first_blocks: int = Field(default=1, ge=1)
     chunk_blocks: int = Field(default=8, ge=1)
+    growth: int = Field(default=2, ge=2)
     left_blocks: int = Field(default=2, ge=0)
     right_blocks: int = Field(default=1, ge=0)
 

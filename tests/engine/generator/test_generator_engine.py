@@ -157,14 +157,25 @@ def test_streamed_sound_does_not_depend_on_how_the_codes_came(
     assert torch.equal(streamed(windowed, codes, cuts, eager=eager), expected)
 
 
-def test_windows_grow_until_they_cost_little_more_than_the_whole(folder: str) -> None:
-    engine = open_engine(folder, GROWING)
+@pytest.mark.parametrize(
+    ("window", "lengths"),
+    [
+        (GROWING.window, [1, 2, 4, 4, 5]),
+        (StreamWindow(growth=4), [1, 4, 8, 3]),
+        (StreamWindow(first_blocks=2, growth=3), [2, 6, 8]),
+    ],
+    ids=str,
+)
+def test_windows_grow_until_they_cost_little_more_than_the_whole(
+    window: StreamWindow, lengths: list[int], folder: str
+) -> None:
+    engine = open_engine(folder, PARAMS.model_copy(update={"window": window}))
     engine.add_request("s", CodecPrompt(random_codes(BLOCK * 16), is_last=False))
     engine.extend_request("s", CodecPrompt(()))
     outputs = drain(engine)["s"]
     kept = [len(output.delta.samples) // SAMPLES_PER_CODE // BLOCK for output in outputs]
     # The last takes what is left, the block at its right included.
-    assert kept == [1, 2, 4, 4, 5]
+    assert kept == lengths
 
 
 @pytest.mark.parametrize("first", [3, 9])
@@ -377,7 +388,7 @@ def test_time_never_runs_backwards_within_the_bounds_of_the_sway(sway: float | N
     assert (times.diff() >= 0).all()
 
 
-SIZES = WindowSizes(first=4, chunk=8, left=2, right=2)
+SIZES = WindowSizes(first=4, chunk=8, growth=2, left=2, right=2)
 FIRST, SECOND = 7, 15  # codes after which an utterance's windows can run
 
 
