@@ -1,6 +1,7 @@
 """A voice pipeline against transformers on the same weights, in one process, in turns.
 
     python -m benchmarks.omni_pipeline_cpu [--model qwen3] [--rounds 3] [--requests 8]
+    python -m benchmarks.omni_pipeline_cpu --model pocket_tts    # see benchmarks/pocket_tts.py
 
 The model is a seeded Qwen2.5-Omni or Qwen3-Omni of about 100 M parameters in fp32
 (of :mod:`benchmarks.models`). Every request has the same system prompt and a recording of its
@@ -51,6 +52,7 @@ from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
 )
 from transformers.utils import logging as transformers_logging
 
+from benchmarks import pocket_tts
 from benchmarks.models import benchmark_model
 from engine import ChatPrompt, EngineConfig, SamplingParams
 from engine.interface.config import GenerationParams, GeneratorConfig
@@ -528,7 +530,7 @@ def compare(console: Console, runs: Mapping[str, Sequence[Run]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=FAMILIES, default="qwen2_5")
+    parser.add_argument("--model", choices=[*FAMILIES, "pocket_tts"], default="qwen2_5")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=3.0, help="of a recording")
@@ -539,6 +541,9 @@ def main() -> None:
     parser.add_argument("--code-chunk", type=int, help="by default 5, or 1 with Qwen3")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
+    if args.model == "pocket_tts":  # of two stages, and other sides
+        pocket_tts.compare(args.rounds, [1, args.requests], args.threads)
+        return
     family = FAMILIES[args.model]
     args.codes = args.codes or family.codes
     args.code_chunk = args.code_chunk or family.code_chunk

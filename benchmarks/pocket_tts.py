@@ -17,7 +17,7 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -87,7 +87,7 @@ def pipeline(folder: str, frames: int, settings: Mapping[str, Any]) -> Omni:
             "stages.codec.model": f"{folder}/codec",
             "stages.codec.engine.device": "cpu",
             # The last one is not sounded.
-            "stages.backbone.sampling": {"temperature": 0.0, "max_tokens": frames + 1},
+            "stages.backbone.sampling": {"temperature": 0.0, "max_tokens": frames},
             **stated,
         },
     )
@@ -136,28 +136,33 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    compare(args.rounds, args.requests, args.threads, args.frames)
+
+
+def compare(rounds: int, requests: Sequence[int], threads: int, frames: int = 50) -> None:
+    """Print a table for each number of requests at once."""
+    torch.set_num_threads(threads)
     folder = benchmark_model("pocket_tts")
-    sides: dict[str, Run] = {"transformers": reference(folder, args.frames)}
+    sides: dict[str, Run] = {"transformers": reference(folder, frames)}
     floors = {}
     rate = bytes_per_second()
     for name, settings in FORMATS.items():
-        omni = pipeline(folder, args.frames, settings)
-        sides[name] = ours(omni, args.frames, warm=False)
-        sides[f"{name}, warm"] = ours(omni, args.frames, warm=True)
+        omni = pipeline(folder, frames, settings)
+        sides[name] = ours(omni, frames, warm=False)
+        sides[f"{name}, warm"] = ours(omni, frames, warm=True)
         backbone = omni.pipeline.stages["backbone"]
         assert isinstance(backbone, AutoregressiveStage)
         read = backbone.engine.memory_plan.weights_bytes
         floors[name] = floors[f"{name}, warm"] = read / rate / FRAME_S
-    sound_s = args.frames * FRAME_S
-    for count in args.requests:
+    sound_s = frames * FRAME_S
+    for count in requests:
         found: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for number in range(args.rounds + 1):  # the first one warms up
+        for number in range(rounds + 1):  # the first one warms up
             for name, run in sides.items():
                 measured = run(count)
                 if number:
                     found[name].append(measured)
-        table = Table(title=f"{count} requests of {sound_s:g} s of sound, {args.threads} threads")
+        table = Table(title=f"{count} requests of {sound_s:g} s of sound, {threads} threads")
         for column in ("side", "first sound s", "all s", "real-time factor", "floor", "ratio"):
             table.add_column(column, justify="left" if column == "side" else "right")
         for name, times in found.items():
