@@ -53,8 +53,9 @@ def speakers_in(model: str, part: str | None) -> tuple[str, ...] | None:
 
 def _row_of(config: Mapping[str, Any], part: str | None) -> FamilyRow | None:
     model_type, architectures = str(config.get("model_type")), config.get("architectures")
-    if rows := FAMILIES.parts_named_in_table(model_type):
-        return next((row for row in rows if row.part == part), None)
+    if parts := FAMILIES.known_parts(model_type):
+        row = parts.get(part)
+        return row if isinstance(row, FamilyRow) else None
     if isinstance(architectures, list) and architectures:
         return FAMILIES.rows.get(str(architectures[0]))
     return next((row for row in FAMILIES.rows.values() if row.base_type == model_type), None)
@@ -70,9 +71,9 @@ def misfit_of(config: Mapping[str, Any], part: str | None, *, makes_sound: bool)
     Returns:
         The stage's key that is wrong, ``part`` or ``kind``, and what is wrong there.
     """
-    rows = FAMILIES.parts_named_in_table(str(config.get("model_type")))
-    if rows:
-        return _misfit_of_part({str(row.part): row.makes_sound for row in rows}, part, makes_sound)
+    if parts := FAMILIES.known_parts(str(config.get("model_type"))):
+        known = {str(name): each.makes_sound for name, each in parts.items()}
+        return _misfit_of_part(known, part, makes_sound)
     misfit = None
     architectures = config.get("architectures")
     if part is not None and "model_type" in config:

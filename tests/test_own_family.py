@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+import torch
+
+from engine import SamplingParams, register_model_family
+from engine.models.registry import FAMILIES
+from omni import Omni, OmniRequest
 from tests.support.import_graph import ROOT
 
 PAGE = ROOT / "docs" / "own_family.md"
@@ -63,3 +70,26 @@ def test_the_family_of_the_page_is_found_by_its_entry_point_and_judged(tmp_path:
         check=False,
     )
     assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_model_of_two_parts_speaks_when_it_is_added_from_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint_cache: object
+) -> None:
+    asked = OmniRequest("Say this.", sampling={"backbone": SamplingParams(max_tokens=9, seed=1)})
+    with Omni("csm_seeded") as omni:
+        (expected,) = omni.generate([asked])
+    others = {name: row for name, row in FAMILIES.rows.items() if row.whole != "csm"}
+    assert len(others) == len(FAMILIES.rows) - 2
+    monkeypatch.setattr(FAMILIES, "_rows", others)
+    monkeypatch.setattr(FAMILIES, "_added", {})
+    with pytest.raises(ValueError, match="one model without parts"):
+        Omni("csm_seeded")
+    (tmp_path / "speaking_family.py").write_text(files()["speaking_family.py"])
+    brought = runpy.run_path(str(tmp_path / "speaking_family.py"))
+    for name in ("BACKBONE", "CODEC"):
+        register_model_family(brought[name])
+    with Omni("csm_seeded") as omni:
+        (said,) = omni.generate([asked])
+    ours, theirs = (each.stages["codec"].audio for each in (said, expected))
+    assert ours is not None and theirs is not None and len(ours.samples) == 9 * 1920
+    assert torch.equal(ours.samples, theirs.samples)

@@ -79,6 +79,11 @@ class ModelFamily:
             )
 
     @property
+    def makes_sound(self) -> bool:
+        """Whether it makes sound, not tokens."""
+        return self.generator is not None
+
+    @property
     def base_type(self) -> str | None:
         """``model_type`` of the configs of decoders that it builds and others may build on."""
         if self.decoder_config is None:

@@ -204,12 +204,18 @@ class FamilyRegistry:
         """Names of all that is known and makes tokens, or sound."""
         return (
             *(name for name, row in self._rows.items() if row.makes_sound == makes_sound),
-            *(name for name, f in self._added.items() if bool(f.generator) == makes_sound),
+            *(name for name, f in self._added.items() if f.makes_sound == makes_sound),
         )
 
-    def parts_named_in_table(self, whole: str) -> tuple[FamilyRow, ...]:
-        """The table's models of a checkpoint that holds several, by its ``model_type``."""
-        return tuple(row for row in dict.fromkeys(self._rows.values()) if row.whole == whole)
+    def known_parts(self, whole: str) -> Mapping[str | None, FamilyRow | ModelFamily]:
+        """By name, the models of a checkpoint that holds several, by its ``model_type``."""
+        known: dict[str | None, FamilyRow | ModelFamily] = {
+            row.part: row for row in self._rows.values() if row.whole == whole
+        }
+        for family in self._added.values():
+            if family.part is not None and family.part.whole == whole:
+                known.setdefault(family.part.name, family)
+        return known
 
     def may_grow(self) -> bool:
         """Whether entry points may bring families that are not known yet."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine import EngineConfig, LLMEngine
-from engine.models.registry import ENTRY_POINTS, FAMILIES, FamilyRegistry
+from engine.models.registry import ENTRY_POINTS, FAMILIES, FamilyRegistry, FamilyRow
 from omni import Omni
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.yaml_document import ConfigError
@@ -176,13 +176,12 @@ def test_what_other_packages_may_bring_is_left_alone(
 
 
 def test_the_table_names_parts_as_their_families_do() -> None:
-    rows = FamilyRegistry(dict.fromkeys(FAMILIES.rows.values())).parts_named_in_table(
-        "qwen2_5_omni"
-    )
-    assert [row.part for row in rows] == ["thinker", "talker", "code2wav"]
-    for row in rows:
+    rows = FamilyRegistry(dict.fromkeys(FAMILIES.rows.values())).known_parts("qwen2_5_omni")
+    assert list(rows) == ["thinker", "talker", "code2wav"]
+    for name, row in rows.items():
+        assert isinstance(row, FamilyRow)
         part = row.load().part
-        assert part is not None and part.name == row.part
+        assert part is not None and part.name == name
 
 
 def test_outputs_that_a_transform_needs_are_missed_without_a_model() -> None:
