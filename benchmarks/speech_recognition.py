@@ -9,8 +9,8 @@ FOLDER holds the weights as transformers' checkpoint, CT2_FOLDER as CTranslate2'
 it is and with white noise added, so many decibels below it; and so are all of them as one, with
 pauses of 1.5 s. That is with temperature fallback and thresholds as faster-whisper has them, greedy
 at first (its beam of 5 is set to 1, since transformers' rules have none), in float32.
-faster-whisper needs an environment of its own; it runs in a process beside this one. Both texts go
-through transformers' normalizer of English, and words are compared.
+faster-whisper needs an environment of its own, with soundfile; it runs in a process beside this
+one. Both texts go through transformers' normalizer of English, and words are compared.
 """
 
 from __future__ import annotations
