@@ -413,7 +413,8 @@ def codes_of(talker: StageOutput) -> tuple[int, ...]:
     drawn = talker.tensors.get("codes")
     if drawn is None:
         return talker.token_ids
-    return tuple(drawn[talker.num_prompt_tokens :].flatten().tolist())
+    first, number = talker.num_prompt_tokens, len(talker.token_ids) - 1
+    return tuple(drawn[first : first + number].flatten().tolist())
 
 
 def pipeline_side(omni: Omni) -> Side:
