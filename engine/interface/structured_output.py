@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
@@ -110,4 +112,32 @@ class StructuredOutput(Settings):
         if self.choice is not None:
             return grammar_from("choice", json.dumps(self.choice))
         schema = self.json_schema if self.json_schema is not None else '{"type": "object"}'
+        if '"format"' in schema:
+            with suppress(ValueError, RecursionError):  # what reads the schema says what is wrong
+                schema = json.dumps(_without_unknown_formats(json.loads(schema)))
         return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)
+
+
+def _without_unknown_formats(schema: Any) -> Any:
+    """The same for a reader that refuses formats it does not know: they are annotations."""
+    if isinstance(schema, list):
+        return [_without_unknown_formats(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in _VALUES else _without_unknown_formats(value)
+        for key, value in schema.items()
+        if key != "format" or not isinstance(value, str) or _is_known_format(value)
+    }
+
+
+_VALUES = frozenset(("const", "enum", "default", "examples"))
+"""Keys of a schema whose values are no schemas."""
+
+
+@lru_cache(256)
+def _is_known_format(name: str) -> bool:
+    from llguidance import LLMatcher
+
+    alone = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "format": name}))
+    return not LLMatcher.validate_grammar(alone)

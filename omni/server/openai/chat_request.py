@@ -455,7 +455,7 @@ class ChatRequest(TextRequest):
             raise PlacedError(
                 ("max_tokens",), "means the same as max_completion_tokens; give one of them"
             )
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise PlacedError(("top_logprobs",), "needs logprobs to be true")
         if (self.audio is not None) != ("audio" in self.modalities):
             raise PlacedError(("audio",), 'goes together with "audio" among the modalities')

@@ -22,6 +22,7 @@ from starlette import status
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from engine import AudioPrompt
+from engine.interface.log_fields import package_logger
 from omni.server.openai.realtime_conversation import (
     Conversation,
     ConversationItem,
@@ -60,6 +61,7 @@ from omni.server.serving.client import Client
 from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
 from omni.server.serving.request_body import decoded, without_faltering
 
+_logger = package_logger(__name__)
 _OLDER_API = "realtime=v1"
 
 _GONE = (WebSocketDisconnect, OSError, RuntimeError)
@@ -324,6 +326,8 @@ class RealtimeSession:
         await response.cancel("client_cancelled")
 
     async def _send_error(self, error: ApiError, event_id: str | None) -> None:
+        # As repr: what a refusal quotes may hold what looks like a line of the log.
+        _logger.warning("an event of a live session was refused: %.500r", error.message)
         await self._send("error", error={**error.to_object()["error"], "event_id": event_id})
 
     async def _send(self, kind: str, **content: Any) -> None:

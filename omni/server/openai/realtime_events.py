@@ -134,9 +134,9 @@ class ResponseOptions(ApiModel):
         stages: sampling parameters by stage, as in chats.
     """
 
+    without_effect: ClassVar = frozenset(("tracing",))
     not_supported: ClassVar = {
         "prompt": (),
-        "tracing": (),
         "include": (),
         "truncation": ("auto", "disabled"),
         "reasoning": (),

@@ -594,13 +594,43 @@ def test_every_text_is_json_of_its_schema_in_any_batch(
         assert completion(output_alone).token_ids == completion(outputs[index]).token_ids
 
 
-@given(pattern=st.sampled_from(["[a-f]{3,8}", "(yes|no)!{0,3}", "é+ü{1,4}x", r"\d{4}-\d\d", "a?"]))
-def test_every_text_matches_its_regular_expression(forming: LLMEngine, pattern: str) -> None:
-    wanted = params(7, regex=pattern).model_copy(update={"n": 3})
-    (output,) = forming.generate([TextPrompt("Once upon a time")], wanted)
-    for each in output.outputs:
-        if each.finish_reason == "stop":  # + has no end
-            assert re.fullmatch(pattern, each.text or "")
+Forms = tuple[str, str]
+"""A regular expression, and the right side of a rule in Lark that means the same."""
+
+
+def forms() -> st.SearchStrategy[Forms]:
+    """Forms whose texts are short."""
+    letters = st.sampled_from("aé-1 ").map(lambda each: (re.escape(each), json.dumps(each)))
+    classes = st.sampled_from(["[a-f]", r"\d", "[^x-z0]", r"[é\-.]"]).map(lambda c: (c, f"/{c}/"))
+
+    def nested(inner: st.SearchStrategy[Forms]) -> st.SearchStrategy[Forms]:
+        several = st.lists(inner, min_size=2, max_size=3).map(
+            lambda each: tuple(zip(*each, strict=True))
+        )
+        counts = st.sampled_from(["?", "{0,2}", "{2}", "{1,3}"])
+        return (
+            several.map(lambda each: ("".join(each[0]), f"({' '.join(each[1])})"))
+            | several.map(lambda each: (f"(?:{'|'.join(each[0])})", f"({' | '.join(each[1])})"))
+            | st.tuples(inner, counts).map(
+                lambda each: (f"(?:{each[0][0]}){each[1]}", f"({each[0][1]}){each[1]}")
+            )
+        )
+
+    return st.recursive(letters | classes, nested, max_leaves=6)
+
+
+@settings(max_examples=examples(50))
+@given(form=forms())
+def test_every_text_matches_its_regular_expression_or_grammar(
+    forming: LLMEngine, form: Forms
+) -> None:
+    pattern, rule = form
+    for wanted in (params(7, regex=pattern), params(7, grammar=f"start: {rule}")):
+        both = wanted.model_copy(update={"n": 2})
+        (output,) = forming.generate([TextPrompt("Once upon a time")], both)
+        for each in output.outputs:
+            assert each.finish_reason == "stop"
+            assert re.fullmatch(pattern, each.text or "", re.DOTALL)
 
 
 def test_completions_of_a_prompt_differ(forming: LLMEngine) -> None:
@@ -630,6 +660,17 @@ def test_a_grammar_is_followed(forming: LLMEngine) -> None:
 def test_a_grammar_is_lark_or_gbnf(forming: LLMEngine, grammar: str) -> None:
     (output,) = forming.generate([TextPrompt("Letters:")], params(3, grammar=grammar))
     assert completion(output).text == "ab"
+
+
+def test_a_format_that_is_not_known_says_nothing(forming: LLMEngine) -> None:
+    """As JSON Schema has it; pydantic writes such ones for its own types."""
+    place = {"type": "string", "format": "path", "maxLength": 8, "description": "where"}
+    fields = {"format": place, "day": {"type": "string", "format": "date"}}
+    schema = {"type": "object", "properties": fields, "required": [*fields]}
+    for given_as in (schema, json.dumps(schema)):
+        (output,) = forming.generate([TextPrompt("JSON:")], params(3, json_schema=given_as))
+        answer = json.loads(completion(output).text or "")
+        assert len(answer["format"]) <= 8 and re.fullmatch(r"\d{4}-\d\d-\d\d", answer["day"])
 
 
 def test_any_object_is_json(forming: LLMEngine) -> None:
