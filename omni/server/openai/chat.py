@@ -52,6 +52,7 @@ class Chat(TextResponse):
         self._expires_at = self._created + _KEPT_S
         self._words = ""  # of the completion that is spoken, in a stream
         self._has_spoken = False
+        self._held_sound: list[Waveform] = []
         form = self.pipeline.config.tool_parser
         self._parsers = [body.tool_parser(form) for _ in range(self._n)]  # by completion
         self._count = TokenCount()
@@ -74,9 +75,9 @@ class Chat(TextResponse):
             message = AssistantMessage(role="assistant", content=words)
             if calls:
                 message.content, message.tool_calls = words or None, calls
-            # Without any sound the text is the answer, as in a stream.
-            if sound is not None and sound.duration_s and not index:
-                message.audio = await self._file(sound, output.text or "")
+            # Without any sound the text is the answer, as in a stream; calls are not spoken.
+            if sound is not None and sound.duration_s and not index and not calls:
+                message.audio = await self._file(sound, words)
                 self._keep_words(words)
             choices.append(
                 Choice(
@@ -209,10 +210,15 @@ class Chat(TextResponse):
                 self._ended[index] = _reason(part.finish_reason, parser)
         self._has_roles |= delta is not None
         if sound is not None:
-            self._has_spoken = True
-            data, rate = sound.encoded("pcm16"), sound.sampling_rate
-            audio = ChatAudio(id=self._audio_id, data=data, sampling_rate=rate)
-            new.append(Choice(index=0, delta=AssistantMessage(audio=audio)))
+            self._held_sound.append(sound)
+        # What may be a call is not spoken.
+        if self._words or not self._body.offered_tools:
+            held, self._held_sound = self._held_sound, []
+            for each in () if self._parsers[0].num_calls else held:
+                self._has_spoken = True
+                data, rate = each.encoded("pcm16"), each.sampling_rate
+                audio = ChatAudio(id=self._audio_id, data=data, sampling_rate=rate)
+                new.append(Choice(index=0, delta=AssistantMessage(audio=audio)))
         if self._voice is None or is_over:
             for index, reason in self._ended.items():
                 last = AssistantMessage()

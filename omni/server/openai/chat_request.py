@@ -140,7 +140,7 @@ class StreamOptions(ApiModel):
     in vLLM, every chunk those of its completion so far too.
     """
 
-    not_supported: ClassVar = {"include_obfuscation": (False,)}
+    without_effect: ClassVar = frozenset(("include_obfuscation",))
 
     include_usage: bool = False
     continuous_usage_stats: bool = False

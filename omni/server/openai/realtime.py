@@ -176,7 +176,7 @@ class RealtimeSession:
                     item = await ConversationItem.of(event.item, self._input.form)
                     await self._add(item, event.previous_item_id)
                 case AboutItem(type="conversation.item.retrieve") as event:
-                    item = self._conversation.find(event.item_id)
+                    item = self._conversation.find(event.item_id, "retrieve")
                     shown = await asyncio.to_thread(item.described, with_sound=True)
                     await self._send("conversation.item.retrieved", item=shown)
                 case AboutItem() as event:
@@ -319,10 +319,12 @@ class RealtimeSession:
     async def _cancel(self, response_id: str | None) -> None:
         response = self._response
         if response is None or response.is_over:
-            raise ApiError.bad_request("no response is being given", code="no_active_response")
+            raise ApiError.bad_request(
+                "no response is being given", code="response_cancel_not_active"
+            )
         if response_id not in (None, response.id):
             message = f"{response_id!r:.80} is not being given, but {response.id!r}"
-            raise ApiError.bad_field("response_id", message, "no_active_response")
+            raise ApiError.bad_field("response_id", message, "response_cancel_not_active")
         await response.cancel("client_cancelled")
 
     async def _send_error(self, error: ApiError, event_id: str | None) -> None:

@@ -156,7 +156,7 @@ class Conversation:
         if previous_id == _ROOT:
             place = 0
         elif previous_id is not None:
-            place = self.items.index(self.find(previous_id, "previous_item_id")) + 1
+            place = self.items.index(self.find(previous_id, "create", "previous_item_id")) + 1
         self.check_room(item.num_bytes)
         self._num_bytes += item.num_bytes
         self._by_id[item.id] = item
@@ -167,16 +167,17 @@ class Conversation:
         """Count what an item has grown by."""
         self._num_bytes += num_bytes
 
-    def find(self, item_id: str, param: str = "item_id") -> ConversationItem:
-        """Return an item by its name, or raise an :class:`ApiError`."""
+    def find(self, item_id: str, action: str, param: str = "item_id") -> ConversationItem:
+        """Return an item by its name, or raise an :class:`ApiError` of that action."""
         found = self._by_id.get(item_id)
         if found is None:
-            raise ApiError.bad_field(param, f"there is no item {item_id!r:.80}", "item_not_found")
+            code = f"item_{action}_invalid_item_id"
+            raise ApiError.bad_field(param, f"there is no item {item_id!r:.80}", code)
         return found
 
     def delete(self, item_id: str) -> None:
         """Take an item out."""
-        item = self.find(item_id)
+        item = self.find(item_id, "delete")
         _check_ended(item)
         self._num_bytes -= item.num_bytes
         del self._by_id[item_id]
@@ -187,7 +188,7 @@ class Conversation:
 
     def truncate(self, item_id: str, heard_s: float) -> None:
         """Leave of a spoken answer what was heard of it."""
-        item = self.find(item_id)
+        item = self.find(item_id, "truncate")
         if not item.spoken_s:
             raise ApiError.bad_field("item_id", f"{item_id!r} is no answer that was spoken")
         _check_ended(item)

@@ -463,7 +463,7 @@ def test_an_answer_that_has_ended_cannot_be_cancelled_while_its_end_is_told(
         return slow_one
 
     heard = asyncio.run(asyncio.wait_for(talk(), PATIENCE_S))
-    assert heard.heard_of("error")[0]["error"]["code"] == "no_active_response"
+    assert heard.heard_of("error")[0]["error"]["code"] == "response_cancel_not_active"
     (done,) = heard.heard_of("response.done")
     assert done["response"]["status"] == ("failed" if slow == "error" else "incomplete")
 

@@ -311,7 +311,8 @@ def test_items_stand_where_they_are_put_and_go_when_they_are_deleted(server: Liv
         assert one.hear()["item_id"] == ids[0]
         for kind in ("delete", "retrieve"):
             wrong = one.mistake(f"conversation.item.{kind}", item_id=ids[0])
-            assert wrong["code"] == "item_not_found" and wrong["param"] == "item_id"
+            # As OpenAI's API has them: clients such as Pipecat know these, and end with others.
+            assert wrong["code"] == f"item_{kind}_invalid_item_id" and wrong["param"] == "item_id"
         part = {"type": "input_text", "text": "again"}
         again = {**message(part), "id": ids[1]}
         assert one.mistake("conversation.item.create", item=again)["param"] == "item.id"

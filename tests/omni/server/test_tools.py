@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -11,6 +13,7 @@ import openai
 import pytest
 
 from omni import ChatPrompt, OmniRequest
+from omni.pipelines.pipeline_config import PipelineConfig
 from tests.support.live_server import LiveServer
 
 WEATHER: dict[str, Any] = {
@@ -210,3 +213,34 @@ def test_wrong_messages_are_named(
     with pytest.raises(openai.BadRequestError, match=re.escape(message)) as caught:
         client.chat.completions.create(**(ASKED | {"messages": messages}))
     assert caught.value.param == f"messages[1].{param}"
+
+
+@pytest.fixture(scope="module")
+def speaking(seeded: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A voice whose chat template knows tools."""
+    folder = tmp_path_factory.mktemp("speaking") / "omni"
+    shutil.copytree(seeded("qwen3_omni"), folder)
+    template = folder / "chat_template.jinja"
+    template.write_text("{% if tools %}{{ tools | tojson }}{% endif %}" + template.read_text())
+    stages = ("thinker", "talker", "code2wav")
+    overrides = {f"stages.{name}.model": str(folder) for name in stages}
+    with LiveServer([PipelineConfig.load("qwen3_omni_seeded", overrides=overrides)]) as server:
+        yield server
+
+
+def test_a_voice_calls_tools_without_speaking_and_speaks_its_words(speaking: LiveServer) -> None:
+    client = speaking.client()
+    asked: Any = ASKED | {"model": "qwen3_omni_seeded", "tools": TOOLS, "temperature": 0.0}
+    asked |= {"modalities": ["text", "audio"], "audio": {"format": "pcm16"}}
+    for choice, is_call in (("required", True), ("none", False), ("auto", False)):
+        asked |= {"max_tokens": 400 if is_call else 24, "parallel_tool_calls": False}
+        (whole,) = client.chat.completions.create(**asked, tool_choice=choice).choices
+        assert (whole.message.audio is None) is is_call
+        assert bool(whole.message.tool_calls) is is_call
+        chunks = client.chat.completions.create(**asked, tool_choice=choice, stream=True)
+        deltas = [each.choices[0].delta for each in chunks if each.choices]
+        sounds = [sound for each in deltas if (sound := getattr(each, "audio", None))]
+        assert bool([each for each in sounds if each.data]) is not is_call
+        if whole.message.audio is not None:
+            written = "".join(each.transcript or "" for each in sounds)
+            assert written == whole.message.audio.transcript
