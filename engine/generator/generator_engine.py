@@ -107,7 +107,7 @@ class GeneratorRequest:
 
         Where windows lie depends on the codes alone, not on how they came. The last takes what is
         left, ``right`` codes more than its turn at most; so where there are any, a window is cut
-        off only when there is a code beyond it::
+        off only when there is a code beyond it. With a growth of 2::
 
             codes   0 .................................. n
             kept    | first | 2 x first | rest |           rest <= 4 x first + right

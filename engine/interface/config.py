@@ -17,8 +17,8 @@ class StreamWindow(Settings):
 
     A block is what the model's arithmetic works on at a time: 12 codes, or 0.24 s, in the published
     vocoder. A window is computed whole and its middle is kept. The first is short, so that
-    sound comes early; each gives ``growth`` times the one before, until they are long enough to
-    cost little more than the whole::
+    sound comes early; each gives ``growth`` times the one before (here 2), until they are long
+    enough to cost little more than the whole::
 
         codes    ────────────────────────────────────────────────────►
         window 1 │ first │ right │

@@ -256,10 +256,9 @@ class FamilyRegistry:
         model_type = config.get("model_type")
         if not self._rows.keys() & set(config.get("architectures") or ()):
             self.load_entry_points()
-        families = {row: row.load() for row in self._rows.values() if row.whole == model_type}
-        known = (*families.values(), *dict.fromkeys(self._added.values()))
-        parts = [family.part for family in known if family.part is not None]
-        return tuple(part for part in parts if part.whole == model_type)
+        known = self.known_parts(str(model_type)).values()
+        families = [each.load() if isinstance(each, FamilyRow) else each for each in known]
+        return tuple(family.part for family in families if family.part is not None)
 
     def decoder_config_of(self, config: PreTrainedConfig) -> Callable[[PreTrainedConfig], Any]:
         """What reads the config of a plain decoder, which other families may build on.
