@@ -269,7 +269,8 @@ class CompletionOutput:
         logprobs: one entry per generated token, or None when not asked for.
         finish_reason: None while it goes on.
         tensors: ``name -> (rows, ...)`` on the CPU: one row for every token whose forward pass
-            has run (the prompt and all generated tokens but the last). Only when finished.
+            has run (the prompt and all generated tokens but the last); what is drawn with a token
+            has one also for a last token that reached a limit. Only when finished.
         windows: of a recording, those that have ended; none of a text that is one window's alone.
     """
 
