@@ -50,6 +50,12 @@ class ServeOptions(RuntimeFlags, CommandOptions):
         "--allow-url-hosts",
         metavar="NAME",
     )
+    aliases: list[str] | None = option(
+        "A further name of a pipeline, such as gpt-4o=chat for clients that insist on one; may be "
+        "given several times.",
+        "--alias",
+        metavar="NAME=PIPELINE",
+    )
     transcriber: str | None = option(
         "The pipeline, one of those served, that writes down what is said in realtime sessions; "
         "models that only read are spoken to by it.",
@@ -119,6 +125,7 @@ def _settings(options: ServeOptions) -> ServerSettings:
         "api_keys": tuple(SecretStr(key.strip()) for key in keys if options.api_keys or key),
         "allow_url_hosts": tuple(options.allow_url_hosts or ()),
         "allow_origins": tuple(options.allow_origins or ()),
+        "aliases": dict(_alias(each) for each in options.aliases or ()),
         "transcriber": options.transcriber,
         "limits": ServerLimits(
             max_running_requests=options.max_running_requests,
@@ -133,3 +140,10 @@ def _settings(options: ServeOptions) -> ServerSettings:
         return ServerSettings.model_validate(given)
     except ValidationError as error:
         raise ValueError(explain_validation_error(error, ServerSettings, given)) from None
+
+
+def _alias(given: str) -> tuple[str, str]:
+    name, _, pipeline = given.partition("=")
+    if not name or not pipeline:
+        raise ValueError(f"--alias is NAME=PIPELINE, such as gpt-4o=chat, got {given!r}")
+    return name, pipeline

@@ -101,14 +101,15 @@ def _form_route(path: str, task: AudioTask) -> Route:
 
 
 async def _list_models(request: Request) -> Response:
-    """All pipelines."""
-    pipelines = request.state.server.pipelines.values()
-    return JSONResponse({"object": "list", "data": [_model(each) for each in pipelines]})
+    """All pipelines, by all of their names."""
+    names = request.state.server.names
+    return JSONResponse({"object": "list", "data": [_model(*each) for each in names.items()]})
 
 
 async def _retrieve_model(request: Request) -> Response:
     """One pipeline."""
-    return JSONResponse(_model(request.state.server.find(request.path_params["name"])))
+    name = request.path_params["name"]
+    return JSONResponse(_model(name, request.state.server.find(name)))
 
 
 async def _list_voices(request: Request) -> Response:
@@ -128,9 +129,9 @@ async def _list_voices(request: Request) -> Response:
     return JSONResponse({"object": "list", "voices": listed})
 
 
-def _model(pipeline: ServedPipeline) -> dict[str, object]:
+def _model(name: str, pipeline: ServedPipeline) -> dict[str, object]:
     return {
-        "id": pipeline.name,
+        "id": name,
         "object": "model",
         "created": pipeline.created,
         "owned_by": "omni",

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import openai
@@ -32,6 +32,7 @@ class LiveServer:
         allow_url_hosts: Sequence[str] = (),
         is_ready: bool = True,
         apart: bool = False,
+        aliases: Mapping[str, str] | None = None,
         transcriber: str | None = None,
         **limits: float,
     ) -> None:
@@ -41,6 +42,7 @@ class LiveServer:
             api_keys=tuple(map(SecretStr, api_keys)),
             allow_origins=tuple(allow_origins),
             allow_url_hosts=tuple(allow_url_hosts),
+            aliases=dict(aliases or {}),
             transcriber=transcriber,
             limits=ServerLimits(**limits),
         )

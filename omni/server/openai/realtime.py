@@ -202,7 +202,7 @@ class RealtimeSession:
                 f"this session is of type {self._kind!r}, which its address says: "
                 "?intent=transcription for one that writes down what it hears",
             )
-        if session.model not in (None, self._pipeline.name):
+        if session.model and self._server.names.get(session.model) is not self._pipeline:
             raise ApiError.bad_field("session.model", "the model of a session cannot be changed")
         options = merged_options(self._options, session)
         if session.stages is not None:  # all of them, so that one can be taken back
@@ -288,7 +288,7 @@ class RealtimeSession:
         name = options.audio.input.transcription.model
         if not name:
             return None
-        if name not in self._server.pipelines:
+        if name not in self._server.names:
             if self._server.settings.transcriber is None:
                 raise ApiError.bad_field(
                     "session.audio.input.transcription.model",

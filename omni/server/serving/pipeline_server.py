@@ -247,12 +247,13 @@ class PipelineServer:
             self.pipelines[config.name] = ServedPipeline(
                 config, settings.limits, self.meters, apart=apart
             )
-        transcriber = settings.transcriber
-        if transcriber is not None and transcriber not in self.pipelines:
-            raise ValueError(
-                f"the transcriber {transcriber!r} is none of the pipelines that are served"
-                f"{suggest(transcriber, self.pipelines)}"
-            )
+        self.names = dict(self.pipelines)
+        for alias, name in settings.aliases.items():
+            if alias in self.names:
+                raise ValueError(f"the alias {alias!r} is the name of a pipeline that is served")
+            self.names[alias] = self._served("pipeline of an alias", name)
+        if settings.transcriber is not None:
+            self._served("transcriber", settings.transcriber)
         self.fetcher = UrlFetcher(settings.allow_url_hosts, settings.limits)
         self.responses = ResponseStore()
         self.spoken = ResponseStore(kind="audio")
@@ -262,6 +263,14 @@ class PipelineServer:
         self.on_failure: Callable[[], None] = lambda: None
         self.on_loaded: Callable[[], None] = lambda: None
         self._loader = threading.Thread(target=self._load, name="omni-loader", daemon=True)
+
+    def _served(self, what: str, name: str) -> ServedPipeline:
+        if name not in self.pipelines:
+            raise ValueError(
+                f"the {what} {name!r} is none of the pipelines that are served"
+                f"{suggest(name, self.pipelines)}"
+            )
+        return self.pipelines[name]
 
     @property
     def status(self) -> str:
@@ -277,14 +286,14 @@ class PipelineServer:
         return PipelineState.READY.value
 
     def find(self, name: str) -> ServedPipeline:
-        """Return a pipeline by its name; an error with status 404 or, if the server stops, 503."""
+        """Return a pipeline by a name or alias; an error with status 404 or, when stopping, 503."""
         if self.is_stopping:
             raise ApiError.unavailable("the server is stopping", "stopping")
-        pipeline = self.pipelines.get(name)
+        pipeline = self.names.get(name)
         if pipeline is None:
             raise ApiError(
                 HTTPStatus.NOT_FOUND,
-                f"the model {name!r:.80} does not exist{suggest(name[:80], self.pipelines)}",
+                f"the model {name!r:.80} does not exist{suggest(name[:80], self.names)}",
                 param="model",
                 code="model_not_found",
             )
@@ -312,7 +321,7 @@ class PipelineServer:
         known for which ``model`` it is.
         """
         if (model is None) == (len(self.pipelines) == 1):
-            self.pipelines[model or next(iter(self.pipelines))].check_room(client)
+            self.names[model or next(iter(self.names))].check_room(client)
 
     def start_loading(self) -> None:
         """Load the pipelines in a thread of their own."""

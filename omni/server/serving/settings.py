@@ -93,6 +93,7 @@ class ServerSettings(BaseModel):
         api_keys: of which a request must bring one; none lets everybody in.
         allow_url_hosts: from which files may be fetched whose addresses stand in requests.
         allow_origins: web pages on other hosts that may ask, such as ``https://example.org``.
+        aliases: further names of pipelines, by which clients find them too.
         transcriber: the pipeline that writes down what is said in realtime sessions that name none
             that is served.
     """
@@ -104,6 +105,7 @@ class ServerSettings(BaseModel):
     api_keys: tuple[SecretStr, ...] = ()
     allow_url_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
+    aliases: dict[str, str] = Field(default_factory=dict)
     transcriber: str | None = None
     limits: ServerLimits = ServerLimits()
 

@@ -11,6 +11,7 @@ from importlib import resources
 from typing import Any, get_args
 
 import numpy as np
+import openai
 import pytest
 import soundfile
 import soxr
@@ -59,7 +60,9 @@ def pipeline(name: str, model: str, **sampling: Any) -> PipelineConfig:
 def server(checkpoint_cache: object) -> Iterator[LiveServer]:
     ears = pipeline("ears", "seeded:whisper", max_tokens=12)
     reader = pipeline("reader", "seeded:qwen2", max_tokens=6)
-    with LiveServer(["spoken_sums", reader, ears], transcriber="ears") as running:
+    aliases = {"gpt-realtime": "reader", "whisper-1": "ears"}
+    configs = ["spoken_sums", reader, ears]
+    with LiveServer(configs, aliases=aliases, transcriber="ears") as running:
         yield running
         running.check_nothing_is_left()
 
@@ -367,6 +370,26 @@ def test_a_model_that_reads_alone_is_spoken_to_through_the_transcriber(server: L
             chat = [{"role": "user", "content": text}]
             whole = client.chat.completions.create(model="reader", messages=chat)
         assert answer == whole.choices[0].message.content
+
+
+def test_pipelines_have_further_names(server: LiveServer):
+    with server.client() as client:
+        names = [model.id for model in client.models.list()]
+        assert names == ["spoken_sums", "reader", "ears", "gpt-realtime", "whisper-1"]
+        assert client.models.retrieve("gpt-realtime").id == "gpt-realtime"
+        chat = [{"role": "user", "content": "Hello"}]
+        one, other = (
+            client.chat.completions.create(model=name, messages=chat)
+            for name in ("reader", "gpt-realtime")
+        )
+        assert one.choices[0].message.content == other.choices[0].message.content
+        with pytest.raises(openai.NotFoundError, match="did you mean 'gpt-realtime'"):
+            client.models.retrieve("gpt-realtim")
+    with talk(server, "gpt-realtime") as session:
+        transcription = {"model": "whisper-1"}
+        session.set(model="gpt-realtime", audio={"input": {"transcription": transcription}})
+        wrong = session.mistake("session.update", session={"type": "realtime", "model": "ears"})
+        assert wrong["param"] == "session.model"
 
 
 @pytest.mark.parametrize(("kind", "subtype"), [("audio/pcmu", "ULAW"), ("audio/pcma", "ALAW")])

@@ -92,6 +92,29 @@ def test_flags_become_settings(served: list[HttpServer]):
     assert limits.max_body_bytes == 2 * 2**20 and limits.max_running_requests is None
 
 
+@pytest.mark.parametrize(
+    ("alias", "message"),
+    [
+        ("gpt-4o", "--alias is NAME=PIPELINE, such as gpt-4o=chat, got 'gpt-4o'"),
+        ("=two_step", "--alias is NAME=PIPELINE, such as gpt-4o=chat, got '=two_step'"),
+        ("gpt-4o=two_steps", "the pipeline of an alias 'two_steps' is none of the pipelines that"),
+        ("two_step=two_step", "the alias 'two_step' is the name of a pipeline that is served"),
+    ],
+)
+def test_an_alias_of_nothing_is_refused(served: list[HttpServer], alias: str, message: str):
+    result = invoke("two_step", "--port", "0", "--alias", alias)
+    assert result.exit_code == 2 and not served
+    assert f"error: {message}" in result.stderr
+
+
+def test_aliases_name_pipelines(served: list[HttpServer]):
+    flags = ["--alias", "a=two_step", "--alias", "b=two_step"]
+    assert invoke("two_step", "--port", "0", *flags).exit_code == 0
+    pipelines = served[0].pipelines
+    assert list(pipelines.names) == ["two_step", "a", "b"]
+    assert pipelines.find("b") is pipelines.find("two_step")
+
+
 @pytest.mark.parametrize(("given", "keys"), [("", []), ("a", ["a"]), ("a, b", ["a", "b"])])
 def test_keys_may_come_from_the_environment(served: list[HttpServer], given: str, keys: list[str]):
     assert invoke("two_step", "--port", "0", OMNI_API_KEY=given).exit_code == 0
