@@ -1,17 +1,13 @@
 """A Piper voice as a kind of stage: it says an answer by sentences, while it is written."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from engine import FinishReason, TextChunk, Waveform
 from omni import Prompt, Stage, StageConfig, StageOutput
 from stages import StageRequest
-from stages.stage import OneOrMore
 
 
 class PiperVoiceConfig(StageConfig):
@@ -21,26 +17,9 @@ class PiperVoiceConfig(StageConfig):
 
     kind: Literal["piper_voice"]
     voice: Path
-    final_output: Annotated[tuple[Literal["audio"], ...], OneOrMore] = ("audio",)
 
     def build_stage(self, name: str) -> Stage:
         return PiperVoiceStage(name, self.voice, inputs=self.inputs, final_output=self.final_output)
-
-
-@dataclass
-class Speech:
-    """One request: what is to be said, and how much of it was said."""
-
-    chunk: TextChunk
-    num_said: int = 0
-
-    @property
-    def new(self) -> str:
-        return self.chunk.text[self.num_said :]
-
-    @property
-    def is_ready(self) -> bool:
-        return self.chunk.is_last or bool(self.new.strip())
 
 
 class PiperVoiceStage(Stage):
@@ -55,7 +34,8 @@ class PiperVoiceStage(Stage):
         from piper import PiperVoice
 
         self._voice = PiperVoice.load(voice)
-        self._speeches: dict[str, Speech] = {}
+        self._chunks: dict[str, TextChunk] = {}  # with text to say; each holds all text so far
+        self._num_said: dict[str, int] = {}  # characters, of every live request
 
     def add_request(self, request: StageRequest) -> None:
         self.extend_request(request.request_id, request.prompt)
@@ -63,29 +43,30 @@ class PiperVoiceStage(Stage):
     def extend_request(self, request_id: str, prompt: Prompt) -> None:
         if not isinstance(prompt, TextChunk):
             raise ValueError(f"it says a TextChunk, got a {type(prompt).__name__}")
-        self._speeches.setdefault(request_id, Speech(prompt)).chunk = prompt
+        self._chunks[request_id] = prompt
+        self._num_said.setdefault(request_id, 0)
 
     def needs_input(self, request_id: str) -> bool:
-        return request_id in self._speeches and not self._speeches[request_id].is_ready
+        return request_id in self._num_said and request_id not in self._chunks
 
     def step(self) -> list[StageOutput]:
-        ready = [each for each, speech in self._speeches.items() if speech.is_ready]
-        if not ready:
+        if not self._chunks:
             return []
         self.num_steps += 1
-        speech = self._speeches.pop(ready[0])
-        pieces = self._voice.synthesize(speech.new) if speech.new.strip() else ()
-        samples = [torch.from_numpy(piece.audio_float_array) for piece in pieces]
+        request_id = next(iter(self._chunks))
+        chunk = self._chunks.pop(request_id)
+        new, is_last = chunk.text[self._num_said.pop(request_id) :], chunk.is_last
+        samples = [torch.from_numpy(p.audio_float_array) for p in self._voice.synthesize(new)]
         sound = Waveform(torch.cat(samples), self._voice.config.sample_rate) if samples else None
-        if not (is_last := speech.chunk.is_last):
-            speech.num_said = len(speech.chunk.text)
-            self._speeches[ready[0]] = speech  # behind the others
-        reason = FinishReason.STOP if is_last else None
-        return [StageOutput(ready[0], self.name, is_last, finish_reason=reason, audio_delta=sound)]
+        if not is_last:
+            self._num_said[request_id] = len(chunk.text)
+        end = FinishReason.STOP if is_last else None
+        return [StageOutput(request_id, self.name, is_last, finish_reason=end, audio_delta=sound)]
 
     def abort(self, request_id: str) -> None:
-        self._speeches.pop(request_id, None)
+        self._chunks.pop(request_id, None)
+        self._num_said.pop(request_id, None)
 
     @property
     def has_unfinished_requests(self) -> bool:
-        return bool(self._speeches)
+        return bool(self._num_said)
