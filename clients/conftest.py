@@ -14,6 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
+ALIASES = {"gpt-5.6-luna": "chat", "gpt-realtime-2.1": "spoken_sums"}
+"""What OpenAI's Agents SDK asks for where an agent names no model, and what is served for it."""
+
 _HEAD = "| client | what works |\n|---|---|\n"
 _results: dict[str, dict[str, bool]] = {}  # by package, and by what was tried
 
@@ -57,10 +60,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server of ``chat``, ``ears``, ``finder`` and ``spoken_sums``."""
+    """The address of a server of the pipelines beside this file, and of ``spoken_sums``."""
     omni = os.environ.get("OMNI", str(ROOT / ".venv/bin/omni"))
-    files = [str(ROOT / f"clients/{name}.yaml") for name in ("chat", "ears", "finder")]
-    command = [omni, "serve", *files, "spoken_sums", "--transcriber", "ears", "--port", "0"]
+    files = map(str, sorted(ROOT.glob("clients/*.yaml")))
+    aliases = [f"--alias={name}={pipeline}" for name, pipeline in ALIASES.items()]
+    command = [omni, "serve", *files, "spoken_sums", "--transcriber=ears", *aliases, "--port=0"]
     log = tmp_path_factory.mktemp("server") / "log"
     with log.open("w") as out:
         server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)

@@ -14,6 +14,7 @@ import litellm
 import openai
 import pytest
 from agents import Agent, ModelSettings, Runner, function_tool
+from agents.realtime import RealtimeAgent, RealtimeRunner
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
@@ -43,8 +44,8 @@ class TestLangChain:
         assert isinstance(model.invoke("Which day?"), Day)
 
     def test_json_mode(self) -> None:
-        model = ChatOpenAI(model="chat").bind(response_format={"type": "json_object"})
-        assert str(model.invoke("JSON, please.").content).startswith("{")
+        model = ChatOpenAI(model="chat").with_structured_output(method="json_mode")
+        assert isinstance(model.invoke("JSON, please."), dict)
 
     def test_structured_output_by_responses(self) -> None:
         model = ChatOpenAI(model="chat", use_responses_api=True).with_structured_output(Day)
@@ -69,12 +70,32 @@ class TestLangChain:
 
 @pytest.mark.client("openai-agents")
 class TestAgents:
-    """OpenAI's Agents SDK with its default model, which is of the Responses API."""
+    """OpenAI's Agents SDK, which asks by the Responses API."""
 
-    def test_an_output_type(self) -> None:
-        agent = Agent(name="day", instructions="Be brief.", model="chat", output_type=Day)
+    @pytest.mark.parametrize("model", [None, "chat"], ids=["default", "named"])
+    def test_an_output_type(self, model: str | None) -> None:
+        agent = Agent(name="day", instructions="Be brief.", model=model, output_type=Day)
         result = asyncio.run(Runner.run(agent, "Which day?"))
         assert isinstance(result.final_output, Day)
+
+    def test_a_live_session_with_its_default_model(self, url: str) -> None:
+        async def answered() -> tuple[str, int]:
+            address = url.replace("http", "ws") + "/realtime?model=gpt-realtime-2.1"
+            runner = RealtimeRunner(RealtimeAgent(name="sums", instructions="Add."))
+            async with await runner.run(model_config={"url": address}) as session:
+                await session.send_message("twelve plus thirty")
+                num_bytes = 0
+                async for event in session:
+                    assert event.type != "error", event
+                    if event.type == "audio":
+                        num_bytes += len(event.audio.data)
+                    if event.type == "agent_end":
+                        break
+                said = session._history[-1]
+            return str(said), num_bytes
+
+        text, num_bytes = asyncio.run(asyncio.wait_for(answered(), 120))
+        assert "12 + 30 = forty two" in text and num_bytes > 24_000 * 2 * 0.3
 
     def test_a_tool(self) -> None:
         called: list[bool] = []
@@ -134,7 +155,7 @@ class TestLlm:
         (tmp_path / "extra-openai-models.yaml").write_text(
             "\n".join(
                 f"- {{model_id: omni-{name}, model_name: {name}, api_base: '{url}', {able}}}"
-                for name in ("chat", "spoken_sums")
+                for name in ("caller", "chat", "spoken_sums")
             )
         )
 
@@ -145,9 +166,14 @@ class TestLlm:
         )
         assert asked("chat", "--schema", schema, "Which?") in ('{"a": true}', '{"a": false}')
 
-    def test_tools_are_offered(self) -> None:
-        functions = "def add(a: int, b: int) -> int:\n    return a + b"
-        assert asked("chat", "--functions", functions, "What is 12 + 30?")
+    def test_a_tool_is_called(self, tmp_path: Path) -> None:
+        file = tmp_path / "called"
+        functions = (
+            f"def add(a: int, b: int) -> int:\n    open({str(file)!r}, 'a').write(f'{{a}}, {{b}};')"
+            "\n    return a + b"
+        )
+        assert asked("caller", "--functions", functions, "What is 12 + 30?") == "It is 42."
+        assert file.read_text() == "12, 30;"
 
     def test_a_sound_is_attached(self, tmp_path: Path) -> None:
         said = openai.OpenAI().audio.speech.create(

@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import openapi_spec_validator
 import pytest
+from conftest import ALIASES
 from pydantic import BaseModel, ConfigDict
 
 pytestmark = pytest.mark.client("openai")
@@ -115,7 +116,8 @@ def test_a_form_is_parsed_in_chats_and_responses(client: openai.OpenAI) -> None:
 
 
 def test_models_are_listed(client: openai.OpenAI) -> None:
-    assert {model.id for model in client.models.list()} == {"chat", "ears", "finder", "spoken_sums"}
+    names = {model.id for model in client.models.list()}
+    assert names == {"caller", "chat", "ears", "finder", "spoken_sums", *ALIASES}
 
 
 def test_a_session_hears_when_speech_has_ended_and_answers(client: openai.OpenAI) -> None:

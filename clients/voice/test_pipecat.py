@@ -10,10 +10,12 @@ from typing import Any
 import openai
 import pytest
 from pipecat.frames.frames import (
+    ErrorFrame,
     Frame,
     InputAudioRawFrame,
     LLMContextFrame,
     LLMTextFrame,
+    ProposedUserStartedSpeakingFrame,
     TranscriptionFrame,
     TTSAudioRawFrame,
     TTSSpeakFrame,
@@ -99,3 +101,18 @@ def test_a_session_reads_and_hears_and_answers_by_voice(url: str, speech: bytes)
     text = "".join(each.text for each in heard if isinstance(each, TTSTextFrame))
     assert text.startswith("12 + 30 = forty two") and text != "12 + 30 = forty two"
     assert any(isinstance(each, TTSAudioRawFrame) for each in heard)
+
+
+def test_speech_over_an_answer_ends_it(url: str, speech: bytes) -> None:
+    service = OpenAIRealtimeLLMService(
+        api_key="none",
+        base_url=url.replace("http", "ws") + "/realtime",
+        settings=OpenAIRealtimeLLMService.Settings(model="spoken_sums"),
+    )
+    context = LLMContext([{"role": "user", "content": "seventeen times five"}])
+    over = [InputAudioRawFrame(each, RATE, 1) for each in in_pieces(speech)]
+    heard = sent(service, LLMContextFrame(context), SleepFrame(2.0), *over, wait_s=8.0)
+    kinds = [type(each) for each in heard]
+    assert ProposedUserStartedSpeakingFrame in kinds and ErrorFrame not in kinds
+    after = heard[kinds.index(ProposedUserStartedSpeakingFrame) :]
+    assert [each.text for each in after if isinstance(each, TTSTextFrame)], "what was said over it"
