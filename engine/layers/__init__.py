@@ -13,8 +13,10 @@ from engine.layers.layer_ops import MultiAxisRotaryEmbedding as MultiAxisRotaryE
 from engine.layers.layer_ops import NativeLayerOps as NativeLayerOps
 from engine.layers.layer_ops import RMSNorm as RMSNorm
 from engine.layers.layer_ops import RotaryEmbedding as RotaryEmbedding
+from engine.layers.layer_ops import TensorOptions as TensorOptions
 from engine.layers.layer_ops import apply_rotary as apply_rotary
 from engine.layers.layer_ops import can_pack as can_pack
+from engine.layers.layer_ops import empty_parameter as empty_parameter
 from engine.layers.layer_ops import rope_frequencies as rope_frequencies
 from engine.layers.linear import GatedMLP as GatedMLP
 from engine.layers.linear import Linear as Linear

@@ -20,19 +20,20 @@ Source: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from engine.attention.layer import AttentionStep, StateLayer
+from engine.attention.layer import AttentionStep
 from engine.attention.packed_layout import Chunks
 from engine.checkpoints.config_file import activation_of
 from engine.checkpoints.quantized_weight import Target
+from engine.layers.layer_ops import TensorOptions, empty_parameter
 from engine.layers.linear import Linear
-from engine.layers.mamba import CausalConv, Rows, step_and_scan, weighted
-from prefix_cache import MambaSpec, StateTensor
+from engine.layers.mamba import CausalConv, Rows, recurrent_state, step_and_scan, weighted
 
 _LEAST = 1e-6
 
@@ -114,8 +115,7 @@ class DeltaRuleMixer(nn.Module):
         block_size: int,
         *,
         interleaved: bool = True,
-        dtype: torch.dtype,
-        device: torch.device,
+        **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
         hidden = config.hidden_size
@@ -135,19 +135,15 @@ class DeltaRuleMixer(nn.Module):
         if not interleaved:
             parts = {"in_proj_qkv": width, "in_proj_z": values}
             gates = {"in_proj_b": heads, "in_proj_a": heads}
-        self.in_proj = Linear(hidden, parts, dtype=dtype, device=device)
-        self.gates = Linear(hidden, gates, dtype=dtype, device=device)
-        self.out_proj = Linear(values, {"out_proj": hidden}, dtype=dtype, device=device)
-        self.conv = CausalConv(
-            width, config.linear_conv_kernel_dim, bias=False, dtype=dtype, device=device
-        )
-        per_head = torch.empty(2, heads, dtype=torch.float32, device=device)
-        self.a, self.dt_bias = (nn.Parameter(v, requires_grad=False) for v in per_head)
-        norm = torch.empty(self.value_dim, dtype=dtype, device=device)
-        self.norm_weight = nn.Parameter(norm, requires_grad=False)
+        self.in_proj = Linear(hidden, parts, **options)
+        self.gates = Linear(hidden, gates, **options)
+        self.out_proj = Linear(values, {"out_proj": hidden}, **options)
+        self.conv = CausalConv(width, config.linear_conv_kernel_dim, bias=False, **options)
+        self.norm_weight = empty_parameter(self.value_dim, **options)
+        options["dtype"] = torch.float32
+        self.a, self.dt_bias = (empty_parameter(heads, **options) for _ in range(2))
         shape = (heads, self.key_dim, self.value_dim)
-        kept = (StateTensor(self.conv.state_shape, dtype), StateTensor(shape, torch.float32))
-        self.state = StateLayer(layer_name, MambaSpec(block_size, kept))
+        self.state = recurrent_state(layer_name, block_size, self.conv, shape)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""

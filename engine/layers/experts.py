@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from engine.checkpoints.config_file import activation_of
 from engine.checkpoints.quantized_weight import Target
-from engine.layers.layer_ops import LayerOps
+from engine.layers.layer_ops import LayerOps, TensorOptions
 from engine.layers.linear import GatedMLP, Linear, multiply_groups
 
 
@@ -80,9 +81,8 @@ class SparseMoE(nn.Module):
         config: ExpertsConfig,
         activation: str,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
         ops: LayerOps | None = None,
+        **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
         self.config = config
@@ -91,10 +91,10 @@ class SparseMoE(nn.Module):
 
         def mlp(intermediate_size: int, names: tuple[str, str, str]) -> GatedMLP:
             sizes = (hidden_size, intermediate_size, activation)
-            return GatedMLP(*sizes, names=names, dtype=dtype, device=device, ops=self.ops)
+            return GatedMLP(*sizes, names=names, ops=self.ops, **options)
 
         def scores(name: str, rows: int) -> Linear:
-            return Linear(hidden_size, {name: rows}, dtype=dtype, device=device)
+            return Linear(hidden_size, {name: rows}, **options)
 
         self.router = scores(config.router, config.num_experts)
         self.routers = [self.router]

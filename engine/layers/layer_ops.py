@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,18 @@ _WIDTH = 32
 _NUMBERS_AT_ONCE = 2**14
 # Quantized ones that torch multiplies at once, dequantized.
 _WEIGHTS_AT_ONCE = 2**22
+
+
+class TensorOptions(TypedDict):
+    """What every weight of a layer has in common."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
+def empty_parameter(*shape: int, **options: Unpack[TensorOptions]) -> nn.Parameter:
+    """A weight to be loaded, which is not to be trained."""
+    return nn.Parameter(torch.empty(shape, **options), requires_grad=False)
 
 
 def rope_frequencies(
@@ -101,13 +113,11 @@ class RotaryEmbedding(nn.Module):
         inv_freq: Tensor,
         scaling: float,
         max_model_len: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
         # (max_model_len, rotary_dim): half cosines, half sines, so that a step gathers once.
-        table = torch.empty(max_model_len, 2 * len(inv_freq), dtype=dtype, device=device)
+        table = torch.empty(max_model_len, 2 * len(inv_freq), **options)
         for rows in () if table.is_meta else table.split(_ROWS_AT_ONCE):
             start = rows.storage_offset() // table.stride(0)
             positions = torch.arange(start, start + len(rows), dtype=torch.float32)
@@ -162,10 +172,9 @@ class MultiAxisRotaryEmbedding(RotaryEmbedding):
         *,
         sections: Sequence[int],
         interleaved: bool = False,
-        dtype: torch.dtype,
-        device: torch.device,
+        **options: Unpack[TensorOptions],
     ) -> None:
-        super().__init__(inv_freq, scaling, max_model_len, dtype=dtype, device=device)
+        super().__init__(inv_freq, scaling, max_model_len, **options)
         if not isinstance(sections, list | tuple) or not all(type(n) is int for n in sections):
             raise ValueError(f"mrope_section must be a list of integers, got {sections!r}")
         if sum(sections) != len(inv_freq):
@@ -180,7 +189,7 @@ class MultiAxisRotaryEmbedding(RotaryEmbedding):
             axes = torch.arange(len(sections)) % self.num_axes
             axes = axes.repeat_interleave(torch.tensor(sections))
         of_channel = axes.repeat(2)
-        self.axis_of_channel = nn.Buffer(of_channel.to(device), persistent=False)
+        self.axis_of_channel = nn.Buffer(of_channel.to(options["device"]), persistent=False)
 
     def gather(self, positions: Tensor) -> Tensor:
         """As for one axis; ``positions`` is ``(3, num_tokens)``, or ``(num_tokens,)`` for text."""
@@ -410,14 +419,13 @@ class RMSNorm(nn.Module):
         eps: float,
         *,
         offset: float = 0.0,
-        dtype: torch.dtype,
-        device: torch.device,
         ops: LayerOps | None = None,
+        **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
-        dtype = torch.float32 if offset else dtype
-        weight = torch.empty(hidden_size, dtype=dtype, device=device)
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        if offset:
+            options["dtype"] = torch.float32
+        self.weight = empty_parameter(hidden_size, **options)
         self.eps = eps
         self.offset = offset
         self.ops = ops or LayerOps()
@@ -446,8 +454,16 @@ class LayerNorm(RMSNorm):
     Source: Ba et al., "Layer Normalization", 2016.
     """
 
-    def __init__(self, hidden_size: int, eps: float, **options: Any) -> None:
-        super().__init__(hidden_size, eps, **options)
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float,
+        *,
+        offset: float = 0.0,
+        ops: LayerOps | None = None,
+        **options: Unpack[TensorOptions],
+    ) -> None:
+        super().__init__(hidden_size, eps, offset=offset, ops=ops, **options)
         self.bias = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -476,14 +492,13 @@ class HeadNorm(nn.Module):
         eps: float,
         *,
         offset: float = 0.0,
-        dtype: torch.dtype,
-        device: torch.device,
+        **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
-        dtype = torch.float32 if offset else dtype
+        if offset:
+            options["dtype"] = torch.float32
         # A row per head, so that Q and K are scaled by one product.
-        weight = torch.empty(num_query_heads + num_key_heads, head_dim, dtype=dtype, device=device)
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = empty_parameter(num_query_heads + num_key_heads, head_dim, **options)
         self.num_query_heads = num_query_heads
         self.eps = eps
         self.offset = offset

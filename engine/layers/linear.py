@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from engine.checkpoints.config_file import activation_of
 from engine.checkpoints.quantized_weight import QuantizationScheme, QuantizedWeight, Target
-from engine.layers.layer_ops import LayerOps, PackedWeight
+from engine.layers.layer_ops import LayerOps, PackedWeight, TensorOptions, empty_parameter
 
 
 class Linear(nn.Module):
@@ -47,25 +48,23 @@ class Linear(nn.Module):
         parts: Mapping[str, int],
         *,
         bias: bool | Collection[str] = False,
-        dtype: torch.dtype,
-        device: torch.device,
         weight: nn.Parameter | None = None,
+        **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
         self.parts = dict(parts)
         self.in_features = in_features
         self.out_features = sum(self.parts.values())
         self._is_shared = weight is not None
-        if weight is None:
-            values = torch.empty(self.out_features, in_features, dtype=dtype, device=device)
-            weight = nn.Parameter(values, requires_grad=False)
         self.weight: nn.Parameter | None = weight
+        if weight is None:
+            self.weight = empty_parameter(self.out_features, in_features, **options)
         self.biased_parts = (self.parts if bias else ()) if isinstance(bias, bool) else bias
         self.bias: nn.Parameter | None = None
         if self.biased_parts:
             # Zeros stay where a part has no bias.
-            values = torch.zeros(self.out_features, dtype=dtype, device=device)
-            self.bias = nn.Parameter(values, requires_grad=False)
+            self.bias = empty_parameter(self.out_features, **options)
+            self.bias.zero_()
         self._packed: list[PackedWeight] = []
         self._quantized: _QuantizedParts | None = None
 
@@ -267,15 +266,14 @@ class PlainMLP(nn.Module):
         *,
         names: tuple[str, ...],
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
         output_size: int | None = None,
+        **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
         down = {names[-1]: output_size or hidden_size}
         up = dict.fromkeys(names[:-1], intermediate_size)
-        self.up = Linear(hidden_size, up, bias=bias, dtype=dtype, device=device)
-        self.down = Linear(intermediate_size, down, bias=bias, dtype=dtype, device=device)
+        self.up = Linear(hidden_size, up, bias=bias, **options)
+        self.down = Linear(intermediate_size, down, bias=bias, **options)
         self.activation = activation_of(activation)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
@@ -303,12 +301,11 @@ class GatedMLP(PlainMLP):
         *,
         bias: bool = False,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-        dtype: torch.dtype,
-        device: torch.device,
         ops: LayerOps | None = None,
+        **options: Unpack[TensorOptions],
     ) -> None:
         sizes = (hidden_size, intermediate_size, activation)
-        super().__init__(*sizes, names=names, bias=bias, dtype=dtype, device=device)
+        super().__init__(*sizes, names=names, bias=bias, **options)
         self.ops = ops or LayerOps()
 
     def forward(self, x: Tensor) -> Tensor:

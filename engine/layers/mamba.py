@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import prod
-from typing import TypeAlias
+from typing import TypeAlias, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ from engine.attention.layer import AttentionStep, StateLayer
 from engine.attention.packed_layout import Chunks, PackedLayout, TimeOrder
 from engine.checkpoints.config_file import activation_of
 from engine.checkpoints.quantized_weight import Target
-from engine.layers.layer_ops import LayerOps, RMSNorm
+from engine.layers.layer_ops import LayerOps, RMSNorm, TensorOptions, empty_parameter
 from engine.layers.linear import Linear
 from engine.resources.device import are_finite
 from prefix_cache import MambaSpec, StateTensor
@@ -57,19 +57,14 @@ class CausalConv(nn.Module):
         kernel_size: int,
         *,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
         if kernel_size < 2:
             raise ValueError(f"the convolution must see at least 2 tokens, got {kernel_size}")
         # A row per tap, so that each is one product with whole rows of tokens.
-        taps = torch.empty(kernel_size, channels, dtype=dtype, device=device)
-        self.taps = nn.Parameter(taps, requires_grad=False)
-        self.bias: nn.Parameter | None = None
-        if bias:
-            values = torch.empty(channels, dtype=dtype, device=device)
-            self.bias = nn.Parameter(values, requires_grad=False)
+        self.taps = empty_parameter(kernel_size, channels, **options)
+        self.bias = empty_parameter(channels, **options) if bias else None
 
     @property
     def state_shape(self) -> tuple[int, int]:
@@ -140,19 +135,16 @@ class RecurrentMixer(nn.Module):
         in_width: int,
         conv_width: int,
         state_shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
+        **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, prod(state_shape[:-1]), config.mamba_proj_bias
         self.activation = activation_of(config.hidden_act)
-        self.in_proj = Linear(hidden, {"in_proj": in_width}, bias=bias, dtype=dtype, device=device)
-        self.conv = CausalConv(
-            conv_width, config.mamba_d_conv, bias=config.mamba_conv_bias, dtype=dtype, device=device
-        )
-        self.out_proj = Linear(inner, {"out_proj": hidden}, bias=bias, dtype=dtype, device=device)
-        kept = (StateTensor(self.conv.state_shape, dtype), StateTensor(state_shape, torch.float32))
-        self.state = StateLayer(layer_name, MambaSpec(block_size, kept))
+        self.in_proj = Linear(hidden, {"in_proj": in_width}, bias=bias, **options)
+        has_bias = config.mamba_conv_bias
+        self.conv = CausalConv(conv_width, config.mamba_d_conv, bias=has_bias, **options)
+        self.out_proj = Linear(inner, {"out_proj": hidden}, bias=bias, **options)
+        self.state = recurrent_state(layer_name, block_size, self.conv, state_shape)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
@@ -166,6 +158,15 @@ class RecurrentMixer(nn.Module):
     def finish_loading(self) -> None:
         """Turn the loaded logarithms into A; call once."""
         self.a.exp_().neg_()
+
+
+def recurrent_state(
+    layer_name: str, block_size: int, conv: CausalConv, shape: tuple[int, ...]
+) -> StateLayer:
+    """What a convolution and, in float32, a recurrence behind it keep of a request."""
+    of_conv = StateTensor(conv.state_shape, conv.taps.dtype)
+    kept = (of_conv, StateTensor(shape, torch.float32))
+    return StateLayer(layer_name, MambaSpec(block_size, kept))
 
 
 Rows: TypeAlias = tuple[Tensor, ...]
@@ -253,9 +254,8 @@ class MambaMixer(RecurrentMixer):
         config: PreTrainedConfig,
         block_size: int,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
         ops: LayerOps | None = None,
+        **options: Unpack[TensorOptions],
     ) -> None:
         inner = config.mamba_expand * config.hidden_size
         rank, size = config.mamba_dt_rank, config.mamba_d_state
@@ -266,20 +266,17 @@ class MambaMixer(RecurrentMixer):
             in_width=2 * inner,
             conv_width=inner,
             state_shape=(inner, size),
-            dtype=dtype,
-            device=device,
+            **options,
         )
         self.split_sizes = (rank, size, size)
-        self.x_proj = Linear(inner, {"x_proj": rank + 2 * size}, dtype=dtype, device=device)
+        self.x_proj = Linear(inner, {"x_proj": rank + 2 * size}, **options)
         self.dt_norm, self.b_norm, self.c_norm = (
-            RMSNorm(width, config.rms_norm_eps, dtype=dtype, device=device, ops=ops)
-            for width in self.split_sizes
+            RMSNorm(width, config.rms_norm_eps, ops=ops, **options) for width in self.split_sizes
         )
-        self.dt_proj = Linear(rank, {"dt_proj": inner}, bias=True, dtype=dtype, device=device)
-        a = torch.empty(inner, size, dtype=torch.float32, device=device)
-        self.a = nn.Parameter(a, requires_grad=False)
-        d = torch.empty(inner, dtype=torch.float32, device=device)
-        self.d = nn.Parameter(d, requires_grad=False)
+        self.dt_proj = Linear(rank, {"dt_proj": inner}, bias=True, **options)
+        options["dtype"] = torch.float32
+        self.a = empty_parameter(inner, size, **options)
+        self.d = empty_parameter(inner, **options)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
@@ -397,9 +394,7 @@ class Mamba2Mixer(RecurrentMixer):
         layer_name: str,
         config: PreTrainedConfig,
         block_size: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        **options: Unpack[TensorOptions],
     ) -> None:
         heads, groups, size = config.mamba_n_heads, config.mamba_n_groups, config.mamba_d_state
         if config.time_step_limit is None:
@@ -421,17 +416,15 @@ class Mamba2Mixer(RecurrentMixer):
             in_width=sum(in_splits),
             conv_width=sum(conv_splits),
             state_shape=(heads, config.mamba_d_head, size),
-            dtype=dtype,
-            device=device,
+            **options,
         )
         self.num_heads, self.num_groups = heads, groups
         self.norm_eps = config.rms_norm_eps
         self.least_dt, self.greatest_dt = config.time_step_limit
         self.conv_splits, self.in_splits = conv_splits, in_splits
-        per_head = torch.empty(3, heads, dtype=torch.float32, device=device)
-        self.a, self.d, self.dt_bias = (nn.Parameter(v, requires_grad=False) for v in per_head)
-        weight = torch.empty(inner, dtype=dtype, device=device)
-        self.norm_weight = nn.Parameter(weight, requires_grad=False)
+        self.norm_weight = empty_parameter(inner, **options)
+        options["dtype"] = torch.float32
+        self.a, self.d, self.dt_bias = (empty_parameter(heads, **options) for _ in range(3))
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, Protocol, TypedDict, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,9 @@ from engine.attention.layer import Attention, AttentionStep, StateLayer
 from engine.checkpoints.quantized_weight import QuantizationScheme, Target
 from engine.interface.config import GenerationParams
 from engine.interface.sampling_params import SamplingParams
-from engine.layers import LayerOps, Linear, SparseMoE
+from engine.layers import LayerOps, Linear, SparseMoE, TensorOptions
 from engine.requests.encoder_input import EncoderInput, Modality, MultiModalInput
 from engine.sampling.sampler import FurtherDraws
-
-
-class TensorOptions(TypedDict):
-    """What every weight of a model has in common."""
-
-    dtype: torch.dtype
-    device: torch.device
 
 
 def _unknown(config: PreTrainedConfig) -> NoReturn:

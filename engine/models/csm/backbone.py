@@ -31,7 +31,7 @@ from engine.inputs.multimodal_inputs import FeatureTaker, ItemSide, MultiModalPr
 from engine.inputs.prompt_processor import PromptSources
 from engine.interface.prompts import ChatPrompt, Prompt, TextPrompt
 from engine.interface.sampling_params import SamplingParams
-from engine.layers import Linear
+from engine.layers import Linear, empty_parameter
 from engine.models.base import ModelSettings
 from engine.models.csm.codec import MimiEncoder, names_of_half
 from engine.models.decoders.code_predictor import CodePredictor
@@ -62,8 +62,7 @@ class DepthDecoder(CodePredictor):
         width, hidden = config.backbone_hidden_size, config.hidden_size
         self.projection = Linear(width, {"inputs_embeds_projector": hidden}, **options)
         self.embedding, self._num_sounds = embedding, num_sounds
-        heads = torch.empty(further, hidden, config.vocab_size, **options)
-        self.heads = nn.Parameter(heads, requires_grad=False)
+        self.heads = empty_parameter(further, hidden, config.vocab_size, **options)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """See :meth:`CodePredictor.targets`; the embedding is not among them."""
@@ -126,7 +125,7 @@ class CsmBackbone(DecoderModel, ItemSide):
         self._sound_end_id: int = config.audio_eos_token_id
         shape = (self.num_codebooks, config.vocab_size, config.hidden_size)
         tables = [
-            nn.Parameter(torch.empty(shape, **settings.tensor_options), requires_grad=False)
+            empty_parameter(*shape, **settings.tensor_options)
             for _ in range(1 if config.tie_codebooks_embeddings else 2)
         ]
         self.code_embedding = tables[0]

@@ -41,6 +41,7 @@ from engine.layers import (
     RMSNorm,
     RotaryEmbedding,
     SparseMoE,
+    empty_parameter,
     rope_frequencies,
 )
 from engine.models.base import CausalModel, ModelSettings
@@ -415,9 +416,8 @@ class DecoderModel(CausalModel):
         self.max_position_embeddings = config.max_position_embeddings
         options = settings.tensor_options
         self.dtype = settings.dtype
-        shape = (self.input_vocab_size, config.hidden_size)
-        embedding = torch.empty(*shape, dtype=settings.page_dtype, device=settings.device)
-        self.embedding = nn.Parameter(embedding, requires_grad=False)
+        shape, dtype = (self.input_vocab_size, config.hidden_size), settings.page_dtype
+        self.embedding = empty_parameter(*shape, dtype=dtype, device=settings.device)
         self.embedding_scale: float | None = None
         if config.embedding_scale is not None:
             # Rounded as transformers rounds it: the scale of 3072 channels is 55.5 in bfloat16.

@@ -25,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.mllama.modeling_mllama import MllamaVisionModel
@@ -39,7 +38,7 @@ from engine.inputs.encoder_decoder_inputs import (
 )
 from engine.inputs.prompt_processor import PromptSources
 from engine.interface.prompts import DecoderPrompt, EncoderPrompt
-from engine.layers import GatedMLP, Linear, RMSNorm
+from engine.layers import GatedMLP, Linear, RMSNorm, empty_parameter
 from engine.media.image_file import load_image_processor
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import DecoderConfig, DecoderLayer, DecoderModel, build_rotary
@@ -66,8 +65,7 @@ class ImageLayer(nn.Module):
         self.input_norm = RMSNorm(hidden, eps, ops=ops, **options)
         self.mlp_norm = RMSNorm(hidden, eps, ops=ops, **options)
         self.mlp = GatedMLP(hidden, config.intermediate_size, config.activation, ops=ops, **options)
-        gates = torch.empty(2, 1, **options)
-        self.gates = nn.Parameter(gates, requires_grad=False)
+        self.gates = empty_parameter(2, 1, **options)
         spec = CrossAttentionSpec(
             settings.block_size, self.num_kv_heads, self.head_dim, settings.page_dtype
         )

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.pocket_tts.feature_extraction_pocket_tts import PocketTTSFeatureExtractor
 from transformers.models.pocket_tts.modeling_pocket_tts import PocketTTSFlowHead
 
@@ -32,7 +32,7 @@ from engine.files.json_file import read_json_object
 from engine.inputs.multimodal_inputs import FeatureTaker, ItemSide, MultiModalPromptProcessor
 from engine.inputs.prompt_processor import PromptContent, PromptSources
 from engine.interface.prompts import ChatPrompt, Prompt, TextPrompt
-from engine.layers import Linear
+from engine.layers import Linear, empty_parameter
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import DecoderConfig, DecoderModel, build_rotary
 from engine.models.pocket_tts.codec import bits_of, latents_of, load_half
@@ -112,11 +112,9 @@ class PocketTTS(DecoderModel, ItemSide):
         self.voice_projection = Linear(width, {"audio_prompt_proj": hidden}, **options)
         self.latent_projection = Linear(width, {"audio_latent_proj": hidden}, **options)
         self.end_head = Linear(hidden, {"eos_head": 1}, bias=True, **options)
-        self.begin = nn.Parameter(torch.empty(width, **options), requires_grad=False)
-        self.latent_mean, self.latent_std = (
-            nn.Parameter(torch.empty(width, device=settings.device), requires_grad=False)
-            for _ in range(2)
-        )
+        self.begin = empty_parameter(width, **options)
+        options["dtype"] = torch.float32
+        self.latent_mean, self.latent_std = (empty_parameter(width, **options) for _ in range(2))
         with torch.device("meta"):
             flow = PocketTTSFlowHead(config.flow_head_config)
         for parameter in flow.parameters():  # but no buffers: frequencies stay in float32

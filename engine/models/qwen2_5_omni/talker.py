@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.attention.layer import AttentionStep
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
-from engine.layers import Linear, MultiAxisRotaryEmbedding
+from engine.layers import Linear, MultiAxisRotaryEmbedding, empty_parameter
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import DecoderModel, build_multi_axis_rotary
 from engine.models.decoders.families import qwen2_config
@@ -44,8 +43,8 @@ class Qwen2_5OmniTalker(DecoderModel):
         decoder_config = qwen2_config(config).for_length(settings.max_model_len)
         super().__init__(decoder_config, [build_multi_axis_rotary(config, settings)], settings)
         self.embedding_size: int = config.embedding_size
-        embedding = torch.empty(config.vocab_size, config.embedding_size, **options)
-        self.embedding = nn.Parameter(embedding, requires_grad=False)
+        size = (config.vocab_size, config.embedding_size)
+        self.embedding = empty_parameter(*size, **options)
         projection = {"thinker_to_talker_proj": config.hidden_size}
         self.projection = Linear(config.embedding_size, projection, bias=True, **options)
 

@@ -31,7 +31,7 @@ from engine.attention.layer import AttentionStep
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
 from engine.interface.sampling_params import SamplingParams
-from engine.layers import Linear, MultiAxisRotaryEmbedding, PlainMLP
+from engine.layers import Linear, MultiAxisRotaryEmbedding, PlainMLP, empty_parameter
 from engine.models.base import ModelSettings
 from engine.models.decoders.code_predictor import CodePredictor
 from engine.models.decoders.decoder import DecoderModel, build_multi_axis_rotary, build_rotary
@@ -48,7 +48,7 @@ class _Predictor(CodePredictor):
         decoder = qwen3_config(config).for_length(short.max_model_len)
         super().__init__(decoder, build_rotary(config, short), num_further, settings)
         shape = (num_further, decoder.vocab_size, decoder.hidden_size)
-        self.embedding = nn.Parameter(torch.empty(shape, **options), requires_grad=False)
+        self.embedding = empty_parameter(*shape, **options)
         heads = [
             Linear(decoder.hidden_size, {f"lm_head.{index}": decoder.vocab_size}, **options)
             for index in range(num_further)

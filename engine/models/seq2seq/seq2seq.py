@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig
 
 from engine.attention.layer import Attention, AttentionStep
 from engine.checkpoints.quantized_weight import Target
-from engine.layers import GatedMLP, Linear, PlainMLP, RMSNorm
+from engine.layers import GatedMLP, Linear, PlainMLP, RMSNorm, empty_parameter
 from engine.models.base import ModelSettings
 from engine.models.encoder_module import EncoderDecoderModel, EncoderModule
 from prefix_cache import AttentionSpec, CrossAttentionSpec, FullAttentionSpec
@@ -313,12 +313,12 @@ class Seq2SeqModel(EncoderDecoderModel):
         self.vocab_size = self.input_vocab_size = config.vocab_size
         self.max_position_embeddings = config.max_position_embeddings
         options = settings.tensor_options
-        self.embedding = _parameter(config.vocab_size, config.hidden_size, settings)
+        self.embedding = empty_parameter(config.vocab_size, config.hidden_size, **options)
         self.encoder = build_encoder(self.embedding)
         self.positions: nn.Parameter | None = None
         if config.position_offset is not None:
             rows = config.max_position_embeddings + config.position_offset
-            self.positions = _parameter(rows, config.hidden_size, settings)
+            self.positions = empty_parameter(rows, config.hidden_size, **options)
         names = config.names
         self.embedding_norm = (
             build_norm(config, settings) if names.embedding_norm else nn.Identity()
@@ -337,7 +337,7 @@ class Seq2SeqModel(EncoderDecoderModel):
         self.head = Linear(config.hidden_size, parts, weight=shared, **options)
         self.logits_bias: nn.Parameter | None = None
         if names.logits_bias in stored:
-            self.logits_bias = _parameter(1, config.vocab_size, settings)
+            self.logits_bias = empty_parameter(1, config.vocab_size, **options)
 
     def _name_embedding_and_head(self, stored: Collection[str]) -> None:
         """Find the shared matrix, which exporters store under any of its names."""
@@ -417,7 +417,7 @@ class RelativeBiasTable(nn.Module):
     def __init__(self, config: RelativeBias, num_heads: int, settings: ModelSettings) -> None:
         super().__init__()
         self.config = config
-        self.weight = _parameter(config.num_buckets, num_heads, settings)
+        self.weight = empty_parameter(config.num_buckets, num_heads, **settings.tensor_options)
 
     def finish_loading(self) -> None:
         """Spread the loaded values over the distances."""
@@ -434,8 +434,3 @@ def relative_buckets(num_buckets: int, max_distance: int) -> Tensor:
     steps = torch.log(distances.float() / num_exact) / math.log(max_distance / num_exact)
     ranges = num_exact + (steps * (num_buckets - num_exact)).long()
     return torch.where(distances < num_exact, distances, ranges.clamp(max=num_buckets - 1))
-
-
-def _parameter(rows: int, width: int, settings: ModelSettings) -> nn.Parameter:
-    values = torch.empty(rows, width, **settings.tensor_options)
-    return nn.Parameter(values, requires_grad=False)
