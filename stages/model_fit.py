@@ -47,8 +47,7 @@ def speakers_in(model: str, part: str | None) -> tuple[str, ...] | None:
     folder = Path(model)
     file = folder / "config.json"
     row = _row_of(read_json_object(file), part) if file.is_file() else None
-    speakers = None if row is None else row.load().speakers
-    return None if speakers is None else speakers(folder)
+    return None if row is None else row.speakers_in(folder)
 
 
 def _row_of(config: Mapping[str, Any], part: str | None) -> FamilyRow | None:

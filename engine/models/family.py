@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -90,29 +89,3 @@ class ModelFamily:
             return None
         named = self.name if self.config_class is None else self.config_class.model_type
         return self.model_type or named
-
-
-def deferred(place: str) -> Callable[..., Any]:
-    """Stand in for ``module:name``, whose module is imported when this is called."""
-    module, _, name = place.partition(":")
-    return lambda *args: getattr(import_module(module), name)(*args)
-
-
-def part_of(
-    whole: str,
-    name: str,
-    architecture: str,
-    *,
-    stored: str | None = None,
-    is_first: bool = False,
-    **declared: Any,
-) -> ModelFamily:
-    """Declare one of a checkpoint's models: one that generates, or its vocoder.
-
-    Args:
-        stored: the name under which config and weights are stored, where it is another.
-        is_first: whether ``generation_config.json`` is about it.
-    """
-    stored = stored or name
-    part = CheckpointPart(name, whole, f"{stored}_config", f"{stored}.", architecture, is_first)
-    return ModelFamily(name, (architecture,), part=part, **declared)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -23,156 +25,295 @@ ENTRY_POINTS = "omni_pipeline.model_families"
 """Group of the entry points by which other packages bring families."""
 
 
-class FamilyRow(NamedTuple):
-    """Where a family is declared; its module is imported when the family is first used.
+@dataclass(frozen=True, slots=True)
+class FamilyRow:
+    """A family, by the names of what it is made of: ``module:name``, under ``engine``.
+
+    What is named is imported when the family is first used; what it is for, and what is not said
+    here, :class:`~engine.models.family.ModelFamily` says.
 
     Attributes:
-        module: under ``engine.models``.
-        whole: ``model_type`` of the checkpoints that it is a part of.
-        base_type: see :attr:`~engine.models.family.ModelFamily.base_type`.
+        decoder_config: of a plain decoder, which needs nothing else.
+        is_base: whether others may build on this decoder; see :func:`decoder_family`.
+        whole: ``model_type`` of the checkpoints that it is a part of, which goes by its name.
+        stored: of a part, its config's name in the whole one, and the prefix of its weights' names.
+        is_first: whether ``generation_config.json`` of the whole is about this part.
         outputs: names of the per-token tensors that its model emits.
         modalities: what its prompts are made of, where its checkpoint has what reads them.
     """
 
-    module: str
+    name: str
     architectures: tuple[str, ...]
-    attribute: str = "FAMILY"
+    build: str | None = None
+    prompts: str | None = None
+    generator: str | None = None
+    decoder_config: str | None = None
+    is_base: bool = False
+    chat_template: str | None = None
+    max_positions: str | None = None
+    reads_text: bool = True
+    speakers: str | None = None
     whole: str | None = None
-    makes_sound: bool = False
-    base_type: str | None = None
+    stored: tuple[str, str] = ("", "")
+    is_first: bool = False
     outputs: tuple[str, ...] = ("hidden_states",)
     modalities: tuple[str, ...] = ("text",)
 
     @property
-    def part(self) -> str | None:
-        """By which users ask for this model of the whole."""
-        return self.attribute.lower() if self.whole else None
+    def makes_sound(self) -> bool:
+        """See :attr:`~engine.models.family.ModelFamily.makes_sound`."""
+        return self.generator is not None
+
+    @property
+    def base_type(self) -> str | None:
+        """See :attr:`~engine.models.family.ModelFamily.base_type`."""
+        return self.name if self.is_base else None
+
+    def part(self) -> CheckpointPart | None:
+        """Which model of a whole checkpoint it is; None of one that is a checkpoint of its own."""
+        from engine.checkpoints.checkpoint import CheckpointPart
+
+        if self.whole is None:
+            return None
+        (architecture,) = self.architectures
+        return CheckpointPart(self.name, self.whole, *self.stored, architecture, self.is_first)
+
+    def speakers_in(self, folder: Path) -> tuple[str, ...] | None:
+        """Names of the voices in a checkpoint's folder; None of a model that does not speak."""
+        return None if self.speakers is None else named(self.speakers)(folder)
 
     def load(self) -> ModelFamily:
-        """Import the declaration."""
+        """Import what the family is made of, and declare it."""
+        from engine.models.decoders.decoder import decoder_family
         from engine.models.family import ModelFamily
 
-        family = getattr(importlib.import_module(f"engine.models.{self.module}"), self.attribute)
-        assert isinstance(family, ModelFamily)
-        return family
+        if self.decoder_config is not None:
+            read_config = named(self.decoder_config)
+            return decoder_family(self.name, self.architectures, read_config, is_base=self.is_base)
+        places = {name: getattr(self, name) for name in _NAMED}
+        declared = {name: named(place) for name, place in places.items() if place is not None}
+        declared |= {"reads_text": self.reads_text, "part": self.part()}
+        return ModelFamily(self.name, self.architectures, **declared)
 
 
-def _decoder(attribute: str, name: str, *, is_base: bool = True) -> FamilyRow:
+_NAMED = ("build", "prompts", "generator", "chat_template", "max_positions", "speakers")
+
+
+def named(place: str) -> Any:
+    """Import what a row names."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"engine.{module}"), name)
+
+
+def _decoder(name: str, stem: str, *, is_base: bool = True) -> FamilyRow:
     # Gemma3Model is the one that sees images.
-    headless = "Gemma3TextModel" if name == "Gemma3" else f"{name}Model"
-    architectures = (f"{name}ForCausalLM", headless)
-    base = attribute.lower() if is_base else None
-    return FamilyRow("decoders.families", architectures, attribute, base_type=base)
+    headless = "Gemma3TextModel" if stem == "Gemma3" else f"{stem}Model"
+    read_config = f"models.decoders.families:{name}_config"
+    architectures = (f"{stem}ForCausalLM", headless)
+    return FamilyRow(name, architectures, decoder_config=read_config, is_base=is_base)
 
 
-_OMNI, _OMNI_3 = "qwen2_5_omni", "qwen3_omni_moe"
+_ITEMS = "inputs.multimodal_inputs:MultiModalPromptProcessor"
 _TWO_SIDES = ("encoder_hidden_states", "hidden_states")
 _SEES, _HEARS = ("text", "image", "video"), ("text", "audio")
+_ALL = ("text", "image", "audio", "video")
 _TABLE = (
-    _decoder("LLAMA", "Llama"),
-    _decoder("MISTRAL", "Mistral"),
-    _decoder("MINISTRAL", "Ministral", is_base=False),
-    _decoder("QWEN2", "Qwen2"),
-    _decoder("QWEN3", "Qwen3"),
-    _decoder("QWEN3_MOE", "Qwen3Moe"),
-    _decoder("MIXTRAL", "Mixtral"),
-    _decoder("GEMMA2", "Gemma2", is_base=False),
-    _decoder("GEMMA3", "Gemma3", is_base=False),
-    FamilyRow("hybrids.hybrid", ("JambaForCausalLM", "JambaModel"), "JAMBA"),
-    FamilyRow("hybrids.hybrid", ("BambaForCausalLM", "BambaModel"), "BAMBA"),
-    FamilyRow("hybrids.hybrid", ("Qwen3NextForCausalLM", "Qwen3NextModel"), "QWEN3_NEXT"),
+    _decoder("llama", "Llama"),
+    _decoder("mistral", "Mistral"),
+    _decoder("ministral", "Ministral", is_base=False),
+    _decoder("qwen2", "Qwen2"),
+    _decoder("qwen3", "Qwen3"),
+    _decoder("qwen3_moe", "Qwen3Moe"),
+    _decoder("mixtral", "Mixtral"),
+    _decoder("gemma2", "Gemma2", is_base=False),
+    _decoder("gemma3", "Gemma3", is_base=False),
+    FamilyRow("jamba", ("JambaForCausalLM", "JambaModel"), "models.hybrids.hybrid:build_jamba"),
+    FamilyRow("bamba", ("BambaForCausalLM", "BambaModel"), "models.hybrids.hybrid:build_bamba"),
     FamilyRow(
-        "hybrids.hybrid",
-        ("Qwen3_5ForCausalLM", "Qwen3_5TextModel", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextModel"),
-        "QWEN3_5",
+        "qwen3_next",
+        ("Qwen3NextForCausalLM", "Qwen3NextModel"),
+        "models.hybrids.hybrid:build_qwen3_next",
     ),
-    FamilyRow("seq2seq.families", ("BartForConditionalGeneration",), "BART", outputs=_TWO_SIDES),
-    FamilyRow("seq2seq.families", ("T5ForConditionalGeneration",), "T5", outputs=_TWO_SIDES),
     FamilyRow(
-        "whisper.whisper",
+        "qwen3_5",
+        ("Qwen3_5ForCausalLM", "Qwen3_5TextModel", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextModel"),
+        "models.hybrids.hybrid:build_qwen3_5",
+    ),
+    FamilyRow(
+        "bart",
+        ("BartForConditionalGeneration",),
+        "models.seq2seq.families:build_bart",
+        "inputs.encoder_decoder_inputs:EncoderDecoderPromptProcessor",
+        outputs=_TWO_SIDES,
+    ),
+    FamilyRow(
+        "t5",
+        ("T5ForConditionalGeneration",),
+        "models.seq2seq.families:build_t5",
+        "models.seq2seq.families:T5_PROMPTS",
+        max_positions="models.seq2seq.families:trained_length",
+        outputs=_TWO_SIDES,
+    ),
+    FamilyRow(
+        "whisper",
         ("WhisperForConditionalGeneration",),
+        "models.whisper.whisper:build_whisper",
+        "models.whisper.whisper:WHISPER_PROMPTS",
+        max_positions="models.whisper.whisper:longest_text",
         outputs=_TWO_SIDES,
         modalities=("audio",),
     ),
     FamilyRow(
-        "mllama.mllama",
+        "mllama",
         ("MllamaForConditionalGeneration",),
+        "models.mllama.mllama:build_mllama",
+        "models.mllama.mllama:MLLAMA_PROMPTS",
         outputs=_TWO_SIDES,
         modalities=("text", "image"),
     ),
-    FamilyRow("llava.llava", ("LlavaForConditionalGeneration",), modalities=("text", "image")),
-    FamilyRow("qwen3_asr.qwen3_asr", ("Qwen3ASRForConditionalGeneration",), modalities=_HEARS),
-    FamilyRow("voxtral.voxtral", ("VoxtralForConditionalGeneration",), modalities=_HEARS),
-    FamilyRow("gemma3.gemma3", ("Gemma3ForConditionalGeneration",), modalities=("text", "image")),
-    FamilyRow("qwen2_5_vl.qwen2_5_vl", ("Qwen2_5_VLForConditionalGeneration",), modalities=_SEES),
     FamilyRow(
-        "qwen3_vl.qwen3_vl",
+        "llava",
+        ("LlavaForConditionalGeneration",),
+        "models.llava.llava:build_llava",
+        _ITEMS,
+        modalities=("text", "image"),
+    ),
+    FamilyRow(
+        "qwen3_asr",
+        ("Qwen3ASRForConditionalGeneration",),
+        "models.qwen3_asr.qwen3_asr:build_qwen3_asr",
+        "models.qwen3_asr.qwen3_asr:TranscriptionPrompts",
+        modalities=_HEARS,
+    ),
+    FamilyRow(
+        "voxtral",
+        ("VoxtralForConditionalGeneration",),
+        "models.voxtral.voxtral:build_voxtral",
+        "models.voxtral.voxtral:VoxtralPrompts",
+        chat_template="models.voxtral.voxtral:CHAT_TEMPLATE",
+        modalities=_HEARS,
+    ),
+    FamilyRow(
+        "gemma3_vision",
+        ("Gemma3ForConditionalGeneration",),
+        "models.gemma3.gemma3:build_gemma3",
+        "models.gemma3.gemma3:WholeImagePrompts",
+        modalities=("text", "image"),
+    ),
+    FamilyRow(
+        "qwen2_5_vl",
+        ("Qwen2_5_VLForConditionalGeneration",),
+        "models.qwen2_5_vl.qwen2_5_vl:build_qwen2_5_vl",
+        _ITEMS,
+        modalities=_SEES,
+    ),
+    FamilyRow(
+        "qwen3_vl",
         ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+        "models.qwen3_vl.qwen3_vl:build_qwen3_vl",
+        "models.qwen3_vl.qwen3_vl:DatedVideoPrompts",
         modalities=_SEES,
     ),
     FamilyRow(
-        "qwen3_5.qwen3_5",
+        "qwen3_5_vision",
         ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+        "models.qwen3_5.qwen3_5:build_qwen3_5",
+        "models.qwen3_vl.qwen3_vl:DatedVideoPrompts",
         modalities=_SEES,
     ),
     FamilyRow(
-        f"{_OMNI}.family",
+        "thinker",
         ("Qwen2_5OmniThinkerForConditionalGeneration",),
-        "THINKER",
-        _OMNI,
+        "models.qwen2_5_omni.thinker:build_qwen2_5_omni_thinker",
+        _ITEMS,
+        whole="qwen2_5_omni",
+        stored=("thinker_config", "thinker."),
+        is_first=True,
         outputs=("hidden_states", "position_ids", "token_embeds"),
-        modalities=("text", "image", "audio", "video"),
+        modalities=_ALL,
     ),
     FamilyRow(
-        f"{_OMNI}.family",
+        "talker",
         ("Qwen2_5OmniTalkerForConditionalGeneration",),
-        "TALKER",
-        _OMNI,
+        "models.qwen2_5_omni.talker:Qwen2_5OmniTalker",
+        "models.qwen2_5_omni.speakers:SpeechPromptProcessor",
+        reads_text=False,  # the tokenizer beside it is its thinker's
+        speakers="models.qwen2_5_omni.speakers:speaker_names",
+        whole="qwen2_5_omni",
+        stored=("talker_config", "talker."),
         modalities=(),
     ),
     FamilyRow(
-        f"{_OMNI}.family", ("Qwen2_5OmniToken2WavModel",), "CODE2WAV", _OMNI, True, modalities=()
+        "code2wav",
+        ("Qwen2_5OmniToken2WavModel",),
+        generator="models.qwen2_5_omni.code2wav:Code2Wav",
+        speakers="models.qwen2_5_omni.speakers:speaker_names",
+        whole="qwen2_5_omni",
+        stored=("token2wav_config", "token2wav."),
+        modalities=(),
     ),
     FamilyRow(
-        "qwen3_omni.family",
+        "thinker",
         ("Qwen3OmniMoeThinkerForConditionalGeneration",),
-        "THINKER",
-        _OMNI_3,
+        "models.qwen3_omni.thinker:build_qwen3_omni_thinker",
+        _ITEMS,
+        whole="qwen3_omni_moe",
+        stored=("thinker_config", "thinker."),
+        is_first=True,
         outputs=("hidden_states", "position_ids", "speech_rows", "token_ids"),
-        modalities=("text", "image", "audio", "video"),
+        modalities=_ALL,
     ),
     FamilyRow(
-        "qwen3_omni.family",
+        "talker",
         ("Qwen3OmniMoeTalkerForConditionalGeneration",),
-        "TALKER",
-        _OMNI_3,
+        "models.qwen3_omni.talker:Qwen3OmniTalker",
+        "models.qwen3_omni.speech_prompts:Qwen3SpeechPrompts",
+        reads_text=False,  # as above
+        speakers="models.qwen3_omni.speech_prompts:speakers_of",
+        whole="qwen3_omni_moe",
+        stored=("talker_config", "talker."),
         outputs=("codes", "hidden_states"),
         modalities=(),
     ),
     FamilyRow(
-        "qwen3_omni.family", ("Qwen3OmniMoeCode2Wav",), "CODE2WAV", _OMNI_3, True, modalities=()
+        "code2wav",
+        ("Qwen3OmniMoeCode2Wav",),
+        generator="models.qwen3_omni.code2wav:Qwen3Code2Wav",
+        whole="qwen3_omni_moe",
+        stored=("code2wav_config", "code2wav."),
+        modalities=(),
     ),
     FamilyRow(
-        "csm.family",
+        "backbone",
         ("CsmForConditionalGeneration",),
-        "BACKBONE",
-        "csm",
+        "models.csm.backbone:CsmBackbone",
+        "models.csm.backbone:CsmPrompts",
+        whole="csm",
+        is_first=True,
         outputs=("codes", "hidden_states"),
         modalities=_HEARS,
     ),
-    FamilyRow("csm.family", ("MimiModel",), "MIMI", "csm", True, modalities=()),
     FamilyRow(
-        "pocket_tts.family",
+        "mimi",
+        ("MimiModel",),
+        generator="models.csm.codec:MimiCodec",
+        whole="csm",
+        stored=("codec_config", "codec_model."),
+        modalities=(),
+    ),
+    FamilyRow(
+        "pocket_tts",
         ("PocketTTSForConditionalGeneration",),
-        "POCKET_TTS",
+        "models.pocket_tts.pocket_tts:PocketTTS",
+        "models.pocket_tts.pocket_tts:PocketPrompts",
         outputs=("hidden_states", "latents"),
         modalities=_HEARS,
     ),
     FamilyRow(
-        "pocket_tts.family",
+        "pocket_tts_audio_tokenizer",
         ("PocketTTSAudioTokenizerModel",),
-        "POCKET_TTS_CODEC",
-        makes_sound=True,
+        generator="models.pocket_tts.codec:PocketCodec",
+        reads_text=False,
         modalities=(),
     ),
 )
@@ -210,7 +351,7 @@ class FamilyRegistry:
     def known_parts(self, whole: str) -> Mapping[str | None, FamilyRow | ModelFamily]:
         """By name, the models of a checkpoint that holds several, by its ``model_type``."""
         known: dict[str | None, FamilyRow | ModelFamily] = {
-            row.part: row for row in self._rows.values() if row.whole == whole
+            row.name: row for row in self._rows.values() if row.whole == whole
         }
         for family in self._added.values():
             if family.part is not None and family.part.whole == whole:
@@ -235,7 +376,7 @@ class FamilyRegistry:
             if self._added.get(name) is family:
                 return
             if name in self._rows or name in self._added:
-                owner = self._added.get(name) or self._rows[name].load()
+                owner = self._added.get(name) or self._rows[name]
                 raise ValueError(
                     f"architecture {name!r} of model family {family.name!r} belongs to the family "
                     f"{owner.name!r} already; give it another name"
@@ -257,8 +398,8 @@ class FamilyRegistry:
         if not self._rows.keys() & set(config.get("architectures") or ()):
             self.load_entry_points()
         known = self.known_parts(str(model_type)).values()
-        families = [each.load() if isinstance(each, FamilyRow) else each for each in known]
-        return tuple(family.part for family in families if family.part is not None)
+        parts = (each.part() if isinstance(each, FamilyRow) else each.part for each in known)
+        return tuple(part for part in parts if part is not None)
 
     def decoder_config_of(self, config: PreTrainedConfig) -> Callable[[PreTrainedConfig], Any]:
         """What reads the config of a plain decoder, which other families may build on.

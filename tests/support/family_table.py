@@ -99,7 +99,7 @@ def _modalities() -> Mapping[str, set[str]]:
     for row in FAMILIES.rows.values():
         if row.makes_sound:  # of what another model of the family has made
             continue
-        family = row.load().name if row.whole is None else row.whole.removesuffix("_moe")
+        family = row.name if row.whole is None else row.whole.removesuffix("_moe")
         taken[family] |= set(row.modalities)
     if taken.keys() != _NAMES.keys():
         raise ValueError(f"name in _NAMES what the table has: {taken.keys() ^ _NAMES.keys()}")

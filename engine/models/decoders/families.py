@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from engine.layers import ExpertsConfig
-from engine.models.decoders.decoder import DecoderConfig, LayerKind, decoder_family, layer_kinds
+from engine.models.decoders.decoder import DecoderConfig, LayerKind, layer_kinds
 
 
 def llama_config(config: PreTrainedConfig) -> DecoderConfig:
@@ -121,20 +121,3 @@ def gemma3_config(config: PreTrainedConfig) -> DecoderConfig:
     ropes = ("sliding_attention", "full_attention")
     layers = layer_kinds(config, ropes)
     return replace(_gemma_config(config), layers=layers, ropes=ropes, qk_norm=True)
-
-
-LLAMA = decoder_family("llama", ("LlamaForCausalLM", "LlamaModel"), llama_config)
-MISTRAL = decoder_family("mistral", ("MistralForCausalLM", "MistralModel"), mistral_config)
-MINISTRAL = decoder_family(
-    "ministral", ("MinistralForCausalLM", "MinistralModel"), ministral_config, is_base=False
-)
-MIXTRAL = decoder_family("mixtral", ("MixtralForCausalLM", "MixtralModel"), mixtral_config)
-QWEN2 = decoder_family("qwen2", ("Qwen2ForCausalLM", "Qwen2Model"), qwen2_config)
-QWEN3 = decoder_family("qwen3", ("Qwen3ForCausalLM", "Qwen3Model"), qwen3_config)
-QWEN3_MOE = decoder_family("qwen3_moe", ("Qwen3MoeForCausalLM", "Qwen3MoeModel"), qwen3_moe_config)
-GEMMA2 = decoder_family(
-    "gemma2", ("Gemma2ForCausalLM", "Gemma2Model"), gemma2_config, is_base=False
-)
-GEMMA3 = decoder_family(
-    "gemma3", ("Gemma3ForCausalLM", "Gemma3TextModel"), gemma3_config, is_base=False
-)

@@ -29,7 +29,6 @@ from engine.interface.prompts import Prompt, TextPrompt
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import build_decoder
 from engine.models.decoders.families import gemma3_config
-from engine.models.family import ModelFamily
 from engine.models.llava.llava import LlavaTower
 from engine.models.multimodal import MultiModalModel
 from engine.requests.encoder_input import Modality, MultiModalInput
@@ -103,11 +102,3 @@ def build_gemma3(checkpoint: Checkpoint, settings: ModelSettings) -> MultiModalM
         {"image": int(config.image_token_index)},
         checkpoint.weight_files,
     )
-
-
-FAMILY = ModelFamily(
-    "gemma3_vision",
-    ("Gemma3ForConditionalGeneration",),
-    build=build_gemma3,
-    prompts=WholeImagePrompts,
-)

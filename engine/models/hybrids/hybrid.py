@@ -39,7 +39,7 @@ from engine.models.decoders.decoder import (
     build_rotary,
 )
 from engine.models.decoders.families import llama_config, qwen3_moe_config
-from engine.models.family import ModelFamily, has_head
+from engine.models.family import has_head
 
 
 def build_jamba(checkpoint: Checkpoint, settings: ModelSettings) -> DecoderModel:
@@ -136,15 +136,3 @@ def _build_layers(
             mixer = name, make_mixer(at, config, size, **settings.tensor_options)
         layers.append(DecoderLayer(index, decoder, settings, mixer))
     return layers
-
-
-JAMBA = ModelFamily("jamba", ("JambaForCausalLM", "JambaModel"), build=build_jamba)
-BAMBA = ModelFamily("bamba", ("BambaForCausalLM", "BambaModel"), build=build_bamba)
-QWEN3_NEXT = ModelFamily(
-    "qwen3_next", ("Qwen3NextForCausalLM", "Qwen3NextModel"), build=build_qwen3_next
-)
-QWEN3_5 = ModelFamily(
-    "qwen3_5",
-    ("Qwen3_5ForCausalLM", "Qwen3_5TextModel", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextModel"),
-    build=build_qwen3_5,
-)

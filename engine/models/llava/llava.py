@@ -17,11 +17,9 @@ from transformers.models.llava.modeling_llava import LlavaModel
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
-from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import build_decoder
 from engine.models.encoder_module import build_empty
-from engine.models.family import ModelFamily
 from engine.models.multimodal import ItemTower, MultiModalModel, unique_prefix
 from engine.requests.encoder_input import Modality, MultiModalInput
 
@@ -107,11 +105,3 @@ def without_decoder(make: type[PreTrainedModel], config: PreTrainedConfig) -> Pr
     module = make(towers)
     del module.language_model
     return module
-
-
-FAMILY = ModelFamily(
-    "llava",
-    ("LlavaForConditionalGeneration",),
-    build=build_llava,
-    prompts=MultiModalPromptProcessor,
-)

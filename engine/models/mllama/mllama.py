@@ -30,6 +30,7 @@ from transformers import PreTrainedConfig
 from transformers.models.mllama.modeling_mllama import MllamaVisionModel
 
 from engine.attention.layer import Attention, AttentionStep
+from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
 from engine.inputs.encoder_decoder_inputs import (
     DecoderPromptRule,
@@ -43,7 +44,6 @@ from engine.media.image_file import load_image_processor
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import DecoderConfig, DecoderLayer, DecoderModel, build_rotary
 from engine.models.encoder_module import EncoderDecoderModel, EncoderModule, build_empty
-from engine.models.family import ModelFamily
 from engine.requests.encoder_input import EncoderInput, EncoderView
 from prefix_cache import CrossAttentionSpec
 
@@ -244,6 +244,11 @@ class MllamaModel(EncoderDecoderModel, DecoderModel):
         return EncoderView(start, entry.num_tokens, self.encoder.num_image_rows(entry))
 
 
+def build_mllama(checkpoint: Checkpoint, settings: ModelSettings) -> MllamaModel:
+    """Build a Mllama, its weights not yet loaded; see :data:`Builder`."""
+    return MllamaModel(checkpoint.config, settings)
+
+
 class MllamaPromptRule(DecoderPromptRule):
     """Decoder prompts as they are: the model began as a text model, and has no start token.
 
@@ -266,14 +271,9 @@ def _tiled_image_inputs(sources: PromptSources) -> ImageEncoderInputs:
     return ImageEncoderInputs(longest, processor, FEATURE_NAMES, limits)
 
 
-FAMILY = ModelFamily(
-    "mllama",
-    ("MllamaForConditionalGeneration",),
-    build=lambda checkpoint, settings: MllamaModel(checkpoint.config, settings),
-    prompts=partial(
-        EncoderDecoderPromptProcessor,
-        encoder_inputs=_tiled_image_inputs,
-        decoder_rule=MllamaPromptRule,
-        text_is_for_decoder=True,
-    ),
+MLLAMA_PROMPTS = partial(
+    EncoderDecoderPromptProcessor,
+    encoder_inputs=_tiled_image_inputs,
+    decoder_rule=MllamaPromptRule,
+    text_is_for_decoder=True,
 )

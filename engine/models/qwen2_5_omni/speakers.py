@@ -276,6 +276,11 @@ def load_speakers(path: Path) -> Speakers:
     return Speakers(tuple(_speaker(file, name, entry) for name, entry in content.items()))
 
 
+def speaker_names(path: Path) -> tuple[str, ...]:
+    """Of the voices in a checkpoint's folder; ``ValueError`` as of :func:`load_speakers`."""
+    return load_speakers(path).names
+
+
 def _check_archive(file: Path) -> None:
     """Archives that ``torch.save`` writes are not compressed: one that is may be of any size."""
     size = file.stat().st_size

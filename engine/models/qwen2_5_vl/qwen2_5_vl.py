@@ -53,13 +53,11 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
 from engine.layers import MultiAxisRotaryEmbedding
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import DecoderConfig, DecoderModel, build_multi_axis_rotary
 from engine.models.decoders.families import qwen2_config
 from engine.models.encoder_module import build_empty
-from engine.models.family import ModelFamily
 from engine.models.multimodal import ItemTower, MultiModalModel
 from engine.requests.encoder_input import MultiModalInput
 from prefix_cache import ContentSpan
@@ -256,11 +254,3 @@ def build_qwen2_5_vl(checkpoint: Checkpoint, settings: ModelSettings) -> MultiAx
         {"image": int(config.image_token_id), "video": int(config.video_token_id)},
         checkpoint.weight_files,
     )
-
-
-FAMILY = ModelFamily(
-    "qwen2_5_vl",
-    ("Qwen2_5_VLForConditionalGeneration",),
-    build=build_qwen2_5_vl,
-    prompts=MultiModalPromptProcessor,
-)

@@ -14,10 +14,9 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import build_multi_axis_rotary
 from engine.models.encoder_module import build_empty
-from engine.models.family import ModelFamily
 from engine.models.hybrids.hybrid import build_delta, delta_config
 from engine.models.qwen2_5_vl.qwen2_5_vl import ImageTower, MultiAxisModel
-from engine.models.qwen3_vl.qwen3_vl import DatedVideoPrompts, DatedVideoTower
+from engine.models.qwen3_vl.qwen3_vl import DatedVideoTower
 
 
 def build_qwen3_5(checkpoint: Checkpoint, settings: ModelSettings) -> MultiAxisModel:
@@ -33,11 +32,3 @@ def build_qwen3_5(checkpoint: Checkpoint, settings: ModelSettings) -> MultiAxisM
         {"image": int(config.image_token_id), "video": int(config.video_token_id)},
         checkpoint.weight_files,
     )
-
-
-FAMILY = ModelFamily(
-    "qwen3_5_vision",
-    ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
-    build=build_qwen3_5,
-    prompts=DatedVideoPrompts,
-)

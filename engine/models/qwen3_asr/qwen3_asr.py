@@ -33,7 +33,6 @@ from engine.interface.prompts import (
 )
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import build_decoder
-from engine.models.family import ModelFamily
 from engine.models.llava.llava import without_decoder
 from engine.models.multimodal import MultiModalModel
 from engine.models.qwen3_omni.thinker import Qwen3AudioTower
@@ -127,11 +126,3 @@ def build_qwen3_asr(checkpoint: Checkpoint, settings: ModelSettings) -> MultiMod
         {"audio": int(config.audio_token_id)},
         checkpoint.weight_files,
     )
-
-
-FAMILY = ModelFamily(
-    "qwen3_asr",
-    ("Qwen3ASRForConditionalGeneration",),
-    build=build_qwen3_asr,
-    prompts=TranscriptionPrompts,
-)

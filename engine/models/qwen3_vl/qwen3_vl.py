@@ -38,7 +38,6 @@ from engine.media.video_file import VideoInfo
 from engine.models.base import ModelSettings
 from engine.models.decoders.families import qwen3_config, qwen3_moe_config
 from engine.models.encoder_module import build_empty
-from engine.models.family import ModelFamily
 from engine.models.qwen2_5_vl.qwen2_5_vl import (
     ImageTower,
     MultiAxisModel,
@@ -137,11 +136,3 @@ def build_qwen3_vl(checkpoint: Checkpoint, settings: ModelSettings) -> MultiAxis
         {"image": int(config.image_token_id), "video": int(config.video_token_id)},
         checkpoint.weight_files,
     )
-
-
-FAMILY = ModelFamily(
-    "qwen3_vl",
-    ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
-    build=build_qwen3_vl,
-    prompts=DatedVideoPrompts,
-)

@@ -26,7 +26,6 @@ from engine.inputs.encoder_decoder_inputs import DecoderPromptRule, EncoderDecod
 from engine.interface.prompts import EncoderPrompt
 from engine.models.base import ModelSettings
 from engine.models.encoder_module import TextEncoder
-from engine.models.family import ModelFamily
 from engine.models.seq2seq.seq2seq import (
     FAIRSEQ_NAMES,
     RelativeBias,
@@ -99,10 +98,15 @@ _GATED = ("wi_0", "wi_1", "wo")
 TRAINED_LENGTH = 512
 
 
+def trained_length(config: PreTrainedConfig) -> int:
+    """Positions of the longest sequence that a model was trained on, by its config."""
+    return getattr(config, "n_positions", None) or TRAINED_LENGTH
+
+
 def t5_config(config: PreTrainedConfig) -> Seq2SeqConfig:
     """The decoder's part of a config."""
     names = replace(_T5_NAMES, mlp_projections=_GATED) if config.is_gated_act else _T5_NAMES
-    max_len = getattr(config, "n_positions", None) or TRAINED_LENGTH
+    max_len = trained_length(config)
     return Seq2SeqConfig(
         hidden_size=config.d_model,
         intermediate_size=config.d_ff,
@@ -151,17 +155,4 @@ def _encoder_stack(config: T5Config) -> T5Stack:
     return T5Stack(config)
 
 
-BART = ModelFamily(
-    "bart",
-    ("BartForConditionalGeneration",),
-    build=build_bart,
-    prompts=EncoderDecoderPromptProcessor,
-    max_positions=lambda config: bart_config(config).max_position_embeddings,
-)
-T5 = ModelFamily(
-    "t5",
-    ("T5ForConditionalGeneration",),
-    build=build_t5,
-    prompts=partial(EncoderDecoderPromptProcessor, decoder_rule=T5PromptRule),
-    max_positions=lambda config: t5_config(config).max_position_embeddings,
-)
+T5_PROMPTS = partial(EncoderDecoderPromptProcessor, decoder_rule=T5PromptRule)

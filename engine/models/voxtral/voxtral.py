@@ -30,14 +30,13 @@ from engine.inputs.prompt_tokens import written
 from engine.interface.prompts import ChatPrompt
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import build_decoder
-from engine.models.family import ModelFamily
 from engine.models.llava.llava import without_decoder
 from engine.models.multimodal import MultiModalModel
 from engine.models.qwen2_5_omni.thinker import AudioTower
 from engine.models.qwen3_asr.qwen3_asr import TranscriptionPrompts, known_language
 from engine.requests.encoder_input import MultiModalInput
 
-_TEMPLATE = """\
+CHAT_TEMPLATE = """\
 {% macro parts(content) %}{% if content is string %}{{ content }}{% else %}\
 {% for part in content %}\
 {% if part.type == 'audio' %}[BEGIN_AUDIO][AUDIO]{% else %}{{ part.text }}{% endif %}\
@@ -109,12 +108,3 @@ def build_voxtral(checkpoint: Checkpoint, settings: ModelSettings) -> MultiModal
         {"audio": int(config.audio_token_id)},
         checkpoint.weight_files,
     )
-
-
-FAMILY = ModelFamily(
-    "voxtral",
-    ("VoxtralForConditionalGeneration",),
-    build=build_voxtral,
-    prompts=VoxtralPrompts,
-    chat_template=_TEMPLATE,
-)

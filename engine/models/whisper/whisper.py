@@ -38,7 +38,6 @@ from engine.interface.prompts import (
 from engine.media.sound_file import load_extractor
 from engine.models.base import ModelSettings
 from engine.models.encoder_module import EncoderModule, build_empty
-from engine.models.family import ModelFamily
 from engine.models.seq2seq.seq2seq import FAIRSEQ_NAMES, Seq2SeqConfig, Seq2SeqModel
 from engine.models.whisper.windows import Aligner, SpeechWindows
 from engine.requests.encoder_input import EncoderInput, PromptChoice
@@ -366,6 +365,11 @@ def whisper_config(config: PreTrainedConfig) -> Seq2SeqConfig:
     )
 
 
+def longest_text(config: PreTrainedConfig) -> int:
+    """Positions that a config allows the decoder."""
+    return config.max_target_positions
+
+
 def build_whisper(checkpoint: Checkpoint, settings: ModelSettings) -> Seq2SeqModel:
     """Build a Whisper, its weights not yet loaded; see :class:`Seq2SeqModel`."""
     config = checkpoint.config
@@ -390,12 +394,6 @@ def _speech_inputs(sources: PromptSources) -> AudioEncoderInputs:
     return AudioEncoderInputs(longest, extractor, limits, vad=sources.vad)
 
 
-FAMILY = ModelFamily(
-    "whisper",
-    ("WhisperForConditionalGeneration",),
-    build=build_whisper,
-    prompts=partial(
-        EncoderDecoderPromptProcessor, encoder_inputs=_speech_inputs, decoder_rule=WhisperPromptRule
-    ),
-    max_positions=lambda config: whisper_config(config).max_position_embeddings,
+WHISPER_PROMPTS = partial(
+    EncoderDecoderPromptProcessor, encoder_inputs=_speech_inputs, decoder_rule=WhisperPromptRule
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.models.registry import FAMILIES
+from engine.models.registry import FAMILIES, FamilyRow
 from tests.support.import_graph import ROOT
 
 PACKAGES = ("prefix_cache", "engine", "stages", "omni")
@@ -26,8 +26,15 @@ EXEMPT = {
     ROOT / "omni/pipelines/pipeline_config.py": "names formats of tool calls as the field does",
     ROOT / "omni/server/openai/tools.py": "the same, and reads them",
 }
-NO_NAMES = {"decoders", "families", "hybrids", "hybrid", "seq2seq", "family"}
-"""Folders of several families, and what a declaration is called."""
+NO_NAMES = {"decoders", "families", "hybrids", "hybrid", "seq2seq", "codec"}
+"""Folders and files of several families."""
+
+
+def modules_of(row: FamilyRow) -> list[str]:
+    """Under ``engine.models``: the folder, and the file in it."""
+    place = row.build or row.generator or row.decoder_config
+    assert place is not None
+    return place.partition(":")[0].split(".")[1:]
 
 
 def names_in(folders: Iterable[str] | None = None) -> set[str]:
@@ -36,8 +43,8 @@ def names_in(folders: Iterable[str] | None = None) -> set[str]:
     words = {
         word.lower()
         for row in FAMILIES.rows.values()
-        if wanted is None or row.module.split(".")[0] in wanted
-        for word in (*row.module.split("."), row.attribute)
+        if wanted is None or modules_of(row)[0] in wanted
+        for word in (*modules_of(row), row.name)
     } - NO_NAMES
     # Some names end in a number that is no generation's.
     return {re.sub(r"(\d_.*|\d)$", "", word) if word not in {"t5"} else word for word in words}
@@ -127,5 +134,5 @@ def test_what_is_no_family_is_not_found() -> None:
     assert not found_in('"""Mamba, ALiBi, a llamas\' herd, Bartholomew, whispers, start5."""')
     theirs = "from transformers import WhisperConfig\ndef f(x: WhisperConfig): ..."
     assert not found_in(theirs), "what transformers calls its own"
-    assert not found_in("from engine.models.whisper.whisper import FAMILY", {"whisper"})
+    assert not found_in("from engine.models.whisper.whisper import RULE", {"whisper"})
     assert found_in("import engine.models.whisper.whisper", {"llama"})

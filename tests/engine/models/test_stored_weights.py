@@ -48,7 +48,6 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.config_file import hidden_progress_bars, quiet_config_log
 from engine.models.base import ModelSettings
 from engine.models.csm.codec import names_of_half
-from engine.models.csm.family import BACKBONE
 from engine.models.encoder_module import build_empty
 from engine.models.model_loader import (
     _places,
@@ -637,7 +636,8 @@ def test_every_weight_of_a_published_csm_has_its_place(hub_id: str, tmp_path: Pa
     config, model = made(CsmForConditionalGeneration, CsmConfig())
     stored = published(model)
     config.save_pretrained(indexed(tmp_path, stored))
-    backbone = placed(Checkpoint(tmp_path, config, None, BACKBONE.part))
+    part = FAMILIES.rows["CsmForConditionalGeneration"].part()
+    backbone = placed(Checkpoint(tmp_path, config, None, part))
     with META:
         codec = MimiModel(deepcopy(config.codec_config))
     whole = {f"codec_model.{name}": shape for name, shape in published(codec).items()}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine import EngineConfig, LLMEngine
-from engine.models.registry import ENTRY_POINTS, FAMILIES, FamilyRegistry, FamilyRow
+from engine.models.registry import ENTRY_POINTS, FAMILIES, FamilyRegistry
 from omni import Omni
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.yaml_document import ConfigError
@@ -175,13 +175,11 @@ def test_what_other_packages_may_bring_is_left_alone(
     assert asked == [ENTRY_POINTS]
 
 
-def test_the_table_names_parts_as_their_families_do() -> None:
-    rows = FamilyRegistry(dict.fromkeys(FAMILIES.rows.values())).known_parts("qwen2_5_omni")
-    assert list(rows) == ["thinker", "talker", "code2wav"]
-    for name, row in rows.items():
-        assert isinstance(row, FamilyRow)
-        part = row.load().part
-        assert part is not None and part.name == name
+def test_parts_are_known_by_their_names_without_and_with_torch() -> None:
+    registry = FamilyRegistry(dict.fromkeys(FAMILIES.rows.values()))
+    names = ["thinker", "talker", "code2wav"]
+    assert list(registry.known_parts("qwen2_5_omni")) == names
+    assert [part.name for part in registry.parts_of({"model_type": "qwen2_5_omni"})] == names
 
 
 def test_outputs_that_a_transform_needs_are_missed_without_a_model() -> None:
