@@ -16,7 +16,7 @@ What stands in brackets is there in some families only. Few operations per layer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -157,22 +157,6 @@ class DecoderConfig:
             attention_scale=head_dim**-0.5,
         )
 
-    def for_length(self, max_model_len: int) -> DecoderConfig:
-        """Drop windows that no sequence of at most ``max_model_len`` tokens outgrows.
-
-        The arithmetic is the same, and as full attention the layers share pages and tables with
-        the others instead of forming a group that never gives a page back.
-        """
-        return replace(
-            self,
-            layers=tuple(
-                replace(layer, window=None)
-                if layer.window is not None and layer.window >= max_model_len
-                else layer
-                for layer in self.layers
-            ),
-        )
-
 
 def layer_kinds(
     config: PreTrainedConfig, ropes: Sequence[str | None] = (None,)
@@ -240,7 +224,9 @@ class SelfAttention(nn.Module):
         page = (settings.block_size, config.num_kv_heads, config.head_dim, settings.page_dtype)
         window = config.layers[index].window
         spec: AttentionSpec = FullAttentionSpec(*page)
-        if window is not None:
+        # What no sequence outgrows is full attention: such layers share pages and tables with
+        # others, instead of forming a group that never gives a page back.
+        if window is not None and window < settings.max_model_len:
             spec = SlidingWindowSpec(*page, window)
         scale, softcap = config.attention_scale, config.attention_softcap
         self.attention = Attention(f"layers.{index}.self_attn", spec, scale, softcap)
@@ -547,7 +533,7 @@ def build_decoder(
         ValueError: the config asks for something that is not supported, or a window is smaller
             than a block.
     """
-    decoder_config = read_config(config).for_length(settings.max_model_len)
+    decoder_config = read_config(config)
     rotaries = [build_rotary(config, settings, layer_type) for layer_type in decoder_config.ropes]
     return DecoderModel(decoder_config, rotaries, settings, has_head=has_head)
 

@@ -40,8 +40,8 @@ class Qwen2_5OmniTalker(DecoderModel):
 
     def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
         config, options = checkpoint.config, settings.tensor_options
-        decoder_config = qwen2_config(config).for_length(settings.max_model_len)
-        super().__init__(decoder_config, [build_multi_axis_rotary(config, settings)], settings)
+        rotary = build_multi_axis_rotary(config, settings)
+        super().__init__(qwen2_config(config), [rotary], settings)
         self.embedding_size: int = config.embedding_size
         size = (config.vocab_size, config.embedding_size)
         self.embedding = empty_parameter(*size, **options)

@@ -236,7 +236,6 @@ def build_multi_axis_decoder(
     # Whether the head is the embedding is a matter of the whole, not of its text part.
     decoder = replace(decoder, tie_word_embeddings=bool(config.tie_word_embeddings))
     rotary = build_multi_axis_rotary(config.text_config, settings, interleaved=interleaved)
-    decoder = decoder.for_length(settings.max_model_len)
     return DecoderModel(decoder, [rotary], settings, kept_layer=kept_layer)
 
 

@@ -45,8 +45,8 @@ class _Predictor(CodePredictor):
     def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
         options, num_further = settings.tensor_options, config.num_code_groups - 1
         short = replace(settings, max_model_len=config.num_code_groups + 1)
-        decoder = qwen3_config(config).for_length(short.max_model_len)
-        super().__init__(decoder, build_rotary(config, short), num_further, settings)
+        decoder = qwen3_config(config)
+        super().__init__(decoder, build_rotary(config, short), num_further, short)
         shape = (num_further, decoder.vocab_size, decoder.hidden_size)
         self.embedding = empty_parameter(*shape, **options)
         heads = [
@@ -92,7 +92,7 @@ class Qwen3OmniTalker(DecoderModel):
         text = config.text_config
         decoder = qwen3_moe_config(text, shared_size=text.shared_expert_intermediate_size)
         rotary = build_multi_axis_rotary(text, settings, interleaved=True)
-        super().__init__(decoder.for_length(settings.max_model_len), [rotary], settings)
+        super().__init__(decoder, [rotary], settings)
         self.row_width: int = config.thinker_hidden_size + 1
         self.predictor = _Predictor(config.code_predictor_config, settings)
         self.num_codebooks: int = config.num_code_groups
