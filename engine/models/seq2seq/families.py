@@ -28,7 +28,6 @@ from engine.models.base import ModelSettings
 from engine.models.encoder_module import TextEncoder
 from engine.models.seq2seq.seq2seq import (
     FAIRSEQ_NAMES,
-    RelativeBias,
     Seq2SeqConfig,
     Seq2SeqModel,
     Seq2SeqNames,
@@ -123,9 +122,8 @@ def t5_config(config: PreTrainedConfig) -> Seq2SeqConfig:
         projection_biases=(),
         mlp_bias=False,
         attention_scale=1.0,
-        relative_bias=RelativeBias(
-            config.relative_attention_num_buckets, config.relative_attention_max_distance
-        ),
+        relative_buckets=config.relative_attention_num_buckets,
+        max_distance=config.relative_attention_max_distance,
         # A tied head would give logits of the embedding's scale.
         hidden_scale=config.d_model**-0.5 if config.scale_decoder_outputs else 1.0,
         names=names,

@@ -15,7 +15,6 @@ stream.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from engine.attention.layer import Attention, AttentionStep
 from engine.checkpoints.quantized_weight import Target
@@ -82,20 +82,6 @@ FAIRSEQ_NAMES = Seq2SeqNames(
 
 
 @dataclass(frozen=True, slots=True)
-class RelativeBias:
-    """Biases on the scores of decoder self-attention by how far back a key lies.
-
-    Attributes:
-        num_buckets: learned values per head. The first half are for one distance each, the
-            others for ranges that grow with the distance.
-        max_distance: all distances from here on share the last bucket.
-    """
-
-    num_buckets: int
-    max_distance: int
-
-
-@dataclass(frozen=True, slots=True)
 class Seq2SeqConfig:
     """A Hugging Face config, normalised.
 
@@ -110,7 +96,10 @@ class Seq2SeqConfig:
         attention_scale: factor on the scores before the softmax.
         embedding_scale: factor on the embeddings of tokens.
         position_offset: row of the position table that position 0 takes; None: no such table.
-        relative_bias: positions by biases on the scores; None: not in this family.
+        relative_buckets: learned biases per head on the scores of self-attention, by how far back
+            a key lies: half of them for one distance each, others for ranges that grow; 0 of a
+            family without.
+        max_distance: all distances from here on share the last of these.
         hidden_scale: factor on hidden states before the head.
     """
 
@@ -132,7 +121,8 @@ class Seq2SeqConfig:
     names: Seq2SeqNames
     embedding_scale: float = 1.0
     position_offset: int | None = None
-    relative_bias: RelativeBias | None = None
+    relative_buckets: int = 0
+    max_distance: int = 0
     hidden_scale: float = 1.0
 
     @classmethod
@@ -329,8 +319,8 @@ class Seq2SeqModel(EncoderDecoderModel):
         self.attention_layers += [layer.cross_attention.attention for layer in layers]
         self.final_norm = build_norm(config, settings) if names.final_norm else nn.Identity()
         self.relative_bias: RelativeBiasTable | None = None
-        if config.relative_bias is not None:
-            self.relative_bias = RelativeBiasTable(config.relative_bias, config.num_heads, settings)
+        if config.relative_buckets:
+            self.relative_bias = RelativeBiasTable(config, settings)
         self._name_embedding_and_head(stored)
         shared = None if self.has_own_head else self.embedding
         parts = {names.head.removesuffix(".weight"): config.vocab_size}
@@ -414,23 +404,18 @@ class RelativeBiasTable(nn.Module):
 
     by_distance: Tensor
 
-    def __init__(self, config: RelativeBias, num_heads: int, settings: ModelSettings) -> None:
+    def __init__(self, config: Seq2SeqConfig, settings: ModelSettings) -> None:
         super().__init__()
         self.config = config
-        self.weight = empty_parameter(config.num_buckets, num_heads, **settings.tensor_options)
+        self.weight = empty_parameter(
+            config.relative_buckets, config.num_heads, **settings.tensor_options
+        )
 
     def finish_loading(self) -> None:
         """Spread the loaded values over the distances."""
-        buckets = relative_buckets(self.config.num_buckets, self.config.max_distance)
+        most = self.config.max_distance
+        buckets = T5Attention._relative_position_bucket(
+            -torch.arange(most + 1), False, self.config.relative_buckets, most
+        )
         values = self.weight.data[buckets.to(self.weight.device)]
         self.by_distance = values.T.float().contiguous()
-
-
-def relative_buckets(num_buckets: int, max_distance: int) -> Tensor:
-    """The bucket of every distance of a causal decoder in T5's way, ``(max_distance + 1,)``."""
-    num_exact = num_buckets // 2
-    distances = torch.arange(max_distance + 1)
-    # In float32, and in this order: a distance at a boundary falls where transformers puts it.
-    steps = torch.log(distances.float() / num_exact) / math.log(max_distance / num_exact)
-    ranges = num_exact + (steps * (num_buckets - num_exact)).long()
-    return torch.where(distances < num_exact, distances, ranges.clamp(max=num_buckets - 1))
