@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, TypeVar
 
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
 from engine.models.base import CausalModel, ModelSettings
+from engine.models.checked_loading import Places, load_checked
 from engine.requests.encoder_input import EncoderInput, EncoderView
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
@@ -137,6 +139,31 @@ def place(module: ModelT, settings: ModelSettings) -> ModelT:
         module.initialize_weights()
     module.requires_grad_(False).eval()
     return module
+
+
+def load_network(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    make: Callable[[Any], ModelT],
+    targets: Callable[[ModelT], Mapping[str, Tensor]] = nn.Module.state_dict,
+    ignored: Collection[str] = (),
+) -> ModelT:
+    """Load a module of transformers in float32.
+
+    Args:
+        make: makes the module of the checkpoint's config.
+        targets: checkpoint names, each with the tensor that receives it.
+        ignored: names that may be stored although nothing needs them.
+
+    Raises:
+        ValueError: the weights do not fit the config.
+    """
+
+    def build(where: torch.device) -> ModelT:
+        return build_empty(make, checkpoint.config, ModelSettings(torch.float32, where, 1, 1))
+
+    names = frozenset(ignored)
+    return load_checked(checkpoint, device, build, lambda made: Places(targets(made), names))
 
 
 class EncoderDecoderModel(CausalModel):

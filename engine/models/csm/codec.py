@@ -30,8 +30,7 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
 from engine.models.base import ModelSettings
 from engine.models.causal_vocoder import CausalVocoder
-from engine.models.checked_loading import Places, load_checked
-from engine.models.encoder_module import build_empty
+from engine.models.encoder_module import ModelT, build_empty, load_network
 
 Half: TypeAlias = Literal["encoder", "decoder"]
 
@@ -60,21 +59,10 @@ class MimiCodec(CausalVocoder):
         self.sampling_rate = config.sampling_rate
         self.samples_per_code = samples_per_frame(config)
         self.max_codes = config.max_position_embeddings // config.latent_stride
-        ignored = frozenset(names_of_half("encoder", checkpoint.weight_files))
-        self.network = load_checked(
-            checkpoint,
-            device,
-            lambda where: build_empty(
-                _without("encoder"), config, ModelSettings(torch.float32, where, 1, self.max_codes)
-            ),
-            lambda network: Places(dict(_targets(network)), ignored),
-        )
+        ignored = names_of_half("encoder", checkpoint.weight_files)
+        make = without("encoder", MimiModel)
+        self.network = load_network(checkpoint, device, make, lambda x: dict(_targets(x)), ignored)
         self.stream_convolutions(self.network, _CAUSAL)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights; codebooks are buffers."""
-        return sum(tensor.nbytes for tensor in self.state_dict().values())
 
     def forward(self, codes: Tensor, starts: Tensor) -> Tensor:
         """See :meth:`CausalVocoder.forward`."""
@@ -106,7 +94,7 @@ class MimiEncoder(nn.Module):
         self.samples_per_frame = samples_per_frame(config)
         # Codes are choices among near ones, which a shorter type would make otherwise.
         settings = replace(settings, dtype=torch.float32)
-        self.module = build_empty(_without("decoder"), config, settings)
+        self.module = build_empty(without("decoder", MimiModel), config, settings)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
@@ -136,12 +124,12 @@ def names_of_half(half: Half, stored: Collection[str], prefix: str = "") -> list
     return [name for name in stored if name.startswith(starts)]
 
 
-def _without(half: Half) -> Callable[[Any], MimiModel]:
+def without(half: Half, codec: Callable[[Any], ModelT]) -> Callable[[Any], ModelT]:
     """Makes the networks of a config, which is its own, less one half."""
 
-    def make(config: Any) -> MimiModel:
+    def make(config: Any) -> ModelT:
         setattr(config, f"{half}_config", None)
-        return MimiModel(config)
+        return codec(config)
 
     return make
 

@@ -9,7 +9,7 @@ Source: Rouard et al., "Continuous Audio Language Models", 2025; transformers'
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +20,9 @@ from transformers.models.pocket_tts_audio_tokenizer.modeling_pocket_tts_audio_to
 )
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.models.base import ModelSettings
 from engine.models.causal_vocoder import CausalVocoder
-from engine.models.checked_loading import Places, load_checked
-from engine.models.csm.codec import check_codec
-from engine.models.encoder_module import build_empty
+from engine.models.csm.codec import Half, check_codec, without
+from engine.models.encoder_module import load_network
 
 _CAUSAL = (PocketTTSAudioTokenizerConv1d, PocketTTSAudioTokenizerConvTranspose1d)
 _FADE_IN_S = 0.005
@@ -61,11 +59,6 @@ class PocketCodec(CausalVocoder):
         fade = torch.linspace(0, 1, int(_FADE_IN_S * self.sampling_rate))
         self._fade = fade[: self.samples_per_code].to(device)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights."""
-        return sum(tensor.nbytes for tensor in self.state_dict().values())
-
     def forward(self, codes: Tensor, starts: Tensor) -> Tensor:
         """See :meth:`CausalVocoder.forward`."""
         decoder = self.network.decoder
@@ -78,7 +71,7 @@ class PocketCodec(CausalVocoder):
 
 
 def load_half(
-    half: Literal["encoder", "decoder"], checkpoint: Checkpoint, device: torch.device
+    half: Half, checkpoint: Checkpoint, device: torch.device
 ) -> PocketTTSAudioTokenizerModel:
     """Load one half of a codec, in float32.
 
@@ -86,17 +79,7 @@ def load_half(
         ValueError: the config is not supported, or the weights do not fit it.
     """
     check_codec(checkpoint.config)
-    other = {"encoder": "decoder", "decoder": "encoder"}[half]
-
-    def make(config: Any) -> PocketTTSAudioTokenizerModel:
-        setattr(config, f"{other}_config", None)
-        return PocketTTSAudioTokenizerModel(config)
-
-    def build(where: torch.device) -> PocketTTSAudioTokenizerModel:
-        return build_empty(make, checkpoint.config, ModelSettings(torch.float32, where, 1, 1))
-
-    ignored = (name for name in checkpoint.weight_files if name.startswith(f"{other}."))
-    places = frozenset(ignored)
-    return load_checked(
-        checkpoint, device, build, lambda network: Places(network.state_dict(), places)
-    )
+    other: Half = "decoder" if half == "encoder" else "encoder"
+    make = without(other, PocketTTSAudioTokenizerModel)
+    ignored = [name for name in checkpoint.weight_files if name.startswith(f"{other}.")]
+    return load_network(checkpoint, device, make, ignored=ignored)

@@ -20,10 +20,8 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 )
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.models.base import ModelSettings
 from engine.models.causal_vocoder import CausalVocoder
-from engine.models.checked_loading import Places, load_checked
-from engine.models.encoder_module import build_empty
+from engine.models.encoder_module import load_network
 
 # Samples per second of this family; its configs do not tell.
 _SAMPLING_RATE = 24_000
@@ -52,16 +50,7 @@ class Qwen3Code2Wav(CausalVocoder):
         # Each of the last rates loses an input's samples, which the rates behind it multiply.
         behind = [prod(config.upsample_rates[n:]) for n in range(len(config.upsample_rates))]
         self.num_missing = sum(behind)
-        self.network = load_checked(
-            checkpoint,
-            device,
-            lambda where: build_empty(
-                Qwen3OmniMoeCode2Wav,
-                config,
-                ModelSettings(torch.float32, where, 1, self.max_codes),
-            ),
-            lambda network: Places(network.state_dict()),
-        )
+        self.network = load_network(checkpoint, device, Qwen3OmniMoeCode2Wav)
         self.stream_convolutions(self.network, _CAUSAL, begins_late=True)
 
     def forward(self, codes: Tensor, starts: Tensor) -> Tensor:

@@ -671,7 +671,7 @@ def test_every_weight_of_the_codec_of_a_published_pocket_tts_has_its_place(
     def places(_: Any, __: Any, build: Any, places_of: Any) -> dict[str, tuple[int, ...]]:
         return shapes(places_of(build(META)).targets)
 
-    monkeypatch.setattr("engine.models.pocket_tts.codec.load_checked", places)
+    monkeypatch.setattr("engine.models.encoder_module.load_checked", places)
     encoder: Any = load_half("encoder", checkpoint, META)
     decoder: Any = load_half("decoder", checkpoint, META)
     assert encoder | decoder == stored
