@@ -80,7 +80,7 @@ class FamilyRow:
 
     def speakers_in(self, folder: Path) -> tuple[str, ...] | None:
         """Names of the voices in a checkpoint's folder; None of a model that does not speak."""
-        return None if self.speakers is None else named(self.speakers)(folder)
+        return None if self.speakers is None else tuple(named(self.speakers)(folder))
 
     def load(self) -> ModelFamily:
         """Import what the family is made of, and declare it."""
@@ -238,7 +238,7 @@ _TABLE = (
         "models.qwen2_5_omni.talker:Qwen2_5OmniTalker",
         "models.qwen2_5_omni.speakers:SpeechPromptProcessor",
         reads_text=False,  # the tokenizer beside it is its thinker's
-        speakers="models.qwen2_5_omni.speakers:speaker_names",
+        speakers="models.qwen2_5_omni.speakers:load_speakers",
         whole="qwen2_5_omni",
         stored=("talker_config", "talker."),
         modalities=(),
@@ -247,7 +247,7 @@ _TABLE = (
         "code2wav",
         ("Qwen2_5OmniToken2WavModel",),
         generator="models.qwen2_5_omni.code2wav:Code2Wav",
-        speakers="models.qwen2_5_omni.speakers:speaker_names",
+        speakers="models.qwen2_5_omni.speakers:load_speakers",
         whole="qwen2_5_omni",
         stored=("token2wav_config", "token2wav."),
         modalities=(),

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 import stage_configs
 from engine import ChatPrompt, EngineConfig, LLMEngine, SamplingParams
-from engine.models.qwen2_5_omni.speakers import load_speakers
+from engine.models.qwen2_5_omni.speakers import find_speaker, load_speakers
 from omni import Omni, OmniRequest
 from training.spoken_sums.held_out import held_out_questions
 from training.spoken_sums.held_out_talks import held_out_out_of_range, held_out_talks
@@ -120,8 +120,8 @@ def test_every_weight_is_finite_and_of_16_bits():
 def test_two_voices_come_along():
     speakers = load_speakers(FOLDER)
 
-    assert speakers.names == ("Ada", "Ben")
-    assert speakers.default.name == "Ada"
+    assert tuple(speakers) == ("Ada", "Ben")
+    assert find_speaker(speakers, None).name == "Ada"
 
 
 # Both voices, teens and tens: what a recognizer confuses most.

@@ -28,7 +28,7 @@ from engine.interface.config import GenerationParams
 from engine.models.base import CodeChunk, GeneratorModel, ModelSettings
 from engine.models.checked_loading import Places, load_checked, told_of_config
 from engine.models.encoder_module import make_unplaced, place
-from engine.models.qwen2_5_omni.speakers import SPEAKERS_FILE, Speaker, load_speakers
+from engine.models.qwen2_5_omni.speakers import SPEAKERS_FILE, Speaker, find_speaker, load_speakers
 from engine.native import NativeBuildError, NativeKernels, load_kernels
 
 _RATIO, _TAPS = 2, 12
@@ -250,13 +250,13 @@ class Code2Wav(GeneratorModel):
         flow.text_embed, flow.rotary_embed = self._kept
         self._voices_file = checkpoint.path / SPEAKERS_FILE
         self._speakers = load_speakers(checkpoint.path)
-        self.speakers = self._speakers.names
-        for name in self.speakers:
-            self.check_speaker(self._speakers.get(name))
+        self.speakers = tuple(self._speakers)
+        for speaker in self._speakers.values():
+            self.check_speaker(speaker)
 
     def choose_speaker(self, name: str | None) -> str:
         """See :meth:`GeneratorModel.choose_speaker`."""
-        return self._speakers.get(name).name
+        return find_speaker(self._speakers, name).name
 
     def check_speaker(self, speaker: Speaker) -> None:
         """Raise ``ValueError`` if a voice does not fit this model."""
@@ -282,7 +282,7 @@ class Code2Wav(GeneratorModel):
             for chunk in chunks
         ]
         codes = torch.stack([chunk.codes for chunk in chunks])
-        speakers = [self._speakers.get(chunk.speaker) for chunk in chunks]
+        speakers = [find_speaker(self._speakers, chunk.speaker) for chunk in chunks]
         samples: Tensor = self(codes, torch.stack(noise), speakers, params)
         return samples, [None] * len(chunks)
 

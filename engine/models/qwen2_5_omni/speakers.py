@@ -58,13 +58,13 @@ class SpeechPromptProcessor(PromptProcessor):
 
     def __init__(self, sources: PromptSources) -> None:
         config = sources.checkpoint.config
-        voices = load_speakers(sources.checkpoint.path)
-        token_ids = [voices.get(name).bos_token for name in voices.names]
+        self._voices = load_speakers(sources.checkpoint.path)
+        self.speakers = tuple(self._voices)
+        token_ids = [voice.bos_token for voice in self._voices.values()]
         token_ids += [config.tts_text_end_token_id, config.tts_text_pad_token_id]
         rows = embeddings(sources, token_ids, config.embedding_size)
         *starts, self._end_row, self._pad_row = rows.split(1)
-        self._speaker_rows = dict(zip(voices.names, starts, strict=True))
-        self._speakers, self.speakers = voices, voices.names
+        self._speaker_rows = dict(zip(self.speakers, starts, strict=True))
         self._block_size = sources.limits.block_size
         # The mask stands where the thinker's prompt does, and pad follows it.
         self._mask, self._pad = config.tts_codec_mask_token_id, config.tts_codec_pad_token_id
@@ -77,7 +77,7 @@ class SpeechPromptProcessor(PromptProcessor):
         """Lay out a prompt, or the first chunk of one."""
         prompt, rows, reply = self._read(prompt)
         num_rows = rows.shape[0]
-        speaker = self._speakers.get(prompt.speaker)
+        speaker = find_speaker(self._voices, prompt.speaker)
         start = torch.cat([rows, self._speaker_rows[speaker.name], reply])
         streamed_rows = StreamedRows(
             start, num_replaced=num_rows, keys=_keys(prompt.prompt_keys, num_rows)
@@ -216,33 +216,19 @@ class Speaker:
     reference_mel: Tensor
 
 
-class Speakers:
-    """The voices of one checkpoint."""
-
-    def __init__(self, speakers: tuple[Speaker, ...]) -> None:
-        self._by_name = {speaker.name: speaker for speaker in speakers}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """In the order of the file."""
-        return tuple(self._by_name)
-
-    @property
-    def default(self) -> Speaker:
-        """The voice where none was chosen: Chelsie if she is there, else the first."""
-        return self._by_name.get(_PREFERRED) or next(iter(self._by_name.values()))
-
-    def get(self, name: str | None) -> Speaker:
-        """One voice; None takes the default.
-
-        Raises:
-            ValueError: no voice has this name; says which there are.
-        """
-        return self.default if name is None else self._by_name[check_voice(name, self.names)]
+def find_speaker(speakers: Mapping[str, Speaker], name: str | None) -> Speaker:
+    """One of a checkpoint's voices; see :func:`choose_voice`."""
+    return speakers[choose_voice(name, tuple(speakers), _PREFERRED)]
 
 
-def check_voice(name: object, names: tuple[str, ...]) -> str:
-    """Give a voice's name; ``ValueError`` if there is none of that name, which says what is."""
+def choose_voice(name: object, names: Sequence[str], preferred: str) -> str:
+    """The name of a voice; where none was chosen the preferred if it is there, else the first.
+
+    Raises:
+        ValueError: no voice has this name; says which there are.
+    """
+    if name is None:
+        return preferred if preferred in names else names[0]
     if not isinstance(name, str):
         raise ValueError(f"a speaker is chosen by name, got {type(name).__name__}")
     if name not in names:
@@ -252,8 +238,8 @@ def check_voice(name: object, names: tuple[str, ...]) -> str:
     return name
 
 
-def load_speakers(path: Path) -> Speakers:
-    """Read ``{name: {"bos_token": int, "cond": (1, D), "ref_mel": (1, T, mel_dim)}}``.
+def load_speakers(path: Path) -> dict[str, Speaker]:
+    """Read ``{name: {"bos_token": int, "cond": (1, D), "ref_mel": (1, T, mel_dim)}}``, in order.
 
     Args:
         path: a checkpoint's folder, or its ``spk_dict.pt``.
@@ -273,12 +259,7 @@ def load_speakers(path: Path) -> Speakers:
         raise ValueError(f"{file} cannot be read as a dictionary of speakers: {error}") from error
     if not isinstance(content, Mapping) or not content:
         raise ValueError(f"{file} must map names to speakers, it holds a {type(content).__name__}")
-    return Speakers(tuple(_speaker(file, name, entry) for name, entry in content.items()))
-
-
-def speaker_names(path: Path) -> tuple[str, ...]:
-    """Of the voices in a checkpoint's folder; ``ValueError`` as of :func:`load_speakers`."""
-    return load_speakers(path).names
+    return {name: _speaker(file, name, entry) for name, entry in content.items()}
 
 
 def _check_archive(file: Path) -> None:

@@ -31,7 +31,7 @@ from engine.interface.prompts import Prompt
 from engine.models.qwen2_5_omni.speakers import (
     SpeechPromptProcessor,
     check_positions,
-    check_voice,
+    choose_voice,
     embeddings,
     positions_before,
 )
@@ -65,10 +65,11 @@ class Qwen3SpeechPrompts(SpeechPromptProcessor):
         checkpoint = sources.checkpoint
         config, whole = checkpoint.config, checkpoint.whole_config
         self._whole: Any = whole
-        self._voices: dict[str, int] = dict(config.speaker_id or {})
-        if not self._voices:
+        voices: dict[str, int] = config.speaker_id or {}
+        self._voice_codes = {name.capitalize(): code for name, code in voices.items()}
+        if not voices:
             raise ValueError(f"{checkpoint.path}: talker_config names no voices in speaker_id")
-        self.speakers = tuple(name.capitalize() for name in self._voices)
+        self.speakers = tuple(self._voice_codes)
         token_ids = [whole.tts_bos_token_id, whole.tts_eos_token_id, whole.tts_pad_token_id]
         rows = embeddings(sources, token_ids, config.thinker_hidden_size)
         self._begin_row, self._end_row, self._pad_row = _words(rows).split(1)
@@ -101,18 +102,14 @@ class Qwen3SpeechPrompts(SpeechPromptProcessor):
         streamed_rows = StreamedRows(start, num_replaced=len(head))
         positions = self._positions(prompt.positions, kept, len(rows))
         codes = [self._pad] * len(head)
-        codes += [*self._signs, self._voice(prompt.speaker), self._pad, self._bos]
+        name = prompt.speaker and prompt.speaker.capitalize()
+        voice = self._voice_codes[choose_voice(name, tuple(self._voice_codes), _PREFERRED)]
+        codes += [*self._signs, voice, self._pad, self._bos]
         return self._content(codes, streamed_rows, positions, is_last=prompt.is_last)
 
     def _check(self, rows: object, name: str) -> Tensor:
         width, dtype = self._pad_row.shape[1] - 1, self._pad_row.dtype
         return _words(check_rows(rows, name, width, dtype).cpu())
-
-    def _voice(self, name: str | None) -> int:
-        names = tuple(map(str.capitalize, self._voices))
-        if name is None:
-            name = _PREFERRED if _PREFERRED in names else names[0]
-        return self._voices[check_voice(name.capitalize(), names).lower()]
 
     def _turns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Places of users' turns, and those that begin the reply."""

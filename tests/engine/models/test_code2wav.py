@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ from engine.models.qwen2_5_omni.code2wav import (
     neighbour_attention,
     use_native_snakes,
 )
-from engine.models.qwen2_5_omni.speakers import SPEAKERS_FILE, Speaker, Speakers, load_speakers
+from engine.models.qwen2_5_omni.speakers import SPEAKERS_FILE, Speaker, find_speaker, load_speakers
 from engine.native import load_kernels
 from tests.support.native_kernels import needs_kernels
 from tests.support.vocoder_reference import VocoderReference, random_codes
@@ -47,6 +47,7 @@ BLOCK = 4
 # Samples of the seeded vocoder spread by 0.01; a hundredth of a percent of that is rounding.
 ATOL = 1e-6
 FAST = GenerationParams(num_steps=3)
+Speakers: TypeAlias = dict[str, Speaker]
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,7 @@ def test_sound_is_that_of_transformers_at_every_border_of_blocks(
     expected = reference.waveform(codes, FAST)
     assert expected.std() > 1000 * ATOL
     torch.testing.assert_close(
-        make(vocoder, [codes], [speakers.default], FAST)[0], expected, atol=ATOL, rtol=0
+        make(vocoder, [codes], [speakers["Chelsie"]], FAST)[0], expected, atol=ATOL, rtol=0
     )
 
 
@@ -142,7 +143,7 @@ def test_every_parameter_means_what_it_means_to_transformers(
 ) -> None:
     asked, codes = GenerationParams(**params), random_codes(10)
     expected = reference.waveform(codes, asked, "Ethan")
-    found = make(vocoder, [codes], [speakers.get("Ethan")], asked)[0]
+    found = make(vocoder, [codes], [speakers["Ethan"]], asked)[0]
     torch.testing.assert_close(found, expected, atol=ATOL, rtol=0)
 
 
@@ -156,12 +157,12 @@ def test_what_codes_alone_decide_is_made_once_in_a_pass_and_anew_in_the_next(
         module.register_forward_pre_hook(lambda *_, name=name: made.append(name))
     of_a_pass = ["text_embed", "text_embed", "rotary_embed"]  # codes, and their absence
     for codes in (random_codes(5), random_codes(5, seed=1), random_codes(9)):
-        found = make(vocoder, [codes], [speakers.default], FAST)
+        found = make(vocoder, [codes], [speakers["Chelsie"]], FAST)
         assert made == of_a_pass
         made.clear()
-        assert torch.equal(found, make(open_vocoder(folder), [codes], [speakers.default], FAST))
+        assert torch.equal(found, make(open_vocoder(folder), [codes], [speakers["Chelsie"]], FAST))
     unguided = FAST.model_copy(update={"guidance_scale": 0.0})
-    make(vocoder, [random_codes(5)], [speakers.default], unguided)
+    make(vocoder, [random_codes(5)], [speakers["Chelsie"]], unguided)
     assert made == ["text_embed", "rotary_embed"]
 
 
@@ -188,8 +189,8 @@ def test_upsampling_that_gives_codes_no_place_is_refused(folder: str) -> None:
 
 
 def test_a_voice_of_another_width_is_refused(vocoder: Code2Wav, speakers: Speakers) -> None:
-    vocoder.check_speaker(speakers.default)
-    strange = replace(speakers.default, reference_mel=torch.zeros(1, 3, 79))
+    vocoder.check_speaker(speakers["Chelsie"])
+    strange = replace(speakers["Chelsie"], reference_mel=torch.zeros(1, 3, 79))
     with pytest.raises(ValueError, match=r"widths \(16, 79\); the model takes \(16, 80\)"):
         vocoder.check_speaker(strange)
 
@@ -344,10 +345,10 @@ def save(folder: Path, content: Any) -> Path:
 
 def test_the_seeded_checkpoint_has_voices(seeded: Callable[[str], str]) -> None:
     speakers = load_speakers(Path(seeded("qwen2_5_omni")))
-    assert speakers.names == ("Chelsie", "Ethan")
-    assert speakers.get(None) is speakers.default is speakers.get("Chelsie")
-    ethan = speakers.get("Ethan")
-    assert ethan.name == "Ethan" and ethan.bos_token != speakers.default.bos_token
+    assert tuple(speakers) == ("Chelsie", "Ethan")
+    chelsie, ethan = speakers.values()
+    assert find_speaker(speakers, None) is find_speaker(speakers, "Chelsie") is chelsie
+    assert ethan.name == "Ethan" and ethan.bos_token != chelsie.bos_token
     assert ethan.conditioning.shape == (1, 16) and ethan.reference_mel.shape == (1, 40, 80)
 
 
@@ -358,12 +359,12 @@ def test_the_default_is_chelsie_or_the_first(
     tmp_path: Path, names: tuple[str, ...], default: str
 ) -> None:
     speakers = load_speakers(save(tmp_path, {name: entry() for name in names}))
-    assert speakers.names == names
-    assert speakers.default.name == default
+    assert tuple(speakers) == names
+    assert find_speaker(speakers, None).name == default
 
 
 def test_numbers_are_float32_whatever_the_file_has(tmp_path: Path) -> None:
-    speaker = load_speakers(save(tmp_path, {"A": entry()}) / SPEAKERS_FILE).default
+    speaker = load_speakers(save(tmp_path, {"A": entry()}) / SPEAKERS_FILE)["A"]
     assert speaker.conditioning.dtype == speaker.reference_mel.dtype == torch.float32
 
 
@@ -384,7 +385,7 @@ def test_an_unknown_speaker_is_told_who_there_is(
     two_speakers: Speakers, name: Any, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        two_speakers.get(name)
+        find_speaker(two_speakers, name)
 
 
 @pytest.mark.parametrize(
@@ -446,7 +447,7 @@ def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
 
 
 def test_voices_stay_when_their_file_changes(tmp_path: Path) -> None:
-    speaker = load_speakers(save(tmp_path, {"A": entry()})).default
+    speaker = load_speakers(save(tmp_path, {"A": entry()}))["A"]
     os.truncate(tmp_path / SPEAKERS_FILE, 0)
     assert speaker.reference_mel.sum() == 0 and speaker.conditioning.sum() == 4
 
