@@ -18,7 +18,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeAlias
@@ -384,9 +384,9 @@ class AudioFeatureMaker(FeatureMaker):
         sound_end: SoundEnd = "silence",
     ) -> None:
         self._extractor, self._sound_end = extractor, sound_end
-        self._reader = SampleReader.of(extractor, limits)
-        if sound_end != "silence":  # a sound is no longer than the one window, else
-            self._reader = replace(self._reader, max_samples=None)
+        # A sound is no longer than the one window, if silence fills that up.
+        longest = int(extractor.n_samples) if sound_end == "silence" else None
+        self._reader = SampleReader(int(extractor.sampling_rate), longest, limits or MediaLimits())
         self._told_of_language = False
 
     def make(self, item: Any) -> Mapping[str, Tensor]:

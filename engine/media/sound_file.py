@@ -457,12 +457,6 @@ class SampleReader:
     max_samples: int | None
     limits: MediaLimits = field(default_factory=MediaLimits)
 
-    @classmethod
-    def of(cls, extractor: SpectrogramExtractor, limits: MediaLimits | None = None) -> SampleReader:
-        """What an extractor wants, and most of what it takes in one go."""
-        rate, window = int(extractor.sampling_rate), int(extractor.n_samples)
-        return cls(rate, window, limits or MediaLimits())
-
     @property
     def longest(self) -> LongestSound:
         """What the window takes, or the user's limit if that is less."""

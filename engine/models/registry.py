@@ -166,7 +166,7 @@ _TABLE = (
     FamilyRow(
         "mllama",
         ("MllamaForConditionalGeneration",),
-        "models.mllama.mllama:build_mllama",
+        "models.mllama.mllama:MllamaModel",
         "models.mllama.mllama:MLLAMA_PROMPTS",
         outputs=_TWO_SIDES,
         modalities=("text", "image"),

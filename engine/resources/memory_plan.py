@@ -398,7 +398,9 @@ class ModelNeeds:
         is_open, num_encoder_tokens = config.num_blocks is None, self.max_encoder_len
 
         def pages_for(num_tokens: int, num_requests: int) -> int:
-            of_items = probe.config.item_pages(self.longest_item(num_tokens, config) * is_open)
+            item_bytes = num_tokens * self.item_row_bytes
+            longest_item = min(item_bytes, config.encoder_cache_bytes or item_bytes)
+            of_items = probe.config.item_pages(longest_item * is_open)
             of_encoder = num_encoder_tokens if is_open else min(num_encoder_tokens, 1)
             return probe.pages_for(num_tokens, of_encoder, num_requests, of_items)
 
@@ -414,11 +416,6 @@ class ModelNeeds:
         num_tokens = length * num_seqs if stated is None else stated * config.block_size
         rows = num_tokens * sum(_SHORT_ROWS.get(name, self.row_bytes) for name in outputs)
         return MemoryEstimate(self.weights_bytes, pages, rows, self.step_bytes, least)
-
-    def longest_item(self, num_tokens: int, config: EngineConfig) -> int:
-        """Bytes of the rows of the longest item that so many tokens may show."""
-        nbytes = num_tokens * self.item_row_bytes
-        return min(nbytes, config.encoder_cache_bytes or nbytes)
 
 
 # Rows of the hidden size that lie beside each other in a layer at most: the residual, what was

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -195,12 +196,13 @@ _EXTRA_EMBEDDINGS = 8
 
 
 class MllamaModel(EncoderDecoderModel, DecoderModel):
-    """A Llama with image layers, beside a vision encoder."""
+    """A Llama with image layers, beside a vision encoder; see :data:`Builder`."""
 
     encoder: ImageEncoder
     head_name = "language_model.lm_head"
 
-    def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
+    def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
+        config: Any = checkpoint.config
         text = config.text_config
         # The head is a matrix of its own, whatever the config says.
         decoder_config = replace(DecoderConfig.from_transformers(text), tie_word_embeddings=False)
@@ -242,11 +244,6 @@ class MllamaModel(EncoderDecoderModel, DecoderModel):
         self.encoder.check_input(entry)
         start = list(decoder_ids).index(self.image_token_id)
         return EncoderView(start, entry.num_tokens, self.encoder.num_image_rows(entry))
-
-
-def build_mllama(checkpoint: Checkpoint, settings: ModelSettings) -> MllamaModel:
-    """Build a Mllama, its weights not yet loaded; see :data:`Builder`."""
-    return MllamaModel(checkpoint.config, settings)
 
 
 class MllamaPromptRule(DecoderPromptRule):

@@ -42,11 +42,12 @@ from engine.inputs.encoder_decoder_inputs import (
     ImageEncoderInputs,
 )
 from engine.inputs.input_processor import InputProcessor
+from engine.inputs.multimodal_inputs import AudioFeatureMaker
 from engine.inputs.prompt_processor import PlainPromptProcessor, PromptSources
 from engine.inputs.prompt_tokens import FitCheck, InputLimits
 from engine.interface.engine import NewRequest
 from engine.media.image_file import load_image_processor
-from engine.media.sound_file import SampleReader, load_extractor
+from engine.media.sound_file import load_extractor
 from engine.models.registry import FAMILIES
 from engine.models.seq2seq.families import T5PromptRule
 from engine.models.whisper.whisper import WhisperPromptRule
@@ -657,7 +658,10 @@ def test_a_files_own_sampling_rate_cannot_be_contradicted(tmp_path: Path) -> Non
 
 def test_the_extractor_comes_from_the_checkpoint(tmp_path: Path) -> None:
     EXTRACTOR.save_pretrained(tmp_path)
-    assert SampleReader.of(load_extractor(tmp_path)).longest.seconds == 1.0
+    maker = AudioFeatureMaker(load_extractor(tmp_path))
+    maker.make(AudioPrompt(sine(1.0)))
+    with pytest.raises(ValueError, match="the model takes 1 s at most"):
+        maker.make(AudioPrompt(sine(1.1)))
 
 
 def test_a_checkpoint_without_the_right_extractor_is_refused(tmp_path: Path) -> None:
