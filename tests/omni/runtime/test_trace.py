@@ -152,7 +152,7 @@ def test_a_request_that_fails_or_is_aborted_leaves_nothing_behind(tmp_path: Path
     assert not any(each.sent or each.given for each in trace._requests.values())
     for link in orchestrator._links.values():
         assert isinstance(link, TracedWorker)
-        assert not link._tracks and not link._request_ids
+        assert not link._tracks
 
 
 def events_of(*names: str, request_id: str = "x", start_s: float) -> tuple[StageEvent, ...]:
