@@ -11,13 +11,7 @@ from engine.interface.config import EngineConfig
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.settings import Settings
 from stages.engine_stage import EngineStage
-from stages.model_fit import (
-    emitted_by,
-    misfit_of,
-    misfit_of_outputs,
-    modalities_of,
-    speakers_in,
-)
+from stages.model_fit import family_row, misfit_of, misfit_of_outputs, speakers_in
 from stages.stage import OneOrMore, StageInputs
 from stages.stage_config import TokenStageConfig, register_stage_kind
 
@@ -53,18 +47,20 @@ class AutoregressiveStageConfig(TokenStageConfig):
         """See :class:`~stages.stage_config.StageConfig`."""
         misfit = misfit_of(config, self.part, makes_sound=False)
         is_streamed = self.inputs is not None and self.inputs.chunk_size is not None
-        if misfit is None and is_streamed and modalities_of(config, self.part):
+        if misfit is None and is_streamed and self.modalities(config):
             # What reads a user's prompt reads it whole; rows of another stage may come bit by bit.
             misfit = "inputs", "it reads its whole input at once: leave out chunk_size"
-        return misfit or misfit_of_outputs(config, self.part, self.outputs)
+        return misfit or misfit_of_outputs(self.emitted(config), self.outputs)
 
     def emitted(self, config: Mapping[str, Any]) -> Collection[str] | None:
         """See :class:`~stages.stage_config.StageConfig`."""
-        return emitted_by(config, self.part)
+        row = family_row(config, self.part)
+        return None if row is None else row.outputs
 
     def modalities(self, config: Mapping[str, Any]) -> Collection[str] | None:
         """See :class:`~stages.stage_config.StageConfig`."""
-        return modalities_of(config, self.part)
+        row = family_row(config, self.part)
+        return None if row is None else row.modalities
 
     def load_speakers(self) -> tuple[str, ...] | None:
         """See :class:`~stages.stage_config.StageConfig`."""

@@ -13,7 +13,7 @@ from engine.interface.outputs import OutputDelta
 from engine.interface.settings import Settings
 from engine.models.registry import FAMILIES
 from stages.engine_stage import EngineStage
-from stages.model_fit import modalities_of
+from stages.model_fit import family_row
 from stages.stage import OneOrMore, StageInputs, StageRequest
 from stages.stage_config import TokenStageConfig, register_stage_kind
 
@@ -45,8 +45,9 @@ class EncoderStageConfig(TokenStageConfig):
 
     def modalities(self, config: Mapping[str, Any]) -> Collection[str] | None:
         """See :class:`~stages.stage_config.StageConfig`; what the table lacks encodes text."""
-        taken = modalities_of(config, self.part)
-        return ("text",) if taken is None and not FAMILIES.may_grow() else taken
+        if (row := family_row(config, self.part)) is not None:
+            return row.modalities
+        return None if FAMILIES.may_grow() else ("text",)
 
     def build_stage(self, name: str) -> EncoderStage:
         """See :class:`~stages.stage_config.StageConfig`."""

@@ -14,28 +14,15 @@ from engine.models.registry import FAMILIES, FamilyRow
 _Misfit = tuple[str, str] | None
 
 
-def misfit_of_outputs(
-    config: Mapping[str, Any], part: str | None, outputs: Collection[str] | None
-) -> _Misfit:
-    """Say which of the outputs that a stage keeps its model does not emit, if that is known."""
-    emitted = emitted_by(config, part)
-    unknown = sorted(set(outputs or ()).difference(emitted or outputs or (), {ROW_KEYS}))
-    if emitted is None or not unknown:
-        return None
-    names = ", ".join(map(repr, unknown))
-    return "outputs", f"the model has no per-token output {names}; it emits {', '.join(emitted)}"
-
-
-def emitted_by(config: Mapping[str, Any], part: str | None) -> tuple[str, ...] | None:
-    """Names of the per-token tensors that a model emits; None of one that the table lacks."""
-    row = _row_of(config, part)
-    return None if row is None else row.outputs
-
-
-def modalities_of(config: Mapping[str, Any], part: str | None) -> tuple[str, ...] | None:
-    """What a model's prompts are made of; None of one that the table lacks."""
-    row = _row_of(config, part)
-    return None if row is None else row.modalities
+def family_row(config: Mapping[str, Any], part: str | None) -> FamilyRow | None:
+    """What the table of families says of a model; None of one that the table lacks."""
+    model_type, architectures = str(config.get("model_type")), config.get("architectures")
+    if parts := FAMILIES.known_parts(model_type):
+        row = parts.get(part)
+        return row if isinstance(row, FamilyRow) else None
+    if isinstance(architectures, list) and architectures:
+        return FAMILIES.rows.get(str(architectures[0]))
+    return next((row for row in FAMILIES.rows.values() if row.base_type == model_type), None)
 
 
 def speakers_in(model: str, part: str | None) -> tuple[str, ...] | None:
@@ -46,18 +33,17 @@ def speakers_in(model: str, part: str | None) -> tuple[str, ...] | None:
     """
     folder = Path(model)
     file = folder / "config.json"
-    row = _row_of(read_json_object(file), part) if file.is_file() else None
+    row = family_row(read_json_object(file), part) if file.is_file() else None
     return None if row is None else row.speakers_in(folder)
 
 
-def _row_of(config: Mapping[str, Any], part: str | None) -> FamilyRow | None:
-    model_type, architectures = str(config.get("model_type")), config.get("architectures")
-    if parts := FAMILIES.known_parts(model_type):
-        row = parts.get(part)
-        return row if isinstance(row, FamilyRow) else None
-    if isinstance(architectures, list) and architectures:
-        return FAMILIES.rows.get(str(architectures[0]))
-    return next((row for row in FAMILIES.rows.values() if row.base_type == model_type), None)
+def misfit_of_outputs(emitted: Collection[str] | None, outputs: Collection[str] | None) -> _Misfit:
+    """Say which of the outputs that a stage keeps its model does not emit, if that is known."""
+    unknown = sorted(set(outputs or ()).difference(emitted or outputs or (), {ROW_KEYS}))
+    if emitted is None or not unknown:
+        return None
+    names = ", ".join(map(repr, unknown))
+    return "outputs", f"the model has no per-token output {names}; it emits {', '.join(emitted)}"
 
 
 def misfit_of(config: Mapping[str, Any], part: str | None, *, makes_sound: bool) -> _Misfit:

@@ -17,7 +17,7 @@ from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.yaml_document import ConfigError
 from omni.seeded.checkpoints import SEEDED_MODELS
 from prefix_cache import ENCODER_HIDDEN_STATES
-from stages.model_fit import emitted_by, modalities_of
+from stages.model_fit import family_row
 
 PIPELINE = """\
 name: mine
@@ -247,6 +247,8 @@ def test_the_table_names_what_models_take_and_emit(
         emitted = set(engine.memory_plan.stage_output_bytes)
         emitted |= {ENCODER_HIDDEN_STATES} if engine.is_encoder_decoder else set()
         taken = engine.describe().get("input_modalities", ())
-    assert emitted_by(config, part) == tuple(sorted(emitted))
+    row = family_row(config, part)
+    assert row is not None
+    assert row.outputs == tuple(sorted(emitted))
     # Seeded checkpoints have files for all that their models take.
-    assert set(modalities_of(config, part) or ()) == set(taken)
+    assert set(row.modalities) == set(taken)
