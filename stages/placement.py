@@ -82,33 +82,23 @@ class Placement(Settings):
         return data
 
     @model_validator(mode="after")
-    def _devices_are_told_once(self) -> Self:
-        if self.devices is None:
-            return self
-        if self.device is not None:
+    def _values_go_together(self) -> Self:
+        if self.devices is not None and self.device is not None:
             raise PlacedError(
                 ("devices",), "there is a device, too; give the one or the others, not both"
             )
-        if len(self.devices) != self.replicas:
+        if self.devices is not None and len(self.devices) != self.replicas:
             raise PlacedError(
                 ("devices",),
                 f"must be one for each of {self.replicas} replicas, got {len(self.devices)}; one "
                 "device may be named several times",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _shared_workers_have_no_replicas(self) -> Self:
         if self.worker is not None and self.replicas > 1:
             raise PlacedError(
                 ("worker",),
                 f"stages that share a worker have one replica each, and this one {self.replicas}; "
                 "leave out one of the two",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _ray_could_reserve_it(self) -> Self:
         for name in self.resources:
             if name in _OF_RAY:
                 raise PlacedError(("resources", name), f"is asked for by {_OF_RAY[name]}")
@@ -143,14 +133,7 @@ class Placement(Settings):
         return float(self.device == "cuda") if self.num_gpus is None else self.num_gpus
 
     def misplaced(self, kind: RuntimeKind) -> tuple[str, str] | None:
-        """What this asks for that a runtime does not have.
-
-        Args:
-            kind: of the pipeline's runtime.
-
-        Returns:
-            The key, and what is wrong there; None if nothing is.
-        """
+        """The key of what a kind of runtime does not have, and what is wrong there, if anything."""
         if kind == "inline" and self.replicas > 1:
             return "replicas", (
                 f"{self.replicas} is for workers, and with runtime.kind: inline all stages share "
