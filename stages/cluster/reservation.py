@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -22,6 +21,7 @@ from stages.cluster.actor import ActorConnection, ActorWorker
 from stages.cluster.membership import join
 from stages.placement import Placement
 from stages.remote.codec import encode
+from stages.remote.fork_server import import_path
 from stages.remote.messages import WorkerSpec
 from stages.remote.supervisor import Connection, NoPlaceError
 
@@ -173,8 +173,7 @@ class Reservation:
 
 def _environment(threads: int) -> dict[str, str]:
     """What a worker's process needs to find this process's modules, where they are there, too."""
-    entries: list[object] = [*sys.path]  # Python passes over what is no str
-    path = [os.path.abspath(entry) for entry in entries if isinstance(entry, str)]
+    path = map(os.path.abspath, import_path())
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), _ONE_THREAD: str(threads)}
 
 

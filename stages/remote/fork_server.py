@@ -141,7 +141,7 @@ class _Server:
 
     def _run(self) -> None:
         fd = self._theirs.fileno()
-        arguments = [json.dumps(_import_path()), str(fd), str(os.getpid()), *_PRELOADED]
+        arguments = [json.dumps(import_path()), str(fd), str(os.getpid()), *_PRELOADED]
         program = [sys.executable, "-P", "-c", _PROGRAM, *arguments]
         environment = {**os.environ, **dict.fromkeys(_ONE_THREAD, "1")}
         # Asked in the usual way whether there is CUDA, the driver begins what no fork survives.
@@ -299,7 +299,7 @@ def start_worker(target: str, argument: bytes, *, threads: int, name: str) -> Wo
         name,
         list(os.environb.items()),
         _working_directory(),
-        [os.fsencode(entry) for entry in _import_path()],
+        [os.fsencode(entry) for entry in import_path()],
     )
     content = msgspec.msgpack.encode(order)
     try:
@@ -339,7 +339,8 @@ def _unnamed_file() -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
-def _import_path() -> list[str]:
+def import_path() -> list[str]:
+    """Where this process finds modules."""
     entries: list[object] = [*sys.path]  # Python passes over what is no str
     return [entry for entry in entries if isinstance(entry, str)]
 
