@@ -7,7 +7,8 @@
                  and replied
 
 Those of Qwen3-Omni, whose talker draws several codes for a token, have ``qwen3_`` before their
-names. All work on a source's whole output and on its chunks alike.
+names. All work on a source's whole output and on its chunks alike, and raise ``ValueError`` where
+there is not one source, or it lacks what they require.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def thinker_to_talker(context: TransformContext) -> SpeechPrompt:
     thinker's ``row_keys`` among its outputs, the talker's cache knows them without hashing them.
 
     Raises:
-        ValueError: there is not one source, or it did not hand on what is declared, of one length.
+        ValueError: the source handed on more rows of one tensor than of another.
     """
     hidden_states, token_embeds, places = _rows_of(
         context, "hidden_states", "token_embeds", "position_ids"
@@ -59,11 +60,7 @@ def qwen3_thinker_to_talker(context: TransformContext) -> SpeechPrompt:
 @requires(num_sources=1)
 @chunkable
 def talker_to_code2wav(context: TransformContext) -> CodecPrompt:
-    """Let a vocoder sound what a talker generated, less the token that ended it.
-
-    Raises:
-        ValueError: there is not one source.
-    """
+    """Let a vocoder sound what a talker generated, less the token that ended it."""
     (talker,) = context.sources
     is_ended = talker.finish_reason is FinishReason.STOP
     codes = talker.token_ids[:-1] if is_ended else talker.token_ids
@@ -78,9 +75,6 @@ def qwen3_talker_to_code2wav(context: TransformContext) -> CodecPrompt:
 
     The last one ended the speech, or is the one that reached ``max_tokens``, which transformers
     leaves out as well.
-
-    Raises:
-        ValueError: there is not one source.
     """
     (talker,) = context.sources
     codes = tuple(map(tuple, _drawn(context, "codes").tolist()))
@@ -91,11 +85,7 @@ def qwen3_talker_to_code2wav(context: TransformContext) -> CodecPrompt:
 @requires("codes", num_sources=1)
 @chunkable
 def csm_backbone_to_codec(context: TransformContext) -> CodecPrompt:
-    """Let a codec sound the frames that a backbone drew.
-
-    Raises:
-        ValueError: there is not one source.
-    """
+    """Let a codec sound the frames that a backbone drew."""
     return _codec(context, tuple(map(tuple, _drawn(context, "codes").tolist())))
 
 
@@ -103,11 +93,7 @@ def csm_backbone_to_codec(context: TransformContext) -> CodecPrompt:
 @requires("latents", num_sources=1)
 @chunkable
 def pocket_tts_to_codec(context: TransformContext) -> CodecPrompt:
-    """Let a codec sound the latents that Pocket TTS drew; its codes are the bits of their numbers.
-
-    Raises:
-        ValueError: there is not one source.
-    """
+    """Let a codec sound the latents that Pocket TTS drew; codes are the bits of their numbers."""
     from engine.models.pocket_tts.codec import bits_of  # only here, as torch below
 
     return _codec(context, tuple(map(tuple, bits_of(_drawn(context, "latents")).tolist())))
