@@ -1,22 +1,26 @@
-"""Finds, reads and checks the YAML file of a pipeline."""
+"""Finds, reads and checks the YAML file of a pipeline; errors name its lines."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from engine.interface.arguments import check_argument
 from engine.interface.placed_error import KeyPath, suggest
 from engine.interface.settings import explain_validation_error
 from omni.pipelines.runtime_config import leave_behind, tell
-from omni.pipelines.yaml_document import ConfigError, YamlDocument
 
 _Config = TypeVar("_Config", bound=BaseModel)
+
+
+class ConfigError(ValueError):
+    """A pipeline configuration is wrong. The message names each wrong place and what to do."""
 
 
 def shipped_configs() -> list[str]:
@@ -55,13 +59,13 @@ def load_config(
     for place in overrides:
         check_argument("each place in overrides", place, str, "a str")
     text, label, folders = _find(config)
-    document = YamlDocument.parse(text, label)
-    if not isinstance(document.data, dict):
+    written, numbers = parse_yaml(text, label)
+    if not isinstance(written, dict):
         raise ConfigError(f"{label}: expected a mapping with 'name' and 'stages'")
     # Through JSON, so that an override does not reach a mapping's other YAML aliases.
-    data = json.loads(json.dumps(document.data, default=str))
+    data = json.loads(json.dumps(written, default=str))
     left = leave_behind(data, overrides)
-    lines: dict[KeyPath, int | str] = dict(document.lines)
+    lines: dict[KeyPath, int | str] = dict(numbers)
     for place, value in overrides.items():
         named = (labels or {}).get(place, f"{flag} {place}")
         _override(data, place, value, named)
@@ -94,7 +98,7 @@ def parse_overrides(assignments: Sequence[str]) -> dict[str, Any]:
                 f"--set {assignment}: expected PLACE=VALUE, such as "
                 "stages.writer.engine.num_blocks=64"
             )
-        overrides[place.strip()] = YamlDocument.parse(value, f"--set {place}").data
+        overrides[place.strip()], _ = parse_yaml(value, f"--set {place}")
     return overrides
 
 
@@ -139,3 +143,72 @@ def _override(data: dict[str, Any], place: str, value: Any, flag: str) -> None:
             above = ".".join(parents[: depth + 1])
             raise ConfigError(f"{flag}: {above} is no mapping but {at!r}")
     at[key] = value
+
+
+def parse_yaml(text: str, source: str) -> tuple[Any, Mapping[KeyPath, int]]:
+    """Parse a text as ``yaml.safe_load`` does, but refuse what that would silently accept.
+
+    Returns:
+        Plain data, and the line on which each key and each item of a list stands, from 1.
+
+    Raises:
+        ConfigError: not YAML, a key that stands twice, or a key that is not a string (YAML 1.1
+            reads a bare ``on``, ``off``, ``yes`` and ``no`` as booleans).
+    """
+    loader = None
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        lines = dict(_walk(root, (), source)) if root is not None else {}
+        data = loader.construct_document(root) if root is not None else None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+        problem = error.problem or error.context or ""
+        hint = "; indent with spaces" if "'\\t'" in problem else ""
+        raise ConfigError(f"{place}: not valid YAML: {problem}{hint}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        character = error.character if isinstance(error.character, int) else 0
+        raise ConfigError(
+            f"{source}:{line}: not valid YAML: the character U+{character:04X} is not allowed"
+        ) from None
+    except ConfigError:
+        raise
+    except RecursionError:
+        problem = "it is nested too deeply, or an alias contains itself"
+        raise ConfigError(f"{source}: not valid YAML: {problem}") from None
+    except Exception as error:  # what makes values of tags, such as !!int, raises whatever
+        raise ConfigError(f"{source}: not valid YAML: {type(error).__name__}: {error}") from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+    return data, lines
+
+
+def _walk(node: yaml.Node, place: KeyPath, source: str) -> Iterator[tuple[KeyPath, int]]:
+    """Yield the line of every key and list item at and below ``node``."""
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield (*place, index), item.start_mark.line + 1
+            yield from _walk(item, (*place, index), source)
+    elif isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.tag != "tag:yaml.org,2002:str":
+                raise ConfigError(
+                    f"{source}:{line}: a key must be a string, and YAML reads this one as "
+                    f"something else; quote it: {getattr(key, 'value', '')!r}"
+                )
+            if key.value in seen:
+                dotted = ".".join(str(part) for part in (*place, key.value))
+                raise ConfigError(
+                    f"{source}:{line}: {dotted}: given twice (first on line {seen[key.value]}); "
+                    "remove one of them"
+                )
+            seen[key.value] = line
+            yield (*place, key.value), line
+            yield from _walk(value, (*place, key.value), source)

@@ -13,8 +13,8 @@ import pytest
 from engine import EngineConfig, LLMEngine
 from engine.models.registry import ENTRY_POINTS, FAMILIES, FamilyRegistry
 from omni import Omni
+from omni.pipelines.config_file import ConfigError
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.pipelines.yaml_document import ConfigError
 from omni.seeded.checkpoints import SEEDED_MODELS
 from prefix_cache import ENCODER_HIDDEN_STATES
 from stages.model_fit import family_row

@@ -9,9 +9,8 @@ import pytest
 import yaml
 
 from engine import EngineConfig, SamplingParams
-from omni.pipelines.config_file import parse_overrides, shipped_configs
+from omni.pipelines.config_file import ConfigError, parse_overrides, parse_yaml, shipped_configs
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.pipelines.yaml_document import ConfigError, YamlDocument
 from stages import AutoregressiveStageConfig
 from tests.support.tables import rows
 
@@ -332,13 +331,13 @@ def test_a_transform_of_ones_own_is_found_by_module_and_function(
 )
 def test_text_that_is_no_yaml_is_refused_with_its_line(text: str, message: str):
     with pytest.raises(ConfigError) as caught:
-        YamlDocument.parse(text, "y")
+        parse_yaml(text, "y")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_aliases_stand_for_what_they_name():
     text = "a: &a [1, 2]\nb: [*a, *a]\nc: 99999"
-    document = YamlDocument.parse(text, "y")
-    assert document.data == {"a": [1, 2], "b": [[1, 2], [1, 2]], "c": 99999}
-    assert document.lines[("b", 1, 0)] == 1
+    data, lines = parse_yaml(text, "y")
+    assert data == {"a": [1, 2], "b": [[1, 2], [1, 2]], "c": 99999}
+    assert lines[("b", 1, 0)] == 1

@@ -12,11 +12,10 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from omni.pipelines import runtime_checks
-from omni.pipelines.config_file import parse_overrides
+from omni.pipelines.config_file import ConfigError, parse_overrides
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.runtime_checks import check_devices, check_runtime
 from omni.pipelines.runtime_config import RuntimeConfig, resolve_threads
-from omni.pipelines.yaml_document import ConfigError
 from omni.requests.output_writer import RunRecord
 from stages import Stage, StageConfig, register_stage_kind, stage_config
 from stages.placement import Placement

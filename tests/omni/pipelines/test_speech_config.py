@@ -15,10 +15,9 @@ from engine import ChatPrompt, EngineConfig, TokensPrompt
 from engine.interface.config import GenerationParams, GeneratorConfig
 from omni import Omni, Pipeline
 from omni.commands.cli import app
-from omni.pipelines.config_file import parse_overrides
+from omni.pipelines.config_file import ConfigError, parse_overrides
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.voices import RecordedVoice, Voices, speak_like
-from omni.pipelines.yaml_document import ConfigError
 from stages import AutoregressiveStageConfig, GeneratorStageConfig
 from tests.support.speech_pipeline import speech_stages
 from tests.support.tables import rows

@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 import pytest
 
+from omni.pipelines.config_file import ConfigError
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.pipelines.yaml_document import ConfigError
 from stages import (
     AutoregressiveStageConfig,
     ModelReference,
