@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import typer
 
@@ -30,20 +29,10 @@ NEXT = (
 """Commands to try after the demo."""
 
 
-class _Question(NamedTuple):
-    """A sound file of the demo: its name, its words, and whether it continues a conversation."""
-
-    file: str
-    words: str
-    continues: bool = False
-
-
 _FOLDER = Path(stage_configs.__file__).parent / "spoken_sums" / "questions"
-_SPOKEN = (
-    _Question("twelve_plus_thirty", "twelve plus thirty"),
-    _Question("and_times_two", "and times two", continues=True),
-    _Question("what_is_ninety_one_minus_thirty_eight", "what is ninety one minus thirty eight"),
-)
+_SPOKEN = ("twelve_plus_thirty", "and_times_two", "what_is_ninety_one_minus_thirty_eight")
+"""Sound files, by their words. What begins with "and" continues a conversation."""
+
 _READER, _VOICE = "thinker", "code2wav"
 
 
@@ -65,10 +54,10 @@ def run_demo(folder: Path) -> bool:
         messages: list[dict[str, object]] = []
         sounds: list[Path] = []
         for number, question in enumerate(_SPOKEN, start=1):
-            if not question.continues:
+            if not _continues(question):
                 messages, sounds = [], []
             messages.append({"role": "user", "content": [{"type": "audio"}]})
-            sounds.append(_FOLDER / f"{question.file}.flac")
+            sounds.append(_FOLDER / f"{question}.flac")
             prompt = ChatPrompt(tuple(messages), {"audio": list(sounds)})
             requests.append(OmniRequest(prompt, request_id=f"question {number}"))
             text = _ask(omni, requests[-1], question, folder / f"answer_{number}.wav")
@@ -97,10 +86,15 @@ def summed_up(report: VerifyReport) -> str:
     return f"{begin} and saved {saved:.2f} of {uncached:.2f} seconds of {names}."
 
 
-def _ask(omni: Omni, request: OmniRequest, question: _Question, path: Path) -> str | None:
+def _continues(question: str) -> bool:
+    return question.startswith("and_")
+
+
+def _ask(omni: Omni, request: OmniRequest, question: str, path: Path) -> str | None:
     """Stream an answer, write its sound, print both; the text, or None if it failed."""
-    follows = ", in the same conversation" if question.continues else ""
-    typer.echo(f"  asked   {question.words!r}, by voice{follows} ({question.file}.flac)")
+    follows = ", in the same conversation" if _continues(question) else ""
+    words = question.replace("_", " ")
+    typer.echo(f"  asked   {words!r}, by voice{follows} ({question}.flac)")
     output, lines = _streamed(omni, request)
     text = None
     if (sound := _sound_of(output)) is not None:
