@@ -164,21 +164,13 @@ class PromptFlags:
 
 def _check_file(modality: str, file: Path) -> None:
     """Look at the beginning of a file; how long or large it is, is the engine's to judge."""
+    from engine.media.image_file import check_image
     from engine.media.media_source import MediaSource
+    from engine.media.sound_file import check_sound
+    from engine.media.video_file import check_video
 
-    source = MediaSource(file, f"--{modality}:", sys.maxsize)
-    if modality == "audio":
-        from engine.media.sound_file import check_sound
-
-        check_sound(source)
-    elif modality == "image":
-        from engine.media.image_file import check_image
-
-        check_image(source)
-    else:
-        from engine.media.video_file import check_video
-
-        check_video(source)
+    check = {"audio": check_sound, "image": check_image, "video": check_video}[modality]
+    check(MediaSource(file, f"--{modality}:", sys.maxsize))
 
 
 def complete_config(incomplete: str) -> list[str]:
