@@ -164,20 +164,17 @@ def _in_order(
     """Items as their parts stand: those that the parts bring, between those of the line's list."""
     rest = iter(listed)
     for part in _parts(messages):
-        if part.type == modality:
-            # A part that the list has nothing for is for the engine to report: it counts both.
-            item = next(rest, None)
-            if item is not None:
-                yield item
-        elif part.image_url is not None and modality == "image":
-            url = part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
-            yield files.at_url("image_url", url)
-        elif part.video_url is not None and modality == "video":
-            url = part.video_url.url if isinstance(part.video_url, VideoUrl) else part.video_url
-            yield files.at_url("video_url", url)
-        elif part.input_audio is not None and modality == "audio":
+        if part.modality != modality:
+            continue
+        at = part.image_url or part.video_url
+        if at is not None:
+            yield files.at_url(part.type, at if isinstance(at, str) else at.url)
+        elif part.input_audio is not None:
             kind = part.input_audio.format.lower()
             yield f"data:audio/{kind};base64,{part.input_audio.data}"
+        # A part that the list has nothing for is for the engine to report: it counts both.
+        elif (item := next(rest, None)) is not None:
+            yield item
     yield from rest
 
 
@@ -224,17 +221,11 @@ def _said(message: ChatMessage) -> Mapping[str, Any]:
     """A message as chat templates know it: what a part brings stands beside the messages."""
     said = message.model_dump(exclude_none=True)
     if not isinstance(message.content, str):
-        said["content"] = tuple(_as_templates_know_it(part) for part in message.content)
+        said["content"] = tuple(
+            {"type": "text", "text": part.text} if part.type == "text" else {"type": part.modality}
+            for part in message.content
+        )
     return said
-
-
-_MODALITY_OF = {"image_url": "image", "input_audio": "audio", "video_url": "video"}
-"""The types that templates have for parts that bring their own content."""
-
-
-def _as_templates_know_it(part: ContentPart) -> Mapping[str, Any]:
-    modality = _MODALITY_OF.get(part.type)
-    return {"type": modality} if modality else part.model_dump(exclude_none=True)
 
 
 def sampling_of(
@@ -387,6 +378,11 @@ class ContentPart(_Strict):
     image_url: Annotated[_Name | Annotated[ImageUrl, Tag("mapping")], _URL] | None = None
     input_audio: InputAudio | None = None
     video_url: Annotated[_Name | Annotated[VideoUrl, Tag("mapping")], _URL] | None = None
+
+    @property
+    def modality(self) -> str:
+        """What it is, wherever its content is: as templates name its type."""
+        return self.type.removeprefix("input_").removesuffix("_url")
 
     @model_validator(mode="after")
     def _carries_what_its_type_says(self) -> ContentPart:

@@ -6,11 +6,10 @@ import binascii
 import json
 import mimetypes
 import os
-import ssl
 from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self
@@ -362,8 +361,7 @@ def _messages(
         url = part.image_url or part.video_url
         if url is None:
             return part.model_dump(exclude_none=True)
-        kind = part.type.removesuffix("_url")
-        return _file_part(kind, url if isinstance(url, str) else url.url, folder)
+        return _file_part(part.modality, url if isinstance(url, str) else url.url, folder)
 
     written = []
     for message in messages:
@@ -447,7 +445,6 @@ class HttpTarget:
                 max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S
             ),
             timeout=None,
-            verify=_certificates(),
         )
 
     async def __aenter__(self) -> Self:
@@ -565,12 +562,6 @@ def _base_url(url: str) -> str:
     if not good or parts.query or parts.fragment:
         raise ValueError(f"--url: must be such as http://localhost:8000, got {url!r:.200}")
     return f"{url.rstrip('/').removesuffix('/v1')}/v1"
-
-
-@cache
-def _certificates() -> ssl.SSLContext:
-    """The trusted certificates; to read them takes longer than most requests."""
-    return httpx2.create_ssl_context()
 
 
 def _names(response: httpx2.Response) -> list[str] | None:
