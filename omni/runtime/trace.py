@@ -235,10 +235,10 @@ class Trace:
             process = self._processes[key] = len(self._processes) + 1
             name = stage if replica == 0 else f"{stage} (replica {replica})"
             place = self._order.get(stage, len(self._order))
-            self._write(_named("process_name", process, process, {"name": name}))
-            order = {"sort_index": place * 1_000 + replica}
-            self._write(_named("process_sort_index", process, process, order))
-            self._write(_named("thread_name", process, process, {"name": "steps"}))
+            self._describe("process_name", process, process, name=name)
+            order = place * 1_000 + replica
+            self._describe("process_sort_index", process, process, sort_index=order)
+            self._describe("thread_name", process, process, name="steps")
         return self._processes[key]
 
     def _request(self, request_id: str) -> _Request:
@@ -256,10 +256,13 @@ class Trace:
         request = self._request(request_id)
         if process not in request.named:
             request.named.add(process)
-            self._write(_named("thread_name", process, request.track, {"name": request_id}))
-            order = {"sort_index": request.track - _BELOW_REQUESTS}
-            self._write(_named("thread_sort_index", process, request.track, order))
+            self._describe("thread_name", process, request.track, name=request_id)
+            order = request.track - _BELOW_REQUESTS
+            self._describe("thread_sort_index", process, request.track, sort_index=order)
         return request.track
+
+    def _describe(self, what: str, process: int, track: int, **args: str | int) -> None:
+        self._write({"name": what, "ph": "M", "pid": process, "tid": track, "args": args})
 
     def _write(self, event: Mapping[str, Any]) -> None:
         self._unwritten += (self._separator + json.dumps(event, separators=(",", ":"))).encode()
@@ -279,7 +282,3 @@ class Trace:
                 left = left[self._file.write(left) or 0 :]
         except OSError as error:
             self.error = error
-
-
-def _named(what: str, process: int, track: int, args: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": process, "tid": track, "args": dict(args)}
