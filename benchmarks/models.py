@@ -60,7 +60,7 @@ _BART: Mapping[str, Any] = {
 }
 """About 50 M parameters; ids in, ids out."""
 
-_OMNI: Mapping[str, Mapping[str, Any]] = {
+_OMNI: Mapping[str, Any] = {
     "text": {
         "hidden_size": 640,
         "vocab_size": 8192,
@@ -212,7 +212,7 @@ _MODELS: Mapping[str, Callable[[Path], Path]] = {
     "qwen3_moe": partial(build_causal_lm, architecture="qwen3_moe", **_QWEN3_MOE),
     "qwen3_next": partial(build_causal_lm, architecture="qwen3_next", **_QWEN3_NEXT),
     "bart": partial(build_bart, **_BART),
-    "qwen2_5_omni": partial(build_qwen2_5_omni, changes=_OMNI),
+    "qwen2_5_omni": partial(build_qwen2_5_omni, **_OMNI),
     "qwen3_omni": partial(build_qwen3_omni, **_QWEN3_OMNI),
     "pocket_tts": _build_pocket_tts,
 }

@@ -82,9 +82,7 @@ _HYBRIDS: Mapping[str, Mapping[str, Any]] = {
         "expert_layer_period": 2,
         "expert_layer_offset": 1,
         "num_experts": 4,
-        "num_experts_per_tok": 2,
         "mamba_d_state": 8,
-        "mamba_expand": 2,
         "mamba_dt_rank": 4,
     },
     # With four layers: Mamba-2, attention, Mamba-2, Mamba-2.
@@ -93,7 +91,6 @@ _HYBRIDS: Mapping[str, Mapping[str, Any]] = {
         "mamba_n_heads": 8,
         "mamba_n_groups": 2,
         "mamba_d_state": 16,
-        "mamba_expand": 2,
         "mamba_chunk_size": 16,
     },
     # With four layers: the last one is attention.
@@ -157,8 +154,7 @@ def build_text_encoder(directory: str | Path, architecture: str = "bert", **sett
     tokenizer = wordpiece_tokenizer(size.vocab_size, size.max_position_embeddings)
     fields = size.sizes() | {"pad_token_id": tokenizer.pad_token_id}
     config = AutoConfig.for_model(architecture, **(fields | overrides))
-    model = _seeded(AutoModel, config, size.seed)
-    return save_checkpoint(directory, model, tokenizer, max_shard_size=size.max_shard_size)
+    return save_checkpoint(directory, _seeded(AutoModel, config, size.seed), tokenizer)
 
 
 def _family_settings(model_type: str, num_layers: int, head_dim: int) -> dict[str, Any]:
@@ -228,7 +224,7 @@ _GAINS: Mapping[str, Mapping[str, float]] = {
 }
 _NAMED = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
-_SAMPLING_RATE = 16_000
+_WINDOW_S = 2
 _FRAMES_PER_SECOND = 100
 # In the order in which the tokenizer counts them.
 _LANGUAGES = ("en", "zh", "de")
@@ -259,8 +255,7 @@ def build_bart(directory: str | Path, **settings: Any) -> Path:
             0.0, NOISE_STD, generator=torch.Generator().manual_seed(size.seed)
         )
     quieten(model, tokenizer)
-    written = tokenizer if size.with_tokenizer else None
-    return save_checkpoint(directory, model, written, max_shard_size=size.max_shard_size)
+    return save_checkpoint(directory, model, tokenizer)
 
 
 def build_t5(directory: str | Path, *, gated: bool = False, **config_overrides: Any) -> Path:
@@ -284,23 +279,19 @@ def build_t5(directory: str | Path, *, gated: bool = False, **config_overrides: 
     return save_checkpoint(directory, model, tokenizer)
 
 
-def build_whisper(
-    directory: str | Path, *, window_seconds: int = 2, **config_overrides: Any
-) -> Path:
+def build_whisper(directory: str | Path, **config_overrides: Any) -> Path:
     """Write a seeded multilingual Whisper with its feature extractor.
 
     The generation config holds what the decoder's prompt is made of: ids of the languages, of the
     tasks, and of the token that forgoes timestamps.
     """
-    tokenizer = _whisper_tokenizer(window_seconds)
+    tokenizer = _whisper_tokenizer()
     end, start = _id(tokenizer, "<|endoftext|>"), _id(tokenizer, f"<|{_START}|>")
-    extractor = WhisperFeatureExtractor(
-        feature_size=16, chunk_length=window_seconds, sampling_rate=_SAMPLING_RATE
-    )
+    extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=_WINDOW_S)
     settings = _two_stacks(SeededSettings()) | {
         "vocab_size": len(tokenizer),
         "num_mel_bins": extractor.feature_size,
-        "max_source_positions": window_seconds * _FRAMES_PER_SECOND // 2,
+        "max_source_positions": _WINDOW_S * _FRAMES_PER_SECOND // 2,
         "max_target_positions": 128,
         "decoder_start_token_id": start,
         "pad_token_id": end,
@@ -355,7 +346,7 @@ def _two_stacks(size: SeededSettings) -> dict[str, Any]:
     return {"d_model": size.hidden_size} | both
 
 
-def _whisper_tokenizer(window_seconds: int) -> WhisperTokenizer:
+def _whisper_tokenizer() -> WhisperTokenizer:
     """Text first, then what controls the decoder, timestamps last; as in published models."""
     trained = json.loads(train_byte_level(600, ["<|endoftext|>"]).to_str())["model"]
     merges = [tuple(pair) for pair in trained["merges"]]
@@ -364,7 +355,7 @@ def _whisper_tokenizer(window_seconds: int) -> WhisperTokenizer:
     tokenizer.add_tokens(
         [AddedToken(f"<|{name}|>", special=True, normalized=False) for name in control]
     )
-    steps = range(round(window_seconds / _TIMESTAMP_STEP) + 1)
+    steps = range(round(_WINDOW_S / _TIMESTAMP_STEP) + 1)
     tokenizer.add_tokens(
         [AddedToken(f"<|{step * _TIMESTAMP_STEP:.2f}|>", normalized=False) for step in steps]
     )
@@ -405,9 +396,6 @@ QWEN_VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_heads": 2,
-    "patch_size": 14,
-    "temporal_patch_size": 2,
-    "spatial_merge_size": 2,
     # Smaller than images are, in the first of two layers.
     "window_size": 56,
     "fullatt_block_indexes": [1],
@@ -472,7 +460,7 @@ def build_llava(
     config = LlavaConfig(
         vision_config=vision,
         text_config={"model_type": "llama"} | _TEXT.text_config(tokenizer) | text_overrides,
-        image_token_index=tokenizer.get_vocab()["<image>"],
+        image_token_index=_id(tokenizer, "<image>"),
         image_seq_length=(size // patch) ** 2,
         vision_feature_layer=-2,
         vision_feature_select_strategy=strategy,
@@ -495,7 +483,7 @@ def build_gemma3_vision(directory: str | Path, *, rows: int = 16, **text_overrid
     """Write a seeded Gemma-3 that sees with its processors: so many rows for every image."""
     names = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
     tokenizer = _tokenizer(names, {"image": names[0]}, adds_bos=True)
-    begin, image, end = map(tokenizer.get_vocab().__getitem__, names)
+    begin, image, end = (_id(tokenizer, name) for name in names)
     vision = {"model_type": "siglip_vision_model", "vision_use_head": False}
     vision |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     vision |= {"num_attention_heads": 2, "image_size": 56, "patch_size": 7}
@@ -563,15 +551,13 @@ def build_qwen2_5_vl(directory: str | Path, *, tied: bool = False, **text_overri
     return _save_qwen(directory, "qwen2_5_vl", vision, text, tied)
 
 
-def build_qwen3_vl(
-    directory: str | Path, *, experts: bool = False, tied: bool = False, **text_overrides: Any
-) -> Path:
+def build_qwen3_vl(directory: str | Path, *, experts: bool = False, **text_overrides: Any) -> Path:
     """Write a seeded Qwen3-VL, with experts or without: 1 to 16 rows for an image or a video."""
     text = {"rope_parameters": rope([4, 2, 2]), "head_dim": 16} | text_overrides
     if experts:
         text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     model_type = "qwen3_vl_moe" if experts else "qwen3_vl"
-    return _save_qwen(directory, model_type, DEEP_VISION, text, tied)
+    return _save_qwen(directory, model_type, DEEP_VISION, text, tied=False)
 
 
 def build_qwen3_5(directory: str | Path, *, experts: bool = False, tied: bool = False) -> Path:
@@ -607,10 +593,10 @@ def _save_qwen(
         vision_config=vision | {"out_hidden_size": whole["hidden_size"]},
         text_config=whole | text,
         tie_word_embeddings=tied,
-        image_token_id=tokenizer.get_vocab()[image],
-        video_token_id=tokenizer.get_vocab()[video],
-        vision_start_token_id=tokenizer.get_vocab()[start],
-        vision_end_token_id=tokenizer.get_vocab()[end],
+        image_token_id=_id(tokenizer, image),
+        video_token_id=_id(tokenizer, video),
+        vision_start_token_id=_id(tokenizer, start),
+        vision_end_token_id=_id(tokenizer, end),
     )
     processor = Qwen2VLImageProcessorPil(patch_size=14, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
     path = _save(directory, AutoModelForMultimodalLM.from_config, config, tokenizer, processor)

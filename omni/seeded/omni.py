@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -134,11 +133,6 @@ _VOCODER_GAIN = 0.5
 # Of the thinker, and so of what the talker reads.
 _WIDTH = 64
 _NUM_CODES = 256
-_AUDIO_TOWER: Mapping[str, Any] = {
-    **HEARING,
-    "max_source_positions": 1500,
-    "n_window": 100,
-}
 _SMALL_DECODER: Mapping[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -160,27 +154,22 @@ _DIT: Mapping[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 2,
     "head_dim": 16,
-    "ff_mult": 2,
     "emb_dim": 16,
     "block_size": 8,
     "look_ahead_layers": [1],
     "look_backward_layers": [0, 2],
-    "repeats": 2,
     # One more row than this: every codec token has a place.
     "num_embeds": _NUM_CODES + 7,
-    "mel_dim": 80,
     "enc_emb_dim": 16,
     "enc_dim": 16,
     "enc_channels": [16, 16, 16, 16, 48],
     "enc_kernel_sizes": [5, 3, 3, 3, 1],
     "enc_dilations": [1, 2, 3, 4, 1],
     "enc_attention_channels": 8,
-    "enc_res2net_scale": 2,
     "enc_se_channels": 8,
     "dropout": 0.0,
 }
 _BIGVGAN: Mapping[str, Any] = {
-    "mel_dim": 80,
     "upsample_initial_channel": 16,
     # Small where it costs: the published one has three kernels and six rates.
     "resblock_kernel_sizes": [3],
@@ -190,9 +179,7 @@ _BIGVGAN: Mapping[str, Any] = {
 }
 
 
-def build_qwen2_5_omni(
-    directory: str | Path, changes: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
-) -> Path:
+def build_qwen2_5_omni(directory: str | Path, **changes: Mapping[str, Any]) -> Path:
     """Write a seeded Qwen2.5-Omni with its processors' files and two voices.
 
     Args:
@@ -245,7 +232,7 @@ def _config(
     usual: dict[str, Mapping[str, Any]] = {
         "text": text.text_config(tokenizer) | turned | {"tie_word_embeddings": False},
         "vision": QWEN_VISION | {"out_hidden_size": _WIDTH},
-        "audio": _AUDIO_TOWER,
+        "audio": HEARING,
         "talker": {**_TALKER, **turned, **spoken_ids(tokenizer)},
         "dit": _DIT,
         "bigvgan": _BIGVGAN,
