@@ -250,14 +250,10 @@ class EngineStage(Stage):
 
 
 def select_tensors(delta: OutputDelta, names: Collection[str] | None) -> OutputDelta:
-    """Keep the tensors that were asked for; fail the request if one of them is not there.
+    """Keep the named tensors of a last delta, or all; fail the request if one is not there.
 
     A tensor that was asked for and is missing must not pass silently: a stage behind this one
     would run on less than it was promised.
-
-    Args:
-        delta: the last one, with all tensors that the engine handed over.
-        names: those to keep; None keeps all.
     """
     if names is None or not delta.finished or delta.error is not None:
         return delta

@@ -20,12 +20,9 @@ _OURS = "stages.transforms."
 
 
 def check_portable(stages: Mapping[str, Stage | StageConfig]) -> None:
-    """Check that a worker in another process can find the code of stages.
+    """Check that a worker in another process can find the code of stages, built or configured.
 
     Nothing is started, and no model is loaded; modules that name a transform are imported.
-
-    Args:
-        stages: by name, built ones or their configurations.
 
     Raises:
         ValueError: the class of a stage, or the transform in front of it, cannot be imported by a

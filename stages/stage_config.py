@@ -124,10 +124,7 @@ class StageConfig(Settings):
         return self
 
     def on_device(self, device: str | None) -> Self:
-        """The same settings with another device for the engine.
-
-        Args:
-            device: None changes nothing.
+        """The same settings with another device, if any, for the engine.
 
         Raises:
             ValueError: a stage of this kind has no device.

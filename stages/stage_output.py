@@ -118,15 +118,8 @@ class _Completion:
 class OutputAccumulator:
     """Adds up the deltas of one request in one stage.
 
-    To add a delta takes as long as it is large; to make an output takes as long as that is.
-
-    Args:
-        request_id: the request.
-        stage: the stage's name.
-
-    Attributes:
-        request_id, stage: as given.
-        token_ids: of the first completion; not to be changed.
+    To add a delta takes as long as it is large; to make an output takes as long as that is. Its
+    ``token_ids``, of the first completion, are not to be changed.
     """
 
     def __init__(self, request_id: str, stage: str) -> None:

@@ -33,7 +33,7 @@ class Ticket:
 
 
 class Driver:
-    """Owns an orchestrator and the thread that turns it.
+    """Owns an orchestrator, for itself alone, and the thread that turns it.
 
     Callers hand requests in and get outputs through a sink::
 
@@ -42,9 +42,6 @@ class Driver:
         caller B --abort---> |          |
 
     All methods may be called from any thread. The thread starts with the first request.
-
-    Args:
-        orchestrator: for this driver alone.
     """
 
     def __init__(self, orchestrator: Orchestrator) -> None:

@@ -51,12 +51,7 @@ class SeededSettings:
 
     @classmethod
     def split(cls, given: Mapping[str, Any], **defaults: Any) -> tuple[Self, dict[str, Any]]:
-        """Part what was given into these settings and the rest, which is the config's.
-
-        Args:
-            given: by name.
-            defaults: of these settings, where they differ from the usual ones.
-        """
+        """Part what was given into these settings, with other defaults, and what is a config's."""
         own = {field.name for field in fields(cls)}
         settings = cls(**defaults | {name: value for name, value in given.items() if name in own})
         return settings, {name: value for name, value in given.items() if name not in own}

@@ -81,11 +81,7 @@ _GAINS = dict.fromkeys(("q_proj", "k_proj"), ATTENTION_GAIN)
 
 
 def build_csm(directory: str | Path, **changes: Any) -> Path:
-    """Write a seeded CSM with its processor's files.
-
-    Args:
-        changes: other figures of the whole config.
-    """
+    """Write a seeded CSM with its processor's files; ``changes`` are other figures of a config."""
     tokenizer = byte_level_tokenizer(
         512, SPECIALS, f"{_BEGIN} $A {_END}", bos_token=_BEGIN, eos_token=_END, pad_token=_END
     )

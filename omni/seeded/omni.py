@@ -84,11 +84,7 @@ def add_specials(tokenizer: PreTrainedTokenizerFast, specials: tuple[str, ...]) 
 
 
 def marker_ids(tokenizer: PreTrainedTokenizerFast, placeholder: str = "index") -> dict[str, Any]:
-    """Fields of thinker and talker for placeholders and the signs around them.
-
-    Args:
-        placeholder: how the fields of placeholders end.
-    """
+    """Fields of thinker and talker for placeholders, by how they end, and the signs around them."""
     vocabulary = tokenizer.get_vocab()
     return {
         f"audio_token_{placeholder}": vocabulary["<|AUDIO|>"],

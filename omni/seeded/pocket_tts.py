@@ -80,9 +80,7 @@ def build_pocket_tts(
 ) -> Path:
     """Write a seeded Pocket TTS, with its codec in the folder ``codec``.
 
-    Args:
-        codec: other figures of the codec's config.
-        changes: other figures of the config.
+    Its ``changes``, and those named ``codec``, are other figures of the two configs.
     """
     named = {name: token for name, token in _SPECIALS.items() if name != "pad_token"}
     tokenizer = byte_level_tokenizer(

@@ -177,18 +177,7 @@ def _unnamed_file() -> int:
 
 
 class SharedBytes(RemoteBytes):
-    """A range of a segment.
-
-    Args:
-        offset: of the first byte there.
-        nbytes: how many.
-
-    Attributes:
-        segment, offset, nbytes: as given.
-
-    Raises:
-        ValueError: there are not so many bytes.
-    """
+    """A range of a segment, from a first byte on; ``ValueError``: it has not so many bytes."""
 
     __slots__ = ("nbytes", "offset", "segment")
 
@@ -205,14 +194,7 @@ class SharedBytes(RemoteBytes):
 
 
 class SharedTensor:
-    """A tensor whose bytes are elsewhere.
-
-    Attributes:
-        dtype, shape: of the tensor.
-
-    Raises:
-        ValueError: the bytes are too few or too many for the shape.
-    """
+    """A tensor whose bytes are elsewhere; ``ValueError``: they are not as many as it has."""
 
     __slots__ = ("dtype", "shape", "source")
 

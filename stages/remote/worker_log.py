@@ -52,11 +52,9 @@ class LogForwarder(logging.Handler):
 
 
 def forward_log(send: Callable[[Logged], None], level: int, fields: LogFields) -> LogForwarder:
-    """Send all that this process logs to the one that started it, and log it nowhere else.
+    """Send what this process logs, from a level on, to the one that started it, and nowhere else.
 
-    Args:
-        level: below which nothing is sent.
-        fields: of all records of this process.
+    The fields are those of all its records.
     """
     set_process_fields(fields)
     forwarder = LogForwarder(send)

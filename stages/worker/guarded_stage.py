@@ -169,14 +169,11 @@ def _take_number(count: int) -> None:
 
 
 class GuardedStage:
-    """The requests that are in a stage, and what becomes of them if it breaks.
+    """The requests that are in a stage, idle at first, and what becomes of them if it breaks.
 
     Whatever the stage or its transform raises becomes one error with the stage's name. A stage that
     cannot be cleaned up after a failure is rebuilt. Of the requests that it had, those of which
     nothing was emitted yet start again in it, once; the others fail.
-
-    Args:
-        stage: idle.
 
     Attributes:
         inside: the requests that it has, by their ids.

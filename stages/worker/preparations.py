@@ -62,11 +62,7 @@ class Preparations(Generic[OwnerT, T]):
         self._lanes: dict[bool, ThreadPoolExecutor] = {}
 
     def submit(self, owner: OwnerT, work: Callable[[], T], *, light: bool) -> None:
-        """Have work done in another thread.
-
-        Args:
-            light: whether it is known to take no time worth speaking of.
-        """
+        """Have work done in another thread; light is what takes no time worth speaking of."""
         if light not in self._lanes:
             self._lanes[light] = ThreadPoolExecutor(_NUM_THREADS, _NAME)
         future = self._lanes[light].submit(work)

@@ -52,10 +52,7 @@ class ChunkCutter:
         return self.place.is_open and self.place.outstanding >= self.edge.max_pending
 
     def cut(self, delta: OutputDelta, so_far: OutputAccumulator) -> Chunk | None:
-        """Take the next chunk off what the source has made so far; None if none is due.
-
-        Args:
-            delta: the newest of the source.
+        """Take the next chunk off what the source has made with its newest delta, if one is due.
 
         Raises:
             Exception: whatever the source raises when it is asked for its rows.
