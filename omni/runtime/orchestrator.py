@@ -106,23 +106,6 @@ class LiveRequest:
     times: dict[str, StageTime] = field(default_factory=dict)
     has_new_times: bool = False
 
-    def enter(self, ticket: int, name: str, sources: tuple[StageOutput, ...], **more: Any) -> Enter:
-        """Begin in a stage that it waited for, with what that makes its prompt of, and more."""
-        self.waiting.discard(name)
-        self.inside[name] = ticket
-        self.times[name] = StageTime(name, time.monotonic())
-        self.has_new_times = True
-        return Enter(
-            ticket,
-            self.request_id,
-            self.request.prompt,
-            sources,
-            priority=self.request.priority,
-            cache_salt=self.request.cache_salt,
-            speaker=self.speaker,
-            **more,
-        )
-
     def held_up(self, order: Sequence[str]) -> list[str]:
         """The stages in which it rests, since one behind does not keep up; the last ones first."""
         full = {stream.source for stream in self.streams.values() if stream.is_full}
@@ -507,16 +490,24 @@ class Orchestrator:
         first_row: int = 0,
     ) -> None:
         """Send a request into a stage that it waited for."""
-        stage = self._pipeline.stages[name]
-        enter = live.enter(
-            next(self._tickets),
-            name,
+        stage, ticket = self._pipeline.stages[name], next(self._tickets)
+        live.waiting.discard(name)
+        live.inside[name] = ticket
+        live.times[name] = StageTime(name, time.monotonic())
+        live.has_new_times = True
+        self._entered[ticket] = (live, name)
+        enter = Enter(
+            ticket,
+            live.request_id,
+            live.request.prompt,
             sources,
-            first_row=first_row,
-            sampling=self._seeds[name].seeded(live.sampling.get(name), stage.sampling),
+            first_row,
+            self._seeds[name].seeded(live.sampling.get(name), stage.sampling),
+            live.request.priority,
+            live.request.cache_salt,
+            live.speaker,
             wants_tensors=name in self._tensor_sources,
         )
-        self._entered[enter.ticket] = (live, name)
         self._send(name, enter)
 
     def _leave(self, live: LiveRequest, name: str) -> None:
