@@ -255,9 +255,7 @@ def select_tensors(delta: OutputDelta, names: Collection[str] | None) -> OutputD
     A tensor that was asked for and is missing must not pass silently: a stage behind this one
     would run on less than it was promised.
     """
-    if names is None or not delta.finished or delta.error is not None:
-        return delta
-    if delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+    if names is None or not delta.finished or delta.failure is not None:
         return delta
     missing = [name for name in names if name not in delta.tensors]
     if missing:

@@ -65,7 +65,8 @@ def portable_transform(spec: str | Transform) -> str:
     try:
         return import_name(function)
     except ValueError as error:
-        raise ValueError(f"transform {_shown(function)!r}: {error}") from error
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise ValueError(f"transform {name!r}: {error}") from error
 
 
 def import_name(thing: Any) -> str:
@@ -144,7 +145,3 @@ def _of_main(name: str) -> str:
         f"{name!r} is defined in the main script, which a worker does not run; move it into a "
         "module of its own, and import it from there"
     )
-
-
-def _shown(function: Any) -> str:
-    return getattr(function, "__qualname__", type(function).__name__)
