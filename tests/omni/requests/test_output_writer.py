@@ -35,7 +35,7 @@ from omni.requests.request import OmniOutput
 from stages import Completion, StageOutput
 from tests.support.import_graph import ROOT
 
-FINAL = {"writer": ("text",), "encoder": ("tensors",)}
+FINAL: dict[str, tuple[str, ...]] = {"writer": ("text",), "encoder": ("tensors",)}
 
 
 def text_output(request_id: str, text: str = "hello") -> OmniOutput:
@@ -79,10 +79,23 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "outputs.jsonl").read_text("utf-8").splitlines()]
 
 
+def written(
+    folder: Path, *outputs: OmniOutput, final: dict[str, tuple[str, ...]] = FINAL
+) -> list[dict[str, Any]]:
+    """The lines of a run whose outputs came in order."""
+    with Written(folder, final, len(outputs)) as writer:
+        for position, output in enumerate(outputs):
+            writer.write(position, output)
+    return lines(folder)
+
+
+def one_stage(name: str, **fields: Any) -> OmniOutput:
+    stage = StageOutput("r", name, finished=True, **fields)
+    return OmniOutput("r", {name: stage}, finished=True)
+
+
 def test_a_text_stage_has_the_fields_that_apply_and_no_others(tmp_path: Path) -> None:
-    with Written(tmp_path / "new/folder", FINAL) as writer:
-        writer.write(0, text_output("r", "Grüße"))
-    assert lines(tmp_path / "new/folder") == [
+    assert written(tmp_path / "new/folder", text_output("r", "Grüße")) == [
         {
             "request_id": "r",
             "error": None,
@@ -101,10 +114,9 @@ def test_a_text_stage_has_the_fields_that_apply_and_no_others(tmp_path: Path) ->
 
 
 def test_what_a_text_encoder_read_is_written(tmp_path: Path) -> None:
-    stage = StageOutput("r", "writer", True, text="x", encoder_prompt_token_ids=(0, 7, 2))
-    with Written(tmp_path, FINAL) as writer:
-        writer.write(0, OmniOutput("r", {"writer": stage}, finished=True))
-    assert lines(tmp_path)[0]["stages"]["writer"]["encoder_prompt_token_ids"] == [0, 7, 2]
+    output = one_stage("writer", text="x", encoder_prompt_token_ids=(0, 7, 2))
+    (line,) = written(tmp_path, output)
+    assert line["stages"]["writer"]["encoder_prompt_token_ids"] == [0, 7, 2]
 
 
 def test_tensors_come_back_from_the_files_that_the_line_names(tmp_path: Path) -> None:
@@ -112,9 +124,7 @@ def test_tensors_come_back_from_the_files_that_the_line_names(tmp_path: Path) ->
         "hidden_states": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),
         "pooled": torch.arange(8, dtype=torch.bfloat16)[::2],
     }
-    with Written(tmp_path, FINAL) as writer:
-        writer.write(0, tensor_output("r", tensors))
-    (line,) = lines(tmp_path)
+    (line,) = written(tmp_path, tensor_output("r", tensors))
     stage = line["stages"]["encoder"]
     assert stage["tensors"] == {
         "hidden_states": "tensors/r/encoder.hidden_states.safetensors",
@@ -132,8 +142,7 @@ def test_tensors_come_back_from_the_files_that_the_line_names(tmp_path: Path) ->
 def test_whoever_may_read_the_lines_may_read_the_files(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        with Written(tmp_path, FINAL) as writer:
-            writer.write(0, tensor_output("r", {"pooled": torch.zeros(2)}))
+        written(tmp_path, tensor_output("r", {"pooled": torch.zeros(2)}))
     finally:
         os.umask(before)
     modes = {file.stat().st_mode & 0o777 for file in tmp_path.rglob("*") if file.is_file()}
@@ -143,9 +152,8 @@ def test_whoever_may_read_the_lines_may_read_the_files(tmp_path: Path) -> None:
 def test_a_sound_comes_back_from_the_file_that_the_line_names(tmp_path: Path) -> None:
     samples = torch.linspace(-1.0, 1.0, 101)
     stage = StageOutput("r/1", "Voice", True, audio=Waveform(samples, 24_000))
-    with Written(tmp_path, {"Voice": ("audio",)}) as writer:
-        writer.write(0, OmniOutput("r/1", {"Voice": stage}, finished=True))
-    (line,) = lines(tmp_path)
+    spoken = OmniOutput("r/1", {"Voice": stage}, finished=True)
+    (line,) = written(tmp_path, spoken, final={"Voice": ("audio",)})
     file = line["stages"]["Voice"]["audio"]
     assert file == f"audio/{file_name('r/1')}/{file_name('Voice')}.wav"
     heard, rate = read_sound(
@@ -157,26 +165,20 @@ def test_a_sound_comes_back_from_the_file_that_the_line_names(tmp_path: Path) ->
 
 
 def test_a_sound_that_is_not_wanted_is_not_written(tmp_path: Path) -> None:
-    stage = StageOutput("r", "writer", True, text="x", audio=Waveform(torch.zeros(3), 24_000))
-    with Written(tmp_path, FINAL) as writer:
-        writer.write(0, OmniOutput("r", {"writer": stage}, finished=True))
-    assert "audio" not in lines(tmp_path)[0]["stages"]["writer"]
+    output = one_stage("writer", text="x", audio=Waveform(torch.zeros(3), 24_000))
+    assert "audio" not in written(tmp_path, output)[0]["stages"]["writer"]
     assert not (tmp_path / "audio").exists()
 
 
 def test_stages_that_are_not_final_do_not_appear(tmp_path: Path) -> None:
     output = tensor_output("r", {"pooled": torch.zeros(2)})
-    with Written(tmp_path, {"writer": ("text",)}) as writer:
-        writer.write(0, output)
-    assert lines(tmp_path)[0]["stages"] == {}
+    assert written(tmp_path, output, final={"writer": ("text",)})[0]["stages"] == {}
     assert not (tmp_path / "tensors").exists()
 
 
 def test_a_failed_request_has_its_line_with_its_error(tmp_path: Path) -> None:
-    with Written(tmp_path, FINAL, 2) as writer:
-        writer.write(0, OmniOutput("bad", {}, finished=True, error="too long"))
-        writer.write(1, text_output("good"))
-    bad, good = lines(tmp_path)
+    failed = OmniOutput("bad", {}, finished=True, error="too long")
+    bad, good = written(tmp_path, failed, text_output("good"))
     assert bad == {"request_id": "bad", "error": "too long", "stages": {}}
     assert good["error"] is None
 
@@ -195,13 +197,13 @@ def test_lines_come_at_once_and_stand_in_the_requests_order_in_the_end(
     with Written(folder, FINAL, 5) as writer:
         for count, position in enumerate(order, start=1):
             writer.write(position, text_output(f"r{position}"))
-            written = partial_lines(folder)
-            assert [line["position"] for line in written] == order[:count]
-            assert [line["request_id"] for line in written] == [f"r{n}" for n in order[:count]]
+            done = partial_lines(folder)
+            assert [line["position"] for line in done] == order[:count]
+            assert [line["request_id"] for line in done] == [f"r{n}" for n in order[:count]]
             assert not (folder / "outputs.jsonl").exists()
     ordered = lines(folder)
     assert [line["request_id"] for line in ordered] == [f"r{number}" for number in range(5)]
-    assert sorted(written, key=lambda line: line["position"]) == [
+    assert sorted(done, key=lambda line: line["position"]) == [
         {"position": number} | line for number, line in enumerate(ordered)
     ]
     assert {file.name for file in folder.iterdir()} == {"outputs.jsonl", "run.json"}
@@ -240,9 +242,8 @@ def test_a_sound_that_has_no_form_on_disk_fails_alone(tmp_path: Path) -> None:
 
 def test_text_that_utf8_cannot_say_is_escaped(tmp_path: Path) -> None:
     """Such as the name of a file, in an error."""
-    with Written(tmp_path, FINAL) as writer:
-        writer.write(0, OmniOutput("r\udcff", {}, finished=True, error="no file '\udcfe'"))
-    (line,) = lines(tmp_path)
+    output = OmniOutput("r\udcff", {}, finished=True, error="no file '\udcfe'")
+    (line,) = written(tmp_path, output)
     assert line["request_id"] == "r\\udcff"
     assert line["error"] == "no file '\\udcfe'"
 
@@ -262,10 +263,8 @@ def test_a_position_is_written_once(first: int, tmp_path: Path) -> None:
 def test_logprobs_and_further_completions_are_written_when_they_were_asked_for(
     tmp_path: Path,
 ) -> None:
-    stage = StageOutput(
-        "r",
+    output = one_stage(
         "writer",
-        finished=True,
         text="a",
         token_ids=(1,),
         finish_reason=FinishReason.STOP,
@@ -278,15 +277,13 @@ def test_logprobs_and_further_completions_are_written_when_they_were_asked_for(
             TranscriptionWindow(0, 1.5, token_timestamps=(2.0,), words=(TimedWord("a", 1.5, 2.0),)),
         ),
     )
-    with Written(tmp_path, FINAL) as writer:
-        writer.write(0, OmniOutput("r", {"writer": stage}, finished=True))
-    written = lines(tmp_path)[0]["stages"]["writer"]
-    assert written["logprobs"] == [{"token_id": 1, "logprob": -0.5, "top": [[1, -0.5], [2, None]]}]
-    assert written["completions"] == [
+    line = written(tmp_path, output)[0]["stages"]["writer"]
+    assert line["logprobs"] == [{"token_id": 1, "logprob": -0.5, "top": [[1, -0.5], [2, None]]}]
+    assert line["completions"] == [
         {"text": "a", "token_ids": [1], "finish_reason": "stop"},
         {"text": "b", "token_ids": [2], "finish_reason": "length"},
     ]
-    assert [(each["begin_s"], each["words"]) for each in written["windows"]] == [
+    assert [(each["begin_s"], each["words"]) for each in line["windows"]] == [
         (1.5, [{"word": "a", "start": 1.5, "end": 2.0}])
     ]
 
@@ -309,14 +306,12 @@ def test_logprobs_and_further_completions_are_written_when_they_were_asked_for(
 )
 def test_no_request_id_leads_out_of_the_folder(request_id: str, tmp_path: Path) -> None:
     folder = tmp_path / "inside"
-    with Written(folder, FINAL) as writer:
-        writer.write(0, tensor_output(request_id, {"../../up": torch.zeros(2)}))
-    (line,) = lines(folder)
+    (line,) = written(folder, tensor_output(request_id, {"../../up": torch.zeros(2)}))
     assert line["request_id"] == request_id
-    (file,) = line["stages"]["encoder"]["tensors"].values()
-    written = (folder / file).resolve()
-    assert written.is_relative_to((folder / "tensors").resolve())
-    assert torch.equal(load_file(written)["../../up"], torch.zeros(2))
+    (name,) = line["stages"]["encoder"]["tensors"].values()
+    file = (folder / name).resolve()
+    assert file.is_relative_to((folder / "tensors").resolve())
+    assert torch.equal(load_file(file)["../../up"], torch.zeros(2))
     assert {path.name for path in tmp_path.iterdir()} == {"inside"}
 
 
