@@ -11,11 +11,21 @@ from typer.testing import CliRunner, Result
 from omni.commands.cli import app
 
 
-def omni(*arguments: str | Path, stdin: str | None = None, **environment: str) -> Result:
-    """Run a command; an error that it does not turn into a message is raised."""
+def omni(
+    *arguments: str | Path,
+    stdin: str | None = None,
+    status: int | None = None,
+    **environment: str,
+) -> Result:
+    """Run a command, which must exit with a status if one is given.
+
+    An error that the command does not turn into a message is raised.
+    """
     words = [str(argument) for argument in arguments]
     runner = CliRunner(env=environment or None)
-    return runner.invoke(app, words, input=stdin, catch_exceptions=False)
+    result = runner.invoke(app, words, input=stdin, catch_exceptions=False)
+    assert status in (None, result.exit_code), result.output
+    return result
 
 
 def write_requests(folder: Path, *lines: Any) -> Path:

@@ -23,8 +23,7 @@ PROMPTS = ("--prompt", PROMPT + "all the time", "--prompt", PROMPT + "no time at
 
 
 def test_a_run_in_processes_writes_what_a_run_inline_writes(tmp_path: Path) -> None:
-    inline = omni("run", "two_step", *PROMPTS, "--output-dir", tmp_path / "inline")
-    assert inline.exit_code == 0, inline.output
+    omni("run", "two_step", *PROMPTS, "--output-dir", tmp_path / "inline", status=0)
     run = MarkedRun(
         *("run", "two_step", *PROMPTS, "--output-dir", "apart", "--trace", "out.json"),
         *("--runtime", "processes", "-v"),
@@ -55,8 +54,7 @@ def test_a_kind_in_a_file_runs_in_processes(tmp_path: Path) -> None:
     )
     stage = "{kind: 'kinds.py:MurmurConfig', final_output: text}"
     (tmp_path / "mine.yaml").write_text(f"name: mine\nstages:\n  murmurer: {stage}\n")
-    result = omni("run", tmp_path / "mine.yaml", "-p", "hi", "--runtime", "processes")
-    assert result.exit_code == 0, result.stderr
+    result = omni("run", tmp_path / "mine.yaml", "-p", "hi", "--runtime", "processes", status=0)
     assert "murmurer(hi)" in result.stdout
 
 
@@ -109,8 +107,7 @@ def test_what_cannot_run_is_one_error_and_starts_nothing() -> None:
     """In this process, whose children can be counted."""
     flags = ("--runtime", "processes", "--set", "stages.reader.placement.device=cuda:99")
     before = {each.pid for each in psutil.Process().children(recursive=True)}
-    result = omni("run", "two_step", "--prompt", "Hello", *flags)
-    assert result.exit_code == 2, result.output
+    result = omni("run", "two_step", "--prompt", "Hello", *flags, status=2)
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
     told = "error: stage 'reader': placement.device: 'cuda:99' was asked for, but torch sees "
@@ -120,8 +117,7 @@ def test_what_cannot_run_is_one_error_and_starts_nothing() -> None:
 
 def one_error(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line that a command prints, those of its workers included."""
-    result = omni("run", *arguments)
-    assert result.exit_code == 2, result.output
+    result = omni("run", *arguments, status=2)
     assert result.stdout == ""
     assert capfd.readouterr() == ("", ""), "of workers"
     (line,) = result.stderr.splitlines()
