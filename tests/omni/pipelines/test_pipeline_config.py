@@ -191,21 +191,9 @@ def test_every_mistake_is_named_at_once_each_with_its_line(tmp_path: Path) -> No
     assert any("stages.reader.inputs.from: missing" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("name: [", "mine.yaml:1:8: not valid YAML"),
-        ("name: a\nname: b\n", "mine.yaml:2: name: given twice (first on line 1)"),
-        (TWO_STAGES + "  writer: {}\n", "stages.writer: given twice (first on line 3)"),
-        ("on: 1\n", "quote it: 'on'"),
-        ("a: &a [*a]\n", "an alias contains itself"),
-        ("just text", "expected a mapping"),
-        ("", "expected a mapping"),
-        ("x: !!python/object/apply:os.system [ls]\n", "not valid YAML"),
-    ],
-)
-def test_what_is_no_plain_yaml_is_refused(text: str, expected: str, tmp_path: Path) -> None:
-    assert expected in error_of(write(tmp_path, text))
+@pytest.mark.parametrize("text", ["just text", ""])
+def test_what_is_no_mapping_is_refused(text: str, tmp_path: Path) -> None:
+    assert "expected a mapping" in error_of(write(tmp_path, text))
 
 
 def test_a_stage_name_that_could_not_be_a_place_is_refused(tmp_path: Path) -> None:
@@ -317,6 +305,11 @@ def test_a_transform_of_ones_own_is_found_by_module_and_function(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("name: [", "y:1:8: not valid YAML"),
+        ("name: a\nname: b\n", "y:2: name: given twice (first on line 1)"),
+        (TWO_STAGES + "  writer: {}\n", "stages.writer: given twice (first on line 3)"),
+        ("on: 1\n", "quote it: 'on'"),
+        ("x: !!python/object/apply:os.system [ls]\n", "not valid YAML"),
         ("[" * 1000, "y: not valid YAML: it is nested too deeply"),
         ("a: &a [*a]", "an alias contains itself"),
         ("a: 1\nb: \x07", "y:2: not valid YAML: the character U+0007 is not allowed"),

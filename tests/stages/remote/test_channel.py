@@ -93,6 +93,13 @@ def pair(nothing_left: None) -> Iterator[tuple[End, End]]:
     until(lambda: not open_files().keys() & own)
 
 
+def relay() -> tuple[End, End, End, End]:
+    """A source, the two ends of one between, and a target."""
+    a, between_a = socket.socketpair()
+    between_b, b = socket.socketpair()
+    return End(a, "source"), End(between_a, "first"), End(between_b, "second"), End(b, "target")
+
+
 def rows(num: int, value: float = 1.0) -> Note:
     return told(rows=torch.full((num, 256), value))
 
@@ -185,10 +192,7 @@ def test_who_sends_does_not_wait_for_who_does_not_read(nothing_left: None):
 def test_memory_outlives_the_process_that_made_it_and_no_longer_than_its_readers(
     nothing_left: None,
 ):
-    a, between_a = socket.socketpair()
-    between_b, b = socket.socketpair()
-    source, first = End(a, "source"), End(between_a, "first")
-    second, target = End(between_b, "second"), End(b, "target")
+    source, first, second, target = relay()
     source.channel.send(rows(100, 5.0))
     handed = first.next()
     close(source, first)
@@ -219,11 +223,7 @@ def test_both_sides_learn_of_the_end_once(nothing_left: None):
     for end in (left, right):
         with pytest.raises(ChannelClosed, match="the channel to peer has ended: "):
             end.channel.send(Note(1))
-    close_again(left, right)
-
-
-def close_again(*ends: End) -> None:
-    for end in ends:
+    for end in (left, right):
         end.channel.close()
         assert end.channel.join(PATIENCE_S) and end.reasons.empty()
 
@@ -238,11 +238,15 @@ def test_a_channel_that_never_started_can_be_closed(nothing_left: None):
     assert channel.join(PATIENCE_S)
 
 
-def test_a_channel_may_be_closed_by_a_message(nothing_left: None):
+def sender_and_receiver() -> tuple[End, Channel]:
+    """The receiver is not started."""
     left, right = socket.socketpair()
-    end = End(right, "sender")
+    return End(right, "sender"), Channel(left, Note, "receiver")
+
+
+def test_a_channel_may_be_closed_by_a_message(nothing_left: None):
+    end, channel = sender_and_receiver()
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
-    channel = Channel(left, Note, "receiver")
     seen: list[Any] = []
 
     def stop(message: Any) -> None:
@@ -260,10 +264,8 @@ def test_a_channel_may_be_closed_by_a_message(nothing_left: None):
 def test_an_error_of_the_receiver_ends_the_channel_in_words(
     nothing_left: None, caplog: pytest.LogCaptureFixture
 ):
-    left, right = socket.socketpair()
-    end = End(right, "sender")
+    end, channel = sender_and_receiver()
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
-    channel = Channel(left, Note, "receiver")
     channel.start(lambda message: 1 / message.value, reasons.put)
     end.channel.send(Note(0))
     assert "ZeroDivisionError: division by zero" in reasons.get(timeout=PATIENCE_S)
@@ -307,10 +309,7 @@ def test_without_shared_memory_tensors_go_into_the_message(
 
 def test_a_handle_is_passed_on_without_being_mapped(nothing_left: None):
     """From a worker to another one; who is between them moves handles."""
-    a, between_a = socket.socketpair()
-    between_b, b = socket.socketpair()
-    source, target = End(a, "source"), End(b, "target")
-    first, second = End(between_a, "first"), End(between_b, "second")
+    source, first, second, target = relay()
     source.channel.send(rows(100, 5.0))
     handed = first.next()
     second.channel.send(handed)
@@ -328,10 +327,7 @@ def test_a_handle_is_passed_on_without_being_mapped(nothing_left: None):
 
 
 def test_more_segments_than_pass_at_once_cross(nothing_left: None):
-    a, between_a = socket.socketpair()
-    between_b, b = socket.socketpair()
-    source, first = End(a, "source"), End(between_a, "first")
-    second, target = End(between_b, "second"), End(b, "target")
+    source, first, second, target = relay()
     for number in range(255):
         source.channel.send(rows(65, number))
     handed = [first.next().outputs[0] for _ in range(255)]
