@@ -17,18 +17,17 @@ from transformers.models.encodec.feature_extraction_encodec import EncodecFeatur
 from engine import (
     AudioPrompt,
     ChatPrompt,
-    EngineConfig,
     GeneratorEngine,
     LLMEngine,
     Prompt,
-    RequestOutput,
     TextPrompt,
 )
 from engine.interface.config import GenerationParams, GeneratorConfig, StreamWindow
 from omni import Omni, OmniRequest, SamplingParams
 from omni.seeded.checkpoints import resolve_model
 from omni.seeded.csm import build_csm
-from tests.support.thinker_reference import tone
+from tests.support import frame_parity
+from tests.support.frame_parity import SETTINGS, asked, check_speech, drawn, samples_of, sound
 
 NUM_FRAMES = 14
 
@@ -83,10 +82,6 @@ class Reference:
         return samples.flatten()
 
 
-def sound(seconds: float) -> Any:
-    return tone(seconds, rate=24_000)
-
-
 def prompt_of(name: str) -> Prompt:
     messages, seconds = TALKS[name]
     sounds = [AudioPrompt(sound(length), 24_000) for length in seconds]
@@ -104,32 +99,14 @@ def reference(folder: str) -> Reference:
 
 
 def engine_for(folder: str, **settings: Any) -> LLMEngine:
-    usual: dict[str, Any] = {"block_size": 4, "max_model_len": 128, "dtype": "float32"}
-    return LLMEngine(EngineConfig(model=folder, part="backbone", **usual | settings))
-
-
-def drawn(output: RequestOutput) -> Tensor:
-    """The frames that a codec gets: all but one that ends the speech."""
-    assert output.error is None
-    codes: Tensor = output.outputs[0].tensors["codes"]
-    return codes[len(output.prompt_token_ids) :]
+    return frame_parity.engine_for(folder, part="backbone", **settings)
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_FRAMES)
 
 
 @pytest.mark.shows("parity", "prefix hits", "audio", of="csm")
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"block_size": 4},
-        {"block_size": 16},
-        {"max_num_batched_tokens": 8, "max_num_seqs": 8, "enable_prefix_caching": False},
-        {"num_blocks": 30, "max_model_len": 100, "max_num_seqs": 3},
-        {"num_blocks": 30, "max_model_len": 100, "max_num_seqs": 3, "preemption": "swap"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_frames_are_those_of_transformers(
     folder: str, reference: Reference, settings: dict[str, Any]
 ) -> None:
@@ -140,7 +117,7 @@ def test_frames_are_those_of_transformers(
         for name, output in zip(TALKS, outputs, strict=True):
             ids = reference.inputs(name)["input_ids"][0].tolist()
             assert list(output.prompt_token_ids) == ids, name
-            assert torch.equal(drawn(output), expected[name]), name
+            assert torch.equal(drawn(output, "codes"), expected[name]), name
         engine.check_integrity()
     if engine.enable_prefix_caching:
         assert engine.stats().cached_tokens > 0
@@ -201,7 +178,7 @@ def test_a_frame_of_zeros_in_all_codebooks_but_the_last_ends_the_speech(tmp_path
     assert len(expected) < NUM_FRAMES
     assert expected[-1, 0] == end
     assert output.outputs[0].finish_reason == "stop"
-    assert torch.equal(drawn(output), expected[:-1])
+    assert torch.equal(drawn(output, "codes"), expected[:-1])
 
 
 def _depth(num_codebooks: int) -> dict[str, Any]:
@@ -218,8 +195,7 @@ def omni() -> Iterator[Omni]:
 
 
 def request(name: str, **sampling: Any) -> OmniRequest:
-    params = SamplingParams(**{"temperature": 0.0, "max_tokens": NUM_FRAMES} | sampling)
-    return OmniRequest(prompt_of(name), sampling={"backbone": params})
+    return asked(prompt_of(name), **{"max_tokens": NUM_FRAMES} | sampling)
 
 
 @pytest.mark.parametrize("num_frames", [1, 2])
@@ -242,25 +218,12 @@ def test_speech_equals_transformers_in_pieces_and_whole(
     name: str, omni: Omni, reference: Reference
 ) -> None:
     expected = reference.sound(reference.frames(name))
-    pieces = [
-        delta.samples
-        for output in omni.stream([request(name)])
-        if "codec" in output.stages and (delta := output.stages["codec"].audio_delta) is not None
-    ]
-    (whole,) = omni.generate([request(name)])
-    audio = whole.stages["codec"].audio
-    assert audio is not None and audio.sampling_rate == 24_000
-    torch.testing.assert_close(audio.samples, expected, atol=1e-4, rtol=0)
-    torch.testing.assert_close(torch.cat(pieces), expected, atol=1e-4, rtol=0)
-    assert [len(piece) // 1920 for piece in pieces if len(piece)][:3] == [1, 2, 4]
+    check_speech(omni, request(name), expected)
 
 
 def test_a_seed_decides_all_codebooks(omni: Omni) -> None:
     def frames(seed: int) -> Tensor:
-        (output,) = omni.generate([request("text", temperature=0.9, seed=seed)])
-        audio = output.stages["codec"].audio
-        assert audio is not None
-        return audio.samples
+        return samples_of(omni, request("text", temperature=0.9, seed=seed))
 
     torch.testing.assert_close(frames(1), frames(1), atol=1e-6, rtol=0)
     assert (frames(1) - frames(2)).abs().max() > 1e-3

@@ -23,17 +23,22 @@ from transformers.models.pocket_tts_audio_tokenizer import PocketTTSAudioTokeniz
 from engine import (
     AudioPrompt,
     ChatPrompt,
-    EngineConfig,
-    LLMEngine,
     Prompt,
-    RequestOutput,
     TextPrompt,
     TokensPrompt,
 )
 from omni import Omni, OmniRequest, SamplingParams
 from omni.seeded.checkpoints import resolve_model
 from omni.seeded.pocket_tts import build_pocket_codec, build_pocket_tts
-from tests.support.thinker_reference import tone
+from tests.support.frame_parity import (
+    SETTINGS,
+    asked,
+    check_speech,
+    drawn,
+    engine_for,
+    samples_of,
+    sound,
+)
 
 NUM_FRAMES = 40
 LONG = "The harbour wakes before the town does, and fishing boats come in with the tide."
@@ -77,10 +82,6 @@ def message(name: str) -> Mapping[str, Any]:
     return {"role": "user", "content": [*voice, {"type": "text", "text": text}]}
 
 
-def sound(seconds: float) -> Any:
-    return tone(seconds, rate=24_000)
-
-
 def sounds(name: str) -> dict[str, Any]:
     seconds, _ = TALKS[name]
     return {} if seconds is None else {"audio": [AudioPrompt(sound(seconds), 24_000)]}
@@ -100,18 +101,6 @@ def reference(folder: str) -> Reference:
     return Reference(folder)
 
 
-def engine_for(folder: str, **settings: Any) -> LLMEngine:
-    usual: dict[str, Any] = {"block_size": 4, "max_model_len": 128, "dtype": "float32"}
-    return LLMEngine(EngineConfig(model=folder, **usual | settings))
-
-
-def drawn(output: RequestOutput) -> Tensor:
-    """The latents that a codec gets."""
-    assert output.error is None
-    latents: Tensor = output.outputs[0].tensors["latents"]
-    return latents[len(output.prompt_token_ids) :]
-
-
 def close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
@@ -120,17 +109,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_FRAMES)
 
 
 @pytest.mark.shows("parity", "prefix hits", "audio", of="pocket_tts")
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"block_size": 4},
-        {"block_size": 16},
-        {"max_num_batched_tokens": 8, "max_num_seqs": 8, "enable_prefix_caching": False},
-        {"num_blocks": 30, "max_model_len": 100, "max_num_seqs": 3},
-        {"num_blocks": 30, "max_model_len": 100, "max_num_seqs": 3, "preemption": "swap"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_latents_are_those_of_transformers(
     folder: str, reference: Reference, settings: dict[str, Any]
 ) -> None:
@@ -141,7 +120,7 @@ def test_latents_are_those_of_transformers(
         for name, output in zip(TALKS, outputs, strict=True):
             ids = reference.inputs(name)["input_ids"][0].tolist()
             assert list(output.prompt_token_ids) == ids, name
-            close(drawn(output), expected[name])
+            close(drawn(output, "latents"), expected[name])
             assert output.outputs[0].finish_reason == "stop"
         engine.check_integrity()
     if engine.enable_prefix_caching:
@@ -167,7 +146,7 @@ def test_text_is_a_message_and_its_sound_the_voice(folder: str) -> None:
     assert len({output.prompt_token_ids for output in outputs}) == 1
     heard = TextPrompt("Say this.", multi_modal_data=sounds("other voice"))
     outputs = engine.generate([heard, prompt_of("other voice")], [GREEDY] * 2)
-    close(drawn(outputs[0]), drawn(outputs[1]))
+    close(drawn(outputs[0], "latents"), drawn(outputs[1], "latents"))
     with pytest.raises(ValueError, match="1 audio"):
         engine.generate([ChatPrompt((message("voice"),))], [GREEDY])
     with pytest.raises(ValueError, match=r"one message of a user, .* got messages of \['system'"):
@@ -180,7 +159,7 @@ def test_text_is_a_message_and_its_sound_the_voice(folder: str) -> None:
 def test_a_prompt_of_ids_ends_as_its_words_do(folder: str, reference: Reference) -> None:
     ids = tuple(reference.inputs("few words")["input_ids"][0].tolist())
     outputs = engine_for(folder).generate([TokensPrompt(ids), "Say this."], [GREEDY] * 2)
-    close(drawn(outputs[0]), drawn(outputs[1]))
+    close(drawn(outputs[0], "latents"), drawn(outputs[1], "latents"))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +183,7 @@ def test_other_configs(changes: dict[str, Any], settings: dict[str, Any], tmp_pa
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     reference = Reference(str(path))
     (output,) = engine_for(str(path)).generate([prompt_of("voice")], [GREEDY])
-    close(drawn(output), reference.latents("voice"))
+    close(drawn(output, "latents"), reference.latents("voice"))
 
 
 @pytest.mark.parametrize("multiple", [None, 3840])
@@ -215,7 +194,7 @@ def test_a_voice_is_as_long_as_its_mask_says(
     file = path / "preprocessor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_to_multiple_of": multiple}))
     (output,) = engine_for(str(path)).generate([prompt_of("other voice")], [GREEDY])
-    close(drawn(output), Reference(str(path)).latents("other voice"))
+    close(drawn(output, "latents"), Reference(str(path)).latents("other voice"))
 
 
 def test_without_its_codec_a_model_hears_no_voice(folder: str, tmp_path: Path) -> None:
@@ -223,7 +202,7 @@ def test_without_its_codec_a_model_hears_no_voice(folder: str, tmp_path: Path) -
     (path / "processor_config.json").write_text("{}")
     engine = engine_for(str(path))
     (output,) = engine.generate(["Say this."], [GREEDY])
-    assert len(drawn(output)) > 0
+    assert len(drawn(output, "latents")) > 0
     with pytest.raises(ValueError, match="audio"):
         engine.generate([prompt_of("voice")], [GREEDY])
     named = {"audio_tokenizer": {"audio_tokenizer_name_or_path": "codec"}}
@@ -240,8 +219,7 @@ def omni() -> Iterator[Omni]:
 
 
 def request(name: str, **sampling: Any) -> OmniRequest:
-    params = SamplingParams(**{"temperature": 0.0, "max_tokens": NUM_FRAMES} | sampling)
-    return OmniRequest(prompt_of(name), sampling={"backbone": params})
+    return asked(prompt_of(name), **{"max_tokens": NUM_FRAMES} | sampling)
 
 
 @pytest.mark.shows("streaming", of="pocket_tts")
@@ -250,25 +228,12 @@ def test_speech_equals_transformers_in_pieces_and_whole(
     name: str, omni: Omni, reference: Reference
 ) -> None:
     expected = reference.processor.decode(reference.latents(name))
-    pieces = [
-        delta.samples
-        for output in omni.stream([request(name)])
-        if "codec" in output.stages and (delta := output.stages["codec"].audio_delta) is not None
-    ]
-    (whole,) = omni.generate([request(name)])
-    audio = whole.stages["codec"].audio
-    assert audio is not None and audio.sampling_rate == 24_000
-    close(audio.samples, expected)
-    close(torch.cat(pieces), expected)
-    assert [len(piece) // 1920 for piece in pieces if len(piece)][:3] == [1, 2, 4]
+    check_speech(omni, request(name), expected)
 
 
 def test_a_seed_decides_the_noise_and_a_temperature_its_variance(omni: Omni) -> None:
     def samples(**sampling: Any) -> Tensor:
-        (output,) = omni.generate([request("text", max_tokens=6, **sampling)])
-        audio = output.stages["codec"].audio
-        assert audio is not None
-        return audio.samples
+        return samples_of(omni, request("text", max_tokens=6, **sampling))
 
     close(samples(temperature=0.7, seed=1), samples(temperature=0.7, seed=1))
     assert (samples(temperature=0.7, seed=1) - samples(temperature=0.7, seed=2)).abs().max() > 1e-3
