@@ -14,6 +14,7 @@ from stages import StageOutput
 from stages.remote import supervisor
 from tests.support.fake_speech_kind import fake_speech
 from tests.support.fake_stage import FakeStage
+from tests.support.one_writer import one_writer
 from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.same_outputs import assert_same, streamed
 from tests.support.shared_worker import apart, omni_apart, worker_of
@@ -44,15 +45,13 @@ def test_speech_is_the_same_as_inline(chunk_size: int | None) -> None:
 
 @pytest.fixture(scope="module")
 def writer(checkpoint_cache: object) -> PipelineConfig:
-    stage = {
-        "kind": "autoregressive",
-        "model": "seeded:qwen2",
-        "engine": {"num_blocks": 64},
-        "sampling": {"temperature": 1.0, "seed": 5, "max_tokens": 12},
-        "outputs": ["hidden_states"],
-        "final_output": ["text", "tensors"],
-    }
-    return PipelineConfig.model_validate({"name": "writing", "stages": {"writer": stage}})
+    return one_writer(
+        "writing",
+        engine={"num_blocks": 64},
+        sampling={"temperature": 1.0, "seed": 5, "max_tokens": 12},
+        outputs=["hidden_states"],
+        final_output=["text", "tensors"],
+    )
 
 
 @pytest.mark.parametrize("sampling", [{}, {"n": 3}, {"logprobs": 2}, {"n": 2, "logprobs": 1}])

@@ -24,27 +24,20 @@ from omni.commands.bench.flags import BenchFlags
 from omni.commands.bench.http_target import HttpTarget
 from omni.commands.bench.load import LevelRun, LoadLevel, line_source
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
-from omni.pipelines.pipeline_config import PipelineConfig
 from omni.server.serving.admission_queue import AdmissionQueue, QueuePlace
 from omni.server.serving.api_error import ApiError
 from tests.support.gated_stage import GATES, gated_pipeline
 from tests.support.http_call import raw_post
 from tests.support.live_server import LiveServer, wait_until
+from tests.support.one_writer import one_writer
 from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
 def small(checkpoint_cache: object) -> Iterator[LiveServer]:
     """One small language model that runs two requests at once, and lets three more wait."""
-    stage = {
-        "kind": "autoregressive",
-        "model": "seeded:qwen2",
-        "engine": {"num_blocks": 256, "max_num_batched_tokens": 256},
-        "sampling": {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True},
-        "outputs": [],
-        "final_output": "text",
-    }
-    chat = PipelineConfig.model_validate({"name": "chat", "stages": {"writer": stage}})
+    sampling = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    chat = one_writer("chat", sampling=sampling)
     with LiveServer([chat], max_running_requests=2, max_waiting_requests=3) as running:
         running.send_little_at_once()
         yield running

@@ -26,6 +26,7 @@ from omni.server.openai.realtime_events import AudioFormat
 from omni.server.openai.realtime_sound import samples_of, telephone_code
 from tests.omni.server.test_tools import ADD
 from tests.support.live_server import LiveServer
+from tests.support.one_writer import one_writer
 from tests.support.patience import PATIENCE_S
 
 RATE = 24_000
@@ -45,15 +46,8 @@ NEWER, OLDER = by_kind(RealtimeServerEvent), by_kind(OlderEvent)
 
 
 def pipeline(name: str, model: str, **sampling: Any) -> PipelineConfig:
-    stage = {
-        "kind": "autoregressive",
-        "model": model,
-        "engine": {"num_blocks": 512, "max_num_batched_tokens": 512},
-        "sampling": {"temperature": 0.0, **sampling},
-        "outputs": [],
-        "final_output": "text",
-    }
-    return PipelineConfig.model_validate({"name": name, "stages": {"writer": stage}})
+    engine = {"num_blocks": 512, "max_num_batched_tokens": 512}
+    return one_writer(name, model=model, engine=engine, sampling={"temperature": 0.0, **sampling})
 
 
 @pytest.fixture(scope="module")

@@ -22,24 +22,16 @@ from stages.remote.remote_stage import RemoteStage
 from stages.remote.supervisor import NoPlaceError
 from tests.support.http_call import call
 from tests.support.live_server import LiveServer, wait_until
+from tests.support.one_writer import one_writer
 from tests.support.patience import PATIENCE_S, wait_for
 
 PROMPTS = ["A quick brown fox", "A quick brown dog", "Hello", "Once upon a time"]
 
 
 def served(max_retries: int, kind: str = "processes") -> PipelineConfig:
-    stage = {
-        "kind": "autoregressive",
-        "model": "seeded:qwen2",
-        "engine": {"num_blocks": 256, "max_num_batched_tokens": 256},
-        "sampling": {"temperature": 0.0, "max_tokens": 100, "ignore_eos": True},
-        "outputs": [],
-        "final_output": "text",
-    }
     runtime = {"kind": kind, "max_retries": max_retries}
-    return PipelineConfig.model_validate(
-        {"name": "chat", "runtime": runtime, "stages": {"writer": stage}}
-    )
+    sampling = {"temperature": 0.0, "max_tokens": 100, "ignore_eos": True}
+    return one_writer("chat", runtime=runtime, sampling=sampling)
 
 
 @pytest.fixture(scope="module")
