@@ -258,14 +258,10 @@ def command(
         if (parameter := each.metadata.get(PARAMETER)) is not None:
             hints[each.name] = Annotated[hints[each.name], parameter]
     parameters = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in sorted(fields(options), key=lambda field: _LAST.get(field.name, 0))
+        parameter.replace(annotation=hints[name])
+        for name, parameter in inspect.signature(options).parameters.items()
     ]
+    parameters.sort(key=lambda parameter: _LAST.get(parameter.name, 0))
 
     def decorate(function: Callable[[_OptionsT], bool]) -> Callable[[_OptionsT], bool]:
         @functools.wraps(function)

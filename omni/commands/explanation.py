@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 
 import yaml
@@ -121,7 +121,9 @@ def draw_placement(config: PipelineConfig, cores: int) -> str:
     count = "1 core" if cores == 1 else f"{cores} cores"
     heading = f"Where the stages run ({kind}, {count}):"
     if kind == "inline":
-        boxes = _box("this process: all stages by turns", _inline_lines(config))
+        threads = {name: stage.placement.threads for name, stage in config.stages.items()}
+        lines = _by_turns(config, config.topological_order(), threads)
+        boxes = _box("this process: all stages by turns", lines)
     else:
         line = "takes requests, and hands on handles: what stages compute goes past it"
         here = _box("this process", [line])
@@ -129,13 +131,16 @@ def draw_placement(config: PipelineConfig, cores: int) -> str:
     return "\n".join([heading, "", *(f"  {line}" for line in boxes)])
 
 
-def _inline_lines(config: PipelineConfig) -> list[str]:
+def _by_turns(
+    config: PipelineConfig, names: Sequence[str], threads: Mapping[str, int | None]
+) -> list[str]:
+    """The stages of one process, and what goes into each."""
     lines = []
-    for name in config.topological_order():
-        stage = config.stages[name]
-        count = stage.placement.threads
+    for name in names:
+        count = threads[name]
         of = "" if count is None else f"{_many(count, 'thread', 'threads')}, "
-        lines += [f"{name}, {of}{_device(stage)}", *(f"  {edge}" for edge in _edges(config, name))]
+        lines.append(f"{name}, {of}{_device(config.stages[name])}")
+        lines += [f"  {edge}" for edge in _edges(config, name)]
     return lines
 
 
@@ -150,11 +155,7 @@ def _processes(config: PipelineConfig, cores: int) -> list[str]:
             lines = [f"{workers} of {of}, {_device(stage)}", *_edges(config, worker)]
             boxes += _box(worker, lines)
         else:
-            lines = []
-            for name in names:
-                of = _many(threads[name], "thread", "threads")
-                lines.append(f"{name}, {of}, {_device(config.stages[name])}")
-                lines += [f"  {edge}" for edge in _edges(config, name)]
+            lines = _by_turns(config, names, threads)
             boxes += _box(f"{worker}: one process, its stages by turns", lines)
     return boxes
 
