@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import openai
@@ -17,7 +16,7 @@ from omni.pipelines.pipeline_config import PipelineConfig
 from omni.server.http_server import HttpServer, bind, url_of
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.settings import ServerLimits, ServerSettings
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, wait_for
 
 
 class LiveServer:
@@ -56,9 +55,9 @@ class LiveServer:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        wait_until(lambda: self._http.started or self._error is not None)
+        wait_for(lambda: self._http.started or self._error is not None)
         if self._is_ready:
-            wait_until(lambda: self.pipelines.status != "loading" or self._error is not None)
+            wait_for(lambda: self.pipelines.status != "loading" or self._error is not None)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -101,9 +100,9 @@ class LiveServer:
     def check_nothing_is_left(self) -> None:
         """Every request has left every stage soon, and every block is accounted for."""
         for pipeline in self.pipelines.pipelines.values():
-            wait_until(lambda each=pipeline: not each.queue.num_running)  # type: ignore[misc]
+            wait_for(lambda each=pipeline: not each.queue.num_running)  # type: ignore[misc]
             assert not pipeline.queue.num_waiting
-            wait_until(lambda each=pipeline.omni: _is_idle(each))  # type: ignore[misc]
+            wait_for(lambda each=pipeline.omni: _is_idle(each))  # type: ignore[misc]
 
     def _run(self) -> None:
         try:
@@ -114,14 +113,6 @@ class LiveServer:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         await self._http.serve()
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    end = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < end, "it never came to that"
-        time.sleep(0.005)
 
 
 def _is_idle(omni: Omni) -> bool:

@@ -47,6 +47,11 @@ def drain(
     raise AssertionError("requests are left")
 
 
+def last_outputs(orchestrator: WholeOrchestrator) -> dict[str, OmniOutput]:
+    """The last output of every request, when nothing is left."""
+    return {request_id: outputs[-1] for request_id, outputs in drain(orchestrator).items()}
+
+
 def start(
     stages: Sequence[FakeSpeechStage],
     prompts: Mapping[str, str] = PROMPTS,
@@ -64,9 +69,9 @@ def run(
     stages: Sequence[FakeSpeechStage], prompts: Mapping[str, str] = PROMPTS, **more: Any
 ) -> dict[str, OmniOutput]:
     """The last outputs; no stage keeps anything."""
-    outputs = drain(start(stages, prompts, **more))
+    last = last_outputs(start(stages, prompts, **more))
     assert_settled(stages)
-    return {request_id: of_request[-1] for request_id, of_request in outputs.items()}
+    return last
 
 
 def told(output: OmniOutput) -> tuple[str | None, list[float]]:

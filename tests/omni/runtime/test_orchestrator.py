@@ -19,19 +19,8 @@ from stages import StageOutput, TransformContext
 from tests.support.fake_stage import FakeStage
 from tests.support.placed import Anywhere, everywhere, over_every_transport
 from tests.support.settled_stages import assert_settled, refusal
-from tests.support.speech_pipeline import until
+from tests.support.speech_pipeline import drain, until
 from tests.support.whole_orchestrator import WholeOrchestrator
-
-
-def drain(orchestrator: WholeOrchestrator) -> dict[str, list[OmniOutput]]:
-    """Every output by request, until nothing is left."""
-    outputs: dict[str, list[OmniOutput]] = {}
-    for _ in range(1000):
-        if not orchestrator.has_unfinished_requests:
-            return outputs
-        for output in orchestrator.step():
-            outputs.setdefault(output.request_id, []).append(output)
-    raise AssertionError("requests are left after 1000 turns")
 
 
 def run(stages: Sequence[FakeStage], *ids: str) -> dict[str, OmniOutput]:

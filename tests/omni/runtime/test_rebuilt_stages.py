@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 
 from engine import EncoderEngine, EngineConfig, LLMEngine, SamplingParams, TokensPrompt
 from omni import AutoregressiveStage, EncoderStage, Omni, OmniOutput, OmniRequest, Pipeline
@@ -19,7 +18,8 @@ from stages.worker.guarded_stage import MOST_REBUILDS
 from tests.support.fake_speech import Thinker
 from tests.support.fake_stage import FakeStage
 from tests.support.line_faults import LineFault
-from tests.support.speech_pipeline import speech_stages, start, told, until, whole
+from tests.support.same_outputs import assert_same
+from tests.support.speech_pipeline import last_outputs, speech_stages, start, told, until, whole
 from tests.support.whole_orchestrator import WholeOrchestrator
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -62,19 +62,10 @@ class Fragile(FakeStage):
         self.broken = False
 
 
-def drain(orchestrator: WholeOrchestrator) -> dict[str, OmniOutput]:
-    last: dict[str, OmniOutput] = {}
-    for _ in range(1000):
-        if not orchestrator.has_unfinished_requests:
-            return last
-        last |= {output.request_id: output for output in orchestrator.step() if output.finished}
-    raise AssertionError("requests are left")
-
-
 def ask(orchestrator: WholeOrchestrator, *request_ids: str) -> dict[str, OmniOutput]:
     for request_id in request_ids:
         orchestrator.add_request(OmniRequest(request_id, request_id))
-    return drain(orchestrator)
+    return last_outputs(orchestrator)
 
 
 def test_requests_of_which_nothing_was_told_start_again() -> None:
@@ -86,7 +77,7 @@ def test_requests_of_which_nothing_was_told_start_again() -> None:
         orchestrator.add_request(OmniRequest(request_id, request_id))
     until(orchestrator, lambda: len(fragile.held) == 2)
     fragile.broken = True
-    last = drain(orchestrator)
+    last = last_outputs(orchestrator)
     assert fragile.rebuilds == 1
     for request_id in ("x", "y"):
         assert last[request_id].error is None
@@ -104,7 +95,7 @@ def test_a_request_that_was_heard_of_fails_and_the_next_one_works() -> None:
     orchestrator.step()  # of each stage
     orchestrator.add_request(OmniRequest("late", "late"))
     fragile.broken = True
-    last = drain(orchestrator)
+    last = last_outputs(orchestrator)
     assert str(last["x"].error).startswith(f"stage 'a': {AGAIN} (RuntimeError: broken)")
     assert last["late"].error is None, "nothing was told of it"
     assert ask(orchestrator, "x")["x"].error is None
@@ -188,7 +179,7 @@ def test_a_streamed_request_is_heard_of_by_the_stage_behind(turns: int) -> None:
     for _ in range(turns):
         last |= {output.request_id: output for output in orchestrator.step() if output.finished}
     has_any, thinker.broken = bool(thinker.live), True
-    last |= drain(orchestrator)
+    last |= last_outputs(orchestrator)
     failed = {request_id for request_id in "xyz" if last[request_id].error is not None}
     assert all(AGAIN in str(last[request_id].error) for request_id in failed)
     assert failed or turns == 0 or not has_any
@@ -234,16 +225,7 @@ def rig(seeded: Callable[[str], str]) -> Iterator[Rig]:
 def run(orchestrator: WholeOrchestrator) -> dict[str, OmniOutput]:
     for request in REQUESTS:
         orchestrator.add_request(request)
-    return drain(orchestrator)
-
-
-def assert_same(output: OmniOutput, expected: OmniOutput) -> None:
-    assert output.error is None, output.error
-    for name, stage in expected.stages.items():
-        ours = output.stages[name]
-        assert (ours.token_ids, ours.text) == (stage.token_ids, stage.text)
-        for tensor, rows in stage.tensors.items():
-            torch.testing.assert_close(ours.tensors[tensor], rows, atol=1e-5, rtol=0)
+    return last_outputs(orchestrator)
 
 
 def forbid_mending(engine: LLMEngine | EncoderEngine, patch: pytest.MonkeyPatch) -> None:
@@ -285,7 +267,7 @@ def test_a_pipeline_goes_on_whatever_line_of_whatever_stage_broke_an_engine(
         take(orchestrator.step())
     assert fault.place is not None
     monkeypatch.undo()
-    take(list(drain(orchestrator).values()))
+    take(list(last_outputs(orchestrator).values()))
     pairs = zip(engines, engines_of(rig.pipeline), strict=True)
     assert [one is other for one, other in pairs].count(False) == (0 if mends else 1)
     for request in REQUESTS:
@@ -293,9 +275,9 @@ def test_a_pipeline_goes_on_whatever_line_of_whatever_stage_broke_an_engine(
         if output.error is not None:
             assert AGAIN in output.error and not mends
         else:
-            assert_same(output, rig.expected[output.request_id])
+            assert_same([output], [rig.expected[output.request_id]])
     for request_id, output in run(orchestrator).items():
-        assert_same(output, rig.expected[request_id])
+        assert_same([output], [rig.expected[request_id]])
     for stage in rig.pipeline.stages.values():
         stage.check_integrity()
 
@@ -326,7 +308,7 @@ def test_the_broken_engine_is_gone_before_another_one_is_built(
         last = run(WholeOrchestrator(rig.pipeline))
     assert alive == [None, None]
     for request_id, output in last.items():
-        assert_same(output, rig.expected[request_id])
+        assert_same([output], [rig.expected[request_id]])
     assert not stage.enable_prefix_caching, "what was set stays set"
     assert stage.stats().since(counted).num_steps > 0
     assert stage.stats().prompt_tokens == 2 * counted.prompt_tokens, "and counted"
@@ -353,4 +335,4 @@ def test_an_omni_goes_on_over_a_stage_that_broke(rig: Rig) -> None:
         assert isinstance(stage, AutoregressiveStage)
         stage.engine._broken_by = "MemoryError: a step"
         for output in omni.generate(REQUESTS):
-            assert_same(output, rig.expected[output.request_id])
+            assert_same([output], [rig.expected[output.request_id]])

@@ -16,7 +16,8 @@ import pytest
 from omni.pipelines.pipeline_config import PipelineConfig
 from tests.support.gated_stage import GATES, GatedStage, gated_pipeline
 from tests.support.http_call import call, connection, raw_post
-from tests.support.live_server import LiveServer, wait_until
+from tests.support.live_server import LiveServer
+from tests.support.patience import wait_for
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 
@@ -132,7 +133,7 @@ def test_what_is_refused_is_one_line_of_the_log_with_the_reason(
         found, headers, _ = call(server.url + quote(path), body)
         method = "GET" if body is None else "POST"
         start = f"{headers['x-request-id']} {method} {path!r}: {status}, "
-        wait_until(lambda: any(line.startswith(start) for line in caplog.messages))
+        wait_for(lambda: any(line.startswith(start) for line in caplog.messages))
     assert found == status
     # Other requests may still be ending.
     (line,) = (each for each in caplog.messages if headers["x-request-id"] in each)
@@ -238,7 +239,7 @@ def test_one_request_too_many_is_told_to_come_again(gated: LiveServer):
     with ThreadPoolExecutor() as pool:
         answers = [pool.submit(ask, client, prompt) for prompt in ("a", "b", "c")]
         queue = gated.pipelines.pipelines["gated"].queue
-        wait_until(lambda: (queue.num_running, queue.num_waiting) == (2, 1))
+        wait_for(lambda: (queue.num_running, queue.num_waiting) == (2, 1))
         with pytest.raises(openai.RateLimitError, match="2 requests run and 1 wait") as error:
             ask(client, "d")
         assert int(error.value.response.headers["retry-after"]) >= 1
@@ -256,8 +257,8 @@ def test_whoever_leaves_takes_the_request_along(gated: LiveServer, stream: bool)
     queue = gated.pipelines.pipelines["gated"].queue
     with connection(gated.url) as client:
         client.sendall(raw_post(body))
-        wait_until(lambda: len(held_by(gated)) == 2 and queue.num_waiting == 1)
-    wait_until(lambda: not held_by(gated))
+        wait_for(lambda: len(held_by(gated)) == 2 and queue.num_waiting == 1)
+    wait_for(lambda: not held_by(gated))
     assert (queue.num_running, queue.num_waiting) == (0, 0)
 
 
@@ -267,7 +268,7 @@ def test_who_leaves_before_all_was_said_is_no_mistake_of_the_server(
     with caplog.at_level(logging.INFO, "omni.server"):
         with connection(gated.url) as client:
             client.sendall(raw_post(b"{", 100))
-        wait_until(lambda: "POST '/v1/completions'" in caplog.text)
+        wait_for(lambda: "POST '/v1/completions'" in caplog.text)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
@@ -279,7 +280,7 @@ def test_a_request_that_takes_too_long_is_aborted():
             with pytest.raises(openai.InternalServerError, match="not done after 0.2 s") as error:
                 client.completions.create(model="gated", prompt="x", **more)
             assert error.value.status_code == 504 and error.value.type == "timeout_error"
-        wait_until(lambda: not held_by(server))
+        wait_for(lambda: not held_by(server))
 
 
 def test_a_stage_that_fails_is_told_and_the_next_request_runs():
@@ -300,9 +301,9 @@ def test_what_runs_when_the_server_stops_is_finished(gated: LiveServer):
     client = gated.client()
     with ThreadPoolExecutor() as pool:
         answers = [pool.submit(ask, client, prompt) for prompt in ("a", "b", "c")]
-        wait_until(lambda: len(held_by(gated)) == 2)
+        wait_for(lambda: len(held_by(gated)) == 2)
         queue = gated.pipelines.pipelines["gated"].queue
-        wait_until(lambda: queue.num_waiting == 1)
+        wait_for(lambda: queue.num_waiting == 1)
         gated.stop()
         GATES["gated"].open()
         assert [each.result() for each in answers] == ["gated(a)", "gated(b)", "gated(c)"]
@@ -314,7 +315,7 @@ def test_what_does_not_end_is_cut_off_when_the_server_stops():
         client = server.client()
         with ThreadPoolExecutor() as pool:
             answer = pool.submit(ask, client, model="endless")
-            wait_until(lambda: len(held_by(server, "endless")) == 1)
+            wait_for(lambda: len(held_by(server, "endless")) == 1)
             server.stop()
             with pytest.raises(openai.APIError):
                 answer.result()

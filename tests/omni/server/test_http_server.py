@@ -20,8 +20,8 @@ from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
 from omni.server.serving.settings import ServerLimits, ServerSettings
 from tests.support.gated_stage import gated_pipeline
 from tests.support.http_call import call
-from tests.support.live_server import LiveServer, wait_until
-from tests.support.patience import PATIENCE_S
+from tests.support.live_server import LiveServer
+from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.tokenizing_kind import TOKENIZING
 
 
@@ -201,7 +201,7 @@ def test_a_mistake_of_the_server_is_answered_without_its_details(
         status, headers, body = get(
             f"{keyed.url}/v1/models/keyed", {"Authorization": "Bearer key-1"}
         )
-        wait_until(lambda: any(headers["x-request-id"] in each for each in caplog.messages))
+        wait_for(lambda: any(headers["x-request-id"] in each for each in caplog.messages))
     assert status == 500 and body["error"]["type"] == "server_error"
     assert "a detail" not in body["error"]["message"] and "a detail" in caplog.text
 

@@ -28,9 +28,9 @@ from omni.server.serving.admission_queue import AdmissionQueue, QueuePlace
 from omni.server.serving.api_error import ApiError
 from tests.support.gated_stage import GATES, gated_pipeline
 from tests.support.http_call import raw_post
-from tests.support.live_server import LiveServer, wait_until
+from tests.support.live_server import LiveServer
 from tests.support.one_writer import one_writer
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_of_far_too_many_requests_some_are_answered_rightly_and_the_others_refus
     assert 0 < len(failures) < len(run.records) == 150
     assert "2 requests run and 3 wait, of at most 2 and 3" in str(failures[0])
     small.check_nothing_is_left()
-    wait_until(lambda: small.num_tasks() <= tasks)
+    wait_for(lambda: small.num_tasks() <= tasks)
 
 
 def test_who_comes_to_a_full_pipeline_is_told_so_before_any_work_is_done():
@@ -87,7 +87,7 @@ def test_who_comes_to_a_full_pipeline_is_told_so_before_any_work_is_done():
         queue = server.pipelines.pipelines["full"].queue
         with ThreadPoolExecutor() as pool:
             running = pool.submit(client.completions.create, model="full", prompt="x")
-            wait_until(lambda: queue.num_running == 1)
+            wait_for(lambda: queue.num_running == 1)
             with pytest.raises(openai.RateLimitError):
                 client.chat.completions.create(model="full", messages=wrong)
             with pytest.raises(openai.RateLimitError):
@@ -112,7 +112,7 @@ def test_of_a_full_server_s_requests_nothing_is_read_and_they_hide_no_other():
         assert client.completions.create(model="full", prompt="x").choices[0].text == "full(x)"
         with ThreadPoolExecutor() as pool:
             running = pool.submit(client.completions.create, model="full", prompt="y")
-            wait_until(lambda: queue.num_running == 1)
+            wait_for(lambda: queue.num_running == 1)
             for _ in range(300):
                 with connected(server) as sender:
                     # The body never comes.
@@ -161,7 +161,7 @@ def test_many_clients_that_leave_at_once_and_anywhere_leave_no_task_behind(small
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(leave, range(80)))
     small.check_nothing_is_left()
-    wait_until(lambda: small.num_tasks() <= tasks)
+    wait_for(lambda: small.num_tasks() <= tasks)
 
 
 def test_who_reads_nothing_holds_up_nobody_and_gets_all_of_it_later(small: LiveServer):
@@ -175,14 +175,14 @@ def test_who_reads_nothing_holds_up_nobody_and_gets_all_of_it_later(small: LiveS
     try:
         for each in slow:
             each.sendall(raw_request(**many))
-        wait_until(lambda: small.num_tasks() > tasks + 1)
+        wait_for(lambda: small.num_tasks() > tasks + 1)
         # As many as may run at once do not read: these run all the same, one after the other.
         for number in range(4):
             stream = client.completions.create(
                 model="chat", prompt=f"day {number}", max_tokens=5, stream=True
             )
             assert "".join(chunk.choices[0].text for chunk in stream)
-        wait_until(lambda: not queue.num_running)
+        wait_for(lambda: not queue.num_running)
         assert small.num_tasks() > tasks + 1, "both answers are made, and still to be sent"
         for each in slow:
             assert said_to(each) == expected

@@ -25,8 +25,8 @@ from omni.server.openai.realtime_response import merged_options
 from omni.server.serving.client import Client
 from tests.support.encoder_decoder_requests import tone
 from tests.support.gated_stage import GATES, GatedStage, gated_pipeline
-from tests.support.live_server import LiveServer, wait_until
-from tests.support.patience import PATIENCE_S
+from tests.support.live_server import LiveServer
+from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.tables import rows
 
 SHORT = {"thinker": {"max_tokens": 10}, "talker": {"max_tokens": 24}}
@@ -209,9 +209,9 @@ def test_a_connection_that_closes_aborts_its_own_request_alone(running: LiveServ
             talk.text("hello")
             talk.say("response.create")
             talk.until("response.created")
-        wait_until(lambda: len(stage.held) == 2)
+        wait_for(lambda: len(stage.held) == 2)
         leaving.close()
-        wait_until(lambda: len(stage.held) == 1)
+        wait_for(lambda: len(stage.held) == 1)
         GATES["slow"].open()
         assert Talk(staying).until("response.done")[-1]["response"]["status"] == "completed"
     running.check_nothing_is_left()
@@ -319,7 +319,7 @@ def test_no_more_sessions_than_may_be_are_open():
                 assert Talk(second).hear()["error"]["code"] == "too_many_sessions"
                 with pytest.raises(ConnectionClosed, match="1013"):
                     second.recv(timeout=PATIENCE_S)
-        wait_until(lambda: not server.pipelines.num_sessions)
+        wait_for(lambda: not server.pipelines.num_sessions)
         with connect(where) as third:
             assert Talk(third).hear()["type"] == "session.created"
 
@@ -336,7 +336,7 @@ def test_who_leaves_while_mistakes_are_told_is_no_mistake_of_the_server(
                 linger = struct.pack("ii", 1, 0)
                 leaving.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                 leaving.socket.close()
-        wait_until(lambda: not running.pipelines.num_sessions)
+        wait_for(lambda: not running.pipelines.num_sessions)
     # The client has a mistake to tell of: its connection was taken from it.
     told = [each for each in caplog.records if not each.name.startswith("websockets.client")]
     assert not [each for each in told if each.levelno >= logging.ERROR], caplog.text

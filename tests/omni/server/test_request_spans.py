@@ -24,7 +24,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 from omni.server.serving.request_records import RequestRecord, RequestSpans, spans_by_environment
 from tests.support.http_call import call
 from tests.support.import_graph import ROOT
-from tests.support.live_server import LiveServer, wait_until
+from tests.support.live_server import LiveServer
+from tests.support.patience import wait_for
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 
@@ -124,7 +125,7 @@ def test_what_never_came_to_a_pipeline_is_one_span(
 ) -> None:
     traceparent = {"traceparent": f"00-{TRACE_ID}-00f067aa0ba902b7-01"}
     found, headers, _ = call(server.url + path, body, traceparent)
-    wait_until(lambda: bool(exporter.get_finished_spans()))
+    wait_for(lambda: bool(exporter.get_finished_spans()))
     (span,) = exporter.get_finished_spans()
     assert span.name == ("POST" if "nowhere" in path else f"POST {path}")
     assert span.kind is SpanKind.SERVER and f"{span.context.trace_id:032x}" == TRACE_ID

@@ -22,8 +22,8 @@ from omni.server.serving.settings import ServerLimits
 from omni.server.serving.url_fetcher import UrlFetcher, is_public
 from tests.support.gated_stage import gated_pipeline
 from tests.support.http_call import connection, raw_post
-from tests.support.live_server import LiveServer, wait_until
-from tests.support.patience import PATIENCE_S
+from tests.support.live_server import LiveServer
+from tests.support.patience import PATIENCE_S, wait_for
 
 
 def drip(send: Callable[[bytes], Any]) -> None:
@@ -266,4 +266,4 @@ def test_who_has_a_silent_host_asked_may_leave(silent: socket.socket):
             client.sendall(raw_post(body, path="/v1/chat/completions"))
             asked, _ = silent.accept()
         with asked:
-            wait_until(lambda: server.num_tasks() <= tasks)
+            wait_for(lambda: server.num_tasks() <= tasks)

@@ -21,7 +21,7 @@ from stages.remote import supervisor
 from stages.remote.remote_stage import RemoteStage
 from stages.remote.supervisor import NoPlaceError
 from tests.support.http_call import call
-from tests.support.live_server import LiveServer, wait_until
+from tests.support.live_server import LiveServer
 from tests.support.one_writer import one_writer
 from tests.support.patience import PATIENCE_S, wait_for
 
@@ -152,7 +152,7 @@ def test_a_stage_that_waits_for_a_place_is_told_by_health_until_it_has_one(
         meanwhile.setattr(worker, "_connect", no_place)
         meanwhile.setattr(supervisor, "MOST_STARTS", 2)
         kill_worker(unforgiving)
-        wait_until(lambda: health(unforgiving)[0] == 503)
+        wait_for(lambda: health(unforgiving)[0] == 503)
         _, told = health(unforgiving)
         error = "waiting for a place in the cluster: writer: could not be started: no node has what"
         assert told["pipelines"]["chat"]["error"].startswith(error)
@@ -162,7 +162,7 @@ def test_a_stage_that_waits_for_a_place_is_told_by_health_until_it_has_one(
         # Also one that has come in before, and whose turn it is now.
         meanwhile.setattr(ServedPipeline, "check_room", lambda *_: None)
         assert refused(unforgiving, "until there is a place for it") == expected
-    wait_until(lambda: health(unforgiving)[0] == 200)
+    wait_for(lambda: health(unforgiving)[0] == 200)
     answer = unforgiving.client().completions.create(model="chat", prompt="Hello", max_tokens=3)
     assert answer.choices[0].text
 
@@ -185,14 +185,14 @@ def test_a_worker_that_is_started_again_is_told_by_health_until_it_is_up(
         meanwhile.setattr(worker, "_connect", held_up)
         kill_worker(unforgiving)
         try:
-            wait_until(lambda: writer_of(health(unforgiving)[1])["state"] == "starting")
+            wait_for(lambda: writer_of(health(unforgiving)[1])["state"] == "starting")
             status, told = health(unforgiving)
         finally:
             goes_on.set()
     assert (status, told["status"], told["pipelines"]["chat"]["status"]) == (200, *["ready"] * 2)
     error = "being started again: writer: was killed by SIGKILL"
     assert told["pipelines"]["chat"]["error"] == error
-    wait_until(lambda: writer_of(health(unforgiving)[1])["state"] == "up")
+    wait_for(lambda: writer_of(health(unforgiving)[1])["state"] == "up")
     assert health(unforgiving)[1]["pipelines"]["chat"]["error"] is None
 
 
@@ -201,7 +201,7 @@ def test_a_stage_that_will_never_be_back_is_told_by_health(
 ) -> None:
     monkeypatch.setattr(supervisor, "MOST_STARTS", 0)  # a finished request sets the count to 0
     kill_worker(unforgiving)
-    wait_until(lambda: health(unforgiving)[0] == 503)
+    wait_for(lambda: health(unforgiving)[0] == 503)
     _, told = health(unforgiving)
     assert told["status"] == told["pipelines"]["chat"]["status"] == "failed"
     assert told["pipelines"]["chat"]["error"] == "no worker is left of writer"

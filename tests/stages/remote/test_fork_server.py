@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from stages.remote.fork_server import WorkerProcess, shut_down, start_worker
 from stages.stage_output import StageOutput
 from tests.support.import_graph import ROOT
 from tests.support.notes import Note
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.remote_stages import one_stage
 
 TARGETS = "tests.support.worker_targets"
@@ -67,13 +66,6 @@ def start() -> Iterator[Callable[..., WorkerProcess]]:
         worker.kill()
         assert worker.wait(PATIENCE_S)
         worker.sock.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def all_of(sock: socket.socket) -> bytes:
@@ -246,7 +238,7 @@ def test_fifty_workers_leave_nothing_behind(start: Callable[..., WorkerProcess])
         worker.sock.close()  # which ends it
         assert worker.wait(PATIENCE_S)
     assert os.listdir("/proc/self/fd") == ours
-    until(lambda: the_server().num_fds() == theirs and not the_server().children())
+    wait_for(lambda: the_server().num_fds() == theirs and not the_server().children())
 
 
 def test_a_fork_server_that_dies_takes_its_workers_along_and_is_replaced(
@@ -260,7 +252,7 @@ def test_a_fork_server_that_dies_takes_its_workers_along_and_is_replaced(
     reason = "died when the process that workers are forked from was killed by SIGKILL"
     for worker in (first, second):
         assert worker.wait(PATIENCE_S) and worker.exit_reason == reason
-    until(lambda: is_gone(first.pid) and is_gone(second.pid))
+    wait_for(lambda: is_gone(first.pid) and is_gone(second.pid))
     assert start("echo", b"again").sock.recv(5) == b"again"
     assert the_server() != before
 
@@ -274,13 +266,13 @@ def test_messages_and_tensors_reach_a_worker_and_come_back(start: Callable[..., 
     for number in range(20):
         rows = torch.full((200, 200), number)
         channel.send(Note(outputs=(StageOutput("r", "s", True, tensors={"rows": rows}),)))
-        until(lambda: len(messages) == 1)
+        wait_for(lambda: len(messages) == 1)
         assert torch.equal(messages.pop().outputs[0].tensors["rows"], rows + 1)
     channel.send(Note("hold"))
-    until(lambda: len(messages) == 1)
+    wait_for(lambda: len(messages) == 1)
     kept = messages.pop().outputs[0].tensors["rows"]
     worker.kill()
-    until(lambda: reasons == ["the other side closed it or has ended"])
+    wait_for(lambda: reasons == ["the other side closed it or has ended"])
     assert (kept == 7).all(), "what it has made outlives it"
     assert channel.join(PATIENCE_S)
 
@@ -337,7 +329,7 @@ def test_when_the_parent_is_killed_all_are_gone_the_stopped_ones_too(tmp_path: P
     process = run_script(tmp_path, "sys.stdin.read()")
     pids = family(process)
     process.kill()
-    until(lambda: all(map(is_gone, pids)))
+    wait_for(lambda: all(map(is_gone, pids)))
     out, _ = process.communicate(timeout=PATIENCE_S)
     assert out == "", "nobody holds its stdout"
 
@@ -347,7 +339,7 @@ def test_when_the_parent_ends_all_are_gone_and_its_script_has_run_once(tmp_path:
     pids = family(process)
     out, _ = process.communicate(timeout=PATIENCE_S)
     assert out == "" and process.returncode == 5
-    until(lambda: all(map(is_gone, pids)))
+    wait_for(lambda: all(map(is_gone, pids)))
 
 
 def test_a_fork_of_the_parent_has_workers_of_its_own(start: Callable[..., WorkerProcess]):

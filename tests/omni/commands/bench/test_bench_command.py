@@ -19,9 +19,8 @@ from typer.testing import CliRunner, Result
 from omni.commands.cli import app
 from tests.support.fake_openai import FakeOpenAI, chat_piece, in_thread, usage_piece
 from tests.support.import_graph import ROOT
-from tests.support.live_server import wait_until
 from tests.support.marked_processes import heed_interrupts
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.tables import rows
 
 DONE = b"data: [DONE]\n\n"
@@ -252,7 +251,7 @@ def test_an_interrupt_prints_and_writes_what_was_measured(tmp_path: Path):
             preexec_fn=heed_interrupts,
         )
         try:
-            wait_until(lambda: served > 3 or process.poll() is not None)
+            wait_for(lambda: served > 3 or process.poll() is not None)
             process.send_signal(signal.SIGTERM)
             printed, told = process.communicate(timeout=PATIENCE_S)
         finally:
