@@ -39,7 +39,6 @@ _NOTHING_PROVEN = 3
 """Exit status of a verification in which no request hit anything."""
 
 app = typer.Typer(
-    help="Multi-stage model pipelines with prefix caching that never changes what comes out.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

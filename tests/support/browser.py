@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import time
 import urllib.request
-from base64 import b64decode
 from pathlib import Path
 from typing import Any, Self
 
@@ -102,10 +101,6 @@ class Browser:
                 "Input.dispatchKeyEvent", type=kind, key=code if key == "\r" else key, code=code,
                 text=key, windowsVirtualKeyCode=number,
             )  # fmt: skip
-
-    def screenshot(self, file: Path) -> None:
-        """Take a picture of the page."""
-        file.write_bytes(b64decode(self.send("Page.captureScreenshot")["data"]))
 
     def _note(self, told: Any) -> None:
         params = told.get("params", {})
