@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -190,9 +191,7 @@ def summary_table(
 def _misses(stats: StageStats) -> str:
     """Why prefixes were not hit further, the most frequent reason first."""
     misses = stats.kv.misses if stats.kv is not None else {}
-    return ", ".join(
-        f"{reason} {count}" for reason, count in sorted(misses.items(), key=lambda item: -item[1])
-    )
+    return ", ".join(f"{reason} {count}" for reason, count in Counter(misses).most_common())
 
 
 def _format_stage(output: StageOutput) -> Iterator[str]:
