@@ -88,7 +88,7 @@ def whole(prompts: Mapping[str, str] = PROMPTS, **more: Any) -> dict[str, OmniOu
 
 def until(orchestrator: WholeOrchestrator, condition: Callable[[], bool]) -> None:
     """Take turns until something is so."""
-    for _ in range(1000):
+    for _ in range(10_000):
         if condition():
             return
         orchestrator.step()

@@ -121,15 +121,6 @@ def chain(**options: Any) -> Make:
     return make
 
 
-def until(pipeline: Rig, condition: Callable[[], bool]) -> list[OmniOutput]:
-    outputs: list[OmniOutput] = []
-    for _ in range(10_000):
-        if condition():
-            return outputs
-        outputs += pipeline.orchestrator.step()
-    raise AssertionError("it never came to be")
-
-
 def holds(pipeline: Rig, name: str, run: int) -> bool:
     """Whether the n-th worker of a stage has a request."""
     built = [stage for stage in pipeline.built if stage.name == name]

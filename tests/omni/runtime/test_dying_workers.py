@@ -18,8 +18,8 @@ from stages.remote.supervisor import Connection, WorkerSupervisor
 from tests.support.examples import examples
 from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.remote_stages import one_stage, remote_stage
-from tests.support.speech_pipeline import PROMPTS, drain, speech_stages, told, whole
-from tests.support.worker_rig import assert_told_once, chain, holds, rig, until
+from tests.support.speech_pipeline import PROMPTS, drain, speech_stages, told, until, whole
+from tests.support.worker_rig import assert_told_once, chain, holds, rig
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def test_past_the_last_retry_the_requests_in_the_worker_fail_and_no_others() -> 
     with rig(chain(steps=10**6), max_retries=1) as pipeline:
         pipeline.add({"x": "x"})
         for run in (1, 2):
-            until(pipeline, lambda: holds(pipeline, "b", run))  # noqa: B023
+            until(pipeline.orchestrator, lambda: holds(pipeline, "b", run))  # noqa: B023
             pipeline.workers.kill("b")
         last = drain(pipeline.orchestrator)["x"][-1]
         assert last.error == (

@@ -10,8 +10,8 @@ import pytest
 from stages.remote import supervisor
 from stages.worker.guarded_stage import MOST_REBUILDS
 from tests.support.patience import wait_for
-from tests.support.speech_pipeline import drain
-from tests.support.worker_rig import Make, chain, holds, rig, until
+from tests.support.speech_pipeline import drain, until
+from tests.support.worker_rig import Make, chain, holds, rig
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def held_up_at_first() -> Make:
 def test_without_retries_only_the_requests_in_it_fail_and_say_why() -> None:
     with rig(held_up_at_first(), max_retries=0) as pipeline:
         pipeline.add({"x": "x"})
-        until(pipeline, lambda: holds(pipeline, "b", 1))
+        until(pipeline.orchestrator, lambda: holds(pipeline, "b", 1))
         pipeline.spoil("b")
         last = drain(pipeline.orchestrator)["x"][-1]
         assert str(last.error).startswith("stage 'b': its worker was ended (it broke by KeyError")
@@ -46,7 +46,7 @@ def test_without_retries_only_the_requests_in_it_fail_and_say_why() -> None:
 def test_a_stage_that_breaks_when_it_has_no_requests_is_replaced_before_the_next_one() -> None:
     with rig(held_up_at_first(), max_retries=0) as pipeline:
         pipeline.add({"x": "x"})
-        until(pipeline, lambda: holds(pipeline, "b", 1))
+        until(pipeline.orchestrator, lambda: holds(pipeline, "b", 1))
         (first,) = (each for each in pipeline.built if each.name == "b")
 
         def reset() -> None:
@@ -90,7 +90,7 @@ def test_a_stage_that_cannot_be_rebuilt_or_breaks_again_gets_another_worker(
 
     with rig(make, max_retries=9) as pipeline:
         pipeline.add({"x": "x"})
-        until(pipeline, lambda: holds(pipeline, "b", 1))
+        until(pipeline.orchestrator, lambda: holds(pipeline, "b", 1))
         pipeline.spoil("b")
         last = drain(pipeline.orchestrator)["x"][-1]
         assert last.error is None and last.stages["b"].text == "b(a(x))"
