@@ -315,11 +315,6 @@ logger = package_logger(__name__)
 
 def _check_settings(config: EngineConfig) -> None:
     """Refuse what only a decoder's engine can do."""
-    if config.deterministic:
-        raise ValueError(
-            "deterministic: an encoder's inputs run in padded batches, whose rounding depends "
-            "on what else is in them; leave deterministic out"
-        )
     if config.offload is not None:
         raise ValueError(
             "offload keeps blocks of a decoder's KV cache; an encoder engine has none: leave it out"
@@ -452,7 +447,9 @@ class EncoderEngine(Engine[EncoderOutput]):
         order = sorted(self._live.values(), key=lambda r: (r.priority, r.arrival_index))
         outputs = self._answer_cached(order, started) if self._enable_prefix_caching else []
         waiting = [request for request in order if request.request_id in self._live]
-        limits = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        # A padded batch rounds by what else is in it.
+        max_num_seqs = 1 if self.config.deterministic else self.config.max_num_seqs
+        limits = max_num_seqs, self.config.max_num_batched_tokens
         batch: list[EncoderRequest] = []
         # As much of a batch as blocks last for; the head always fits alone.
         for request in next_batch(waiting, *limits, share=self._enable_prefix_caching):

@@ -230,6 +230,8 @@ class ModelRunner:
         items: rows of images and the like; None for a model that takes none.
         row_dtype: of mirrored rows that are no integers; None: as the model makes them.
         record: how steps of decodes are recorded, to be replayed; None: they run as they come.
+        deterministic: run what rounds by how much of it runs together (encoders, towers, further
+            codebooks) for one input, item or token at a time.
     """
 
     def __init__(
@@ -246,8 +248,10 @@ class ModelRunner:
         items: EncoderCacheManager | None = None,
         row_dtype: torch.dtype | None = None,
         record: Recorder | None = None,
+        deterministic: bool = False,
     ) -> None:
         self._model = model
+        self._deterministic = deterministic
         self._row_dtype = row_dtype
         self._kv = kv_cache_manager
         self._memory = memory
@@ -379,7 +383,8 @@ class ModelRunner:
         ]
         if not entries:
             return None
-        rows = self._model.encode(entries)
+        at_once = [[entry] for entry in entries] if self._deterministic else [entries]
+        rows = torch.cat([self._model.encode(some) for some in at_once])
         if not are_finite([rows]):
             raise ValueError("the encoder gave rows that are NaN or infinite")
         mirror = self._kv.encoder_outputs
@@ -483,7 +488,8 @@ class ModelRunner:
         items = [entry for item in scheduled for entry in item.items_to_encode]
         if not items:
             return
-        encoded = self._model.encode_multimodal(items)
+        at_once = [[entry] for entry in items] if self._deterministic else [items]
+        encoded = [rows for some in at_once for rows in self._model.encode_multimodal(some)]
         if not are_finite(encoded):
             # Towers may run several items as one sequence, so that it is not known whose fault it
             # is: each request tries again by itself.
@@ -550,8 +556,12 @@ class ModelRunner:
     ) -> tuple[list[int | None], list[tuple[int, ...]]]:
         """The tokens and their codes of further codebooks, each drawn behind those before it."""
         first = torch.tensor([token_id or 0 for token_id in token_ids], device=self._device)
-        draws = FurtherDraws(states, self._model.code_sampling)
-        codes: list[list[int]] = self._model.draw_codes(rows, first, draws).tolist()
+        size = 1 if self._deterministic else len(rows)
+        codes: list[list[int]] = []
+        for at in range(0, len(rows), size):
+            some = slice(at, at + size)
+            draws = FurtherDraws(states[some], self._model.code_sampling)
+            codes += self._model.draw_codes(rows[some], first[some], draws).tolist()
         drawn = [
             None if token_id is None else row[0]
             for token_id, row in zip(token_ids, codes, strict=True)

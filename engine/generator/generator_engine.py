@@ -259,7 +259,8 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         self.max_codes = self._model.max_codes
         _check_generation(config, self._model)
         self._window = _window_sizes(config, self._model)
-        self._gathering = WindowGathering(self._window, config.max_batch_size)
+        max_batch_size = 1 if config.deterministic else config.max_batch_size
+        self._gathering = WindowGathering(self._window, max_batch_size)
         # Since the last step; whether windows may wait for others.
         self._has_new_codes = False
         self._live: dict[str, GeneratorRequest] = {}

@@ -89,11 +89,13 @@ class GeneratorSettings(Settings):
         revision: branch, tag or commit of a hub id.
         device: ``auto`` takes CUDA when there is one.
         max_batch_size: requests of equal length, or windows of them, that run in one pass.
+        deterministic: the same bits whatever a request runs beside: one window at a time.
     """
 
     revision: str | None = None
     device: str = "auto"
     max_batch_size: int = Field(default=8, ge=1)
+    deterministic: bool = False
 
 
 class GeneratorConfig(GeneratorSettings):
@@ -258,8 +260,8 @@ class EngineSettings(Settings):
         attention_backend: ``auto`` takes triton on CUDA, native on a CPU (C kernels, compiled on
             first use, for norms and activations too), torch where those cannot run.
         deterministic: the same bits whatever a request runs beside, however its prompt is cut into
-            chunks, cached or not, on however many threads: of decoders that read text or rows, with
-            the C kernels of a CPU. A model that cannot is refused.
+            chunks, cached or not; of decoders, on however many threads. They need the C kernels of
+            a CPU; encoders and towers run one input at a time.
         enforce_eager: launch the kernels of every decode step one by one on CUDA, and replay no
             graphs of them. Graphs take some memory, and time when the engine starts.
         block_size: tokens per KV block.

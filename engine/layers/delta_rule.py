@@ -20,6 +20,7 @@ Source: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Unpack
 
 import torch
@@ -31,22 +32,22 @@ from engine.attention.layer import AttentionStep
 from engine.attention.packed_layout import Chunks
 from engine.checkpoints.config_file import activation_of
 from engine.checkpoints.quantized_weight import Target
-from engine.layers.layer_ops import TensorOptions, empty_parameter
+from engine.layers.layer_ops import LayerOps, TensorOptions, empty_parameter
 from engine.layers.linear import Linear
 from engine.layers.mamba import CausalConv, Rows, recurrent_state, step_and_scan, weighted
 
 _LEAST = 1e-6
 
 
-def delta_step(rows: Rows, states: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each request; ``states`` is changed in place. See :func:`delta_scan`."""
+def delta_step(ops: LayerOps, rows: Rows, states: Tensor) -> Tensor:
+    """One token of each request; see :func:`delta_scan`."""
     q, k, v, g, beta = rows
     kept, beta = torch.exp(g)[..., None], beta[..., None]
     # What lies under key and query before the token is read at once.
-    under_key, under_query = (torch.stack((k, q), dim=2) @ states).unbind(2)
+    under_key, under_query = ops.matmul(torch.stack((k, q), dim=2), states).unbind(2)
     change = beta * (v - kept * under_key)
     states.mul_(kept[..., None]).addcmul_(k[..., None], change.unsqueeze(2))
-    return kept * under_query + (q * k).sum(-1, keepdim=True) * change, states
+    return kept * under_query + (q * k).sum(-1, keepdim=True) * change
 
 
 def delta_scan(rows: Rows, states: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
@@ -101,6 +102,7 @@ class DeltaRuleMixer(nn.Module):
         config: transformers', with its names for the sizes.
         interleaved: whether one matrix makes q, k, v and z, and one the gates, key head by key
             head; else z and each gate have a matrix of their own.
+        ops: what computes all but the recurrence; None: torch alone.
         dtype: of weights, activations and the convolution's state; the recurrence's is float32.
 
     Raises:
@@ -115,9 +117,11 @@ class DeltaRuleMixer(nn.Module):
         block_size: int,
         *,
         interleaved: bool = True,
+        ops: LayerOps | None = None,
         **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
+        self.ops = ops or LayerOps()
         hidden = config.hidden_size
         heads, groups = config.linear_num_value_heads, config.linear_num_key_heads
         if heads % groups:
@@ -178,17 +182,20 @@ class DeltaRuleMixer(nn.Module):
         conv_state, state = self.state.read(step)
         joined, z, b, a = self._project(x)
         joined, conv_state = self.conv(joined, conv_state, layout)
-        q, k, v = self.activation(joined).float().split(self.conv_splits, dim=-1)
+        joined = self.ops.each(self.activation, joined).float()
+        q, k, v = joined.split(self.conv_splits, dim=-1)
         q, k = (_normed(part.view(num_tokens, groups, -1)) for part in (q, k))
         q, k = (part.repeat_interleave(heads // groups, dim=1) for part in (q, k))
-        step_size = F.softplus(a.reshape(num_tokens, heads).float() + self.dt_bias)
-        beta = b.reshape(num_tokens, heads).sigmoid().float()
+        shifted = a.reshape(num_tokens, heads).float() + self.dt_bias
+        step_size = self.ops.each(F.softplus, shifted)
+        beta = self.ops.each(torch.sigmoid, b.reshape(num_tokens, heads)).float()
         v = v.unflatten(1, (heads, -1))
         rows = q * self.key_dim**-0.5, k, v, step_size * self.a, beta
-        y, state = step_and_scan(delta_step, delta_scan, rows, state, layout)
+        one = partial(delta_step, self.ops)
+        y, state = step_and_scan(one, delta_scan, rows, state, layout, self.ops)
         self.state.write(step, conv_state, state)
         normed = F.rms_norm(y, y.shape[-1:], None, self.norm_eps) * self.norm_weight.float()
-        gated = normed.flatten(1) * F.silu(z.reshape(num_tokens, -1).float())
+        gated = normed.flatten(1) * self.ops.each(F.silu, z.reshape(num_tokens, -1).float())
         return self.out_proj(gated.to(x.dtype))
 
 

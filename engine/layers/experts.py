@@ -138,7 +138,8 @@ class SparseMoE(nn.Module):
         output = torch.empty_like(closed).index_copy_(0, order, closed)
         mixed = output.view(len(x), per_token, -1).mul_(weights.unsqueeze(2)).sum(dim=1)
         if self.shared is not None:
-            mixed += self.shared(x).mul_(self.shared_gate(x).sigmoid())
+            share = self.ops.each(torch.sigmoid, self.shared_gate(x))
+            mixed += self.shared(x).mul_(share)
         return mixed
 
     def _run_by_counts(self, rows: Tensor, of_choice: Tensor) -> Tensor:

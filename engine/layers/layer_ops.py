@@ -242,7 +242,13 @@ class PackedWeight(NamedTuple):
 
 
 class LayerOps:
-    """Any device and type, with torch."""
+    """Any device and type, with torch.
+
+    Attributes:
+        deterministic: whether a row gets the same bits whatever other rows there are.
+    """
+
+    deterministic = False
 
     def pack_weight(self, weight: Tensor) -> PackedWeight:
         """A weight ``(out, in)``; float32 on a CPU in oneDNN's layout for decode steps."""
@@ -307,6 +313,10 @@ class LayerOps:
         """``function``, which computes each number by itself, of ``x`` ``(rows, width)``."""
         return function(x)
 
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        """``a @ b`` of small float32 matrices, a batch of them."""
+        return a @ b
+
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate heads in place; see :func:`engine.layers.apply_rotary`."""
         apply_rotary(heads, cos, sin)
@@ -324,14 +334,14 @@ class NativeLayerOps(LayerOps):
 
     def __init__(self, kernels: NativeKernels, *, deterministic: bool = False) -> None:
         self._kernels = kernels
-        self._deterministic = deterministic
+        self.deterministic = deterministic
 
     def pack_weight(self, weight: Tensor) -> PackedWeight:
         """See :class:`LayerOps`; widths that the kernel does not take go to oneDNN."""
         if weight.dtype == torch.bfloat16:
             return self._packed(self._kernels.pack_bfloat16(weight))
         packed = None if weight.is_meta else self._kernels.pack_linear(weight)
-        if packed is None and self._deterministic and not weight.is_meta:
+        if packed is None and self.deterministic and not weight.is_meta:
             return self._widened(weight)
         if packed is None:
             return super().pack_weight(weight)
@@ -345,7 +355,7 @@ class NativeLayerOps(LayerOps):
         )
         if packed is not None:
             return self._packed(packed)
-        if self._deterministic:
+        if self.deterministic:
             raise ValueError(
                 f"deterministic: no C kernel multiplies weights of {weight.bits} bits in groups of "
                 f"{weight.group_size}; leave deterministic out, or dequantize the checkpoint"
@@ -369,15 +379,17 @@ class NativeLayerOps(LayerOps):
 
         Pieces of whole vectors, each for one thread, take the vector code alone.
         """
-        if not self._deterministic:
+        if not self.deterministic:
             return function(x)
-        if x.shape[-1] % _WIDTH:
-            raise ValueError(
-                f"deterministic: rows of {x.shape[-1]} numbers, not a multiple of {_WIDTH}, have "
-                f"no fixed rounding in {function}; leave deterministic out"
-            )
-        pieces = x.contiguous().view(-1).split(_NUMBERS_AT_ONCE)
-        return torch.cat([function(piece) for piece in pieces]).view(x.shape)
+        flat = F.pad(x.flatten(), (0, -x.numel() % _WIDTH))
+        made = torch.cat([function(piece) for piece in flat.split(_NUMBERS_AT_ONCE)])
+        return made[: x.numel()].view(x.shape)
+
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        """See :class:`LayerOps`; a library's product rounds by the size of the batch."""
+        if not self.deterministic:
+            return a @ b
+        return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)
 
     def _packed(self, packed: PackedCodes) -> PackedWeight:
         nbytes = packed.codes.nbytes + packed.factors.nbytes

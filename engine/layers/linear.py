@@ -253,6 +253,7 @@ class PlainMLP(nn.Module):
         intermediate_size: width between the two products, of each matrix of the first.
         output_size: width of the result; None: ``hidden_size``.
         names: what checkpoints call the matrices of the first product, and last the second's.
+        ops: what computes the activation; None: torch alone.
 
     Raises:
         ValueError: transformers knows no such activation.
@@ -267,9 +268,11 @@ class PlainMLP(nn.Module):
         names: tuple[str, ...],
         bias: bool,
         output_size: int | None = None,
+        ops: LayerOps | None = None,
         **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
+        self.ops = ops or LayerOps()
         down = {names[-1]: output_size or hidden_size}
         up = dict.fromkeys(names[:-1], intermediate_size)
         self.up = Linear(hidden_size, up, bias=bias, **options)
@@ -283,14 +286,14 @@ class PlainMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(rows, hidden_size)`` to ``(rows, output_size)``."""
-        return self.down(self.activation(self.up(x)))
+        return self.down(self.ops.each(self.activation, self.up(x)))
 
 
 class GatedMLP(PlainMLP):
     """``down(act(gate(x)) * up(x))``, gate and up in one product.
 
     Its arguments are those of :class:`PlainMLP`, ``names`` being the gate's, the up and the down
-    projection's; ``ops`` is what computes the gating.
+    projection's.
     """
 
     def __init__(
@@ -305,8 +308,7 @@ class GatedMLP(PlainMLP):
         **options: Unpack[TensorOptions],
     ) -> None:
         sizes = (hidden_size, intermediate_size, activation)
-        super().__init__(*sizes, names=names, bias=bias, **options)
-        self.ops = ops or LayerOps()
+        super().__init__(*sizes, names=names, bias=bias, ops=ops, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(rows, hidden_size)`` to the same shape."""

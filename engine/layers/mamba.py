@@ -21,6 +21,7 @@ Heads share B and C in groups, as grouped-query attention shares keys and values
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import prod
 from typing import TypeAlias, Unpack
 
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from engine.attention.layer import AttentionStep, StateLayer
-from engine.attention.packed_layout import Chunks, PackedLayout, TimeOrder
+from engine.attention.packed_layout import Chunks, PackedLayout
 from engine.checkpoints.config_file import activation_of
 from engine.checkpoints.quantized_weight import Target
 from engine.layers.layer_ops import LayerOps, RMSNorm, TensorOptions, empty_parameter
@@ -112,6 +113,7 @@ class RecurrentMixer(nn.Module):
         config: transformers', with its names for the sizes.
         in_width: of what the projection in gives.
         state_shape: of the recurrence: its channels, maybe in heads, and the state's size.
+        ops: what computes norms, and what else is not the recurrence; None: torch alone.
         dtype: of weights, activations and the convolution's state. The recurrence runs, and its
             state is kept, in float32: rounding it to a shorter type at every token adds up.
 
@@ -135,9 +137,11 @@ class RecurrentMixer(nn.Module):
         in_width: int,
         conv_width: int,
         state_shape: tuple[int, ...],
+        ops: LayerOps | None,
         **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
+        self.ops = ops or LayerOps()
         hidden, inner, bias = config.hidden_size, prod(state_shape[:-1]), config.mamba_proj_bias
         self.activation = activation_of(config.hidden_act)
         self.in_proj = Linear(hidden, {"in_proj": in_width}, bias=bias, **options)
@@ -173,69 +177,76 @@ Rows: TypeAlias = tuple[Tensor, ...]
 """What a recurrence takes in, each with a row for each of ``n`` tokens, in float32."""
 
 
+Step: TypeAlias = Callable[[Rows, Tensor], Tensor]
+"""Runs one token of each request: from its rows, and the states, which it moves on in place."""
+
+
 def step_and_scan(
-    step: Callable[[Rows, Tensor], tuple[Tensor, Tensor]],
+    step: Step,
     scan: Callable[[Rows, Tensor, Chunks], tuple[Tensor, Tensor]],
     rows: Rows,
     states: Tensor,
     layout: PackedLayout,
+    ops: LayerOps,
 ) -> tuple[Tensor, Tensor]:
     """Run decodes as one batch, then the longer requests.
 
     Args:
-        step: runs one token of each request.
         scan: runs all tokens of several requests.
         states: ``(num_reqs, ...)`` before the tokens.
 
     Returns:
         What comes out for each token, and the states after each request's last one.
     """
+    if ops.deterministic:
+        return scan_by_steps(step, rows, states, layout)
     num_decodes = layout.num_decodes
     if num_decodes == layout.num_reqs:
-        return step(rows, states)
+        return step(rows, states), states
     decoded = step(tuple(each[:num_decodes] for each in rows), states[:num_decodes])
     rest = tuple(each[num_decodes:] for each in rows)
-    prefilled = scan(rest, states[num_decodes:], layout.prefill_chunks)
-    y, after = (torch.cat(parts) for parts in zip(decoded, prefilled, strict=True))
-    return y, after
+    prefilled, after = scan(rest, states[num_decodes:], layout.prefill_chunks)
+    return torch.cat([decoded, prefilled]), torch.cat([states[:num_decodes], after])
 
 
-def selective_step(rows: Rows, a: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each request; see :func:`selective_scan` for what is computed."""
-    x, dt, b, c = rows
-    states.mul_(torch.exp(dt[:, :, None] * a))
-    states.addcmul_((x * dt)[:, :, None], b[:, None, :])
-    return torch.bmm(states, c[:, :, None]).squeeze(-1), states
-
-
-def selective_scan(
-    rows: Rows, a: Tensor, states: Tensor, order: TimeOrder
+def scan_by_steps(
+    step: Step, rows: Rows, states: Tensor, layout: PackedLayout
 ) -> tuple[Tensor, Tensor]:
-    """Run, for every token of every request in its order::
+    """Run every token of every request by itself, which rounds alike wherever a prompt is cut.
 
-        h = exp(dt * A) * h + (dt * x) B^T        (channels, state_size)
-        y = h C                                   (channels,)
-
-    The requests' first tokens are one batch, their second tokens the next, and so on: a step of
-    decodes is a single batch. The decays of a channel differ from state to state, which leaves no
-    matrix form over time as :mod:`engine.layers.mamba` has it.
-
-    Args:
-        rows: x and dt, ``(n, channels)``; B and C, ``(n, state_size)``.
+    The requests' first tokens are one batch, their second tokens the next, and so on.
     """
-    x, dt, b, c = (each.index_select(0, order.items) for each in rows)
-    x_dt = x * dt
+    if layout.num_decodes == layout.num_reqs:
+        return step(rows, states), states
+    order = layout.time_order
+    rows = tuple(each.index_select(0, order.items) for each in rows)
     h = states.index_select(0, order.sequences)
-    y = torch.empty_like(x_dt)
+    made = []
     for now in order.batches():
-        going = h[: now.stop - now.start]
-        going.mul_(torch.exp(dt[now, :, None] * a))
-        going.addcmul_(x_dt[now, :, None], b[now, None, :])
-        torch.bmm(going, c[now, :, None], out=y[now, :, None])
+        made.append(step(tuple(each[now] for each in rows), h[: now.stop - now.start]))
+    y = torch.cat(made)
     return (
         torch.empty_like(y).index_copy_(0, order.items, y),
         torch.empty_like(h).index_copy_(0, order.sequences, h),
     )
+
+
+def selective_step(ops: LayerOps, a: Tensor, rows: Rows, states: Tensor) -> Tensor:
+    """One token of each request::
+
+        h = exp(dt * A) * h + (dt * x) B^T        (channels, state_size)
+        y = h C                                   (channels,)
+
+    The decays of a channel differ from state to state, which leaves no matrix form over time as
+    :func:`ssd_scan` has it.
+
+    Args:
+        rows: x and dt, ``(n, channels)``; B and C, ``(n, state_size)``.
+    """
+    x, dt, b, c = rows
+    states.mul_(torch.exp(dt[:, :, None] * a))
+    states.addcmul_((x * dt)[:, :, None], b[:, None, :])
+    return ops.matmul(states, c[:, :, None]).squeeze(-1)
 
 
 class MambaMixer(RecurrentMixer):
@@ -245,7 +256,7 @@ class MambaMixer(RecurrentMixer):
                  │                └─► dt | B | C ─► norms ─────────┘              │
                  └──────────────────────── gate ─► silu ──────────────────────────┘
 
-    Arguments as of :class:`RecurrentMixer`, but for widths and shapes; ``ops`` computes norms.
+    Arguments as of :class:`RecurrentMixer`, but for widths and shapes.
     """
 
     def __init__(
@@ -266,6 +277,7 @@ class MambaMixer(RecurrentMixer):
             in_width=2 * inner,
             conv_width=inner,
             state_shape=(inner, size),
+            ops=ops,
             **options,
         )
         self.split_sizes = (rank, size, size)
@@ -291,31 +303,27 @@ class MambaMixer(RecurrentMixer):
         conv_state, ssm_state = self.state.read(step)
         u, gate = self.in_proj(x).chunk(2, dim=-1)
         u, conv_state = self.conv(u, conv_state, layout)
-        u = self.activation(u)
+        u = self.ops.each(self.activation, u)
         dt, b, c = self.x_proj(u).split(self.split_sizes, dim=-1)
-        dt = F.softplus(self.dt_proj(self.dt_norm(dt.contiguous())).float())
+        dt = self.ops.each(F.softplus, self.dt_proj(self.dt_norm(dt.contiguous())).float())
         b = self.b_norm(b.contiguous()).float()
         c = self.c_norm(c.contiguous()).float()
         u = u.float()
-        rows = u, dt, b, c
-        if layout.num_decodes < layout.num_reqs:
-            y, ssm_state = selective_scan(rows, self.a, ssm_state, layout.time_order)
-        else:
-            y, ssm_state = selective_step(rows, self.a, ssm_state)
+        one = partial(selective_step, self.ops, self.a)
+        y, ssm_state = scan_by_steps(one, (u, dt, b, c), ssm_state, layout)
         self.state.write(step, conv_state, ssm_state)
-        y.addcmul_(u, self.d).mul_(F.silu(gate.float()))
+        y.addcmul_(u, self.d).mul_(self.ops.each(F.silu, gate.float()))
         return self.out_proj(y.to(x.dtype))
 
 
-def ssd_step(rows: Rows, states: Tensor) -> tuple[Tensor, Tensor]:
+def ssd_step(ops: LayerOps, rows: Rows, states: Tensor) -> Tensor:
     """One token of each request; see :func:`ssd_scan`."""
     x, a, b, c = rows
     heads_per_group = x.shape[1] // b.shape[1]
     b = b.repeat_interleave(heads_per_group, dim=1)
     c = c.repeat_interleave(heads_per_group, dim=1)
-    states = states * torch.exp(a)[:, :, None, None]
-    states.addcmul_(x[..., None], b[:, :, None, :])
-    return (states @ c[..., None]).squeeze(-1), states
+    states.mul_(torch.exp(a)[:, :, None, None]).addcmul_(x[..., None], b[:, :, None, :])
+    return ops.matmul(states, c[..., None]).squeeze(-1)
 
 
 def ssd_scan(rows: Rows, states: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
@@ -394,6 +402,8 @@ class Mamba2Mixer(RecurrentMixer):
         layer_name: str,
         config: PreTrainedConfig,
         block_size: int,
+        *,
+        ops: LayerOps | None = None,
         **options: Unpack[TensorOptions],
     ) -> None:
         heads, groups, size = config.mamba_n_heads, config.mamba_n_groups, config.mamba_d_state
@@ -416,6 +426,7 @@ class Mamba2Mixer(RecurrentMixer):
             in_width=sum(in_splits),
             conv_width=sum(conv_splits),
             state_shape=(heads, config.mamba_d_head, size),
+            ops=ops,
             **options,
         )
         self.num_heads, self.num_groups = heads, groups
@@ -438,16 +449,19 @@ class Mamba2Mixer(RecurrentMixer):
         conv_state, ssm_state = self.state.read(step)
         gate, convolved, dt = self.in_proj(x).split(self.in_splits, dim=-1)
         convolved, conv_state = self.conv(convolved, conv_state, layout)
-        u, b, c = self.activation(convolved).float().split(self.conv_splits, dim=-1)
+        convolved = self.ops.each(self.activation, convolved).float()
+        u, b, c = convolved.split(self.conv_splits, dim=-1)
         u = u.unflatten(-1, (self.num_heads, -1))
         # Decodes too, unlimited in transformers: a token must not depend on being in a prompt.
-        dt = F.softplus(dt.float() + self.dt_bias).clamp(self.least_dt, self.greatest_dt)
+        dt = self.ops.each(F.softplus, dt.float() + self.dt_bias)
+        dt = dt.clamp_(self.least_dt, self.greatest_dt)
         b, c = (each.unflatten(-1, (self.num_groups, -1)) for each in (b, c))
         rows = u * dt[..., None], dt * self.a, b, c
-        y, ssm_state = step_and_scan(ssd_step, ssd_scan, rows, ssm_state, layout)
+        one = partial(ssd_step, self.ops)
+        y, ssm_state = step_and_scan(one, ssd_scan, rows, ssm_state, layout, self.ops)
         self.state.write(step, conv_state, ssm_state)
         y = y.addcmul_(u, self.d[:, None]).flatten(-2)
         # The norm is per group of channels, in float32.
-        groups = (y * F.silu(gate.float())).unflatten(-1, (self.num_groups, -1))
+        groups = (y * self.ops.each(F.silu, gate.float())).unflatten(-1, (self.num_groups, -1))
         normed = F.rms_norm(groups, groups.shape[-1:], None, self.norm_eps).flatten(-2)
         return self.out_proj(normed.to(gate.dtype) * self.norm_weight)

@@ -165,22 +165,6 @@ def _layer_ops(choices: _Choices, config: EngineConfig) -> LayerOps:
     return TritonLayerOps()
 
 
-def _check_deterministic(model: CausalModel) -> None:
-    """Refuse a model of which some operation rounds by what else is in the step."""
-    mixed = {
-        "scans of recurrent layers": bool(model.state_layers),
-        "an encoder": model.max_encoder_len > 0,
-        "a tower for images or sounds": bool(model.placeholders),
-        "codebooks drawn after each token": model.num_codebooks > 1,
-    }
-    found = [name for name, is_there in mixed.items() if is_there]
-    if found:
-        raise ValueError(
-            f"deterministic: this model has {' and '.join(found)}, whose rounding depends on what "
-            "else runs in a step; leave deterministic out"
-        )
-
-
 def outline_needs(config: EngineConfig) -> ModelNeeds:
     """What a model needs, by its config alone; ``ValueError`` as of :class:`LLMEngine`."""
     choices = _Choices.of(config)
@@ -372,8 +356,6 @@ class LLMEngine(Engine[RequestOutput]):
         choices = _Choices.of(config)
         checkpoint, model = choices.checkpoint, _load_model(config, choices)
         choices = choices.with_heads_of(model, config)
-        if config.deterministic:
-            _check_deterministic(model)
         self.hidden_size: int = model.hidden_size
         self.dtype, self.max_model_len = choices.dtype, choices.max_model_len
         self.tokenizer: PreTrainedTokenizerBase | None = None
@@ -472,6 +454,7 @@ class LLMEngine(Engine[RequestOutput]):
             max_num_batched_tokens=max(config.max_num_batched_tokens, _WARM_UP_TOKENS),
             items=self._encoder_cache_manager,
             record=_recorder(config, model, choices),
+            deterministic=config.deterministic,
         )
         self.memory_plan = replace(
             plan,

@@ -262,7 +262,7 @@ class SelfAttention(nn.Module):
         query, key = heads[:, : self.num_heads], heads[:, self.num_heads :]
         attended = self.attention(query, key, value, step)
         if gate is not None:
-            attended = attended * gate.sigmoid()
+            attended = attended * self.ops.each(torch.sigmoid, gate)
         return self.output(attended.reshape(num_tokens, -1))
 
 
@@ -283,7 +283,8 @@ def build_mlp(
         return SparseMoE(hidden, experts, config.activation, ops=settings.ops, **options)
     sizes = (hidden, config.intermediate_size, config.activation)
     if config.plain_mlp is not None:
-        return PlainMLP(*sizes, names=config.plain_mlp, bias=config.mlp_bias, **options)
+        names, ops = config.plain_mlp, settings.ops
+        return PlainMLP(*sizes, names=names, bias=config.mlp_bias, ops=ops, **options)
     return GatedMLP(*sizes, bias=config.mlp_bias, ops=settings.ops, **options)
 
 

@@ -55,8 +55,7 @@ def build_jamba(checkpoint: Checkpoint, settings: ModelSettings) -> DecoderModel
     ]
     kinds = tuple(LayerKind(rope=None, experts=each) for each in experts)
     decoder = replace(decoder, layers=kinds, **_MAMBA_NAMES)
-    make_mixer = partial(MambaMixer, ops=settings.ops)
-    layers = _build_layers(config, settings, decoder, "mamba", make_mixer)
+    layers = _build_layers(config, settings, decoder, "mamba", MambaMixer)
     return DecoderModel(decoder, (), settings, has_head=has_head(checkpoint), layers=layers)
 
 
@@ -133,6 +132,7 @@ def _build_layers(
         mixer = None
         if layer_type != "full_attention":
             at, size = f"layers.{index}.{name}", settings.block_size
-            mixer = name, make_mixer(at, config, size, **settings.tensor_options)
+            options = settings.tensor_options
+            mixer = name, make_mixer(at, config, size, ops=settings.ops, **options)
         layers.append(DecoderLayer(index, decoder, settings, mixer))
     return layers

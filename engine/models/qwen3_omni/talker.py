@@ -109,6 +109,7 @@ class Qwen3OmniTalker(DecoderModel):
                 names=("linear_fc1", "linear_fc2"),
                 bias=True,
                 output_size=text.hidden_size,
+                ops=settings.ops,
                 **settings.tensor_options,
             )
             for _ in range(2)

@@ -277,7 +277,8 @@ def _build_mlp(config: Seq2SeqConfig, settings: ModelSettings) -> GatedMLP | Pla
             *sizes, bias=config.mlp_bias, names=(gate, up, down), ops=settings.ops, **options
         )
     first, second = names
-    return PlainMLP(*sizes, names=(first, second), bias=config.mlp_bias, **options)
+    names, ops = (first, second), settings.ops
+    return PlainMLP(*sizes, names=names, bias=config.mlp_bias, ops=ops, **options)
 
 
 class Seq2SeqModel(EncoderDecoderModel):
