@@ -140,8 +140,8 @@ def run_case(name: str) -> tuple[str, str]:
 
 
 def _run_yaml(text: str) -> tuple[str, str]:
+    from omni.pipelines.config_file import ConfigError
     from omni.pipelines.pipeline_config import PipelineConfig
-    from omni.pipelines.yaml_document import ConfigError
 
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "much.yaml"

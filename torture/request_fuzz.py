@@ -23,9 +23,8 @@ from random import Random
 
 from engine.text.tokenizer import TemplateLimits, render_chat
 from omni import EngineConfig, Omni, OmniRequest, Pipeline, SamplingParams
-from omni.pipelines.config_file import shipped_configs
+from omni.pipelines.config_file import ConfigError, shipped_configs
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.pipelines.yaml_document import ConfigError
 from omni.requests.request_file import RequestError, read_requests
 from omni.seeded.checkpoints import resolve_model
 from stages import AutoregressiveStage

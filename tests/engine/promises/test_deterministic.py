@@ -203,7 +203,7 @@ def test_inputs_of_an_encoder_get_the_same_bits(bert_checkpoint: str) -> None:
     def rows(ids: Sequence[int]) -> list[Any]:
         for n in ids:
             engine.add_request(str(n), prompts[n])
-        outputs = {}
+        outputs: dict[str, Any] = {}
         while engine.has_unfinished_requests:
             outputs |= {output.request_id: output.tensors for output in engine.step()}
         return [outputs[str(n)] for n in ids]
