@@ -75,6 +75,7 @@ class PipelineConfig(Settings):
             voices in order.
         tool_parser: the form in which the model asks a server's tools to be called; ``auto`` tells
             from the text.
+        deterministic: set ``engine.deterministic`` of every stage.
         runtime: where the stages run.
         stages: any acyclic graph.
     """
@@ -86,6 +87,7 @@ class PipelineConfig(Settings):
         default_factory=dict
     )
     tool_parser: ToolFormat = "auto"
+    deterministic: bool = False
     runtime: RuntimeConfig = RuntimeConfig()
     stages: dict[Name, Annotated[SerializeAsAny[StageConfig], PlainValidator(_of_its_kind)]] = (
         Field(min_length=1)
@@ -110,6 +112,9 @@ class PipelineConfig(Settings):
         except GraphError as error:
             raise PlacedError(error.place, error.problem) from error
         for name, stage in self.stages.items():
+            if self.deterministic and not hasattr(getattr(stage, "engine", None), "deterministic"):
+                problem = f"stage {name!r} cannot: its kind has no engine.deterministic"
+                raise PlacedError(("deterministic",), problem)
             misplaced = stage.placement.misplaced(self.runtime.kind)
             if misplaced is not None:
                 key, problem = misplaced
@@ -204,6 +209,8 @@ class PipelineConfig(Settings):
         """
         stage = self.stages[name]
         data = stage.model_dump(by_alias=True)
+        if self.deterministic:
+            data["engine"]["deterministic"] = True
         device = stage.placement.all_devices[replica]
         if self.runtime.kind == "ray":
             device = stage.placement.device  # a worker sees the GPUs that are its own

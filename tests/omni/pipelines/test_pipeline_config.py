@@ -12,6 +12,7 @@ from engine import EngineConfig, SamplingParams
 from omni.pipelines.config_file import ConfigError, parse_overrides, parse_yaml, shipped_configs
 from omni.pipelines.pipeline_config import PipelineConfig
 from stages import AutoregressiveStageConfig
+from tests.support.gated_stage import gated_pipeline  # noqa: F401 - registers its kind
 from tests.support.tables import rows
 
 TWO_STAGES = """\
@@ -334,3 +335,19 @@ def test_aliases_stand_for_what_they_name():
     data, lines = parse_yaml(text, "y")
     assert data == {"a": [1, 2], "b": [[1, 2], [1, 2]], "c": 99999}
     assert lines[("b", 1, 0)] == 1
+
+
+@pytest.mark.usefixtures("checkpoint_cache")
+def test_a_pipeline_may_ask_all_stages_for_the_same_bits(tmp_path: Path) -> None:
+    path = write(tmp_path, "deterministic: true\n" + TWO_STAGES)
+    settings = [PipelineConfig.load(path).resolved(name) for name in ("writer", "reader")]
+    engines = [each.engine for each in settings if isinstance(each, AutoregressiveStageConfig)]
+    assert [engine.deterministic for engine in engines] == [True, True]
+    assert engines[0].block_size == 4
+
+
+def test_a_stage_that_has_no_such_bits_is_named(tmp_path: Path) -> None:
+    stage = "{kind: gated, final_output: text, inputs: {from: writer, transform: text_as_prompt}}"
+    text = f"deterministic: true\n{TWO_STAGES}  waits: {stage}\n"
+    message = error_of(write(tmp_path, text))
+    assert "deterministic: stage 'waits' cannot: its kind has no engine.deterministic" in message
