@@ -52,9 +52,17 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def read_prefix(text: str) -> list[dict[str, Any]]:
-    """Read what a killed run has left, as viewers do: an array whose end is missing."""
+    """Read what a killed run has left, as viewers do: an array whose end is missing.
+
+    A kill may end a write within an event, at the end of a page of the file.
+    """
     assert text.startswith("[")
-    events: list[dict[str, Any]] = json.loads(text.rstrip().rstrip(",") + "]")
+    prefix = text.rstrip().rstrip(",")
+    events: list[dict[str, Any]]
+    try:
+        events = json.loads(prefix + "]")
+    except json.JSONDecodeError:
+        events = json.loads(prefix[: prefix.rindex(",\n")] + "]")
     return events
 
 
