@@ -383,8 +383,10 @@ class ModelRunner:
         ]
         if not entries:
             return None
-        at_once = [[entry] for entry in entries] if self._deterministic else [entries]
-        rows = torch.cat([self._model.encode(some) for some in at_once])
+        if self._deterministic:
+            rows = torch.cat([self._model.encode([entry]) for entry in entries])
+        else:
+            rows = self._model.encode(entries)
         if not are_finite([rows]):
             raise ValueError("the encoder gave rows that are NaN or infinite")
         mirror = self._kv.encoder_outputs

@@ -386,10 +386,17 @@ class NativeLayerOps(LayerOps):
         return made[: x.numel()].view(x.shape)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """See :class:`LayerOps`; a library's product rounds by the size of the batch."""
+        """See :class:`LayerOps`; a library's product rounds by the size of the batch.
+
+        A sum over rows rounds columns that fill no vector in another order, where threads share
+        them.
+        """
         if not self.deterministic:
             return a @ b
-        return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)
+        width = b.shape[-1]
+        if width > 1:
+            b = F.pad(b, (0, -width % _WIDTH))
+        return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)[..., :width]
 
     def _packed(self, packed: PackedCodes) -> PackedWeight:
         nbytes = packed.codes.nbytes + packed.factors.nbytes

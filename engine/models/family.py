@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -46,7 +45,6 @@ class ModelFamily:
             without one the family's name, as transformers has it for most.
         reads_text: whether the tokenizer beside the weights is of its tokens.
         part: which part of a checkpoint it is, where one holds several models.
-        speakers: names the voices in a checkpoint's folder, if its model speaks.
 
     Raises:
         ValueError: it names no architecture, or does not say how one thing alone is made.
@@ -66,7 +64,6 @@ class ModelFamily:
     model_type: str | None = None
     reads_text: bool = True
     part: CheckpointPart | None = None
-    speakers: Callable[[Path], tuple[str, ...]] | None = None
 
     def __post_init__(self) -> None:
         if not self.architectures:

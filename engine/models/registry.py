@@ -69,6 +69,7 @@ class FamilyRow:
         """See :attr:`~engine.models.family.ModelFamily.base_type`."""
         return self.name if self.is_base else None
 
+    @property
     def part(self) -> CheckpointPart | None:
         """Which model of a whole checkpoint it is; None of one that is a checkpoint of its own."""
         from engine.checkpoints.checkpoint import CheckpointPart
@@ -80,7 +81,7 @@ class FamilyRow:
 
     def speakers_in(self, folder: Path) -> tuple[str, ...] | None:
         """Names of the voices in a checkpoint's folder; None of a model that does not speak."""
-        return None if self.speakers is None else tuple(named(self.speakers)(folder))
+        return None if self.speakers is None else tuple(imported(self.speakers)(folder))
 
     def load(self) -> ModelFamily:
         """Import what the family is made of, and declare it."""
@@ -88,18 +89,18 @@ class FamilyRow:
         from engine.models.family import ModelFamily
 
         if self.decoder_config is not None:
-            read_config = named(self.decoder_config)
+            read_config = imported(self.decoder_config)
             return decoder_family(self.name, self.architectures, read_config, is_base=self.is_base)
         places = {name: getattr(self, name) for name in _NAMED}
-        declared = {name: named(place) for name, place in places.items() if place is not None}
-        declared |= {"reads_text": self.reads_text, "part": self.part()}
+        declared = {name: imported(place) for name, place in places.items() if place is not None}
+        declared |= {"reads_text": self.reads_text, "part": self.part}
         return ModelFamily(self.name, self.architectures, **declared)
 
 
-_NAMED = ("build", "prompts", "generator", "chat_template", "max_positions", "speakers")
+_NAMED = ("build", "prompts", "generator", "chat_template", "max_positions")
 
 
-def named(place: str) -> Any:
+def imported(place: str) -> Any:
     """Import what a row names."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(f"engine.{module}"), name)
@@ -398,7 +399,7 @@ class FamilyRegistry:
         if not self._rows.keys() & set(config.get("architectures") or ()):
             self.load_entry_points()
         known = self.known_parts(str(model_type)).values()
-        parts = (each.part() if isinstance(each, FamilyRow) else each.part for each in known)
+        parts = (each.part for each in known)
         return tuple(part for part in parts if part is not None)
 
     def decoder_config_of(self, config: PreTrainedConfig) -> Callable[[PreTrainedConfig], Any]:

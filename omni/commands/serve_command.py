@@ -125,7 +125,7 @@ def _settings(options: ServeOptions) -> ServerSettings:
         "api_keys": tuple(SecretStr(key.strip()) for key in keys if options.api_keys or key),
         "allow_url_hosts": tuple(options.allow_url_hosts or ()),
         "allow_origins": tuple(options.allow_origins or ()),
-        "aliases": dict(_alias(each) for each in options.aliases or ()),
+        "aliases": _aliases(options.aliases or ()),
         "transcriber": options.transcriber,
         "limits": ServerLimits(
             max_running_requests=options.max_running_requests,
@@ -142,8 +142,12 @@ def _settings(options: ServeOptions) -> ServerSettings:
         raise ValueError(explain_validation_error(error, ServerSettings, given)) from None
 
 
-def _alias(given: str) -> tuple[str, str]:
-    name, _, pipeline = given.partition("=")
-    if not name or not pipeline:
-        raise ValueError(f"--alias is NAME=PIPELINE, such as gpt-4o=chat, got {given!r}")
-    return name, pipeline
+def _aliases(given: Sequence[str]) -> dict[str, str]:
+    aliases: dict[str, str] = {}
+    for each in given:
+        name, _, pipeline = each.partition("=")
+        if not name or not pipeline:
+            raise ValueError(f"--alias is NAME=PIPELINE, such as gpt-4o=chat, got {each!r}")
+        if aliases.setdefault(name, pipeline) != pipeline:
+            raise ValueError(f"--alias {name}: {aliases[name]} and {pipeline}; choose one")
+    return aliases

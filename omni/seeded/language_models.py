@@ -154,7 +154,8 @@ def build_text_encoder(directory: str | Path, architecture: str = "bert", **sett
     tokenizer = wordpiece_tokenizer(size.vocab_size, size.max_position_embeddings)
     fields = size.sizes() | {"pad_token_id": tokenizer.pad_token_id}
     config = AutoConfig.for_model(architecture, **(fields | overrides))
-    return save_checkpoint(directory, _seeded(AutoModel, config, size.seed), tokenizer)
+    model = _seeded(AutoModel, config, size.seed)
+    return save_checkpoint(directory, model, tokenizer, max_shard_size=size.max_shard_size)
 
 
 def _family_settings(model_type: str, num_layers: int, head_dim: int) -> dict[str, Any]:
@@ -255,7 +256,8 @@ def build_bart(directory: str | Path, **settings: Any) -> Path:
             0.0, NOISE_STD, generator=torch.Generator().manual_seed(size.seed)
         )
     quieten(model, tokenizer)
-    return save_checkpoint(directory, model, tokenizer)
+    written = tokenizer if size.with_tokenizer else None
+    return save_checkpoint(directory, model, written, max_shard_size=size.max_shard_size)
 
 
 def build_t5(directory: str | Path, *, gated: bool = False, **config_overrides: Any) -> Path:

@@ -101,9 +101,9 @@ def _form_route(path: str, task: AudioTask) -> Route:
 
 
 async def _list_models(request: Request) -> Response:
-    """All pipelines, by all of their names."""
-    names = request.state.server.names
-    return JSONResponse({"object": "list", "data": [_model(*each) for each in names.items()]})
+    """All pipelines, each once."""
+    pipelines = request.state.server.pipelines
+    return JSONResponse({"object": "list", "data": [_model(*each) for each in pipelines.items()]})
 
 
 async def _retrieve_model(request: Request) -> Response:

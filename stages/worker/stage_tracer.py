@@ -107,11 +107,11 @@ class TracedWorker(StageWorker):
     ) -> None:
         super().__init__(stage, transform, edges)
         self._replica = replica
-        self._moved: list[OutputDelta] = []
         self._begin()
 
     def _begin(self) -> None:
         """Know of no request, and of nothing that happened."""
+        self._moved: list[OutputDelta] = []
         self._spans: list[StageEvent] = []
         self._tracks: dict[str, _Track] = {}
         self._counted = self.stage.stats()

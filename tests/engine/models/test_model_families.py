@@ -44,7 +44,7 @@ from engine import (
     register_model_family,
 )
 from engine.models.decoders.decoder import LayerKind
-from engine.models.registry import FAMILIES, FamilyRegistry, named
+from engine.models.registry import FAMILIES, FamilyRegistry, imported
 from engine.requests.encoder_input import MultiModalInput
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -376,7 +376,7 @@ def test_what_an_unknown_architecture_lacks_is_told(
 def test_what_the_table_names_is_there(row: Any) -> None:
     family = row.load()
     assert family.makes_sound == row.makes_sound and family.base_type == row.base_type
-    assert row.speakers is None or callable(named(row.speakers))
+    assert row.speakers is None or callable(imported(row.speakers))
 
 
 def test_the_table_names_each_architecture_once() -> None:

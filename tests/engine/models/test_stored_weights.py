@@ -636,7 +636,7 @@ def test_every_weight_of_a_published_csm_has_its_place(hub_id: str, tmp_path: Pa
     config, model = made(CsmForConditionalGeneration, CsmConfig())
     stored = published(model)
     config.save_pretrained(indexed(tmp_path, stored))
-    part = FAMILIES.rows["CsmForConditionalGeneration"].part()
+    part = FAMILIES.rows["CsmForConditionalGeneration"].part
     backbone = placed(Checkpoint(tmp_path, config, None, part))
     with META:
         codec = MimiModel(deepcopy(config.codec_config))

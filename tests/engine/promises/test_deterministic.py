@@ -26,6 +26,9 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
+from engine.layers.delta_rule import delta_step
+from engine.layers.layer_ops import NativeLayerOps
+from engine.native import load_kernels
 from tests.support.encoder_decoder_requests import cases
 from tests.support.gguf_files import write_gguf
 from tests.support.native_kernels import needs_kernels
@@ -184,15 +187,42 @@ def test_what_a_tower_sees_gets_the_same_bits(seeded: Callable[[str], str], fami
         assert_same_bits(answers(folder, prompts, **small | way), alone)
 
 
-def test_codes_drawn_after_each_token_get_the_same_bits(seeded: Callable[[str], str]) -> None:
-    prompts = [TextPrompt("[0]" + "word " * n) for n in (3, 9, 20)]
-    settings = {"part": "backbone", "max_model_len": 128}
-    alone = answers(seeded("csm"), prompts, alone=True, enable_prefix_caching=False, **settings)
+@pytest.mark.parametrize(
+    ("name", "part", "drawn"), [("csm", "backbone", "codes"), ("pocket_tts", None, "latents")]
+)
+def test_what_is_drawn_after_each_token_gets_the_same_bits(
+    seeded: Callable[[str], str], name: str, part: str | None, drawn: str
+) -> None:
+    opening = "[0]" if name == "csm" else ""
+    prompts = [TextPrompt(opening + "word " * n) for n in (3, 9, 20)]
+    settings = {"part": part, "max_model_len": 128}
+    alone = answers(seeded(name), prompts, alone=True, enable_prefix_caching=False, **settings)
     for way in ({}, {"max_num_batched_tokens": 9}):
-        together = answers(seeded("csm"), prompts, **settings | way)
+        together = answers(seeded(name), prompts, **settings | way)
         assert_same_bits(together, alone)
         for one, other in zip(together, alone, strict=True):
-            assert torch.equal(one.tensors["codes"], other.tensors["codes"])
+            assert torch.equal(one.tensors[drawn], other.tensors[drawn])
+
+
+@pytest.mark.parametrize("widths", [(96, 100), (16, 32)], ids=str)
+def test_a_state_moves_on_by_the_same_bits_on_any_number_of_threads(
+    widths: tuple[int, int],
+) -> None:
+    keys, values = widths
+    random = torch.Generator().manual_seed(0)
+
+    def rows(*shape: int) -> torch.Tensor:
+        return torch.randn(2, 8, *shape, generator=random)
+
+    given = rows(keys), rows(keys), rows(values), -rows().abs(), rows().sigmoid()
+    states, made = rows(keys, values), []
+    for number in (1, 2, 3, 48):
+        with threads(number):
+            moved = states.clone()
+            ops = NativeLayerOps(load_kernels(), deterministic=True)
+            made.append((delta_step(ops, given, moved), moved))
+    for y, moved in made[1:]:
+        assert torch.equal(y, made[0][0]) and torch.equal(moved, made[0][1])
 
 
 def test_inputs_of_an_encoder_get_the_same_bits(bert_checkpoint: str) -> None:

@@ -98,11 +98,12 @@ def test_flags_become_settings(served: list[HttpServer]):
         ("gpt-4o", "--alias is NAME=PIPELINE, such as gpt-4o=chat, got 'gpt-4o'"),
         ("=two_step", "--alias is NAME=PIPELINE, such as gpt-4o=chat, got '=two_step'"),
         ("gpt-4o=two_steps", "the pipeline of an alias 'two_steps' is none of the pipelines that"),
+        ("a=b --alias a=c", "--alias a: b and c; choose one"),
         ("two_step=two_step", "the alias 'two_step' is the name of a pipeline that is served"),
     ],
 )
 def test_an_alias_of_nothing_is_refused(served: list[HttpServer], alias: str, message: str):
-    result = invoke("two_step", "--port", "0", "--alias", alias)
+    result = invoke("two_step", "--port", "0", "--alias", *alias.split())
     assert result.exit_code == 2 and not served
     assert f"error: {message}" in result.stderr
 
