@@ -420,9 +420,8 @@ class LLMEngine(Engine[RequestOutput]):
         if model.placeholders:
             row = torch.empty(model.hidden_size, dtype=choices.computed_dtype, device="meta")
             self._encoder_cache_manager = EncoderCacheManager(manager, memory, row)
-        self._offloaded = build_offloaded_blocks(
-            config, choices.checkpoint, manager, memory, choices.attention
-        )
+        pages = manager, memory, choices.attention
+        self._offloaded = build_offloaded_blocks(config, choices.checkpoint, *pages)
         self._scheduler = Scheduler(
             manager,
             block_size=config.block_size,

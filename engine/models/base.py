@@ -144,8 +144,8 @@ class GeneratorModel(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights; some are buffers."""
-        return sum(tensor.nbytes for tensor in self.state_dict().values())
+        """Bytes of the weights."""
+        return sum(parameter.nbytes for parameter in self.parameters())
 
 
 @runtime_checkable

@@ -56,6 +56,11 @@ class CausalVocoder(GeneratorModel):
             ``(B, 1, num_samples)``.
         """
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights; codebooks are buffers."""
+        return sum(tensor.nbytes for tensor in self.state_dict().values())
+
     def new_state(self) -> State:
         """See :meth:`GeneratorModel.new_state`."""
         return 0, ()
