@@ -103,7 +103,7 @@ def test_a_session_reads_and_hears_and_answers_by_voice(url: str, speech: bytes)
     assert any(isinstance(each, TTSAudioRawFrame) for each in heard)
 
 
-def test_speech_over_an_answer_ends_it(url: str, speech: bytes) -> None:
+def test_speech_over_an_answer_is_answered(url: str, speech: bytes) -> None:
     service = OpenAIRealtimeLLMService(
         api_key="none",
         base_url=url.replace("http", "ws") + "/realtime",

@@ -74,7 +74,7 @@ def run(
     return last
 
 
-def told(output: OmniOutput) -> tuple[str | None, list[float]]:
+def text_and_sound(output: OmniOutput) -> tuple[str | None, list[float]]:
     """The text, and the samples of the sound."""
     audio = output.stages["code2wav"].audio
     assert audio is not None

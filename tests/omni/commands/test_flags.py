@@ -51,7 +51,7 @@ def test_max_tokens_and_temperature_are_for_every_stage_unless_a_request_says(
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "printed"),
     rows("""
         --max-tokens -1 | --max-tokens -1: stage 'writer': max_tokens: should be greater
         --temperature -0.5 | --temperature -0.5: stage 'writer': temperature: should be
@@ -61,9 +61,9 @@ def test_max_tokens_and_temperature_are_for_every_stage_unless_a_request_says(
         """),
 )
 @pytest.mark.parametrize("command", ["run", "verify"])
-def test_a_wrong_value_names_its_flag(command: str, flags: str, told: str) -> None:
+def test_a_wrong_value_names_its_flag(command: str, flags: str, printed: str) -> None:
     words = flags.replace("MIN", "stages.reader.sampling.min_tokens=3").split()
-    assert told in omni(command, "two_step", "-p", "x", *words, status=2).stderr
+    assert printed in omni(command, "two_step", "-p", "x", *words, status=2).stderr
 
 
 def test_where_nothing_samples_the_flags_are_refused(tmp_path: Path) -> None:
@@ -72,8 +72,8 @@ def test_where_nothing_samples_the_flags_are_refused(tmp_path: Path) -> None:
         "name: embed\nstages:\n  e: {kind: encoder, model: 'seeded:bert', final_output: tensors}\n"
     )
     result = omni("run", pipeline, "-p", "x", "--max-tokens", "3", "--temperature", "0", status=2)
-    told = "--max-tokens 3 --temperature 0.0: no stage of the pipeline 'embed' samples"
-    assert told in result.stderr
+    printed = "--max-tokens 3 --temperature 0.0: no stage of the pipeline 'embed' samples"
+    assert printed in result.stderr
 
 
 def test_a_speaker_without_a_name_is_refused() -> None:
@@ -100,11 +100,11 @@ def test_a_missing_compiler_is_a_warning_without_a_traceback(
     finally:
         native._load_once.cache_clear()
     assert result.exit_code == 0
-    told = (
+    printed = (
         "warning: no native kernels, torch does their work, more slowly: "
         "there is no C compiler (gcc, cc, clang)\n"
     )
-    assert result.stderr.count(told) == (0 if flags else 1)
+    assert result.stderr.count(printed) == (0 if flags else 1)
     assert "Traceback" not in result.output
 
 
@@ -223,8 +223,8 @@ def explained(*words: str) -> str:
     return re.sub(r"\d[\d.]* \w+ free", "", result.stdout)  # which changes meanwhile
 
 
-def settings(told: str) -> dict[str, object]:
-    read: dict[str, object] = yaml.safe_load(told.split("Every setting:")[1])
+def settings(printed: str) -> dict[str, object]:
+    read: dict[str, object] = yaml.safe_load(printed.split("Every setting:")[1])
     return read
 
 
@@ -259,8 +259,8 @@ def test_an_address_is_for_a_cluster() -> None:
 
 
 def test_a_flag_goes_before_a_place() -> None:
-    told = explained("--runtime", "processes", "--set", "runtime.kind=inline")
-    assert "Where the stages run (processes" in told
+    printed = explained("--runtime", "processes", "--set", "runtime.kind=inline")
+    assert "Where the stages run (processes" in printed
 
 
 def drawn(cores: int = 4, **overrides: object) -> str:
@@ -293,16 +293,16 @@ Where the stages run (processes, 5 cores):
 
 
 def test_inline_all_stages_share_one_box() -> None:
-    told = drawn()
-    assert told.count("┌") == 1
-    assert "thinker, 1 thread, device cpu" in told
+    printed = drawn()
+    assert printed.count("┌") == 1
+    assert "thinker, 1 thread, device cpu" in printed
     assert "thinker, device cpu" in drawn(**{"stages.thinker.placement.threads": None})
-    assert "◄~~ talker: its output, every 8 tokens; 2 of them may wait" in told
+    assert "◄~~ talker: its output, every 8 tokens; 2 of them may wait" in printed
     assert "Where the stages run (inline, 1 core):" in drawn(cores=1)
 
 
 def test_on_a_cluster_it_is_told_what_is_reserved() -> None:
-    told = drawn(
+    printed = drawn(
         **{
             "runtime.kind": "ray",
             "runtime.address": "head:6379",
@@ -315,17 +315,19 @@ def test_on_a_cluster_it_is_told_what_is_reserved() -> None:
             },
         }
     )
-    assert "┌ Ray cluster: head:6379 ─" in told
-    assert "│ 1 actor that reserves 3 CPU, 1 GPU, device cuda " in told
-    assert "│ 2 actors that reserve 0.5 CPU, 0 GPU, 1 disk, on node 10.0.0.7, device cpu " in told
-    assert "◄~~ talker: a reference into the object store, every 8 tokens; 2 of them" in told
+    assert "┌ Ray cluster: head:6379 ─" in printed
+    assert "│ 1 actor that reserves 3 CPU, 1 GPU, device cuda " in printed
+    assert (
+        "│ 2 actors that reserve 0.5 CPU, 0 GPU, 1 disk, on node 10.0.0.7, device cpu " in printed
+    )
+    assert "◄~~ talker: a reference into the object store, every 8 tokens; 2 of them" in printed
 
 
 def test_devices_of_replicas_are_listed() -> None:
-    told = drawn(
+    printed = drawn(
         **{"runtime.kind": "processes", "stages.talker.placement.devices": ["cpu", "cuda:1"]}
     )
-    assert "2 processes of 1 thread, cpu, cuda:1" in told
+    assert "2 processes of 1 thread, cpu, cuda:1" in printed
 
 
 def test_the_boxes_are_closed() -> None:

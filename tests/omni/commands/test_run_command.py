@@ -193,15 +193,15 @@ def test_a_file_that_may_not_grow_is_named(requests: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "printed"),
     [
         (["--resume"], "--resume is about the outputs in --output-dir: give that too"),
         (["--overwrite"], "--overwrite is about the outputs in --output-dir"),
         (["-o", "out", "--resume", "--overwrite"], "give one of them"),
     ],
 )
-def test_flags_that_say_nothing_are_told(flags: list[str], told: str) -> None:
-    assert told in omni("run", "two_step", "-p", "x", *flags, status=2).stderr
+def test_flags_that_say_nothing_are_told(flags: list[str], printed: str) -> None:
+    assert printed in omni("run", "two_step", "-p", "x", *flags, status=2).stderr
 
 
 CHANGES = rows("""
@@ -214,14 +214,14 @@ stages.reader.sampling.max_tokens: 16 then, 3 now
 """)
 
 
-@pytest.mark.parametrize(("flags", "told"), CHANGES)
-def test_something_else_is_not_resumed(flags: str, told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("flags", "printed"), CHANGES)
+def test_something_else_is_not_resumed(flags: str, printed: str, tmp_path: Path) -> None:
     command = ("run", "two_step", "-p", "x", "-o", tmp_path)
     assert omni(*command).exit_code == 0
     assert omni(*command, "--resume").exit_code == 0
     result = omni(*command, *flags.split(), "--resume", status=2)
     assert "something else is run now" in result.stderr
-    for part in told.split("; "):
+    for part in printed.split("; "):
         assert part in result.stderr
 
 

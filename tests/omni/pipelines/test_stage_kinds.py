@@ -217,7 +217,7 @@ MISSING = "class Half must define abort, add_request, "
 
 
 @pytest.mark.parametrize(
-    ("kind", "command", "told"),
+    ("kind", "command", "printed"),
     [
         ("HalfConfig", "validate", "mine.yaml:2: stages.a.kind: kind 'half.py:HalfConfig': class "),
         ("HalfConfig", "validate", MISSING),
@@ -227,13 +227,13 @@ MISSING = "class Half must define abort, add_request, "
     ],
 )
 def test_a_class_that_lacks_methods_is_named_with_them(
-    kind: str, command: str, told: str, tmp_path: Path
+    kind: str, command: str, printed: str, tmp_path: Path
 ) -> None:
     (tmp_path / "half.py").write_text(HALF)
     path = tmp_path / "mine.yaml"
     path.write_text(f"name: m\nstages: {{a: {{kind: 'half.py:{kind}', final_output: text}}}}\n")
     name, *flags = command.split()
-    assert told in omni(name, path, *flags, status=2).stderr
+    assert printed in omni(name, path, *flags, status=2).stderr
 
 
 def test_a_base_class_may_stand_for_the_stage_that_is_built(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_relative_path_starts_at_the_pipelines_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "printed"),
     rows(f"""
 own.py:MurmurStage | has no 'MurmurStage'; did you mean 'MurmurStageConfig'?
 other.py:Murmur | kind 'other.py:Murmur': there is no file
@@ -270,9 +270,9 @@ own.py: | kind 'own.py:' must have the form
 murmurs | unknown kind 'murmurs'; .*file.py:Class.*'omni_pipeline.stage_kinds'
 """),
 )
-def test_a_file_without_that_kind_is_told(kind: str, told: str, tmp_path: Path) -> None:
+def test_a_file_without_that_kind_is_told(kind: str, printed: str, tmp_path: Path) -> None:
     path = in_file(tmp_path, "own.py:MurmurStageConfig")
-    assert re.search(f"overrides: stages.second.kind: .*{told}", error_of(path, kind=kind))
+    assert re.search(f"overrides: stages.second.kind: .*{printed}", error_of(path, kind=kind))
 
 
 def test_a_file_of_kinds_that_is_imported_may_hold_the_transforms_too(
@@ -290,7 +290,7 @@ def test_a_file_of_kinds_that_is_imported_may_hold_the_transforms_too(
 
 
 @pytest.mark.parametrize(
-    ("decorators", "told"),
+    ("decorators", "printed"),
     rows("""
  | needs a transform that works chunk by chunk, which 'own:f' does not; mark .* @omni
 @omni.requires(num_sources=1) | which 'own:f' does not; mark one that does with @omni
@@ -300,7 +300,7 @@ def test_a_file_of_kinds_that_is_imported_may_hold_the_transforms_too(
 """),
 )
 def test_what_a_users_transform_declares_is_checked_before_a_model_is_loaded(
-    decorators: str, told: str, tmp_path: Path
+    decorators: str, printed: str, tmp_path: Path
 ) -> None:
     (tmp_path / "own.py").write_text(
         "import omni\nfrom omni import chunkable, requires\n"
@@ -317,7 +317,7 @@ def test_what_a_users_transform_declares_is_checked_before_a_model_is_loaded(
     config = PipelineConfig.load(path)  # which runs nothing
     with (
         patch.object(AutoregressiveStageConfig, "build_stage", side_effect=AssertionError),
-        pytest.raises(ValueError, match=told),
+        pytest.raises(ValueError, match=printed),
     ):
         Pipeline.from_config(config)
 

@@ -18,7 +18,14 @@ from stages.remote.supervisor import Connection, WorkerSupervisor
 from tests.support.examples import examples
 from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.remote_stages import one_stage, remote_stage
-from tests.support.speech_pipeline import PROMPTS, drain, speech_stages, told, until, whole
+from tests.support.speech_pipeline import (
+    PROMPTS,
+    drain,
+    speech_stages,
+    text_and_sound,
+    until,
+    whole,
+)
 from tests.support.worker_rig import assert_told_once, chain, holds, rig
 
 
@@ -73,7 +80,7 @@ def test_a_second_run_goes_on_where_the_first_one_ended(
         expected = whole()
         for request_id, of_request in outputs.items():
             assert of_request[-1].error is None
-            assert told(of_request[-1]) == told(expected[request_id])
+            assert text_and_sound(of_request[-1]) == text_and_sound(expected[request_id])
             assert_told_once(of_request)
 
 

@@ -25,7 +25,7 @@ from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.ray_cluster import SessionCluster
 from tests.support.same_outputs import assert_same
 from tests.support.speech_pipeline import PROMPTS as SAID
-from tests.support.speech_pipeline import told, whole
+from tests.support.speech_pipeline import text_and_sound, whole
 
 PROMPTS = ["A quick brown fox", "A quick brown dog", "A quick brown fox jumps", "Hello"]
 ROWS = {"stages.writer.final_output": ["text", "tensors"]}
@@ -34,7 +34,7 @@ Spoken = dict[str, tuple[str | None, list[float]]]
 
 @pytest.fixture(scope="module")
 def speeches() -> Spoken:
-    return {request_id: told(output) for request_id, output in whole().items()}
+    return {request_id: text_and_sound(output) for request_id, output in whole().items()}
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +150,8 @@ def spoken(omni: Omni, at_first_sound: Callable[[], object] = lambda: None) -> S
         if output.finished:
             last[output.request_id] = output
     for request_id, output in last.items():
-        assert torch.cat(heard[request_id]).tolist() == told(output)[1]
-    return {request_id: told(output) for request_id, output in last.items()}
+        assert torch.cat(heard[request_id]).tolist() == text_and_sound(output)[1]
+    return {request_id: text_and_sound(output) for request_id, output in last.items()}
 
 
 @pytest.mark.parametrize(

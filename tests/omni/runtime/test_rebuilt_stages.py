@@ -19,7 +19,14 @@ from tests.support.fake_speech import Thinker
 from tests.support.fake_stage import FakeStage
 from tests.support.line_faults import LineFault
 from tests.support.same_outputs import assert_same
-from tests.support.speech_pipeline import last_outputs, speech_stages, start, told, until, whole
+from tests.support.speech_pipeline import (
+    last_outputs,
+    speech_stages,
+    start,
+    text_and_sound,
+    until,
+    whole,
+)
 from tests.support.whole_orchestrator import WholeOrchestrator
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -184,7 +191,7 @@ def test_a_streamed_request_is_heard_of_by_the_stage_behind(turns: int) -> None:
     assert all(AGAIN in str(last[request_id].error) for request_id in failed)
     assert failed or turns == 0 or not has_any
     for request_id in set("xyz") - failed:
-        assert told(last[request_id]) == told(whole()[request_id])
+        assert text_and_sound(last[request_id]) == text_and_sound(whole()[request_id])
     for stage in (thinker, *plain[1:]):
         stage.check_integrity()
 

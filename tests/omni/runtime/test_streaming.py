@@ -33,7 +33,7 @@ from tests.support.speech_pipeline import (
     run,
     speech_stages,
     start,
-    told,
+    text_and_sound,
     until,
     whole,
 )
@@ -146,7 +146,7 @@ def test_sound_and_text_are_told_once_and_add_up() -> None:
             and (delta := output.stages["code2wav"].audio_delta) is not None
         ]
         assert len(heard) > 1
-        assert (text, torch.cat(heard).tolist()) == told(of_request[-1])
+        assert (text, torch.cat(heard).tolist()) == text_and_sound(of_request[-1])
         assert all(
             output.stages["code2wav"].audio is None
             for output in of_request[:-1]
@@ -185,13 +185,13 @@ def test_whole_tensors_are_told_only_where_somebody_needs_them(
     expected: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said = told(whole()["x"])
+    said = text_and_sound(whole()["x"])
     for drives_stages in (orchestrator_module, worker):
         monkeypatch.setattr(drives_stages, "StageWorker", Told)
     stages = speech_stages((chunk, 3), thinker={"final_output": final_output})
     heard: list[StageOutput] = []
     last = drain(start(stages, {"x": PROMPTS["x"]}, heard.append if is_heard else None))["x"][-1]
-    assert told(last) == said
+    assert text_and_sound(last) == said
     assert Told.seen["thinker"] == expected
     assert sorted(last.stages["thinker"].tensors) == (expected if len(final_output) > 1 else [])
 
@@ -226,8 +226,8 @@ def test_a_slow_stage_holds_up_the_one_before_at_the_bound() -> None:
     last = drain(start(stages))
     assert set(at_steps) == {3}, "each one that is taken is followed by another one"
     assert waiting.most == dict.fromkeys(PROMPTS, 3)
-    assert {id_: told(outputs[-1]) for id_, outputs in last.items()} == {
-        id_: told(output) for id_, output in whole().items()
+    assert {id_: text_and_sound(outputs[-1]) for id_, outputs in last.items()} == {
+        id_: text_and_sound(output) for id_, output in whole().items()
     }
 
 
@@ -259,8 +259,8 @@ def test_a_pause_is_lifted_rather_than_that_everything_stands_still() -> None:
     orchestrator.add_request(OmniRequest(prompts["y"], "y"))
     last = {id_: outputs[-1] for id_, outputs in drain(orchestrator).items()}
     assert waiting.most == {"x": 1, "y": 2}, "y went on for one chunk, which nobody had room for"
-    assert {id_: told(output) for id_, output in last.items()} == {
-        id_: told(output) for id_, output in whole(prompts).items()
+    assert {id_: text_and_sound(output) for id_, output in last.items()} == {
+        id_: text_and_sound(output) for id_, output in whole(prompts).items()
     }
 
 
@@ -282,7 +282,7 @@ def test_a_pause_is_kept_while_any_stage_has_work(monkeypatch: pytest.MonkeyPatc
         orchestrator.step()
         assert talker.live["x"].paused and len(talker.live["x"].tokens) == made
     is_slow = False
-    assert told(drain(orchestrator)["x"][-1]) == told(whole()["x"])
+    assert text_and_sound(drain(orchestrator)["x"][-1]) == text_and_sound(whole()["x"])
     assert waiting.most["x"] == 1
 
 

@@ -17,7 +17,15 @@ from stages import TransformContext, chunkable, talker_to_code2wav, thinker_to_t
 from tests.support.fake_speech import Vocoder
 from tests.support.placed import Anywhere, everywhere, over_every_transport
 from tests.support.settled_stages import assert_settled, refusal
-from tests.support.speech_pipeline import PROMPTS, drain, run, speech_stages, start, told, whole
+from tests.support.speech_pipeline import (
+    PROMPTS,
+    drain,
+    run,
+    speech_stages,
+    start,
+    text_and_sound,
+    whole,
+)
 from tests.support.whole_orchestrator import WholeOrchestrator
 
 FAIL, EXPLODE = {"fail": {"x": 3}}, {"explode": {"x": 3}}
@@ -42,7 +50,7 @@ def test_a_request_that_dies_in_one_stage_is_freed_in_all(
     assert f"stage {where!r}: {message}" in str(last["x"].error)
     assert last["x"].stages["code2wav"].finish_reason is FinishReason.ERROR
     for request_id in beside:
-        assert told(last[request_id]) == told(whole()[request_id])
+        assert text_and_sound(last[request_id]) == text_and_sound(whole()[request_id])
 
 
 @everywhere
@@ -59,7 +67,7 @@ def test_an_abort_frees_all_stages_and_leaves_the_others(turns: int) -> None:
     last = {output.request_id: output for output in outputs if output.finished}
     assert sorted(last) == ["x", "y"], "nothing follows the end"
     for request_id, theirs in whole().items():
-        assert request_id == "z" or told(last[request_id]) == told(theirs)
+        assert request_id == "z" or text_and_sound(last[request_id]) == text_and_sound(theirs)
 
 
 @everywhere
@@ -70,7 +78,7 @@ def test_a_stage_that_ends_early_lets_its_source_finish() -> None:
     last = run(stages, {"x": PROMPTS["z"]})["x"]
     expected = run(speech_stages((None, None), talker=limited), {"x": PROMPTS["z"]})["x"]
     assert last.error is None
-    assert told(last) == told(expected)
+    assert text_and_sound(last) == text_and_sound(expected)
     assert stages[0].pauses > 0
     assert len(stages[1].received["x"]) < len(PROMPTS["z"])
 
@@ -85,7 +93,7 @@ def test_a_chunk_that_the_transform_refuses_ends_the_request() -> None:
 
     last = run(speech_stages((1, 1), talker={"transform": refusing}))
     assert last["x"].error == "stage 'talker': not this one"
-    assert told(last["z"]) == told(whole()["z"])
+    assert text_and_sound(last["z"]) == text_and_sound(whole()["z"])
 
 
 @everywhere
@@ -100,7 +108,7 @@ def test_a_transform_that_never_says_it_is_the_last_chunk_does_not_hang(
 
     last = run(speech_stages(chunks, code2wav={"transform": endless}))
     assert "stage 'code2wav': it got a CodecPrompt with is_last=False" in str(last["x"].error)
-    assert told(last["z"]) == told(whole()["z"])
+    assert text_and_sound(last["z"]) == text_and_sound(whole()["z"])
 
 
 @everywhere
@@ -131,7 +139,7 @@ def test_a_stage_whose_streaming_fails_ends_the_request_alone(
     monkeypatch.setattr(stages[stage], method, broken)
     last = run(stages)
     assert last["x"].error == f"stage {stages[stage].name!r}: KeyError: 'gone'"
-    assert told(last["z"]) == told(whole()["z"])
+    assert text_and_sound(last["z"]) == text_and_sound(whole()["z"])
 
 
 @everywhere
@@ -165,7 +173,7 @@ def test_one_that_may_go_on_and_has_no_seat_does_not_keep_the_others_from_going_
     expected = run(speech_stages((None, None), **changes), prompts)
     for request_id in prompts:
         assert last[request_id].error is None
-        assert told(last[request_id]) == told(expected[request_id])
+        assert text_and_sound(last[request_id]) == text_and_sound(expected[request_id])
 
 
 @over_every_transport
@@ -238,4 +246,4 @@ def every_request_ends_once_and_nothing_is_left(data: st.DataObject) -> None:
         expected = run(speech_stages((None, None), **changes), prompts)
         for request_id in ids:
             assert last[request_id].error is None
-            assert told(last[request_id]) == told(expected[request_id])
+            assert text_and_sound(last[request_id]) == text_and_sound(expected[request_id])

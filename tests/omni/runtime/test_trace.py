@@ -31,7 +31,7 @@ from tests.support.fake_speech import FakeSpeechStage
 from tests.support.fake_stage import FakeStage
 from tests.support.import_graph import ROOT
 from tests.support.remote_stages import one_stage, remote_stage
-from tests.support.speech_pipeline import PROMPTS, drain, run, speech_stages, told, until
+from tests.support.speech_pipeline import PROMPTS, drain, run, speech_stages, text_and_sound, until
 from tests.support.thread_workers import ThreadWorkers
 from tests.support.trace_file import check_trace, names_of, read_prefix, read_trace
 from tests.support.whole_orchestrator import WholeOrchestrator
@@ -54,8 +54,8 @@ def test_a_trace_changes_nothing_that_comes_out(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     plain = run(speech_stages(**SLOW_VOCODER))
     watched = traced(file, speech_stages(**SLOW_VOCODER))
-    assert {each: told(plain[each]) for each in plain} == {
-        each: told(watched[each]) for each in watched
+    assert {each: text_and_sound(plain[each]) for each in plain} == {
+        each: text_and_sound(watched[each]) for each in watched
     }
     read_trace(file)
     assert not list(tmp_path.glob("*.partial*")), "it was moved, not copied"

@@ -303,3 +303,9 @@ def test_mllama_image_token_has_an_embedding_and_no_logit(seeded: Callable[[str]
     assert config.image_token_index == config.text_config.vocab_size
     processor = AutoImageProcessor.from_pretrained(folder)
     assert processor.max_image_tiles == config.vision_config.max_num_tiles
+
+
+def test_the_older_name_of_the_module_still_works() -> None:
+    from omni.seeded_checkpoints import resolve_model as older
+
+    assert older is resolve_model
