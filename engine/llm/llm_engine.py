@@ -420,8 +420,8 @@ class LLMEngine(Engine[RequestOutput]):
         if model.placeholders:
             row = torch.empty(model.hidden_size, dtype=choices.computed_dtype, device="meta")
             self._encoder_cache_manager = EncoderCacheManager(manager, memory, row)
-        pages = manager, memory, choices.attention
-        self._offloaded = build_offloaded_blocks(config, choices.checkpoint, *pages)
+        where = manager, memory, choices.attention
+        self._offloaded = build_offloaded_blocks(config, choices.checkpoint, *where)
         self._scheduler = Scheduler(
             manager,
             block_size=config.block_size,
