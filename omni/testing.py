@@ -8,8 +8,7 @@ from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.requests.request import Requests
 from omni.runtime.omni import Omni
-from omni.verification.comparison import VerifyReport
-from omni.verification.verify import verify
+from omni.verification.verify import VerifyReport, verify
 
 
 def assert_cached_equals_uncached(

@@ -16,8 +16,7 @@ import stage_configs
 from engine import ChatPrompt, Waveform
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.omni import Omni
-from omni.verification.comparison import VerifyReport
-from omni.verification.verify import verify
+from omni.verification.verify import VerifyReport, verify
 
 NEXT = (
     'run spoken_sums --chat "seventeen plus five" --speaker Ben --output-dir spoken',

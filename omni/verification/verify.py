@@ -1,32 +1,538 @@
-"""Runs requests with and without caches, and compares everything that comes out."""
+"""Runs requests with and without caches, compares everything that comes out, and reports it."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
+from engine import SamplingParams
+from engine.interface.outputs import ROW_KEYS
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniRequest, Requests, as_requests
 from omni.runtime.omni import Omni
 from omni.runtime.orchestrator import Orchestrator
-from omni.verification.comparison import (
-    REFERENCE,
-    WAVEFORM,
-    Difference,
-    NearTie,
-    Run,
-    Spread,
-    StageVerification,
-    TensorVerification,
-    Tolerance,
-    VerifyReport,
-    compare_outputs,
-)
 from stages import StageOutput, StageStats
+
+Run = Literal["regrouped", "cold", "warm"]
+"""Runs that are compared with the uncached one: ``regrouped`` is uncached, with other batch mates;
+``cold`` starts with empty caches and fills them; ``warm`` repeats the requests and hits."""
+
+REFERENCE: Mapping[Run, str] = {
+    "regrouped": "batched together",
+    "cold": "without caching",
+    "warm": "without caching",
+}
+"""Names of the uncached run in messages about each."""
+
+Kind = Literal["tokens", "finish_reason", "logprobs", "tensor", "error"]
+"""Kinds of differences."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that another run put out and the uncached run did not.
+
+    Attributes:
+        stage: of which stage; None for what concerns the whole request.
+    """
+
+    request_id: str
+    stage: str | None
+    run: Run
+    kind: Kind
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class NearTie:
+    """A place where two tokens were equally likely but for rounding, and the runs chose apart.
+
+    Attributes:
+        token_ids: the uncached and the other run's choice.
+        gap: difference of their log-probabilities in the uncached run.
+    """
+
+    request_id: str
+    stage: str
+    run: Run
+    position: int
+    token_ids: tuple[int, int]
+    gap: float
+
+
+@dataclass(frozen=True, slots=True)
+class TensorVerification:
+    """One tensor of a stage over all requests.
+
+    Differences are shares of the largest element of their row, or of 1 if that is larger.
+
+    Attributes:
+        max_difference: the largest between a cached and an uncached element.
+        noise: the largest between uncached runs with other batch mates; None if not measured.
+    """
+
+    name: str
+    max_difference: float
+    tolerance: float
+    noise: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StageVerification:
+    """One stage over all requests.
+
+    Attributes:
+        prompt_tokens: tokens of its inputs in one run.
+        cold_hit_tokens: of these, what the cache saved in the cold run.
+        warm_hit_tokens: the same in the warm run.
+        encoder_hits: encodings of images, sounds and the like that the cached runs found there.
+        uncached_s, cold_s, warm_s: seconds that it worked in each run.
+        has_cache: whether it keeps anything that a later request could hit.
+        is_cached: whether its settings let it: what they turn off was not tested.
+    """
+
+    stage: str
+    prompt_tokens: int
+    cold_hit_tokens: int
+    warm_hit_tokens: int
+    tensors: tuple[TensorVerification, ...]
+    uncached_s: float
+    cold_s: float
+    warm_s: float
+    has_cache: bool = True
+    encoder_hits: int = 0
+    is_cached: bool = True
+
+    @property
+    def has_hits(self) -> bool:
+        """True if anything that it had cached was used, so that a comparison says something."""
+        return bool(self.cold_hit_tokens or self.warm_hit_tokens or self.encoder_hits)
+
+    @property
+    def saved_s(self) -> float:
+        """Seconds that a warm cache saved; negative if it cost some, 0 where there is none."""
+        return self.uncached_s - self.warm_s if self.has_cache and self.is_cached else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """The whole comparison.
+
+    Attributes:
+        stages: in topological order.
+        near_ties: token differences that rounding explains; not counted as differences.
+        failures: ``(request_id, error)`` of requests that failed in the uncached run. Failing
+            the same way with caches is no difference.
+    """
+
+    num_requests: int
+    stages: tuple[StageVerification, ...]
+    differences: tuple[Difference, ...]
+    near_ties: tuple[NearTie, ...]
+    failures: tuple[tuple[str, str], ...]
+
+    @property
+    def equal(self) -> bool:
+        """True if nothing differed: not with the caches on, and not with other batch mates."""
+        return not self.differences
+
+    @property
+    def has_hits(self) -> bool:
+        """True if any stage used what it had cached. Without a hit nothing was proven."""
+        return any(stage.has_hits for stage in self.stages)
+
+    def lines(self) -> list[str]:
+        """The report for people."""
+        return [
+            *self._verdict(),
+            *(line for stage in self.stages for line in _stage_lines(stage)),
+            *(
+                f"difference: request {each.request_id!r}"
+                f"{'' if each.stage is None else f', stage {each.stage!r}'}, "
+                f"{_where(each.run)}: {each.message}"
+                for each in self.differences
+            ),
+            *(
+                f"near tie: request {tie.request_id!r}, stage {tie.stage!r}, {_where(tie.run)}: "
+                f"generated token {tie.position} is {tie.token_ids[0]} or {tie.token_ids[1]}, "
+                f"whose log-probabilities are {tie.gap:.1e} apart; not compared from there on"
+                for tie in self.near_ties
+            ),
+            *(
+                f"failed without caching, not compared: request {request_id!r}: {error}"
+                for request_id, error in self.failures
+            ),
+        ]
+
+    def _verdict(self) -> list[str]:
+        regrouped = sum(each.run == "regrouped" for each in self.differences)
+        cached = len(self.differences) - regrouped
+        compared = self.num_requests - len(self.failures)
+        lines = [
+            f"cached DIFFERS from uncached in {cached} places"
+            if cached
+            else f"cached equals uncached: {compared} of {self.num_requests} requests compared"
+        ]
+        if self.equal and not self.has_hits:
+            lines.insert(0, self._why_nothing())
+        if regrouped:
+            lines.append(
+                f"outputs DEPEND ON BATCH MATES, without any caching, in {regrouped} places"
+            )
+        return lines
+
+    def _why_nothing(self) -> str:
+        if not any(stage.has_cache and stage.is_cached for stage in self.stages):
+            return "NOTHING WAS PROVEN: no stage has a cache that its settings turn on"
+        return (
+            "NOTHING WAS PROVEN: no request used anything that was cached, and all runs did the "
+            "same work. Whole blocks of block_size tokens are cached: give longer prompts, which "
+            "hit when they run again"
+        )
+
+
+def _where(run: Run) -> str:
+    return "uncached with other batch mates" if run == "regrouped" else f"{run} cache"
+
+
+def _stage_lines(stage: StageVerification) -> list[str]:
+    if not stage.has_cache:  # what its runs took less or more is noise
+        hits, saved = "no cache of its own: computed again in every run", ""
+    elif not stage.is_cached:
+        hits, saved = "caching is off in its settings: its cache was not tested", ""
+    else:
+        hits = f"hits {stage.cold_hit_tokens} cold and {stage.warm_hit_tokens} warm"
+        if stage.encoder_hits:
+            hits += f", {stage.encoder_hits} encodings found"
+        if not stage.has_hits:
+            hits += ": nothing was proven of this stage"
+        # Runs of equal work differ, too: a negative difference says no more than that.
+        saved = f", {stage.saved_s:.3f} saved" if stage.saved_s > 0 else ", nothing saved"
+    return [
+        f"stage {stage.stage!r}: {stage.prompt_tokens} input tokens, {hits}",
+        f"  seconds: {stage.uncached_s:.3f} uncached, {stage.cold_s:.3f} cold, "
+        f"{stage.warm_s:.3f} warm{saved}",
+        *(
+            f"  {tensor.name}: largest difference {tensor.max_difference:.1e}, allowed "
+            f"{tensor.tolerance:.1e}"
+            f"{'' if tensor.noise is None else f', noise {tensor.noise:.1e}'}"
+            for tensor in stage.tensors
+        ),
+    ]
+
+
+WAVEFORM = "waveform"
+"""Name of a stage's sound among the tensors that are compared."""
+
+# Noise is measured on a few requests; others have other rows, and their worst may be worse.
+_SAFETY = 4.0
+
+
+class _Limits(NamedTuple):
+    """Limits of rounding in one element type.
+
+    Attributes:
+        tensor: is allowed in tensors whatever was measured.
+        tensor_noise: the most that is put down to rounding.
+        tie: is allowed between log-probabilities whatever was measured.
+        tie_noise: the most of that that is put down to rounding.
+    """
+
+    tensor: float
+    tensor_noise: float
+    tie: float
+    tie_noise: float
+
+
+# Sums over other batch shapes round differently: a few units in the last place of a type's 53, 24,
+# 11 or 8 significant bits. A deep model amplifies that, by more than is known beforehand.
+_LIMITS = {
+    torch.float64: _Limits(1e-5, 1e-5, 1e-4, 1e-4),
+    torch.float32: _Limits(1e-5, 1e-3, 1e-4, 1e-2),
+    torch.float16: _Limits(1e-2, 5e-2, 2e-2, 1e-1),
+    torch.bfloat16: _Limits(5e-2, 1e-1, 1e-1, 5e-1),
+}
+_EXACT = _Limits(0.0, 0.0, 0.0, 0.0)
+
+# A sample of a WAV file comes in steps of this: what is nearer is the same sound. Of hundreds of
+# answers in one batch, a few were apart by more than 1e-5 where the measured noise was nought.
+_SAMPLE_STEP = 2.0**-15
+
+
+@dataclass(slots=True)
+class Spread:
+    """The largest differences between outputs of one stage.
+
+    Attributes:
+        tensors: per tensor, the largest difference between elements, as a share of the largest
+            element of their row (or of 1, in a row of smaller ones).
+        logprobs: the largest difference between log-probabilities of generated tokens.
+    """
+
+    tensors: dict[str, float] = field(default_factory=dict)
+    logprobs: float = 0.0
+
+    def include(self, other: Spread) -> None:
+        """Widen this one to cover the other."""
+        for name, apart in other.tensors.items():
+            self.tensors[name] = max(self.tensors.get(name, 0.0), apart)
+        self.logprobs = max(self.logprobs, other.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The largest differences that outputs of one stage may have and still be equal.
+
+    No constant is right for all models: what rounding does grows with depth and width. So four
+    times the *noise* is allowed, which is what batching alone changes in uncached runs, within
+    limits of the element type: at least 1e-5 in float32 (1e-2 in float16, 5e-2 in bfloat16), and
+    no more than noise of 1e-3 (5e-2, 1e-1) is believed. A waveform may always differ by one step of
+    16-bit samples, 2 ** -15. Integers must be equal.
+
+    Attributes:
+        atol: replaces all of this for tensors.
+        exact: every bit must be equal, of log-probabilities too, and no tie excuses anything.
+        noise: what was measured; empty if nothing was.
+        measuring: this is for the run that measures the noise: what is believed is allowed.
+    """
+
+    atol: float | None = None
+    exact: bool = False
+    noise: Spread = field(default_factory=Spread)
+    measuring: bool = False
+
+    def tensor(self, name: str, dtype: torch.dtype) -> float:
+        """The largest difference, as a share of a row's largest element, or of 1 if larger."""
+        if self.exact:
+            return 0.0
+        if self.atol is not None:
+            return self.atol
+        limits = _LIMITS.get(dtype, _EXACT)
+        least = max(limits.tensor, _SAMPLE_STEP) if name == WAVEFORM else limits.tensor
+        return self._allowed(self.noise.tensors.get(name, 0.0), least, limits.tensor_noise)
+
+    def tie(self, dtype: torch.dtype | None) -> float:
+        """The gap of log-probabilities below which rounding may decide between two tokens."""
+        limits = _LIMITS.get(dtype or torch.float32, _EXACT)
+        return self._allowed(self.noise.logprobs, limits.tie, limits.tie_noise)
+
+    def _allowed(self, noise: float, least: float, most_noise: float) -> float:
+        return most_noise if self.measuring else max(least, _SAFETY * min(noise, most_noise))
+
+
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_SWAYING = ("min_tokens", *_PENALTIES, "suppress_token_ids", "logit_bias", "n")
+
+
+def compare_outputs(
+    uncached: StageOutput,
+    other: StageOutput,
+    run: Run,
+    *,
+    sampling: SamplingParams | None,
+    dtype: torch.dtype | None,
+    tolerance: Tolerance,
+) -> Comparison:
+    """Compare a request's outputs of one stage."""
+    found = Comparison(uncached, other, run, tolerance)
+    position = _first_difference(uncached.token_ids, other.token_ids)
+    found.logprobs(position)
+    if position is not None and not tolerance.exact:
+        gap = tolerance.tie(dtype)
+        found.near_tie = _near_tie(uncached, other, run, position, sampling, gap)
+        if found.near_tie is not None:
+            # Rows of the tokens before the tie had the same input in both runs.
+            found.tensors(uncached.num_prompt_tokens + position)
+            return found
+    found.tokens(position)
+    found.finish()
+    found.tensors(None)
+    found.audio()
+    return found
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Compares one aspect of two outputs after the other, and keeps what it found.
+
+    Attributes:
+        differences: what is not equal.
+        near_tie: where the tokens part by rounding alone, or None.
+        spread: how far apart what is no difference was, and what is one.
+    """
+
+    uncached: StageOutput
+    other: StageOutput
+    run: Run
+    tolerance: Tolerance
+    differences: list[Difference] = field(default_factory=list)
+    near_tie: NearTie | None = None
+    spread: Spread = field(default_factory=Spread)
+
+    def tokens(self, position: int | None) -> None:
+        """Generated ids, of all completions."""
+        exact = self.tolerance.exact
+        if position is not None:
+            ours, theirs = (_at(each.token_ids, position) for each in (self.uncached, self.other))
+            self._unequal("tokens", f"generated token {position} is", ours, theirs)
+        elif _further(self.uncached, exact) != _further(self.other, exact):
+            self._differ("tokens", "further completions (n > 1) are not the same")
+        elif self.uncached.text != self.other.text:
+            self._unequal("tokens", "text is", repr(self.uncached.text), repr(self.other.text))
+
+    def finish(self) -> None:
+        """Compare finish reasons."""
+        ours, theirs = self.uncached.finish_reason, self.other.finish_reason
+        if ours != theirs:
+            self._unequal("finish_reason", "finish reason is", ours, theirs)
+
+    def logprobs(self, position: int | None) -> None:
+        """Measure those of the tokens before the one at which the runs part; or compare bits."""
+        pairs = zip(self.uncached.logprobs or (), self.other.logprobs or (), strict=False)
+        for index, (ours, theirs) in enumerate(itertools.islice(pairs, position)):
+            apart = abs(ours.logprob - theirs.logprob)
+            self.spread.logprobs = max(self.spread.logprobs, apart)
+            if self.tolerance.exact and ours != theirs:
+                what = f"log-probabilities of generated token {index} are"
+                self._unequal("logprobs", what, ours, theirs)
+                break
+
+    def tensors(self, rows: int | None) -> None:
+        """Names, shapes and elements; of the leading ``rows`` only if given."""
+        for name in sorted(self.uncached.tensors.keys() ^ self.other.tensors.keys()):
+            where = (
+                REFERENCE[self.run] if name in self.uncached.tensors else f"in the {self.run} run"
+            )
+            self._differ("tensor", f"tensor {name!r} is there only {where}")
+        # Keys are others after every reset: they name rows, and are none.
+        for name in sorted((self.uncached.tensors.keys() & self.other.tensors.keys()) - {ROW_KEYS}):
+            ours, theirs = self.uncached.tensors[name], self.other.tensors[name]
+            if rows is None:
+                self._tensor(name, ours, theirs)
+            elif min(len(ours), len(theirs)) >= rows:
+                self._tensor(name, ours[:rows], theirs[:rows])
+
+    def audio(self) -> None:
+        """The whole waveform, as a tensor of that name."""
+        ours, theirs = self.uncached.audio, self.other.audio
+        if ours is not None and theirs is not None:
+            if ours.sampling_rate != theirs.sampling_rate:
+                self._differ(
+                    "tensor",
+                    f"{WAVEFORM} has {theirs.sampling_rate} samples per second, "
+                    f"{REFERENCE[self.run]} {ours.sampling_rate}",
+                )
+            self._tensor(WAVEFORM, ours.samples, theirs.samples)
+        elif ours is not theirs:
+            where = REFERENCE[self.run] if theirs is None else f"in the {self.run} run"
+            self._differ("tensor", f"a {WAVEFORM} is there only {where}")
+
+    def _tensor(self, name: str, ours: Tensor, theirs: Tensor) -> None:
+        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+            kinds = (f"{tuple(each.shape)} {each.dtype}" for each in (ours, theirs))
+            self._unequal("tensor", f"tensor {name!r} is", *kinds)
+            return
+        if ours.numel() == 0:
+            return
+        apart, scale = _distance(ours, theirs)
+        allowed = self.tolerance.tensor(name, ours.dtype)
+        shares = apart / scale
+        self.spread.include(Spread({name: float(shares.max())}))
+        differs = shares > allowed
+        if self.tolerance.exact:
+            differs = (_bits(ours) != _bits(theirs)).reshape(len(shares), -1).any(dim=1)
+        if wrong := int(differs.sum()):
+            worst = int((shares * differs).argmax())
+            part = "row" if ours.dim() > 1 else "element"
+            self._differ(
+                "tensor",
+                f"tensor {name!r} differs in {wrong} of {len(ours)} {part}s, most in {part} "
+                f"{worst}: "
+                f"by {float(apart[worst]):.3g}, allowed are {allowed * float(scale[worst]):.3g}",
+            )
+
+    def _unequal(self, kind: Kind, what: str, ours: object, theirs: object) -> None:
+        self._differ(kind, f"{what} {theirs}, {REFERENCE[self.run]} {ours}")
+
+    def _differ(self, kind: Kind, message: str) -> None:
+        self.differences.append(
+            Difference(self.uncached.request_id, self.uncached.stage, self.run, kind, message)
+        )
+
+
+def _further(output: StageOutput, exact: bool) -> list[tuple[object, ...]]:
+    """All completions but the first; without log-probabilities, which are rounded, if not exact."""
+    return [tuple(each) if exact else each[:3] for each in output.completions[1:]]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Its bytes, ``(elements * element size,)``: zeros have signs, and there are many NaNs."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest differences of elements, and what rounding is relative to; both ``(rows,)``.
+
+    The latter is each row's largest element, since floating point has relative precision, and a
+    row's elements were summed from terms of that size; but no less than 1.
+    """
+    ours, theirs = (each.double().reshape(each.shape[0], -1) for each in (ours, theirs))
+    apart = (ours - theirs).abs()
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    apart = torch.where(same, 0.0, apart).nan_to_num(nan=torch.inf)
+    scale = ours.abs().nan_to_num(nan=0.0, posinf=0.0).amax(dim=1)
+    return apart.amax(dim=1), scale.clamp(min=1.0)
+
+
+def _first_difference(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int | None:
+    pairs = enumerate(itertools.zip_longest(ours, theirs))
+    return next((position for position, (left, right) in pairs if left != right), None)
+
+
+def _at(token_ids: tuple[int, ...], position: int) -> str:
+    return str(token_ids[position]) if position < len(token_ids) else "not there"
+
+
+def _near_tie(
+    uncached: StageOutput,
+    other: StageOutput,
+    run: Run,
+    position: int,
+    sampling: SamplingParams | None,
+    widest: float,
+) -> NearTie | None:
+    """The tie that explains why the tokens part, if the uncached run's own numbers show one.
+
+    Only plain greedy choices can be explained: with penalties or draws, log-probabilities are not
+    what the choice was made by.
+    """
+    if sampling is None or not _is_plain_greedy(sampling) or uncached.logprobs is None:
+        return None
+    if position >= min(len(uncached.token_ids), len(other.token_ids)):
+        return None
+    choices = uncached.token_ids[position], other.token_ids[position]
+    top = dict(uncached.logprobs[position].top)
+    if not all(token in top for token in choices):
+        return None
+    gap = abs(top[choices[0]] - top[choices[1]])
+    if gap >= widest:
+        return None
+    return NearTie(uncached.request_id, uncached.stage, run, position, choices, gap)
+
+
+def _is_plain_greedy(sampling: SamplingParams) -> bool:
+    neutral = SamplingParams()
+    return sampling.is_greedy and all(
+        getattr(sampling, name) == getattr(neutral, name) for name in _SWAYING
+    )
+
 
 # Requests that are run once more to measure noise: each costs an uncached run of its own.
 _NUM_REGROUPED = 4

@@ -11,7 +11,7 @@ import pytest
 from engine import EngineConfig, SamplingParams, TokensPrompt
 from omni import AutoregressiveStage, Omni, OmniRequest, Pipeline, PipelineConfig, verify
 from omni.testing import assert_cached_equals_uncached
-from omni.verification.comparison import Difference
+from omni.verification.verify import Difference
 from tests.support.fake_stage import FakeStage
 
 PROMPTS = [OmniRequest(TokensPrompt((*range(20, 40), last))) for last in (7, 8)]

@@ -10,7 +10,7 @@ import pytest
 import soundfile
 
 from omni.commands.demo import NEXT, summed_up
-from omni.verification.comparison import StageVerification, VerifyReport
+from omni.verification.verify import StageVerification, VerifyReport
 from tests.support.command_line import omni
 from tests.support.pages import commands
 

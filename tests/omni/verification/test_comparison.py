@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine import FinishReason, SamplingParams, TokenLogprobs, Waveform
-from omni.verification.comparison import Comparison, Spread, Tolerance, compare_outputs
+from omni.verification.verify import Comparison, Spread, Tolerance, compare_outputs
 from stages import Completion, StageOutput
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)

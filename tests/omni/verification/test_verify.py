@@ -30,15 +30,14 @@ from omni import (
     StageInputs,
 )
 from omni.seeded.language_models import build_causal_lm
-from omni.verification import comparison as tolerance
 from omni.verification import verify as verify_module
-from omni.verification.comparison import (
+from omni.verification.verify import (
     StageVerification,
     Tolerance,
     VerifyReport,
     compare_outputs,
+    verify,
 )
-from omni.verification.verify import verify
 from prefix_cache import BlockHash, KVCacheBlock, extend_block_hashes
 from stages import StageOutput, StageStats
 from tests.support.fake_stage import FakeStage
@@ -304,7 +303,7 @@ def test_what_cannot_be_verified_is_a_clear_error(
 
 def test_a_stage_behind_a_near_tie_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both runs are right, so the stages behind it have different inputs, and rightly so."""
-    from omni.verification.comparison import Comparison, NearTie, Tolerance
+    from omni.verification.verify import Comparison, NearTie, Tolerance
 
     compared: list[str] = []
 
@@ -560,8 +559,8 @@ def test_a_deep_model_verifies_equal_by_measured_noise_alone(
     ]
     shared = tuple(range(100, 260))
     requests = [OmniRequest(TokensPrompt((*shared, *range(n, 2 * n)))) for n in (5, 9, 14, 30)]
-    limits = tolerance._LIMITS[torch.float32]._replace(tensor=0.0)
-    monkeypatch.setitem(tolerance._LIMITS, torch.float32, limits)
+    limits = verify_module._LIMITS[torch.float32]._replace(tensor=0.0)
+    monkeypatch.setitem(verify_module._LIMITS, torch.float32, limits)
     with Omni(Pipeline(stages)) as omni:
         report = verify(omni, requests)
     assert report.equal, report.lines()
