@@ -99,11 +99,11 @@ def explain(options: ExplainOptions) -> bool:
     from omni.commands.explanation import (
         describe_config,
         describe_memory,
+        describe_needs,
         describe_serving,
         draw_graph,
         draw_placement,
     )
-    from omni.commands.memory_needs import describe_needs
 
     pipeline = _load(options.config, options, options.overrides)
     typer.echo(

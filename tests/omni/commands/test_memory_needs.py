@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from omni.commands.memory_needs import describe_needs, estimate_stage
+from omni.commands.explanation import describe_needs, estimate_stage
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
 from tests.support.gguf_files import write_gguf
@@ -106,7 +106,7 @@ def test_a_pipeline_fits_in_the_formats_that_are_small_enough(
         for form in FORMATS
     ]
     for free in sorted(least):
-        monkeypatch.setattr("omni.commands.memory_needs.free_bytes", lambda device, n=free: n)
+        monkeypatch.setattr("omni.commands.explanation.free_bytes", lambda device, n=free: n)
         verdicts = re.findall(r"^  together .*  (fits|does not fit)$", describe_needs(config), re.M)
         assert verdicts == ["fits" if each <= free else "does not fit" for each in least]
 
