@@ -16,14 +16,15 @@ from importlib.metadata import version
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route, Router, WebSocketRoute
+from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
 
 from engine import AudioTask
-from omni.server.openai.chat import Chat
+from omni.server.openai.chat import Chat, Completions
 from omni.server.openai.chat_request import ChatRequest, CompletionRequest
-from omni.server.openai.completions import Completions
 from omni.server.openai.embeddings import Embeddings, EmbeddingsRequest
 from omni.server.openai.realtime import talk
 from omni.server.openai.responses import (
@@ -39,7 +40,6 @@ from omni.server.openai.transcription import (
     TranscriptionRequest,
     read_transcription,
 )
-from omni.server.openapi import FORM, BodyRoute, describe_routes, type_of
 from omni.server.pipeline_route import PipelineRequest, list_recent, run_pipeline
 from omni.server.serving.guard import Guard
 from omni.server.serving.pipeline_server import PipelineServer, PipelineState, ServedPipeline
@@ -257,3 +257,72 @@ def _figures_of(pipeline: ServedPipeline) -> dict[str, Any]:
             for name, stage in pipeline.config.stages.items()
         ],
     }
+
+
+FORM, _JSON = "multipart/form-data", "application/json"
+_SCHEMAS = "#/components/schemas/"
+_MODE: JsonSchemaMode = "validation"
+_ERROR = {"description": "an error in OpenAI's format, whose `param` names the wrong field"}
+
+
+class BodyRoute(Route):
+    """A POST whose body is checked against a model; a form has a file beside its fields."""
+
+    def __init__(
+        self, path: str, endpoint: Callable[..., Any], body: type[BaseModel], kind: str = _JSON
+    ) -> None:
+        super().__init__(path, endpoint, methods=["POST"])
+        self.body, self.kind = body, kind
+
+
+def describe_routes(routes: Sequence[BaseRoute]) -> dict[str, Any]:
+    """Describe all routes in OpenAPI 3.1; a WebSocket as the GET that it begins with."""
+    posted = [each for each in routes if isinstance(each, BodyRoute)]
+    models = list(dict.fromkeys((each.body, _MODE) for each in posted))
+    references, defined = models_json_schema(models, ref_template=_SCHEMAS + "{model}")
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        assert isinstance(route, Route | WebSocketRoute)
+        methods = sorted(getattr(route, "methods", {"GET"}) - {"HEAD"})
+        described = (route.body if isinstance(route, BodyRoute) else route.endpoint).__doc__ or ""
+        operation: dict[str, Any] = {
+            "summary": _plain(described.partition("\n")[0]),
+            "responses": {"200": {"description": "the answer"}, "default": _ERROR},
+        }
+        if names := list(route.param_convertors):
+            place = {"in": "path", "required": True, "schema": {"type": "string"}}
+            operation["parameters"] = [{"name": name, **place} for name in names]
+        if isinstance(route, BodyRoute):
+            if route.kind == FORM:
+                fields = defined["$defs"][route.body.__name__]
+                fields["properties"]["file"] = {"type": "string", "format": "binary"}
+                fields["required"] = sorted({"file", *fields["required"]})
+            content = {route.kind: {"schema": references[route.body, _MODE]}}
+            operation["requestBody"] = {"required": True, "content": content}
+        for method in methods:
+            paths.setdefault(route.path, {})[method.lower()] = operation
+    for schema in defined["$defs"].values():
+        schema["description"] = _plain(schema.get("description", ""))
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "omni serve", "version": version("omni-pipeline")},
+        "paths": paths,
+        "components": {"schemas": defined["$defs"]},
+    }
+
+
+def _plain(docstring: str) -> str:
+    return re.sub(r"(:\w+:)?`+~?([^`]*)`+", r"`\2`", docstring)
+
+
+def type_of(schema: Any) -> str:
+    """Name the type of a field in a few words, for people."""
+    if "$ref" in schema:
+        return str(schema["$ref"]).removeprefix(_SCHEMAS)
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            return " | ".join(dict.fromkeys(map(type_of, schema[key])))
+    if "enum" in schema or "const" in schema:
+        return " | ".join(map(repr, schema.get("enum", [schema.get("const")])))
+    inner = schema.get("items")
+    return f"list of {type_of(inner)}" if inner else str(schema.get("type", "any"))
