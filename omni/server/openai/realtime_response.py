@@ -22,8 +22,7 @@ from omni.server.openai.realtime_conversation import (
 )
 from omni.server.openai.realtime_events import AudioFormat, OneResponse, ResponseOptions
 from omni.server.openai.realtime_sound import Sound, telephone_code
-from omni.server.openai.speech import check_voice, speaking_stage
-from omni.server.openai.spoken_file import SpokenPieces
+from omni.server.openai.speech import SpokenPieces, check_voice, speaking_stage
 from omni.server.openai.tools import ToolCall
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client

@@ -12,7 +12,7 @@ import soundfile
 import torch
 
 from engine import Waveform
-from omni.server.openai.spoken_file import SpokenFile, SpokenPieces
+from omni.server.openai.speech import SpokenFile, SpokenPieces
 
 PITCH = 330.0
 
