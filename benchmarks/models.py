@@ -11,7 +11,7 @@ from typing import Any
 from omni.seeded.checkpoints import seeded_folder
 from omni.seeded.language_models import build_bart, build_causal_lm, rope
 from omni.seeded.omni import build_qwen2_5_omni, build_qwen3_omni
-from omni.seeded.pocket_tts import build_pocket_tts
+from omni.seeded.speech import build_pocket_tts
 
 _QWEN2: Mapping[str, Any] = {
     "hidden_size": 768,

@@ -102,10 +102,10 @@ SEEDED_MODELS: dict[str, SeededModel] = {
     "qwen3_vl": SeededModel("language_models:build_qwen3_vl", {"model_type": "qwen3_vl"}),
     "qwen2_5_omni": SeededModel("omni:build_qwen2_5_omni", {"model_type": "qwen2_5_omni"}),
     "qwen3_omni": SeededModel("omni:build_qwen3_omni", {"model_type": "qwen3_omni_moe"}),
-    "csm": SeededModel("csm:build_csm", {"model_type": "csm"}),
-    "pocket_tts": SeededModel("pocket_tts:build_pocket_tts", {"model_type": "pocket_tts"}),
+    "csm": SeededModel("speech:build_csm", {"model_type": "csm"}),
+    "pocket_tts": SeededModel("speech:build_pocket_tts", {"model_type": "pocket_tts"}),
     "pocket_tts_codec": SeededModel(
-        "pocket_tts:build_pocket_codec",
+        "speech:build_pocket_codec",
         {
             "model_type": "pocket_tts_audio_tokenizer",
             "architectures": ["PocketTTSAudioTokenizerModel"],

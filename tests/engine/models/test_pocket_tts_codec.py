@@ -18,7 +18,7 @@ from engine.interface.config import GenerationParams
 from engine.models.base import CodeChunk
 from engine.models.pocket_tts.codec import PocketCodec, bits_of, latents_of, load_half
 from omni.seeded.checkpoints import resolve_model
-from omni.seeded.pocket_tts import build_pocket_codec
+from omni.seeded.speech import build_pocket_codec
 
 PARAMS = GenerationParams()
 CPU = torch.device("cpu")

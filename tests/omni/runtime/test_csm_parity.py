@@ -25,7 +25,7 @@ from engine import (
 from engine.interface.config import GenerationParams, GeneratorConfig, StreamWindow
 from omni import Omni, OmniRequest, SamplingParams
 from omni.seeded.checkpoints import resolve_model
-from omni.seeded.csm import build_csm
+from omni.seeded.speech import build_csm
 from tests.support import frame_parity
 from tests.support.frame_parity import SETTINGS, asked, check_speech, drawn, samples_of, sound
 

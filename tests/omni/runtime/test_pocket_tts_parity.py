@@ -29,7 +29,7 @@ from engine import (
 )
 from omni import Omni, OmniRequest, SamplingParams
 from omni.seeded.checkpoints import resolve_model
-from omni.seeded.pocket_tts import build_pocket_codec, build_pocket_tts
+from omni.seeded.speech import build_pocket_codec, build_pocket_tts
 from tests.support.frame_parity import (
     SETTINGS,
     asked,
