@@ -91,7 +91,7 @@ def serve_pipelines(configs: Sequence[PipelineConfig], options: ServeOptions) ->
             f"omni serve needs packages that are not installed ({error.name}): "
             "pip install -e '.[serve]' in a checkout of omni-pipeline"
         ) from error
-    from omni.pipelines.runtime_checks import check_runtime
+    from omni.pipelines.pipeline_config import check_runtime
     from omni.server.serving.pipeline_server import PipelineServer
 
     for config in configs:

@@ -92,7 +92,11 @@ def check_graph(
         if isinstance(transform, str) and is_custom(transform) and not run_custom:
             needs = None
         else:
-            transforms[name] = _resolved(name, stage.inputs)
+            try:
+                transforms[name] = resolve_transform(transform)
+            except ValueError as error:
+                place = ("stages", name, "inputs", "transform")
+                raise GraphError(place, str(error)) from error
             needs = requirements_of(transforms[name])
         if stage.inputs.chunk_size is not None:
             _check_streamed_edge(name, stages, stage.inputs, needs)
@@ -148,13 +152,6 @@ def _check_every_stage_is_used(stages: Mapping[str, GraphStage]) -> None:
                 "no stage takes its output and it has no final_output; give it one, name it in "
                 "another stage's inputs, or remove it",
             )
-
-
-def _resolved(name: str, inputs: StageInputs) -> Transform:
-    try:
-        return resolve_transform(inputs.transform)
-    except ValueError as error:
-        raise GraphError(("stages", name, "inputs", "transform"), str(error)) from error
 
 
 def _check_number_of_sources(name: str, inputs: StageInputs, needs: Requirements) -> None:

@@ -1,10 +1,11 @@
-"""The settings of a pipeline's YAML file, and their defaults."""
+"""The settings of a pipeline's YAML file, and whether it can run where they say it runs."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -31,7 +32,9 @@ from omni.pipelines.runtime_config import (
 from omni.pipelines.voices import RecordedVoice, Voices
 from omni.seeded.checkpoints import SEEDED_MODELS, SEEDED_PREFIX, resolve_model
 from stages import StageConfig
+from stages.cluster.cluster_address import find_cluster
 from stages.placement import Placement
+from stages.portable import check_portable
 from stages.stage_config import parse_stage_config
 from stages.transforms.registry import is_custom, locate_transform
 
@@ -260,3 +263,65 @@ def _locate_model(reference: str, base_dir: Path | None) -> str:
         looked_in = " or ".join(dict.fromkeys(repr(str(place.absolute())) for place in candidates))
         raise ValueError(f"no such folder: {looked_in}")
     return reference
+
+
+def check_runtime(config: PipelineConfig) -> None:
+    """Check what can be known of a pipeline's runtime without starting any of it.
+
+    Raises:
+        ValueError: something will not do; says what, where, and what to do.
+    """
+    if config.runtime.kind != "inline":
+        check_portable(config.stages)
+    if config.runtime.kind == "ray":
+        if find_spec("ray") is None:
+            raise ValueError(
+                "runtime.kind: 'ray' needs a package that is not installed: pip install -e "
+                "'.[ray]' in a checkout of omni-pipeline"
+            )
+        find_cluster(config.runtime.address)
+    else:
+        check_devices(config.placements)
+
+
+def cuda_devices() -> int:
+    """The number of CUDA devices that torch sees."""
+    import torch  # only here: a pipeline that names none need not wait for it
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def check_devices(placements: Mapping[str, Placement]) -> None:
+    """Check that the CUDA devices are there which placements name.
+
+    Raises:
+        ValueError: they are not, or are fewer than replicas are to have one each.
+    """
+    wanted = {
+        name: [device for device in placement.all_devices if device and device.startswith("cuda")]
+        for name, placement in placements.items()
+    }
+    if not any(wanted.values()):
+        return
+    count = cuda_devices()
+    there = {0: "no CUDA device", 1: "one CUDA device, cuda:0"}.get(
+        count, f"{count} CUDA devices, cuda:0 to cuda:{count - 1}"
+    )
+    for name, devices in wanted.items():
+        missing = next(
+            (each for each in devices if int(each.partition(":")[2] or 0) >= count), None
+        )
+        if missing is None:
+            continue
+        placement = placements[name]
+        if placement.devices is None and placement.device == "cuda" and placement.replicas > 1:
+            raise ValueError(
+                f"stage {name!r}: placement: {placement.replicas} replicas on device 'cuda' take a "
+                f"device each, but torch sees {there}; take fewer replicas, or name the devices "
+                "that several share: devices: [cuda:0, cuda:0]"
+            )
+        key = "device" if placement.devices is None else "devices"
+        raise ValueError(
+            f"stage {name!r}: placement.{key}: {missing!r} was asked for, but torch sees {there}"
+            + ("; take 'cpu', or leave it out" if count == 0 else "")
+        )

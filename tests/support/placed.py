@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.runtime_config import RuntimeConfig
-from omni.runtime.placed_pipeline import place_pipeline
+from omni.runtime.omni import place_pipeline
 from tests.support.examples import examples
 
 PLACES = ("inline", "processes")

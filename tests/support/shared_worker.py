@@ -9,7 +9,7 @@ from unittest.mock import patch
 from omni import Omni
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.runtime import placed_pipeline
+from omni.runtime import omni as omni_module
 from omni.runtime.orchestrator import streamed_edges
 from stages import Stage, Transform
 from stages.remote.messages import StageSpec
@@ -25,7 +25,7 @@ from tests.support.remote_stages import several_stages
 def thread_workers() -> Iterator[ChannelWorkers]:
     """Have workers be threads in the place of processes; afterwards they have ended."""
     workers = ChannelWorkers(build_stage)
-    with patch.object(placed_pipeline, "connect_process", workers.connect):
+    with patch.object(omni_module, "connect_process", workers.connect):
         yield workers
     workers.join()
 

@@ -11,10 +11,9 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from omni.pipelines import runtime_checks
+from omni.pipelines import pipeline_config
 from omni.pipelines.config_file import ConfigError, parse_overrides
-from omni.pipelines.pipeline_config import PipelineConfig
-from omni.pipelines.runtime_checks import check_devices, check_runtime
+from omni.pipelines.pipeline_config import PipelineConfig, check_devices, check_runtime
 from omni.pipelines.runtime_config import RuntimeConfig, resolve_threads
 from omni.requests.output_writer import RunRecord
 from stages import Stage, StageConfig, register_stage_kind, stage_config
@@ -353,7 +352,7 @@ def unused_port() -> int:
 def test_more_devices_than_there_are(
     placement: dict[str, Any], count: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime_checks, "cuda_devices", lambda: count)
+    monkeypatch.setattr(pipeline_config, "cuda_devices", lambda: count)
     with pytest.raises(ValueError, match="stage 'talker': placement") as caught:
         check_devices({"thinker": Placement(), "talker": Placement(**placement)})
     assert told in str(caught.value)
@@ -370,17 +369,17 @@ def test_more_devices_than_there_are(
     ],
 )
 def test_devices_that_are_there(placement: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime_checks, "cuda_devices", lambda: 2)
+    monkeypatch.setattr(pipeline_config, "cuda_devices", lambda: 2)
     check_devices({"talker": Placement(**placement)})
 
 
 def test_nobody_waits_for_torch_where_no_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime_checks, "cuda_devices", lambda: pytest.fail("it was asked"))
+    monkeypatch.setattr(pipeline_config, "cuda_devices", lambda: pytest.fail("it was asked"))
     check_runtime(PipelineConfig.load("omni_speech", {"runtime.kind": "processes"}))
 
 
 def test_ray_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime_checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(pipeline_config, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"not installed: pip install -e '.\[ray\]'"):
         check_runtime(PipelineConfig.load("omni_speech", ON_RAY))
 
