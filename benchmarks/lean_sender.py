@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from omni.commands.bench.http_target import AnswerEvents
-from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
+from omni.commands.bench.load import MeasuredRequest, RequestFailure, Send
 
 _STATUS = re.compile(rb"HTTP/1\.1 (\d+)")
 

@@ -37,8 +37,15 @@ from urllib.parse import urlsplit
 from benchmarks.lean_sender import LeanSender
 from benchmarks.served import MemoryWatch, Served
 from omni.commands.bench.flags import BenchFlags
-from omni.commands.bench.load import LevelRun, LoadLevel, line_source, made_up_text
-from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
+from omni.commands.bench.load import (
+    LevelRun,
+    LoadLevel,
+    MeasuredRequest,
+    RequestFailure,
+    Send,
+    line_source,
+    made_up_text,
+)
 from omni.commands.bench.report import LevelReport
 
 _OVERLOAD = 8.0

@@ -28,7 +28,7 @@ from omni.commands.run_progress import RunProgress
 
 if TYPE_CHECKING:
     from omni.commands.bench.http_target import HttpTarget
-    from omni.commands.bench.measured_request import LoadTarget
+    from omni.commands.bench.load import LoadTarget
     from omni.pipelines.pipeline_config import PipelineConfig
 
 _MOST_DESCRIPTORS = 65_536

@@ -21,7 +21,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
 from omni.commands.bench.flags import BenchFlags
-from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
+from omni.commands.bench.load import MeasuredRequest, RequestFailure, Send
 from omni.requests.request_line import AudioFile, ChatMessage, ContentPart, RequestLine, parse_line
 
 _DONE = "[DONE]"
@@ -459,7 +459,7 @@ class HttpTarget:
         await self._client.aclose()
 
     def prepare(self, line: Mapping[str, Any], folder: Path) -> Send:
-        """Make a request; see :class:`~omni.commands.bench.measured_request.LoadTarget`."""
+        """Make a request; see :class:`~omni.commands.bench.load.LoadTarget`."""
         if self._flags.endpoint == "realtime":
             events = [json.dumps(event) for event in realtime_events(line, self._flags)]
             return partial(self._talk, events)

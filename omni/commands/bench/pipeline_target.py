@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
+from omni.commands.bench.load import MeasuredRequest, RequestFailure, Send
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.requests.request_file import make_request
@@ -29,7 +29,7 @@ class PipelineTarget:
         self.answering_stage, self._sound_stage = last.get("text"), last.get("audio")
 
     def prepare(self, line: Mapping[str, Any], folder: Path) -> Send:
-        """Make a request; see :class:`~omni.commands.bench.measured_request.LoadTarget`."""
+        """Make a request; see :class:`~omni.commands.bench.load.LoadTarget`."""
         request = make_request(line, None, folder, self._own_sampling)
         return partial(self._send, request)
 

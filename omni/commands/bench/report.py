@@ -16,8 +16,7 @@ import numpy as np
 from rich.table import Table
 
 from engine.interface.placed_error import suggest
-from omni.commands.bench.load import LevelRun, LoadLevel
-from omni.commands.bench.measured_request import METRICS, MeasuredRequest
+from omni.commands.bench.load import METRICS, LevelRun, LoadLevel, MeasuredRequest
 
 _PLOT_COLUMNS = 3
 _CONTINUITY_LIMITS_MS = (50, 100, 200)

@@ -22,8 +22,14 @@ import pytest
 
 from omni.commands.bench.flags import BenchFlags
 from omni.commands.bench.http_target import HttpTarget
-from omni.commands.bench.load import LevelRun, LoadLevel, line_source
-from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
+from omni.commands.bench.load import (
+    LevelRun,
+    LoadLevel,
+    MeasuredRequest,
+    RequestFailure,
+    Send,
+    line_source,
+)
 from omni.server.serving.admission_queue import AdmissionQueue, QueuePlace
 from omni.server.serving.api_error import ApiError
 from tests.support.gated_stage import GATES, gated_pipeline

@@ -11,7 +11,7 @@ import pytest
 
 from omni.commands.bench.flags import BenchFlags
 from omni.commands.bench.http_target import HttpTarget
-from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure
+from omni.commands.bench.load import MeasuredRequest, RequestFailure
 from tests.support.fake_openai import (
     Break,
     FakeOpenAI,

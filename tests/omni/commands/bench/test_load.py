@@ -16,11 +16,13 @@ from omni.commands.bench.load import (
     LoadLevel,
     LoadTurns,
     MadeUpSource,
+    MeasuredRequest,
     Measurement,
+    RequestFailure,
+    Send,
     line_source,
     made_up_text,
 )
-from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
 from tests.support.virtual_clock import run_virtually
 
 

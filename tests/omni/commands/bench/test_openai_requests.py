@@ -22,7 +22,7 @@ from omni.commands.bench.http_target import (
     read_events,
     read_sound,
 )
-from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure
+from omni.commands.bench.load import MeasuredRequest, RequestFailure
 from tests.support.tables import rows
 
 HERE = Path()

@@ -10,8 +10,14 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from omni.commands.bench.load import LevelRun, LoadLevel, line_source
-from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
+from omni.commands.bench.load import (
+    LevelRun,
+    LoadLevel,
+    MeasuredRequest,
+    RequestFailure,
+    Send,
+    line_source,
+)
 from omni.commands.bench.report import Distribution, LevelReport, keeps_limits, parse_goodput
 from tests.support.virtual_clock import run_virtually
 
