@@ -342,11 +342,11 @@ def compare_outputs(
 ) -> Comparison:
     """Compare a request's outputs of one stage."""
     found = Comparison(uncached, other, run, tolerance)
-    position = _first_difference(uncached.token_ids, other.token_ids)
+    pairs = enumerate(itertools.zip_longest(uncached.token_ids, other.token_ids))
+    position = next((place for place, (ours, theirs) in pairs if ours != theirs), None)
     found.logprobs(position)
     if position is not None and not tolerance.exact:
-        gap = tolerance.tie(dtype)
-        found.near_tie = _near_tie(uncached, other, run, position, sampling, gap)
+        found.near_tie = found.tie_at(position, sampling, tolerance.tie(dtype))
         if found.near_tie is not None:
             # Rows of the tokens before the tie had the same input in both runs.
             found.tensors(uncached.num_prompt_tokens + position)
@@ -375,6 +375,28 @@ class Comparison:
     differences: list[Difference] = field(default_factory=list)
     near_tie: NearTie | None = None
     spread: Spread = field(default_factory=Spread)
+
+    def tie_at(
+        self, position: int, sampling: SamplingParams | None, widest: float
+    ) -> NearTie | None:
+        """The tie that explains why the tokens part, if the uncached run's own numbers show one.
+
+        Only plain greedy choices can be explained: with penalties or draws, log-probabilities are
+        not what the choice was made by.
+        """
+        ours, theirs = self.uncached, self.other
+        if sampling is None or not _is_plain_greedy(sampling) or ours.logprobs is None:
+            return None
+        if position >= min(len(ours.token_ids), len(theirs.token_ids)):
+            return None
+        choices = ours.token_ids[position], theirs.token_ids[position]
+        top = dict(ours.logprobs[position].top)
+        if not all(token in top for token in choices):
+            return None
+        gap = abs(top[choices[0]] - top[choices[1]])
+        if gap >= widest:
+            return None
+        return NearTie(ours.request_id, ours.stage, self.run, position, choices, gap)
 
     def tokens(self, position: int | None) -> None:
         """Generated ids, of all completions."""
@@ -491,40 +513,8 @@ def _distance(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
     return apart.amax(dim=1), scale.clamp(min=1.0)
 
 
-def _first_difference(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int | None:
-    pairs = enumerate(itertools.zip_longest(ours, theirs))
-    return next((position for position, (left, right) in pairs if left != right), None)
-
-
 def _at(token_ids: tuple[int, ...], position: int) -> str:
     return str(token_ids[position]) if position < len(token_ids) else "not there"
-
-
-def _near_tie(
-    uncached: StageOutput,
-    other: StageOutput,
-    run: Run,
-    position: int,
-    sampling: SamplingParams | None,
-    widest: float,
-) -> NearTie | None:
-    """The tie that explains why the tokens part, if the uncached run's own numbers show one.
-
-    Only plain greedy choices can be explained: with penalties or draws, log-probabilities are not
-    what the choice was made by.
-    """
-    if sampling is None or not _is_plain_greedy(sampling) or uncached.logprobs is None:
-        return None
-    if position >= min(len(uncached.token_ids), len(other.token_ids)):
-        return None
-    choices = uncached.token_ids[position], other.token_ids[position]
-    top = dict(uncached.logprobs[position].top)
-    if not all(token in top for token in choices):
-        return None
-    gap = abs(top[choices[0]] - top[choices[1]])
-    if gap >= widest:
-        return None
-    return NearTie(uncached.request_id, uncached.stage, run, position, choices, gap)
 
 
 def _is_plain_greedy(sampling: SamplingParams) -> bool:
