@@ -26,7 +26,10 @@ from engine.interface.log_fields import package_logger
 from omni.server.openai.realtime_conversation import (
     Conversation,
     ConversationItem,
+    InputSound,
     Part,
+    Sound,
+    SpeechTurn,
     new_item_id,
 )
 from omni.server.openai.realtime_events import (
@@ -54,7 +57,6 @@ from omni.server.openai.realtime_response import (
     merged_options,
     plan_response,
 )
-from omni.server.openai.realtime_sound import InputSound, Sound, SpeechTurn
 from omni.server.openai.transcription import words_of
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
@@ -162,7 +164,11 @@ class RealtimeSession:
                     self._update(event.session)
                     await self._send("session.updated", session=self._session())
                 case AppendAudio() as event:
-                    await self._hear(await decoded(event.audio, "audio"))
+                    content = await decoded(event.audio, "audio")
+                    self._conversation.check_room(len(self._input) + len(content))
+                    self._input.append(content)
+                    async for turn in self._input.turns():
+                        await self._turn(turn)
                 case EndAudio(type="input_audio_buffer.commit"):
                     await self._commit(self._input.take())
                 case EndAudio():
@@ -212,14 +218,8 @@ class RealtimeSession:
         self._input.change(options.audio.input.format, options.audio.input.turn_detection)
         self._options = options
 
-    async def _hear(self, content: bytes) -> None:
-        """Take sound, and do what follows from the turns of speech in it."""
-        self._conversation.check_room(len(self._input) + len(content))
-        self._input.append(content)
-        async for turn in self._input.turns():
-            await self._turn(turn)
-
     async def _turn(self, turn: SpeechTurn) -> None:
+        """Do what follows from a turn of speech that was found in the sound."""
         detection, item_id = self._input.detection, self._speech_id
         if turn.sound is None:
             await self._send(

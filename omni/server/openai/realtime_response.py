@@ -18,10 +18,11 @@ from omni.server.openai.realtime_conversation import (
     Conversation,
     ConversationItem,
     Part,
+    Sound,
     messages_of,
+    telephone_code,
 )
 from omni.server.openai.realtime_events import AudioFormat, OneResponse, ResponseOptions
-from omni.server.openai.realtime_sound import Sound, telephone_code
 from omni.server.openai.speech import SpokenPieces, check_voice, speaking_stage
 from omni.server.openai.tools import ToolCall
 from omni.server.serving.api_error import ApiError

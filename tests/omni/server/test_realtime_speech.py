@@ -22,8 +22,8 @@ from websockets.sync.client import ClientConnection, connect
 
 from omni import AudioPrompt
 from omni.pipelines.pipeline_config import PipelineConfig
+from omni.server.openai.realtime_conversation import samples_of, telephone_code
 from omni.server.openai.realtime_events import AudioFormat
-from omni.server.openai.realtime_sound import samples_of, telephone_code
 from tests.omni.server.test_tools import ADD
 from tests.support.live_server import LiveServer
 from tests.support.one_writer import one_writer
