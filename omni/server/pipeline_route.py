@@ -20,9 +20,9 @@ from omni.requests.request import OmniAccumulator, OmniRequest
 from omni.requests.request_line import RequestLine
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
-from omni.server.serving.pipeline_response import DONE, PipelineResponse, event
 from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
 from omni.server.serving.request_body import read_json
+from omni.server.serving.response_stream import DONE, PipelineResponse, event
 from stages import StageOutput
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from omni.server.openai.chat_request import (
 )
 from omni.server.openai.tools import ToolCall
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.pipeline_response import PipelineResponse, event
 from omni.server.serving.pipeline_server import ServedPipeline
+from omni.server.serving.response_stream import PipelineResponse, event
 from stages import Completion, StageOutput
 
 if TYPE_CHECKING:

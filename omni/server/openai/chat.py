@@ -27,9 +27,8 @@ from omni.server.openai.chat_request import ChatRequest, CompletionRequest, prom
 from omni.server.openai.speech import AudioFileFormat, SpokenFile, check_voice, speaking_stage
 from omni.server.openai.tokenize import prompt_reader
 from omni.server.openai.tools import ToolCallParser
-from omni.server.serving.pipeline_response import DONE
 from omni.server.serving.request_body import decoded, fetched
-from omni.server.serving.response_stream import ResponseStream
+from omni.server.serving.response_stream import DONE, ResponseStream
 
 _KEPT_S = 3600
 """How long a spoken answer is known by the id of its sound, if there is room."""

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from omni.server.openai.answers import as_json
 from omni.server.openai.chat_request import PromptList, RequestFields, merge_sampling, prompts_of
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.pipeline_response import PipelineResponse
+from omni.server.serving.response_stream import PipelineResponse
 from stages import StageOutput
 
 if TYPE_CHECKING:

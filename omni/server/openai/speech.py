@@ -1,4 +1,4 @@
-"""Speech: text in, sound out, as a file or as the pieces of a stream."""
+"""Speech: text in, sound out, written piece by piece in the formats of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from omni.pipelines.voices import speak_like
 from omni.server.openai.answers import TokenCount, as_event, usage_of
 from omni.server.openai.chat_request import StageFields, Voice, merge_sampling
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.pipeline_response import EVENTS, PipelineResponse
 from omni.server.serving.request_body import fetched
+from omni.server.serving.response_stream import EVENTS, PipelineResponse
 
 if TYPE_CHECKING:
     from av import AudioFrame

@@ -31,10 +31,9 @@ from omni.server.openai.answers import as_event, as_json
 from omni.server.openai.chat_request import merge_sampling
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
-from omni.server.serving.pipeline_response import DONE, PipelineResponse
 from omni.server.serving.pipeline_server import ServedPipeline
 from omni.server.serving.request_body import ApiModel
-from omni.server.serving.response_stream import ResponseStream
+from omni.server.serving.response_stream import DONE, PipelineResponse, ResponseStream
 from stages import StageOutput
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ class ApiError(Exception):
 
     ``param`` is the field at fault, with dots and indices; the message is for people, and the code
     for programs. ``is_recorded`` says whether the request that it ends has a record of its own, see
-    :class:`~omni.server.serving.request_records.RequestRecord`.
+    :class:`~omni.server.serving.meters.RequestRecord`.
     """
 
     def __init__(

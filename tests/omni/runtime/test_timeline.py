@@ -12,7 +12,7 @@ from omni import Omni, OmniRequest
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.requests.output_writer import describe_stage
 from omni.requests.request import OmniOutput, StageTime
-from omni.server.serving.request_records import RequestRecord
+from omni.server.serving.meters import RequestRecord
 from stages import StageOutput
 
 HIDDEN_WRITER: dict[str, Any] = {"stages.writer.final_output": []}

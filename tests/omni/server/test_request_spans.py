@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from omni.server.serving.request_records import RequestRecord, RequestSpans, spans_by_environment
+from omni.server.serving.meters import RequestRecord, RequestSpans, spans_by_environment
 from tests.support.http_call import call
 from tests.support.import_graph import ROOT
 from tests.support.live_server import LiveServer
@@ -176,7 +176,7 @@ def test_nobody_is_told_unless_the_environment_says_so(environment: dict[str, st
 def test_an_exporter_that_is_not_there_is_told_and_harms_nothing(
     environment: dict[str, str], caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = "omni.server.serving.request_records"
+    module = "omni.server.serving.meters"
     monkeypatch.setattr(f"{module}.entry_points", lambda **_: ())
     found = spans_by_environment(environment)
     assert found is not None
@@ -267,8 +267,8 @@ def test_a_collector_gets_spans_that_belong_together(
 def test_the_environment_s_exporter_gets_the_spans() -> None:
     code = (
         "import os, sys\n"
-        "from omni.server.serving.request_records import spans_by_environment\n"
-        "from omni.server.serving.request_records import RequestRecord\n"
+        "from omni.server.serving.meters import spans_by_environment\n"
+        "from omni.server.serving.meters import RequestRecord\n"
         "assert not any(name.startswith('opentelemetry') for name in sys.modules)\n"
         "service = {'OTEL_SERVICE_NAME': 'spoken'}\n"
         "resource = {'OTEL_RESOURCE_ATTRIBUTES': 'service.name=written'}\n"

@@ -19,9 +19,8 @@ from omni.server.serving.admission_queue import AdmissionQueue
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
 from omni.server.serving.meters import Meters
-from omni.server.serving.pipeline_response import PipelineResponse
 from omni.server.serving.pipeline_server import ServedPipeline
-from omni.server.serving.response_stream import ResponseStream, Update
+from omni.server.serving.response_stream import PipelineResponse, ResponseStream, Update
 
 
 @dataclass
