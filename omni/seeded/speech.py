@@ -50,7 +50,7 @@ _CSM_TEMPLATE = (
 )
 
 _NUM_CODES, _NUM_CODEBOOKS = 64, 4
-_SIZES = {
+_CSM_SIZES = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -61,7 +61,7 @@ _SIZES = {
     "num_codebooks": _NUM_CODEBOOKS,
 }
 _CSM_BACKBONE: dict[str, Any] = {
-    **_SIZES,
+    **_CSM_SIZES,
     "hidden_size": 64,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -107,7 +107,7 @@ def build_csm(directory: str | Path, **changes: Any) -> Path:
                 "pad_token_id": ids[_SOUND],
                 "audio_token_id": ids[_SOUND],
                 "audio_eos_token_id": ids[_SOUND_END],
-                "depth_decoder_config": _SIZES
+                "depth_decoder_config": _CSM_SIZES
                 | {
                     "backbone_hidden_size": _CSM_BACKBONE["hidden_size"],
                     "max_position_embeddings": 33,

@@ -182,9 +182,9 @@ def test_a_frame_of_zeros_in_all_codebooks_but_the_last_ends_the_speech(tmp_path
 
 
 def _depth(num_codebooks: int) -> dict[str, Any]:
-    from omni.seeded import csm
+    from omni.seeded import speech
 
-    depth = csm._SIZES | {"backbone_hidden_size": 64, "num_codebooks": num_codebooks}
+    depth = speech._CSM_SIZES | {"backbone_hidden_size": 64, "num_codebooks": num_codebooks}
     return {"depth_decoder_config": depth | {"max_position_embeddings": 33}}
 
 

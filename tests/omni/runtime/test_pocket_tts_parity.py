@@ -174,10 +174,10 @@ def test_a_prompt_of_ids_ends_as_its_words_do(folder: str, reference: Reference)
     ids=str,
 )
 def test_other_configs(changes: dict[str, Any], settings: dict[str, Any], tmp_path: Path) -> None:
-    from omni.seeded import pocket_tts
+    from omni.seeded import speech
 
     if head := changes.get("flow_head_config"):
-        changes = {"flow_head_config": pocket_tts._BACKBONE["flow_head_config"] | head}
+        changes = {"flow_head_config": speech._POCKET_BACKBONE["flow_head_config"] | head}
     path = build_pocket_tts(tmp_path / "made", **changes)
     file = path / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
