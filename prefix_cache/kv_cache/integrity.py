@@ -26,7 +26,6 @@ from prefix_cache.specs.kv_cache_spec import (
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheGroup,
-    KVCacheSpec,
     MambaSpec,
 )
 
@@ -35,10 +34,14 @@ def needed_bytes(
     groups: Sequence[KVCacheGroup], num_tokens: int, num_encoder_tokens: int = 0
 ) -> int:
     """Bytes that a request's last token, of ``num_tokens``, works with if nothing is rounded."""
-    return sum(
-        len(group.layer_names) * _needed_by_layer(group.spec, num_tokens, num_encoder_tokens)
-        for group in groups
-    )
+    total = 0
+    for group in groups:
+        spec, by_layer = group.spec, group.spec.layer_page_bytes  # one state, or nothing
+        if isinstance(spec, AttentionSpec):
+            num_needed = spec.num_needed(num_tokens, num_encoder_tokens)
+            by_layer = num_needed * (spec.layer_page_bytes // spec.block_size)
+        total += len(group.layer_names) * by_layer
+    return total
 
 
 def request_bytes(manager: KVCacheManager, num_tokens: int, num_encoder_tokens: int = 0) -> int:
@@ -95,13 +98,6 @@ def one_size_groups(groups: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
             padding = page_bytes - len(layers) * spec.layer_page_bytes
             result.append(KVCacheGroup(layers, replace(spec, block_size=block_size), padding))
     return tuple(result)
-
-
-def _needed_by_layer(spec: KVCacheSpec, num_tokens: int, num_encoder_tokens: int) -> int:
-    if not isinstance(spec, AttentionSpec):
-        return spec.layer_page_bytes  # one state, or nothing
-    num_needed = spec.num_needed(num_tokens, num_encoder_tokens)
-    return num_needed * (spec.layer_page_bytes // spec.block_size)
 
 
 def check_integrity(manager: KVCacheManager, items: Iterable[Sequence[KVCacheBlock]] = ()) -> None:

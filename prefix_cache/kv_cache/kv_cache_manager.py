@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TypeAlias
@@ -182,7 +182,7 @@ class EncoderBlocks:
     @classmethod
     def of(cls, content_hash: BlockHash, num_tokens: int, block_size: int) -> EncoderBlocks:
         """The blocks of an encoder input whose output has ``num_tokens`` rows."""
-        hashes: Iterator[BlockHash] = whole_input_block_hashes(content_hash, num_tokens, block_size)
+        hashes = whole_input_block_hashes(content_hash, num_tokens, block_size)
         return cls(num_tokens, tuple(hashes))
 
 
@@ -599,21 +599,26 @@ class KVCacheManager:
         headroom: int = 0,
         num_item_pages: int = 0,
     ) -> bool:
-        """Whether a new request could grow to ``num_tokens`` and leave ``headroom`` blocks over.
+        """Whether a new request could grow to ``num_tokens`` if no other took a block.
 
         Changes nothing.
 
         Args:
+            headroom: blocks that must be left over in every group that grows.
             num_item_pages: of the largest item that it shows; it need hold no two at once.
         """
-        return self.coordinator.can_finish(
-            num_tokens,
-            prefix.blocks if prefix is not None else (),
-            sources=prefix.sources if prefix is not None else {},
-            num_encoder_tokens=num_encoder_tokens,
-            headroom=headroom,
-            num_item_pages=num_item_pages,
-        )
+        config, blocks = self.config, prefix.blocks if prefix is not None else ()
+        needs = {config.item_group_id: num_item_pages} if num_item_pages else {}
+        for manager in self.coordinator.managers:
+            num_prefix = len(blocks[manager.group_id]) if blocks else 0
+            if manager.follows_tokens:
+                needs[manager.group_id] = headroom + manager.num_blocks_to_finish(
+                    num_tokens, num_prefix * self.block_size
+                )
+            else:
+                needs[manager.group_id] = manager.max_blocks(num_encoder_tokens) - num_prefix
+        sources = prefix.sources.values() if prefix is not None else ()
+        return self.pool.can_allocate(needs, (*blocks, tuple(sources)))
 
     def allocate_slots(
         self,

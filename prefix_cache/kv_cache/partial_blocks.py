@@ -130,12 +130,13 @@ class PartialBlocks:
 
     def _hit(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> PartialHit | None:
         """The hit of just these blocks, the last of them partial, if every group has it."""
-        hits = {
-            manager.group_id: manager.find_hit_of(block_hashes, num_tokens)
-            for manager in self._coordinator.token_managers
-        }
-        if not all(hits.values()):
-            return None
+        hits: dict[int, list[KVCacheBlock]] = {}
+        for manager in self._coordinator.token_managers:
+            first = manager.first_needed_block(num_tokens)
+            found = manager.pool.lookup_all(manager.group_id, block_hashes[first:])
+            if found is None:
+                return None
+            hits[manager.group_id] = [manager.null_block] * first + found
         row_blocks = [block.block_id for block in hits[self._rows_group_id]]
         if self._rows.num_valid_rows(row_blocks) < num_tokens:
             return None

@@ -86,21 +86,6 @@ class SingleTypeKVCacheManager(ABC):
             One block per ``block_size`` tokens of the hit; the null block where none is needed.
         """
 
-    def find_hit_of(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> list[KVCacheBlock]:
-        """The blocks of a hit of just ``num_tokens``, none if one that it needs is not cached.
-
-        Args:
-            block_hashes: of all of its blocks, the last one full or not.
-        """
-        first = self.first_needed_block(num_tokens)
-        hit = [self.null_block] * first
-        for block_hash in block_hashes[first:]:
-            block = self.pool.lookup(self.group_id, block_hash)
-            if block is None:
-                return []
-            hit.append(block)
-        return hit
-
     def max_blocks(self, num_tokens: int) -> int:
         """Most blocks that a request of ``num_tokens`` ever holds at once. Changes nothing."""
         return -(-num_tokens // self.block_size)
@@ -136,8 +121,7 @@ class SingleTypeKVCacheManager(ABC):
 
     def extend(self, request_id: str, blocks: Sequence[KVCacheBlock], num_tokens: int) -> None:
         """Put new blocks, as many as :meth:`num_blocks_needed` said, behind the table."""
-        if request_id not in self.block_tables:
-            self._begin(request_id)
+        self._begin(request_id)
         self.block_tables[request_id].extend(blocks)
 
     def publish(
@@ -579,7 +563,16 @@ class KVCacheCoordinator:
         Returns:
             As many blocks for every group that follows the tokens, null ones where it needs none.
         """
-        hits = _agree(self.token_managers, block_hashes, max_num_tokens, self.block_size)
+        hits: dict[int, list[KVCacheBlock]] = {}
+        while self.token_managers:
+            hits = {
+                m.group_id: m.find_longest_cache_hit(block_hashes, max_num_tokens)
+                for m in self.token_managers
+            }
+            lengths = set(map(len, hits.values()))
+            if len(lengths) == 1:
+                break
+            max_num_tokens = min(lengths) * self.block_size
         return tuple([tuple(hits.get(m.group_id, ())) for m in self.managers])
 
     def lacking_group(self, block_hashes: Sequence[BlockHash]) -> int | None:
@@ -590,39 +583,6 @@ class KVCacheCoordinator:
             if len(hit) < len(block_hashes):
                 return manager.group_id
         return None
-
-    def can_finish(
-        self,
-        num_tokens: int,
-        prefix_blocks: Sequence[Sequence[KVCacheBlock]] = (),
-        *,
-        sources: Mapping[int, KVCacheBlock] = _NONE,
-        num_encoder_tokens: int = 0,
-        headroom: int = 0,
-        num_item_pages: int = 0,
-    ) -> bool:
-        """Whether a new request could go on to ``num_tokens`` if no other took a block.
-
-        Changes nothing.
-
-        Args:
-            num_tokens: in all.
-            prefix_blocks: of a hit that the request would adopt first, per group.
-            sources: per group, the block behind them that it would copy.
-            num_encoder_tokens: for cross-attention.
-            headroom: blocks that must be left over in every group that grows.
-            num_item_pages: for rows of an item, behind the groups of layers.
-        """
-        needs: dict[int, int] = {len(self.managers): num_item_pages} if num_item_pages else {}
-        for manager in self.managers:
-            num_prefix = len(prefix_blocks[manager.group_id]) if prefix_blocks else 0
-            if manager.follows_tokens:
-                needs[manager.group_id] = headroom + manager.num_blocks_to_finish(
-                    num_tokens, num_prefix * self.block_size
-                )
-            else:
-                needs[manager.group_id] = manager.max_blocks(num_encoder_tokens) - num_prefix
-        return self.pool.can_allocate(needs, (*prefix_blocks, tuple(sources.values())))
 
     def needs(
         self,
@@ -716,7 +676,7 @@ class KVCacheCoordinator:
             manager.parting[request_id] = first, num_seen
             if not manager.keeps_all:
                 continue
-            missing = self._missing(manager, block_hashes, num_hit, num_seen)
+            missing = self._missing(manager.group_id, block_hashes, range(num_hit, num_seen))
             for index in missing:
                 self.pool.miss(manager.group_id, block_hashes[index], 1.0)
             num_found = min([num_found, *missing])
@@ -725,20 +685,13 @@ class KVCacheCoordinator:
         for manager in self.token_managers:
             if not manager.keeps_all:
                 first = manager.first_needed_block(num_found * self.block_size)
-                missing = self._missing(manager, block_hashes, first, num_found)
+                missing = self._missing(manager.group_id, block_hashes, range(first, num_found))
                 for index in missing:
                     weight = (num_found - num_hit) / len(missing)
                     self.pool.miss(manager.group_id, block_hashes[index], weight)
 
-    def _missing(
-        self,
-        manager: SingleTypeKVCacheManager,
-        block_hashes: Sequence[BlockHash],
-        first: int,
-        end: int,
-    ) -> list[int]:
-        lookup, group_id = self.pool.lookup, manager.group_id
-        return [i for i in range(first, end) if lookup(group_id, block_hashes[i]) is None]
+    def _missing(self, group_id: int, block_hashes: Sequence[BlockHash], at: range) -> list[int]:
+        return [index for index in at if self.pool.lookup(group_id, block_hashes[index]) is None]
 
     def keep_stops(self, request_id: str, stops: ChunkStops | None) -> None:
         """Note where a request's prefill should end its chunks; states are kept there."""
@@ -768,24 +721,6 @@ class KVCacheCoordinator:
         self.stops.pop(request_id, None)
         for manager in self.managers:
             manager.free(request_id)
-
-
-def _agree(
-    managers: Sequence[SingleTypeKVCacheManager],
-    block_hashes: Sequence[BlockHash],
-    max_num_tokens: int,
-    block_size: int,
-) -> dict[int, list[KVCacheBlock]]:
-    """Each manager's blocks of the longest hit that all of them have, by group id."""
-    while managers:
-        hits = {
-            m.group_id: m.find_longest_cache_hit(block_hashes, max_num_tokens) for m in managers
-        }
-        lengths = set(map(len, hits.values()))
-        if len(lengths) == 1:
-            return hits
-        max_num_tokens = min(lengths) * block_size
-    return {}
 
 
 def _manager_type(spec: KVCacheSpec) -> type[SingleTypeKVCacheManager]:
