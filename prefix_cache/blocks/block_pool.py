@@ -7,9 +7,6 @@ A block is in exactly one state::
       │                 └─────touch────────┘ │
       └──── allocate evicts the LRU one ─────┘
 
-Blocks are cut from large pages, which go from one group to another; see
-:mod:`prefix_cache.blocks.block_pool`.
-
 Two requests may compute the same content, each in a block of its own. The newest is the one found,
 because a block is computed again only when something was missing from the older one. The older ones
 stay while requests hold them, and are found again when the newest is evicted::
@@ -455,14 +452,7 @@ class BlockPool:
 
     @classmethod
     def uniform(cls, num_blocks: int) -> BlockPool:
-        """A pool of one group, number 0.
-
-        Args:
-            num_blocks: the null block included.
-
-        Raises:
-            ValueError: if there is no block beside the null block.
-        """
+        """A pool of one group, number 0, whose blocks are the pages of a :class:`PageArena`."""
         return cls([PageArena(num_blocks, {0: 1})])
 
     @classmethod

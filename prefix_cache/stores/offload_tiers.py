@@ -175,7 +175,10 @@ class DiskTier:
             return pending
         file = self._file(key)
         try:
-            header, data = _read_whole(file)
+            with open(file, "rb") as opened:
+                data = bytearray(max(0, os.fstat(opened.fileno()).st_size - _HEADER.size))
+                header = opened.read(_HEADER.size)
+                opened.readinto(data)
             os.utime(file)  # which file was used last
         except FileNotFoundError:
             return None
@@ -280,14 +283,6 @@ def _header(key: TierKey, data: bytearray) -> bytes:
     digest = hashlib.sha256(key)
     digest.update(data)
     return _HEADER.pack(digest.digest(), len(data))
-
-
-def _read_whole(file: str) -> tuple[bytes, bytearray]:
-    with open(file, "rb") as opened:
-        data = bytearray(max(0, os.fstat(opened.fileno()).st_size - _HEADER.size))
-        header = opened.read(_HEADER.size)
-        opened.readinto(data)
-    return header, data
 
 
 def _remove(path: str) -> None:

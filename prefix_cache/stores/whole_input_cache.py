@@ -14,19 +14,21 @@ same keys.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from prefix_cache.blocks.block import BlockHash, KVCacheBlock, whole_input_block_hashes
 from prefix_cache.blocks.block_pool import BlockPool
 from prefix_cache.stores.stage_output_cache import StageOutputCache
 
 
+@dataclass(eq=False)
 class WholeInputCache:
     """Blocks of whole inputs, in one group of a pool.
 
     The life of an input: :meth:`find`; on a miss :meth:`allocate`, run the encoder, write what it
     made, :meth:`publish`; in either case read, then :meth:`release`.
 
-    Args:
+    Attributes:
         pool: where blocks come from.
         stage_outputs: the rows beside the blocks, of which those that are wanted must be there;
             None where blocks are all there is.
@@ -36,19 +38,11 @@ class WholeInputCache:
             before more are taken; None: what the pool gives.
     """
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        stage_outputs: StageOutputCache | None,
-        block_size: int,
-        group_id: int = 0,
-        max_blocks: int | None = None,
-    ) -> None:
-        self.pool = pool
-        self.stage_outputs = stage_outputs
-        self.block_size = block_size
-        self.group_id = group_id
-        self.max_blocks = max_blocks
+    pool: BlockPool
+    stage_outputs: StageOutputCache | None
+    block_size: int
+    group_id: int = 0
+    max_blocks: int | None = None
 
     def num_blocks_for(self, length: int) -> int:
         """Blocks that an input takes. ``ValueError`` if it is empty."""
