@@ -313,14 +313,6 @@ def next_batch(
 logger = package_logger(__name__)
 
 
-def _check_settings(config: EngineConfig) -> None:
-    """Refuse what only a decoder's engine can do."""
-    if config.offload is not None:
-        raise ValueError(
-            "offload keeps blocks of a decoder's KV cache; an encoder engine has none: leave it out"
-        )
-
-
 class EncoderEngine(Engine[EncoderOutput]):
     """Runs one text encoder: batching by length, outputs kept in the stage-output cache.
 
@@ -353,7 +345,11 @@ class EncoderEngine(Engine[EncoderOutput]):
     ) -> None:
         check_argument("config", config, EngineConfig, "an EngineConfig", "EngineConfig(model={})")
         check_names("output_names", output_names, or_none=True)
-        _check_settings(config)
+        if config.offload is not None:
+            raise ValueError(
+                "offload keeps blocks of a decoder's KV cache; an encoder engine has none: leave "
+                "it out"
+            )
         checkpoint = open_configured(config)
         checkpoint.require_plain()
         # Says what is wrong with the weight files, if anything is, before they are loaded.
@@ -385,7 +381,7 @@ class EncoderEngine(Engine[EncoderOutput]):
         self._hit_tokens = self._queried_tokens = 0
         self._clear_cache()
         self._enable_prefix_caching = config.enable_prefix_caching
-        self._limits = _input_limits(config, self._model, self.memory_plan, self.tokenizer)
+        self._limits = self._input_limits()
         self._live: dict[str, EncoderRequest] = {}
         # Of the last step, by the mark of its call: the requests that were live before it.
         self._before: tuple[object, dict[str, EncoderRequest]] = None, {}
@@ -475,9 +471,6 @@ class EncoderEngine(Engine[EncoderOutput]):
         generations = self._pool.generations(0)
         self._rows = StageOutputCache(num_blocks, block_size, generations, self._stored)
         self._inputs = WholeInputCache(self._pool, self._rows, block_size)
-
-    def _drop(self, request_id: str) -> None:
-        self._live.pop(request_id, None)
 
     @property
     def enable_prefix_caching(self) -> bool:
@@ -612,25 +605,19 @@ class EncoderEngine(Engine[EncoderOutput]):
             },
         )
 
-
-def _input_limits(
-    config: EngineConfig,
-    model: EncoderModel,
-    plan: MemoryPlan,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> InputLimits:
-    longest, limits = plan.max_model_len, config.limits
-    return InputLimits(
-        max_model_len=longest,
-        hidden_size=model.hidden_size,
-        vocab_size=model.vocab_size,
-        num_logits=0,
-        block_size=config.block_size,
-        usable_tokens=plan.num_tokens,
-        dtype=model.dtype,
-        max_prompt_chars=max_prompt_chars(tokenizer, longest, limits.max_prompt_chars),
-        requests=limits,
-    )
+    def _input_limits(self) -> InputLimits:
+        longest, limits = self.max_model_len, self.config.limits
+        return InputLimits(
+            max_model_len=longest,
+            hidden_size=self.hidden_size,
+            vocab_size=self._model.vocab_size,
+            num_logits=0,
+            block_size=self.config.block_size,
+            usable_tokens=self.memory_plan.num_tokens,
+            dtype=self.dtype,
+            max_prompt_chars=max_prompt_chars(self.tokenizer, longest, limits.max_prompt_chars),
+            requests=limits,
+        )
 
 
 def _max_model_len(config: EngineConfig, model: EncoderModel) -> int:

@@ -129,10 +129,6 @@ class GeneratorRequest:
         kept_stop = done + min(done * (sizes.growth - 1) + sizes.first, sizes.chunk)
         return CodeWindow(max(0, done - sizes.left), kept_stop + sizes.right, done, kept_stop)
 
-    def needs_input(self, sizes: WindowSizes) -> bool:
-        """Whether it cannot go on before its next chunk comes."""
-        return not self.is_last and self.next_window(sizes) is None
-
     def output(
         self, sampling_rate: int, samples: Tensor | None = None, error: str | None = None
     ) -> GeneratorOutput:
@@ -235,8 +231,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         came in chunks  codes ─► window ─► pass ─► delta
                           more ─► window ─► pass ─► delta ─► ... ──► waveform
 
-    Nothing is kept from one request for another. One thread drives it. Every call
-    leaves the engine consistent, also one that raises.
+    Nothing is kept from one request for another.
 
     Attributes:
         speakers: names of the checkpoint's voices.
@@ -257,7 +252,12 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         self.sampling_rate = self._model.sampling_rate
         self.samples_per_code = self._model.samples_per_code
         self.max_codes = self._model.max_codes
-        _check_generation(config, self._model)
+        changed = sorted(config.generation.model_dump(exclude={"window"}, exclude_defaults=True))
+        if changed and not self._model.has_flow:
+            raise ValueError(
+                f"{config.model!r} has no flow that generation.{changed[0]} could change; take it "
+                "out"
+            )
         self._window = _window_sizes(config, self._model)
         max_batch_size = 1 if config.deterministic else config.max_batch_size
         self._gathering = WindowGathering(self._window, max_batch_size)
@@ -324,7 +324,9 @@ class GeneratorEngine(Engine[GeneratorOutput]):
     def needs_input(self, request_id: str) -> bool:
         """Whether a request cannot go on before its next chunk comes; False if it is not live."""
         request = self._live.get(request_id)
-        return request is not None and request.needs_input(self._window)
+        if request is None or request.is_last:
+            return False
+        return request.next_window(self._window) is None
 
     def _step(self) -> list[GeneratorOutput]:
         """Run one batch; return the outputs that moved. Nothing to run, or to run yet: nothing."""
@@ -356,9 +358,6 @@ class GeneratorEngine(Engine[GeneratorOutput]):
             request.num_done, request.state = num_done, state
             del request.pieces[num_pieces:]
         self._live = {entry[0].request_id: entry[0] for entry in before}
-
-    def _drop(self, request_id: str) -> None:
-        self._live.pop(request_id, None)
 
     def _reset_prefix_cache(self) -> None:
         """Forget nothing: nothing is kept from one utterance for another."""
@@ -492,14 +491,6 @@ def _codec_prompt(prompt: Prompt) -> CodecPrompt:
     if not isinstance(prompt, CodecPrompt):
         raise ValueError(f"a generator reads a CodecPrompt, got {type(prompt).__name__}")
     return prompt
-
-
-def _check_generation(config: GeneratorConfig, model: GeneratorModel) -> None:
-    changed = sorted(config.generation.model_dump(exclude={"window"}, exclude_defaults=True))
-    if changed and not model.has_flow:
-        raise ValueError(
-            f"{config.model!r} has no flow that generation.{changed[0]} could change; take it out"
-        )
 
 
 def _window_sizes(config: GeneratorConfig, model: GeneratorModel) -> WindowSizes:

@@ -80,7 +80,7 @@ class Engine(ABC, Generic[OutputT_co]):
 
     ownership: Ownership
     # The requests that were added and have not ended, by their ids, oldest first.
-    _live: Mapping[str, Any]
+    _live: dict[str, Any]
     _orders: Iterator[int]
     hidden_size: int | None
     dtype: torch.dtype
@@ -106,11 +106,7 @@ class Engine(ABC, Generic[OutputT_co]):
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """Queue a request; nothing runs before ``step``. See :meth:`prepare` and :meth:`add`.
-
-        Raises:
-            ValueError: this request cannot run, alone and with the whole pool to itself.
-        """
+        """Queue a request; nothing runs before ``step``. See :meth:`prepare` and :meth:`add`."""
         self.add(
             self.prepare(request_id, prompt, sampling, priority=priority, cache_salt=cache_salt)
         )
@@ -268,9 +264,9 @@ class Engine(ABC, Generic[OutputT_co]):
         if not self.ownership.is_over:
             self._consistently(partial(self._drop, request_id), wait=True)
 
-    @abstractmethod
     def _drop(self, request_id: str) -> None:
         """See :meth:`abort`; the request may have ended, and this be interrupted anywhere."""
+        self._live.pop(request_id, None)
 
     @property
     def live_request_ids(self) -> tuple[str, ...]:
