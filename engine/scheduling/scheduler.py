@@ -89,13 +89,6 @@ class StepPlan:
     page_moves: list[PageMove] = field(default_factory=list)
     restored: list[Request] = field(default_factory=list)
 
-    def has_room_to_encode(self, request: Request, prefix: CachedPrefix) -> bool:
-        """Whether a request's encoder input, if it is not cached, may be encoded in this step."""
-        blocks = request.encoder_blocks
-        if blocks is None or prefix.encoder_cached:
-            return True
-        return self.encoding_budget.allows(blocks.num_tokens)
-
     def add(self, request: Request, share: ItemShare, *, runs_encoder: bool = False) -> None:
         """Take a request in."""
         self.scheduled.append(
@@ -162,7 +155,8 @@ class Admission:
                 if not self.queues.holders:
                     return
                 self.preempt(self.queues.holders[-1], step)
-            share = self._share(request, self.queues.chunk(request, step.num_tokens), step)
+            num_tokens = self.queues.chunk(request, step.num_tokens)
+            share = self.queues.hold_items(request, num_tokens, step.encoding_budget)
             if share.num_tokens and not self.queues.grow(request, share.num_tokens):
                 # It would go out again at once; its pages are better made again later.
                 self.queues.restart(request)
@@ -210,11 +204,6 @@ class Admission:
         else:
             waiting.pass_over_alike(request, num_before + num_found, kv.outputs.blocks_found)
 
-    def _share(
-        self, request: Request, num_tokens: int, step: StepPlan, prefix: CachedPrefix | None = None
-    ) -> ItemShare:
-        return self.queues.hold_items(request, num_tokens, step.encoding_budget, prefix)
-
     def _find_prefix(self, request: Request, *, whole_blocks: bool = False) -> CachedPrefix:
         """What a waiting request would begin with."""
         if self.kv_cache_manager.enable_prefix_caching:
@@ -236,7 +225,8 @@ class Admission:
     def _let_in(self, request: Request, prefix: CachedPrefix, step: StepPlan) -> bool:
         """Let a waiting request run, if it is given a seat and blocks."""
         prefix = self._fetch(request, prefix, step)
-        if not step.has_room_to_encode(request, prefix):
+        to_encode = None if prefix.encoder_cached else request.encoder_blocks
+        if to_encode is not None and not step.encoding_budget.allows(to_encode.num_tokens):
             return False
         if not self._first_chunk(request, prefix, step):
             return False
@@ -284,15 +274,15 @@ class Admission:
             can_finish = self._can_finish(request, prefix)
         if not can_finish:
             return False
-        encoder = request.encoder_blocks
-        share = self._share(request, self._first_chunk(request, prefix, step), step, prefix)
+        num_tokens = self._first_chunk(request, prefix, step)
+        share = self.queues.hold_items(request, num_tokens, step.encoding_budget, prefix)
         if not share.num_tokens:
             return False
         if not self.kv_cache_manager.allocate_slots(
             request.request_id,
             prefix.num_tokens + share.num_tokens,
             num_computed_tokens=prefix.num_tokens,
-            encoder=encoder,
+            encoder=request.encoder_blocks,
             prefix=prefix,
             block_hashes=request.block_hashes,
         ):
