@@ -212,9 +212,11 @@ class Channel:
             self._check_open()
             num_files = len(files)
             while len(files) > _MOST_FDS:  # beside frames of nothing
-                self._put(_HEADER.pack(PROTOCOL_VERSION, 0, 0), files[:_MOST_FDS])
+                nothing = memoryview(_HEADER.pack(PROTOCOL_VERSION, 0, 0))
+                self._waiting.append((nothing, files[:_MOST_FDS]))
                 files = files[_MOST_FDS:]
-            self._put(_HEADER.pack(PROTOCOL_VERSION, num_files, len(content)) + content, files)
+            frame = _HEADER.pack(PROTOCOL_VERSION, num_files, len(content)) + content
+            self._waiting.append((memoryview(frame), files))
             if not self._has_sender:
                 self._flush()
             if self._waiting and not self._has_sender:
@@ -256,17 +258,15 @@ class Channel:
         if self._closed is not None:
             raise ChannelClosed(f"the channel to {self.name} has ended: {self._closed}")
 
-    def _end(self, reason: str) -> None:
-        """Send and receive no more; under the lock. May be called again."""
+    def _end(self, reason: str, *, receives: bool = False) -> None:
+        """Send no more, and as a rule receive no more; under the lock. May be called again."""
         if self._closed is None:
             self._closed = reason
-            with suppress(OSError):  # the peer has ended
-                self._sock.shutdown(socket.SHUT_RDWR)  # which wakes both threads
+            if not receives:
+                with suppress(OSError):  # the peer has ended
+                    self._sock.shutdown(socket.SHUT_RDWR)  # which wakes both threads
         self._waiting.clear()
         self._changed.notify_all()
-
-    def _put(self, content: bytes, files: list[Descriptor]) -> None:
-        self._waiting.append((memoryview(content), files))
 
     def _flush(self) -> None:
         """Send what the socket has room for; under the lock."""
@@ -275,8 +275,8 @@ class Channel:
                 self._note_sent(self._send_piece(*self._waiting[0], socket.MSG_DONTWAIT))
         except BlockingIOError:
             pass
-        except OSError:
-            self._end_sending()
+        except OSError:  # the peer reads no more; what it has sent is still to be received
+            self._end(_CLOSED_THERE, receives=True)
 
     def _send_rest(self) -> None:
         """Send as the peer reads, until nothing waits."""
@@ -293,7 +293,7 @@ class Channel:
                 num_sent = 0
             with self._changed:
                 if not num_sent:
-                    self._end_sending()
+                    self._end(_CLOSED_THERE, receives=True)
                 elif self._waiting:  # it was not closed meanwhile
                     self._note_sent(num_sent)
 
@@ -308,12 +308,6 @@ class Channel:
             self._waiting.popleft()
         else:
             self._waiting[0] = (content[num_sent:], [])
-
-    def _end_sending(self) -> None:
-        """The peer reads no more; what it has sent before is still to be received."""
-        self._closed = self._closed or _CLOSED_THERE
-        self._waiting.clear()
-        self._changed.notify_all()
 
     def _run(self, on_message: Callable[[Any], object], on_end: Callable[[str], object]) -> None:
         reader = FrameReader(self._sock, _MOST_BYTES)

@@ -96,21 +96,16 @@ class _Server:
         self._sock, self._theirs = socket.socketpair()
         self._lock = threading.Lock()  # over writes to the socket
         self._process: subprocess.Popen[bytes] | None = None
-        self._end: str | None = None
+        self.end: str | None = None  # why it has ended, in words that go on after a worker's name
         self._is_started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fork server", daemon=True)
         self._thread.start()
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether it has ended."""
-        return self._end is not None
-
     def wait_for_end(self) -> str:
-        """Wait until it has ended; why, in words that go on after a worker's name."""
+        """Wait until it has ended; why."""
         self._thread.join()
-        assert self._end is not None, "its thread has ended"
-        return self._end
+        assert self.end is not None, "its thread has ended"
+        return self.end
 
     def fork(self, fds: Sequence[int]) -> None:
         """Have a worker forked.
@@ -161,7 +156,7 @@ class _Server:
             end = f"died when the process that workers are forked from {reason}"
             with self._lock:
                 self._sock.close()
-        self._end = end
+        self.end = end
 
 
 class WorkerProcess:
@@ -254,7 +249,7 @@ def _running_server() -> _Server:
     """The server of this process; a new one if there is none that lives, as far as is known."""
     global _server
     with _server_lock:
-        if _server is None or _server.is_gone:
+        if _server is None or _server.end is not None:
             _server = _Server()
         return _server
 
@@ -501,8 +496,7 @@ def _leave_all_behind(fds: Sequence[int]) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Out of the way of those that are set now: a descriptor may have come as any number.
-    given = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in fds]
-    sock, out, err, order = given
+    sock, out, err, order = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in fds)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, fd in enumerate((nothing, out, err, sock, order)):
         os.dup2(fd, number, inheritable=number < _SOCKET)

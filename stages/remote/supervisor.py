@@ -443,25 +443,20 @@ class WorkerSupervisor:
         match message:
             case Returned():
                 self._resolve(message)
-                return
             case GaveUp():
                 self._is_connected.wait()
                 if (connection := self._connection) is not None:
                     connection.kill(f"was ended ({message.reason})")
-                return
             case Logged():
                 relay(message)
-                return
             case Events():
                 self._latest.update(message.stats)
                 for name, events in message.events.items():
                     self.ports[name].inbox.append((generation, events))
                 if message.events:
                     self.on_event()
-                return
             case NotBuilt() if self.facts is None:
                 self._fail_first(message.error)
-                return
             case Built():
                 # A worker may send this before the call that starts it has returned.
                 self._is_connected.wait()
@@ -482,8 +477,10 @@ class WorkerSupervisor:
                     self._is_settled.set()
                 if is_first:
                     self._first_built.set_result(None)
-                    return
-        self._put_all(generation, message)
+                else:
+                    self._put_all(generation, message)
+            case _:
+                self._put_all(generation, message)
 
     def _put_all(self, generation: int, message: Any) -> None:
         for port in self.ports.values():
