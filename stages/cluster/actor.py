@@ -396,20 +396,16 @@ class ActorConnection(Connection):
             self._send_again(bundle.num_taken)
             if self._num_resent > _MOST_RESENT:
                 return f"did not get what was sent to it {_MOST_RESENT} times"
-            offered = self._fetch_offers(sum(map(sum, bundle.is_offered)))
+            # References to what the actor keeps for its readers: those that a generator yields
+            # inside of a list are not counted by Ray, and what they stand for is gone before it is
+            # read; those that a call returns are.
+            count = sum(map(sum, bundle.is_offered))
+            offered = iter(ray.get(self._actor.hand_over.remote(count)) if count else ())
             for content, are_offered in zip(bundle.contents, bundle.is_offered, strict=True):
                 references = [next(offered if each else items) for each in are_offered]
                 self._on_message(self._decoder.decode(content, references))
             if bundle.ended is not None:
                 return bundle.ended
-
-    def _fetch_offers(self, count: int) -> Iterator[Any]:
-        """References to what the actor keeps for its readers.
-
-        Those that a generator yields inside of a list are not counted by Ray, and what they stand
-        for is gone before it is read; those that a call returns are.
-        """
-        return iter(ray.get(self._actor.hand_over.remote(count)) if count else ())
 
     def _send_again(self, num_taken: int) -> None:
         """Send again what an actor should have got: Ray repeats lost calls, but not always."""

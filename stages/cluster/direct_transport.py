@@ -39,13 +39,12 @@ def check_transport(name: str, *, has_gpus: bool) -> None:
     """
     from ray.experimental.rdt import util  # only who asks for one waits for its import
 
-    try:
-        known = util.normalize_and_validate_tensor_transport(name)
-    except ValueError:
+    known = _known_name(name)
+    if known is None:
         raise ValueError(
             f"{_FIELD}: Ray has no tensor transport {name!r}; give object_store, nixl, or one that "
             "your program has registered by ray.experimental.register_tensor_transport"
-        ) from None
+        )
     if not util.is_one_sided_transport(known):
         raise ValueError(
             f"{_FIELD}: {name!r} works within a group that is made once, and the worker that "
@@ -123,10 +122,11 @@ class Offers:
         """Check that the transport works in this process, or raise ``ValueError``."""
         # Ray tells an actor of a program's own transports by a call that may come later.
         until = time.monotonic() + _REGISTERED_WITHIN_S
-        while not _is_known(self._transport) and time.monotonic() < until:
+        while _known_name(self._transport) is None and time.monotonic() < until:
             time.sleep(_ASKED_EACH_S)
         try:
-            for device in self._devices_here():
+            has_gpu = bool(ray.get_gpu_ids()) and torch.cuda.is_available()
+            for device in filter(self._carries, (_HOST, _GPU) if has_gpu else (_HOST,)):
                 probe = torch.zeros(1, dtype=torch.uint8, device=device)
                 ray.put(probe, _tensor_transport=self._transport)
         except Exception as error:  # whatever a transport raises that is not installed, or broken
@@ -134,11 +134,6 @@ class Offers:
                 f"{_FIELD}: {self._transport!r} cannot be used in the actor's process: "
                 f"{described(error)}; install it on every node, or give object_store"
             ) from error
-
-    def _devices_here(self) -> list[str]:
-        has_gpu = bool(ray.get_gpu_ids()) and torch.cuda.is_available()
-        here = (_HOST, _GPU) if has_gpu else (_HOST,)
-        return [device for device in here if self._carries(device)]
 
     def _carries(self, device: str) -> bool:
         from ray.experimental.rdt import util
@@ -182,11 +177,11 @@ class Offers:
         ]
 
 
-def _is_known(name: str) -> bool:
+def _known_name(name: str) -> str | None:
+    """What Ray itself calls a transport; None if it has none of that name."""
     from ray.experimental.rdt import util
 
     try:
-        util.normalize_and_validate_tensor_transport(name)
+        return str(util.normalize_and_validate_tensor_transport(name))
     except ValueError:
-        return False
-    return True
+        return None

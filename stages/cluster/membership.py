@@ -84,20 +84,17 @@ def join(address: str | None) -> Membership:
 
 
 def _check_same(address: str | None) -> None:
+    """Refuse an address that is not, as far as its words tell, of this process's cluster."""
+    if address is None:
+        return
     there = str(ray.get_runtime_context().gcs_address)
-    if address is not None and not _is_same(address, there):
+    (host, _, port), (other_host, _, other_port) = address.rpartition(":"), there.rpartition(":")
+    own = {"localhost", "127.0.0.1", ray.util.get_node_ip_address()}
+    if port != other_port or (host != other_host and not {host, other_host} <= own):
         raise ValueError(
             f"runtime.address: {address!r} was asked for, but this process is in the Ray cluster "
             f"at {there!r}, and can be in one only"
         )
-
-
-def _is_same(address: str, other: str) -> bool:
-    """Whether two addresses are of one machine's port, as far as their words tell."""
-    host, _, port = address.rpartition(":")
-    other_host, _, other_port = other.rpartition(":")
-    own = {"localhost", "127.0.0.1", ray.util.get_node_ip_address()}
-    return port == other_port and (host == other_host or {host, other_host} <= own)
 
 
 class Membership:

@@ -92,7 +92,12 @@ class ObjectBytes(RemoteBytes):
         if self.reference is None:
             raise RuntimeError(f"an object of the Ray cluster is lost: {self._why_lost}")
         try:
-            found = self._get()
+            if not self.is_direct:
+                found: object = ray.get(self.reference)
+            elif self._copies:  # it need not have the transport
+                found = fetch_home(self.reference, _FETCHED_WITHIN_S)
+            else:
+                found = fetch(self.reference)
         except MemoryError:
             raise
         except Exception as error:  # Ray's, or whatever a transport raises
@@ -105,13 +110,6 @@ class ObjectBytes(RemoteBytes):
         ):
             raise RuntimeError(f"an object of {self.nbytes} bytes was announced; it is another")
         return found
-
-    def _get(self) -> object:
-        if not self.is_direct:
-            return ray.get(self.reference)
-        if self._copies:  # it need not have the transport
-            return fetch_home(self.reference, _FETCHED_WITHIN_S)
-        return fetch(self.reference)
 
 
 class HeldObjects:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -140,28 +140,21 @@ class Reservation:
         if table["state"] == "CREATED":
             return
         lost = [each for each, node in table["bundles_to_node_id"].items() if not node]
-        if index in lost:
-            self._check_placed_together(lost, nodes)
-        if time.monotonic() - begun_s > _PLACED_WITHIN_S:
-            raise NoPlaceError(
-                f"placement: its node was lost, and what it needs, {_shown(self._needs[index])}, "
-                f"has not been free on another one for {_PLACED_WITHIN_S:g} s"
-            )
-
-    def _check_placed_together(
-        self, lost: Collection[int], nodes: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Check that all lost bundles have a place: Ray gives none of them a place alone."""
-        for (name, _), each in self._bundles.items():
-            if each not in lost:
-                continue
+        # Ray gives none of those that were lost a place alone.
+        for (name, _), each in self._bundles.items() if index in lost else ():
             try:
-                _check_fits(self._needs[each], self._selectors[each], nodes)
+                if each in lost:
+                    _check_fits(self._needs[each], self._selectors[each], nodes)
             except ValueError as error:
                 raise NoPlaceError(
                     "placement: Ray places what was lost with a node together, and stage "
                     f"{name!r} was lost with it{error}"
                 ) from error
+        if time.monotonic() - begun_s > _PLACED_WITHIN_S:
+            raise NoPlaceError(
+                f"placement: its node was lost, and what it needs, {_shown(self._needs[index])}, "
+                f"has not been free on another one for {_PLACED_WITHIN_S:g} s"
+            )
 
     def close(self) -> None:
         """Give all of it back, and leave the cluster. The actors are gone by then, or killed."""
