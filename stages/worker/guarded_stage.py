@@ -177,21 +177,18 @@ class GuardedStage:
 
     Attributes:
         inside: the requests that it has, by their ids.
+        threads: how many its steps take.
     """
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self.inside: dict[str, RequestState] = {}
         self._broken = BrokenStage(stage)
-        self._threads = StepThreads(stage)
+        self.threads = StepThreads(stage)
         # The messages for requests that it lost when it was rebuilt.
         self._lost: dict[str, str] = {}
         # What its last step raised, if it did and the stage was not broken by that alone.
         self._raised: str | None = None
-
-    def own_thread(self) -> None:
-        """See :meth:`~stages.worker.guarded_stage.StepThreads.own_thread`."""
-        self._threads.own_thread()
 
     def prepare(self, state: RequestState) -> Prepared:
         """Have the stage prepare a request whose prompt is made, or refuse it; in any thread."""
@@ -224,7 +221,7 @@ class GuardedStage:
             What is new; and ``request_id -> error`` of those requests that it has lost, which all
             are still inside.
         """
-        with log_fields(self.stage.name), self._threads:
+        with log_fields(self.stage.name), self.threads:
             lost, self._raised = self._lost, None
             if self._broken.is_broken:
                 self._rebuild()

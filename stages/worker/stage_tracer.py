@@ -146,8 +146,12 @@ class TracedWorker(StageWorker):
                     del self._tracks[delta.request_id]
         self._note_failures(self._events[num_events:], end_s)
         for request_id, state in self._states.items():
-            if state.is_streamed and state.is_inside and not state.pending:
-                self._note_lack(request_id, end_s)
+            track = self._tracks.get(request_id)
+            may_lack = state.is_streamed and state.is_inside and not state.pending
+            if not may_lack or track is None or track.lacks_since is not None:
+                continue
+            if self.stage.needs_input(request_id):
+                track.lacks_since = max(end_s, track.since)
 
     def _emit(self, state: RequestState, delta: OutputDelta) -> None:
         self._moved.append(delta)
@@ -201,11 +205,6 @@ class TracedWorker(StageWorker):
                 for track in failed:
                     track.moment("failed", end_s, {"error": event.error})
                     del self._tracks[track.request_id]
-
-    def _note_lack(self, request_id: str, now_s: float) -> None:
-        track = self._tracks.get(request_id)
-        if track is not None and track.lacks_since is None and self.stage.needs_input(request_id):
-            track.lacks_since = max(now_s, track.since)
 
 
 def _step_args(now: StageStats, before: StageStats, num_moved: int) -> dict[str, int]:

@@ -82,7 +82,7 @@ class StageWorker(StageLink):
     def prepare_aside(self) -> None:
         """See :class:`~stages.worker.stage_link.StageLink`."""
         self._preparations = Preparations(self._on_event)
-        self._guarded.own_thread()
+        self._guarded.threads.own_thread()
 
     @property
     def has_work(self) -> bool:
