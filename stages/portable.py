@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from engine.interface.placed_error import described
 from stages.stage import Stage, Transform
 from stages.stage_config import StageConfig
 from stages.transforms.registry import is_custom, resolve_transform
@@ -125,9 +126,7 @@ def load_by_name(name: str) -> Any:
     try:
         imported = importlib.import_module(module)
     except Exception as error:  # whatever a user's module raises is this name's error
-        raise ValueError(
-            f"{name!r} cannot be imported in a worker: {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(f"{name!r} cannot be imported in a worker: {described(error)}") from error
     found = _attribute(imported, path)
     if found is None:
         raise ValueError(f"{name!r} cannot be imported in a worker: {module!r} has no {path!r}")

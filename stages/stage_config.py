@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticKnownError
 
 from engine.interface.config import EngineConfig, EngineSettings
-from engine.interface.placed_error import PlacedError, suggest
+from engine.interface.placed_error import PlacedError, described, suggest
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.settings import Settings
 from stages.placement import Placement
@@ -351,8 +351,7 @@ def _stage_kind(name: str, folder: Path | None = None) -> type[StageConfig] | No
                 register_stage_kind(entry_point.load())
             except Exception as error:  # whatever a user's package raises is this kind's error
                 raise ValueError(
-                    f"kind {name!r}: {entry_point.value!r} cannot be loaded: "
-                    f"{type(error).__name__}: {error}"
+                    f"kind {name!r}: {entry_point.value!r} cannot be loaded: {described(error)}"
                 ) from error
             if name not in _KINDS:
                 raise ValueError(f"kind {name!r}: {entry_point.value!r} is of another kind")

@@ -35,7 +35,7 @@ from engine.checkpoints.packed_files import PackedFiles, PackedFormat
 from engine.checkpoints.quantized_weight import QuantizationScheme, QuantizedWeight, Target
 from engine.checkpoints.weight_files import WeightFiles, listed
 from engine.files.gguf_header import GGUFHeader, find_gguf, read_gguf_header
-from engine.interface.placed_error import suggest
+from engine.interface.placed_error import described, suggest
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,7 @@ def folder_of_source(model: str) -> Path | None:
             locate = entry_point.load()
         except Exception as error:  # whatever a package raises is this model's error
             raise ValueError(
-                f"model {model!r}: {entry_point.value!r} cannot be loaded: "
-                f"{type(error).__name__}: {error}"
+                f"model {model!r}: {entry_point.value!r} cannot be loaded: {described(error)}"
             ) from error
         return Path(locate(model))
     known = sorted(f"{name}:" for name in entry_points(group=ENTRY_POINTS).names)

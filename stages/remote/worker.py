@@ -260,9 +260,7 @@ class WorkerLoop:
         try:
             self._send(Events({name: (event,)}))
         except (MemoryError, ValueError) as error:
-            message = (
-                f"stage {name!r}: its output cannot be handed on: {type(error).__name__}: {error}"
-            )
+            message = f"stage {name!r}: its output cannot be handed on: {described(error)}"
             _logger.exception("an output of stage %r cannot be handed on", name)
             if isinstance(event, Output):
                 parts = (event.delta, *(chunk.output for chunk in event.chunks))
