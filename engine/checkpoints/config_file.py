@@ -140,8 +140,8 @@ def _list_of(check: Check, lengths: range = range(2**31)) -> Check:
     )
 
 
-def _is_number_of_channels(value: Any) -> bool:
-    return _is_number(value) or _list_of(_is_number, range(1, 5))(value)
+def _one_or_list_of(check: Check, lengths: range = range(2**31)) -> Check:
+    return lambda value: check(value) or _list_of(check, lengths)(value)
 
 
 def _is_token(value: Any) -> bool:
@@ -221,7 +221,9 @@ _PROCESSOR: Kinds = (
     _whole("sampling_rate", 1, 2**20),
     _whole(r".*_(edge|pixels)", 1, 2**28),  # an edge is a number of pixels in some processors
     _kind(
-        "image_(mean|std)", "a number, or a list of one for each channel", _is_number_of_channels
+        "image_(mean|std)",
+        "a number, or a list of one for each channel",
+        _one_or_list_of(_is_number, range(1, 5)),
     ),
     _kind(r".*_(factor|value|ratio)|dither", "a number", _is_number),
 )
@@ -238,11 +240,7 @@ _TOKENIZER: Kinds = (
 )
 _GENERATION: Kinds = (
     _kind("(bos|pad|decoder_start|no_timestamps)_token_id", "a token id", _is_id),
-    _kind(
-        "eos_token_id",
-        "a list of token ids",
-        lambda value: _is_id(value) or _list_of(_is_id)(value),
-    ),
+    _kind("eos_token_id", "a list of token ids", _one_or_list_of(_is_id)),
     _kind("(begin_)?suppress_tokens", "a list of token ids", _list_of(_is_id)),
     _kind(
         "(lang|task)_to_id",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 import torch
@@ -443,15 +443,14 @@ class DecoderPromptRule:
 
     def _given(self, decoder: DecoderPrompt) -> list[int]:
         if isinstance(decoder, TokensPrompt):
-            return self._check(first_ids(decoder.prompt_token_ids, self._limits.max_model_len))
-        if isinstance(decoder, WrittenPrompt):
-            return self._check(self._tokenize(decoder))
-        raise ValueError(
-            f"this model's decoder takes text or token ids, but the decoder prompt is "
-            f"{describe_prompt(decoder)}"
-        )
-
-    def _check(self, ids: Collection[SupportsIndex]) -> list[int]:
+            ids = first_ids(decoder.prompt_token_ids, self._limits.max_model_len)
+        elif isinstance(decoder, WrittenPrompt):
+            ids = self._tokenize(decoder)
+        else:
+            raise ValueError(
+                f"this model's decoder takes text or token ids, but the decoder prompt is "
+                f"{describe_prompt(decoder)}"
+            )
         self._limits.check_length(len(ids))
         return check_token_ids(ids, self._limits.vocab_size)
 

@@ -380,14 +380,13 @@ def resolve_prompt(
         if not len(embeds):
             raise ValueError("the prompt is empty: at least one embedding row is needed")
         return [0] * len(embeds), embeds
-    if isinstance(prompt, TokensPrompt):
-        given = first_ids(prompt.prompt_token_ids, limits.max_model_len)
+    if isinstance(prompt, TokensPrompt | WrittenPrompt):
+        if isinstance(prompt, TokensPrompt):
+            given = first_ids(prompt.prompt_token_ids, limits.max_model_len)
+        else:
+            given = tokenize(prompt, tokenizer, limits)
         limits.check_length(len(given))
         return check_token_ids(given, limits.vocab_size), None
-    if isinstance(prompt, WrittenPrompt):
-        ids = tokenize(prompt, tokenizer, limits)
-        limits.check_length(len(ids))
-        return check_token_ids(ids, limits.vocab_size), None
     kind = type(prompt).__name__
     if isinstance(prompt, AudioPrompt | ImagePrompt):
         what = "sound" if isinstance(prompt, AudioPrompt) else "images"
