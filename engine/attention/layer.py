@@ -94,12 +94,8 @@ class StateLayer:
         if has_state is None:
             return read
         return tuple(
-            torch.where(
-                has_state.view(-1, *(1,) * (states.ndim - 1)),
-                states,
-                torch.zeros((), dtype=states.dtype, device=states.device),
-            )
-            for states in read
+            torch.where(has_state.view(-1, *(1,) * (each.ndim - 1)), each, each.new_zeros(()))
+            for each in read
         )
 
     def write(self, step: AttentionStep, *states: Tensor) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -473,16 +473,8 @@ class LayerNorm(RMSNorm):
     Source: Ba et al., "Layer Normalization", 2016.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float,
-        *,
-        offset: float = 0.0,
-        ops: LayerOps | None = None,
-        **options: Unpack[TensorOptions],
-    ) -> None:
-        super().__init__(hidden_size, eps, offset=offset, ops=ops, **options)
+    def __init__(self, hidden_size: int, eps: float, **options: Any) -> None:
+        super().__init__(hidden_size, eps, **options)
         self.bias = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:

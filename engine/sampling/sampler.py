@@ -141,7 +141,10 @@ class SamplingState:
         ):
             # Placeholders of other modalities may have ids beyond the head's.
             self.counts = TokenCounts(i for i in prompt_token_ids if i < vocab_size)
-        self.bias = _bias(params)
+        self.bias: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias.items(), strict=True)
+            self.bias = np.array(ids, dtype=np.int64), np.array(values, dtype=np.float32)
         self.seed = seed
         begin = [i for i in begin_suppress_token_ids if i < vocab_size]
         self._masked, self._masked_early, self._masked_first = _masks(
@@ -243,13 +246,6 @@ def _id_array(ids: set[int]) -> _Mask:
     return np.array(sorted(ids), dtype=np.int64) if ids else None
 
 
-def _bias(params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
-    if not params.logit_bias:
-        return None
-    ids, values = zip(*params.logit_bias.items(), strict=True)
-    return np.array(ids, dtype=np.int64), np.array(values, dtype=np.float32)
-
-
 def _check_ids(params: SamplingParams, vocab_size: int) -> None:
     for name in ("suppress_token_ids", "stop_token_ids", "logit_bias"):
         for token_id in getattr(params, name):
@@ -297,17 +293,16 @@ class BadWords:
             logits[[each for each in ends if 0 <= each < len(logits)]] = -inf
 
 
-class _Behind:
-    def __init__(
-        self, words: BadWords, prompt: tuple[int, ...], rule: LogitsProcessor | None
-    ) -> None:
-        self._words, self._prompt, self._rule = words, prompt, rule
+class _Behind(NamedTuple):
+    words: BadWords
+    prompt: tuple[int, ...]
+    rule: LogitsProcessor | None
 
     def apply(self, logits: Tensor, generated: Sequence[int]) -> None:
         """See ``LogitsProcessor``."""
-        if self._rule is not None:
-            self._rule.apply(logits, generated)
-        self._words.mask(logits, (*self._prompt, *generated[-self._words.longest :]))
+        if self.rule is not None:
+            self.rule.apply(logits, generated)
+        self.words.mask(logits, (*self.prompt, *generated[-self.words.longest :]))
 
 
 def apply_biases(logits: Tensor, states: Sequence[SamplingState]) -> None:

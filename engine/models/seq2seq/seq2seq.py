@@ -268,17 +268,11 @@ class Seq2SeqLayer(nn.Module):
         return self.mlp_norm(x + self.mlp(x))
 
 
-def _build_mlp(config: Seq2SeqConfig, settings: ModelSettings) -> GatedMLP | PlainMLP:
+def _build_mlp(config: Seq2SeqConfig, settings: ModelSettings) -> PlainMLP:
     sizes = (config.hidden_size, config.intermediate_size, config.activation)
     names, options = config.names.mlp_projections, settings.tensor_options
-    if len(names) == 3:
-        gate, up, down = names
-        return GatedMLP(
-            *sizes, bias=config.mlp_bias, names=(gate, up, down), ops=settings.ops, **options
-        )
-    first, second = names
-    names, ops = (first, second), settings.ops
-    return PlainMLP(*sizes, names=names, bias=config.mlp_bias, ops=ops, **options)
+    make: type[Any] = GatedMLP if len(names) == 3 else PlainMLP
+    return make(*sizes, names=names, bias=config.mlp_bias, ops=settings.ops, **options)
 
 
 class Seq2SeqModel(EncoderDecoderModel):
