@@ -138,7 +138,11 @@ class EncoderStage(EngineStage):
         # Nothing is generated: a decoder runs its prompt only.
         self._sampling = SamplingParams(max_tokens=0)
         self._pooling = resolve_pooling("last" if pooling == "auto" else pooling, None)
-        return LLMEngine(config, output_names=_rows_behind(self.outputs))
+        if self.outputs is None:
+            return LLMEngine(config)
+        # The per-token tensors that the wanted outputs are, or are made from.
+        rows = {_HIDDEN_STATES if name == _POOLED else name for name in self.outputs}
+        return LLMEngine(config, output_names=sorted(rows))
 
     def _engine_prompt(self, request: StageRequest) -> Prompt:
         """Text as the checkpoint's layout has it; ids, embeddings and chats as they are."""
@@ -176,10 +180,3 @@ class EncoderStage(EngineStage):
         for projection in () if self._layout is None else self._layout.projections:
             row = projection.apply(row)
         return normalized(row) if self._normalize else row
-
-
-def _rows_behind(outputs: Collection[str] | None) -> tuple[str, ...] | None:
-    """The per-token tensors that the wanted outputs are, or are made from."""
-    if outputs is None:
-        return None
-    return tuple(dict.fromkeys(_HIDDEN_STATES if name == _POOLED else name for name in outputs))

@@ -152,8 +152,15 @@ class Placement(Settings):
                 f"{asked[key]!r} is for a Ray cluster; it needs runtime: {{kind: ray}} "
                 f"(or --runtime ray), not {kind!r}, or leave it out"
             )
-        if kind == "ray":
-            return self._misplaced_device()
+        if kind != "ray":
+            return None
+        # A Ray worker would see a device that is named under another name.
+        fix = "on a Ray cluster a worker sees only the GPUs that are reserved for it"
+        if self.devices is not None:
+            return "devices", f"{fix}: give device: cuda, and num_gpus"
+        if self.device is not None and ":" in self.device:
+            name = self.device.partition(":")[0]
+            return "device", f"{self.device!r}: {fix}: give device: {name}, and num_gpus"
         return None
 
     @staticmethod
@@ -165,13 +172,3 @@ class Placement(Settings):
             "processes": _OF_A_CLUSTER,
             "ray": ("worker",),
         }[kind]
-
-    def _misplaced_device(self) -> tuple[str, str] | None:
-        """Whether it names a device that a Ray worker would see under another name."""
-        fix = "on a Ray cluster a worker sees only the GPUs that are reserved for it"
-        if self.devices is not None:
-            return "devices", f"{fix}: give device: cuda, and num_gpus"
-        if self.device is not None and ":" in self.device:
-            kind = self.device.partition(":")[0]
-            return "device", f"{self.device!r}: {fix}: give device: {kind}, and num_gpus"
-        return None

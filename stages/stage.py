@@ -64,7 +64,6 @@ class TransformContext:
     """What a transform is given to make the next stage's prompt from.
 
     Attributes:
-        request_id: the request.
         prompt: the prompt that the user gave the pipeline.
         sources: the finished outputs of the stages named in ``inputs: from``, in that order.
             Their tensors are shared with other stages and the user: do not change them in place.

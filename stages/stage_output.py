@@ -39,7 +39,6 @@ class StageOutput:
     """What a stage has made of a request, so far or in the end.
 
     Attributes:
-        request_id: the request.
         stage: the stage's name.
         finished: nothing follows from this stage for this request.
         text: generated text so far; None from a stage that makes no text.

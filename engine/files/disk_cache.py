@@ -46,9 +46,8 @@ def cache_root() -> Path:
     try:
         return Path(asked) if asked else Path.home() / ".cache" / "omni-pipeline"
     except RuntimeError as error:
-        raise CacheFolderError(f"there is no place for a cache: {error}; set OMNI_CACHE_DIR") from (
-            error
-        )
+        why = f"there is no place for a cache: {error}; set OMNI_CACHE_DIR"
+        raise CacheFolderError(why) from error
 
 
 class DiskCache:

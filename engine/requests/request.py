@@ -497,7 +497,7 @@ class RequestGroup:
     def delta(self) -> OutputDelta:
         """What is new since the last call."""
         lead, finished = self.completions[0], self.finished
-        first = lead.request if lead.ended is None else lead.ended.first
+        first = lead.first
         new = lead.delta(0)
         others: tuple[CompletionDelta, ...] = ()
         if len(self.completions) > 1:

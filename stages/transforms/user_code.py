@@ -190,14 +190,11 @@ def _package_of(folder: Path) -> str:
 
 def _neighbour_hint(module_name: str, error: Exception) -> str:
     """What to write in the place of ``import neighbour``, if that is what failed."""
-    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    folder = Path(module_name).parent
+    if missing is None or not module_name.endswith(".py") or not _source_in(folder, [missing]):
         return ""
-    if (
-        not module_name.endswith(".py")
-        or _source_in(Path(module_name).parent, [error.name]) is None
-    ):
-        return ""
-    return f"; a module imports its neighbours by 'from . import {error.name}'"
+    return f"; a module imports its neighbours by 'from . import {missing}'"
 
 
 def _lacks(subject: str, module: str, function: str, names: list[str]) -> str:

@@ -18,7 +18,6 @@ The vision tower of Qwen2.5-VL and Qwen2.5-Omni: patches of any number in, a row
 
 A video has one such grid for every two of its frames; within a layer, patches of different grids
 never see each other.
-Source: Bai et al., "Qwen2.5-VL Technical Report", 2025; transformers' ``qwen2_5_vl``.
 
 Decoders that place each token by three numbers: time, height and width.
 
