@@ -68,15 +68,12 @@ def step_arrays(inputs: StepInputs, memory: PagedMemory) -> dict[str, npt.NDArra
 
 
 def build_step_metadata(
-    inputs: StepInputs,
-    memory: PagedMemory,
-    arrays: Mapping[str, npt.NDArray[Any]],
-    tensors: Mapping[str, Tensor],
+    memory: PagedMemory, arrays: Mapping[str, npt.NDArray[Any]], tensors: Mapping[str, Tensor]
 ) -> list[GroupMetadata]:
     """One entry per group of ``memory``'s config, of :func:`step_arrays` and their upload."""
     starts = torch.from_numpy(arrays["query_start_loc"])
     ends = arrays.get("visible_ends")
-    num_decodes = int(np.count_nonzero(inputs.seq_lens - inputs.num_computed_tokens == 1))
+    num_decodes = int(np.count_nonzero(np.diff(arrays["query_start_loc"]) == 1))
     layout: PackedLayout | None = None
     metadata: list[GroupMetadata] = []
     for group_id, group in enumerate(memory.config.groups):
@@ -129,12 +126,14 @@ class ModelInputs:
     Attributes:
         embeds: ``(num_tokens, hidden_size)``.
         positions: int64, ``(num_tokens,)`` or ``(axes, num_tokens)``.
-        uploaded: all that came to the device with the step, by name.
+        arrays: all that came from the host with the step, by name.
+        uploaded: the same on the device.
     """
 
     embeds: Tensor
     positions: Tensor
     step: AttentionStep
+    arrays: Mapping[str, npt.NDArray[Any]]
     uploaded: Mapping[str, Tensor]
 
 
@@ -199,7 +198,8 @@ class ModelInputBuilder:
         arrays |= _item_arrays(step, shown)
         if self.model.num_codebooks > 1:
             arrays["codes"] = self._codes(step, scheduled)
-        tensors = upload(arrays | dict(extra or {}), self.device, place)
+        arrays |= dict(extra or {})
+        tensors = upload(arrays, self.device, place)
         embeds = self._embeds(tensors["token_ids"], tensors.get("codes"), step, scheduled)
         features = None if self.items is None else self._merge_items(embeds, shown, self.items)
         return ModelInputs(
@@ -207,7 +207,7 @@ class ModelInputBuilder:
             tensors["positions"],
             AttentionStep(
                 self.backends,
-                build_step_metadata(step, self.memory, arrays, tensors),
+                build_step_metadata(self.memory, arrays, tensors),
                 encoded,
                 tensors.get("follows_encoder"),
                 tensors.get("shows_item"),
@@ -215,6 +215,7 @@ class ModelInputBuilder:
                 tensors["token_ids"],
                 tensors.get("codes"),
             ),
+            arrays,
             tensors,
         )
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import starmap
 
@@ -27,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.attention.layer import AttentionStep
 from engine.attention.metadata import AttentionBackend, AttentionMetadata
 from engine.execution.decode_graphs import DecodeGraphs, Recorder
 from engine.execution.input_batch import (
@@ -35,6 +37,7 @@ from engine.execution.input_batch import (
     ModelInputs,
     StepInputs,
 )
+from engine.execution.tensor_parallel import followers_of
 from engine.interface.outputs import TokenLogprobs
 from engine.models.base import CausalModel
 from engine.requests.request import Request
@@ -52,6 +55,7 @@ from prefix_cache import (
 
 # Names of what goes to the device, and comes from it, beside what models take and give.
 _SAMPLED, _FINITE = "rows to sample", "sum of what was made"
+_FILLED = "pages filled in group "
 
 
 class HostCopy:
@@ -106,6 +110,7 @@ class PageContents:
     """The pages of attention groups as what is in them, without what pads them."""
 
     def __init__(self, memory: PagedMemory) -> None:
+        self._followers = followers_of(memory)
         self._specs: dict[int, AttentionSpec] = {}
         self._pages: dict[int, Tensor] = {}
         for group_id, group in enumerate(memory.config.groups):
@@ -156,6 +161,13 @@ class PageContents:
             if (name := _filled(group_id)) in indices
         ]
 
+    def are_finite(self, pages: Sequence[FilledPage]) -> bool:
+        """Whether all keys and values of pages are."""
+        mine = are_finite(self.numbers(pages))
+        if self._followers is None:
+            return mine
+        return self._followers.are_finite([(p.group_id, p.page_id) for p in pages], mine)
+
     def errors(
         self,
         rows: Mapping[str, Tensor],
@@ -174,7 +186,7 @@ class PageContents:
                 if not is_finite[start : query_start_loc[place + 1]].all():
                     found.setdefault(place, []).append(name)
         for place in sorted({page.place for page in filled}):
-            if not are_finite(self.numbers([page for page in filled if page.place == place])):
+            if not self.are_finite([page for page in filled if page.place == place]):
                 found.setdefault(place, []).append("keys or values")
         return {
             place: f"the model's {' and '.join(names)} are NaN or infinite for some of its tokens"
@@ -192,8 +204,41 @@ def page_indices(pages: Sequence[FilledPage]) -> dict[str, NDArray[np.int64]]:
     }
 
 
+def pages_of(arrays: Mapping[str, NDArray[np.int64]]) -> list[FilledPage]:
+    """The pages of a step's :func:`page_indices`, by group and id alone."""
+    return [
+        FilledPage(0, int(name.removeprefix(_FILLED)), page_id)
+        for name, page_ids in arrays.items()
+        if name.startswith(_FILLED)
+        for page_id in page_ids.tolist()
+    ]
+
+
 def _filled(group_id: int) -> str:
-    return f"pages filled in group {group_id}"
+    return f"{_FILLED}{group_id}"
+
+
+def bind_layers(model: CausalModel, memory: PagedMemory) -> None:
+    """Give every layer that keeps something its part of the memory."""
+    attention = {layer.layer_name: layer for layer in model.attention_layers}
+    states = {layer.layer_name: layer for layer in model.state_layers}
+    for group_id, group in enumerate(memory.config.groups):
+        for index, name in enumerate(group.layer_names):
+            if name in attention:
+                attention[name].bind(memory.layer(group_id, index), group_id)
+            else:
+                states[name].bind(memory.state(group_id, index), group_id)
+
+
+def run_layers(
+    model: CausalModel, embeds: Tensor, positions: Tensor, step: AttentionStep
+) -> dict[str, Tensor]:
+    """Run a model on one step; see :meth:`CausalModel.forward`."""
+    for backend, metadata in zip(step.backends, step.metadata, strict=True):
+        if backend is not None and isinstance(metadata, AttentionMetadata):
+            backend.begin_step(metadata)
+    tensors: dict[str, Tensor] = model(embeds, positions, step)
+    return tensors
 
 
 class SwapError(RuntimeError):
@@ -250,7 +295,7 @@ class ModelRunner:
         record: Recorder | None = None,
         deterministic: bool = False,
     ) -> None:
-        self._model = model
+        self._model, self._followers = model, followers_of(memory)
         self._deterministic = deterministic
         self._row_dtype = row_dtype
         self._kv = kv_cache_manager
@@ -269,17 +314,7 @@ class ModelRunner:
         if record is not None:
             self._graphs = DecodeGraphs(self._decode, input_batch, device, record)
         self._aligned = [layer for layer in model.attention_layers if layer.aligned_heads]
-        self._bind_layers()
-
-    def _bind_layers(self) -> None:
-        attention = {layer.layer_name: layer for layer in self._model.attention_layers}
-        states = {layer.layer_name: layer for layer in self._model.state_layers}
-        for group_id, group in enumerate(self._memory.config.groups):
-            for index, name in enumerate(group.layer_names):
-                if name in attention:
-                    attention[name].bind(self._memory.layer(group_id, index), group_id)
-                else:
-                    states[name].bind(self._memory.state(group_id, index), group_id)
+        bind_layers(model, memory)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
@@ -312,14 +347,17 @@ class ModelRunner:
         extra = {_SAMPLED: step.query_start_loc[1:][samples] - 1}
         if filled:
             extra |= page_indices(filled)
-        inputs, tensors = self._run(step, output.scheduled, encoded, extra)
+        with self._together():
+            inputs, tensors = self._run(step, output.scheduled, encoded, extra)
+            mirrored = self._mirrored(tensors)
+            rows = mirrored | {"hidden_states": tensors["hidden_states"]}
+            # Whether all that the step made is finite is asked now, and the answer read at the end.
+            made = total([*rows.values(), *self._contents.numbers(filled, inputs.uploaded)])[None]
+            if self._followers is not None and filled:
+                self._followers.shards.add_up(made)
         if self._aligned:
             self._keep_queries(step, output.scheduled)
-        mirrored = self._mirrored(tensors)
-        rows = mirrored | {"hidden_states": tensors["hidden_states"]}
-        # Whether all that the step made is finite is asked now, and the answer read at the end.
-        made = [*rows.values(), *self._contents.numbers(filled, inputs.uploaded)]
-        self._host_copy.start(mirrored | {_FINITE: total(made)[None]})
+        self._host_copy.start(mirrored | {_FINITE: made})
         sampling = [output.scheduled[place].request for place in samples]
         sampled = self._sample(tensors["hidden_states"], inputs.uploaded[_SAMPLED], sampling)
         # Asked for only now that the sampler has waited for the device anyway.
@@ -466,7 +504,7 @@ class ModelRunner:
             for group_id in self._contents.token_groups
         ]
         with on_device(self._device):
-            return are_finite(self._contents.numbers(pages))
+            return self._contents.are_finite(pages)
 
     def append_token(self, request: Request, token_id: int) -> None:
         """Tell the tables the token that was accepted for a request."""
@@ -531,11 +569,14 @@ class ModelRunner:
         return tensors
 
     def _forward(self, inputs: ModelInputs) -> dict[str, Tensor]:
-        step = inputs.step
-        for backend, metadata in zip(step.backends, step.metadata, strict=True):
-            if backend is not None and isinstance(metadata, AttentionMetadata):
-                backend.begin_step(metadata)
-        return self._model(inputs.embeds, inputs.positions, step)
+        with self._together():
+            if self._followers is not None:
+                self._followers.send_step(inputs)
+            return run_layers(self._model, inputs.embeds, inputs.positions, inputs.step)
+
+    def _together(self) -> AbstractContextManager[None]:
+        """What followers take part in, if there are any."""
+        return nullcontext() if self._followers is None else self._followers.together()
 
     def _sample(
         self, hidden_states: Tensor, rows: Tensor, sampling: Sequence[Request]

@@ -262,6 +262,9 @@ class EngineSettings(Settings):
         deterministic: the same bits whatever a request runs beside, however its prompt is cut into
             chunks, cached or not; of decoders, on however many threads. They need the C kernels of
             a CPU; encoders and towers run one input at a time.
+        tensor_parallel: processes among which the heads and MLPs of a decoder's layers are divided,
+            and the pages of its keys and values; on CUDA each on a device of its own, from
+            ``device`` on. Towers, samplers and caches are the first one's.
         enforce_eager: launch the kernels of every decode step one by one on CUDA, and replay no
             graphs of them. Graphs take some memory, and time when the engine starts.
         block_size: tokens per KV block.
@@ -299,6 +302,7 @@ class EngineSettings(Settings):
     device: str = "auto"
     attention_backend: Literal["auto", "native", "torch", "triton", "xformers"] = "auto"
     deterministic: bool = False
+    tensor_parallel: int = Field(default=1, ge=1, le=64)
     enforce_eager: bool = False
     block_size: int = Field(default=16, ge=1, le=2**20)
     num_blocks: int | None = Field(default=None, ge=2)
@@ -329,6 +333,18 @@ class EngineSettings(Settings):
             )
         if self.num_swap_blocks is not None and self.preemption != "swap":
             raise ValueError("num_swap_blocks is for preemption: swap; set that, or leave it out")
+        others = {
+            "deterministic": self.deterministic,
+            "preemption: swap": self.preemption == "swap",
+            "offload": self.offload is not None,
+        }
+        if self.tensor_parallel > 1 and (
+            refused := [key for key, is_set in others.items() if is_set]
+        ):
+            raise ValueError(
+                f"tensor_parallel {self.tensor_parallel} does not go together with "
+                f"{', '.join(refused)}; leave one of the two out"
+            )
         if self.offload is not None and not self.enable_prefix_caching:
             raise ValueError(
                 "offload keeps blocks of the prefix cache, which enable_prefix_caching: false "

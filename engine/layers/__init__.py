@@ -23,3 +23,8 @@ from engine.layers.linear import Linear as Linear
 from engine.layers.linear import PlainMLP as PlainMLP
 from engine.layers.mamba import Mamba2Mixer as Mamba2Mixer
 from engine.layers.mamba import MambaMixer as MambaMixer
+from engine.layers.shards import COLUMNS as COLUMNS
+from engine.layers.shards import ROWS as ROWS
+from engine.layers.shards import WHOLE as WHOLE
+from engine.layers.shards import ShardError as ShardError
+from engine.layers.shards import Shards as Shards

@@ -26,6 +26,7 @@ from engine.checkpoints.config_file import activation_of
 from engine.checkpoints.quantized_weight import Target
 from engine.layers.layer_ops import LayerOps, TensorOptions
 from engine.layers.linear import GatedMLP, Linear, multiply_groups
+from engine.layers.shards import WHOLE, Shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +69,14 @@ class ExpertsConfig:
 class SparseMoE(nn.Module):
     """``sum over the top k experts e of softmax(router(x))[e] * e(x)``; see the module's note.
 
+    Args:
+        shards: this process's share of every expert's width.
+
     Attributes:
         routers: products whose results choose or weigh experts.
 
     Raises:
-        ValueError: an unknown activation.
+        ValueError: an unknown activation, or a width that cannot be divided.
     """
 
     def __init__(
@@ -82,16 +86,17 @@ class SparseMoE(nn.Module):
         activation: str,
         *,
         ops: LayerOps | None = None,
+        shards: Shards = WHOLE,
         **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.shards = config, shards
         self.ops = ops or LayerOps()
         self.activation = activation_of(activation)
 
         def mlp(intermediate_size: int, names: tuple[str, str, str]) -> GatedMLP:
             sizes = (hidden_size, intermediate_size, activation)
-            return GatedMLP(*sizes, names=names, ops=self.ops, **options)
+            return GatedMLP(*sizes, names=names, ops=self.ops, shards=shards, **options)
 
         def scores(name: str, rows: int) -> Linear:
             return Linear(hidden_size, {name: rows}, **options)
@@ -137,6 +142,7 @@ class SparseMoE(nn.Module):
             closed = self._run_by_counts(rows, of_choice)
         output = torch.empty_like(closed).index_copy_(0, order, closed)
         mixed = output.view(len(x), per_token, -1).mul_(weights.unsqueeze(2)).sum(dim=1)
+        mixed = self.shards.add_up(mixed)
         if self.shared is not None:
             share = self.ops.each(torch.sigmoid, self.shared_gate(x))
             mixed += self.shared(x).mul_(share)
@@ -186,7 +192,7 @@ class _StackTarget:
 
     def __init__(self, products: Sequence[Linear]) -> None:
         self.places = [[place for _, place in each.targets("")] for each in products]
-        rows, width = products[0].out_features, products[0].in_features
+        rows, width = sum(place.shape[0] for place in self.places[0]), self.places[0][0].shape[1]
         self.shape = torch.Size((len(products), rows, width))
         self.shapes = (len(products), rows, width), (len(products), width, rows)
         self.nbytes = sum(place.nbytes for places in self.places for place in places)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from engine.checkpoints.config_file import activation_of
 from engine.checkpoints.quantized_weight import QuantizationScheme, QuantizedWeight, Target
 from engine.layers.layer_ops import LayerOps, PackedWeight, TensorOptions, empty_parameter
+from engine.layers.shards import COLUMNS, ROWS, WHOLE, Shards, ShardTarget
 
 
 class Linear(nn.Module):
@@ -40,6 +41,8 @@ class Linear(nn.Module):
         parts: checkpoint name of each matrix to its number of rows, in order.
         bias: whether the parts have biases, or the names of those that have one.
         weight: use this matrix instead of a new one (a head tied to the embedding).
+        split: of which share of the checkpoint's matrices this is, and by which dimension they are
+            cut, ``ROWS`` or ``COLUMNS``; sizes are the share's. None: it is all of them.
     """
 
     def __init__(
@@ -49,9 +52,11 @@ class Linear(nn.Module):
         *,
         bias: bool | Collection[str] = False,
         weight: nn.Parameter | None = None,
+        split: tuple[Shards, int] | None = None,
         **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
+        self._split = None if split is None or split[0].size == 1 else split
         self.parts = dict(parts)
         self.in_features = in_features
         self.out_features = sum(self.parts.values())
@@ -79,10 +84,13 @@ class Linear(nn.Module):
             place: Target = _PartTarget(self, part, shape, plain)
             if plain is not None and self._quantized is None:
                 place = plain
-            yield f"{prefix}{part}.weight", place
+            yield f"{prefix}{part}.weight", self._cut(place)
             if self.bias is not None and part in self.biased_parts:
-                yield f"{prefix}{part}.bias", self.bias.data[start : start + rows]
+                yield f"{prefix}{part}.bias", self._cut(self.bias.data[start : start + rows])
             start += rows
+
+    def _cut(self, place: Target) -> Target:
+        return place if self._split is None else ShardTarget(place, *self._split)
 
     def hold_quantized(
         self,
@@ -254,9 +262,10 @@ class PlainMLP(nn.Module):
         output_size: width of the result; None: ``hidden_size``.
         names: what checkpoints call the matrices of the first product, and last the second's.
         ops: what computes the activation; None: torch alone.
+        shards: this process's share of the width between the products.
 
     Raises:
-        ValueError: transformers knows no such activation.
+        ValueError: transformers knows no such activation, or the width cannot be divided.
     """
 
     def __init__(
@@ -269,14 +278,16 @@ class PlainMLP(nn.Module):
         bias: bool,
         output_size: int | None = None,
         ops: LayerOps | None = None,
+        shards: Shards = WHOLE,
         **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
-        self.ops = ops or LayerOps()
+        self.ops, self.shards = ops or LayerOps(), shards
+        width = shards.share(intermediate_size, "the MLP's width")
         down = {names[-1]: output_size or hidden_size}
-        up = dict.fromkeys(names[:-1], intermediate_size)
-        self.up = Linear(hidden_size, up, bias=bias, **options)
-        self.down = Linear(intermediate_size, down, bias=bias, **options)
+        up = dict.fromkeys(names[:-1], width)
+        self.up = Linear(hidden_size, up, bias=bias, split=(shards, ROWS), **options)
+        self.down = Linear(width, down, bias=bias, split=(shards, COLUMNS), **options)
         self.activation = activation_of(activation)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
@@ -286,7 +297,7 @@ class PlainMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(rows, hidden_size)`` to ``(rows, output_size)``."""
-        return self.down(self.ops.each(self.activation, self.up(x)))
+        return self.shards.add_up(self.down(self.ops.each(self.activation, self.up(x))))
 
 
 class GatedMLP(PlainMLP):
@@ -305,11 +316,12 @@ class GatedMLP(PlainMLP):
         bias: bool = False,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         ops: LayerOps | None = None,
+        shards: Shards = WHOLE,
         **options: Unpack[TensorOptions],
     ) -> None:
         sizes = (hidden_size, intermediate_size, activation)
-        super().__init__(*sizes, names=names, bias=bias, ops=ops, **options)
+        super().__init__(*sizes, names=names, bias=bias, ops=ops, shards=shards, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(rows, hidden_size)`` to the same shape."""
-        return self.down(self.ops.gate(self.up(x), self.activation))
+        return self.shards.add_up(self.down(self.ops.gate(self.up(x), self.activation)))

@@ -17,6 +17,7 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.execution.decode_graphs import CudaGraphs, Recorder
 from engine.execution.input_batch import InputBatch
 from engine.execution.model_runner import ModelRunner, SwapError
+from engine.execution.tensor_parallel import FollowerPages, Followers, LeaderMemory
 from engine.inputs.input_processor import InputProcessor
 from engine.inputs.prompt_processor import PromptSources
 from engine.inputs.prompt_tokens import FitCheck, InputLimits
@@ -28,7 +29,7 @@ from engine.interface.outputs import ROW_KEYS, EngineStats, OutputDelta, Request
 from engine.interface.placed_error import described
 from engine.interface.prompts import Prompt, SpeechPrompt
 from engine.interface.sampling_params import SamplingParams, unsupported_generation
-from engine.layers import LayerOps, NativeLayerOps
+from engine.layers import WHOLE, LayerOps, NativeLayerOps, Shards
 from engine.llm.offload import build_offloaded_blocks
 from engine.llm.output_processor import OutputProcessor
 from engine.llm.row_keys import RowKeys
@@ -73,7 +74,7 @@ _LONGEST_UNASKED = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class _Choices:
+class Choices:
     """What the config names or leaves open, decided by the checkpoint and the machine."""
 
     checkpoint: Checkpoint
@@ -83,7 +84,8 @@ class _Choices:
     max_model_len: int
 
     @classmethod
-    def of(cls, config: EngineConfig) -> _Choices:
+    def of(cls, config: EngineConfig) -> Choices:
+        """Read the checkpoint's configs; ``ValueError`` as of :class:`LLMEngine`."""
         checkpoint = open_configured(config)
         if config.generation_config == "ignore":
             checkpoint = replace(checkpoint, generation_config=None)
@@ -112,7 +114,7 @@ class _Choices:
         """Of activations."""
         return self.dtype if self.stored_dtype is None else torch.float32
 
-    def with_heads_of(self, model: CausalModel, config: EngineConfig) -> _Choices:
+    def with_heads_of(self, model: CausalModel, config: EngineConfig) -> Choices:
         """Decide between kernels and torch once more: not every head suits the kernels."""
         attention = self.attention
         if attention in ("triton", "xformers"):
@@ -132,10 +134,13 @@ class _Choices:
         return f"native, C kernels for {load_kernels().instructions}"
 
 
-def _load_model(config: EngineConfig, choices: _Choices) -> CausalModel:
+def load_configured(
+    config: EngineConfig, choices: Choices, shards: Shards = WHOLE
+) -> tuple[Choices, CausalModel]:
+    """Load the model, or a share of it; what its heads decide is in the choices."""
     if choices.device.type == "cpu":
         keep_freed_memory()
-    return load_model(
+    model = load_model(
         choices.checkpoint,
         ModelSettings(
             choices.computed_dtype,
@@ -145,11 +150,33 @@ def _load_model(config: EngineConfig, choices: _Choices) -> CausalModel:
             _layer_ops(choices, config),
             quantization=config.quantization,
             stored_dtype=choices.stored_dtype,
+            shards=shards,
         ),
     )
+    return choices.with_heads_of(model, config), model
 
 
-def _layer_ops(choices: _Choices, config: EngineConfig) -> LayerOps:
+def _start_followers(config: EngineConfig, choices: Choices) -> Followers | None:
+    """Of a model that is split; what cannot be is refused before any process is started."""
+    size, device = config.tensor_parallel, choices.device
+    if size == 1:
+        return None
+    if device.type == "cuda" and (device.index or 0) + size > torch.cuda.device_count():
+        raise ValueError(
+            f"tensor_parallel {size} from {device} on needs more devices than the "
+            f"{torch.cuda.device_count()} that there are"
+        )
+    outline_needs(config)
+
+    def config_of(rank: int) -> str:
+        place = device if device.type == "cpu" else f"cuda:{(device.index or 0) + rank}"
+        own = {"model": str(choices.checkpoint.path), "device": str(place)}
+        return config.model_copy(update=own).model_dump_json()
+
+    return Followers(size, config_of, device)
+
+
+def _layer_ops(choices: Choices, config: EngineConfig) -> LayerOps:
     """One choice for attention and layers: with backend torch, neither runs own kernels."""
     if config.deterministic and (choices.attention != "native" or not load_kernels().has_linear):
         raise ValueError(
@@ -167,12 +194,14 @@ def _layer_ops(choices: _Choices, config: EngineConfig) -> LayerOps:
 
 def outline_needs(config: EngineConfig) -> ModelNeeds:
     """What a model needs, by its config alone; ``ValueError`` as of :class:`LLMEngine`."""
-    choices = _Choices.of(config)
+    choices = Choices.of(config)
     choices = replace(choices, checkpoint=replace(choices.checkpoint, is_outline=True))
-    return _needs(config, _load_model(config, choices), choices)
+    shards = Shards(size=config.tensor_parallel)
+    _, model = load_configured(config, choices, shards)
+    return _needs(config, model, choices)
 
 
-def _needs(config: EngineConfig, model: CausalModel, choices: _Choices) -> ModelNeeds:
+def _needs(config: EngineConfig, model: CausalModel, choices: Choices) -> ModelNeeds:
     # Of the widest rows that the model's towers make, if it has any.
     towers = getattr(model, "towers", {})
     parts = max((t.row_parts for t in towers.values()), default=int(bool(model.placeholders)))
@@ -186,6 +215,18 @@ def _needs(config: EngineConfig, model: CausalModel, choices: _Choices) -> Model
         row_bytes=row_bytes,
         item_row_bytes=parts * row_bytes,
         step_bytes=step_bytes(config, model.hidden_size, model.vocab_size, choices.dtype),
+    )
+
+
+def plan_pages(
+    config: EngineConfig, model: CausalModel, choices: Choices
+) -> tuple[KVCacheConfig, MemoryPlan]:
+    """How many pages there are, and of which layers; see :func:`plan_memory`."""
+    return plan_memory(
+        config,
+        _needs(config, model, choices),
+        device=choices.device,
+        attention=choices.attention_in_words,
     )
 
 
@@ -212,7 +253,7 @@ def _input_limits(
     config: EngineConfig,
     model: CausalModel,
     manager: KVCacheManager,
-    choices: _Choices,
+    choices: Choices,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> InputLimits:
     longest = max(choices.max_model_len, model.max_encoder_len)
@@ -230,8 +271,8 @@ def _input_limits(
     )
 
 
-def _attention_backends(
-    kv_config: KVCacheConfig, choices: _Choices, config: EngineConfig
+def attention_backends(
+    kv_config: KVCacheConfig, choices: Choices, config: EngineConfig
 ) -> list[AttentionBackend | None]:
     """One for every group; None where it has no attention."""
     return [
@@ -248,9 +289,11 @@ def _attention_backends(
     ]
 
 
-def _recorder(config: EngineConfig, model: CausalModel, choices: _Choices) -> Recorder | None:
+def _recorder(config: EngineConfig, model: CausalModel, choices: Choices) -> Recorder | None:
     """Records steps of decodes, if their kernels take lengths from the device; None elsewhere."""
     if config.enforce_eager or choices.attention != "triton" or choices.device.type != "cuda":
+        return None
+    if config.tensor_parallel > 1:
         return None
     return CudaGraphs() if model.has_static_decodes else None
 
@@ -353,20 +396,25 @@ class LLMEngine(Engine[RequestOutput]):
         check_argument("config", config, EngineConfig, "an EngineConfig", "EngineConfig(model={})")
         check_names("output_names", output_names, or_none=True)
         self.config = config
-        choices = _Choices.of(config)
-        checkpoint, model = choices.checkpoint, _load_model(config, choices)
-        choices = choices.with_heads_of(model, config)
+        choices = Choices.of(config)
+        followers = self._followers = _start_followers(config, choices)
+        shards = WHOLE if followers is None else followers.shards
+        choices, model = load_configured(config, choices, shards)
+        checkpoint = choices.checkpoint
         self.hidden_size: int = model.hidden_size
         self.dtype, self.max_model_len = choices.dtype, choices.max_model_len
         self.tokenizer: PreTrainedTokenizerBase | None = None
         if find_family(checkpoint).reads_text:
             remote = config.trust_remote_code
             self.tokenizer = load_tokenizer_of(checkpoint, trust_remote_code=remote)
-        needs, device = _needs(config, model, choices), choices.device
-        kv_config, plan = plan_memory(
-            config, needs, device=device, attention=choices.attention_in_words
-        )
-        memory = PagedMemory(kv_config, choices.device)
+        if followers is not None:
+            followers.await_all("loaded")
+        kv_config, plan = plan_pages(config, model, choices)
+        if followers is None:
+            memory = PagedMemory(kv_config, choices.device)
+        else:
+            followers.send(FollowerPages(kv_config.num_large_pages))
+            memory = LeaderMemory(kv_config, choices.device, followers)
         self._kv = KVCacheManager(
             kv_config,
             enable_prefix_caching=config.enable_prefix_caching,
@@ -404,7 +452,7 @@ class LLMEngine(Engine[RequestOutput]):
     def _hold_pages(
         self,
         config: EngineConfig,
-        choices: _Choices,
+        choices: Choices,
         model: CausalModel,
         memory: PagedMemory,
         plan: MemoryPlan,
@@ -438,7 +486,7 @@ class LLMEngine(Engine[RequestOutput]):
             kv_cache_manager=manager,
             memory=memory,
             swap_memory=swap_memory,
-            backends=_attention_backends(kv_config, choices, config),
+            backends=attention_backends(kv_config, choices, config),
             input_batch=InputBatch(
                 max_num_seqs=max(config.max_num_seqs, _WARM_UP_SEQS),
                 max_model_len=max(choices.max_model_len, _WARM_UP_LEN),
@@ -521,6 +569,8 @@ class LLMEngine(Engine[RequestOutput]):
         try:
             sampled = self._runner.execute(scheduled)
         except Exception as error:  # one request's fault, as a rule, and it is found out
+            if self._followers is not None and self._followers.is_closed:
+                raise
             logger.exception("a step of %d tokens failed", scheduled.num_tokens)
             return self._recover(scheduled, error)
         failed = {token.request for token in sampled if token.error is not None}
@@ -742,6 +792,8 @@ class LLMEngine(Engine[RequestOutput]):
         """See :meth:`Engine.close`; what waits to be written to disk is written first."""
         is_over = self.ownership.is_over
         super().close()
+        if self._followers is not None and not is_over:
+            self._followers.close()
         if self._offloaded is not None and not is_over:
             self._offloaded.close()
 

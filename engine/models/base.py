@@ -16,7 +16,7 @@ from engine.attention.layer import Attention, AttentionStep, StateLayer
 from engine.checkpoints.quantized_weight import QuantizationScheme, Target
 from engine.interface.config import GenerationParams
 from engine.interface.sampling_params import SamplingParams
-from engine.layers import LayerOps, Linear, SparseMoE, TensorOptions
+from engine.layers import WHOLE, LayerOps, Linear, Shards, SparseMoE, TensorOptions
 from engine.requests.encoder_input import EncoderInput, Modality, MultiModalInput
 from engine.sampling.sampler import FurtherDraws
 
@@ -41,6 +41,7 @@ class ModelSettings:
         quantization: how products' weights are quantized as they are loaded; None: not at all.
         stored_dtype: of products' weights that are not quantized, of decoders' embeddings and of
             the KV cache, where kernels convert it as they read; None: ``dtype``.
+        shards: which share of a decoder's products this process holds.
     """
 
     dtype: torch.dtype
@@ -52,6 +53,7 @@ class ModelSettings:
     pack_weights: bool | None = None
     quantization: Literal["int8", "int4"] | None = None
     stored_dtype: torch.dtype | None = None
+    shards: Shards = WHOLE
 
     @property
     def page_dtype(self) -> torch.dtype:
@@ -243,6 +245,9 @@ class CausalModel(nn.Module):
                 module.pack(self.ops)
             elif module is not self and isinstance(module, _Derived):
                 module.finish_loading()
+
+    def keep_layers_alone(self) -> None:
+        """Free what only the process runs that leads others: embeddings, head, towers."""
 
     @property
     def held(self) -> str:

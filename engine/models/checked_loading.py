@@ -36,6 +36,7 @@ from torch import nn
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.config_file import describe
 from engine.checkpoints.quantized_weight import Target
+from engine.layers import ShardError
 from engine.resources.memory_plan import require_memory
 
 
@@ -117,7 +118,7 @@ def told_of_config(checkpoint: Checkpoint) -> Iterator[None]:
     """
     try:
         yield
-    except MemoryError:
+    except (MemoryError, ShardError):
         raise
     # Values that do not go together make transformers' modules raise whatever they stumble over.
     except Exception as error:

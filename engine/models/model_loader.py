@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import SCHEMES
 from engine.interface.config import EngineConfig
-from engine.layers import NativeLayerOps, can_pack
+from engine.layers import NativeLayerOps, ShardError, can_pack
 from engine.models.base import CausalModel, GeneratorModel, ModelSettings
 from engine.models.checked_loading import Places, load_checked, told_of_config
+from engine.models.decoders.decoder import SelfAttention
 from engine.models.family import ModelFamily
 from engine.models.registry import FAMILIES
 from engine.text.tokenizer import encodes_as_the_library, load_tokenizer
@@ -126,6 +127,8 @@ def load_model(checkpoint: Checkpoint, settings: ModelSettings) -> CausalModel:
         scheme, dtype = SCHEMES.get(settings.quantization or ""), settings.stored_dtype
         if scheme is not None or dtype is not None or holds_codes:
             model.hold_quantized(scheme, dtype)
+        if settings.shards.size > 1:
+            _require_splittable(checkpoint, model)
         return model
 
     if checkpoint.is_outline:
@@ -140,6 +143,26 @@ def load_model(checkpoint: Checkpoint, settings: ModelSettings) -> CausalModel:
     pack = packable if settings.pack_weights is None else settings.pack_weights
     model.finish_loading(pack_weights=pack)
     return model.eval()
+
+
+def _require_splittable(checkpoint: Checkpoint, model: CausalModel) -> None:
+    if checkpoint.stored is not None:
+        raise ShardError(
+            f"tensor_parallel divides plain weights; these are stored as {checkpoint.stored}"
+        )
+    divided = [m.attention for m in model.modules() if isinstance(m, SelfAttention)]
+    reasons = {
+        "recurrent layers": bool(model.state_layers),
+        "an encoder": bool(model.encoder_hidden_size),
+        "several codebooks": model.num_codebooks > 1,
+        "attention of its own": not divided
+        or any(x not in divided for x in model.attention_layers),
+    }
+    if found := [reason for reason, has_it in reasons.items() if has_it]:
+        raise ShardError(
+            "tensor_parallel divides decoders of attention and MLPs; "
+            f"{checkpoint.architecture} has {', '.join(found)}"
+        )
 
 
 def _places(checkpoint: Checkpoint, model: CausalModel) -> Places:

@@ -119,6 +119,11 @@ class MultiModalModel(CausalModel, ItemSide):
         """See :meth:`CausalModel.finish_loading`; the towers stay as transformers has them."""
         self.decoder.finish_loading(pack_weights=pack_weights)
 
+    def keep_layers_alone(self) -> None:
+        """See :meth:`CausalModel.keep_layers_alone`."""
+        self.towers, self.tower_modules = {}, nn.ModuleList()
+        self.decoder.keep_layers_alone()
+
     def num_rows(self, modality: Modality, features: Mapping[str, Tensor]) -> int:
         """Placeholders that one item needs; see :meth:`ItemTower.num_rows`."""
         return self.towers[modality].num_rows(features)

@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from engine.interface.config import EngineConfig, OffloadSettings
+from engine.resources.device import resolve_device
 from prefix_cache import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -208,6 +209,7 @@ class MemoryPlan:
         offload: where blocks go that the pool may evict, with their most bytes; None for nowhere.
         stored: how the checkpoint's weights are stored, in words, where that is not how they are
             held.
+        num_processes: each of which holds such weights and pages, of its share of the heads.
     """
 
     device: str
@@ -224,6 +226,7 @@ class MemoryPlan:
     swap_bytes: int = 0
     offload: OffloadSettings | None = None
     stored: str | None = None
+    num_processes: int = 1
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -257,6 +260,8 @@ class MemoryPlan:
         ]
 
     def _further_lines(self) -> Iterator[str]:
+        if self.num_processes > 1:
+            yield f"divided among  {self.num_processes} processes, of which each takes as much"
         if self.attention:
             yield f"attention      {self.attention}"
         if self.item_pages:
@@ -318,7 +323,8 @@ def resolve_num_blocks(
     """
     per_sequence = pages_for(max_model_len, 1)
     if config.num_blocks is None:
-        free = free_bytes(device)
+        # Processes that share a CPU take as much each.
+        free = free_bytes(device) // (config.tensor_parallel if device.type == "cpu" else 1)
         budget = int(free * config.memory_fraction)
         limit = f"memory_fraction {config.memory_fraction} of the free memory "
         limit += f"({format_bytes(budget)})"
@@ -415,7 +421,11 @@ class ModelNeeds:
         least = self.weights_bytes + self.step_bytes + int(first / share)
         num_tokens = length * num_seqs if stated is None else stated * config.block_size
         rows = num_tokens * sum(_SHORT_ROWS.get(name, self.row_bytes) for name in outputs)
-        return MemoryEstimate(self.weights_bytes, pages, rows, self.step_bytes, least)
+        # Processes that share a CPU take as much each.
+        copies = config.tensor_parallel if resolve_device(config.device).type == "cpu" else 1
+        return MemoryEstimate(
+            copies * self.weights_bytes, copies * pages, rows, self.step_bytes, copies * least
+        )
 
 
 # Rows of the hidden size that lie beside each other in a layer at most: the residual, what was
@@ -463,6 +473,7 @@ def plan_memory(
         attention=attention,
         kv_cache=report_kv_cache(kv_config, max_model_len, needs.max_encoder_len),
         item_pages=_item_pages(kv_config),
+        num_processes=config.tensor_parallel,
     )
     return kv_config, plan
 

@@ -28,6 +28,8 @@ from engine.attention.layer import Attention, AttentionStep
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
 from engine.layers import (
+    COLUMNS,
+    ROWS,
     DeltaRuleMixer,
     ExpertsConfig,
     GatedMLP,
@@ -201,27 +203,30 @@ class SelfAttention(nn.Module):
 
     def __init__(self, index: int, config: DecoderConfig, settings: ModelSettings) -> None:
         super().__init__()
-        self.num_heads, self.head_dim = config.num_heads, config.head_dim
-        self.ops = settings.ops
+        self.ops, self.shards = settings.ops, settings.shards
+        self.num_heads = self.shards.share(config.num_heads, "num_attention_heads")
+        num_kv_heads = self.shards.share(config.num_kv_heads, "num_key_value_heads")
+        self.head_dim = config.head_dim
         hidden, options = config.hidden_size, settings.tensor_options
-        query_size = config.num_heads * config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
+        query_size, kv_size = self.num_heads * self.head_dim, num_kv_heads * self.head_dim
         self.kv_start = query_size + kv_size
         self.has_gate = config.attention_gate
         parts = {"q_proj": query_size * (1 + self.has_gate), "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv = Linear(hidden, parts, bias=config.qkv_bias, **options)
-        self.output = Linear(query_size, {"o_proj": hidden}, bias=config.output_bias, **options)
+        split = self.shards, ROWS
+        self.qkv = Linear(hidden, parts, bias=config.qkv_bias, split=split, **options)
+        parts, split = {"o_proj": hidden}, (self.shards, COLUMNS)
+        self.output = Linear(query_size, parts, bias=config.output_bias, split=split, **options)
         self.head_norm: HeadNorm | None = None
         if config.qk_norm:
             self.head_norm = HeadNorm(
-                config.num_heads,
-                config.num_kv_heads,
+                self.num_heads,
+                num_kv_heads,
                 config.head_dim,
                 config.rms_norm_eps,
                 offset=config.norm_offset,
                 **options,
             )
-        page = (settings.block_size, config.num_kv_heads, config.head_dim, settings.page_dtype)
+        page = (settings.block_size, num_kv_heads, config.head_dim, settings.page_dtype)
         window = config.layers[index].window
         spec: AttentionSpec = FullAttentionSpec(*page)
         # What no sequence outgrows is full attention: such layers share pages and tables with
@@ -263,7 +268,7 @@ class SelfAttention(nn.Module):
         attended = self.attention(query, key, value, step)
         if gate is not None:
             attended = attended * self.ops.each(torch.sigmoid, gate)
-        return self.output(attended.reshape(num_tokens, -1))
+        return self.shards.add_up(self.output(attended.reshape(num_tokens, -1)))
 
 
 def build_norm(config: DecoderConfig, settings: ModelSettings) -> RMSNorm:
@@ -279,13 +284,14 @@ def build_mlp(
 ) -> PlainMLP | SparseMoE:
     """The MLP of a layer, which may be a mixture of experts."""
     hidden, options = config.hidden_size, settings.tensor_options
+    ops, shards = settings.ops, settings.shards
     if experts is not None:
-        return SparseMoE(hidden, experts, config.activation, ops=settings.ops, **options)
-    sizes = (hidden, config.intermediate_size, config.activation)
+        return SparseMoE(hidden, experts, config.activation, ops=ops, shards=shards, **options)
+    sizes, bias = (hidden, config.intermediate_size, config.activation), config.mlp_bias
     if config.plain_mlp is not None:
-        names, ops = config.plain_mlp, settings.ops
-        return PlainMLP(*sizes, names=names, bias=config.mlp_bias, ops=ops, **options)
-    return GatedMLP(*sizes, bias=config.mlp_bias, ops=settings.ops, **options)
+        names = config.plain_mlp
+        return PlainMLP(*sizes, names=names, bias=bias, ops=ops, shards=shards, **options)
+    return GatedMLP(*sizes, bias=bias, ops=ops, shards=shards, **options)
 
 
 class DecoderLayer(nn.Module):
@@ -440,6 +446,10 @@ class DecoderModel(CausalModel):
         yield from self.final_norm.targets(f"{prefix}{self.config.final_norm_name}.")
         if self.head is not None and not self.config.tie_word_embeddings:
             yield from self.head.targets("")
+
+    def keep_layers_alone(self) -> None:
+        """See :meth:`CausalModel.keep_layers_alone`."""
+        self.embedding, self.head = nn.Parameter(self.embedding.new_empty(0), False), None
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids ``(n,)`` to embeddings ``(n, hidden_size)``."""
