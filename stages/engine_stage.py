@@ -67,7 +67,7 @@ class EngineStage(Stage):
 
     @property
     def is_broken(self) -> bool:
-        """Whether its engine was interrupted while it restarted."""
+        """Whether its engine was interrupted and could not restart."""
         return hasattr(self, "engine") and self.engine.is_broken
 
     def rebuild(self) -> None:

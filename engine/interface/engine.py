@@ -47,11 +47,11 @@ T = TypeVar("T")
 
 
 class EngineBrokenError(RuntimeError):
-    """An engine was interrupted while it restarted, and is not to be used any more."""
+    """An engine was interrupted and could not restart; it is not to be used any more."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(
-            f"the engine was interrupted ({cause}), and again while it restarted; build a new one"
+            f"the engine was interrupted ({cause}) and could not restart; build a new one"
         )
 
 
@@ -214,7 +214,7 @@ class Engine(ABC, Generic[OutputT_co]):
 
     @property
     def is_broken(self) -> bool:
-        """Whether restarting was interrupted, so that requests and steps are refused."""
+        """Whether it could not restart, so that requests and steps are refused."""
         return self._broken_by is not None
 
     def _consistently(self, call: Callable[[], T], *, wait: bool = False) -> T:
@@ -241,8 +241,9 @@ class Engine(ABC, Generic[OutputT_co]):
                 # At once, whatever else may go wrong: until it has restarted, it is broken.
                 self._broken_by = "an exception"
                 self._broken_by = described(error)
-                self._restart()
-                self._broken_by = None
+                if self._can_restart:
+                    self._restart()
+                    self._broken_by = None
             if not was_inside:
                 self.ownership.leave()
             raise
@@ -254,6 +255,11 @@ class Engine(ABC, Generic[OutputT_co]):
     def _step_deltas(self) -> Sequence[OutputDelta]:
         """See :meth:`step_deltas`; may be interrupted anywhere."""
         return [output.as_delta() for output in self._step()]  # type: ignore[attr-defined]
+
+    @property
+    def _can_restart(self) -> bool:
+        """Whether all is there that it runs with."""
+        return True
 
     @abstractmethod
     def _restart(self) -> None:

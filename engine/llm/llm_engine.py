@@ -569,7 +569,7 @@ class LLMEngine(Engine[RequestOutput]):
         try:
             sampled = self._runner.execute(scheduled)
         except Exception as error:  # one request's fault, as a rule, and it is found out
-            if self._followers is not None and self._followers.is_closed:
+            if not self._can_restart:
                 raise
             logger.exception("a step of %d tokens failed", scheduled.num_tokens)
             return self._recover(scheduled, error)
@@ -588,6 +588,10 @@ class LLMEngine(Engine[RequestOutput]):
 
     def _drop(self, request_id: str) -> None:
         self._output_processor.abort(request_id)
+
+    @property
+    def _can_restart(self) -> bool:
+        return self._followers is None or not self._followers.is_closed
 
     def _restart(self) -> None:
         self._output_processor.restart(self._call)

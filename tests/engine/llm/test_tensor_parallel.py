@@ -163,7 +163,7 @@ def test_what_interrupts_a_step_ends_the_other_processes(
 
         monkeypatch.setattr("engine.models.decoders.decoder.DecoderLayer.forward", interrupted)
         engine.add_request("a", TokensPrompt((7, 8, 9)), GREEDY)
-        with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+        with pytest.raises(KeyboardInterrupt):
             engine.step()
         assert engine.is_broken
         assert not psutil.pid_exists(pid)
