@@ -72,6 +72,7 @@ def extend_block_hashes(
     *,
     spans: Sequence[ContentSpan] = (),
     salt: str | None = None,
+    lora_name: str | None = None,
 ) -> None:
     """Append the hashes of the blocks that became full; the work is that of the new blocks only.
 
@@ -83,6 +84,7 @@ def extend_block_hashes(
             span that overlaps it with the span's place relative to the block, so the second half
             of an image differs from its first half, and from the same image one token later.
         salt: requests share blocks only under the same salt; ``None`` and ``""`` differ.
+        lora_name: the adapter that computed the blocks, if any.
 
     Raises:
         ValueError: if ``block_size`` is below 1, or ``hashes`` covers more than ``token_ids``.
@@ -97,7 +99,7 @@ def extend_block_hashes(
         )
     if len(hashes) == num_full_blocks:
         return
-    parent = hashes[-1] if hashes else _root_hash(salt)
+    parent = hashes[-1] if hashes else _root_hash(salt, lora_name)
     to_come = deque(sorted(spans, key=_span_order))
     overlapping: list[ContentSpan] = []
     first, end_of_all = len(hashes) * block_size, num_full_blocks * block_size
@@ -120,6 +122,7 @@ def partial_block_hash(
     *,
     spans: Sequence[ContentSpan] = (),
     salt: str | None = None,
+    lora_name: str | None = None,
 ) -> BlockHash:
     """Hash of the last block of a sequence that ends inside of it; that of no full block.
 
@@ -144,7 +147,7 @@ def partial_block_hash(
         (span for span in spans if span.offset < len(token_ids) and span.end > start),
         key=_span_order,
     )
-    parent = hashes[num_full - 1] if num_full else _root_hash(salt)
+    parent = hashes[num_full - 1] if num_full else _root_hash(salt, lora_name)
     own_ids = struct.pack(f"<{num_rest}q", *token_ids[start:])
     return _hash_of(b"partial", parent, own_ids, own, start, num_rest)
 
@@ -203,11 +206,13 @@ def whole_input_block_hashes(
         yield BlockHash(hashlib.sha256(b"whole" + input_hash + place).digest())
 
 
-def _root_hash(salt: str | None) -> BlockHash:
-    # Any str is a salt, half of a surrogate pair too.
-    name = None if salt is None else salt.encode("utf-8", "surrogatepass")
-    content = b"\0" if name is None else b"\1" + _length_prefixed(name)
-    return BlockHash(hashlib.sha256(b"root" + content).digest())
+def _root_hash(salt: str | None, lora_name: str | None) -> BlockHash:
+    digest = hashlib.sha256(b"root")
+    for given in (salt, lora_name):
+        # Any str is a salt, half of a surrogate pair too.
+        name = None if given is None else given.encode("utf-8", "surrogatepass")
+        digest.update(b"\0" if name is None else b"\1" + _length_prefixed(name))
+    return BlockHash(digest.digest())
 
 
 def _length_prefixed(data: bytes) -> bytes:

@@ -64,6 +64,10 @@ def test_equal_blocks_after_different_prefixes_differ():
         ({"salt": "a"}, {}),
         ({"salt": "a"}, {"salt": "b"}),
         ({"salt": ""}, {}),
+        ({"lora_name": "a"}, {}),
+        ({"lora_name": "a"}, {"salt": "a"}),
+        ({"salt": "a", "lora_name": "b"}, {"salt": "b", "lora_name": "a"}),
+        ({"salt": "ab", "lora_name": "c"}, {"salt": "a", "lora_name": "bc"}),
     ],
 )
 def test_salt_and_lora_separate_every_block(left, right):
