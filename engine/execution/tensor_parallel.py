@@ -40,7 +40,8 @@ from engine.interface.placed_error import described
 from engine.layers import Shards
 from prefix_cache import KVCacheConfig, PageCopy, PagedMemory
 
-# A follower that is alive is waited for: it may compute, or be stopped, for any time.
+# One that is alive is waited for: it may compute, or be stopped, for any time.
+_MEETING: Final = timedelta(minutes=10)
 _PATIENCE: Final = timedelta(days=365)
 
 
@@ -112,17 +113,23 @@ def read_message(pipe: IO[bytes], kind: Any) -> Any:
 
 
 def join_group(folder: str, rank: int, size: int, device: torch.device) -> Shards:
-    """Meet the other processes in a folder of their own; on a CPU they talk over loopback."""
+    """Meet the other processes in a folder of their own; on a CPU they talk over loopback.
+
+    Raises:
+        RuntimeError: they do not come.
+    """
     store = FileStore(str(Path(folder, "store")), size)
+    group: ProcessGroupGloo | torch.distributed.ProcessGroupNCCL
     if device.type == "cuda":
         nccl = torch.distributed.ProcessGroupNCCL
-        options = nccl.Options()
-        options._timeout = _PATIENCE
-        return Shards(rank, size, nccl(store, rank, size, options))
-    options = ProcessGroupGloo._Options()
-    options._timeout = _PATIENCE
-    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    return Shards(rank, size, ProcessGroupGloo(store, rank, size, options))
+        group = nccl(store, rank, size, nccl.Options())
+    else:
+        options = ProcessGroupGloo._Options()
+        options._timeout = _MEETING
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        group = ProcessGroupGloo(store, rank, size, options)
+    group._set_default_timeout(_PATIENCE)
+    return Shards(rank, size, group)
 
 
 class FollowerError(RuntimeError):
@@ -179,13 +186,13 @@ class Followers:
 
     def await_all(self, stage: str) -> None:
         """Wait until each says that it has got so far; ``FollowerError`` if one says why not."""
-        for process in self._processes:
-            assert process.stdout is not None
-            line = process.stdout.readline().decode().strip()
-            if line != stage:
-                raise FollowerError(
-                    f"a process of tensor_parallel: {line or 'it ended; see standard error'}"
-                )
+        with self.together():
+            for process in self._processes:
+                assert process.stdout is not None
+                line = process.stdout.readline().decode().strip()
+                if line != stage:
+                    line = line or "it ended; see standard error"
+                    raise FollowerError(f"a process of tensor_parallel: {line}")
 
     @contextmanager
     def together(self) -> Iterator[None]:
