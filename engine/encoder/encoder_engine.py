@@ -345,6 +345,11 @@ class EncoderEngine(Engine[EncoderOutput]):
     ) -> None:
         check_argument("config", config, EngineConfig, "an EngineConfig", "EngineConfig(model={})")
         check_names("output_names", output_names, or_none=True)
+        if config.tensor_parallel > 1:
+            raise ValueError(
+                "tensor_parallel divides the layers of a decoder; an encoder engine has none: leave "
+                "it out"
+            )
         if config.offload is not None:
             raise ValueError(
                 "offload keeps blocks of a decoder's KV cache; an encoder engine has none: leave "

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from engine import (
+    EncoderEngine,
     EngineConfig,
     LLMEngine,
     RequestOutput,
@@ -217,6 +218,11 @@ def test_what_cannot_be_divided_is_refused(name: str, seeded: Callable[[str], st
     trial = TRIALS[name]
     with pytest.raises(ValueError, match=REFUSED[name]):
         build(seeded(trial.seeded), part=trial.part)
+
+
+def test_an_encoder_engine_refuses_it(bert_checkpoint: str) -> None:
+    with pytest.raises(ValueError, match="tensor_parallel divides the layers of a decoder"):
+        EncoderEngine(EngineConfig(model=bert_checkpoint, tensor_parallel=2))
 
 
 def test_heads_that_cannot_be_shared_evenly_are_refused(qwen2_checkpoint: str) -> None:
