@@ -61,13 +61,11 @@ def main() -> None:
         model = str(word_checkpoint(Path(folder)))
         for _ in range(args.rounds):
             for name, (size, num_threads) in sides.items():
-                # Followers take their share of the threads that are set while they are started.
-                torch.set_num_threads(num_threads * size)
+                torch.set_num_threads(num_threads)
                 config = EngineConfig(
                     model=model, device="cpu", dtype="float32", tensor_parallel=size
                 )
                 with closing(LLMEngine(config)) as engine:
-                    torch.set_num_threads(num_threads)
                     run(engine)
                     times[name].append(run(engine))
     first = times[next(iter(sides))]

@@ -206,6 +206,16 @@ class TokenStageConfig(StageConfig):
     engine: EngineSettings = EngineSettings()
     outputs: Annotated[tuple[str, ...], OneOrMore] | None = None
 
+    @model_validator(mode="after")
+    def _is_not_divided_and_repeated(self) -> Self:
+        if self.engine.tensor_parallel > 1 and self.placement.replicas > 1:
+            raise PlacedError(
+                ("engine", "tensor_parallel"),
+                f"{self.engine.tensor_parallel} processes take the devices that the other of "
+                f"{self.placement.replicas} replicas are on; leave placement.replicas out",
+            )
+        return self
+
     def engine_config(self) -> EngineConfig:
         """Join model and engine settings."""
         return EngineConfig(model=self.model, part=self.part, **self.engine.model_dump())

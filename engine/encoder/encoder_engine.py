@@ -347,8 +347,8 @@ class EncoderEngine(Engine[EncoderOutput]):
         check_names("output_names", output_names, or_none=True)
         if config.tensor_parallel > 1:
             raise ValueError(
-                "tensor_parallel divides the layers of a decoder; an encoder engine has none: leave "
-                "it out"
+                "tensor_parallel divides the layers of a decoder; an encoder engine has none: "
+                "leave it out"
             )
         if config.offload is not None:
             raise ValueError(

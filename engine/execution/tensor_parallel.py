@@ -18,6 +18,7 @@ the next sum, or message, is an error then. Followers end when their standard in
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -36,8 +37,9 @@ from numpy.typing import NDArray
 from torch.distributed import FileStore, ProcessGroupGloo
 
 from engine.execution.input_batch import ModelInputs
+from engine.interface.ownership import renew_in_forks
 from engine.interface.placed_error import described
-from engine.layers import Shards
+from engine.layers import WHOLE, Shards
 from prefix_cache import KVCacheConfig, PageCopy, PagedMemory
 
 # One that is alive is waited for: it may compute, or be stopped, for any time.
@@ -64,11 +66,12 @@ class FollowerPages(msgspec.Struct, frozen=True):
 class StepMessage(msgspec.Struct, frozen=True, tag="step"):
     """Run the model on these arrays (type, shape, bytes), by the names of ``ModelInputs.arrays``.
 
-    Embeddings follow through the group, and what items have for further layers, if this is wider
-    than 0.
+    Embeddings, of a width, follow through the group, and what items have for further layers, if
+    that is wider than 0.
     """
 
     arrays: dict[str, tuple[str, tuple[int, ...], bytes]]
+    width: int
     features_width: int
 
     def unpacked(self) -> dict[str, NDArray[Any]]:
@@ -137,10 +140,12 @@ class FollowerError(RuntimeError):
 
 
 _PROGRAM = """
-import json, sys
+import json, os, sys
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what libraries print is no answer
 sys.path[:] = json.loads(sys.argv[1])
 from engine.llm.follower import main
-sys.exit(main())
+sys.exit(main(answers))
 """
 
 
@@ -158,7 +163,7 @@ class Followers:
     """
 
     def __init__(self, size: int, config_of: Callable[[int], str], device: torch.device) -> None:
-        self._device, self._ended_by = device, ""
+        self._device, self._ended_by, self.shards = device, "", WHOLE
         folder = tempfile.TemporaryDirectory(prefix="omni-shards-")
         program = [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path)]
         self._processes = [
@@ -171,13 +176,20 @@ class Followers:
             for _ in range(1, size)
         ]
         self.close = weakref.finalize(self, _end, self._processes, folder)
-        num_threads = max(1, torch.get_num_threads() // size)
+        num_threads = torch.get_num_threads()
+        renew_in_forks(self)
         with self.together():
             for rank, process in enumerate(self._processes, 1):
                 setup = FollowerSetup(config_of(rank), rank, size, folder.name, num_threads)
                 _write(process, msgspec.msgpack.encode(setup))
             self.await_all("started")
             self.shards = join_group(folder.name, 0, size, device)
+
+    def renew_locks(self) -> None:
+        """Leave the processes to the parent, in a child of a fork."""
+        self.close.detach()
+        # Its destructor would wait for threads that only the parent has.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.shards.group))
 
     @property
     def is_closed(self) -> bool:
@@ -224,7 +236,8 @@ class Followers:
             name: (array.dtype.str, array.shape, array.tobytes())
             for name, array in inputs.arrays.items()
         }
-        self.send(StepMessage(arrays, 0 if features is None else features.shape[1]))
+        width = inputs.embeds.shape[1]
+        self.send(StepMessage(arrays, width, 0 if features is None else features.shape[1]))
         self.shards.broadcast(inputs.embeds)
         if features is not None:
             self.shards.broadcast(features)
@@ -253,6 +266,7 @@ def _end(
 ) -> None:
     for process in processes:
         process.kill()  # it keeps nothing, and may be in a sum that does not end
+    for process in processes:
         process.wait()
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None

@@ -142,11 +142,10 @@ class SparseMoE(nn.Module):
             closed = self._run_by_counts(rows, of_choice)
         output = torch.empty_like(closed).index_copy_(0, order, closed)
         mixed = output.view(len(x), per_token, -1).mul_(weights.unsqueeze(2)).sum(dim=1)
-        mixed = self.shards.add_up(mixed)
         if self.shared is not None:
             share = self.ops.each(torch.sigmoid, self.shared_gate(x))
-            mixed += self.shared(x).mul_(share)
-        return mixed
+            mixed += self.shared.part(x).mul_(share)
+        return self.shards.add_up(mixed)
 
     def _run_by_counts(self, rows: Tensor, of_choice: Tensor) -> Tensor:
         """Each expert over its own of the rows, which are sorted by expert; counts are read."""

@@ -324,4 +324,8 @@ class GatedMLP(PlainMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(rows, hidden_size)`` to the same shape."""
-        return self.shards.add_up(self.down(self.ops.gate(self.up(x), self.activation)))
+        return self.shards.add_up(self.part(x))
+
+    def part(self, x: Tensor) -> Tensor:
+        """What this process's share of the width adds to the result."""
+        return self.down(self.ops.gate(self.up(x), self.activation))

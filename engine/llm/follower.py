@@ -6,8 +6,8 @@ See :mod:`engine.execution.tensor_parallel`. Started by the engine that leads it
 from __future__ import annotations
 
 import logging
-import os
 import sys
+from typing import IO
 
 import torch
 
@@ -52,7 +52,7 @@ class Follower:
         self._backends = attention_backends(kv_config, choices, config)
         self._contents = PageContents(self._memory)
         bind_layers(model, self._memory)
-        model.keep_layers_alone()
+        model.drop_all_but_layers()
 
     def take(self, message: FollowerMessage) -> None:
         """Do what a message asks for."""
@@ -74,7 +74,7 @@ class Follower:
         arrays, device = message.unpacked(), self._choices.device
         tensors = upload(arrays, device)
         rows, dtype = len(arrays["token_ids"]), self._choices.computed_dtype
-        embeds = torch.empty(rows, self._model.hidden_size, dtype=dtype, device=device)
+        embeds = torch.empty(rows, message.width, dtype=dtype, device=device)
         self._shards.broadcast(embeds)
         features = None
         if message.features_width:
@@ -93,16 +93,15 @@ class Follower:
             self._shards.add_up(total(self._contents.numbers(filled))[None])
 
 
-def main() -> int:
-    """Follow the process at the other end of standard input."""
-    pipe, output = sys.stdin.buffer, os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is not for the leader
+def main(answers: IO[str]) -> int:
+    """Follow the process at the other end of standard input, which reads the answers."""
+    pipe = sys.stdin.buffer
     logging.disable(logging.WARNING)  # which says the same
     setup: FollowerSetup = read_message(pipe, FollowerSetup)
     torch.set_num_threads(setup.num_threads)
 
     def say(line: str) -> None:
-        print(line.replace("\n", " "), file=output, flush=True)
+        print(line.replace("\n", " "), file=answers, flush=True)
 
     try:
         say("started")
@@ -115,11 +114,12 @@ def main() -> int:
             pages: FollowerPages = read_message(pipe, FollowerPages)
             config = config.model_copy(update={"num_blocks": pages.num_pages})
             follower = Follower(config, choices, model, shards)
+            say("ready")
             with torch.inference_mode():
                 while True:
                     follower.take(read_message(pipe, FollowerMessage))
     except EOFError:
         return 0
-    except ValueError as error:
+    except Exception as error:  # whatever it is, the leader is to say so
         say(described(error))
-        return 1
+        raise

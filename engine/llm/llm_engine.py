@@ -161,16 +161,19 @@ def _start_followers(config: EngineConfig, choices: Choices) -> Followers | None
     size, device = config.tensor_parallel, choices.device
     if size == 1:
         return None
-    if device.type == "cuda" and (device.index or 0) + size > torch.cuda.device_count():
-        raise ValueError(
-            f"tensor_parallel {size} from {device} on needs more devices than the "
-            f"{torch.cuda.device_count()} that there are"
-        )
+    first = 0
+    if device.type == "cuda":
+        first = torch.cuda.current_device() if str(device) == "cuda" else device.index
+        if first + size > torch.cuda.device_count():
+            raise ValueError(
+                f"tensor_parallel {size} from cuda:{first} on needs more devices than the "
+                f"{torch.cuda.device_count()} that there are"
+            )
     outline_needs(config)
 
     def config_of(rank: int) -> str:
-        place = device if device.type == "cpu" else f"cuda:{(device.index or 0) + rank}"
-        own = {"model": str(choices.checkpoint.path), "device": str(place)}
+        place = "cpu" if device.type == "cpu" else f"cuda:{first + rank}"
+        own = {"model": str(choices.checkpoint.path), "device": place}
         return config.model_copy(update=own).model_dump_json()
 
     return Followers(size, config_of, device)
@@ -414,6 +417,7 @@ class LLMEngine(Engine[RequestOutput]):
             memory = PagedMemory(kv_config, choices.device)
         else:
             followers.send(FollowerPages(kv_config.num_large_pages))
+            followers.await_all("ready")
             memory = LeaderMemory(kv_config, choices.device, followers)
         self._kv = KVCacheManager(
             kv_config,

@@ -246,7 +246,7 @@ class CausalModel(nn.Module):
             elif module is not self and isinstance(module, _Derived):
                 module.finish_loading()
 
-    def keep_layers_alone(self) -> None:
+    def drop_all_but_layers(self) -> None:
         """Free what only the process runs that leads others: embeddings, head, towers."""
 
     @property

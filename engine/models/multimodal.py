@@ -119,10 +119,10 @@ class MultiModalModel(CausalModel, ItemSide):
         """See :meth:`CausalModel.finish_loading`; the towers stay as transformers has them."""
         self.decoder.finish_loading(pack_weights=pack_weights)
 
-    def keep_layers_alone(self) -> None:
-        """See :meth:`CausalModel.keep_layers_alone`."""
+    def drop_all_but_layers(self) -> None:
+        """See :meth:`CausalModel.drop_all_but_layers`."""
         self.towers, self.tower_modules = {}, nn.ModuleList()
-        self.decoder.keep_layers_alone()
+        self.decoder.drop_all_but_layers()
 
     def num_rows(self, modality: Modality, features: Mapping[str, Tensor]) -> int:
         """Placeholders that one item needs; see :meth:`ItemTower.num_rows`."""

@@ -322,9 +322,9 @@ def resolve_num_blocks(
             one then, as long as there is room for any.
     """
     per_sequence = pages_for(max_model_len, 1)
+    # Processes that share a CPU take as much each.
+    free = free_bytes(device) // (config.tensor_parallel if device.type == "cpu" else 1)
     if config.num_blocks is None:
-        # Processes that share a CPU take as much each.
-        free = free_bytes(device) // (config.tensor_parallel if device.type == "cpu" else 1)
         budget = int(free * config.memory_fraction)
         limit = f"memory_fraction {config.memory_fraction} of the free memory "
         limit += f"({format_bytes(budget)})"
@@ -338,7 +338,7 @@ def resolve_num_blocks(
         num_pages = min(wanted, budget // page_bytes)
     else:
         num_pages = config.num_blocks
-        _check_free(num_pages, page_bytes, config.memory_fraction, device)
+        _check_free(num_pages, page_bytes, config.memory_fraction, device, free)
         limit = f"num_blocks {num_pages}, the null block off,"
         remedy = f"set num_blocks to at least {per_sequence + 1}"
     room = max(num_pages - 1, 0)
@@ -355,10 +355,9 @@ def resolve_num_blocks(
 
 
 def _check_free(
-    num_pages: int, page_bytes: int, memory_fraction: float, device: torch.device
+    num_pages: int, page_bytes: int, memory_fraction: float, device: torch.device, free: int
 ) -> None:
     """Before anything is made for each of them: a machine may come down by as much as that."""
-    free = free_bytes(device)
     if num_pages * page_bytes > free:
         raise ValueError(
             f"num_blocks {num_pages} of {format_bytes(page_bytes)} each take "

@@ -447,8 +447,8 @@ class DecoderModel(CausalModel):
         if self.head is not None and not self.config.tie_word_embeddings:
             yield from self.head.targets("")
 
-    def keep_layers_alone(self) -> None:
-        """See :meth:`CausalModel.keep_layers_alone`."""
+    def drop_all_but_layers(self) -> None:
+        """See :meth:`CausalModel.drop_all_but_layers`."""
         self.embedding, self.head = nn.Parameter(self.embedding.new_empty(0), False), None
 
     def embed(self, input_ids: Tensor) -> Tensor:

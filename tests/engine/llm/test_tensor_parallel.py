@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,24 +17,33 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine import (
+    EmbedsPrompt,
     EncoderEngine,
     EngineConfig,
     LLMEngine,
+    Prompt,
     RequestOutput,
     SamplingParams,
     TokensPrompt,
 )
+from engine.execution.tensor_parallel import FollowerPages
 from engine.interface.engine import EngineBrokenError
 from omni import Omni, OmniRequest, PipelineConfig
 from prefix_cache import PagedMemory
 from tests.engine.promises.test_every_family import FAMILIES
 from tests.support.import_graph import ROOT
 from tests.support.model_trial import TRIALS
-from tests.support.patience import wait_for
+from tests.support.patience import PATIENCE_S, wait_for
+from tests.support.speech import cut, made_up
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+PROMPTS = (
+    TokensPrompt(tuple(range(60, 73))),
+    EmbedsPrompt(torch.randn(13, 64, generator=torch.Generator().manual_seed(0))),
+)
 # Of each way in which layers are built: biases; windows, norms of heads; experts; rows of towers.
 DIVIDED = ("qwen2", "gemma3", "qwen3_moe", "qwen3_vl")
 REFUSED = {
@@ -84,6 +95,40 @@ def test_what_two_processes_make_is_what_one_makes(name: str, seeded: Callable[[
     for found, expected in zip(*reversed(outputs), strict=True):
         assert_near(found, expected)
         assert found.num_cached_tokens == expected.num_cached_tokens
+
+
+def test_a_talker_is_divided(seeded: Callable[[str], str], tmp_path: Path) -> None:
+    """What it reads is wider than its layers; a copy of the seeded one has heads to divide."""
+    folder = Path(shutil.copytree(seeded("qwen2_5_omni"), tmp_path / "talker"))
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if name.startswith("talker.") and (".k_proj." in name or ".v_proj." in name):
+            weights[name] = torch.cat([weight, 0.5 * weight])
+    save_file(weights, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config["talker_config"]["num_key_value_heads"] = 2
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    chunks, outputs = cut(made_up(0, 9, 7), (3,)), []
+    for size in (1, 2):
+        with closing(build(str(folder), size, part="talker")) as engine:
+            engine.add_request("a", chunks[0], GREEDY)
+            for chunk in chunks[1:]:
+                engine.step()
+                engine.extend_request("a", chunk)
+            while engine.has_unfinished_requests:
+                moved = engine.step()
+            outputs.append(moved[0])
+    assert_near(*reversed(outputs))
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: type(prompt).__name__)
+def test_several_completions_of_any_prompt(
+    prompt: Prompt, whole: LLMEngine, divided: LLMEngine
+) -> None:
+    params = SamplingParams(n=3, seed=1, max_tokens=6, ignore_eos=True)
+    found, expected = (engine.generate([prompt], params)[0] for engine in (divided, whole))
+    assert [x.token_ids for x in found.outputs] == [x.token_ids for x in expected.outputs]
+    assert len({x.token_ids for x in found.outputs}) > 1
 
 
 @pytest.mark.parametrize("settings", [{"quantization": "int8"}, {"dtype": "bfloat16"}], ids=str)
@@ -194,6 +239,25 @@ def test_a_stage_is_rebuilt_when_it_has_lost_a_process(qwen2_checkpoint: str) ->
         assert each.stages["writer"].token_ids == other.stages["writer"].token_ids
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_the_child_of_a_fork_leaves_the_processes_alone(qwen2_checkpoint: str) -> None:
+    program = (
+        "import os, sys\n"
+        "from engine import EngineConfig, LLMEngine, SamplingParams, TokensPrompt\n"
+        "engine = LLMEngine(EngineConfig(model=sys.argv[1], tensor_parallel=2, num_blocks=40,"
+        " max_model_len=64))\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    engine.close()\n"
+        "    sys.exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "(output,) = engine.generate([TokensPrompt((7, 8))], SamplingParams(max_tokens=4))\n"
+        "assert output.error is None\n"
+    )
+    command = [sys.executable, "-c", program, qwen2_checkpoint]
+    subprocess.run(command, check=True, timeout=PATIENCE_S, cwd=ROOT)
+
+
 def test_processes_end_with_the_one_that_leads(qwen2_checkpoint: str) -> None:
     program = (
         "import sys, time\n"
@@ -241,7 +305,27 @@ def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any]) 
 def test_a_process_that_cannot_start_says_why(
     qwen2_checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.execution.tensor_parallel._PROGRAM", "raise SystemExit(3)")
-    with pytest.raises(RuntimeError, match="a process of tensor_parallel"):
+    program = "import os; os.write(1, b'there is no torch here'); raise SystemExit(3)"
+    monkeypatch.setattr("engine.execution.tensor_parallel._PROGRAM", program)
+    with pytest.raises(RuntimeError, match="of tensor_parallel: there is no torch here"):
         build(qwen2_checkpoint)
-    assert not Path("store").exists()
+
+
+def test_a_process_that_cannot_hold_its_pages_says_why(
+    qwen2_checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.llm.llm_engine.FollowerPages", lambda _: FollowerPages(10**12))
+    with pytest.raises(RuntimeError, match="of tensor_parallel: ValueError: num_blocks"):
+        build(qwen2_checkpoint)
+
+
+def test_a_divided_stage_has_one_replica() -> None:
+    stage = {
+        "kind": "autoregressive",
+        "model": "m",
+        "placement": {"replicas": 2},
+        "engine": {"tensor_parallel": 2},
+        "final_output": "text",
+    }
+    with pytest.raises(ValueError, match="leave placement.replicas out"):
+        PipelineConfig.model_validate({"name": "divided", "stages": {"writer": stage}})
