@@ -13,13 +13,15 @@ goes the way of the sums.
 
 A process that leaves a step in the middle leaves the others in a sum that never ends. So an
 interrupted step ends the followers, and the engine is broken, as it is when a follower has ended:
-the next sum, or message, is an error then. Followers end when their standard input does.
+the next message is an error then, and on a CPU the next sum. Followers end when their standard
+input does.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -164,7 +166,7 @@ class Followers:
 
     def __init__(self, size: int, config_of: Callable[[int], str], device: torch.device) -> None:
         self._device, self._ended_by, self.shards = device, "", WHOLE
-        folder = tempfile.TemporaryDirectory(prefix="omni-shards-")
+        folder = tempfile.mkdtemp(prefix="omni-shards-")
         program = [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path)]
         self._processes = [
             subprocess.Popen(
@@ -180,10 +182,10 @@ class Followers:
         renew_in_forks(self)
         with self.together():
             for rank, process in enumerate(self._processes, 1):
-                setup = FollowerSetup(config_of(rank), rank, size, folder.name, num_threads)
+                setup = FollowerSetup(config_of(rank), rank, size, folder, num_threads)
                 _write(process, msgspec.msgpack.encode(setup))
             self.await_all("started")
-            self.shards = join_group(folder.name, 0, size, device)
+            self.shards = join_group(folder, 0, size, device)
 
     def renew_locks(self) -> None:
         """Leave the processes to the parent, in a child of a fork."""
@@ -261,9 +263,7 @@ def _write(process: subprocess.Popen[bytes], content: bytes) -> None:
         ) from error
 
 
-def _end(
-    processes: Sequence[subprocess.Popen[bytes]], folder: tempfile.TemporaryDirectory[str]
-) -> None:
+def _end(processes: Sequence[subprocess.Popen[bytes]], folder: str) -> None:
     for process in processes:
         process.kill()  # it keeps nothing, and may be in a sum that does not end
     for process in processes:
@@ -272,7 +272,7 @@ def _end(
             assert pipe is not None
             with suppress(BrokenPipeError):
                 pipe.close()
-    folder.cleanup()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class LeaderMemory(PagedMemory):
