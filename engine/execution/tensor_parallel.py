@@ -198,13 +198,13 @@ class Followers:
         """Whether the processes have been ended."""
         return not self.close.alive
 
-    def await_all(self, stage: str) -> None:
-        """Wait until each says that it has got so far; ``FollowerError`` if one says why not."""
+    def await_all(self, answer: str) -> None:
+        """Wait for an answer of each; ``FollowerError`` where another comes, or none."""
         with self.together():
             for process in self._processes:
                 assert process.stdout is not None
                 line = process.stdout.readline().decode().strip()
-                if line != stage:
+                if line != answer:
                     line = line or "it ended; see standard error"
                     raise FollowerError(f"a process of tensor_parallel: {line}")
 

@@ -106,7 +106,11 @@ class Engine(ABC, Generic[OutputT_co]):
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """Queue a request; nothing runs before ``step``. See :meth:`prepare` and :meth:`add`."""
+        """Queue a request; nothing runs before ``step``. See :meth:`prepare` and :meth:`add`.
+
+        Raises:
+            ValueError: this request cannot run, alone and with the whole pool to itself.
+        """
         self.add(
             self.prepare(request_id, prompt, sampling, priority=priority, cache_salt=cache_salt)
         )

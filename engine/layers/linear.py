@@ -297,7 +297,11 @@ class PlainMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(rows, hidden_size)`` to ``(rows, output_size)``."""
-        return self.shards.add_up(self.down(self.ops.each(self.activation, self.up(x))))
+        return self.shards.add_up(self.part(x))
+
+    def part(self, x: Tensor) -> Tensor:
+        """What this process's share of the width adds to the result."""
+        return self.down(self.ops.each(self.activation, self.up(x)))
 
 
 class GatedMLP(PlainMLP):
@@ -322,10 +326,6 @@ class GatedMLP(PlainMLP):
         sizes = (hidden_size, intermediate_size, activation)
         super().__init__(*sizes, names=names, bias=bias, ops=ops, shards=shards, **options)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``(rows, hidden_size)`` to the same shape."""
-        return self.shards.add_up(self.part(x))
-
     def part(self, x: Tensor) -> Tensor:
-        """What this process's share of the width adds to the result."""
+        """See :meth:`PlainMLP.part`."""
         return self.down(self.ops.gate(self.up(x), self.activation))

@@ -122,9 +122,7 @@ class Choices:
             attention = resolve_backend_name(
                 config.attention_backend, self.device, self.dtype, config.block_size, head_dims
             )
-        choices = replace(self, attention=attention)
-        logger.info("attention backend %s on %s", choices.attention_in_words, self.device)
-        return choices
+        return replace(self, attention=attention)
 
     @property
     def attention_in_words(self) -> str:
@@ -403,6 +401,7 @@ class LLMEngine(Engine[RequestOutput]):
         followers = self._followers = _start_followers(config, choices)
         shards = WHOLE if followers is None else followers.shards
         choices, model = load_configured(config, choices, shards)
+        logger.info("attention backend %s on %s", choices.attention_in_words, choices.device)
         checkpoint = choices.checkpoint
         self.hidden_size: int = model.hidden_size
         self.dtype, self.max_model_len = choices.dtype, choices.max_model_len

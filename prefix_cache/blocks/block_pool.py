@@ -452,7 +452,14 @@ class BlockPool:
 
     @classmethod
     def uniform(cls, num_blocks: int) -> BlockPool:
-        """A pool of one group, number 0, whose blocks are the pages of a :class:`PageArena`."""
+        """A pool of one group, number 0.
+
+        Args:
+            num_blocks: the null block included.
+
+        Raises:
+            ValueError: if there is no block beside the null block.
+        """
         return cls([PageArena(num_blocks, {0: 1})])
 
     @classmethod

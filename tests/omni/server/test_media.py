@@ -19,9 +19,9 @@ import soundfile
 
 from omni import AudioPrompt, ChatPrompt, OmniRequest
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.server.serving import request_body
-from omni.server.serving.request_body import UrlFetcher
+from omni.server.serving import url_fetcher
 from omni.server.serving.settings import ServerLimits
+from omni.server.serving.url_fetcher import UrlFetcher
 from tests.support.fake_speech_kind import fake_speech
 from tests.support.http_call import call
 from tests.support.live_server import LiveServer
@@ -159,7 +159,7 @@ def test_an_image_is_fetched_from_a_host_that_is_named(
     media: LiveServer, client: Any, monkeypatch: pytest.MonkeyPatch
 ):
     fetcher = UrlFetcher(["127.0.0.1"], ServerLimits(url_timeout_s=PATIENCE_S))
-    monkeypatch.setattr(request_body, "is_public", lambda _: True)
+    monkeypatch.setattr(url_fetcher, "is_public", lambda _: True)
     monkeypatch.setattr(media.pipelines, "fetcher", fetcher)
     with http.server.HTTPServer(("127.0.0.1", 0), Pictures) as host:
         thread = threading.Thread(target=host.serve_forever, daemon=True)

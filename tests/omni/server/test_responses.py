@@ -16,7 +16,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
-from omni.server.serving.pipeline_server import ResponseStore
+from omni.server.serving.response_store import ResponseStore
 
 ASKED: Any = {"model": "chat", "max_output_tokens": 12, "temperature": 0.0}
 QUESTION = "How many clocks are there in the library?"

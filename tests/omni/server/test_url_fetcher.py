@@ -16,10 +16,10 @@ from typing import Any
 import openai
 import pytest
 
-from omni.server.serving import request_body
+from omni.server.serving import url_fetcher
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.request_body import UrlFetcher, is_public
 from omni.server.serving.settings import ServerLimits
+from omni.server.serving.url_fetcher import UrlFetcher, is_public
 from tests.support.gated_stage import gated_pipeline
 from tests.support.http_call import connection, raw_post
 from tests.support.live_server import LiveServer
@@ -140,7 +140,7 @@ def test_a_named_host_is_asked_at_the_address_that_was_checked(
         asked.append(address)
         return True
 
-    monkeypatch.setattr(request_body, "is_public", check)
+    monkeypatch.setattr(url_fetcher, "is_public", check)
     lookups: list[str] = []
     look_up = socket.getaddrinfo
 
@@ -167,12 +167,12 @@ def test_a_named_host_is_asked_at_the_address_that_was_checked(
 def test_what_is_not_the_file_itself_is_refused(
     port: int, path: str, told: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(request_body, "is_public", lambda _: True)
+    monkeypatch.setattr(url_fetcher, "is_public", lambda _: True)
     assert told in refusal(f"http://127.0.0.1:{port}/{path}", "127.0.0.1")
 
 
 def test_what_one_request_has_fetched_has_an_end(port: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(request_body, "is_public", lambda _: True)
+    monkeypatch.setattr(url_fetcher, "is_public", lambda _: True)
     size = len(fetch(f"http://127.0.0.1:{port}/file", "127.0.0.1"))
     assert size == len(fetch(f"http://127.0.0.1:{port}/file", "127.0.0.1", room=size))
     with pytest.raises(ApiError, match="larger than its body may be"):
@@ -182,7 +182,7 @@ def test_what_one_request_has_fetched_has_an_end(port: int, monkeypatch: pytest.
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """A host that takes connections and says nothing."""
-    monkeypatch.setattr(request_body, "is_public", lambda _: True)
+    monkeypatch.setattr(url_fetcher, "is_public", lambda _: True)
     with socket.create_server(("127.0.0.1", 0)) as host:
         host.settimeout(PATIENCE_S)
         yield host
@@ -214,7 +214,7 @@ def test_hosts_that_say_nothing_keep_no_other_thread_of_the_server(silent: socke
 
 @pytest.mark.parametrize("path", ["dripping", "dripping_head"])
 def test_a_host_that_never_ends_is_left(port: int, path: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(request_body, "is_public", lambda _: True)
+    monkeypatch.setattr(url_fetcher, "is_public", lambda _: True)
 
     async def run() -> None:
         num_tasks = len(asyncio.all_tasks())
