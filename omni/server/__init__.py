@@ -1,4 +1,4 @@
-"""The HTTP server. Imports its rooms serving and openai, and all that these import.
+"""HTTP server. Imports its subpackages serving and openai, and everything they import.
 
-It needs the extra ``serve``. The command that starts it imports it, and nothing else does.
+Requires the extra ``serve``. Only the command that starts the server imports it.
 """

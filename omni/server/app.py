@@ -1,4 +1,4 @@
-"""The application: every address of the server, those that describe the server itself included."""
+"""ASGI application: all routes of the server, including those that describe the server itself."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from stages.worker.stage_link import WorkerState
 
 
 def create_app(server: PipelineServer) -> Guard:
-    """Make the ASGI application of a server, whose pipelines are closed when it ends."""
+    """Create the ASGI application of a server; its pipelines are closed at shutdown."""
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
@@ -101,19 +101,19 @@ def _form_route(path: str, task: AudioTask) -> Route:
 
 
 async def _list_models(request: Request) -> Response:
-    """All pipelines, each once."""
+    """List all pipelines, without aliases."""
     pipelines = request.state.server.pipelines
     return JSONResponse({"object": "list", "data": [_model(*each) for each in pipelines.items()]})
 
 
 async def _retrieve_model(request: Request) -> Response:
-    """One pipeline."""
+    """Describe one pipeline."""
     name = request.path_params["name"]
     return JSONResponse(_model(name, request.state.server.find(name)))
 
 
 async def _list_voices(request: Request) -> Response:
-    """The voices of one pipeline, or of all that are loaded."""
+    """List the voices of one pipeline, or of all loaded pipelines."""
     server: PipelineServer = request.state.server
     name = request.query_params.get("model")
     if name is None:
@@ -145,18 +145,18 @@ async def _version(_: Request) -> Response:
 
 
 async def _page(_: Request) -> Response:
-    """The page: one file that fetches nothing from elsewhere."""
+    """Web page: a single file without external resources."""
     return _html(_file("page.html"))
 
 
 async def _openapi(request: Request) -> Response:
-    """This description of all addresses, for programs."""
+    """This description of all routes, for programs."""
     return JSONResponse(await _description(request))
 
 
 async def _docs(request: Request) -> Response:
-    """This description of all addresses, for people."""
-    import jinja2  # it takes a while, and is seldom asked for
+    """This description of all routes, for people."""
+    import jinja2  # slow to import, and rarely needed
 
     page = jinja2.Environment(autoescape=True).from_string(_file("docs.html"))
     return _html(page.render(await _description(request), type_of=type_of))
@@ -172,7 +172,7 @@ def _file(name: str) -> str:
 
 @lru_cache(maxsize=2)
 def _html(text: str) -> Response:
-    """A page with the policy by which browsers run only what stands in it."""
+    """Return a page with a content security policy that allows only its own inline code."""
     policy = "default-src 'none'; "
     for tag, inner in sorted(re.findall(r"<(style|script)>(.*?)</\1>", text, re.S)):
         digest = b64encode(hashlib.sha256(inner.encode()).digest()).decode()
@@ -186,7 +186,7 @@ def _html(text: str) -> Response:
 
 
 async def _health(request: Request) -> Response:
-    """Whether the server and its pipelines are ready."""
+    """Readiness of the server and its pipelines."""
     server: PipelineServer = request.state.server
     pipelines = {name: _condition(pipeline) for name, pipeline in server.pipelines.items()}
     return JSONResponse(
@@ -196,7 +196,7 @@ async def _health(request: Request) -> Response:
 
 
 def _condition(pipeline: ServedPipeline) -> dict[str, Any]:
-    """Describe the state of a pipeline, and of its stages' workers, where these run elsewhere."""
+    """Describe the state of a pipeline, and of its stages' workers if they are remote."""
     status, error = pipeline.state.value, pipeline.error
     if pipeline.lost_stages:
         status = PipelineState.FAILED.value
@@ -206,7 +206,7 @@ def _condition(pipeline: ServedPipeline) -> dict[str, Any]:
     if waiting:
         error = f"waiting for a place in the cluster: {'; '.join(waiting)}"
     elif starting and error is None:
-        # It is ready all the same: requests are taken, and wait for it.
+        # Still ready: requests are accepted, and wait for it.
         error = f"being started again: {'; '.join(starting)}"
     condition: dict[str, Any] = {"status": status, "error": error}
     if workers:
@@ -215,7 +215,7 @@ def _condition(pipeline: ServedPipeline) -> dict[str, Any]:
 
 
 def _ended_in(workers: Mapping[str, Sequence[WorkerState]], state: str) -> list[str]:
-    """List the workers in a state that had ended before: of which stage, and what of."""
+    """List the workers in this state that ended before, with their stage and exit reason."""
     return [
         f"{name}: {worker.last_end}"
         for name, of in workers.items()
@@ -225,13 +225,13 @@ def _ended_in(workers: Mapping[str, Sequence[WorkerState]], state: str) -> list[
 
 
 async def _metrics(request: Request) -> Response:
-    """Figures for Prometheus."""
+    """Metrics for Prometheus."""
     server: PipelineServer = request.state.server
     return Response(await asyncio.to_thread(server.meters.text), media_type=CONTENT_TYPE_LATEST)
 
 
 async def _figures(request: Request) -> Response:
-    """Every pipeline with its stages, and what they have done so far, for the page."""
+    """All pipelines with the counters of their stages, for the web page."""
     server: PipelineServer = request.state.server
     data = await asyncio.to_thread(
         lambda: [_figures_of(pipeline) for pipeline in server.pipelines.values()]
@@ -266,7 +266,7 @@ _ERROR = {"description": "an error in OpenAI's format, whose `param` names the w
 
 
 class BodyRoute(Route):
-    """A POST whose body is checked against a model; a form has a file beside its fields."""
+    """POST route whose body is validated against a model; a form has a file besides its fields."""
 
     def __init__(
         self, path: str, endpoint: Callable[..., Any], body: type[BaseModel], kind: str = _JSON
@@ -276,7 +276,7 @@ class BodyRoute(Route):
 
 
 def describe_routes(routes: Sequence[BaseRoute]) -> dict[str, Any]:
-    """Describe all routes in OpenAPI 3.1; a WebSocket as the GET that it begins with."""
+    """Describe all routes in OpenAPI 3.1; a WebSocket as the GET of its handshake."""
     posted = [each for each in routes if isinstance(each, BodyRoute)]
     models = list(dict.fromkeys((each.body, _MODE) for each in posted))
     references, defined = models_json_schema(models, ref_template=_SCHEMAS + "{model}")
@@ -316,7 +316,7 @@ def _plain(docstring: str) -> str:
 
 
 def type_of(schema: Any) -> str:
-    """Name the type of a field in a few words, for people."""
+    """Return a short human-readable name of a field's type."""
     if "$ref" in schema:
         return str(schema["$ref"]).removeprefix(_SCHEMAS)
     for key in ("anyOf", "oneOf"):

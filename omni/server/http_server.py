@@ -1,4 +1,4 @@
-"""Listens on a port, and stops gracefully."""
+"""HTTP listener with graceful shutdown."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from omni.server.serving.settings import ServerSettings
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """Take the port, so that one that is taken is found before anything is loaded.
+    """Bind the port early, so that a port in use is reported before any model is loaded.
 
     Raises:
-        ValueError: it cannot be had.
+        ValueError: the address cannot be resolved or bound.
     """
     host, port = settings.host, settings.port
     try:
@@ -39,21 +39,21 @@ def bind(settings: ServerSettings) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return the address of a server that listens there."""
+    """Return the URL of a server on this listener."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class HttpServer(uvicorn.Server):
-    """A server of pipelines on a port; ``run`` serves until a signal comes, or :meth:`stop`.
+    """Uvicorn server for pipelines; ``run`` serves until a signal or :meth:`stop`.
 
-    The first signal lets running requests finish, for as long as the limits say; the second ends
-    them, each with an error that says why; the third does not even wait for that. The caller
-    decides with which status the program then exits.
+    The first signal lets running requests finish within the stop timeout of the limits; the second
+    aborts them, each with an error that gives the reason; the third does not even wait for that.
+    The caller chooses the exit status of the program.
 
-    ``on_start`` is called when connections are answered, and signals end the server well; only then
-    pipelines are loaded. Running it raises what kept one from that. The listener, of :func:`bind`,
-    is closed in the end.
+    ``on_start`` is called once connections are accepted and signals are handled; pipelines load
+    only after that. ``run`` raises the error of a pipeline that fails to load. The listener from
+    :func:`bind` is closed at the end.
     """
 
     def __init__(
@@ -84,18 +84,18 @@ class HttpServer(uvicorn.Server):
         self._is_ending = False
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve in a loop that runs; signals are handled in the main thread only."""
+        """Serve in the running event loop; signals are handled in the main thread only."""
         await super().serve(sockets or [self.listener])
         if self.pipelines.failure is not None:
             raise self.pipelines.failure
 
     def stop(self) -> None:
-        """Let running requests finish, and end; from any thread."""
+        """Let running requests finish, then exit. Thread-safe."""
         self.pipelines.is_stopping = True
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to answer connections, then to load pipelines."""
+        """Start to accept connections, then to load pipelines."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
@@ -103,7 +103,7 @@ class HttpServer(uvicorn.Server):
             self.pipelines.start_loading()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal; uvicorn would raise those again that it notes itself."""
+        """Handle a signal without recording it: uvicorn re-raises the signals it records."""
         if self.should_exit:
             if self._is_ending or self._loop is None:
                 self.force_exit = True

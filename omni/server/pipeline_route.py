@@ -1,4 +1,4 @@
-"""``/v1/pipelines/{name}``: all that a pipeline takes and gives, in our own words."""
+"""``/v1/pipelines/{name}``: every input and output of a pipeline, in the project's own schema."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 class PipelineRequest(RequestLine):
-    """A line of ``requests.jsonl``, whose files stand in it themselves."""
+    """A line of ``requests.jsonl`` with its files inline."""
 
     stream: bool = False
 
 
 async def list_recent(request: Request) -> Response:
-    """Report where the last requests of a pipeline spent their time: those of the same API key."""
+    """Report the timings of a pipeline's most recent requests made with the same API key."""
     server: PipelineServer = request.state.server
     client: Client = request.state.client
     records = server.meters.recent.of(server.find(request.path_params["name"]).name, client.tenant)
@@ -60,7 +60,7 @@ async def run_pipeline(request: Request) -> Response:
 
 
 def _request(line: PipelineRequest, pipeline: ServedPipeline, client: Client) -> OmniRequest:
-    # Only here: a server answers before torch is imported.
+    # Imported lazily: the server must respond before torch is imported.
     from omni.requests.request_line import prompt_of, sampling_of
 
     own = {name: stage.own_sampling for name, stage in pipeline.config.stages.items()}
@@ -74,9 +74,9 @@ def _request(line: PipelineRequest, pipeline: ServedPipeline, client: Client) ->
 
 
 def _param(error: ValueError, line: PipelineRequest) -> str | None:
-    """The key of the line that is wrong: where the message begins with it, or as sampling has it.
+    """Return the key at fault: the one that begins the message, or its path in ``sampling``.
 
-    None where the line itself has nothing of a wrong field of a stage's sampling.
+    None if the line does not itself set the invalid field of a stage's sampling.
     """
     if not isinstance(error, PlacedError):
         message = str(error)
@@ -91,7 +91,7 @@ def _param(error: ValueError, line: PipelineRequest) -> str | None:
 
 
 class _PipelineOutput(PipelineResponse):
-    """All that comes of one request, under the id that its client gave it."""
+    """All outputs of one request, under the id given by its client."""
 
     def __init__(
         self, request: Request, name: str, line: PipelineRequest, parsed: OmniRequest
@@ -101,14 +101,14 @@ class _PipelineOutput(PipelineResponse):
         self._request_id = line.request_id or parsed.request_id
 
     async def whole(self) -> Response:
-        """A line of ``outputs.jsonl``, whose files stand in it themselves."""
+        """Return a line of ``outputs.jsonl`` with its files inline."""
         async with self.stream([self._request]) as stream:
             (last,) = await stream.last_outputs()
         content = json.dumps(await asyncio.to_thread(self._line, last), allow_nan=False)
         return Response(content, media_type="application/json")
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """What is new of each stage as it comes, then the whole line."""
+        """Yield each stage's new output as it arrives, then the whole line."""
         whole = OmniAccumulator(self.stages.final_stages)
         async with self.stream([self._request]) as stream:
             async for update in stream.updates():
@@ -119,7 +119,7 @@ class _PipelineOutput(PipelineResponse):
         yield _event(await asyncio.to_thread(self._line, whole.output().stages)) + DONE
 
     def _line(self, last: Mapping[str, StageOutput]) -> dict[str, Any]:
-        from omni.requests.output_writer import describe_stage  # only here, as above
+        from omni.requests.output_writer import describe_stage  # lazy, as above
 
         def wav(sound: Waveform) -> str:
             return b64encode(sound.encoded("wav")).decode()
@@ -136,7 +136,7 @@ class _PipelineOutput(PipelineResponse):
 
 
 def _new(delta: OutputDelta) -> Mapping[str, Any]:
-    """What an event has of what is new in a stage."""
+    """Return the fields of an event for a stage's new output."""
     new: dict[str, Any] = {}
     if delta.text:
         new["delta"] = delta.text
@@ -147,14 +147,14 @@ def _new(delta: OutputDelta) -> Mapping[str, Any]:
 
 
 class _InlineFiles:
-    """Files that stand in a request themselves, where a line of ``requests.jsonl`` names one.
+    """Files inline in a request, where a line of ``requests.jsonl`` names a path.
 
-    Images, sounds and videos are data URLs, and tensors a safetensors file in base64. See
+    Images, audio and videos are data URLs; tensors are a safetensors file in base64. See
     :class:`~omni.requests.request_line.RequestFiles`.
     """
 
     def item(self, key: str, name: str) -> bytes:
-        """An image, a sound or a video of a data URL."""
+        """Decode an image, audio or video from its data URL."""
         head, comma, data = name.partition(",")
         head = head.lower()
         if not (comma and head.startswith("data:") and head.endswith(";base64")):
@@ -165,12 +165,12 @@ class _InlineFiles:
         return _decoded(key, data)
 
     def at_url(self, key: str, url: str) -> bytes:
-        """What a part of a message brings."""
+        """Decode the file of a message part."""
         return self.item(key, url)
 
     def embeds(self, name: str) -> Tensor:
-        """A tensor ``(tokens, hidden)``."""
-        from safetensors import SafetensorError  # only here, as above
+        """Decode a tensor ``(tokens, hidden)``."""
+        from safetensors import SafetensorError  # lazy, as above
         from safetensors.torch import load
 
         from omni.requests.request_line import only_embeds
@@ -196,6 +196,6 @@ def _event(content: Mapping[str, Any]) -> bytes:
 
 
 def _file(name: str, rows: Tensor) -> str:
-    from safetensors.torch import save  # only here, as above
+    from safetensors.torch import save  # lazy, as above
 
     return b64encode(save({name: rows.contiguous()})).decode()

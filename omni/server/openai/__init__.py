@@ -1,1 +1,1 @@
-"""Requests and answers in OpenAI's shapes. Imports serving, and all that serving imports."""
+"""Requests and responses in OpenAI's schema. Imports serving, and all that serving imports."""

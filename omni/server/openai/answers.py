@@ -1,7 +1,7 @@
-"""Answers in OpenAI's shapes; only the fields that are set are sent.
+"""Answers in OpenAI's format; only fields that are set are sent.
 
-Structs of msgspec, since one is made and written for every token that is streamed: they take a
-tenth of the time of models that check their values, and all values here come from our own code.
+They are msgspec structs, since one is created and encoded for every streamed token. These take a
+tenth of the time of validating models, and all values here come from trusted code.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
 
 Usage: TypeAlias = dict[str, Any]
-"""Tokens of a prompt, of them those that the cache saved computing, and of all its completions."""
+"""Token counts of a prompt, of its cached tokens, and of all its completions."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenTexts:
-    """Finds the text and the bytes of each token, as it stands within a text.
+    """Text and bytes of each token, as they appear within a text.
 
-    ``left_out`` are special tokens, which are in no text.
+    ``left_out`` are special tokens, which do not appear in texts.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        # Only here: a server answers before transformers is imported.
+        # Imported lazily: the server must respond before transformers is imported.
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         from engine.text.stop_checker import ids_without_text
@@ -63,11 +63,11 @@ class TokenTexts:
         self._known: dict[int, tuple[str, bytes | None]] = {}
 
     def text(self, token_id: int) -> str:
-        """Return its text, with U+FFFD for bytes that are no whole character."""
+        """Return a token's text, with U+FFFD for bytes of an incomplete character."""
         return self._of(token_id)[0]
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """Return its own bytes, be they a part of a character; None if they are not known."""
+        """Return a token's bytes, which may be part of a character; None if unknown."""
         return self._of(token_id)[1]
 
     def _of(self, token_id: int) -> tuple[str, bytes | None]:
@@ -79,20 +79,20 @@ class TokenTexts:
     def _look(self, token_id: int) -> tuple[str, bytes | None]:
         piece: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         alone = self._decode(token_id)
-        if piece is None:  # models often have more ids than their tokenizers
+        if piece is None:  # models often have more ids than their tokenizers have tokens
             return alone, None
         if token_id in self._names:
             return alone, alone.encode()
         if _REPLACEMENT in alone:
             return alone, self._bytes_behind(piece, alone)
-        # Many decoders take the space from the first token, which is none of a token elsewhere.
+        # Many decoders strip the space of a first token, but not of later ones.
         twice = self._decode(token_id, token_id)
         text = twice.removeprefix(alone) if twice.startswith(alone) else alone
         return text, text.encode()
 
     def _bytes_behind(self, piece: str, text: str) -> bytes | None:
-        # Byte-level tokenizers write every byte as a character of its own. Whether this is one
-        # shows: no other makes the same text of these bytes.
+        # Byte-level tokenizers map every byte to a separate character. For other tokenizers, the
+        # mapped bytes do not decode to the same text.
         if all(character in self._byte_of for character in piece):
             own = bytes(self._byte_of[character] for character in piece)
             if own.decode(errors="replace") == text:
@@ -107,12 +107,12 @@ class TokenTexts:
 
 
 class TokenPlaces:
-    """Finds where in a completion's text its tokens begin, token by token.
+    """Computes the offset of each token in a completion's text, token by token.
 
-    The text is decoded along with the tokens, so that the places are those in the text of the
-    answer. Where that waits for the rest of a character, the bytes tell how far it is. A token that
-    is not in the text, such as a special one, has the place of what follows; behind a stop string,
-    which cuts the text, tokens have the places that they would have had.
+    The text is decoded along with the tokens, so that offsets match the text of the answer. While
+    the decoder waits for the rest of a character, the bytes determine the offset. A token without
+    text, such as a special one, has the offset of what follows. After a stop string, which
+    truncates the text, tokens have the offsets that they would have had without it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: TokenTexts) -> None:
@@ -122,19 +122,19 @@ class TokenPlaces:
         self._written = IncrementalDetokenizer(tokenizer)
         self._num_written = 0
         self._characters = getincrementaldecoder("utf-8")("replace")
-        self._num_characters = 0  # of the tokens' bytes, from the last place that was certain
+        self._num_characters = 0  # by the tokens' bytes, since the last certain offset
 
     def append(self, token_id: int) -> int:
-        """Take the next token and return the number of characters before it.
+        """Append a token, and return the number of characters before it.
 
-        Parts of a character have the place of the character.
+        Parts of a character have the offset of the character.
         """
         own = self._texts.bytes_of(token_id)
         if token_id in self._texts.left_out or own is None:
             self._num_written += len(self._written.append(token_id))
             return self._num_characters
         if own and own[0] & 0b1100_0000 != 0b1000_0000:  # not within a character
-            # Bytes that nothing completes are a character that says so.
+            # An incomplete sequence of bytes counts as a replacement character.
             self._num_characters += len(self._characters.decode(b"", final=True))
         begin = self._num_characters
         characters = self._characters.decode(own)
@@ -143,8 +143,8 @@ class TokenPlaces:
         self._num_written += len(delta)
         waits = self._characters.getstate()[0]
         if delta and not waits and not characters.endswith(_REPLACEMENT):
-            # All is written, and it may be other than the bytes: spaces before the first word are
-            # left out, and runs of bytes that are no text.
+            # All text is decoded, and may differ from the bytes: leading spaces and invalid byte
+            # sequences are dropped.
             self._num_characters = self._num_written
             text = self._texts.text(token_id)
             if delta.endswith(text):
@@ -153,11 +153,11 @@ class TokenPlaces:
 
 
 _LEAST = -9999.0
-"""In the place of minus infinity, which JSON does not have; as OpenAI's own answers have it."""
+"""Replacement for minus infinity, which JSON lacks; the same as in OpenAI's own answers."""
 
 
 def text_stage(pipeline: Pipeline) -> str:
-    """Find the stage whose text answers: the last one that the user gets text of."""
+    """Return the last stage that outputs text to the user."""
     writing = [name for name, stage in pipeline.stages.items() if "text" in stage.final_output]
     if not writing:
         raise ApiError.bad_request(
@@ -167,13 +167,13 @@ def text_stage(pipeline: Pipeline) -> str:
 
 
 CompletionPart: TypeAlias = StageOutput | Completion | OutputDelta | CompletionDelta
-"""All of a completion, or what is new of it."""
+"""A completion, or the delta of one."""
 
 
 def parts_of(output: StageOutput | OutputDelta) -> list[tuple[int, CompletionPart]]:
-    """List the completions of an output, or those of a delta that have anything new, by index.
+    """List the completions of an output, or those with new output in a delta, by index.
 
-    Of a kind of stage that gives no completions, the output is the only one.
+    For a stage kind without completions, the output itself is the only one.
     """
     if isinstance(output, StageOutput):
         return list(enumerate(output.completions or (output,)))
@@ -181,7 +181,7 @@ def parts_of(output: StageOutput | OutputDelta) -> list[tuple[int, CompletionPar
 
 
 class TokenCount:
-    """Counts the tokens of a prompt, and of its completions, as they come or at once."""
+    """Counter of the tokens of a prompt and its completions, incremental or all at once."""
 
     def __init__(self, output: StageOutput | None = None) -> None:
         self.prompt = self.cached = 0
@@ -190,20 +190,20 @@ class TokenCount:
             self.add(output)
 
     def add(self, output: StageOutput | OutputDelta) -> None:
-        """Count all, or what is new, of one request."""
+        """Count a request's output or delta."""
         self.prompt = output.num_prompt_tokens or self.prompt
         self.cached = output.num_cached_tokens or self.cached
         for index, part in parts_of(output):
             self.written[index] = self.written.get(index, 0) + len(part.token_ids)
 
     def usage_of(self, index: int | None) -> Usage:
-        """Count the tokens of the prompt beside those of one completion, or of none."""
+        """Return the usage of the prompt with one completion, or with none."""
         written = 0 if index is None else self.written.get(index, 0)
         return _usage(self.prompt, self.cached, written)
 
 
 def usage_of(counts: Sequence[TokenCount]) -> Usage:
-    """Count the tokens of prompts, and of all their completions."""
+    """Return the total usage of prompts and all their completions."""
     prompt, cached = sum(each.prompt for each in counts), sum(each.cached for each in counts)
     return _usage(prompt, cached, sum(sum(each.written.values()) for each in counts))
 
@@ -218,7 +218,7 @@ def _usage(prompt: int, cached: int, written: int) -> Usage:
 
 
 class LogprobWriter:
-    """Writes log-probabilities, with the text of each token by itself."""
+    """Formats log-probabilities, with the text of each token."""
 
     def __init__(self, pipeline: ServedPipeline, stage: str) -> None:
         tokenizer = pipeline.tokenizer(stage)
@@ -230,7 +230,7 @@ class LogprobWriter:
         self._places = defaultdict[int, TokenPlaces](lambda: TokenPlaces(tokenizer, texts))
 
     def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """Write in the shape of chats."""
+        """Return entries in the format of chats."""
         return {
             "content": [
                 self._token(entry.token_id, entry.logprob)
@@ -240,7 +240,7 @@ class LogprobWriter:
         }
 
     def completion(self, entries: Sequence[TokenLogprobs], index: int) -> dict[str, list[Any]]:
-        """Write in the shape of completions what follows in that one, token after token."""
+        """Return the next entries of a completion in the format of completions."""
         places = self._places[index]
         return {
             "tokens": [self._texts.text(entry.token_id) for entry in entries],
@@ -250,11 +250,11 @@ class LogprobWriter:
         }
 
     def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
-        """Map the likeliest tokens, and the chosen one; of several with one text, the likeliest."""
+        """Map texts of the top and sampled tokens to logprobs, by text that of the likeliest."""
         by_text: dict[str, float] = {}
         for token_id, logprob in entry.top:
             by_text.setdefault(self._texts.text(token_id), _number(logprob))
-        # Clients look it up by the text that they got of it.
+        # Clients look the sampled token up by its text.
         by_text[self._texts.text(entry.token_id)] = _number(entry.logprob)
         return by_text
 
@@ -275,11 +275,11 @@ _ENCODER = Encoder()
 
 
 class ChatAudio(Struct, kw_only=True):
-    """The sound of an answer, or what is new of it.
+    """The audio of an answer, or a delta of it.
 
-    ``data`` is written as base64: a file, or in a stream samples of 16 bits. ``sampling_rate`` is
-    ours: it is the checkpoint's, and not always 24,000. Until ``expires_at`` a later request may
-    name the answer by the ``id``.
+    ``data`` is encoded as base64: a file, or 16-bit samples in a stream. ``sampling_rate``, an
+    extension of OpenAI's format, is the checkpoint's, and not always 24,000. Until ``expires_at``
+    later requests may refer to the answer by the ``id``.
     """
 
     id: str
@@ -290,7 +290,7 @@ class ChatAudio(Struct, kw_only=True):
 
 
 class AssistantMessage(Struct, kw_only=True):
-    """The assistant's message, or new parts of it."""
+    """The assistant's message, or a delta of it."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -299,7 +299,7 @@ class AssistantMessage(Struct, kw_only=True):
 
 
 class Choice(Struct, kw_only=True):
-    """One completion: of a chat its message, or in a stream the delta of it; else its text."""
+    """One completion: the message of a chat, or its delta in a stream; otherwise the text."""
 
     index: int
     message: AssistantMessage | UnsetType = UNSET
@@ -310,7 +310,7 @@ class Choice(Struct, kw_only=True):
 
 
 class Answer(Struct, kw_only=True):
-    """Completions of a chat or of prompts, or new parts of them."""
+    """Completions of a chat or of prompts, or deltas of them."""
 
     id: str
     object: str
@@ -321,23 +321,23 @@ class Answer(Struct, kw_only=True):
 
 
 class TextResponse(PipelineResponse):
-    """A response of completions: what chats and plain completions have in common."""
+    """Base class of the responses to chat and completion requests."""
 
     id_prefix: ClassVar[str]
     chunk_kind: ClassVar[str]
-    """What a part of a stream calls itself."""
+    """The ``object`` field of a stream's chunks."""
     param_names: ClassVar[Mapping[str, str]] = {}
-    """Names by which clients know fields, where these are not those of the body."""
+    """Client-facing names of the body's fields that differ from them."""
 
     def __init__(self, request: Request, body: ChatRequest | CompletionRequest) -> None:
         super().__init__(request, body.model, is_streamed=body.stream)
-        self.server.check_room(self.client, body.model)  # before files are decoded and fetched
+        self.server.check_room(self.client, body.model)  # before decoding and fetching files
         stage = self._stage = text_stage(self.stages)
         fields, names = body.stage_fields()
         names = {key: self.param_names.get(name, name) for key, name in names.items()}
         self._sampling = merge_sampling(self.stages, stage, fields, body.stages, names)
         params = self._sampling.get(stage, self.stages.stages[stage].sampling)
-        self._n = params.n if params is not None else 1  # completions of each prompt
+        self._n = params.n if params is not None else 1  # completions per prompt
         self._logprobs = LogprobWriter(self.pipeline, stage) if "logprobs" in fields else None
         self._options = body.stream_options or StreamOptions()
         self._id = f"{self.id_prefix}-{self.client.request_id}"
@@ -353,7 +353,7 @@ class TextResponse(PipelineResponse):
         )
 
     def _event_of(self, choices: list[Choice], usage: Usage | None) -> bytes:
-        """The event of new parts; the usage is null where it is not counted."""
+        """Encode a chunk as an event; its usage is null if not counted."""
         chunk = self._answer(self.chunk_kind, choices)
         if self._options.include_usage:
             chunk.usage = usage
@@ -361,10 +361,10 @@ class TextResponse(PipelineResponse):
 
 
 def as_json(answer: Any) -> bytes:
-    """Write an answer."""
+    """Encode an answer as JSON."""
     return _ENCODER.encode(answer)
 
 
 def as_event(answer: Any) -> bytes:
-    """Write an answer as a server-sent event."""
+    """Encode an answer as a server-sent event."""
     return event(_ENCODER.encode(answer))

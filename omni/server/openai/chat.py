@@ -1,4 +1,4 @@
-"""Responses to chats and to requests for completions, in one piece or by events."""
+"""Responses to chat and completion requests, in one piece or as events."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from omni.server.serving.request_body import decoded, fetched
 from omni.server.serving.response_stream import DONE, ResponseStream
 
 _KEPT_S = 3600
-"""How long a spoken answer is known by the id of its sound, if there is room."""
+"""Seconds for which a spoken answer is stored under the id of its audio, if memory allows."""
 
 
 class Chat(TextResponse):
@@ -50,19 +50,19 @@ class Chat(TextResponse):
             check_voice(self.stages, body.audio.voice, "audio.voice")
         self._audio_id = f"audio-{self.client.request_id}"
         self._expires_at = self._created + _KEPT_S
-        self._words = ""  # of the completion that is spoken, in a stream
+        self._words = ""  # text of the spoken completion, in a stream
         self._has_spoken = False
         self._held_sound: list[Waveform] = []
         form = self.pipeline.config.tool_parser
         self._parsers = [body.tool_parser(form) for _ in range(self._n)]  # by completion
         self._count = TokenCount()
-        self._has_roles = False  # whether they were sent
-        # Why completions have ended, until that is sent; then they are over.
+        self._has_roles = False  # true once the roles were sent
+        # Finish reasons by completion until they are sent; sent completions are in _over.
         self._ended: dict[int, str | None] = {}
         self._over: set[int] = set()
 
     async def whole(self) -> Response:
-        """The answer in one piece."""
+        """Return the answer in one piece."""
         async with await self._stream() as stream:
             (last,) = await stream.last_outputs()
         output, voice = last[self._stage], self._voice
@@ -75,7 +75,7 @@ class Chat(TextResponse):
             message = AssistantMessage(role="assistant", content=words)
             if calls:
                 message.content, message.tool_calls = words or None, calls
-            # Without any sound the text is the answer, as in a stream; calls are not spoken.
+            # Without audio, the answer is text only, as in a stream; calls are not spoken.
             if sound is not None and sound.duration_s and not index and not calls:
                 message.audio = await self._file(sound, words)
                 self._keep_words(words)
@@ -92,15 +92,15 @@ class Chat(TextResponse):
         return Response(as_json(answer), media_type="application/json")
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The answer by events: text and sound as they come."""
+        """Yield the answer as events: text and audio as they are generated."""
         piece = b""
         async with await self._stream() as stream:
             async for update in stream.updates():
                 delta, sound = update.of(self._stage), update.sound(self._voice)
                 if delta is not None:
                     self._count.add(delta)
-                # Together, and the last ones with the end: each piece is a call of the system, and
-                # wakes the client.
+                # Batch events, and the last ones with the end of the stream: each piece costs a
+                # system call and wakes the client.
                 new = self._new(delta, sound, is_over=update.is_last)
                 piece = b"".join(map(self._event, new))
                 if piece and not update.is_last:
@@ -119,7 +119,7 @@ class Chat(TextResponse):
         return self.stream([request], stages)
 
     async def _prompt(self) -> ChatPrompt:
-        """Make the prompt. Files are handed on by their content: nothing that comes is a path."""
+        """Create the prompt. Files are passed by content: a client's input is never a path."""
         body = self._body
         said, shown = await self._read_messages()
         effort = body.model_dump(include={"reasoning_effort"}, exclude_none=True)
@@ -131,9 +131,9 @@ class Chat(TextResponse):
         )
 
     async def _read_messages(self) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
-        """The messages as chat templates know them, and what they show by modality."""
+        """Return the messages in the format of chat templates, and their files by modality."""
         shown: dict[str, list[Any]] = {"image": [], "audio": [], "video": []}
-        room = self.server.settings.limits.max_body_bytes  # for files in the network, together
+        room = self.server.settings.limits.max_body_bytes  # for all fetched files together
         said: list[dict[str, Any]] = []
         for number, message in enumerate(self._body.messages):
             if message.content is None or isinstance(message.content, str):
@@ -163,7 +163,7 @@ class Chat(TextResponse):
         return said, shown
 
     def _keep_words(self, words: str) -> None:
-        """Let later requests name the spoken answer by the id of its sound."""
+        """Store the text of the spoken answer, so that later requests can refer to its audio id."""
         kept = {"id": self._audio_id, "expires_at": self._expires_at}
         self.server.spoken.add(self.client, kept, [{"role": "assistant", "content": words}])
 
@@ -181,7 +181,7 @@ class Chat(TextResponse):
     def _new(
         self, delta: OutputDelta | None, sound: Waveform | None, *, is_over: bool
     ) -> list[Choice]:
-        """What is new: of each completion its beginning and its text, sound, and what has ended."""
+        """Return the new choices: starts and text of each completion, audio, and ends."""
         new: list[Choice] = []
         parts = dict(parts_of(delta)) if delta is not None else {}
         for index in range(self._n):
@@ -211,7 +211,7 @@ class Chat(TextResponse):
         self._has_roles |= delta is not None
         if sound is not None:
             self._held_sound.append(sound)
-        # What may be a call is not spoken.
+        # Hold audio back while the text may be a call, which is not spoken.
         if self._words or not self._body.offered_tools:
             held, self._held_sound = self._held_sound, []
             for each in () if self._parsers[0].num_calls else held:
@@ -249,14 +249,14 @@ def _encoded(sound: Waveform, form: AudioFileFormat | Literal["pcm16"]) -> bytes
 
 
 def _reason(reason: FinishReason | None, parser: ToolCallParser) -> str | None:
-    """Why a completion has ended, in OpenAI's words."""
+    """Return the finish reason of a completion in OpenAI's terms."""
     if parser.num_calls and reason == "stop":
         return "tool_calls"
     return None if reason is None else reason.value
 
 
 class Completions(TextResponse):
-    """The response to a request for completions of some prompts, each ``n`` times."""
+    """The response to a completion request, with ``n`` completions of each prompt."""
 
     id_prefix = "cmpl"
     chunk_kind = "text_completion"
@@ -268,13 +268,13 @@ class Completions(TextResponse):
             self.client.request(prompt, self._sampling, index=index, **body.scheduling)
             for index, prompt in enumerate(prompts)
         ]
-        self._echoes: dict[int, str] = {}  # by completion, until they are sent
+        self._echoes: dict[int, str] = {}  # unsent prompts by completion
         if body.echo:
             texts = [self._text_of(prompt) for prompt in prompts]
             self._echoes = dict(enumerate(text for text in texts for _ in range(self._n)))
 
     async def whole(self) -> Response:
-        """All completions in one piece."""
+        """Return all completions in one piece."""
         async with self.stream(self._requests, [self._stage]) as stream:
             outputs = [last[self._stage] for last in await stream.last_outputs()]
         choices = [
@@ -287,7 +287,7 @@ class Completions(TextResponse):
         return Response(as_json(answer), media_type="application/json")
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """All completions by events, as they come."""
+        """Yield all completions as events, as they are generated."""
         counts = [TokenCount() for _ in self._requests]
         over: set[int] = set()
         async with self.stream(self._requests, [self._stage]) as stream:
@@ -318,7 +318,7 @@ class Completions(TextResponse):
         return str(tokenizer.decode(list(prompt.prompt_token_ids)))
 
     def _choice(self, index: int, part: CompletionPart) -> Choice:
-        """All of a completion, or what is new of it."""
+        """Convert a completion, or the delta of one."""
         reason = None if part.finish_reason is None else part.finish_reason.value
         text = self._echoes.pop(index, "") + (part.text or "")
         choice = Choice(index=index, text=text, finish_reason=reason)

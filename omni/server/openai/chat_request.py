@@ -1,4 +1,4 @@
-"""Requests for chats and completions: their fields, and the prompts and sampling they ask for."""
+"""Chat and completion requests: their fields, prompts and sampling parameters."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ PromptList = Annotated[
         "list of such lists",
     ),
 ]
-"""Text or token ids, or a list of several of either."""
+"""A text or token ids, or a list of several of either."""
 
 
 def prompts_of(given: str | list[Any], limit: int, param: str) -> list[Prompt]:
-    """Make prompts of a :data:`PromptList`; refuse more than the limit."""
+    """Convert a :data:`PromptList` to prompts; refuse more than the limit."""
     if isinstance(given, str):
         return [TextPrompt(given)]
     if isinstance(given[0], int):
@@ -73,8 +73,8 @@ class RequestFields(ApiModel):
     """Fields of all requests.
 
     Attributes:
-        priority: lower comes first.
-        cache_salt: only requests with the same salt, of the same API key, share cached blocks.
+        priority: lower values run first.
+        cache_salt: only requests with the same salt and the same API key share cached blocks.
     """
 
     priority: int = 0
@@ -82,23 +82,23 @@ class RequestFields(ApiModel):
 
     @property
     def scheduling(self) -> dict[str, Any]:
-        """These fields, as :meth:`Client.request` takes them."""
+        """These fields as keyword arguments of :meth:`Client.request`."""
         return {"priority": self.priority, "cache_salt": self.cache_salt}
 
 
 class StageFields(RequestFields):
-    """Fields of all requests to pipelines with stages that sample.
+    """Fields of all requests to pipelines with sampling stages.
 
     Attributes:
-        stages: for stages other than the one that answers, and for all of its fields:
-            ``{stage: {field: value}}``. These fields come before others for the same stage.
+        stages: sampling fields by stage, ``{stage: {field: value}}``, for any stage. They take
+            precedence over the top-level fields, which apply to the answering stage.
     """
 
     stages: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 
 class JsonSchemaFormat(ApiModel):
-    """The schema of ``response_format``, which the text is held to whether it is strict or not."""
+    """The schema of ``response_format``, enforced on the text whether or not it is ``strict``."""
 
     without_effect: ClassVar = frozenset(("name", "description", "strict"))
 
@@ -106,7 +106,7 @@ class JsonSchemaFormat(ApiModel):
 
 
 class ResponseFormat(ApiModel):
-    """The form of the text, in OpenAI's words."""
+    """Constraint on the text, in OpenAI's format."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -117,14 +117,14 @@ class ResponseFormat(ApiModel):
         return self
 
     def as_structured_output(self) -> dict[str, Any] | None:
-        """The same for a stage; None of plain text."""
+        """Return the constraint as a stage's sampling field; None for plain text."""
         if self.json_schema is not None:
             return {"json_schema": self.json_schema.json_schema}
         return {"json_object": True} if self.type == "json_object" else None
 
 
 class StructuredOutputs(ApiModel):
-    """The form of the text, in vLLM's words: :class:`~engine.StructuredOutput`, checked there."""
+    """Constraint on the text in vLLM's format; validated as :class:`~engine.StructuredOutput`."""
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
     json_object: bool | None = None
@@ -134,10 +134,10 @@ class StructuredOutputs(ApiModel):
 
 
 class StreamOptions(ApiModel):
-    """Extras of a stream.
+    """Options of a stream.
 
-    With ``include_usage`` its last chunk counts the tokens, and with ``continuous_usage_stats``, as
-    in vLLM, every chunk those of its completion so far too.
+    With ``include_usage`` the last chunk has the token counts, and with ``continuous_usage_stats``,
+    as in vLLM, every chunk also has those of its completion so far.
     """
 
     without_effect: ClassVar = frozenset(("include_obfuscation",))
@@ -152,20 +152,20 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
     **{"length_penalty": (1.0,), "best_of": (1,), "bad_words": ()},
 }
-"""Fields of vLLM with the values that they have by default, which alone are taken."""
+"""Fields of vLLM with their defaults, the only accepted values."""
 _HINTS = frozenset(("user", "request_id", "guided_decoding_backend"))
 
 
 class TextRequest(StageFields):
-    """Fields of all requests that generate text; absent ones leave it to the stage's own.
+    """Fields of all requests that generate text; absent ones default to the stage's own values.
 
-    They mean the same to a stage under the same name, and those that OpenAI does not have are
-    :class:`~engine.SamplingParams`'s.
+    Sampling fields have the names of :class:`~engine.SamplingParams`, including those that OpenAI
+    does not have.
 
     Attributes:
-        response_format: the form of the text.
-        structured_outputs: the same in vLLM's words; ``guided_json``, ``guided_regex``,
-            ``guided_choice`` and ``guided_grammar`` are its older ones.
+        response_format: constraint on the text.
+        structured_outputs: the same in vLLM's format; ``guided_json``, ``guided_regex``,
+            ``guided_choice`` and ``guided_grammar`` are vLLM's older names.
     """
 
     model: str
@@ -205,7 +205,7 @@ class TextRequest(StageFields):
     def sampling_fields(
         self, max_tokens: int | None, logprobs: int | None
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return fields for the stage that answers, and their names here, where they differ."""
+        """Return the answering stage's fields, and the request's names of those that differ."""
         fields = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         fields |= {"max_tokens": max_tokens, "logprobs": logprobs}
         forms = self._forms()
@@ -218,7 +218,7 @@ class TextRequest(StageFields):
         return {name: value for name, value in fields.items() if value is not None}, names
 
     def _forms(self) -> dict[str, dict[str, Any]]:
-        """The form of the text, by the client's name of each field that gives one."""
+        """Return the constraints on the text by the name of the request's field."""
         forms = {"structured_output": self.structured_output}
         if self.response_format is not None:
             forms["response_format"] = self.response_format.as_structured_output()
@@ -249,10 +249,10 @@ def merge_sampling(
     names: Mapping[str, str],
     others_at: str = "stages",
 ) -> dict[str, SamplingParams]:
-    """Lay a client's fields over the stages' own parameters.
+    """Override the stages' own parameters with a client's fields.
 
     Raises:
-        ApiError: with status 400, and the wrong field as its ``param``.
+        ApiError: with status 400, and the invalid field as its ``param``.
     """
     merged = {}
     params_of_stages: dict[str, dict[str, str]] = {}
@@ -275,7 +275,7 @@ def merge_sampling(
         return pipeline.merge_sampling(merged)
     except PlacedError as error:
         at, *keys = map(str, error.place)
-        # Where the client has given nothing of it, it is the stage's own, or of several fields.
+        # None if the client did not set the field: it is the stage's own, or several are at fault.
         param = params_of_stages.get(at, {}).get(keys[0]) if keys else None
         raise ApiError.bad_request(str(error), param=param) from error
 
@@ -289,7 +289,7 @@ def _merge(
     except ValidationError as error:
         finding = error.errors(include_url=False)[0]
         message = explain_validation_error(error, SamplingParams, changed).split("\n")[0]
-        if not finding["loc"]:  # two fields that do not go together
+        if not finding["loc"]:  # a conflict between two fields
             raise ApiError.bad_request(message) from error
         key = str(finding["loc"][0])
         name = params.get(key, key)
@@ -297,26 +297,26 @@ def _merge(
 
 
 class FileUrl(ApiModel):
-    """An image, a sound or a video: a data URL, or one of http where the server allows its host."""
+    """An image, audio or video: a data URL, or an HTTP(S) URL of a host that the server allows."""
 
     url: str = Field(min_length=1)
 
 
 class ImageUrl(FileUrl):
-    """An image; how fine it is seen, the checkpoint's processor decides."""
+    """An image; the checkpoint's processor decides on its resolution."""
 
     without_effect: ClassVar = frozenset(("detail",))
 
 
 class InputAudio(ApiModel):
-    """A file of sound in base64. Its reader finds out its kind, whatever ``format`` says."""
+    """An audio file in base64. Its actual type is detected, regardless of ``format``."""
 
     data: str = Field(min_length=1)
     format: Literal["wav", "mp3", "flac", "ogg"]
 
 
 class ContentPart(ApiModel):
-    """A part of a message: the one of its fields that ``type`` names."""
+    """A part of a message; only the field named by ``type`` is set."""
 
     type: Literal["text", "image_url", "input_audio", "audio_url", "video_url"]
     text: str | None = None
@@ -327,7 +327,7 @@ class ContentPart(ApiModel):
 
     @property
     def file_url(self) -> str | None:
-        """Where its file is; None of a text, and of a sound that stands in the part itself."""
+        """The URL of the file; None for text and inline audio."""
         at = self.image_url or self.audio_url or self.video_url
         return None if at is None else at.url
 
@@ -339,7 +339,7 @@ class ContentPart(ApiModel):
 
 
 class EarlierAudio(ApiModel):
-    """The sound of an earlier answer, as it was given out, or its id alone."""
+    """The audio of an earlier answer as returned to the client, or only its id."""
 
     without_effect: ClassVar = frozenset(("data", "expires_at", "sampling_rate"))
 
@@ -348,11 +348,11 @@ class EarlierAudio(ApiModel):
 
 
 class ChatMessage(ApiModel):
-    """One turn of a conversation; keys that answers have are taken where they are empty.
+    """One message of a conversation; additional keys of answers are accepted if empty.
 
-    Of a spoken answer the words count: its content, else the transcript of its ``audio``, else what
-    the server has kept under the audio's id. An earlier answer that asked for calls needs no
-    content, and one of the role ``tool`` has what a call returned.
+    Only the text of a spoken answer is used: its content, else the transcript of its ``audio``,
+    else the text stored by the server under the audio's id. An earlier answer with tool calls needs
+    no content, and a message of the role ``tool`` has the output of a call.
     """
 
     not_supported: ClassVar = dict.fromkeys(("refusal", "function_call", "annotations"), ())
@@ -385,8 +385,8 @@ class ChatMessage(ApiModel):
     def as_templates_know_it(
         self, content: str | list[dict[str, str | None]] | None
     ) -> dict[str, Any]:
-        """The message with its content in the form of chat templates."""
-        # OpenAI's newer name for the same.
+        """Return the message with this content in the format of chat templates."""
+        # OpenAI's newer name of the same role.
         role = "system" if self.role == "developer" else self.role
         said: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls:
@@ -399,11 +399,11 @@ def _voice_name(value: Any) -> Any:
 
 
 Voice = Annotated[str, BeforeValidator(_voice_name), Field(min_length=1)]
-"""A voice by its name; clients name one also as ``{"id": NAME}``."""
+"""A voice by name; clients may also send ``{"id": NAME}``."""
 
 
 class AudioOptions(ApiModel):
-    """The sound of an answer: its format, and whose voice; without one, the pipeline's choice."""
+    """The audio of an answer: its format, and its voice, by default the pipeline's choice."""
 
     voice: Voice | None = None
     format: Literal["wav", "mp3", "flac", "opus", "aac", "pcm16"]
@@ -413,14 +413,14 @@ class ChatRequest(TextRequest):
     """A chat request.
 
     Attributes:
-        max_completion_tokens: of the answer; ``max_tokens`` is its older name.
-        top_logprobs: of how many tokens beside the chosen one.
-        chat_template_kwargs: further values for the chat template, as in vLLM;
+        max_completion_tokens: limit of the answer; ``max_tokens`` is its older name.
+        top_logprobs: number of tokens to report in addition to the sampled one.
+        chat_template_kwargs: additional values for the chat template, as in vLLM;
             ``reasoning_effort`` is one of them.
-        modalities: of the answer; text always is one.
+        modalities: modalities of the answer, which always include text.
     """
 
-    # The last three are hints, of which any model may make nothing.
+    # The last three are hints, which a model may ignore.
     without_effect: ClassVar = frozenset(
         ("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
          "prediction", "verbosity", "prompt_cache_retention")
@@ -486,28 +486,28 @@ class ChatRequest(TextRequest):
 
     @property
     def offered_tools(self) -> list[FunctionTool]:
-        """The tools that the model is shown."""
+        """The tools shown to the model."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def required_tools(self) -> list[FunctionTool] | None:
-        """The tools of which one has to be called; None where none has to."""
+        """The tools of which one must be called; None if a call is optional."""
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name
             return [tool for tool in self.offered_tools if tool.function.name == name]
         return self.offered_tools if self.tool_choice == "required" else None
 
     def tool_parser(self, form: ToolFormat) -> ToolCallParser:
-        """What reads calls out of one completion."""
+        """Create the parser of one completion's tool calls."""
         names = [tool.function.name for tool in self.offered_tools]
         is_required, most = self.required_tools is not None, None if self.parallel_tool_calls else 1
         return ToolCallParser(names, form, is_required=is_required, most=most)
 
 
 class CompletionRequest(TextRequest):
-    """A request for completions; ``logprobs`` is of how many tokens beside the chosen one.
+    """A request for completions; with ``echo`` each text begins with its prompt.
 
-    With ``echo`` each text begins with its prompt.
+    ``logprobs`` is the number of tokens to report in addition to the sampled one.
     """
 
     without_effect: ClassVar = _HINTS

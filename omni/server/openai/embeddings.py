@@ -1,4 +1,4 @@
-"""Embeddings: texts in, one row each out."""
+"""Embeddings: one row per input text."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _POOLED = "pooled"
 
 
 class EmbeddingsRequest(RequestFields):
-    """A request for embeddings, to a pipeline with an encoder whose tensors the user gets.
+    """A request for embeddings, to a pipeline with an encoder that outputs tensors to the user.
 
-    ``encoding_format`` is numbers, or base64 of float32, little-endian. Of each row the first
-    ``dimensions`` are given, at length 1.
+    ``encoding_format`` is numbers, or base64 of little-endian float32. Rows are truncated to the
+    first ``dimensions``, and then normalized to length 1.
     """
 
     without_effect: ClassVar = frozenset(("user",))
@@ -58,7 +58,7 @@ class Embeddings(PipelineResponse):
         ]
 
     async def whole(self) -> Response:
-        """All embeddings; what the pipeline would do after them is not waited for."""
+        """Return all embeddings, without waiting for later stages."""
         async with self.stream(self._requests, [self._stage]) as stream:
             outputs = [last[self._stage] for last in await stream.last_outputs()]
         num_tokens = sum(output.num_prompt_tokens for output in outputs)
@@ -86,7 +86,7 @@ class Embeddings(PipelineResponse):
 
 
 def _encoding_stage(pipeline: Pipeline) -> str:
-    """Find the first stage that reads the user's prompt and of which the user gets ``pooled``."""
+    """Return the first stage that reads the user's prompt and outputs ``pooled`` to the user."""
     for name, stage in pipeline.stages.items():
         pools = stage.outputs is None or _POOLED in stage.outputs
         if stage.inputs is None and pools and "tensors" in stage.final_output:

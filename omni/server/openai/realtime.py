@@ -1,10 +1,10 @@
-"""A realtime session: text and sound in, text and sound out, over one WebSocket.
+"""Realtime sessions: text and audio in both directions over one WebSocket.
 
-A session keeps its conversation; each of its responses runs as one request, and so does each
-transcription of what the user says. With turn detection, speech makes items of itself::
+A session has a conversation; each response and each transcription of the user's speech runs as one
+request. With turn detection, speech is committed as items automatically::
 
-    sound ─► buffer ─► begins: the answer that is being given ends ─► ends: item ─► response
-                                                                              └──► transcription
+    audio ─► buffer ─► speech starts: cancel the active response ─► ends: item ─► response
+                                                                            └───► transcription
 """
 
 from __future__ import annotations
@@ -67,18 +67,18 @@ _logger = package_logger(__name__)
 _OLDER_API = "realtime=v1"
 
 _GONE = (WebSocketDisconnect, OSError, RuntimeError)
-"""What sending raises where the client has gone, or was sent away."""
+"""Errors of sending to a client that has disconnected, or was disconnected."""
 
 
 async def talk(websocket: WebSocket) -> None:
-    """A realtime session over a WebSocket, or an error event that says why there is none."""
+    """Run a realtime session over a WebSocket, or send an error event if it is refused."""
     offered = websocket.scope.get("subprotocols", ())
     await websocket.accept(subprotocol="realtime" if "realtime" in offered else None)
     server: PipelineServer = websocket.state.server
     asked = websocket.query_params
     kind: SessionKind = "transcription" if asked.get("intent") == "transcription" else "realtime"
     model = asked.get("model", "")
-    if kind == "transcription" and not model:  # which the client names later, or leaves to us
+    if kind == "transcription" and not model:  # named by the client later, or left to the server
         model = server.settings.transcriber or next(iter(server.pipelines))
     is_older = _OLDER_API in websocket.headers.get("openai-beta", "")
     is_older |= "openai-beta.realtime-v1" in offered
@@ -99,10 +99,10 @@ async def talk(websocket: WebSocket) -> None:
 
 
 class RealtimeSession:
-    """One client's session with one pipeline. Its end aborts its own requests, and nothing else.
+    """One client's session with one pipeline. Its end aborts only its own requests.
 
-    A client that ``is_older`` knows the names of OpenAI's beta. A session of the kind
-    ``transcription`` writes down what it hears, and answers nothing.
+    A client that ``is_older`` gets the names of OpenAI's beta. A session of kind ``transcription``
+    only transcribes its audio, without responses.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class RealtimeSession:
         self._kind = kind
         self._is_older = is_older
         self._options = _first_options(server, pipeline, kind)
-        # Without any options it can answer, or there is no session.
+        # Refuse the session if it could not respond with its initial options.
         self._check(self._options)
         self._conversation = Conversation(self._limits.max_body_bytes)
         sound = self._options.audio.input
@@ -131,10 +131,10 @@ class RealtimeSession:
         self._speech_id = new_item_id()
         self._response: RealtimeResponse | None = None
         self._transcriptions: set[asyncio.Task[None]] = set()
-        self._numbers = count()  # of requests
+        self._numbers = count()  # numbers of requests
 
     async def run(self) -> None:
-        """Handle events until the client goes."""
+        """Handle events until the client disconnects."""
         await self._send("session.created", session=self._session())
         try:
             while True:
@@ -157,7 +157,7 @@ class RealtimeSession:
             await asyncio.gather(*self._transcriptions, return_exceptions=True)
 
     async def _take(self, text: str) -> None:
-        """Handle one event; one that is wrong is answered by an error, and changes nothing."""
+        """Handle one event; an invalid one causes an error event, and changes nothing."""
         try:
             match await without_faltering(parse_event, text):
                 case UpdateSession() as event:
@@ -211,7 +211,7 @@ class RealtimeSession:
         if session.model and self._server.names.get(session.model) is not self._pipeline:
             raise ApiError.bad_field("session.model", "the model of a session cannot be changed")
         options = merged_options(self._options, session)
-        if session.stages is not None:  # all of them, so that one can be taken back
+        if session.stages is not None:  # replace all of them, so that one can be removed
             options = options.model_copy(update={"stages": session.stages})
         self._check(options)
         self._transcriber(options)
@@ -219,7 +219,7 @@ class RealtimeSession:
         self._options = options
 
     async def _turn(self, turn: SpeechTurn) -> None:
-        """Do what follows from a turn of speech that was found in the sound."""
+        """Handle a detected start or end of speech."""
         detection, item_id = self._input.detection, self._speech_id
         if turn.sound is None:
             await self._send(
@@ -235,7 +235,7 @@ class RealtimeSession:
             await self._commit(turn.sound)
             if detection.create_response and self._kind == "realtime":
                 self._begin_answer(OneResponse())
-        except ApiError as error:  # the client has asked for nothing, so it is no event's
+        except ApiError as error:  # not caused by an event of the client
             await self._send_error(error, None)
 
     async def _commit(self, sound: Sound) -> None:
@@ -246,7 +246,7 @@ class RealtimeSession:
         await self._add(item, None)
 
     async def _add(self, item: ConversationItem, previous_id: str | None) -> None:
-        """Add an item to the conversation, and begin to write down the sounds in it."""
+        """Add an item to the conversation, and start to transcribe its audio."""
         before = self._conversation.add(item, previous_id)
         transcriber = self._transcriber(self._options)
         shown = item.described()
@@ -262,7 +262,7 @@ class RealtimeSession:
     async def _transcribe(
         self, pipeline: ServedPipeline, item_id: str, index: int, part: Part
     ) -> None:
-        """Write down what is said in a part of an item, and send it as it comes."""
+        """Transcribe a part of an item, and send the transcript as it is generated."""
         kind, sound = "conversation.item.input_audio_transcription", part.sound
         place = {"item_id": item_id, "content_index": index}
         language = self._options.audio.input.transcription.language
@@ -284,7 +284,7 @@ class RealtimeSession:
         await self._send(f"{kind}.completed", **place, transcript=part.text, usage=usage)
 
     def _transcriber(self, options: ResponseOptions) -> ServedPipeline | None:
-        """The pipeline that transcribes what the user says; None if that is off."""
+        """Return the pipeline that transcribes the user's speech; None if disabled."""
         name = options.audio.input.transcription.model
         if not name:
             return None
@@ -328,12 +328,12 @@ class RealtimeSession:
         await response.cancel("client_cancelled")
 
     async def _send_error(self, error: ApiError, event_id: str | None) -> None:
-        # As repr: what a refusal quotes may hold what looks like a line of the log.
+        # As repr: text quoted by an error may look like another log line.
         _logger.warning("an event of a live session was refused: %.500r", error.message)
         await self._send("error", error={**error.to_object()["error"], "event_id": event_id})
 
     async def _send(self, kind: str, **content: Any) -> None:
-        """Send an event; nothing where the client has gone, as the next message says."""
+        """Send an event, unless the client has disconnected, which ``run`` handles."""
         event: Mapping[str, Any] | None
         event = {"type": kind, "event_id": f"event_{uuid.uuid4().hex}", **content}
         if self._is_older:
@@ -366,7 +366,7 @@ class RealtimeSession:
 def _first_options(
     server: PipelineServer, pipeline: ServedPipeline, kind: SessionKind
 ) -> OneResponse:
-    """The options of a session that has said nothing: those of OpenAI's, as far as it can."""
+    """Return a session's initial options: OpenAI's defaults, if the pipeline supports them."""
     speaks = any("audio" in stage.final_output for stage in pipeline.omni.pipeline.stages.values())
     hears = "audio" in pipeline.describe()["modalities"]["input"]
     transcriber = server.settings.transcriber if kind == "realtime" else pipeline.name

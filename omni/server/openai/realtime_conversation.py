@@ -1,4 +1,4 @@
-"""What a realtime session hears, and its conversation: text, sound, calls, what these returned."""
+"""Audio input of a realtime session, and its conversation: text, audio, calls and their outputs."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from engine.media.voice_detector import SpeechTurns
 
 _SLICE_S = 0.25
-"""Of sound that is listened to at once; while a thread listens to more, others have their turn."""
+"""Seconds of audio per detector call; longer audio is processed in slices in a thread."""
 _SPARE_S = 0.2
-"""Kept beside the padding: what the detector has not decided yet."""
+"""Seconds kept in addition to the padding, on which the detector has not decided yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sound:
-    """Samples of 16 bits, and how many a second."""
+    """16-bit samples with their sampling rate."""
 
     samples: bytes
     rate: int
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Duration in seconds."""
         return len(self.samples) / 2 / self.rate
 
     @property
     def floats(self) -> NDArray[np.float32]:
-        """The samples between -1 and 1."""
+        """The samples as floats between -1 and 1."""
         return np.frombuffer(self.samples, "<i2").astype(np.float32) / np.float32(2**15)
 
 
@@ -51,7 +51,7 @@ _TELEPHONES = {"audio/pcmu": "ULAW", "audio/pcma": "ALAW"}
 
 
 def telephone_code(samples: bytes, kind: str) -> bytes:
-    """Write samples of 16 bits in the codes of ``audio/pcmu`` or ``audio/pcma``."""
+    """Encode 16-bit samples as ``audio/pcmu`` or ``audio/pcma``."""
     import soundfile
 
     file = BytesIO()
@@ -60,7 +60,7 @@ def telephone_code(samples: bytes, kind: str) -> bytes:
 
 
 def samples_of(content: bytes, form: AudioFormat) -> bytes:
-    """Read samples of 16 bits from what is in a format of a session."""
+    """Decode audio in a session's format to 16-bit samples."""
     if form.type == "audio/pcm":
         return content
     import soundfile
@@ -71,7 +71,7 @@ def samples_of(content: bytes, form: AudioFormat) -> bytes:
 
 
 def whole_sound(samples: bytes, rate: int, place: str) -> Sound:
-    """Make a sound of samples; an error names their place in an event if the last is not whole."""
+    """Create a sound; raise an error that names ``place`` if the last sample is incomplete."""
     if len(samples) % 2:
         raise ApiError.bad_field(
             place, f"samples of 16 bits have two bytes each, got {len(samples)} bytes"
@@ -81,10 +81,10 @@ def whole_sound(samples: bytes, rate: int, place: str) -> Sound:
 
 @dataclass(frozen=True, slots=True)
 class SpeechTurn:
-    """That the user begins to speak, or has spoken.
+    """Start or end of a user's speech turn.
 
-    ``at_ms`` counts from the beginning of all sound of the session to where the item's sound begins
-    or ends; ``sound`` is what was spoken, None where it begins.
+    ``at_ms`` is where the item's audio starts or ends, from the start of all audio of the session;
+    ``sound`` is the turn's audio, None at its start.
     """
 
     at_ms: int
@@ -92,9 +92,9 @@ class SpeechTurn:
 
 
 class InputSound:
-    """The buffer of sound that comes in, and the turns of speech in it.
+    """Buffer of input audio with detection of speech turns.
 
-    During silence, no more of it is kept than goes before speech.
+    During silence, only the padding that precedes speech is kept.
     """
 
     def __init__(self, form: AudioFormat, detection: TurnDetection) -> None:
@@ -106,15 +106,15 @@ class InputSound:
         self._resampler: Resampler | None = None
 
     def __len__(self) -> int:
-        """Bytes that are held."""
+        """Return the number of buffered bytes."""
         return len(self._buffer)
 
     def append(self, content: bytes) -> None:
-        """Take sound in the session's format."""
+        """Append audio in the session's format."""
         self._buffer += samples_of(content, self.form)
 
     async def turns(self) -> AsyncIterator[SpeechTurn]:
-        """Listen to what was appended; yield turns as they are found.
+        """Process appended audio, and yield turns as they are detected.
 
         Raises:
             ApiError: the detector is not installed.
@@ -126,7 +126,7 @@ class InputSound:
         while self._num_heard < whole:
             begin = self._num_heard - self._num_dropped
             piece = bytes(self._buffer[begin : min(begin + size, whole - self._num_dropped)])
-            # Loading the detector takes long, and more pieces come where much was sent at once.
+            # Loading the detector is slow, and a large append has many slices: use a thread.
             is_little = self._turns is not None and self._num_heard + size >= whole
             if is_little:
                 found = self._listen(piece)
@@ -141,14 +141,14 @@ class InputSound:
 
     @property
     def is_speaking(self) -> bool:
-        """Whether speech has begun that has not ended."""
+        """True while a speech turn has started but not ended."""
         return self._turns is not None and self._turns.is_speaking
 
     def take(self) -> Sound:
-        """Take out all that is held; what comes next is no part of what was said before.
+        """Return and clear the buffer, so that later audio belongs to a new turn.
 
         Raises:
-            ApiError: there is nothing, or the last sample is not whole.
+            ApiError: the buffer is empty, or its last sample is incomplete.
         """
         if not self._buffer:
             raise ApiError.bad_request(
@@ -160,7 +160,7 @@ class InputSound:
         return sound
 
     def clear(self) -> None:
-        """Empty it."""
+        """Clear the buffer."""
         self._num_dropped += len(self._buffer) // 2 * 2
         self._num_heard = self._num_dropped
         self._buffer.clear()
@@ -169,10 +169,10 @@ class InputSound:
             self._turns.forget()
 
     def change(self, form: AudioFormat, detection: TurnDetection) -> None:
-        """Go on in another way.
+        """Change the format and the turn detection.
 
         Raises:
-            ApiError: sound of another format is held.
+            ApiError: the buffer has audio of another format.
         """
         if form != self.form and self._buffer and (self._turns is None or self.is_speaking):
             raise ApiError.bad_field(
@@ -187,7 +187,7 @@ class InputSound:
         self.form, self.detection = form, detection
 
     def _listen(self, piece: bytes) -> list[tuple[bool, float]]:
-        # Libraries for sound, which a server need not import before it answers.
+        # Imported lazily: audio libraries would delay the server's start.
         from engine.media.sound_file import Resampler
         from engine.media.voice_detector import DETECTOR_RATE, SpeechTurns, TurnSettings
 
@@ -230,21 +230,21 @@ class InputSound:
 
 _ROOT = "root"
 _ITEM_BYTES = 256
-"""What an item takes beside its text and sound, about."""
+"""Approximate size of an item without its text and audio."""
 _CHARACTERS_PER_S = 14
-"""Of speech, about: for sound that was cut off before it was known how long all of it would be."""
+"""Approximate rate of speech, to estimate the duration of answers cut off while generated."""
 
 
 def new_item_id() -> str:
-    """Make the name of an item."""
+    """Generate an item id."""
     return f"item_{uuid.uuid4().hex[:24]}"
 
 
 @dataclass(slots=True)
 class Part:
-    """Text, or sound with what is said in it.
+    """Text, or audio with its transcript.
 
-    The text of a sound is empty until it is known, by the task ``transcription``. The kind is that
+    The transcript of audio is empty until the task ``transcription`` sets it. ``kind`` is the type
     of OpenAI's content parts.
     """
 
@@ -254,7 +254,7 @@ class Part:
     transcription: asyncio.Task[None] | None = None
 
     def described(self, *, with_sound: bool = False) -> dict[str, Any]:
-        """Describe it as events do."""
+        """Return the part in the format of events."""
         if self.sound is None:
             name = "transcript" if self.kind == "output_audio" else "text"
             return {"type": self.kind, name: self.text}
@@ -265,13 +265,13 @@ class Part:
 
 @dataclass(slots=True, kw_only=True)
 class ConversationItem:
-    """One turn, a call that an answer asked for, or what a call returned.
+    """A message, a function call requested by the model, or the output of a call.
 
     Attributes:
         type: ``message``, ``function_call`` or ``function_call_output``.
-        call: the fields of the last two.
-        spoken_s: seconds of sound that were made of it.
-        is_spoken: whether that is all of its sound.
+        call: the fields of a call or its output.
+        spoken_s: seconds of audio generated so far.
+        is_spoken: true if the audio is complete.
     """
 
     id: str = field(default_factory=new_item_id)
@@ -286,7 +286,7 @@ class ConversationItem:
 
     @classmethod
     async def of(cls, item: Item, form: AudioFormat) -> ConversationItem:
-        """Make one of a client's, whose sound is in the session's format."""
+        """Create an item from a client's, whose audio is in the session's format."""
         if item.type != "message":
             call = item.model_dump(
                 include={"call_id", "name", "arguments", "output"}, exclude_none=True
@@ -304,18 +304,18 @@ class ConversationItem:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it holds."""
+        """Approximate size in bytes."""
         texts = sum(len(part.text) for part in self.parts) + sum(map(len, self.call.values()))
         sounds = sum(len(part.sound.samples) for part in self.parts if part.sound is not None)
         return _ITEM_BYTES + texts + sounds
 
     @property
     def text(self) -> str:
-        """Its text, and what is said in its sounds."""
+        """Text and transcripts of all parts."""
         return " ".join(part.text for part in self.parts if part.text)
 
     def described(self, *, with_sound: bool = False) -> Mapping[str, Any]:
-        """Describe it as events do."""
+        """Return the item in the format of events."""
         head = {"id": self.id, "object": "realtime.item", "type": self.type, "status": self.status}
         if self.type != "message":
             return head | self.call
@@ -323,7 +323,7 @@ class ConversationItem:
         return head | {"role": self.role, "content": parts}
 
     def keep_heard(self, seconds: float) -> None:
-        """Keep of a spoken answer the words of its first seconds, by an estimate."""
+        """Truncate the text of a spoken answer to an estimate of the words in its first seconds."""
         (part,) = self.parts
         if self._whole_text is None:
             self._whole_text = part.text
@@ -334,12 +334,12 @@ class ConversationItem:
             part.text = text
             return
         end = round(len(text) * seconds / whole_s)
-        # A word that was not spoken to its end was not heard.
+        # A partly spoken word counts as not heard.
         part.text = text[: max(text.rfind(" ", 0, end + 1), 0)]
 
 
 class Conversation:
-    """The items of a session, in at most ``max_bytes`` with the buffer of sound that comes in."""
+    """Items of a session; with the input buffer, they are limited to ``max_bytes``."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -348,7 +348,7 @@ class Conversation:
         self.items: list[ConversationItem] = []
 
     def check_room(self, num_bytes: int) -> None:
-        """Refuse what the session could not hold beside its items."""
+        """Raise an error if this many more bytes would exceed the limit."""
         if self._num_bytes + num_bytes > self._max_bytes:
             raise ApiError.bad_request(
                 f"the session would hold {self._num_bytes + num_bytes} bytes of text and sound, "
@@ -357,10 +357,10 @@ class Conversation:
             )
 
     def add(self, item: ConversationItem, previous_id: str | None = None) -> str | None:
-        """Add an item behind another one, or behind all; return the name of the one before it.
+        """Insert an item after another one, or append it; return the id of the item before it.
 
         Raises:
-            ApiError: there is no room, no such previous item, or one of the same name.
+            ApiError: there is no room, no such previous item, or an item with the same id.
         """
         if item.id in self._by_id:
             raise ApiError.bad_field("item.id", f"there is an item {item.id!r} already")
@@ -376,11 +376,11 @@ class Conversation:
         return self.items[place - 1].id if place else None
 
     def count(self, num_bytes: int) -> None:
-        """Count what an item has grown by."""
+        """Count the growth of an item."""
         self._num_bytes += num_bytes
 
     def find(self, item_id: str, action: str, param: str = "item_id") -> ConversationItem:
-        """Return an item by its name, or raise an :class:`ApiError` of that action."""
+        """Return an item by its id, or raise an :class:`ApiError` for this action."""
         found = self._by_id.get(item_id)
         if found is None:
             code = f"item_{action}_invalid_item_id"
@@ -388,7 +388,7 @@ class Conversation:
         return found
 
     def delete(self, item_id: str) -> None:
-        """Take an item out."""
+        """Remove an item."""
         item = self.find(item_id, "delete")
         _check_ended(item)
         self._num_bytes -= item.num_bytes
@@ -399,7 +399,7 @@ class Conversation:
                 part.transcription.cancel()
 
     def truncate(self, item_id: str, heard_s: float) -> None:
-        """Leave of a spoken answer what was heard of it."""
+        """Truncate a spoken answer to the part that was heard."""
         item = self.find(item_id, "truncate")
         if not item.spoken_s:
             raise ApiError.bad_field("item_id", f"{item_id!r} is no answer that was spoken")
@@ -424,10 +424,10 @@ def _check_ended(item: ConversationItem) -> None:
 def messages_of(
     items: Sequence[ConversationItem], instructions: str | None, *, hears: bool
 ) -> tuple[tuple[Mapping[str, Any], ...], tuple[Sound, ...]]:
-    """The items as messages of a chat, and the sounds in them in their order.
+    """Convert items to chat messages, and return these with their sounds, in order.
 
     Args:
-        hears: whether the model takes sounds; else their text stands in their place.
+        hears: true if the model accepts audio; otherwise transcripts replace it.
     """
     messages: list[dict[str, Any]] = []
     if instructions:
@@ -452,7 +452,7 @@ def messages_of(
             ]
             messages.append({"role": item.role, "content": parts})
         elif item.text:
-            # Plain text where nothing else is said: not every template knows parts.
+            # Plain text for a single part: not every template supports lists of parts.
             texts = [{"type": "text", "text": part.text} for part in item.parts if part.text]
             content = item.text if len(item.parts) == 1 else texts
             messages.append({"role": item.role, "content": content})

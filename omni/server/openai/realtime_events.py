@@ -1,8 +1,8 @@
-"""The events of a realtime session: what a client may say, and what older clients hear.
+"""Events of a realtime session: client events, and server events under their beta names.
 
-OpenAI renamed events and fields when the API left its beta. The newer names are the server's own;
-the older ones of a session's options are taken as well, and a client that says by a header that it
-knows only these is answered in them.
+OpenAI renamed events and fields when the API left its beta. The server uses the newer names. It
+also accepts the older names of session options, and sends older names to clients that request the
+beta by a header.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TELEPHONES = ("audio/pcmu", "audio/pcma")
 
 
 class AudioFormat(ApiModel):
-    """Samples of 16 bits, or those of telephones: G.711's µ-law and A-law, 8,000 a second."""
+    """Audio format: 16-bit PCM, or the telephone codecs G.711 µ-law and A-law at 8,000 Hz."""
 
     type: Literal["audio/pcm", "audio/pcmu", "audio/pcma"] = "audio/pcm"
     rate: _Rate = _PCM_RATE
@@ -44,13 +44,12 @@ class AudioFormat(ApiModel):
 
 
 class TurnDetection(ApiModel):
-    """How the end of what the user says is found; ``none`` leaves it to ``commit``.
+    """Detection of the end of a user's turn; ``none`` leaves it to ``commit``.
 
-    ``semantic_vad`` does as ``server_vad`` does, and waits for longer or shorter silence by its
-    ``eagerness``.
+    ``semantic_vad`` works like ``server_vad``, with a silence duration set by its ``eagerness``.
 
-    A sound is speech from the probability ``threshold`` on. ``create_response`` begins an answer
-    when it ends, and ``interrupt_response`` has it end one that is being given.
+    Audio is speech if its probability reaches ``threshold``. The end of speech starts a response
+    if ``create_response``; its start cancels the active one if ``interrupt_response``.
     """
 
     not_supported: ClassVar = {"idle_timeout_ms": ()}
@@ -65,14 +64,14 @@ class TurnDetection(ApiModel):
 
     @property
     def silence_s(self) -> float:
-        """Seconds of silence that end what was said."""
+        """Seconds of silence that end a turn."""
         waits = {"low": 1.0, "medium": 0.6, "high": 0.3, "auto": 0.6}
         is_semantic = self.type == "semantic_vad"
         return waits[self.eagerness] if is_semantic else self.silence_duration_ms / 1000
 
 
 class InputTranscription(ApiModel):
-    """By which pipeline what the user says is written down; an empty name: by none."""
+    """Pipeline that transcribes the user's speech; an empty name disables transcription."""
 
     not_supported: ClassVar = {
         "prompt": ("",), "delay": (), "keywords": (), "languages": (),
@@ -121,17 +120,17 @@ _OLDER_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "input_audio_noise_reduction": ("audio", "input", "noise_reduction"),
     "max_response_output_tokens": ("max_output_tokens",),
 }
-"""Older names of options, and where these stand now."""
+"""Older names of options, with their current paths."""
 
 
 class ResponseOptions(ApiModel):
-    """Options of one response, or of every response of a session; absent ones remain as they are.
+    """Options of one response, or of every response of a session; absent ones keep their values.
 
     Attributes:
-        instructions: of the system, before all items.
-        output_modalities: ``text``, or ``audio`` with its text.
-        max_output_tokens: of the text; ``inf`` leaves it to the stage.
-        stages: sampling parameters by stage, as in chats.
+        instructions: system message before all items.
+        output_modalities: ``text``, or ``audio`` with its transcript.
+        max_output_tokens: limit of text tokens; ``inf`` uses the stage's own limit.
+        stages: sampling parameters by stage, as in chat requests.
     """
 
     without_effect: ClassVar = frozenset(("tracing",))
@@ -180,7 +179,7 @@ class ResponseOptions(ApiModel):
         return newer
 
     def as_chat(self) -> ChatRequest:
-        """What they ask of the text, as a chat asks for it."""
+        """Convert the options that concern the text to a chat request."""
         limit = self.max_output_tokens if isinstance(self.max_output_tokens, int) else None
         asked = {
             "model": "",
@@ -197,14 +196,14 @@ SessionKind = Literal["realtime", "transcription"]
 
 
 class SessionUpdate(ResponseOptions):
-    """Options of a session; its model and type are those of the address."""
+    """Options of a session; its model and type are set by the URL, and cannot be changed."""
 
     type: SessionKind | None = None
     model: str | None = None
 
 
 class ItemPart(ApiModel):
-    """A part of an item: text, or sound in base64, in the session's format."""
+    """A part of an item: text, or audio in base64, in the session's format."""
 
     without_effect: ClassVar = frozenset(("transcript",))
 
@@ -227,7 +226,7 @@ class ItemPart(ApiModel):
 
 
 class Item(ApiModel):
-    """One turn of the conversation, a call that an answer asked for, or what a call returned."""
+    """A message of the conversation, a function call requested by the model, or its output."""
 
     without_effect: ClassVar = frozenset(("object", "status"))
 
@@ -257,39 +256,39 @@ class Item(ApiModel):
 
 
 class OneResponse(ResponseOptions):
-    """Options of one response; ``metadata`` is given back with it."""
+    """Options of one response; ``metadata`` is returned with it."""
 
     metadata: dict[str, Any] | None = None
 
 
 class ClientEvent(ApiModel):
-    """What a client says."""
+    """Base class of client events."""
 
     event_id: str | None = Field(default=None, max_length=512)
 
 
 class UpdateSession(ClientEvent):
-    """Change the session from now on."""
+    """Change the session's options for later events."""
 
     type: Literal["session.update"]
     session: SessionUpdate
 
 
 class AppendAudio(ClientEvent):
-    """Add sound in the session's format, in base64, to the buffer of sound."""
+    """Append audio in the session's format, in base64, to the input buffer."""
 
     type: Literal["input_audio_buffer.append"]
     audio: str = Field(min_length=1)
 
 
 class EndAudio(ClientEvent):
-    """Make an item of the buffer of sound, or empty it."""
+    """Commit the input buffer as an item, or clear it."""
 
     type: Literal["input_audio_buffer.commit", "input_audio_buffer.clear"]
 
 
 class CreateItem(ClientEvent):
-    """Add an item to the conversation: behind another one, behind ``root``, or at its end."""
+    """Add an item to the conversation: after another one, at the start (``root``) or at the end."""
 
     type: Literal["conversation.item.create"]
     previous_item_id: str | None = None
@@ -297,14 +296,14 @@ class CreateItem(ClientEvent):
 
 
 class AboutItem(ClientEvent):
-    """Ask for an item, its sound included, or take it out of the conversation."""
+    """Retrieve an item with its audio, or delete it from the conversation."""
 
     type: Literal["conversation.item.retrieve", "conversation.item.delete"]
     item_id: str = Field(min_length=1)
 
 
 class TruncateItem(ClientEvent):
-    """Leave of a spoken answer what was heard of it."""
+    """Truncate a spoken answer to the part that was heard."""
 
     type: Literal["conversation.item.truncate"]
     item_id: str = Field(min_length=1)
@@ -313,14 +312,14 @@ class TruncateItem(ClientEvent):
 
 
 class CreateResponse(ClientEvent):
-    """Answer the conversation."""
+    """Start a response to the conversation."""
 
     type: Literal["response.create"]
     response: OneResponse = OneResponse()
 
 
 class Cancel(ClientEvent):
-    """End the answer that is being given; if it is another one than is named, nothing ends."""
+    """Cancel the active response, unless ``response_id`` names another one."""
 
     type: Literal["response.cancel"]
     response_id: str | None = None
@@ -346,7 +345,7 @@ class _NamedEvent(ApiModel):
 
 
 def parse_event(text: str) -> ClientEvent:
-    """Read an event; an error names its wrong place."""
+    """Parse an event; an error names its invalid field."""
     kind = parse_json(text, _AnyEvent).type
     model = _KINDS.get(kind)
     if model is None:
@@ -356,7 +355,7 @@ def parse_event(text: str) -> ClientEvent:
 
 
 def event_id_of(text: str) -> str | None:
-    """Find the client's id of an event, whatever is wrong with it; None where it cannot be read."""
+    """Return the client's id of a possibly invalid event; None if it cannot be read."""
     try:
         return parse_json(text, _NamedEvent).event_id
     except ApiError:
@@ -364,11 +363,11 @@ def event_id_of(text: str) -> str | None:
 
 
 _OUTPUT = re.compile(r"\boutput_(text|audio)")
-"""Of events and of parts, what older names have without the word before it."""
+"""Prefix in the types of events and parts; beta names have only the captured word."""
 
 
 def in_older_names(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The event as clients of the beta know it; None of one that they do not know."""
+    """Convert an event to its beta names; return None for an event unknown to the beta."""
     if event["type"] == "conversation.item.done":
         return None
     older: dict[str, Any]
@@ -381,7 +380,7 @@ def in_older_names(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _in_older_kinds(value: Any) -> Any:
-    """An event, or something in it, with the older kinds of parts."""
+    """Return an event, or a value in it, with the beta types of parts."""
     if isinstance(value, list):
         return [_in_older_kinds(each) for each in value]
     if not isinstance(value, dict):

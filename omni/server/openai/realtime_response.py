@@ -1,4 +1,4 @@
-"""One answer of a realtime session: planned by the session's options, and sent as it comes."""
+"""Responses of a realtime session: planned from the session's options, sent as generated."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 _logger = package_logger(__name__)
 
 SendEvent: TypeAlias = Callable[..., Awaitable[None]]
-"""Sends an event, given its kind and, by their names, its fields."""
+"""Sends an event, given its type and, as keyword arguments, its fields."""
 
 
 class RealtimeResponse:
-    """One answer to a conversation, which becomes a part of it.
+    """One response to a conversation, which is added to it.
 
-    A pipeline that hears gets the sounds of the conversation; one that reads alone their text, once
-    it is known; and one that hears alone the last sound.
+    A pipeline with audio input gets the audio of the conversation; a text-only one gets the
+    transcripts, once they are complete; an audio-only one gets the last item with audio.
 
-    Its ``number`` is that of the request among those of the client. It ``is_over`` when it is whole
-    or has failed: it cannot be cancelled any more, though its end may still have to be sent.
+    ``number`` numbers the client's requests. ``is_over`` is true once the response is complete or
+    has failed: it can no longer be cancelled, even if its last events are still to be sent.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RealtimeResponse:
         self.is_over = False
 
     def begin(self, timeout_s: float) -> None:
-        """Answer in a task, and send it as it comes; failures, too, are events."""
+        """Generate the response in a task, and send it as events; failures are events, too."""
         self.task = asyncio.create_task(self._run(timeout_s))
 
     async def _run(self, timeout_s: float) -> None:
@@ -111,7 +111,7 @@ class RealtimeResponse:
                 await self._send_new(update)
                 delta = update.of(plan.writer)
                 is_whole = delta is not None and delta.finished
-                if is_whole and self._output and self._message is None:  # nothing is to be spoken
+                if is_whole and self._output and self._message is None:  # calls only: no speech
                     break
         if self._message is None and not self._output:
             await self._open_message()
@@ -136,7 +136,7 @@ class RealtimeResponse:
         messages, sounds = messages_of(items, instructions, hears=hears)
         if not messages:
             raise ApiError.bad_request("nothing was said that could be answered")
-        # Sounds are twice as large in a prompt, and made in a thread.
+        # Converted in a thread: audio is twice as large in a prompt.
         audio = await asyncio.to_thread(
             lambda: tuple(AudioPrompt(sound.floats, sound.rate) for sound in sounds)
         )
@@ -149,7 +149,7 @@ class RealtimeResponse:
         )
 
     async def cancel(self, reason: str) -> None:
-        """End it, unless it is over; what was heard of it is part of the conversation."""
+        """Cancel the response unless it is over; the conversation keeps the part that was heard."""
         if self.is_over:
             return
         self.is_over, self._reason = True, reason
@@ -162,19 +162,19 @@ class RealtimeResponse:
                 message.keep_heard(min(heard_s, message.spoken_s))
             self._conversation.count(message.num_bytes - before)
         await self.abort()
-        if not self.task.cancelled():  # it has failed instead
+        if not self.task.cancelled():  # failed first
             return
         if message is not None:
             await self._close_message(message, "incomplete")
         await self._send("response.done", response=self.described("cancelled"))
 
     async def abort(self) -> None:
-        """End it, and send nothing more."""
+        """Cancel the task, without further events."""
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
     def described(self, status: str, error: ApiError | None = None) -> Mapping[str, Any]:
-        """Describe the response as events do."""
+        """Return the response in the format of events."""
         details: dict[str, Any] | None = None
         if error is not None:
             details = {"type": "failed", "error": {"type": error.kind, "code": error.code}}
@@ -212,7 +212,7 @@ class RealtimeResponse:
                 await self._send_call(call)
         sound = update.sound(self._plan.voice)
         if sound is not None:
-            # What may be a call is not spoken.
+            # Held back while the text may be a call, which is not spoken.
             self._held_sound.append(sound)
         if self._message is not None or not self._plan.chat.offered_tools:
             held, self._held_sound = self._held_sound, []
@@ -265,7 +265,7 @@ class RealtimeResponse:
         return item
 
     async def _close_message(self, item: ConversationItem, status: str) -> None:
-        if not item.parts:  # ended while the message was being opened
+        if not item.parts:  # cancelled while the message was being opened
             await self._close(item, status)
             return
         place, part = {**self._place(item), "content_index": 0}, item.parts[0]
@@ -296,7 +296,7 @@ class RealtimeResponse:
 
 
 def _in_event(part: Part) -> dict[str, Any]:
-    """A part as events of its own have it, whose kinds are other ones than those of items."""
+    """Return a part in the format of part events, whose types differ from those of items."""
     return {**part.described(), "type": part.kind.removeprefix("output_")}
 
 
@@ -314,7 +314,7 @@ async def _written_down(items: Sequence[ConversationItem]) -> None:
 async def failure_of(
     work: Coroutine[Any, Any, None], timeout_s: float, what: str
 ) -> ApiError | None:
-    """Await work of a session, which goes on whatever happens; return why it failed, if it did."""
+    """Await work of a session; return the error instead of raising, so that the session goes on."""
     try:
         async with asyncio.timeout(timeout_s):
             await work
@@ -331,10 +331,10 @@ async def failure_of(
 
 @dataclass(frozen=True, slots=True)
 class ResponsePlan:
-    """The way in which a pipeline is to answer.
+    """Stages and parameters of a response.
 
-    The text of the stage ``writer`` answers, and the sound of ``voice``, which is None where text
-    alone is wanted. ``chat`` has the tools, and which has to be called.
+    ``writer`` is the stage that outputs text, and ``voice`` the one that outputs audio, None for
+    text only. ``chat`` has the tools and the tool choice.
     """
 
     writer: str
@@ -346,12 +346,12 @@ class ResponsePlan:
 
 
 def plan_response(pipeline: Pipeline, options: ResponseOptions, place: str) -> ResponsePlan:
-    """Find out how to answer with options at a place of an event: ``session`` or ``response``."""
+    """Plan a response; errors name a field below ``place``: ``session`` or ``response``."""
     writer = text_stage(pipeline)
     output = options.audio.output
     speaker = output.voice
     is_spoken = options.output_modalities == ["audio"]
-    # Of a pipeline that speaks, before it has to; to others clients may name any.
+    # Checked early if the pipeline speaks; for others, clients may name any voice.
     if is_spoken or pipeline.voices.speaks:
         check_voice(pipeline, speaker, f"{place}.audio.output.voice")
     voice = None
@@ -360,7 +360,7 @@ def plan_response(pipeline: Pipeline, options: ResponseOptions, place: str) -> R
     chat = options.as_chat()
     fields, _ = chat.stage_fields()
     if pipeline.stages[writer].sampling is not None:
-        fields["n"] = 1  # whatever the stage's own is
+        fields["n"] = 1  # overrides the stage's own value
     names = {"max_tokens": f"{place}.max_output_tokens", "structured_output": f"{place}.tools"}
     names["temperature"] = f"{place}.temperature"
     others = options.stages or {}
@@ -373,11 +373,11 @@ def plan_response(pipeline: Pipeline, options: ResponseOptions, place: str) -> R
 
 
 def merged_options(before: ResponseOptions, change: ResponseOptions) -> OneResponse:
-    """Lay a change over options; of ``audio``, too, what is not named remains."""
+    """Apply a change to options; absent fields keep their values, also within ``audio``."""
     merged = _laid_over(
         before.model_dump(exclude_none=True),
         change.model_dump(exclude_unset=True, exclude_none=True, exclude={"type", "model"}),
-        depth=2,  # down to the fields of a stage's sampling, and of one direction of sound
+        depth=2,  # down to the fields of a stage's sampling, and of audio input or output
     )
     return OneResponse.model_validate(merged)
 

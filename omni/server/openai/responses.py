@@ -1,12 +1,12 @@
-"""``/v1/responses``: a chat in the shapes of OpenAI's Responses API.
+"""``/v1/responses``: chats in the format of OpenAI's Responses API.
 
-A request becomes a request for a chat, and the chat's text and calls become items::
+A request is converted to a chat request, and the chat's text and calls to output items::
 
-    input, or text          messages            the model        output
-    previous_response_id ─► of a chat ─────────► writes ────────► message, function_call, ...
+    input                   chat                the model        output
+    previous_response_id ─► messages ──────────► generates ─────► message, function_call, ...
     instructions
 
-Responses are kept, in bounded memory, so that the next request can go on from one by its id.
+Responses are stored in bounded memory, so that a later request can continue from one by its id.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from omni.server.serving.request_body import ApiModel
 
 
 class ContentPart(ApiModel):
-    """Text or an image of a message."""
+    """A text or image part of a message."""
 
     without_effect: ClassVar = frozenset(("detail", "annotations", "logprobs"))
     not_supported: ClassVar = {"file_id": ()}
@@ -46,7 +46,7 @@ class ContentPart(ApiModel):
         return self
 
     def of_chat(self) -> dict[str, Any]:
-        """The same in a chat."""
+        """Convert to a chat message's content part."""
         if self.image_url is not None:
             return {"type": "image_url", "image_url": {"url": self.image_url}}
         return {"type": "text", "text": self.text}
@@ -66,13 +66,13 @@ def _of_chat(content: str | Sequence[ContentPart]) -> str | list[dict[str, Any]]
 
 
 class _Item(ApiModel):
-    """An item of the input; items of earlier outputs are taken as they were given out."""
+    """Base class of input items; items of earlier outputs are accepted unchanged."""
 
     without_effect: ClassVar = frozenset(("id", "status", "phase"))
 
 
 class MessageItem(_Item):
-    """What somebody said."""
+    """A message."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -80,7 +80,7 @@ class MessageItem(_Item):
 
 
 class CallItem(_Item):
-    """A call that an earlier response asked for."""
+    """A function call requested by an earlier response."""
 
     type: Literal["function_call"]
     call_id: str
@@ -89,7 +89,7 @@ class CallItem(_Item):
 
 
 class CallOutputItem(_Item):
-    """What a call returned."""
+    """The output of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -97,7 +97,7 @@ class CallOutputItem(_Item):
 
 
 class ReasoningItem(ApiModel):
-    """Reasoning of other models, which says nothing to this one."""
+    """Reasoning of other models; accepted and ignored."""
 
     without_effect: ClassVar = frozenset(
         ("id", "status", "summary", "content", "encrypted_content")
@@ -128,7 +128,7 @@ _Input = Annotated[
 
 
 class FunctionToolParts(FunctionParts):
-    """A tool, whose function's fields are its own here."""
+    """A tool with its function's fields inline."""
 
     without_effect: ClassVar = frozenset()
 
@@ -137,7 +137,7 @@ class FunctionToolParts(FunctionParts):
 
 
 class NamedFunction(FunctionName):
-    """The tool that has to be called."""
+    """The tool that must be called."""
 
     type: Literal["function"]
 
@@ -145,7 +145,7 @@ class NamedFunction(FunctionName):
 def tools_of_chat(
     tools: Sequence[FunctionToolParts] | None, choice: str | NamedFunction | None
 ) -> dict[str, Any]:
-    """Tools, and which has to be called, as a chat has them."""
+    """Convert tools and the tool choice to the fields of a chat request."""
     functions = [tool.model_dump(exclude={"type", "strict"}) for tool in tools or ()]
     named: Any = choice
     if isinstance(choice, NamedFunction):
@@ -157,7 +157,7 @@ def tools_of_chat(
 
 
 class TextFormat(ApiModel):
-    """The form of the text."""
+    """Constraint on the text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -173,7 +173,7 @@ class TextFormat(ApiModel):
 
 
 class TextOptions(ApiModel):
-    """The text of the response."""
+    """Options of the response's text."""
 
     without_effect: ClassVar = frozenset(("verbosity",))
 
@@ -191,8 +191,8 @@ class ReasoningOptions(ApiModel):
 class ResponsesRequest(StageFields):
     """A request for a response.
 
-    Instructions are for this response alone. Input and output of ``previous_response_id`` come
-    before its own input, and a later request may go on from this one if it is to ``store`` it.
+    Instructions apply to this response only. The input and output of ``previous_response_id`` come
+    before its own input. Later requests may continue from this response if ``store`` is true.
     """
 
     without_effect: ClassVar = frozenset(
@@ -227,7 +227,7 @@ class ResponsesRequest(StageFields):
     reasoning: ReasoningOptions | None = None
 
     def messages(self) -> list[dict[str, Any]]:
-        """The input as messages of a chat."""
+        """Convert the input to chat messages."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         messages: list[dict[str, Any]] = []
@@ -248,7 +248,7 @@ class ResponsesRequest(StageFields):
         return messages
 
     def chat(self, history: Sequence[dict[str, Any]]) -> ChatRequest:
-        """The request as one for a chat, behind earlier messages."""
+        """Convert to a chat request that continues earlier messages."""
         system = self.instructions
         first = [{"role": "system", "content": system}] if system else []
         own, asked_for = self.messages(), set[str]()
@@ -285,7 +285,7 @@ class ResponsesRequest(StageFields):
 
 
 class Responses(Chat):
-    """The response to a request for a response."""
+    """The response to a :class:`ResponsesRequest`."""
 
     prompt_param = "input"
     param_names: ClassVar = {
@@ -308,16 +308,16 @@ class Responses(Chat):
         self._writer = _Writer(self.client.request_id, self._created, self.pipeline.name, body)
 
     async def whole(self) -> Response:
-        """The response in one piece."""
+        """Return the response in one piece."""
         async for _ in self.pieces():
             pass
         return JSONResponse(self._writer.response)
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The response by events."""
+        """Yield the response as events."""
         writer, (parser,) = self._writer, self._parsers
         is_cut = has_ended = False
-        writer.begin()  # sent with the first text: until then a failure has a status
+        writer.begin()  # sent with the first text, so that an earlier failure gets a status
         async with await self._stream() as stream:
             async for update in stream.updates():
                 delta = update.of(self._stage)
@@ -349,7 +349,7 @@ class Responses(Chat):
 
 
 class _Writer:
-    """Writes a ``response`` item by item, and the events that report it."""
+    """Builds a ``response`` item by item, and the events that report it."""
 
     def __init__(self, request_id: str, created: int, model: str, body: ResponsesRequest) -> None:
         self._request_id = request_id
@@ -381,17 +381,17 @@ class _Writer:
         }
 
     def take(self) -> bytes:
-        """Take the events that have not been sent."""
+        """Return the events since the last call."""
         events, self._events = self._events, b""
         return events
 
     def begin(self) -> None:
-        """Report the beginning."""
+        """Add the events of the start."""
         self._event("response.created", response=self.response)
         self._event("response.in_progress", response=self.response)
 
     def add(self, words: str, calls: Sequence[ToolCall]) -> None:
-        """Add text and calls, and report them."""
+        """Add text and calls, with their events."""
         if words:
             self._open_text()
             self._output[-1]["content"][0]["text"] += words
@@ -401,7 +401,7 @@ class _Writer:
             self._add_call(call)
 
     def end(self, is_cut: bool, usage: Usage) -> None:
-        """End the response, and report it."""
+        """Complete the response, with its events."""
         if not self._output:
             self._open_text()
         self._close_text()
@@ -459,7 +459,7 @@ class _Writer:
         self._part_event(kind, content_index=0, **fields)
 
     def _part_event(self, kind: str, **fields: Any) -> None:
-        """Report something in the last item."""
+        """Add an event about the last item."""
         place = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
         self._event(kind, **place, **fields)
 
@@ -470,14 +470,14 @@ class _Writer:
 
 
 async def show_response(request: Request) -> Response:
-    """A response that is kept."""
+    """Return a stored response."""
     state = request.state
     response, _ = state.server.responses.find(state.client, request.path_params["id"])
     return JSONResponse(response)
 
 
 async def forget_response(request: Request) -> Response:
-    """Forget a response."""
+    """Delete a stored response."""
     state, response_id = request.state, request.path_params["id"]
     state.server.responses.remove(state.client, response_id)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})

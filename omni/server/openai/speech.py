@@ -1,4 +1,4 @@
-"""Speech: text in, sound out, written piece by piece in the formats of OpenAI's API."""
+"""Speech synthesis: audio for a text, encoded piece by piece in the formats of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ if TYPE_CHECKING:
 AudioFileFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm"]
 
 _PCM_RATE = 24_000
-"""Clients take ``pcm`` for that many samples a second: nothing in it says how many there are."""
+"""Sampling rate that clients assume for ``pcm``, which has no header to state it."""
 
 _LOUDEST = np.float32(2**15 - 1)
 
 AUDIO_FILES: dict[AudioFileFormat, tuple[str, str, str, dict[str, str]]] = {
     "pcm": ("audio/pcm", "s16le", "pcm_s16le", {}),
     "wav": ("audio/wav", "wav", "pcm_s16le", {"fflags": "+bitexact"}),
-    # Frames alone: whatever stands before them tells the length, which is not known yet.
+    # Frames only: headers state the length, which is not known yet.
     "mp3": ("audio/mpeg", "mp3", "libmp3lame", {"write_xing": "0", "id3v2_version": "0"}),
-    "opus": ("audio/ogg", "ogg", "libopus", {"page_duration": "100000"}),  # µs, and else a second
+    "opus": ("audio/ogg", "ogg", "libopus", {"page_duration": "100000"}),  # µs; default: 1 s
     "aac": ("audio/aac", "adts", "aac", {}),
     "flac": ("audio/flac", "flac", "flac", {}),
 }
-"""The media type of each, and FFmpeg's names of the container and the codec, and its options."""
+"""By format: the media type, and FFmpeg's container, codec and options."""
 
 
 class SpokenPieces:
-    """Makes samples of 16 bits of the sound of one answer, piece by piece, however it is cut.
+    """Converts the audio of one answer to 16-bit samples, piece by piece, independent of the cuts.
 
-    ``rate`` is how many a second; without one, as many as the pipeline makes. ``speed``, from 0.25
-    to 4, is that of the speech, whose pitch it leaves.
+    ``rate`` is the sampling rate, by default the pipeline's. ``speed``, from 0.25 to 4, changes the
+    tempo of the speech but not its pitch.
     """
 
     def __init__(self, rate: int | None = None, speed: float = 1.0) -> None:
@@ -61,7 +61,7 @@ class SpokenPieces:
         self._resampler: Resampler | None = None
 
     def of(self, sound: Waveform) -> bytes:
-        """Convert sound that follows that before; perhaps to nothing yet, if it is changed."""
+        """Convert the next piece of audio; speed and rate conversion may delay the output."""
         samples, made = sound.encoded("pcm16"), sound.sampling_rate
         self.rate = self.rate or made
         if self._speed != 1.0 and samples:
@@ -69,14 +69,14 @@ class SpokenPieces:
                 self._tempo = _tempo(made, self._speed)
             samples = self._at_speed(_frame(samples, made))
         if self.rate != made and self._resampler is None:
-            # Libraries for sound, which a server need not import before it answers.
+            # Imported lazily: audio libraries would delay the server's start.
             from engine.media.sound_file import Resampler
 
             self._resampler = Resampler(made, self.rate)
         return self._at_rate(samples)
 
     def rest(self) -> bytes:
-        """Return what was held back until nothing more comes."""
+        """Flush the output after the last piece."""
         return self._at_rate(b"" if self._tempo is None else self._at_speed(None), last=True)
 
     def _at_speed(self, frame: AudioFrame | None) -> bytes:
@@ -100,11 +100,11 @@ class SpokenPieces:
 
 
 def _tempo(rate: int, speed: float) -> Graph:
-    """FFmpeg's filter of that name."""
+    """Create a graph of FFmpeg's ``atempo`` filters."""
     import av.filter
 
     graph = av.filter.Graph()
-    # Each by a factor of 2 at most: beyond that the filter leaves some out, or takes no value.
+    # A factor of at most 2 each: beyond that the filter skips samples, or rejects the value.
     num_steps = math.ceil(abs(math.log2(speed)))
     steps = [graph.add("atempo", f"{speed ** (1 / num_steps)}") for _ in range(num_steps)]
     source = graph.add_abuffer(sample_rate=rate, format="s16", layout="mono")
@@ -121,10 +121,10 @@ def _frame(samples: bytes, rate: int) -> AudioFrame:
 
 
 class SpokenFile:
-    """Writes the sound of one answer as a file, which can be played while it is written.
+    """Encodes the audio of one answer as a file that is playable while it is written.
 
-    It has the sound's own rate, or the next one that the format has. Only FLAC comes in one piece:
-    its head says how long it is.
+    It has the audio's own sampling rate, or the next one that the format supports. Only FLAC is
+    returned in one piece, since its header states the length.
     """
 
     def __init__(self, form: AudioFileFormat, speed: float = 1.0) -> None:
@@ -136,11 +136,11 @@ class SpokenFile:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there was any sound."""
+        """True once any audio was added."""
         return self._container is not None
 
     def of(self, sound: Waveform) -> bytes:
-        """Write sound that follows that before; perhaps nothing yet."""
+        """Encode the next piece of audio, and return the new bytes of the file, if any."""
         samples = self._pieces.of(sound)
         if self._container is None:
             self._open(self._pieces.rate or sound.sampling_rate)
@@ -148,7 +148,7 @@ class SpokenFile:
         return b"" if self._form == "flac" else self._new()
 
     def rest(self) -> bytes:
-        """Write what was held back until nothing more comes."""
+        """Close the file, and return its remaining bytes."""
         self._encode(self._pieces.rest())
         self._container.mux(self._stream.encode(None))
         self._container.close()
@@ -175,7 +175,7 @@ class SpokenFile:
 
 
 def speaking_stage(pipeline: Pipeline, param: str) -> str:
-    """Find the stage whose sound answers: the last one that the user gets sound of."""
+    """Return the last stage that outputs audio to the user."""
     speaking = [name for name, stage in pipeline.stages.items() if "audio" in stage.final_output]
     if not speaking:
         raise ApiError.bad_field(param, "this model does not speak")
@@ -183,7 +183,7 @@ def speaking_stage(pipeline: Pipeline, param: str) -> str:
 
 
 def check_voice(pipeline: Pipeline, voice: str | None, param: str) -> None:
-    """Check a voice before anything runs."""
+    """Check that the pipeline has a voice, before anything runs."""
     try:
         pipeline.voices.find(voice)
     except ValueError as error:
@@ -193,9 +193,9 @@ def check_voice(pipeline: Pipeline, voice: str | None, param: str) -> None:
 class SpeechRequest(StageFields):
     """A request for speech.
 
-    Without a voice of the pipeline, its own choice speaks, or that of a recording, a data URL or an
-    address: ``ref_text`` is what is said there, for models that need it. ``pcm`` is samples of 16
-    bits, little-endian, 24,000 a second.
+    Without a ``voice``, the pipeline chooses one, or clones that of ``ref_audio``, a data URL or
+    HTTP(S) URL; ``ref_text`` is its transcript, for models that need it. ``pcm`` is 16-bit
+    little-endian samples at 24,000 Hz.
     """
 
     model: str
@@ -210,10 +210,10 @@ class SpeechRequest(StageFields):
 
 
 class Speech(PipelineResponse):
-    """The response to a request for speech: a file as it is made, by itself or in events.
+    """The response to a request for speech: a file streamed as it is generated, raw or in events.
 
-    The pipeline answers as in a chat: whether it reads the input aloud or replies to it, is the
-    model's nature.
+    The pipeline runs as in a chat: it depends on the model whether it reads the input aloud or
+    replies to it.
     """
 
     prompt_param = "input"
@@ -234,8 +234,8 @@ class Speech(PipelineResponse):
         self._count = TokenCount()
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The answer as it is made; a file of it does not know its length at the beginning."""
-        counted = next(iter(self.stages.final_stages))  # tokens as in a chat
+        """Yield the file as it is generated; its header cannot state the length."""
+        counted = next(iter(self.stages.final_stages))  # counts tokens as in a chat
         body, prompt = self._body, await self._prompt()
         made = self.client.request(prompt, self._sampling, speaker=body.voice, **body.scheduling)
         async with self.stream([made], [self._stage]) as stream:
@@ -245,7 +245,7 @@ class Speech(PipelineResponse):
                 sound = update.sound(self._stage)
                 if sound is None or not sound.duration_s:
                     continue
-                # Compressing takes a while, in which others' answers go on.
+                # Encoding is slow; a thread keeps other responses running.
                 if piece := await asyncio.to_thread(self._file.of, sound):
                     yield self._piece(piece)
         if not self._file.has_begun:
@@ -253,7 +253,7 @@ class Speech(PipelineResponse):
                 HTTPStatus.UNPROCESSABLE_ENTITY,
                 "the model made no sound: its speech ended, or reached max_tokens, before any",
                 code="no_sound",
-                headers={"x-should-retry": "false"},  # clients try again by themselves
+                headers={"x-should-retry": "false"},  # clients retry automatically
             )
         if piece := await asyncio.to_thread(self._file.rest):
             yield self._piece(piece)
@@ -279,6 +279,6 @@ class Speech(PipelineResponse):
         return speak_like(prompt, sound, body.ref_text)
 
     def _piece(self, content: bytes) -> bytes:
-        # In JSON bytes are base64.
+        # msgspec encodes bytes as base64.
         event = {"type": "speech.audio.delta", "audio": content}
         return as_event(event) if self._has_events else content

@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``, as vLLM's server has them."""
+"""``/tokenize`` and ``/detokenize``, compatible with vLLM's server."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MOST_TOKENS = 1_000_000
 
 
 class TokenizeRequest(ApiModel):
-    """Text, or messages of a chat without files.
+    """A text, or chat messages without files.
 
-    Special tokens are the tokenizer's own, such as BOS; a chat template writes its own.
+    ``add_special_tokens`` adds the tokenizer's own, such as BOS; a chat template writes its own.
     """
 
     model: str
@@ -41,14 +41,14 @@ class TokenizeRequest(ApiModel):
 
 
 class DetokenizeRequest(ApiModel):
-    """Tokens by their ids."""
+    """A list of token ids."""
 
     model: str
     tokens: list[Annotated[int, Field(ge=0)]] = Field(max_length=_MOST_TOKENS)
 
 
 async def tokenize(request: Request) -> Response:
-    """The ids of a prompt's tokens."""
+    """Return the token ids of a prompt."""
     body = await read_json(request, TokenizeRequest)
     tokenizer, length = prompt_reader(request.state.server, body.model)
     ids = await asyncio.to_thread(_ids, body, tokenizer)
@@ -59,7 +59,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """The text of tokens."""
+    """Return the text of token ids."""
     body = await read_json(request, DetokenizeRequest)
     tokenizer, _ = prompt_reader(request.state.server, body.model)
     for index, token_id in enumerate(body.tokens):
@@ -71,7 +71,7 @@ async def detokenize(request: Request) -> Response:
 
 
 def prompt_reader(server: PipelineServer, model: str) -> tuple[Any, int | None]:
-    """The tokenizer of the stage that reads prompts, and the longest prompt."""
+    """Return the tokenizer of the stage that reads prompts, and the maximum prompt length."""
     pipeline = server.find(model)
     for name, stage in pipeline.omni.pipeline.stages.items():
         tokenizer = pipeline.tokenizer(name)
@@ -81,7 +81,7 @@ def prompt_reader(server: PipelineServer, model: str) -> tuple[Any, int | None]:
 
 
 def _ids(body: TokenizeRequest, tokenizer: Any) -> list[int]:
-    # Only here: a server answers before transformers is imported.
+    # Imported lazily: the server must respond before transformers is imported.
     from engine.text.tokenizer import render_chat
 
     text, adds_special = body.prompt, body.add_special_tokens

@@ -1,6 +1,6 @@
-"""Tools: what a chat may ask to be called, and the calls in what a model writes.
+"""Tools of chat requests, and the parser of tool calls in generated text.
 
-A model asks for calls in the form that its chat template taught it::
+A model writes calls in the format of its chat template::
 
     hermes       <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>   anywhere, several
     llama3_json  {"name": "add", "parameters": {"a": 1}}                         alone, ; between
@@ -8,9 +8,9 @@ A model asks for calls in the form that its chat template taught it::
                  add{"a": 1}                                                     alone
     pythonic     [add(a=1), add(a=2)]                                            alone
 
-``auto`` knows all of them: their beginnings differ, and only names of the request's tools count
-where a text could be an answer as well. Where a call is required, the text is held to a grammar of
-its own, a list as in ``mistral``.
+``auto`` detects all of them: their beginnings differ, and text that could also be an answer is a
+call only if it names one of the request's tools. If a call is required, a grammar constrains the
+text to a list as in ``mistral``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LONGEST_PYTHON = 65_536
 
 
 class FunctionParts(ApiModel):
-    """A function by its name, and the JSON Schema of its arguments."""
+    """A function: its name, description and the JSON Schema of its arguments."""
 
     without_effect: ClassVar = frozenset(("strict",))
 
@@ -45,20 +45,20 @@ class FunctionParts(ApiModel):
 
 
 class FunctionTool(ApiModel):
-    """A tool, which is a function of the client's."""
+    """A tool, which is a client-side function."""
 
     type: Literal["function"]
     function: FunctionParts
 
 
 class FunctionName(ApiModel):
-    """A function by its name alone."""
+    """A function by its name."""
 
     name: str
 
 
 class NamedTool(ApiModel):
-    """The tool that has to be called."""
+    """The tool that must be called."""
 
     type: Literal["function"]
     function: FunctionName
@@ -71,18 +71,18 @@ def _is_an_object(value: str) -> str:
 
 
 JsonObject = Annotated[str, AfterValidator(_is_an_object)]
-"""An object of JSON in a string, as the arguments of a call are."""
+"""A JSON object in a string, such as the arguments of a call."""
 
 
 class CalledFunction(ApiModel):
-    """A function that an earlier answer asked to be called."""
+    """The function of an earlier call."""
 
     name: str
     arguments: JsonObject
 
 
 class RequestedCall(ApiModel):
-    """A call of an earlier answer."""
+    """A tool call of an earlier answer."""
 
     without_effect: ClassVar = frozenset(("index",))
 
@@ -91,21 +91,21 @@ class RequestedCall(ApiModel):
     function: CalledFunction
 
     def as_templates_know_it(self) -> dict[str, Any]:
-        """The call with its arguments as a mapping, as transformers documents for templates."""
+        """Return the call with its arguments as a mapping, as transformers' templates expect."""
         arguments = json.loads(self.function.arguments or "{}")
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 class FunctionCall(Struct, kw_only=True):
-    """A function's name and its arguments as JSON."""
+    """A function's name, and its arguments as JSON."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Struct, kw_only=True):
-    """A call that an answer asks for; ``index`` is its place in a stream."""
+    """A tool call of an answer; ``index`` is its position in a stream."""
 
     id: str
     function: FunctionCall
@@ -114,7 +114,7 @@ class ToolCall(Struct, kw_only=True):
 
 
 def check_tools(tools: Sequence[FunctionTool], choice: str | NamedTool | None) -> None:
-    """Refuse too many tools, a name twice, and a choice of what is not there."""
+    """Refuse too many tools, duplicate names, and the choice of a missing tool."""
     if len(tools) > _MOST_TOOLS:
         raise ApiError.bad_field("tools", f"at most {_MOST_TOOLS} are taken, got {len(tools)}")
     names = [tool.function.name for tool in tools]
@@ -131,14 +131,14 @@ def check_tools(tools: Sequence[FunctionTool], choice: str | NamedTool | None) -
 
 
 def add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
-    """Add a call to messages of a chat; calls that follow each other are of one message."""
+    """Append a call to chat messages; consecutive calls share one message."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
 def call_grammar(tools: Sequence[FunctionTool], *, several: bool) -> str:
-    """A grammar in llguidance's Lark of a JSON list of a call, or ``several``, by their schemas."""
+    """Return an llguidance Lark grammar of a JSON list of one call, or ``several``, by schema."""
     calls = [f"call_{index}" for index in range(len(tools))]
     lines = [
         'start: "[" call (", " call)* "]"' if several else 'start: "[" call "]"',
@@ -154,14 +154,14 @@ def call_grammar(tools: Sequence[FunctionTool], *, several: bool) -> str:
 
 
 class ToolCallParser:
-    """Splits the text of a completion into words and calls, as it comes.
+    """Splits the streamed text of a completion into plain text and calls.
 
-    Words are given out as soon as they cannot belong to a call, and calls when they are whole. What
-    turns out to be no call is words after all; without tools, all of it is.
+    Text is emitted once it cannot belong to a call, and calls once they are complete. Text that
+    turns out not to be a call is emitted as plain text; so is all text if there are no tools.
 
     Args:
-        is_required: whether the text is held to :func:`call_grammar`.
-        most: calls to give out.
+        is_required: true if :func:`call_grammar` constrains the text.
+        most: maximum number of calls to emit; None for no limit.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class ToolCallParser:
         self.num_calls = 0
 
     def feed(self, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
-        """Take more text, and return the words and calls that are whole now."""
+        """Consume more text, and return the plain text and calls that are complete now."""
         if not self._names:
             return text, []
         self._held += text
@@ -200,13 +200,13 @@ class ToolCallParser:
         return self._tagged(is_last)
 
     def _may_begin_a_call(self, text: str) -> bool:
-        """Tell if a text, of which more may come, begins as one that is calls alone."""
+        """Return True if this incomplete text may be the beginning of a text of calls only."""
         return not text or any(
             text.startswith(begin) or begin.startswith(text) for begin in self._beginnings
         )
 
     def _calls_alone(self, text: str) -> list[FunctionCall]:
-        """Calls of a text that is nothing else; none if it is."""
+        """Return the calls of a text that consists only of calls; empty otherwise."""
         calls = None
         if self._form != "hermes" and self._form != "pythonic":
             calls = _json_calls(text, self._names, may_be_cut=self._is_required)
@@ -215,7 +215,7 @@ class ToolCallParser:
         return calls or []
 
     def _tagged(self, is_last: bool) -> tuple[str, list[ToolCall]]:
-        """Words, and the calls in tags among them; spaces around a call belong to neither."""
+        """Return plain text and tagged calls; spaces around a call are dropped."""
         words, calls = "", list[FunctionCall]()
         while self._form in ("auto", "hermes"):
             if self._follows_call:
@@ -240,7 +240,7 @@ class ToolCallParser:
     def _numbered(self, calls: Sequence[FunctionCall]) -> list[ToolCall]:
         if self._most is not None:
             calls = calls[: max(0, self._most - self.num_calls)]
-        # Nine letters and digits, as templates of Mistral want them.
+        # Nine letters and digits, as Mistral's templates require.
         numbered = [
             ToolCall(id=secrets.token_hex(5)[:9], function=call, index=self.num_calls + index)
             for index, call in enumerate(calls)
@@ -255,7 +255,7 @@ _NAMED = re.compile(r"\s*([A-Za-z0-9_.-]+)(?:\[ARGS\])?(?=\{)")
 
 
 def _undecided(text: str) -> int:
-    """Characters at the end of a text that may belong to a call."""
+    """Return the number of characters at the end of a text that may belong to a call."""
     start = text.find(_OPEN)
     if start < 0:
         begun = (n for n in range(len(_OPEN) - 1, 0, -1) if text.endswith(_OPEN[:n]))
@@ -264,9 +264,9 @@ def _undecided(text: str) -> int:
 
 
 def _json_calls(text: str, names: frozenset[str], *, may_be_cut: bool) -> list[FunctionCall] | None:
-    """Calls as objects of JSON, or a list of them; None if there is anything else.
+    """Parse calls that are JSON objects or a list of them; None if there is anything else.
 
-    Of a list that may be cut off, those that are whole.
+    If the list may be cut off, return its complete calls.
     """
     text = _MARKERS.sub("", text)
     if may_be_cut:
@@ -292,7 +292,7 @@ def _json_calls(text: str, names: frozenset[str], *, may_be_cut: bool) -> list[F
 
 
 def _python_calls(text: str, names: frozenset[str]) -> list[FunctionCall] | None:
-    """Calls as a list of Python's; None if it is anything else."""
+    """Parse calls that are a Python list; None for anything else."""
     if not text.startswith("[") or len(text) > _LONGEST_PYTHON:
         return None
     try:
@@ -311,7 +311,7 @@ def _python_calls(text: str, names: frozenset[str]) -> list[FunctionCall] | None
 
 
 def _call_of(value: Any, names: frozenset[str] | None) -> FunctionCall | None:
-    """A call of its JSON; None if it is none, or of another name than these."""
+    """Convert a JSON value to a call; None if it is not a call, or not of these names."""
     if not isinstance(value, dict):
         return None
     name = value.get("name")

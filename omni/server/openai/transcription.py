@@ -1,4 +1,4 @@
-"""Transcriptions and translations: speech in, text out, with segments over all windows."""
+"""Transcription and translation of speech to text, with segments over all windows."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
 
 TIMESTAMP = re.compile(r"<\|\d+\.\d\d\|>")
-"""How tokenizers that know timestamps write them."""
+"""Timestamps as written by tokenizers that support them."""
 
 _TIMESTAMP_S = 0.02
 
 _HEADING = re.compile(r"\A ?language [^<]{1,40}<asr_text>")
-"""How a decoder that hears writes the language, before the words."""
+"""Language heading that an audio decoder writes before the words."""
 _LONGEST_HEADING = 64
 
 
 class _Words:
-    """Leaves out what a model writes beside the words, and a space before them, piece by piece."""
+    """Strips headings, timestamps and a leading space from generated text, piece by piece."""
 
     def __init__(self) -> None:
-        self._held: str | None = ""  # what may be the beginning of a heading
+        self._held: str | None = ""  # possible beginning of a heading
 
     def read(self, text: str, *, is_last: bool = False) -> str:
         """Return the words of the next piece."""
@@ -72,11 +72,11 @@ class TranscriptionSegment(Struct, kw_only=True):
     """The words between two times, in seconds of the recording.
 
     Attributes:
-        seek: where the window begins that they were heard in, in hundredths of a second.
-        avg_logprob: of the window's tokens.
-        compression_ratio: of the window's text, by zlib; that of a loop is large.
-        no_speech_prob: probability of no speech, by the model where a threshold asks for it, else
-            between these times by the voice detector.
+        seek: start of the window that contains them, in hundredths of a second.
+        avg_logprob: average over the window's tokens.
+        compression_ratio: ratio of the window's text by zlib; large for repetition loops.
+        no_speech_prob: probability of no speech: the model's if a threshold requires it, else the
+            voice detector's between these times.
     """
 
     id: int
@@ -99,12 +99,12 @@ def segments_of(
     logprobs: Sequence[TokenLogprobs] = (),
     temperature: float = 0.0,
 ) -> list[TranscriptionSegment]:
-    """Cut a transcription at its timestamps; text that no timestamp ends goes to its window's end.
+    """Split a transcription at its timestamps; text without an end timestamp ends with its window.
 
     Args:
-        token_ids: of all windows, one after the other; so are ``logprobs``, if they are known.
-        windows: where each begins; none for a recording that takes one, at ``temperature``.
-        duration_s: of the recording; None if it is not known.
+        token_ids: concatenated tokens of all windows; so are ``logprobs``, if known.
+        windows: start of each window; empty for a single window, decoded at ``temperature``.
+        duration_s: duration of the recording; None if unknown.
     """
     parts = list(windows) or [TranscriptionWindow(0, 0.0, temperature)]
     found: list[TranscriptionSegment] = []
@@ -129,9 +129,9 @@ def segments_of(
 def _between(
     token_ids: Sequence[int], begin: float, end: float | None, tokenizer: Any
 ) -> Iterator[tuple[float, float, list[int]]]:
-    """Yield every run of tokens that are words, with the times before and after it.
+    """Yield every run of word tokens, with its start and end times.
 
-    All ids above that of ``<|notimestamps|>`` are times. Many tokenizers have no text for them.
+    All ids above ``<|notimestamps|>`` are timestamps. Many tokenizers have no text for them.
     """
     start = begin
     ids: list[int] = []
@@ -150,21 +150,21 @@ def _between(
 
 
 _UNLIMITED_S = 1e6
-"""Of a recording that the model has read already."""
+"""Maximum duration of a recording that the model has already processed."""
 _MOST_REPEATS = 8
-"""Of the same words in a row, where the stage says nothing about it: more are a loop."""
+"""Maximum repeats of the same words in a row, unless set by the stage; more are a loop."""
 _MOST_FIELDS = 20
-"""Of a form, and as many files."""
+"""Maximum number of fields, and of files, in a form."""
 
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
-"""How speech models' prompts name a language; their other words are longer."""
+"""Language token in prompts of speech models; their other special tokens are longer."""
 
 
 class TranscriptionRequest(ApiModel):
-    """The fields of a form beside its file; without ``language`` the model finds it out.
+    """The fields of a form besides its file; without ``language`` the model detects it.
 
-    ``vad`` is whether speech alone is heard; OpenAI's name for that is ``chunking_strategy: auto``.
-    The options of ``TranscriptionOptions`` go by their names; several temperatures may be given.
+    ``vad`` skips audio without speech; OpenAI's name for that is ``chunking_strategy: auto``. The
+    options of ``TranscriptionOptions`` have their own names; several temperatures may be given.
     """
 
     not_supported: ClassVar = {"include": ()}
@@ -198,12 +198,12 @@ class TranscriptionRequest(ApiModel):
 
     @property
     def wants_words(self) -> bool:
-        """Whether the model has to say when each word was spoken."""
+        """True if the model must return timestamps of words."""
         return "word" in self.timestamp_granularities
 
     @property
     def options(self) -> TranscriptionOptions | None:
-        """What is asked of the model; a temperature of 0 leaves further ones to the stage."""
+        """Options for the model; with a temperature of 0 the stage chooses further ones."""
         names = {each.name for each in fields(TranscriptionOptions)}
         given: dict[str, Any] = self.model_dump(include=names)
         given["temperature"] = None if self.temperature == (0.0,) else self.temperature
@@ -212,7 +212,7 @@ class TranscriptionRequest(ApiModel):
 
     @property
     def wants_segments(self) -> bool:
-        """Whether the model has to say when what was spoken."""
+        """True if the model must return timestamps of segments."""
         return self.response_format not in ("json", "text")
 
 
@@ -221,7 +221,7 @@ def _subtitles(segments: Sequence[TranscriptionSegment], *, as_vtt: bool) -> str
     cues = ["WEBVTT"] if as_vtt else []
     for number, segment in enumerate(segments, 1):
         times = f"{_clock(segment.start, point)} --> {_clock(segment.end, point)}"
-        # An arrow begins a cue, and an empty line ends one.
+        # Escape cue syntax: an arrow starts a cue, and an empty line ends one.
         text = " ".join(segment.text.split()).replace("-->", "->")
         cues.append("\n".join([*([] if as_vtt else [str(number)]), times, text]))
     return "\n\n".join(cues) + "\n"
@@ -236,13 +236,13 @@ def _clock(seconds: float, point: str) -> str:
 
 
 async def read_transcription(request: Request) -> tuple[TranscriptionRequest, bytes]:
-    """Read a form, and its file."""
-    # A second file is one too many, and is let in so that the error can say so.
+    """Parse a form and its file."""
+    # Accepts more than one file, so that the error can name the problem.
     async with request.form(max_files=_MOST_FIELDS, max_fields=_MOST_FIELDS) as form:
         given: dict[str, Any] = {}
         for key in form:
             name = key.removesuffix("[]").replace("chunking_strategy[type]", "chunking_strategy")
-            if not name.startswith("chunking_strategy["):  # how finely speech is found
+            if not name.startswith("chunking_strategy["):  # detector settings, ignored
                 given[name] = _value_of(key, form.getlist(key))
         file = given.pop("file", None)
         if not isinstance(file, UploadFile):
@@ -261,7 +261,7 @@ _LISTS = ("temperature", "timestamp_granularities")
 
 
 def _value_of(key: str, values: Sequence[Any]) -> Any:
-    """Return the one value of a field, or the values of a list."""
+    """Return the single value of a field, or the values of a list."""
     if key.endswith("[]"):
         return list(values)
     if len(values) > 1:
@@ -271,7 +271,7 @@ def _value_of(key: str, values: Sequence[Any]) -> Any:
 
 
 class Transcription(PipelineResponse):
-    """The response to a request for a transcription, or for a translation into English."""
+    """The response to a request for a transcription or a translation into English."""
 
     prompt_param = "file"
 
@@ -297,7 +297,7 @@ class Transcription(PipelineResponse):
         prompt = AudioPrompt(
             audio,
             language=body.language,
-            # Checkpoints that know one task only take none.
+            # Checkpoints with a single task accept none.
             task=None if task == "transcribe" and body.language is None else task,
             timestamps=True if body.wants_segments else None,
             vad=True if body.chunking_strategy is not None else body.vad,
@@ -309,7 +309,7 @@ class Transcription(PipelineResponse):
         )
 
     async def whole(self) -> Response:
-        """The text; what the pipeline would do after it is not waited for."""
+        """Return the text, without waiting for later stages."""
         async with self.stream([self._request], [self._stage]) as stream:
             (last,) = await stream.last_outputs()
         output = last[self._stage]
@@ -325,7 +325,7 @@ class Transcription(PipelineResponse):
         return Response(as_json(answer), media_type="application/json")
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The text by events, as it is written."""
+        """Yield the text as events, as it is generated."""
         text, reader = "", _Words()
         async with self.stream([self._request], [self._stage]) as stream:
             async for update in stream.updates():
@@ -339,7 +339,7 @@ class Transcription(PipelineResponse):
     async def _verbose(self, output: StageOutput) -> dict[str, Any]:
         language = self._body.language or self._detected(output)
         source = MediaSource(self._audio, "sound", len(self._audio))
-        # Libraries for sound, which a server need not import before it answers.
+        # Imported lazily: audio libraries would delay the server's start.
         from engine.media.sound_file import stated_duration
 
         duration = await asyncio.to_thread(stated_duration, source)
@@ -358,14 +358,14 @@ class Transcription(PipelineResponse):
         return answer
 
     def _detected(self, output: StageOutput) -> str | None:
-        """Return the language that the model found out; None if it knows one only."""
+        """Return the language detected by the model; None for single-language models."""
         pieces = self._tokenizer.convert_ids_to_tokens(list(output.prompt_token_ids))
         found = (_LANGUAGE.fullmatch(piece or "") for piece in pieces)
         return next((match[1] for match in found if match is not None), None)
 
 
 def _look_for_speech(source: MediaSource, segments: Sequence[TranscriptionSegment]) -> None:
-    """Find out for each segment how likely it is that it has no speech."""
+    """Set the missing no-speech probabilities of segments by the voice detector."""
     from engine.media.sound_file import LongestSound, read_sound
     from engine.media.voice_detector import DETECTOR_RATE, WINDOW, VoiceDetector
 
@@ -381,7 +381,7 @@ def _look_for_speech(source: MediaSource, segments: Sequence[TranscriptionSegmen
 async def words_of(
     pipeline: ServedPipeline, client: Client, prompt: AudioPrompt, number: int
 ) -> AsyncIterator[str]:
-    """Yield what is said in a sound as it is written; ``number`` is of the client's request."""
+    """Yield the words of audio as they are generated; ``number`` numbers the client's requests."""
     stage = _hearing_stage(pipeline.omni.pipeline)
     spoken = ExplicitEncoderDecoderPrompt(prompt)
     fields = {"max_repeats": _MOST_REPEATS}
@@ -396,7 +396,7 @@ async def words_of(
 
 
 def _hearing_stage(pipeline: Pipeline) -> str:
-    """Find the first stage that reads the user's prompt and of which the user gets text."""
+    """Return the first stage that reads the user's prompt and outputs text to the user."""
     for name, stage in pipeline.stages.items():
         if stage.inputs is None and "text" in stage.final_output:
             return name

@@ -1,4 +1,4 @@
-"""Pipelines while they are served: who may ask, whose turn it is, what comes of a request.
+"""Serving of pipelines: authentication, admission, and the outputs of requests.
 
-Knows HTTP, but no vendor's shapes. Imports runtime, requests, pipelines, stages, engine.
+Knows HTTP, but no vendor's API schema. Imports runtime, requests, pipelines, stages, engine.
 """

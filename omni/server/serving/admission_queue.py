@@ -1,4 +1,4 @@
-"""Admission of requests over HTTP: how many run at once, and how many may wait."""
+"""Admission control of HTTP requests: limits of running and waiting requests."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from omni.server.serving.api_error import ApiError
 
 _LONGEST_RETRY_S = 60
 _SMOOTHING = 0.2
-"""Weight of the newest request in the mean time that a request takes."""
+"""Weight of the newest request in the moving average of request durations."""
 
 
 @dataclass(order=True, slots=True)
 class QueuePlace:
-    """One request's place: first in the queue, then among those that run.
+    """One request's place in the queue, and then among the running requests.
 
-    ``number`` is that of its arrival, ``began_s`` when it was admitted, by the monotonic clock, and
-    ``admitted`` is done then. Requests that came together count as one while they wait; ``waiting``
-    has the numbers of those of them that still do.
+    ``number`` is the order of arrival. ``admitted`` is resolved on admission, at ``began_s`` of the
+    monotonic clock. A group of requests that arrive together counts as one while waiting;
+    ``waiting`` has the numbers of those in the group that still wait.
     """
 
     priority: int
@@ -34,10 +34,10 @@ class QueuePlace:
 
 
 class AdmissionQueue:
-    """Admits waiting requests by priority and then by arrival; for one event loop.
+    """Admits waiting requests by priority, then by arrival. Not thread-safe: for one event loop.
 
-    ``max_running`` requests run at once, and ``max_waiting`` groups of requests that came together
-    wait behind them; ``num_running`` and ``num_waiting`` are how many do now.
+    At most ``max_running`` requests run concurrently, and at most ``max_waiting`` groups of
+    requests wait; ``num_running`` and ``num_waiting`` are the current numbers.
     """
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
@@ -50,7 +50,7 @@ class AdmissionQueue:
         self._mean_s = 1.0
 
     def enter(self, priorities: list[int]) -> list[QueuePlace]:
-        """Take a place for each of some requests that belong together: for all, or for none."""
+        """Enqueue a group of requests, all or none, and return their places."""
         self.check_room(len(priorities))
         loop, waiting = asyncio.get_running_loop(), set[int]()
         places = [
@@ -65,7 +65,7 @@ class AdmissionQueue:
         return places
 
     def check_room(self, num_requests: int = 1) -> None:
-        """Refuse with status 429 so many requests that belong together if they had no room now."""
+        """Refuse a group of this many requests with status 429 if there is no room now."""
         free = self.max_running - self.num_running if not self.num_waiting else 0
         if num_requests <= free or self.num_waiting < self._max_waiting:
             return
@@ -80,7 +80,7 @@ class AdmissionQueue:
         )
 
     def leave(self, place: QueuePlace) -> None:
-        """Give a place up, wherever the request is. May be called again."""
+        """Free the place of a waiting or running request. Idempotent."""
         if place.is_left:
             return
         place.is_left = True

@@ -1,4 +1,4 @@
-"""Errors as clients of OpenAI's API understand them."""
+"""Errors in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _TYPES = {
 class ApiError(Exception):
     """An error that ends a request and is sent to its client.
 
-    ``param`` is the field at fault, with dots and indices; the message is for people, and the code
-    for programs. ``is_recorded`` says whether the request that it ends has a record of its own, see
+    ``param`` is the path of the field at fault, with dots and indices; the message is for people,
+    the code for programs. ``is_recorded`` is true if the failed request already has a
     :class:`~omni.server.serving.meters.RequestRecord`.
     """
 
@@ -49,39 +49,39 @@ class ApiError(Exception):
     def bad_request(
         cls, message: str, *, param: str | None = None, code: str | None = None
     ) -> ApiError:
-        """The request cannot be understood, or cannot run."""
+        """Create an error for a request that is malformed or cannot run."""
         return cls(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
     @classmethod
     def bad_field(cls, param: str, message: str, code: str | None = None) -> ApiError:
-        """A field of the request is wrong; the message begins with its name."""
+        """Create an error for an invalid field; the message begins with its name."""
         return cls.bad_request(f"{param}: {message}", param=param, code=code)
 
     @classmethod
     def too_many(cls, message: str, code: str, retry_after_s: float | None = None) -> ApiError:
-        """The server takes no more of something now."""
+        """Create an error for a limit of the server that is currently reached."""
         status = HTTPStatus.TOO_MANY_REQUESTS
         return cls(status, message, code=code, retry_after_s=retry_after_s)
 
     @classmethod
     def unavailable(cls, message: str, code: str, retry_after_s: float | None = None) -> ApiError:
-        """The server, or a model, cannot answer now."""
+        """Create an error for a server or model that is currently unavailable."""
         status = HTTPStatus.SERVICE_UNAVAILABLE
         return cls(status, message, code=code, retry_after_s=retry_after_s)
 
     @classmethod
     def internal(cls) -> ApiError:
-        """The server is at fault. Only its log says why: the reason may be confidential."""
+        """Create an error without the cause, which may be confidential and is only logged."""
         return cls(HTTPStatus.INTERNAL_SERVER_ERROR, "the server made a mistake; see its log")
 
     @property
     def kind(self) -> str:
-        """OpenAI's word for the class of the error."""
+        """The ``type`` of the error in OpenAI's terms."""
         other = "invalid_request_error" if self.status < 500 else "server_error"
         return _TYPES.get(self.status, other)
 
     def to_object(self) -> dict[str, Any]:
-        """The error as JSON has it."""
+        """Return the error as a JSON object."""
         return {
             "error": {
                 "message": self.message,
@@ -92,5 +92,5 @@ class ApiError(Exception):
         }
 
     def to_json(self) -> bytes:
-        """The same in bytes."""
+        """Return the error as encoded JSON."""
         return json.dumps(self.to_object(), ensure_ascii=False).encode("utf-8", "backslashreplace")

@@ -1,7 +1,7 @@
-"""Admits requests: checks keys, origins and sizes, gives ids, bounds bodies as they arrive.
+"""Request guard: checks API keys, origins and sizes, assigns ids, limits bodies as they arrive.
 
-Errors of whatever is behind it become answers here, and every request a line of the log. A body may
-still be arriving when a refusal is sent: its rest is read, so that the answer arrives.
+Converts errors of the routes to responses, and logs one line per request. A body may still be
+arriving when an error response is sent: its rest is read, so that the response gets through.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.settings import ServerLimits
 
 _REST_S = 5.0
-"""Seconds for which the rest of a body may come after the answer; nginx waits as long for more."""
+"""Timeout for the rest of a body after the response; nginx waits as long for more data."""
 
 _UNCOUNTED = 1 << 16
-"""Bytes of each body that others' large ones take no room from."""
+"""Bytes of each body that do not count towards the limit shared by all bodies."""
 
 _RETRY_S = 5
 
 
 class ArrivingBodies:
-    """Counts the bytes of larger bodies that are held unread."""
+    """Counter of the bytes of large bodies that are buffered but not yet parsed."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        """Hold more; an error with status 429 if there is no room for it."""
+        """Reserve more bytes; raise an error with status 429 if the limit is exceeded."""
         most = self.limits.max_arriving_bytes
         if num_bytes and self.num_bytes + num_bytes > most:
             raise ApiError.too_many(
@@ -60,17 +60,17 @@ class ArrivingBodies:
 
 
 class ArrivingBody:
-    """Passes a body on until it is too long, whatever its header said.
+    """Forwards a body up to the size limit, whatever its Content-Length header claims.
 
-    A connection that is closed while something sent to it is unread is reset, and what was
-    answered may be lost with it: the client learns nothing but that. So the rest of what is
-    refused unread is let in for a while, and dropped, before its connection may be closed ::
+    Closing a connection with unread data resets it, and the response may be lost: the client sees
+    only the reset. The rest of a refused body is therefore read and dropped for a while before its
+    connection is closed ::
 
         client   head | the body ............................. | reads "413"
         server         | "413" | drops the rest of the body    | closes
 
-    What has come counts among all that is held until its reader asks for what follows it, which is
-    that the client has gone: by then it has been made into a request, or refused.
+    Received bytes count towards the shared limit until the reader waits for the disconnect that
+    follows the body: by then it has been parsed into a request, or refused.
     """
 
     def __init__(self, receive: Receive, headers: Headers, others: ArrivingBodies) -> None:
@@ -81,24 +81,24 @@ class ArrivingBody:
         self._num_bytes = 0
         self._num_held = 0
         self._announced = headers.get("content-length", "0")
-        # Whether some of it has not been received, from a client that is there.
+        # True while part of the body is outstanding and the client is connected.
         self.is_coming = self._announced != "0" or "transfer-encoding" in headers
         self._is_waiting = "expect" in headers
 
     def check_length(self) -> None:
-        """Refuse with status 413 what says that it is too long."""
+        """Refuse with status 413 a body whose announced length is invalid or over the limit."""
         most = self._limits.max_body_bytes
         if not self._announced.isdecimal() or int(self._announced) > most:
             raise self._too_large()
 
     async def receive(self) -> Message:
-        """Return the next part of it, or that the client has gone.
+        """Return the next part of the body, or the disconnect of the client.
 
         Raises:
-            ApiError: with status 413: more has come than may come; with 408: it stands still, or
-                takes too long; with 429: too much comes from all clients together.
+            ApiError: with status 413 if the body is too large; with 408 if it stalls or takes too
+                long; with 429 if the bodies of all clients together are too large.
         """
-        if not self.is_coming:  # who waits for more than all of it has read it
+        if not self.is_coming:  # a reader that waits for more has read the whole body
             self.let_go()
             return await self._next()
         message = await self._next_in_time()
@@ -111,20 +111,20 @@ class ArrivingBody:
         return message
 
     def let_go(self) -> None:
-        """Stop holding it. May be called again."""
+        """Release the reserved bytes. Idempotent."""
         self._others.num_bytes -= self._num_held
         self._num_held = 0
 
     async def drop_rest(self) -> None:
-        """Let in what still comes, and keep nothing of it; not for long."""
+        """Read and discard the rest of the body, for a limited time."""
         self.let_go()
-        if self._is_waiting:  # to be sent "100 Continue", which is not sent now
+        if self._is_waiting:  # for "100 Continue", which will not be sent
             return
         try:
             async with asyncio.timeout(_REST_S):
                 while self.is_coming:
                     await self._next()
-        except TimeoutError:  # a client that takes so long does without
+        except TimeoutError:  # a client this slow may lose the response
             pass
 
     async def _next_in_time(self) -> Message:
@@ -161,20 +161,20 @@ class ArrivingBody:
 _logger = package_logger(__name__)
 
 _OPEN_PATHS = frozenset({"/", "/docs", "/openapi.json", "/health"})
-"""For everybody: pages without anybody's data, and whether the server is well."""
+"""Paths without authentication: pages without clients' data, and the health check."""
 
 _PROTOCOL_PREFIX = "openai-insecure-api-key."
-"""How a browser, which cannot set headers of a WebSocket, sends a key among the subprotocols."""
+"""Subprotocol prefix of a key sent by a browser, which cannot set headers of a WebSocket."""
 
 _POLICY_VIOLATION = 1008
 
 
 class Guard:
-    """The server's ASGI application: lets in what may come in, and answers errors.
+    """The server's ASGI application: admits requests and sends error responses.
 
-    The routes behind it find ``server`` and ``client`` in the state of their scope, raise an
-    :class:`ApiError` to refuse a request, and leave one that they have sent themselves there, under
-    ``refusal``.
+    Routes read ``server`` and ``client`` from the state of their scope, and raise an
+    :class:`ApiError` to refuse a request. One that they have sent themselves they store in the
+    state as ``refusal``.
     """
 
     def __init__(self, app: ASGIApp, server: PipelineServer) -> None:
@@ -186,12 +186,12 @@ class Guard:
         ]
         self._bodies = ArrivingBodies(settings.limits)
         self._origins = frozenset(_origin(each) for each in settings.allow_origins)
-        # Web pages can reach a server of this machine under a name that they let point to it.
+        # DNS rebinding: a web page can reach a local server by a host name that resolves to it.
         self._only_local = not settings.api_keys and _is_local(settings.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
-        scope["app"] = self  # so that Starlette's router raises its errors, which are answered here
+        scope["app"] = self  # makes Starlette's router raise its errors, which are handled here
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -208,15 +208,15 @@ class Guard:
                 return
             client = replace(client, tenant=self._tenant(scope["path"], headers))
             body.check_length()
-            # A POST is to be run. Under a load that is too much, what is refused must take nothing
-            # from what runs: its body is not even looked at.
+            # A POST runs something. Under overload, a refused request must cost running ones
+            # nothing, so its body is not even read.
             if method == "POST":
                 self._server.check_room(client)
             state["server"], state["client"] = self._server, client
             is_http = scope["type"] == "http"
             await self._app(scope, body.receive if is_http else receive, answer.send)
-        except Exception as error:  # sent to the client, or to the log
-            if answer.has_begun:  # too late for another one
+        except Exception as error:  # sent to the client, or logged
+            if answer.has_begun:  # too late for an error response
                 raise
             state["refusal"] = refusal = _as_api_error(error, scope)
             await _refuse(refusal, scope, receive, answer.send)
@@ -230,9 +230,9 @@ class Guard:
     def _trace_refusal(
         self, scope: Scope, client: Client, refusal: ApiError, took_s: float
     ) -> None:
-        """Make a span of what was refused before a pipeline's records began."""
+        """Create a span for a request refused before it got a record of its pipeline."""
         spans, method = self._server.meters.spans, scope.get("method", "WebSocket")
-        if spans is None or method not in ("POST", "WebSocket"):  # nothing was to be run
+        if spans is None or method not in ("POST", "WebSocket"):  # others run nothing
             return
         attributes: dict[str, str | int] = {
             "omni.request_id": client.request_id,
@@ -240,14 +240,14 @@ class Guard:
             "url.path": scope["path"],
             "error.type": refusal.code or refusal.kind,
         }
-        # A path that is none of the server's is no name: there are too many.
+        # Unknown paths are not span names: their number is unbounded.
         name = f"{method} {scope['path']}" if "endpoint" in scope else method
         spans.add_refused(name, client.traceparent, attributes, took_s)
 
     def _tenant(self, path: str, headers: Headers) -> str | None:
-        """Check the API key, where one is needed, and name its tenant.
+        """Check the API key, if one is required, and return its tenant.
 
-        Keys are compared in constant time: all of them, whichever is right.
+        Compares in constant time, and always with all keys.
         """
         if not self._keys or path in _OPEN_PATHS:
             return None
@@ -256,7 +256,7 @@ class Guard:
         if given is not None:
             digest = hashlib.sha256(given.encode("utf-8", "surrogatepass")).digest()
             if any([hmac.compare_digest(digest, known) for known in self._keys]):
-                # Hashed once more: the name of a tenant must not serve as a digest of the key.
+                # Hashed again: the tenant must not be usable as a digest of the key.
                 return hashlib.sha256(b"tenant" + digest).hexdigest()[:32]
             message = "the API key is wrong"
         raise ApiError(
@@ -299,10 +299,10 @@ _PREFLIGHT = Response(
 
 
 class _Answer:
-    """Puts the request's id into the answer, and notes what to log.
+    """Adds the request id to a response, and collects what to log.
 
-    The answer ends when the whole request has come, or nothing more is waited for. ``has_begun``
-    says whether anything of it was sent.
+    The response ends once the whole request has arrived, or is no longer waited for. ``has_begun``
+    is true once any part of the response was sent.
     """
 
     def __init__(self, send: Send, body: ArrivingBody, request_id: str, origin: str | None) -> None:
@@ -317,7 +317,7 @@ class _Answer:
 
     @property
     def took_s(self) -> float:
-        """Seconds until the answer had ended, or until now."""
+        """Seconds until the response ended, or until now."""
         return (self._ended_s or time.monotonic()) - self._began_s
 
     async def send(self, message: Message) -> None:
@@ -339,7 +339,7 @@ class _Answer:
         await self._send(message)
 
     def log(self, scope: Scope, refusal: ApiError | None) -> None:
-        # As repr: a path, and what a refusal quotes, may hold what looks like a line of the log.
+        # As repr: a path, or text quoted by an error, may look like another log line.
         _logger.log(
             logging.INFO if refusal is None else logging.WARNING,
             "%s %s %r: %s, %.3f s%s",
@@ -396,7 +396,7 @@ def _origin(text: str) -> str:
 def _names_local(host: str) -> bool:
     try:
         return _is_local(urlsplit(f"//{host}").hostname or "")
-    except ValueError:  # it names nothing at all
+    except ValueError:  # not a valid host
         return False
 
 

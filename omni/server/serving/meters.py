@@ -1,8 +1,8 @@
-"""Counts, times and records what a server does: for Prometheus, for its page, for OpenTelemetry.
+"""Metrics, timings and request records of a server: for Prometheus, its page and OpenTelemetry.
 
-A span is made for every request, and below it one for each of its stages, when it has ended.
-Nothing of OpenTelemetry is imported unless spans are wanted: by environment variables, as
-OpenTelemetry's own programs read them, or by a program around the server that has set a provider.
+When a request ends, a span is created for it, with a child span for each of its stages.
+OpenTelemetry is imported only if spans are requested: by its standard environment variables, or by
+a program around the server that has set a tracer provider.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _REJECTED = "rejected"
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request, without its prompt and without its output.
+    """Timings and outcome of one request, without its prompt and output.
 
-    Times are those of ``time.monotonic`` in this process, and None if they never came; only
-    ``arrived_s`` is in seconds since 1970. It was handed to the pipeline at ``turn_s``.
+    Times are ``time.monotonic`` of this process, or None for events that did not occur; only
+    ``arrived_s`` is in seconds since 1970. ``turn_s`` is when it was submitted to the pipeline.
 
     Attributes:
         tenant: see :class:`~omni.server.serving.client.Client`.
         status: ok, refused, rejected, failed or aborted.
-        traceparent: as W3C's Trace Context writes it; not checked.
+        traceparent: header of W3C Trace Context; not validated.
     """
 
     model: str
@@ -65,7 +65,7 @@ class RequestRecord:
     stages: dict[str, StageTime] = field(default_factory=dict)
 
     def to_object(self) -> dict[str, Any]:
-        """The same as JSON has it, in seconds since it arrived."""
+        """Return the record as a JSON object, with times in seconds since arrival."""
         return {
             "request_id": self.request_id,
             "status": self.status,
@@ -81,7 +81,7 @@ class RequestRecord:
         return {
             "name": time.stage,
             "entered": self._since(time.entered_s),
-            # What it was taken out of, it left when it ended.
+            # A stage from which the request was removed was left when the request ended.
             "left": self._since(self.ended_s if time.ended_s is None else time.ended_s),
             "is_whole": time.ended_s is not None,
             "queue": time.queue_s,
@@ -98,10 +98,10 @@ class RequestRecord:
 
 
 class RecentRequests:
-    """Keeps the last requests of all pipelines.
+    """The most recent requests of all pipelines.
 
-    Those for which there was no room are kept apart: they come by the hundreds in a second, and
-    would leave nothing of the others.
+    Rejected requests have a separate buffer: they can arrive by the hundreds per second, and would
+    displace all others.
     """
 
     def __init__(self) -> None:
@@ -109,11 +109,11 @@ class RecentRequests:
         self._rejected: deque[RequestRecord] = deque(maxlen=_KEPT_REJECTED)
 
     def add(self, record: RequestRecord) -> None:
-        """Add one that has ended."""
+        """Add a finished request."""
         (self._rejected if record.status == _REJECTED else self._records).append(record)
 
     def of(self, model: str, tenant: str | None) -> Iterator[RequestRecord]:
-        """Yield those of a pipeline that came with one key, the one that ended last first."""
+        """Yield the requests of a pipeline and a tenant, the most recently ended first."""
         kept = [*self._records, *self._rejected]
         for record in sorted(kept, key=lambda each: each.ended_s, reverse=True):
             if record.model == model and record.tenant == tenant:
@@ -122,21 +122,21 @@ class RecentRequests:
 
 _NAME = "omni-pipeline"
 _EXPORTERS = "opentelemetry_traces_exporter"
-"""Entry points by which OpenTelemetry finds exporters: console and otlp, among others."""
+"""Entry point group in which OpenTelemetry finds exporters, such as console and otlp."""
 _OTLP = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
 class RequestSpans:
-    """Makes spans of requests that have ended; ``close`` sends what has not been sent."""
+    """Creates spans of finished requests; ``close`` flushes pending spans."""
 
     def __init__(self, tracer: Tracer, close: Callable[[], object] = lambda: None) -> None:
         self._tracer = tracer
         self.close = close
 
     def add(self, record: RequestRecord) -> None:
-        """Make the spans of a request; it belongs to the trace that its client named, if any."""
+        """Create the spans of a request, in the trace named by its client, if any."""
         from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
         attributes: dict[str, str | int] = {
@@ -179,7 +179,7 @@ class RequestSpans:
     def add_refused(
         self, name: str, traceparent: str | None, attributes: Mapping[str, str | int], took_s: float
     ) -> None:
-        """Make the span of a request that was refused before it came to a pipeline, just now."""
+        """Create the span of a request refused just now, before it reached a pipeline."""
         end = time.time_ns()
         start = end - round(took_s * 1e9)
         self._begin(name, traceparent, {"omni.status": "refused", **attributes}, start).end(end)
@@ -196,12 +196,12 @@ class RequestSpans:
 
 
 def spans_by_environment(environment: Mapping[str, str] = os.environ) -> RequestSpans | None:
-    """Make spans as the environment says; None if it asks for none.
+    """Configure spans by environment variables; return None if none are requested.
 
-    A provider that the program around has set, such as ``opentelemetry-instrument``, is used. Else
-    ``OTEL_TRACES_EXPORTER`` names exporters (``otlp``, ``console``, ...), or an endpoint of OTLP is
-    given; all other variables of OpenTelemetry are read by it. What is missing is a warning: a
-    server works without being watched.
+    A provider set by the surrounding program, such as ``opentelemetry-instrument``, takes
+    precedence. Otherwise ``OTEL_TRACES_EXPORTER`` names exporters (``otlp``, ``console``, ...), or
+    an OTLP endpoint is set; OpenTelemetry reads all its other variables itself. A missing package
+    is only a warning: a server works without tracing.
     """
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
@@ -233,7 +233,7 @@ def _provider(names: list[str], environment: Mapping[str, str]) -> TracerProvide
     resource = Resource.create()
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: _NAME}))
-    # The server shuts it down itself, so it needs no handler at exit.
+    # The server shuts it down itself; no atexit handler is needed.
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     known = {each.name: each for each in entry_points(group=_EXPORTERS)}
     for wanted in names:
@@ -251,7 +251,7 @@ def _provider(names: list[str], environment: Mapping[str, str]) -> TracerProvide
 
 
 def _otlp_by_protocol(known: Collection[str], environment: Mapping[str, str]) -> str:
-    """Find the exporter that ``otlp`` means: that of the wanted protocol, else one there is."""
+    """Resolve ``otlp`` to the exporter of the requested protocol, else to an installed one."""
     wanted = next((environment[name] for name in _PROTOCOLS if environment.get(name)), None)
     if wanted is not None:
         return _OTLP.get(wanted, f"otlp by {wanted}")
@@ -271,7 +271,7 @@ def _attributes(record: RequestRecord, time: StageTime) -> dict[str, str | int |
 
 
 def _nanos(record: RequestRecord, time_s: float) -> int:
-    """Convert a time of this process's clock to nanoseconds since 1970."""
+    """Convert a monotonic time to nanoseconds since 1970."""
     return round((record.arrived_s + (time_s - record.began_s)) * 1e9)
 
 
@@ -328,7 +328,7 @@ _SAMPLED: Mapping[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str,
     "cache_bytes": (GaugeMetricFamily, "Bytes of each cache.", ("cache",)),
     "hit_rate": (GaugeMetricFamily, "Cached tokens of all tokens of inputs, since the start.", ()),
 }
-"""What :func:`_samples` gives, and the labels of it beside the stage's."""
+"""Metrics yielded by :func:`_samples`, with their labels in addition to the stage's."""
 
 
 def _samples(stats: StageStats) -> Iterator[tuple[str, tuple[str, ...], float]]:
@@ -361,16 +361,16 @@ def _samples(stats: StageStats) -> Iterator[tuple[str, tuple[str, ...], float]]:
 
 
 class Metered(Protocol):
-    """A served pipeline, as far as it is read here."""
+    """Interface of a served pipeline for metrics."""
 
     name: str
     queue: AdmissionQueue
 
     def replica_stats(self) -> Mapping[str, Sequence[StageStats]]:
-        """Every stage's counters, by replica."""
+        """Return every stage's counters, by replica."""
 
     def worker_states(self) -> Mapping[str, Sequence[WorkerState]]:
-        """The state of the workers of stages that run elsewhere."""
+        """Return the state of the workers of remote stages."""
 
 
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -379,11 +379,10 @@ _FACTORS = (0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0)
 
 
 class Meters(Collector):
-    """Everything that one server reports of itself; all names begin with ``omni_``.
+    """All metrics of one server; their names begin with ``omni_``.
 
-    What it counts itself stands beside the stages' own counters, which are read when it is asked.
-
-    ``recent`` has the last requests; ``spans``, where any are exported, makes spans of each.
+    Combines the server's own counters with the stages' counters, which are read on collection.
+    ``recent`` has the most recent requests; ``spans``, if exported, creates spans of each.
     """
 
     def __init__(self, pipelines: Collection[Metered]) -> None:
@@ -417,11 +416,11 @@ class Meters(Collector):
         self._registry.register(self)
 
     def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Read the stages' counters; see :class:`prometheus_client.registry.Collector`."""
+        """Yield the stages' metrics; see :class:`prometheus_client.registry.Collector`."""
         for name, what in (("running", "have had their turn"), ("waiting", "wait for it")):
             gauge = GaugeMetricFamily(
                 f"omni_requests_{name}", f"Requests that {what}.", None, ["model"]
@@ -468,7 +467,7 @@ class Meters(Collector):
 
 
 class RequestMeter:
-    """Times one request; without an id of its own, one of which nothing was read."""
+    """Times one request; ``request_id`` is None for a request whose body was not read."""
 
     def __init__(
         self, meters: Meters, model: str, client: Client, request_id: str | None = None
@@ -479,16 +478,16 @@ class RequestMeter:
             model, request_id or client.request_id, client.tenant, time.time(), time.monotonic()
         )
         self._record.traceparent = client.traceparent
-        self._tokens: dict[str, tuple[Histogram, float]] = {}  # and when the last ones came
+        self._tokens: dict[str, tuple[Histogram, float]] = {}  # with the time of the last tokens
         self._sound_s: dict[str, float] = {}
 
     def begin(self) -> None:
-        """It is the request's turn."""
+        """Record that the request was admitted."""
         self._record.turn_s = time.monotonic()
         self._meters.queue.labels(self._model).observe(self._elapsed)
 
     def note(self, delta: OmniDelta) -> None:
-        """Take note of what is new of it."""
+        """Record new output."""
         record = self._record
         for each in delta.timeline:
             record.stages[each.stage] = each
@@ -516,7 +515,7 @@ class RequestMeter:
             self.end("refused" if delta.refused else "failed")
 
     def end(self, status: str) -> None:
-        """It has ended; only the first word on it counts."""
+        """Record the end of the request; only the first call counts."""
         record = self._record
         if not record.status:
             record.status, record.ended_s = status, time.monotonic()
@@ -528,7 +527,7 @@ class RequestMeter:
                 self._meters.total.labels(self._model).observe(self._elapsed)
 
     def _note_tokens(self, stage: str, number: int) -> None:
-        """Time new tokens; those that come together share their time."""
+        """Time new tokens; tokens of one delta share the elapsed time equally."""
         now = time.monotonic()
         if stage not in self._tokens:
             self._tokens[stage] = self._meters.between_tokens.labels(self._model, stage), now

@@ -1,4 +1,4 @@
-"""Pipelines of a server: loaded one after the other, found by name, closed together."""
+"""Pipelines of a server: loaded sequentially, looked up by name, closed together."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _logger = package_logger(__name__)
 
 _RETRY_WHILE_LOADING_S = 5
 _RETRY_WHILE_WAITING_S = 5
-"""As often as a worker is tried that waits for a place."""
+"""Matches the interval at which a worker that waits for a slot is retried."""
 
 
 class PipelineState(StrEnum):
-    """Where a pipeline is on its way."""
+    """Lifecycle state of a pipeline."""
 
     LOADING = "loading"
     READY = "ready"
@@ -48,10 +48,10 @@ class PipelineState(StrEnum):
 
 
 class ServedPipeline:
-    """One pipeline of a server; its name is the model's for clients.
+    """One pipeline of a server; its name is the model name for clients.
 
-    ``state`` may be read by any thread, and ``error`` says why it failed. It was ``created``, in
-    seconds since 1970, when it was announced.
+    ``state`` may be read from any thread, and ``error`` is the reason for a failure. ``created`` is
+    the time of construction, in seconds since 1970.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class ServedPipeline:
         self._lock = threading.Lock()
 
     def load(self) -> None:
-        """Build the stages and load their models; takes a while. One that was stopped is closed."""
-        # Only here: a server answers before torch is imported.
+        """Build the stages and load their models; close them if stopped meanwhile. Slow."""
+        # Imported lazily: the server must respond before torch is imported.
         from omni.runtime.omni import Omni
 
         try:
@@ -84,7 +84,7 @@ class ServedPipeline:
                     for name, stage in omni.pipeline.stages.items()
                 }
                 unless_ready.pop_all()
-        except Exception as error:  # the state says so to clients
+        except Exception as error:  # reported to clients by the state
             self.fail(str(error) if isinstance(error, ValueError) else repr(error))
             raise
         with self._lock:
@@ -94,25 +94,25 @@ class ServedPipeline:
         omni.close()
 
     def fail(self, error: str) -> None:
-        """Take no more requests."""
+        """Mark the pipeline as failed, so that it accepts no more requests."""
         with self._lock:
             if self.state is not PipelineState.STOPPED:
                 self.state, self.error = PipelineState.FAILED, error
 
     def close(self) -> None:
-        """End what runs with an error, and close the stages. May be called again."""
+        """Abort running requests with an error, and close the stages. Idempotent."""
         with self._lock:
             omni, self._omni, self.state = self._omni, None, PipelineState.STOPPED
         if omni is not None:
             omni.close()
 
     def stats(self) -> Mapping[str, StageStats]:
-        """Every stage's counters; none while the pipeline is not loaded."""
+        """Return every stage's counters; empty while the pipeline is not loaded."""
         omni = self._omni
         return {} if omni is None else omni.stats()
 
     def describe(self) -> dict[str, Any]:
-        """Describe what clients choose a model by; null is what is known once it is loaded."""
+        """Describe the model for clients; null values are not known until it is loaded."""
         omni, stages = self._omni, self.config.stages
         made = [kind for stage in stages.values() for kind in stage.final_output]
         described: dict[str, Any] = {
@@ -123,7 +123,7 @@ class ServedPipeline:
         }
         if omni is None:
             return described
-        # A prompt goes to every stage that no other feeds.
+        # A prompt goes to every stage without inputs from other stages.
         readers = [each.describe() for each in omni.pipeline.stages.values() if each.inputs is None]
         lengths = [each["max_model_len"] for each in readers if "max_model_len" in each]
         read = [kind for each in readers for kind in each.get("input_modalities", ())]
@@ -133,21 +133,21 @@ class ServedPipeline:
         return described
 
     def worker_states(self) -> Mapping[str, tuple[WorkerState, ...]]:
-        """Return the state of the workers of stages that run elsewhere; waits for none of them."""
+        """Return the state of the workers of remote stages, without waiting for them."""
         omni = self._omni
         return {} if omni is None else omni.worker_states()
 
     @property
     def lost_stages(self) -> Mapping[str, str]:
-        """Stages of which no worker takes a request, or not before it gets a place, and why."""
+        """Stages without a worker that accepts requests now, each with the reason."""
         return _lost_stages(self.worker_states())
 
     def check_stages(self) -> None:
-        """Check that every stage, since a request goes through all, has a worker or gets one.
+        """Check that every stage has a worker or gets one: a request passes through all stages.
 
         Raises:
-            ApiError: with status 503: one has none; with ``Retry-After`` where they wait for a
-                place, and go on as soon as there is one.
+            ApiError: with status 503 if a stage has none; with ``Retry-After`` if its workers wait
+                for a slot in the cluster, and continue once they get one.
         """
         states = self.worker_states()
         lost = _lost_stages(states)
@@ -160,12 +160,12 @@ class ServedPipeline:
         raise ApiError.unavailable(message, "stage_down")
 
     def replica_stats(self) -> Mapping[str, Sequence[StageStats]]:
-        """Every stage's counters, by replica."""
+        """Return every stage's counters, by replica."""
         omni = self._omni
         return {} if omni is None else omni.replica_stats()
 
     def check_room(self, client: Client) -> None:
-        """Refuse a request that would not be taken now: too many wait, or a stage has no worker."""
+        """Refuse a request early if the queue is full or a stage has no worker."""
         try:
             self.check_stages()
             self.queue.check_room()
@@ -176,17 +176,17 @@ class ServedPipeline:
             raise
 
     def tokenizer(self, stage: str) -> PreTrainedTokenizerBase | None:
-        """The tokenizer of a stage's text; None if it writes none, or brings none."""
+        """Return the tokenizer of a stage's text; None if it has no text or no tokenizer."""
         return self._tokenizers[stage]
 
     @property
     def driver(self) -> Driver:
-        """The thread that drives the running pipeline, which hands out deltas; 503 as of `omni`."""
-        return self.omni._driver  # no user's: what a delta is may change
+        """The thread that drives the running pipeline and emits deltas; 503 as for `omni`."""
+        return self.omni._driver  # private to users: the format of a delta may change
 
     @property
     def omni(self) -> Omni:
-        """The running pipeline; an error with status 503 while there is none."""
+        """The running pipeline; raises an error with status 503 while there is none."""
         omni = self._omni
         if omni is not None and self.state is PipelineState.READY:
             return omni
@@ -206,7 +206,7 @@ def _lost_stages(states: Mapping[str, Sequence[WorkerState]]) -> dict[str, str]:
 def _tokenizer_of(
     config: PipelineConfig, name: str, stage: Stage
 ) -> PreTrainedTokenizerBase | None:
-    """Return the stage's own, or, of one whose workers are elsewhere, the same read here."""
+    """Return a stage's own tokenizer; load that of a remote stage in this process."""
     from stages.remote.remote_stage import RemoteStage
 
     if not isinstance(stage, RemoteStage):
@@ -219,14 +219,14 @@ class PipelineServer:
     """All pipelines of a server.
 
     Args:
-        apart: whether each pipeline whose stages run inline has a process of its own for them, so
-            that what serves and what computes do not wait for one interpreter.
+        apart: if true, each pipeline with inline stages runs them in a separate process, so that
+            serving and computing do not compete for one interpreter lock.
 
     Attributes:
-        num_sessions: realtime ones that are open.
-        is_stopping: whether no more requests are taken.
-        failure: why a pipeline could not be loaded; ``on_failure`` is called then, in the loading
-            thread, and ``on_loaded`` when all pipelines are ready.
+        num_sessions: number of open realtime sessions.
+        is_stopping: true if no more requests are accepted.
+        failure: the error that kept a pipeline from loading. The loading thread then calls
+            ``on_failure``; it calls ``on_loaded`` when all pipelines are ready.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class PipelineServer:
             raise ValueError("a server needs at least one pipeline")
         self.settings = settings
         self.pipelines: dict[str, ServedPipeline] = {}
-        self.meters = Meters(self.pipelines.values())  # which still come
+        self.meters = Meters(self.pipelines.values())  # a view of the dict filled below
         self.meters.spans = spans_by_environment()
         for config in configs:
             if config.name in self.pipelines:
@@ -274,7 +274,7 @@ class PipelineServer:
 
     @property
     def status(self) -> str:
-        """In one word: ``loading``, ``ready``, ``failed`` or ``stopping``."""
+        """``loading``, ``ready``, ``failed`` or ``stopping``."""
         if self.is_stopping:
             return "stopping"
         states = {pipeline.state for pipeline in self.pipelines.values()}
@@ -286,7 +286,7 @@ class PipelineServer:
         return PipelineState.READY.value
 
     def find(self, name: str) -> ServedPipeline:
-        """Return a pipeline by a name or alias; an error with status 404 or, when stopping, 503."""
+        """Return a pipeline by name or alias; an error has status 404, or 503 while stopping."""
         if self.is_stopping:
             raise ApiError.unavailable("the server is stopping", "stopping")
         pipeline = self.names.get(name)
@@ -301,7 +301,7 @@ class PipelineServer:
 
     @contextmanager
     def session(self) -> Generator[None]:
-        """Count a realtime session while the ``with`` block lasts; refuse one too many (429)."""
+        """Count a realtime session during the ``with`` block; refuse with 429 above the limit."""
         most = self.settings.limits.max_sessions
         if self.num_sessions >= most:
             raise ApiError.too_many(
@@ -315,25 +315,25 @@ class PipelineServer:
             self.num_sessions -= 1
 
     def check_room(self, client: Client, model: str | None = None) -> None:
-        """Raise an error where a request would not be taken now.
+        """Raise an error if a request would not be accepted now.
 
-        This is asked before anything of it is read, and, with several pipelines, again when it is
-        known for which ``model`` it is.
+        With one pipeline, this is checked before the request is read; with several, once its
+        ``model`` is known.
         """
         if (model is None) == (len(self.pipelines) == 1):
             self.names[model or next(iter(self.names))].check_room(client)
 
     def start_loading(self) -> None:
-        """Load the pipelines in a thread of their own."""
+        """Load the pipelines in a separate thread."""
         self._loader.start()
 
     @property
     def is_loading(self) -> bool:
-        """Whether that thread still works, even on pipelines that were closed meanwhile."""
+        """True while the loading thread runs, even if its pipelines were closed meanwhile."""
         return self._loader.is_alive()
 
     async def close(self) -> None:
-        """End what runs, and close all pipelines; those that are still loaded are closed later."""
+        """Abort requests and close all pipelines; one still loading is closed once it is loaded."""
         self.is_stopping = True
         await asyncio.to_thread(self._close)
 
@@ -343,7 +343,7 @@ class PipelineServer:
                 return
             try:
                 pipeline.load()
-            except Exception as error:  # its state says so, and serve() raises it
+            except Exception as error:  # reported by its state, and raised by serve()
                 _logger.debug("pipeline %r cannot be loaded", pipeline.name, exc_info=True)
                 self.failure = error
                 self.on_failure()
@@ -355,7 +355,7 @@ class PipelineServer:
         for pipeline in self.pipelines.values():
             try:
                 pipeline.close()
-            except Exception:  # the others are closed all the same
+            except Exception:  # close the others nevertheless
                 _logger.exception("pipeline %r could not be closed", pipeline.name)
         self.fetcher.close()
         if self.meters.spans is not None:

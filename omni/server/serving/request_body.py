@@ -1,4 +1,4 @@
-"""Reads what a client sent, files in base64 included, and says what is wrong with it."""
+"""Parsing and validation of request bodies, including files in base64."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _ResultT = TypeVar("_ResultT")
 async def without_faltering(
     work: Callable[..., _ResultT], data: bytes | str, *more: object
 ) -> _ResultT:
-    """Work on data at once if it is little, and else in another thread: no stream falters then."""
+    """Process small data directly, and large data in a thread so that no stream stalls."""
     if len(data) <= _SMALL:
         return work(data, *more)
     return await asyncio.to_thread(work, data, *more)
 
 
 async def decoded(data: str, param: str) -> bytes:
-    """Decode base64; ``param`` is its place in the request, which an error names."""
+    """Decode base64; an error names ``param``, its path in the request."""
     try:
         content = await without_faltering(partial(b64decode, validate=True), data)
     except (binascii.Error, ValueError) as error:
@@ -44,9 +44,9 @@ async def decoded(data: str, param: str) -> bytes:
 
 
 async def fetched(url: str, param: str, fetcher: UrlFetcher, room: int) -> bytes:
-    """Read a data URL, or fetch a file of up to ``room`` bytes from the network; never a path.
+    """Decode a data URL, or fetch a file of at most ``room`` bytes by HTTP; never read a path.
 
-    An error names its place in the request, ``param``.
+    An error names ``param``, its path in the request.
     """
     head, comma, data = url.partition(",")
     scheme = head.partition(":")[0].lower()
@@ -69,18 +69,18 @@ _ABSENT: tuple[Any, ...] = (None, [], {})
 
 
 def _add_hints(schema: dict[str, Any], model: type[ApiModel]) -> None:
-    """Let the schema of a model have the keys that are taken and change nothing."""
+    """Add the keys of a model that are accepted and ignored to its schema."""
     hints = {key: {"description": "changes nothing"} for key in sorted(model.without_effect)}
     schema["properties"] = schema.get("properties", {}) | hints
 
 
 class ApiModel(BaseModel):
-    """A request's body, or a part of it. Unknown keys are refused; null is as good as absent.
+    """A request body, or a part of it. Unknown keys are refused; null is equivalent to absent.
 
     Attributes:
-        not_supported: keys that the shape has but this server does not do, with the values beside
-            an empty one by which a client says that it does not want them.
-        without_effect: keys that are taken, and change nothing about the answer.
+        not_supported: keys of the API that this server does not support, with the values, in
+            addition to empty ones, by which a client disables them.
+        without_effect: keys that are accepted and ignored.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=_add_hints)
@@ -104,7 +104,7 @@ class ApiModel(BaseModel):
 
 
 def check_part(part: BaseModel, names: Sequence[str], wanted: str, what: str) -> None:
-    """Check that of some fields a part of a request has the wanted one alone."""
+    """Check that only the wanted one of these fields is set in a part of a request."""
     for name in names:
         if (getattr(part, name) is not None) != (name == wanted):
             wrong = "missing; it must be given" if name == wanted else "does not belong here"
@@ -112,9 +112,9 @@ def check_part(part: BaseModel, names: Sequence[str], wanted: str, what: str) ->
 
 
 async def read_json(request: Request, model: type[_ModelT]) -> _ModelT:
-    """Read a body of JSON; an error has status 415 if it is of another kind, 400 if it is wrong."""
+    """Read a JSON body; an error has status 415 for another content type, 400 if it is invalid."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    # Not only for tidiness: a web page may send plain text anywhere, but JSON only where it may.
+    # Also for security: web pages may send plain text to any origin, but JSON only if allowed.
     if kind != "application/json":
         raise ApiError(
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
@@ -124,7 +124,7 @@ async def read_json(request: Request, model: type[_ModelT]) -> _ModelT:
 
 
 def parse_json(body: bytes | str, model: type[_ModelT]) -> _ModelT:
-    """Check a document of JSON against a model; an error names the first wrong place."""
+    """Validate a JSON document against a model; an error names the first invalid field."""
     try:
         return model.model_validate_json(body, strict=True)
     except ValidationError as error:

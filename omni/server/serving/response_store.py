@@ -1,4 +1,4 @@
-"""Responses and spoken answers that later requests go on from, in bounded memory."""
+"""Store of responses and spoken answers that later requests continue, in bounded memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ _MOST_BYTES = 64 * 2**20
 
 
 class ResponseStore:
-    """Responses and the messages before and in them, as long as they fit 64 MiB.
+    """LRU store of responses with their messages and the messages before them, up to 64 MiB.
 
-    The one that was not used for the longest goes first. A client finds those that were made with
-    its own API key, and none after its time ``expires_at``.
-
-    ``kind`` is what errors call an entry.
+    A client finds only entries created with its own API key, and none after their ``expires_at``.
+    ``kind`` is the name of an entry in errors.
     """
 
     def __init__(self, most_bytes: int = _MOST_BYTES, kind: str = "response") -> None:
@@ -34,7 +32,7 @@ class ResponseStore:
     def add(
         self, client: Client, response: dict[str, Any], messages: Sequence[dict[str, Any]]
     ) -> None:
-        """Keep a response."""
+        """Store a response."""
         entry = json.dumps(response).encode(), json.dumps(messages).encode()
         self._kept[client.tenant, response["id"]] = entry
         self._num_bytes += sum(map(len, entry))
@@ -43,10 +41,10 @@ class ResponseStore:
             self._num_bytes -= sum(map(len, oldest))
 
     def find(self, client: Client, response_id: str, param: str | None = None) -> tuple[Any, Any]:
-        """The response, and the messages up to its end.
+        """Return a response, and the messages up to its end.
 
         Raises:
-            ApiError: with status 404, or 400 where it is a field of a request.
+            ApiError: there is none: with status 404, or 400 if ``param`` names a request's field.
         """
         key = (client.tenant, response_id)
         response, messages = map(json.loads, self._kept.get(key, ("{}", "[]")))
@@ -62,6 +60,6 @@ class ResponseStore:
         return response, messages
 
     def remove(self, client: Client, response_id: str) -> None:
-        """Forget a response; see :meth:`find` for what is raised."""
+        """Remove a response; raises the same errors as :meth:`find`."""
         self.find(client, response_id)
         self._num_bytes -= sum(map(len, self._kept.pop((client.tenant, response_id))))

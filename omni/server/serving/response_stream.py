@@ -1,4 +1,4 @@
-"""Outputs of requests while they run, kept for a reader who may be slow, and responses of them."""
+"""Streams of request outputs, buffered for slow readers, and the HTTP responses made of them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What has come of the stream's request ``index``: one delta of each stage at most.
+    """New output of the stream's request ``index``, with at most one delta per stage.
 
-    ``is_last`` says whether the stages that are waited for are done with the request.
+    ``is_last`` is true once the awaited stages have finished the request.
     """
 
     index: int
@@ -43,18 +43,18 @@ class Update:
     is_last: bool
 
     def of(self, stage: str) -> OutputDelta | None:
-        """What is new in a stage."""
+        """Return the delta of a stage; None if it has none."""
         return next((delta for name, delta in self.delta.deltas if name == stage), None)
 
     def sound(self, stage: str | None) -> Waveform | None:
-        """The new sound of a stage; None if there is none, or no stage."""
+        """Return the new audio of a stage; None if there is none, or ``stage`` is None."""
         delta = None if stage is None else self.of(stage)
         return None if delta is None else delta.audio
 
 
 @dataclass(slots=True)
 class _Running:
-    """One request, and what is new of it that the reader has not taken yet."""
+    """One request and its unread output."""
 
     request: OmniRequest
     place: QueuePlace
@@ -91,22 +91,22 @@ class _Running:
 
 
 class ResponseStream:
-    """Runs requests that belong together, and hands out their output as it comes.
+    """Runs a group of requests and streams their output.
 
-    A slow reader finds all that has come since it last looked as one delta of each stage: it
-    delays no other reader, and what is kept for it does not grow with the steps that it missed.
-    Leaving the ``async with`` block aborts what still runs, in every stage::
+    A slow reader gets everything since its last read as one merged delta per stage: it delays no
+    other reader, and its buffer does not grow with the number of missed steps. Leaving the ``async
+    with`` block aborts unfinished requests in every stage::
 
         async with ResponseStream(pipeline, client, requests, "prompt") as stream:
             async for update in stream.updates():
                 ...
 
-    Entering it raises an :class:`ApiError` if the pipeline is not ready or too many requests wait.
+    Entering it raises an :class:`ApiError` if the pipeline is not ready or the queue is full.
 
     Args:
-        prompt_param: the field in which the client sent the prompt.
-        stages: a request ends when these are done with it; later ones are not waited for. None
-            named: when all are.
+        prompt_param: name of the field with the client's prompt.
+        stages: stages after which a request ends, without waiting for later ones. If empty, it
+            ends after all stages.
     """
 
     def __init__(
@@ -159,15 +159,15 @@ class ResponseStream:
         unfinished = [each for each in self._running if not each.place.is_left]
         self._driver.discard(each.ticket for each in unfinished if each.ticket is not None)
         for running in unfinished:
-            # A reader may leave others once it has enough.
+            # A reader may abandon the remaining requests once it has enough output.
             self._end(running, "ok" if kind is None else "aborted")
 
     async def updates(self) -> AsyncIterator[Update]:
         """Yield new output until every request has ended.
 
         Raises:
-            ApiError: a request failed: with status 400 one that could not run as it was sent, with
-                503 one that was admitted when a stage had no worker, with 500 any other.
+            ApiError: a request failed: with status 400 if it was invalid, with 503 if a stage had
+                no worker on admission, with 500 otherwise.
         """
         unfinished = set(range(len(self._running)))
         while unfinished:
@@ -188,7 +188,7 @@ class ResponseStream:
                 yield Update(index, running.take(last), bool(is_last))
 
     async def last_outputs(self) -> list[Mapping[str, StageOutput]]:
-        """Wait until every request has ended, and return the whole outputs of each, by stage."""
+        """Wait until every request has ended, and return the final outputs of each, by stage."""
         order = self._pipeline.omni.pipeline.final_stages
         whole = [OmniAccumulator(order) for _ in self._requests]
         async for update in self.updates():
@@ -196,7 +196,7 @@ class ResponseStream:
         return [each.output().stages for each in whole]
 
     def _admitted(self, running: _Running, admitted: asyncio.Future[None]) -> None:
-        """Begin a request, unless a stage has lost its workers since the request came in."""
+        """Submit a request, unless a stage has lost its workers since the request arrived."""
         if running.place.is_left or admitted.cancelled():
             return
         try:
@@ -222,7 +222,7 @@ class ResponseStream:
             return
         running.put(event)
         if event.finished:
-            self._end(running, "ok")  # the meter has noted it if it was not
+            self._end(running, "ok")  # no effect if the meter has already recorded a failure
         self._wake_reader()
 
     def _fail(self, running: _Running, error: Exception) -> None:
@@ -240,14 +240,14 @@ class ResponseStream:
             self._reader.set_result(None)
 
     async def _wait_for_output(self) -> None:
-        # An asyncio.Event takes several times as long, and this is waited for at every token.
+        # A future: an asyncio.Event is several times slower, and this runs for every token.
         if not self._has_output:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         self._has_output = False
 
     def _failure(self, error: BaseException) -> ApiError:
-        """Explain why a pipeline cannot go on: it was closed, or its driver crashed."""
+        """Return the error of a pipeline that was closed or whose driver crashed."""
         if not isinstance(error, ApiError):
             self._pipeline.fail(f"{type(error).__name__}: {error}")
             message = f"the model {self._pipeline.name!r} cannot go on: {error}"
@@ -273,23 +273,22 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(content: bytes) -> bytes:
-    """Write a server-sent event."""
+    """Encode a server-sent event."""
     return b"data: " + content + b"\n\n"
 
 
 class PipelineResponse(Response):
-    """A response by one pipeline, in one piece or piece by piece; subclasses say which and how.
+    """Base class of a response by one pipeline.
 
-    Work for it ends when its client goes or its time is up. What fails before the first piece is
-    answered with a status of its own; a failure after that is an event in a stream of events, and
-    breaks off any other, so that its client knows that some is missing. Making one raises an
-    :class:`ApiError` where it cannot run as the client wants.
-
-    Sends :meth:`pieces` of a media type if it ``is_streamed``, else :meth:`whole`.
+    Sends :meth:`pieces` if ``is_streamed``, else :meth:`whole`. The work is cancelled when the
+    client disconnects or the request times out. A failure before the first piece gets its own
+    status. A later failure is sent as an event in a stream of events, and breaks off any other
+    stream, so that the client notices the missing rest. The constructor raises an
+    :class:`ApiError` if the request is invalid.
     """
 
     prompt_param: ClassVar[str] = "prompt"
-    """The field in which clients send the prompt."""
+    """Name of the field with the client's prompt."""
 
     def __init__(
         self,
@@ -299,7 +298,7 @@ class PipelineResponse(Response):
         is_streamed: bool = False,
         media_type: str = EVENTS,
     ) -> None:
-        # Proxies that gather what they pass on would hold text back.
+        # Keeps buffering proxies from delaying text.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
@@ -315,15 +314,15 @@ class PipelineResponse(Response):
         return ResponseStream(self.pipeline, self.client, requests, self.prompt_param, stages)
 
     async def whole(self) -> Response:
-        """Make the response in one piece."""
+        """Create the response in one piece."""
         raise NotImplementedError
 
     def pieces(self) -> AsyncIterator[bytes]:
-        """Make the response piece by piece; an async generator."""
+        """Yield the response piece by piece."""
         raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Make the response and send it."""
+        """Create the response and send it."""
         timeout_s = self.server.settings.limits.request_timeout_s
         if not self._is_streamed:
             response = await while_connected(self.whole(), receive, timeout_s)
@@ -332,7 +331,7 @@ class PipelineResponse(Response):
             return
         try:
             await while_connected(self._send_pieces(send), receive, timeout_s)
-        except Exception as error:  # a status cannot be sent any more
+        except Exception as error:  # re-raised unless too late to send a status
             if not self._has_begun:
                 raise
             if isinstance(error, ApiError):
@@ -360,14 +359,14 @@ class PipelineResponse(Response):
 async def while_connected(
     work: Coroutine[Any, Any, Any], receive: Receive, timeout_s: float
 ) -> Any:
-    """Await work, and cancel it when its client disconnects or time is up.
+    """Await work, and cancel it when its client disconnects or the timeout expires.
 
     Returns:
-        The work's result; None if the client has gone.
+        The work's result; None if the client has disconnected.
 
     Raises:
-        ApiError: with status 504: time is up; with 503: the server ends without waiting for it.
-        Exception: whatever the work raises.
+        ApiError: with status 504 on timeout; with 503 if the server stops without waiting.
+        Exception: any error of the work.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(receive))
@@ -383,10 +382,10 @@ async def while_connected(
             HTTPStatus.GATEWAY_TIMEOUT,
             f"the request was not done after {timeout_s:g} s, the server's limit, and was aborted",
             code="timeout",
-            # Clients try again by themselves, which would take as long.
+            # Clients retry automatically, which would take as long.
             headers={"x-should-retry": "false"},
         )
-    except asyncio.CancelledError:  # only the end of the server cancels a response
+    except asyncio.CancelledError:  # only the server's shutdown cancels a response
         raise ApiError.unavailable(
             "the server was stopped before the request was done", "stopping"
         ) from None

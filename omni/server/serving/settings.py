@@ -15,15 +15,15 @@ _ABOVE_0 = {"gt": 0.0, "allow_inf_nan": False}
 
 
 def _limit(what: str, how: str, **field: Any) -> Any:
-    """A field with what it bounds and what sets it, or follows beyond it, for ``omni explain``."""
+    """Create a field; ``omni explain`` shows what it limits, and its option or consequence."""
     return Field(title=what, description=how, **field)
 
 
 class ServerLimits(BaseModel):
-    """How much a server takes on, of each pipeline where it is about requests.
+    """Limits of a server; those about requests apply to each pipeline.
 
-    ``max_body_bytes`` is also of what one realtime session holds, and ``request_timeout_s`` has the
-    time that a request waits in it.
+    ``max_body_bytes`` also limits the memory of one realtime session, and ``request_timeout_s``
+    includes the time that a request waits.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -70,32 +70,32 @@ class ServerLimits(BaseModel):
 
     @property
     def max_arriving_bytes(self) -> int:
-        """Bytes of bodies that come at once, without the first 64 KiB of each."""
+        """Maximum bytes of concurrently arriving bodies, excluding the first 64 KiB of each."""
         return 4 * self.max_body_bytes
 
     @property
     def max_arriving_s(self) -> float:
-        """Seconds that a body may take to come."""
+        """Maximum seconds for a body to arrive."""
         return max(self.request_timeout_s, self.body_timeout_s)
 
     def running_requests(self, stages: Iterable[StageConfig]) -> int:
-        """Count the requests that are handed at once to a pipeline of these stages."""
+        """Return how many requests run concurrently in a pipeline of these stages."""
         if self.max_running_requests is not None:
             return self.max_running_requests
         return sum(_most_at_once(stage) for stage in stages)
 
 
 class ServerSettings(BaseModel):
-    """Settings with which a server starts.
+    """Startup settings of a server.
 
     Attributes:
-        port: to bind; 0 takes a free one.
-        api_keys: of which a request must bring one; none lets everybody in.
-        allow_url_hosts: from which files may be fetched whose addresses stand in requests.
-        allow_origins: web pages on other hosts that may ask, such as ``https://example.org``.
-        aliases: further names of pipelines, by which clients find them too.
-        transcriber: the pipeline that writes down what is said in realtime sessions that name none
-            that is served.
+        port: port to bind; 0 picks a free one.
+        api_keys: accepted keys, of which a request must send one; if empty, all are admitted.
+        allow_url_hosts: hosts from which files given by URL may be fetched.
+        allow_origins: origins of other hosts whose web pages are allowed, such as
+            ``https://example.org``.
+        aliases: additional names of pipelines.
+        transcriber: pipeline that transcribes realtime sessions that name no served pipeline.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -123,7 +123,7 @@ class ServerSettings(BaseModel):
 
 
 def _most_at_once(stage: StageConfig) -> int:
-    """Count the requests that a stage's workers run in a step; 1 each for kinds without a limit."""
+    """Return how many requests a stage's workers run per step; 1 each for kinds without a limit."""
     engine = getattr(stage, "engine", None)
     sizes = (getattr(engine, name, None) for name in ("max_num_seqs", "max_batch_size"))
     each = next((size for size in sizes if isinstance(size, int)), 1)

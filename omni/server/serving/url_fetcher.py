@@ -1,4 +1,4 @@
-"""Fetches files whose addresses stand in requests, from hosts that the server's owner has named."""
+"""Fetcher of files given by URL in requests, from hosts allowed by the server's operator."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ _CODE = "invalid_url"
 
 
 class UrlFetcher:
-    """Fetches files by http and https.
+    """Fetches files by HTTP and HTTPS.
 
-    A client that could have anything fetched would see what only the server's network sees. So only
-    named hosts are asked; all addresses that such a name has must be public; the connection goes to
-    an address that was checked, whatever the name means a moment later; and no redirect is
-    followed.
+    Guards against server-side request forgery: only allowed hosts are contacted; all addresses of a
+    host must be public; the connection goes to a checked address, even if the name resolves
+    differently a moment later; and redirects are not followed.
 
-    Names of hosts are without ports. As many requests wait for files at once as may wait for their
-    turn; one where none may.
+    Host names are without ports. The number of requests that wait for files is limited to the
+    capacity of the admission queue, and to 1 if that is 0.
     """
 
     def __init__(self, hosts: Sequence[str], limits: ServerLimits) -> None:
@@ -35,16 +34,16 @@ class UrlFetcher:
         self._limits = limits
         self._num_requests = 0
         self._room = asyncio.Semaphore(_AT_ONCE)
-        # Its own: names that are looked up for long must keep no other work from its thread.
+        # A separate pool: slow DNS lookups must not starve other work of threads.
         self._threads = ThreadPoolExecutor(_AT_ONCE, "omni-fetch")
 
     def close(self) -> None:
-        """Look up no more names."""
+        """Stop the threads that resolve names."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
     def _place(self) -> Generator[None]:
-        """Count a request that waits for a file while the block lasts; refuse one too many."""
+        """Count a request that waits for a file during the block; refuse it above the limit."""
         if self._num_requests >= max(1, self._limits.max_waiting_requests):
             raise ApiError.too_many(
                 f"{self._num_requests} requests wait for files to be fetched, as many as this "
@@ -59,7 +58,7 @@ class UrlFetcher:
             self._num_requests -= 1
 
     async def fetch(self, url: str, param: str, room: int) -> bytes:
-        """Fetch one file of at most ``room`` bytes; an error names ``param``, where it stands."""
+        """Fetch a file of at most ``room`` bytes; an error names ``param``, the path of its URL."""
         try:
             parts = urlsplit(url)
             host, port = (parts.hostname or "").rstrip("."), parts.port
@@ -80,18 +79,18 @@ class UrlFetcher:
             try:
                 async with asyncio.timeout(self._limits.url_timeout_s), self._room:
                     return await self._get(parts, host, port, room)
-            except Exception as error:  # of the network, of TLS, of the host's answer
+            except Exception as error:  # of the network, of TLS, of the host's response
                 message = str(error) or type(error).__name__
                 raise ApiError.bad_field(
                     param, f"it cannot be fetched from {host!r}: {message}", _CODE
                 ) from error
 
     async def _get(self, parts: SplitResult, host: str, port: int | None, room: int) -> bytes:
-        import httpcore2  # most servers fetch nothing
+        import httpcore2  # lazy: most servers fetch nothing
 
         loop = asyncio.get_running_loop()
         port_number = port or (443 if parts.scheme == "https" else 80)
-        # The name is for the host's eyes, and its certificate; the connection is to the address.
+        # Connect to the checked address; the name is for the Host header and the certificate.
         address = await loop.run_in_executor(self._threads, _public_address, host, port_number)
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         url = httpcore2.URL(scheme=parts.scheme, host=address, port=port_number, target=path)
@@ -99,7 +98,7 @@ class UrlFetcher:
         headers: dict[bytes | str, bytes | str]
         headers = {"Host": name, "Accept": "image/*, audio/*", "Connection": "close"}
         tls = None
-        if parts.scheme == "https":  # it reads all certificates
+        if parts.scheme == "https":  # in a thread: it reads all certificates
             tls = await loop.run_in_executor(self._threads, ssl.create_default_context)
         async with (
             httpcore2.AsyncConnectionPool(ssl_context=tls) as pool,
@@ -120,7 +119,7 @@ class UrlFetcher:
 
 
 def _public_address(host: str, port: int) -> str:
-    """Find an address of a host; ``ValueError`` unless all that it has are public."""
+    """Resolve a host to an address; raise ``ValueError`` unless all its addresses are public."""
     found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     for address in sorted(found):
         if not is_public(address):
@@ -129,9 +128,9 @@ def _public_address(host: str, port: int) -> str:
 
 
 def is_public(address: str) -> bool:
-    """Tell if an address is one of the internet: not of a machine, a network or a provider.
+    """Return True if an address is globally routable: not of a machine, a network or a provider.
 
-    An IPv6 address that stands for an IPv4 one (mapped, 6to4, NAT64) is judged by both.
+    If an IPv6 address embeds an IPv4 one (mapped, 6to4, NAT64), both must be public.
     """
     found = ip_address(address.partition("%")[0])
     if not found.is_global or found.is_multicast or found.is_reserved:
@@ -144,7 +143,7 @@ def _inner(address: IPv4Address | IPv6Address) -> list[IPv4Address]:
         return []
     inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
     packed = address.packed
-    # 64:ff9b::/96 and, before a translator of one's own, ::/96.
+    # 64:ff9b::/96 and, for local translators, ::/96.
     if packed[:12] in (bytes.fromhex("0064ff9b0000000000000000"), bytes(12)):
         inner.append(IPv4Address(packed[12:]))
     return [each for each in inner if each is not None]
