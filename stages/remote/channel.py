@@ -1,7 +1,7 @@
-"""Messages between two processes, with the tensors that they hold in shared memory.
+"""Messages between two processes, with their tensors in shared memory.
 
-A message is a frame on a stream socket, which arrives whole and in order, and the descriptors of
-the segments that it refers to::
+A message is a frame on a stream socket, which arrives whole and in order, plus the file descriptors
+of the shared memory segments that it refers to::
 
     | version, 1 byte | number of descriptors, 2 | length, 8 | content |
 """
@@ -27,18 +27,18 @@ from stages.remote.codec import INLINE_BYTES, Decoder, Reference, encode, plain_
 from stages.remote.shared_memory import Descriptor, RemoteBytes, Segment, SharedBytes, aligned
 
 PROTOCOL_VERSION = 10
-"""Of all that two processes say to each other. One that speaks another is refused."""
+"""Version of the protocol between processes. A peer with another version is refused."""
 
 _LOG = package_logger(__name__)
 _HEADER = struct.Struct("<BHQ")
 _MOST_FDS = 250
-"""Beside one piece of a frame; Linux lets 253 pass at once."""
+"""Maximum number of descriptors per ``sendmsg``; the limit of Linux is 253."""
 
 _MOST_BYTES = 2**30
-"""Of a message without what is shared."""
+"""Maximum size of a message, shared memory excluded."""
 
 _PIECE = 256 * 2**10
-"""Bytes that are read at once."""
+"""Bytes per read."""
 
 _MSG_CMSG_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _CLOSED_HERE = "it was closed here"
@@ -46,11 +46,11 @@ _CLOSED_THERE = "the other side closed it or has ended"
 
 
 class ChannelClosed(ConnectionError):
-    """The other side is gone, or the channel was closed here; the message says which."""
+    """The peer is gone, or the channel was closed locally; the message says which."""
 
 
 class _Shipment:
-    """The large contents of one message: new ones, and segments that are passed on."""
+    """Large contents of one message: new ones, and forwarded segments."""
 
     def __init__(self) -> None:
         self.contents: list[NDArray[np.uint8]] = []
@@ -70,17 +70,17 @@ class _Shipment:
         return Reference(-1, content.nbytes, start)
 
     def files(self) -> list[Descriptor]:
-        """The descriptors of all segments.
+        """Return the descriptors of all segments.
 
         Raises:
-            OSError: a limit of the system is reached.
+            OSError: a system limit is reached.
         """
         new = [Segment.write(self.contents).file] if self.contents else []
         return [file for file in (*self.numbers, *new) if file is not None]
 
 
 class FrameReader:
-    """Puts frames, of at most ``max_bytes`` of content, together as they come in."""
+    """Assembles frames, of at most ``max_bytes`` of content, from what a socket receives."""
 
     def __init__(self, sock: socket.socket, max_bytes: int) -> None:
         self._sock, self._max_bytes = sock, max_bytes
@@ -88,7 +88,7 @@ class FrameReader:
         self._fds: deque[int] = deque()
 
     def receive(self) -> bool:
-        """Wait for more, and take it in; False at the end.
+        """Wait for more bytes and buffer them; return False at the end of the stream.
 
         Raises:
             OSError: the connection is broken, or descriptors could not be received.
@@ -109,7 +109,7 @@ class FrameReader:
         return bool(piece)
 
     def frames(self) -> Iterator[tuple[bytes, list[int]]]:
-        """Whole frames with descriptors, now the caller's; ``ValueError``: what came is none."""
+        """Yield complete frames with descriptors, now the caller's; ``ValueError``: malformed."""
         start = 0
         try:
             while len(self._buffer) - start >= _HEADER.size:
@@ -133,7 +133,7 @@ class FrameReader:
             del self._buffer[:start]
 
     def close(self) -> None:
-        """Close descriptors that came and were not taken."""
+        """Close received descriptors that were not consumed."""
         while self._fds:
             os.close(self._fds.popleft())
 
@@ -141,9 +141,9 @@ class FrameReader:
 class Channel:
     """One end of a connection; the other is in another process, or in this one.
 
-    No call waits for the peer: what its socket has no room for is sent by another thread as the
-    peer reads. So two peers that send much at once go on, and one that has stopped holds up no
-    sender.
+    No call waits for the peer: what does not fit into the socket buffer is sent by another thread
+    as the peer reads. So two peers that both send much do not deadlock, and a stopped peer blocks
+    no sender.
 
     ::
 
@@ -151,9 +151,9 @@ class Channel:
                                    └──── shared memory ────────┘
 
     Args:
-        sock: a connected stream socket of ``AF_UNIX``; the channel closes it.
-        kinds: the union of all that the peer sends.
-        name: of the peer, for messages and the thread.
+        sock: a connected ``AF_UNIX`` stream socket; the channel closes it.
+        kinds: union of the message types that the peer sends.
+        name: the peer's name, for error messages and the thread.
     """
 
     def __init__(self, sock: socket.socket, kinds: Any, name: str) -> None:
@@ -163,19 +163,19 @@ class Channel:
         self._arrived: list[Segment] = []
         self._decoder = Decoder(kinds, self._find)
         self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()  # over all below
+        self._changed = threading.Condition()  # guards everything below
         self._waiting: deque[tuple[memoryview, list[Descriptor]]] = deque()
         self._has_sender = False
         self._closed: str | None = None
 
     def start(self, on_message: Callable[[Any], object], on_end: Callable[[str], object]) -> None:
-        """Begin to receive, in a thread of its own; to be called once.
+        """Start receiving in a separate thread; call once.
 
         Args:
-            on_message: called with each message, in order, in that thread. What it raises ends the
-                channel.
-            on_end: called once, after the last message, with what ended the channel, in words that
-                go on after "the channel has ended: ".
+            on_message: called with each message, in order, in that thread. An exception from it
+                ends the channel.
+            on_end: called once, after the last message, with the reason for the end, phrased to
+                follow "the channel has ended: ".
         """
         if self._thread is not None:
             raise RuntimeError("a channel is started once")
@@ -186,13 +186,13 @@ class Channel:
         self._thread.start()
 
     def send(self, message: object) -> None:
-        """Send a message, whole and in the order of the calls, without waiting for the peer.
+        """Send a message atomically and in call order, without waiting for the peer.
 
-        Without shared memory for its tensors they go into the message itself.
+        If no shared memory is available for its tensors, they are sent inside the message.
 
         Raises:
             ChannelClosed: the peer is gone, or the channel is closed.
-            ValueError: it holds what messages do not know, or is too large; nothing is sent.
+            ValueError: the message cannot be encoded, or is too large; nothing is sent.
         """
         shipment = _Shipment()
         content = encode(message, shipment.share)
@@ -211,7 +211,7 @@ class Channel:
         with self._changed:
             self._check_open()
             num_files = len(files)
-            while len(files) > _MOST_FDS:  # beside frames of nothing
+            while len(files) > _MOST_FDS:  # attached to empty frames
                 nothing = memoryview(_HEADER.pack(PROTOCOL_VERSION, 0, 0))
                 self._waiting.append((nothing, files[:_MOST_FDS]))
                 files = files[_MOST_FDS:]
@@ -225,7 +225,7 @@ class Channel:
             self._check_open()
 
     def wait_until_sent(self, timeout_s: float) -> bool:
-        """Wait until the peer's socket has all that was sent; whether it has.
+        """Wait until the peer's socket has everything that was sent; return True if it has.
 
         Raises:
             ChannelClosed: the peer is gone, or the channel is closed.
@@ -238,9 +238,9 @@ class Channel:
             return done
 
     def close(self) -> None:
-        """End the channel: what waits is not sent.
+        """End the channel, dropping unsent messages.
 
-        Returns at once; the thread ends soon after. May be called again, and from any thread.
+        Returns immediately; the thread ends soon after. Idempotent, callable from any thread.
         """
         with self._changed:
             self._end(_CLOSED_HERE)
@@ -248,8 +248,8 @@ class Channel:
                 self._sock.close()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until the thread has ended and all descriptors are closed; whether that is so."""
-        # The garbage collector may close the channel's owner in this very thread.
+        """Wait until the thread has ended and all descriptors are closed; return True if so."""
+        # The garbage collector may close the channel's owner in the channel's own thread.
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()
@@ -259,27 +259,27 @@ class Channel:
             raise ChannelClosed(f"the channel to {self.name} has ended: {self._closed}")
 
     def _end(self, reason: str, *, receives: bool = False) -> None:
-        """Send no more, and as a rule receive no more; under the lock. May be called again."""
+        """Stop sending, and stop receiving unless ``receives``; needs the lock. Idempotent."""
         if self._closed is None:
             self._closed = reason
             if not receives:
                 with suppress(OSError):  # the peer has ended
-                    self._sock.shutdown(socket.SHUT_RDWR)  # which wakes both threads
+                    self._sock.shutdown(socket.SHUT_RDWR)  # wakes both threads
         self._waiting.clear()
         self._changed.notify_all()
 
     def _flush(self) -> None:
-        """Send what the socket has room for; under the lock."""
+        """Send what fits into the socket buffer; needs the lock."""
         try:
             while self._waiting:
                 self._note_sent(self._send_piece(*self._waiting[0], socket.MSG_DONTWAIT))
         except BlockingIOError:
             pass
-        except OSError:  # the peer reads no more; what it has sent is still to be received
+        except OSError:  # the peer stopped reading; what it sent can still be received
             self._end(_CLOSED_THERE, receives=True)
 
     def _send_rest(self) -> None:
-        """Send as the peer reads, until nothing waits."""
+        """Send as the peer reads, until the queue is empty."""
         while True:
             with self._changed:
                 if not self._waiting:
@@ -294,7 +294,7 @@ class Channel:
             with self._changed:
                 if not num_sent:
                     self._end(_CLOSED_THERE, receives=True)
-                elif self._waiting:  # it was not closed meanwhile
+                elif self._waiting:  # not closed in the meantime
                     self._note_sent(num_sent)
 
     def _send_piece(self, content: memoryview, files: Sequence[Descriptor], flags: int) -> int:
@@ -313,25 +313,25 @@ class Channel:
         reader = FrameReader(self._sock, _MOST_BYTES)
         try:
             reason = self._receive(reader, on_message)
-        except ConnectionError:  # it left without having read all
+        except ConnectionError:  # the peer left without reading everything
             reason = _CLOSED_THERE
         except (OSError, ValueError, MemoryError) as error:
             reason = str(error)
-        except Exception as error:  # of a handler of messages; the other side gets it
+        except Exception as error:  # of a message handler; the owner gets it through on_end
             _LOG.exception("a message of %s could not be handled", self.name)
             reason = f"a message could not be handled: {type(error).__name__}: {error}"
         with self._changed:
             if self._closed == _CLOSED_HERE:
                 reason = _CLOSED_HERE
             self._end(reason)
-            while self._has_sender:  # it has the socket
+            while self._has_sender:  # it uses the socket
                 self._changed.wait()
             self._sock.close()
         reader.close()
         on_end(reason)
 
     def _receive(self, reader: FrameReader, on_message: Callable[[Any], object]) -> str:
-        """Receive until the end; what ended it."""
+        """Receive until the end; return the reason for the end."""
         while reader.receive():
             for content, fds in reader.frames():
                 self._arrived = [Segment.received(fd) for fd in fds]
@@ -339,13 +339,13 @@ class Channel:
                 self._arrived = []
                 if message is not None:
                     on_message(message)
-                del message  # nothing is kept while the next one is waited for
+                del message  # hold no reference while waiting for the next one
                 if self._closed == _CLOSED_HERE:
                     return _CLOSED_HERE
         return _CLOSED_THERE
 
     def _find(self, reference: Reference) -> SharedBytes:
-        """What a reference stands for; see :data:`stages.remote.codec.Find`."""
+        """Resolve a reference; see :data:`stages.remote.codec.Find`."""
         if not -1 <= reference.number < len(self._arrived):
             raise ValueError(f"segment {reference.number} of {len(self._arrived)}")
         return SharedBytes(self._arrived[reference.number], reference.offset, reference.nbytes)

@@ -1,7 +1,7 @@
 """Encodes the messages between processes, and decodes them by the types of their fields.
 
-A message is a tagged ``msgspec`` struct; a new kind is one more type in the union that its decoder
-is made of. What msgspec does not know is an extension of MessagePack::
+A message is a tagged ``msgspec`` struct; a new kind is one more type in the decoder's union. Types
+that msgspec does not know are MessagePack extensions::
 
     code      content
     TENSOR    [dtype, shape, bytes or Reference]
@@ -10,8 +10,8 @@ is made of. What msgspec does not know is an extension of MessagePack::
     PATH      bytes
     SAMPLING  the fields of SamplingParams that were set
 
-What is large is given to the caller, who puts it into shared memory or an object store and says by
-which :class:`Reference` the other side finds it there.
+Large content is passed to the caller, who puts it into shared memory or an object store and returns
+the :class:`Reference` by which the other side finds it.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from engine.interface.structured_output import StructuredOutput
 from prefix_cache import KVCacheStats, OffloadStats
 from stages.remote.shared_memory import RemoteBytes, SharedTensor, SharedTensors
 
-# The hints of these two, which their module has for type checkers alone.
+# Type hints that their module imports for type checkers only, resolved by msgspec at run time.
 vars(stats).update(KVCacheStats=KVCacheStats, OffloadStats=OffloadStats)
 
 
 class Reference(msgspec.Struct, frozen=True, array_like=True):
-    """Where content is that is not in the message.
+    """Location of content outside of the message.
 
     Attributes:
-        number: of a segment of shared memory or an object beside the message.
-        offset: of the first byte in the segment.
+        number: index of a shared memory segment or object that accompanies the message.
+        offset: first byte in the segment.
     """
 
     number: int
@@ -55,15 +55,15 @@ class Reference(msgspec.Struct, frozen=True, array_like=True):
 
 
 INLINE_BYTES = 64 * 2**10
-"""Up to here a copy in the message is cheaper than memory or an object beside it."""
+"""Size up to which a copy in the message is cheaper than a separate segment or object."""
 
 
 Share: TypeAlias = "Callable[[NDArray[np.uint8] | Tensor | RemoteBytes], Reference | None]"
-"""Takes content, ``(n,)`` uint8, on whatever device, or what another process has placed; gives None
-for what is to travel in the message."""
+"""Accepts content, ``(n,)`` uint8, on any device, or bytes that another process has placed; returns
+None for content that is to be sent in the message."""
 
 Find: TypeAlias = "Callable[[Reference], RemoteBytes]"
-"""Raises ``ValueError`` for a reference to nothing."""
+"""Resolves a reference; raises ``ValueError`` if it refers to nothing."""
 
 _Bytes: TypeAlias = "NDArray[np.uint8] | RemoteBytes"
 _TENSOR, _ARRAY, _IMAGE, _PATH, _SAMPLING = range(1, 6)
@@ -88,19 +88,19 @@ class _UnsendableError(TypeError):
 
 
 def encode(message: object, share: Share | None = None) -> bytes:
-    """Encode a message. May be called in any thread.
+    """Encode a message. Thread-safe.
 
-    Tensors of any device and layout arrive dense, without gradients, with the same bits: on the
-    CPU, or where ``find`` of the other side has what ``share`` took. Images arrive as the upright
-    RGB that stages make of them.
+    Tensors of any device and strides arrive dense, without gradients, with the same bits: on the
+    CPU, or wherever the receiver's ``find`` has the content that ``share`` stored. Images arrive as
+    upright RGB, which is what stages convert them to.
 
     Args:
-        message: of structs, dataclasses, enumerations, numbers, text, bytes, paths, lists, tuples,
-            mappings, tensors, arrays of numbers, images of Pillow and ``SamplingParams``.
-        share: where large content goes; None leaves all in the message.
+        message: made of structs, dataclasses, enums, numbers, text, bytes, paths, lists, tuples,
+            mappings, tensors, numeric arrays, Pillow images and ``SamplingParams``.
+        share: stores large content; None keeps everything in the message.
 
     Raises:
-        ValueError: it holds what cannot be sent; says what, and in which field.
+        ValueError: part of it cannot be sent; the message names the value and its field.
         Exception: whatever ``share`` raises, such as ``MemoryError``.
     """
     try:
@@ -124,7 +124,7 @@ def _is_beyond_msgpack(value: object) -> bool:
 
 
 def _place_of(value: object, is_culprit: Callable[[object], bool]) -> str | None:
-    """The way to a part of a message, such as ``.prompt.messages[0]['content']``."""
+    """Return the path to a part of a message, such as ``.prompt.messages[0]['content']``."""
     if is_culprit(value):
         return ""
     for step, part in _parts(value):
@@ -146,7 +146,7 @@ def _parts(value: Any) -> Iterator[tuple[str, object]]:
 
 
 class _Writer:
-    """Encodes what msgspec does not know."""
+    """Encodes types that msgspec does not know."""
 
     def __init__(self, share: Share | None) -> None:
         self._share = share
@@ -167,7 +167,7 @@ class _Writer:
                 return value.item()
             case Path():
                 return msgspec.msgpack.Ext(_PATH, os.fsencode(value))
-            case SamplingParams():  # what was left to its defaults still is
+            case SamplingParams():  # fields left unset stay unset
                 given = {name: getattr(value, name) for name in value.model_fields_set}
                 content = msgspec.msgpack.encode(given, enc_hook=self.put)
                 return msgspec.msgpack.Ext(_SAMPLING, content)
@@ -185,14 +185,14 @@ class _Writer:
             reason = f"it is a tensor of {value.dtype}, {value.layout}, {value.device}"
             raise _UnsendableError(value, reason)
         dense = value.detach().resolve_conj().resolve_neg().contiguous()
-        # What has one element or none passes for contiguous with any stride.
+        # A tensor of at most one element counts as contiguous with any stride.
         flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
         return self._block(_TENSOR, _name(value.dtype), value.shape, flat)
 
     def _array(self, value: NDArray[Any]) -> Any:
         if value.dtype.kind not in "biufc":
             raise _UnsendableError(value, f"it is an array of {value.dtype}, and not of numbers")
-        # Not numpy.ascontiguousarray, which gives what has no dimensions one.
+        # Not numpy.ascontiguousarray, which turns 0-dimensional arrays into 1-dimensional ones.
         flat = np.asarray(value, order="C").reshape(-1).view(np.uint8)
         return self._block(_ARRAY, value.dtype.str, value.shape, flat)
 
@@ -203,7 +203,7 @@ class _Writer:
             value.load()
         except (OSError, SyntaxError) as error:
             raise _UnsendableError(value, f"an image that cannot be read: {error}") from error
-        # Stages refuse these, since they do not say what is white; so the stage shall say.
+        # These modes do not define white, so stages refuse them; let the stage report it.
         image = value if value.mode in ("I", "F") else upright_rgb(value)
         pixels = np.frombuffer(image.tobytes(), np.uint8)
         return self._block(_IMAGE, image.mode, image.size, pixels)
@@ -217,7 +217,7 @@ class _Writer:
 
 
 def plain_bytes(content: _Bytes | Tensor) -> NDArray[np.uint8]:
-    """Content as an array in this process's memory."""
+    """Return content as an array in this process's memory."""
     if isinstance(content, RemoteBytes):
         return content.array()
     return content.cpu().numpy() if isinstance(content, Tensor) else content
@@ -227,8 +227,8 @@ class Decoder:
     """Decodes messages, in one thread at a time.
 
     Args:
-        kinds: the type of a message, or the union of them.
-        find: what a reference stands for; None where nothing is shared.
+        kinds: the message type, or a union of types.
+        find: resolves references; None if nothing is shared.
     """
 
     def __init__(self, kinds: Any, find: Find | None = None) -> None:
@@ -240,11 +240,11 @@ class Decoder:
         """Decode a message.
 
         Returns:
-            The message. In it, ``Tensors`` that were shared are a ``SharedTensors``, and other
-            tensors and arrays that were shared are views of the shared memory.
+            The message. Shared ``Tensors`` in it are a ``SharedTensors``; other shared tensors and
+            arrays are views of the shared memory.
 
         Raises:
-            ValueError: it is no message of these types.
+            ValueError: the content is no message of these types.
         """
         try:
             return self._message.decode(content)
@@ -299,7 +299,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _hinted(hint: Any, value: Any) -> Any:
-    """The value of a field whose type msgspec does not know."""
+    """Convert the value of a field whose type msgspec does not know."""
     if hint is hints.Tensors:
         is_shared = any(isinstance(each, SharedTensor) for each in value.values())
         return SharedTensors(value) if is_shared else value
@@ -311,13 +311,13 @@ _PROMPTS: Mapping[tuple[str, ...], type] = {
     for kind in vars(prompts).values()
     if isinstance(kind, type) and dataclasses.is_dataclass(kind)
 }
-"""All of them by the names of their fields, which tell one prompt from another."""
+"""Prompt classes by their field names, which are unique per class."""
 
 
 def _prompt(value: Any) -> Any:
-    """A prompt, or a part of one, which may be of wrong types.
+    """Convert a prompt, or a part of one, whose types may be wrong.
 
-    Its engine then refuses it, in the words that it has for prompts of its own process.
+    The engine then refuses it with the same message as a prompt from its own process.
     """
     match value:
         case SharedTensor():
@@ -334,6 +334,6 @@ def _prompt(value: Any) -> Any:
 def _prompt_field(name: str, value: Any) -> Any:
     if name == "multi_modal_data" and isinstance(value, dict):
         return {modality: _prompt(items) for modality, items in value.items()}
-    if name == "messages" and isinstance(value, list):  # of mappings that are no prompts
+    if name == "messages" and isinstance(value, list):  # plain mappings, not prompts
         return tuple(value)
     return _prompt(value)

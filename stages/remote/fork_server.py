@@ -1,18 +1,18 @@
-"""Starts processes that run a function, forked from a server that has imported what they need.
+"""Starts processes that run a function, forked from a server with preloaded imports.
 
-To fork takes milliseconds where to import takes seconds, and workers share the memory of what was
-imported. That is safe as long as the server has one thread, and nothing yet that does not survive a
-fork: no pool of threads, no CUDA. ::
+Forking takes milliseconds where importing takes seconds, and workers share the memory of the
+imported modules. That is safe as long as the server has one thread and no state that does not
+survive a fork: no thread pool, no CUDA. ::
 
     this process                    fork server              worker
     start_worker ── descriptors ──► fork ──────────────────► target(socket, argument)
-         │                                 ▲ order, in a file without a name
-         └◄── status pipe: pid, then the status of its end ──┘
+         │                                 ▲ order, in an unnamed file
+         └◄── status pipe: pid, then the exit status ────────┘
 
-If one of the three dies, those to its right die with it, stopped ones too: Linux kills them, and
-elsewhere the end of a socket tells them. The fork server of ``multiprocessing`` does not do that:
-its workers keep it alive, so both outlive a parent that is killed. It also runs the main script
-again in every worker.
+If one of the three dies, those to its right die with it, even if stopped: Linux kills them, and
+elsewhere they notice the end of a socket. The fork server of ``multiprocessing`` does not do that:
+its workers keep it alive, so both outlive a killed parent. It also runs the main script again in
+every worker.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from engine.interface.log_fields import package_logger
 
 _LOG = package_logger(__name__)
 _STARTS_WITHIN_S = 300.0
-"""A server that takes longer hangs. Its first answer waits for imports, on a busy machine."""
+"""Timeout of a fork. The first one waits for the server's imports, maybe on a busy machine."""
 
 _ENDS_WITHIN_S = 10.0
 _REPORTED_WITHIN_S = 10.0
-"""The end of a killed worker: by the server, which may hang."""
+"""Timeout of the server's report that a killed worker has ended; the server may hang."""
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -71,7 +71,7 @@ _NUM_FDS = 5
 
 
 class _Order(msgspec.Struct, frozen=True):
-    """The process that a worker becomes; see :func:`start_worker`."""
+    """Description of a worker's process; see :func:`start_worker`."""
 
     target: str
     argument: bytes
@@ -83,39 +83,39 @@ class _Order(msgspec.Struct, frozen=True):
 
 
 class _ServerGone(RuntimeError):
-    """The fork server has ended; the message says why."""
+    """The fork server has ended; the message is the reason."""
 
 
 class _Server:
-    """A fork server of this process, and the thread that has started it and waits for its end.
+    """A fork server of this process, and the thread that starts it and waits for its end.
 
-    Linux kills a child when the *thread* that has started it ends, so the thread must stay.
+    Linux kills a child when the *thread* that started it ends, so the thread must stay alive.
     """
 
     def __init__(self) -> None:
         self._sock, self._theirs = socket.socketpair()
-        self._lock = threading.Lock()  # over writes to the socket
+        self._lock = threading.Lock()  # guards writes to the socket
         self._process: subprocess.Popen[bytes] | None = None
-        self.end: str | None = None  # why it has ended, in words that go on after a worker's name
+        self.end: str | None = None  # reason for its end, phrased to follow a worker's name
         self._is_started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fork server", daemon=True)
         self._thread.start()
 
     def wait_for_end(self) -> str:
-        """Wait until it has ended; why."""
+        """Wait until the server has ended; return the reason."""
         self._thread.join()
         assert self.end is not None, "its thread has ended"
         return self.end
 
     def fork(self, fds: Sequence[int]) -> None:
-        """Have a worker forked.
+        """Request the fork of a worker.
 
         Args:
-            fds: its socket, stdout, stderr, order and the writing end of its status pipe; they stay
-                the caller's.
+            fds: its socket, stdout, stderr, order and the write end of its status pipe; the caller
+                keeps ownership.
 
         Raises:
-            _ServerGone: there is no server to fork it.
+            _ServerGone: the server has ended.
         """
         self._is_started.wait()
         try:
@@ -125,9 +125,9 @@ class _Server:
             raise _ServerGone(self.wait_for_end()) from error
 
     def stop(self) -> None:
-        """End it, and with it all of its workers."""
+        """End the server and all of its workers."""
         self._is_started.wait()
-        with suppress(OSError):  # it has ended by itself
+        with suppress(OSError):  # it has already ended
             self._sock.shutdown(socket.SHUT_RDWR)
         self._thread.join(_ENDS_WITHIN_S)
         if self._process is not None and self._thread.is_alive():
@@ -139,7 +139,7 @@ class _Server:
         arguments = [json.dumps(import_path()), str(fd), str(os.getpid()), *_PRELOADED]
         program = [sys.executable, "-P", "-c", _PROGRAM, *arguments]
         environment = {**os.environ, **dict.fromkeys(_ONE_THREAD, "1")}
-        # Asked in the usual way whether there is CUDA, the driver begins what no fork survives.
+        # The default check for CUDA initializes the driver, which does not survive a fork.
         environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         try:
             self._process = subprocess.Popen(
@@ -163,16 +163,16 @@ class WorkerProcess:
     """A process that was started by :func:`start_worker`.
 
     Attributes:
-        pid: its process id. It may be another process's once this one has ended.
-        sock: connected to the socket that its function got; it is the holder's to close.
+        pid: its process id, which the system may reuse once this process has ended.
+        sock: connected to the socket that its function got; the holder must close it.
     """
 
     def __init__(self, name: str, sock: socket.socket, server: _Server, status_fd: int) -> None:
         self.name, self.sock = name, sock
         self._server = server
         self._status_fd = status_fd
-        self._reading = threading.Lock()  # over the status pipe
-        self._lock = threading.Lock()  # over both below
+        self._reading = threading.Lock()  # guards the status pipe
+        self._lock = threading.Lock()  # guards the two fields below
         self.exit_reason: str | None = None
         self._process_fd: int | None = None
         try:
@@ -180,14 +180,14 @@ class WorkerProcess:
         except BaseException:
             os.close(status_fd)
             raise
-        with suppress(AttributeError, OSError):  # it has ended, or there is no such thing here
+        with suppress(AttributeError, OSError):  # no pidfd on this system, or it has ended
             self._process_fd = os.pidfd_open(self.pid)
 
     def __repr__(self) -> str:
         return f"WorkerProcess({self.name!r}, pid {self.pid}, {self.exit_reason or 'running'})"
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it has ended; whether it has."""
+        """Wait until the process has ended; return True if it has."""
         end_s = time.monotonic() + timeout_s
         if not self._reading.acquire(timeout=timeout_s):
             return self.exit_reason is not None
@@ -202,11 +202,11 @@ class WorkerProcess:
         return self.exit_reason is not None
 
     def kill(self) -> None:
-        """End it at once. Nothing happens if it has ended."""
+        """Kill the process immediately. Does nothing if it has ended."""
         self._signal(signal.SIGKILL)
 
     def terminate(self, grace_s: float) -> None:
-        """Ask it to end, and kill it if it has not ended in time; back when it is gone."""
+        """Send SIGTERM, then SIGKILL after the grace period; return when the process is gone."""
         self._signal(signal.SIGTERM)
         if not self.wait(grace_s):
             self.kill()
@@ -246,7 +246,7 @@ _server_lock = threading.Lock()
 
 
 def _running_server() -> _Server:
-    """The server of this process; a new one if there is none that lives, as far as is known."""
+    """Return the server of this process; start a new one if none is known to be alive."""
     global _server
     with _server_lock:
         if _server is None or _server.end is not None:
@@ -255,14 +255,14 @@ def _running_server() -> _Server:
 
 
 def shut_down() -> None:
-    """End all workers of this process, and their fork server. Another may start."""
+    """End all workers of this process and their fork server; a new server may be started later."""
     with _server_lock:
         if _server is not None:
             _server.stop()
 
 
 def _forget() -> None:
-    """A fork of this process has neither the thread nor the right to its server."""
+    """Drop the server in a fork of this process, which neither has its thread nor owns it."""
     global _server, _server_lock
     _server, _server_lock = None, threading.Lock()
 
@@ -272,17 +272,17 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def start_worker(target: str, argument: bytes, *, threads: int, name: str) -> WorkerProcess:
-    """Start a process that calls a function, in this process's surroundings as they are now.
+    """Start a process that calls a function, in a copy of this process's current surroundings.
 
-    It has this process's environment, working directory, ``sys.path``, stdout and stderr, no stdin,
-    no other descriptor and no other module than what engines need; the main script is not run in
-    it. SIGINT does nothing to it. It ends when the function returns or raises, and when this
-    process ends in whatever way.
+    It gets this process's environment, working directory, ``sys.path``, stdout and stderr, but no
+    stdin, no other descriptors and only the modules that engines need; the main script is not run
+    in it. It ignores SIGINT. It ends when the function returns or raises, and when this process
+    ends for any reason.
 
     Args:
         target: ``"package.module:function"``, called as ``function(sock, argument)`` with its end
-            of :attr:`WorkerProcess.sock`, a socket of ``AF_UNIX``.
-        threads: of torch.
+            of :attr:`WorkerProcess.sock`, an ``AF_UNIX`` socket.
+        threads: number of torch threads.
 
     Raises:
         RuntimeError: no process can be started.
@@ -299,7 +299,7 @@ def start_worker(target: str, argument: bytes, *, threads: int, name: str) -> Wo
     content = msgspec.msgpack.encode(order)
     try:
         return _fork(_running_server(), name, content)
-    except _ServerGone:  # it had ended unnoticed; a new one is started, once
+    except _ServerGone:  # it had ended unnoticed; start a new one, once
         return _fork(_running_server(), name, content)
 
 
@@ -328,15 +328,15 @@ def _fork(server: _Server, name: str, order: bytes) -> WorkerProcess:
 
 
 def _unnamed_file() -> IO[bytes]:
-    """In memory, where there is such a thing: the environment may hold secrets."""
+    """Open an unnamed file, in memory if possible: the environment may hold secrets."""
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("omni-order"), "w+b")
     return tempfile.TemporaryFile()
 
 
 def import_path() -> list[str]:
-    """Where this process finds modules."""
-    entries: list[object] = [*sys.path]  # Python passes over what is no str
+    """Return the directories in which this process finds modules."""
+    entries: list[object] = [*sys.path]  # Python ignores entries that are no str
     return [entry for entry in entries if isinstance(entry, str)]
 
 
@@ -362,7 +362,7 @@ def _is_ready(fd: int, timeout_s: float) -> bool:
 
 
 def _exit_reason(status: int) -> str:
-    """Why a process ended, from what ``os.waitpid`` reports: ``"was killed by SIGKILL"``."""
+    """Describe a status from ``os.waitpid``, for example ``"was killed by SIGKILL"``."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"ended with exit status {code}"
@@ -372,24 +372,24 @@ def _exit_reason(status: int) -> str:
         return f"was killed by signal {-code}"
 
 
-# What follows runs in the fork server and its workers.
+# The code below runs in the fork server and its workers.
 
 _SET_PARENT_DEATH_SIGNAL = 1
 _SET_NAME = 15
 _SOCKET, _ORDER = 3, 4
-"""The descriptors that a worker has beside its standard ones."""
+"""Descriptors of a worker in addition to the standard ones."""
 
 
 def main(control_fd: int, parent: int, preloaded: Sequence[str]) -> NoReturn:
-    """Fork workers on request of the parent over a socket, until it is gone."""
+    """Fork workers when the parent requests it over a socket, until the parent is gone."""
     _die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at Ctrl-C the parent decides what becomes of us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C for all
     control = socket.socket(fileno=control_fd)
     for name in preloaded:
-        with suppress(Exception):  # what fails here fails again in the worker, which reports it
+        with suppress(Exception):  # it fails again in the worker, which reports it
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # the collector need not write to what is shared
+    gc.freeze()  # keeps the collector from writing to shared pages
     status_fds: dict[int, int] = {}  # by process id
     try:
         _serve(control, status_fds)
@@ -402,10 +402,10 @@ def main(control_fd: int, parent: int, preloaded: Sequence[str]) -> NoReturn:
 
 
 def _die_with(parent: int) -> None:
-    """Be killed as soon as the parent is, stopped or not."""
+    """Have this process killed when its parent ends, even if this process is stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
-    if os.getppid() != parent:  # it was gone before
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
@@ -441,7 +441,7 @@ def _reap(status_fds: dict[int, int]) -> None:
 
 
 def _report(status_fd: int, number: int) -> None:
-    with suppress(BrokenPipeError):  # its reader has gone
+    with suppress(BrokenPipeError):  # the reader is gone
         os.write(status_fd, _STATUS.pack(number))
 
 
@@ -455,7 +455,7 @@ def _start(control: socket.socket, fds: Sequence[int], status_fds: dict[int, int
         os.close(status_fd)
     else:
         if not pid:
-            control.detach()  # closed with all other descriptors, and not again with the object
+            control.detach()  # closed with all other descriptors, so not by its finalizer
             _be_worker(of_worker, server)
         status_fds[pid] = status_fd
         _report(status_fd, pid)
@@ -484,7 +484,7 @@ def _be_worker(fds: Sequence[int], server: int) -> NoReturn:
     except BaseException:  # nothing above this call could handle it
         traceback.print_exc()
     finally:
-        # What the server has imported may have left things to do at exit, which are not ours.
+        # os._exit skips the exit handlers that the server's imports may have registered.
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -492,10 +492,10 @@ def _be_worker(fds: Sequence[int], server: int) -> NoReturn:
 
 
 def _leave_all_behind(fds: Sequence[int]) -> None:
-    """Keep of the server's descriptors and signals only what is the worker's own."""
+    """Drop the server's descriptors and signal handlers, except those meant for the worker."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Out of the way of those that are set now: a descriptor may have come as any number.
+    # Duplicate to high numbers first: a received descriptor may have any of the target numbers.
     sock, out, err, order = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in fds)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, fd in enumerate((nothing, out, err, sock, order)):
@@ -505,7 +505,7 @@ def _leave_all_behind(fds: Sequence[int]) -> None:
 
 
 def _look_like(order: _Order) -> None:
-    """Take over the parent's surroundings as they were when it asked for this worker."""
+    """Adopt the parent's environment, directory and import path as of its order."""
     import numpy as np
     import torch
 

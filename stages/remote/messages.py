@@ -1,4 +1,4 @@
-"""Messages between a worker in another process and its link, around commands and events."""
+"""Messages between a worker in another process and its link, which wrap commands and events."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from stages.worker.messages import Command, Event, StreamedEdge
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """All that a worker needs to build one of its stages; all of it is found by name.
+    """Everything that a worker needs to build one of its stages; code is referenced by name.
 
     Attributes:
-        config: its ``StageConfig`` as JSON, with models where they are.
-        kind: import name of the config's class, whose import makes the kind known.
-        transform: import name of what makes its prompts; None for a root.
-        edges: the streamed edges that leave it.
-        is_shown: whether its user gets tensors or sound of it.
+        config: its ``StageConfig`` as JSON, with the resolved paths of models.
+        kind: import name of the config's class, whose import registers the kind.
+        transform: import name of the function that makes its prompts; None for a root.
+        edges: outgoing streamed edges.
+        is_shown: true if the user gets its tensors or audio.
     """
 
     name: str
@@ -42,11 +42,11 @@ class WorkerSpec:
     """A worker, which runs one stage, or several by turns.
 
     Attributes:
-        name: of the worker; of its stage, if it has one.
-        stages: what it builds, each after all that feed it.
-        threads: CPU threads that it computes with.
-        log_level: of ``logging``, below which it reports nothing of what it logs.
-        tensor_transport: by which it hands on tensors directly, in Ray's words; None for none.
+        name: name of the worker; that of its stage, if it has only one.
+        stages: its stages, each after all stages that feed it.
+        threads: number of CPU threads for computation.
+        log_level: ``logging`` level below which log records are not forwarded.
+        tensor_transport: Ray's name of the transport for direct tensor transfers; None for none.
     """
 
     name: str
@@ -60,18 +60,18 @@ class WorkerSpec:
 
     @property
     def label(self) -> str:
-        """The name of its process and its threads."""
+        """Name of its process and its threads."""
         return self.name if self.num_replicas == 1 else f"{self.name}[{self.replica}]"
 
     @property
     def called(self) -> str:
-        """Its name in messages."""
+        """Its name in error messages."""
         return f"{'stage' if len(self.stages) == 1 else 'worker'} {self.label!r}"
 
 
 @dataclass(frozen=True, slots=True)
 class StageFacts:
-    """The properties of a stage that is built; see ``Stage``."""
+    """Properties of a built stage; see ``Stage``."""
 
     hidden_size: int | None
     dtype: str | None
@@ -87,25 +87,25 @@ class StageFacts:
 
 
 class Built(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The worker's stages are built, and it takes commands."""
+    """The worker's stages are built, and it accepts commands."""
 
     facts: Mapping[str, StageFacts]
 
 
 class NotBuilt(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A stage cannot be built; the error has its name. The worker ends."""
+    """A stage cannot be built; the error contains its name. The worker ends."""
 
     error: str
 
 
 class GaveUp(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A stage can be used no more; the worker ends, and reports nothing of what it had."""
+    """A stage is unusable; the worker ends, without reporting about its remaining requests."""
 
     reason: str
 
 
 class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Call a method of a stage, or of all; see :func:`~stages.remote.worker.answer_call`."""
+    """Method call on one stage, or on all; see :func:`~stages.remote.worker.answer_call`."""
 
     number: int
     stage: str | None
@@ -114,12 +114,12 @@ class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Returned(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to the call of a number.
+    """Result of the call with the same number.
 
     Attributes:
-        stats: counters of each stage, if these were asked for.
-        error_place: of a :class:`~engine.interface.placed_error.PlacedError`, which is one of
-            type ``ValueError`` here.
+        stats: counters of each stage, if requested.
+        error_place: the place of a :class:`~engine.interface.placed_error.PlacedError`, whose
+            ``error_type`` is ``ValueError``.
     """
 
     number: int
@@ -130,23 +130,22 @@ class Returned(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Commands(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Commands to one stage, which arrive together."""
+    """Commands to one stage that arrive together."""
 
     stage: str
     commands: tuple[Command, ...]
 
 
 class Events(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What happened in one turn of a worker, by stage, with the counters of stages that are done
-    with a request: should the worker die, its work has been counted. One without events is a sign
-    of life."""
+    """Events of one turn of a worker, by stage, with the counters of stages that finished a
+    request, so that its work is counted even if the worker dies. Empty events are a heartbeat."""
 
     events: Mapping[str, tuple[Event | Traced, ...]]
     stats: Mapping[str, StageStats] = {}
 
 
 class Idle(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Nothing moves any more, with the first ``num_commands`` done."""
+    """The worker makes no progress, after executing the first ``num_commands`` commands."""
 
     num_commands: int
 

@@ -1,7 +1,7 @@
 """A stage whose workers run in other processes and may die, and the link to it.
 
-Of several replicas a request goes to the one that most likely holds its prefix. A request keeps
-what it takes to run again in another worker, its seed included.
+Among several replicas, a request goes to the one that most likely has its prefix cached. Each
+request keeps everything needed to run again in another worker, including its seed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     import torch
 
 MOST_AHEAD = 4
-"""Requests that a replica may have more than the least loaded one, for the sake of its cache."""
+"""Maximum excess of requests over the least loaded replica that is accepted for a prefix hit."""
 
 _PIECE_BYTES = 64
 _MOST_PIECES = 512
@@ -64,15 +64,15 @@ _MOST_KNOWN = 2**16
 
 
 class PrefixRouter:
-    """Remembers which replica has seen which beginnings of prompts. ::
+    """Remembers which replica has seen which prompt prefixes. ::
 
         prompt    | piece | piece | piece | piece |        hash 1 covers piece 1, hash 2 pieces 1-2
         replica       0       0       1                    goes to 1, if 1 is not overloaded
 
-    A choice never changes what comes out, only how much of it is computed again. The replica with
-    the longest known prefix gets the request, unless it has more than :data:`MOST_AHEAD` requests
-    more than the one that has the fewest, which then gets it. Nothing known: the one with the
-    fewest, by turns among equals.
+    The choice never affects the output, only how much is recomputed. The replica with the longest
+    known prefix gets the request, unless it has over :data:`MOST_AHEAD` requests more than the
+    least loaded one. Without a known prefix the least loaded replica gets it, round-robin among
+    equals.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class PrefixRouter:
         self._turn = 0
 
     def choose(self, enter: Enter, loads: Mapping[int, int]) -> int:
-        """Choose one of the replicas whose numbers of requests are given, and remember it."""
+        """Choose a replica, given the number of requests of each, and remember the choice."""
         if len(loads) == 1:
             return next(iter(loads))
         hashes = _prefix_hashes(enter)
@@ -99,13 +99,13 @@ class PrefixRouter:
         return chosen
 
     def forget(self, replica: int) -> None:
-        """A replica has lost what it held."""
+        """Forget the prefixes of a replica that has lost its cache."""
         for each in [each for each, holder in self._known.items() if holder == replica]:
             del self._known[each]
 
 
 def _prefix_hashes(enter: Enter) -> list[bytes]:
-    """A hash for every beginning of a prompt, shortest first; none of one that has no text."""
+    """Hash every prefix of a prompt, shortest first; no hashes if it has no text."""
     content = _content(enter.prompt)
     # Requests with different salts share nothing.
     chain = blake2b((enter.cache_salt or "").encode(), digest_size=16)
@@ -134,24 +134,24 @@ def _content(prompt: object) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One request in a stage, through all the workers that run it one after another. ::
+    """One request in a stage, across all the workers that successively run it. ::
 
         first run    a b c d ✗            the worker died; a b c were emitted, c in a chunk
-        second run           a b c | d e  what was emitted is dropped, chunks go on after c
+        second run           a b c | d e  repeated outputs are dropped, chunks continue after c
 
-    A second run emits the same, since that depends on prompt, parameters and seed alone.
+    A second run emits the same, since the output depends only on prompt, parameters and seed.
 
     Attributes:
-        enter: as the orchestrator sent it.
-        ticket: of the present run, for the worker.
-        emitted: what the orchestrator has got of it, but for its sound.
-        places: by consumer, how far its streamed edges have come.
-        num_samples: of the sound that the orchestrator has got.
-        again: what the present run has emitted, as long as that is nothing new; None if it is.
-        num_took: chunks that the orchestrator knows to be taken.
-        num_taken_again: chunks that the present run has taken.
-        num_runs: that were begun.
-        replica: which worker has it, or gets it when it is up.
+        enter: the command from the orchestrator.
+        ticket: the worker's ticket of the current run.
+        emitted: output that was passed to the orchestrator, without its audio.
+        places: progress of its streamed edges, by consumer.
+        num_samples: audio samples that were passed to the orchestrator.
+        again: output of the current run while it only repeats earlier output; else None.
+        num_took: consumed chunks that were reported to the orchestrator.
+        num_taken_again: chunks that the current run has consumed.
+        num_runs: number of runs that were started.
+        replica: the worker that has it, or gets it once it is up.
     """
 
     enter: Enter
@@ -168,7 +168,7 @@ class Attempt:
     is_sent: bool = False
 
     def begin_again(self, ticket: int) -> None:
-        """Another run begins, in a worker that knows nothing of it."""
+        """Start another run, in a worker without state of this request."""
         self.ticket = ticket
         self.again = OutputAccumulator(self.enter.request_id, self.emitted.stage)
         self.num_taken_again = 0
@@ -176,11 +176,11 @@ class Attempt:
         self.is_sent = False
 
     def entry(self) -> Enter:
-        """What the present run begins by."""
+        """Return the command that starts the current run."""
         return msgspec.structs.replace(self.enter, ticket=self.ticket, streams=dict(self.places))
 
     def take(self) -> bool:
-        """The present run has taken a chunk; whether that is new."""
+        """Count a chunk that the current run has consumed; return True if no run did before."""
         self.num_taken_again += 1
         if self.num_taken_again <= self.num_took:
             return False
@@ -188,10 +188,10 @@ class Attempt:
         return True
 
     def new_in(self, event: Output) -> Output | None:
-        """What is new in an output of the present run; None if nothing is.
+        """Return the new part of an output of the current run; None if nothing is new.
 
         Raises:
-            ValueError: it is not what the run before had emitted.
+            ValueError: it contradicts what the previous run emitted.
         """
         for chunk in event.chunks:
             num_tokens, num_rows = len(chunk.output.token_ids), _num_rows(chunk.output.tensors)
@@ -209,7 +209,7 @@ class Attempt:
         return Output(self.enter.ticket, delta, event.chunks)
 
     def _new_of_rerun(self, again: OutputAccumulator, delta: OutputDelta) -> OutputDelta | None:
-        """What is new in a run that begins by emitting again what the one before had emitted."""
+        """Return the new part of a delta of a run that repeats what the previous run emitted."""
         if delta.failure is not None:
             return replace(delta, text=None, token_ids=(), logprobs=None, others=(), audio=None)
         again.add(delta)
@@ -224,14 +224,14 @@ class Attempt:
 
 
 def _lengths(output: StageOutput) -> list[int]:
-    """How many tokens each completion has, and how much text."""
+    """Return the text length of each completion, then the number of tokens of each."""
     texts = [output.text or "", *(each.text for each in output.completions[1:])]
     ids = [output.token_ids, *(each.token_ids for each in output.completions[1:])]
     return [*map(len, texts), *map(len, ids)]
 
 
 def _num_rows(tensors: Mapping[str, object]) -> int:
-    """Rows of the longest tensor, none of which is mapped for it."""
+    """Return the number of rows of the longest tensor, without mapping any."""
     entries = tensors.entries if isinstance(tensors, SharedTensors) else tensors
     shapes = [entry.shape for entry in entries.values()]  # type: ignore[attr-defined]
     return max((shape[0] for shape in shapes), default=0)
@@ -241,16 +241,16 @@ _logger = logging.getLogger(f"omni.{__name__}")
 
 
 class RemoteLink(StageLink):
-    """Sends commands to a stage's workers, and hides from the orchestrator that they die.
+    """Sends commands to a stage's workers, and hides their deaths from the orchestrator.
 
     What a request needs to run again is kept until the stage is done with it. A worker that ends
-    is started again; the requests that it had run again there, or in another replica, from what
-    they came with, at most ``max_retries`` times. So do those that the stage itself ended with an
+    is restarted; its requests run again there, or in another replica, from their original inputs,
+    at most ``max_retries`` times. The same holds for requests that the stage itself ended with an
     error. Nothing is emitted twice.
 
     Args:
-        edges: the streamed edges that leave the stage.
-        max_retries: how often a request is run again.
+        edges: outgoing streamed edges of the stage.
+        max_retries: maximum number of retries of a request.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class RemoteLink(StageLink):
         self._tickets = count()
         self._events: list[Event] = []
         self._traces: list[Traced] = []
-        # The stage is built by the time that a link is made.
+        # The stage is built before its link is created.
         self._is_up = [True] * len(self._lives)
         self._outboxes: list[list[Command]] = [[] for _ in self._lives]
         self._idle_at = [-1] * len(self._lives)
@@ -287,20 +287,20 @@ class RemoteLink(StageLink):
 
     @property
     def has_requests(self) -> bool:
-        """Whether any worker has a request, or gets one when it is up."""
+        """True if any worker has a request, or gets one when it is up."""
         return bool(self._attempts)
 
     @property
     def has_work(self) -> bool:
-        """Whether any worker has said something."""
+        """True if there are events, or unread messages of any worker."""
         return bool(self._events) or any([port.inbox for port in self._ports])
 
     def check_idle(self) -> bool:
-        """Whether every worker has said that nothing moves, with all that was sent to it."""
+        """Return True if every worker is idle after executing all commands sent to it."""
         if self._has_moved or self._events:
             self._has_moved = False
             return False
-        # A worker's other stages have had commands, too.
+        # num_commands includes the commands to a worker's other stages.
         busy = {attempt.replica for attempt in self._attempts.values()}
         return all(self._idle_at[each] == self._lives[each].num_commands for each in busy)
 
@@ -348,7 +348,7 @@ class RemoteLink(StageLink):
                 self._hear(replica, message)
 
     def _enter(self, enter: Enter) -> None:
-        self._listen()  # a worker may have come back since events were last asked for
+        self._listen()  # a worker may have come back since events() was last called
         places = {edge.consumer: StreamPlace() for edge in self._edges} | dict(enter.streams)
         emitted = OutputAccumulator(enter.request_id, self._name)
         attempt = Attempt(enter, next(self._tickets), emitted, places=places)
@@ -356,7 +356,7 @@ class RemoteLink(StageLink):
         self._place(attempt)
 
     def _place(self, attempt: Attempt) -> None:
-        """Choose a replica for a run that begins, and hand it over if that is up."""
+        """Choose a replica for a new run, and send it there if that is up."""
         loads = {each: 0 for each in range(len(self._lives)) if each not in self._hopeless}
         if not loads:
             self._fail(attempt, next(iter(self._hopeless.values())))
@@ -369,7 +369,7 @@ class RemoteLink(StageLink):
         self._hand_over(attempt, attempt.entry(), *attempt.extends)
 
     def _hand_over(self, attempt: Attempt, *commands: Command) -> None:
-        """Send what concerns a request to its worker; if none is up, it gets all of it later."""
+        """Queue commands about a request for its worker; ``Built`` resends all to one not up."""
         if self._is_up[attempt.replica]:
             self._outboxes[attempt.replica] += commands
 
@@ -387,9 +387,9 @@ class RemoteLink(StageLink):
                 if isinstance(command, Enter) and command.request_id in self._attempts:
                     self._attempts[command.request_id].is_sent = True
         except ConnectionError:
-            return  # they are sent to the next one
+            return  # they are sent to the next worker
         except (ValueError, MemoryError) as error:
-            if len(commands) > 1:  # one of them cannot be sent; the others can
+            if len(commands) > 1:  # one of them cannot be sent; the others may be
                 for command in commands:
                     self._dispatch(replica, (command,))
                 return
@@ -448,7 +448,7 @@ class RemoteLink(StageLink):
     def _take_output(self, attempt: Attempt, event: Output) -> None:
         delta = event.delta
         if delta is not None and delta.error is not None and attempt.num_runs <= self._max_retries:
-            # It was interrupted, perhaps; what is wrong with the request itself comes out again.
+            # It may have been interrupted; an error of the request itself occurs again.
             self._run_again(attempt)
             return
         try:
@@ -466,7 +466,7 @@ class RemoteLink(StageLink):
             self._events.append(new)
 
     def _worker_ended(self, replica: int, ended: WorkerState) -> None:
-        """A worker has ended: run again what it had."""
+        """Handle the end of a worker: run its requests again."""
         self._is_up[replica] = False
         self._trace("worker ended", replica, reason=str(ended.last_end))
         self._outboxes[replica] = []
@@ -501,7 +501,7 @@ class RemoteLink(StageLink):
     def _trace(
         self, name: str, replica: int, request_id: str | None = None, **args: int | str
     ) -> None:
-        """Tell a trace, if there is one, what no worker can."""
+        """Record an event that no worker can record, if the run is traced."""
         if self._lives[replica].spec.is_traced:
             now_s = time.monotonic()
             event = StageEvent(name, now_s, None, request_id, args)
@@ -524,16 +524,16 @@ _ANSWER_S = 0.2
 
 
 def _fact(name: str) -> Any:
-    """A property of a stage, as its workers have described it."""
+    """Return a property that reads a field of the stage's ``StageFacts``."""
     return property(lambda stage: getattr(stage._facts, name))
 
 
 class RemoteStage(Stage):
-    """Answers for a stage what is asked between requests; its workers do the rest.
+    """Local representative of a stage whose workers run in other processes.
 
     Args:
-        workers: one for each replica; they are up.
-        max_retries: how often a request is run again that was in a worker when this died.
+        workers: one per replica; they are up.
+        max_retries: maximum number of retries of a request whose worker died.
     """
 
     def __init__(
@@ -560,13 +560,13 @@ class RemoteStage(Stage):
         self._checked: set[str] = set()
 
     def worker_states(self) -> tuple[WorkerState, ...]:
-        """How its workers are doing, by replica; waits for none of them."""
+        """Return the states of its workers, by replica, without waiting for them."""
         return tuple(worker.state for worker in self.workers)
 
     @property
     def dtype(self) -> torch.dtype | None:
         """See :class:`~stages.stage.Stage`."""
-        import torch  # only here: a link needs none of it
+        import torch  # imported here only: a link does not need it
 
         return None if self._facts.dtype is None else getattr(torch, self._facts.dtype)
 
@@ -578,13 +578,13 @@ class RemoteStage(Stage):
     gives_chunks = _fact("gives_chunks")
 
     def describe(self) -> Mapping[str, Any]:
-        """What a worker resolved and reserved."""
+        """Return what a worker resolved and reserved."""
         return dict(self._facts.description)
 
     def check_sampling(self, params: SamplingParams) -> None:
-        """See :class:`~stages.stage.Stage`; what was asked before is not asked again.
+        """See :class:`~stages.stage.Stage`; parameters that passed are cached.
 
-        A worker that does not answer at once is not waited for: it refuses the request itself.
+        If the worker does not answer promptly, the check is left to it: it refuses the request.
         """
         key = params.model_dump_json(exclude={"seed"})
         if key in self._checked:
@@ -599,7 +599,7 @@ class RemoteStage(Stage):
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether its workers have requests."""
+        """True if its workers have requests."""
         return self.link.has_requests
 
     @property
@@ -625,27 +625,27 @@ class RemoteStage(Stage):
             worker.call_when_up(self.name, method, *arguments)
 
     def stats(self) -> StageStats:
-        """What its workers have counted, those that died as well, as far as they reported it."""
+        """Return the counters of its workers, including the last reports of those that died."""
         return reduce(StageStats.beside, self.replica_stats())
 
     def replica_stats(self) -> tuple[StageStats, ...]:
-        """The same, worker by worker."""
+        """Return the same for each worker."""
         return tuple(worker.stats()[self.name] for worker in self.workers)
 
     def close(self) -> None:
-        """End its workers, with all stages that share them."""
+        """End its workers, and with them all stages that share them."""
         self.ownership.close()
         for worker in self.workers:
             worker.close()
 
     def add_request(self, request: StageRequest) -> None:
-        """Its worker takes requests, over the link alone."""
+        """Raise ``RuntimeError``: requests enter through the link only."""
         raise RuntimeError(f"stage {self.name!r} runs elsewhere; ask its pipeline")
 
     def step(self) -> list[StageOutput]:
-        """Its worker steps by itself."""
+        """Raise ``RuntimeError``: the worker steps by itself."""
         raise RuntimeError(f"stage {self.name!r} runs elsewhere, where it is stepped")
 
     def abort(self, request_id: str) -> None:
-        """Its worker drops requests, over the link alone."""
+        """Raise ``RuntimeError``: requests are aborted through the link only."""
         raise RuntimeError(f"stage {self.name!r} runs elsewhere; ask its pipeline")

@@ -1,17 +1,17 @@
 """Tensors in shared memory: written once by their sender, mapped by each process that reads them.
 
-All that one message holds of large content is one segment. A segment has no name: its file
-descriptor travels with the message, and it is gone with the last process that has it, however that
-one ends. Nothing is left in ``/dev/shm``. ::
+All large contents of one message form one segment. A segment has no name: its file descriptor
+travels with the message, and the system frees it when the last process that has it ends, however
+that happens. Nothing is left in ``/dev/shm``. ::
 
     segment   |aaaaaaaa|bbb.|cccccccccccc|      each content begins at a multiple of 64 bytes
 
-Fresh pages cost several times what a copy does, so a sender keeps some segments to write them
-again. Each message has the memory by an open file of its own, which holds a lock on it: the system
-gives that up when the last descriptor and mapping of it is gone, in whatever process.
+Fresh pages cost several times as much as a copy, so a sender keeps some segments for reuse. Each
+message refers to the memory by a separate open file description that holds a lock on it. The system
+releases the lock when its last descriptor and mapping is gone, in any process.
 
-A reader gets handles, which know shape, dtype and size. The tensor is made on demand, over the
-memory itself, which stays for as long as a tensor, a view or a handle of it does.
+A reader gets handles, which know shape, dtype and size. The tensor is created on demand, without a
+copy; the memory lives as long as any tensor, view or handle of it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from torch import Tensor
 _ALIGNMENT = 64
 _MOST_KEPT, _MOST_KEPT_BYTES = 16, 256 * 2**20
 _MOST_OPEN = 256
-"""Segments that this process has received and keeps open. Descriptors are scarce."""
+"""Maximum number of received segments that are kept open. Descriptors are scarce."""
 
 
 class RemoteBytes(ABC):
-    """A handle on bytes, which can be passed on without looking at them."""
+    """A handle on bytes, which can be forwarded without reading them."""
 
     __slots__ = ()
 
@@ -47,25 +47,25 @@ class RemoteBytes(ABC):
 
     @abstractmethod
     def array(self) -> NDArray[np.uint8]:
-        """The bytes, ``(nbytes,)``, on the host; they must not be changed.
+        """Return the bytes, ``(nbytes,)``, on the host; they must not be modified.
 
         Raises:
-            MemoryError: there is no room for them.
+            MemoryError: there is not enough memory.
             RuntimeError: they are lost.
         """
 
     def tensor(self) -> Tensor:
-        """The same, ``(nbytes,)`` uint8, on the device where this process has them."""
+        """Return the bytes, ``(nbytes,)`` uint8, on the device where this process has them."""
         return torch.from_numpy(self.array())
 
 
 def aligned(nbytes: int) -> int:
-    """Where the next content may begin."""
+    """Round up to the offset at which the next content may begin."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class Descriptor:
-    """A file descriptor, closed when the last reference to this object goes."""
+    """A file descriptor, closed when the last reference to this object is gone."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -73,7 +73,7 @@ class Descriptor:
 
 
 class Segment:
-    """Shared memory, mapped when it is first looked into; it closes its descriptor."""
+    """Shared memory, mapped on first access; owns its descriptor."""
 
     def __init__(self, fd: int) -> None:
         self.file: Descriptor | None = Descriptor(fd)
@@ -83,10 +83,10 @@ class Segment:
 
     @classmethod
     def write(cls, contents: Sequence[NDArray[np.uint8]]) -> Segment:
-        """Make one of contents, each of which begins where the one before is :func:`aligned`.
+        """Create a segment of contents, each at the :func:`aligned` end of the previous one.
 
         Raises:
-            OSError: a limit of the system is reached.
+            OSError: a system limit is reached.
         """
         memory, start = _kept_memory(sum(content.nbytes for content in contents)), 0
         for content in contents:
@@ -105,7 +105,7 @@ class Segment:
 
     @classmethod
     def received(cls, fd: int) -> Segment:
-        """One that came from another process."""
+        """Wrap a segment that another process sent."""
         segment = cls(fd)
         _received.append(weakref.ref(segment, _received.remove))
         while len(_received) > _MOST_OPEN:
@@ -115,7 +115,7 @@ class Segment:
 
     @property
     def content(self) -> NDArray[np.uint8]:
-        """All, ``(size,)``; views keep the memory; ``MemoryError``: no room for the mapping."""
+        """All bytes, ``(size,)``; views keep the memory alive; ``MemoryError``: mapping failed."""
         with self._lock:
             if self._content is None:
                 assert self.file is not None, "a detached one has its content"
@@ -127,7 +127,7 @@ class Segment:
             return self._content
 
     def detach(self) -> None:
-        """Close the descriptor; what is not mapped is copied into this process's own memory."""
+        """Close the descriptor; unless mapped, the content is copied into private memory."""
         with self._lock:
             if self._content is None and self.file is not None:
                 self._content = np.fromfile(f"/dev/fd/{self.file.fd}", np.uint8)
@@ -140,7 +140,7 @@ _keeping = threading.Lock()
 
 
 def _kept_memory(nbytes: int) -> Descriptor:
-    """Reusable memory of about that size that no process holds any more; new memory if none."""
+    """Return kept memory of about that size that no process uses any more, or new memory."""
     with _keeping:
         for memory in _kept:
             if nbytes <= os.fstat(memory.fd).st_size <= 4 * nbytes and _is_free(memory):
@@ -159,7 +159,7 @@ def _is_free(memory: Descriptor) -> bool:
 
 
 def _keep(memory: Descriptor) -> None:
-    """Keep memory to write it again, and as much as may be kept of what was before."""
+    """Keep memory for reuse, dropping the oldest beyond the limits."""
     with _keeping:
         _kept.append(memory)
         sizes = [os.fstat(each.fd).st_size for each in _kept]
@@ -177,7 +177,7 @@ def _unnamed_file() -> int:
 
 
 class SharedBytes(RemoteBytes):
-    """A range of a segment, from a first byte on; ``ValueError``: it has not so many bytes."""
+    """A byte range of a segment; ``ValueError``: the range exceeds the segment."""
 
     __slots__ = ("nbytes", "offset", "segment")
 
@@ -189,12 +189,12 @@ class SharedBytes(RemoteBytes):
         self.segment, self.offset, self.nbytes = segment, offset, nbytes
 
     def array(self) -> NDArray[np.uint8]:
-        """The bytes, ``(nbytes,)``, without a copy; ``MemoryError``: no room for the mapping."""
+        """Return the bytes, ``(nbytes,)``, without a copy; ``MemoryError``: mapping failed."""
         return self.segment.content[self.offset : self.offset + self.nbytes]
 
 
 class SharedTensor:
-    """A tensor whose bytes are elsewhere; ``ValueError``: they are not as many as it has."""
+    """A tensor whose bytes are elsewhere; ``ValueError``: their number does not match its shape."""
 
     __slots__ = ("dtype", "shape", "source")
 
@@ -206,16 +206,16 @@ class SharedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Its size; the memory need not be mapped for that."""
+        """Size in bytes, known without mapping the memory."""
         return self.source.nbytes
 
     def tensor(self) -> Tensor:
-        """The tensor, over the memory itself. Others may read it too: it must not be changed."""
+        """Return the tensor without a copy. It must not be modified: others may read it too."""
         return self.source.tensor().view(self.dtype).view(self.shape)
 
 
 class SharedTensors(Mapping[str, Tensor]):
-    """Tensors by name; ``entries`` in shared memory are mapped when they are asked for."""
+    """Tensors by name; ``entries`` in shared memory are mapped on access."""
 
     __slots__ = ("_tensors", "entries")
 

@@ -1,6 +1,6 @@
-"""Starts a worker, watches it, and starts it again when it dies.
+"""Starts a worker, monitors it, and restarts it when it dies.
 
-Here is also the connection to a worker in a process; one to an actor is in ``stages.cluster``.
+Also contains the connection to a worker process; the one to an actor is in ``stages.cluster``.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from stages.worker.stage_link import WorkerState
 _logger = logging.getLogger(f"omni.{__name__}")
 
 MOST_STARTS = 6
-"""How often in a row a worker is started without finishing any request in between."""
+"""Maximum number of consecutive starts of a worker without a finished request."""
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 5.0
 _GRACE_S = 5.0
 _LOOK_S = 0.5
 _STATS_PATIENCE_S = 2.0
 _SETTERS = ("set_enable_prefix_caching",)
-"""Methods that workers which are started later are to be called by as well."""
+"""Methods replayed on workers that start later."""
 
 
 _MAIN = "stages.remote.worker:worker_main"
@@ -56,15 +56,15 @@ _EXIT_PATIENCE_S = 5.0
 
 
 class NoPlaceError(ValueError):
-    """There is no place for a worker at present; there may be one later."""
+    """There are currently no resources for a worker; there may be some later."""
 
 
 class Connection(ABC):
-    """One worker's life, and the way to it. All methods may be called from any thread.
+    """Connection to one worker, for its lifetime. All methods are thread-safe.
 
     Attributes:
-        start_patience_s: seconds without a sign of life that it has at least until it is built.
-        has_no_place: whether it ended since there is no place for it at present.
+        start_patience_s: minimum heartbeat timeout, in seconds, until the worker is built.
+        has_no_place: true if it ended because there are currently no resources for it.
     """
 
     start_patience_s: float = 30.0
@@ -72,36 +72,36 @@ class Connection(ABC):
 
     @property
     def pid(self) -> int | None:
-        """The worker's process id, where this machine knows it."""
+        """The worker's process id, if known on this machine."""
         return None
 
     @abstractmethod
     def send(self, message: Any) -> None:
-        """Hand a command or a call over, without waiting for the worker.
+        """Send a command or call without waiting for the worker.
 
         Raises:
-            ConnectionError: it has ended.
-            ValueError: the message holds what cannot be sent.
-            MemoryError: there is no room for its tensors.
+            ConnectionError: the worker has ended.
+            ValueError: the message cannot be encoded.
+            MemoryError: there is no memory for its tensors.
         """
 
     @abstractmethod
     def kill(self, reason: str) -> None:
-        """End the worker now, whatever it does; ``on_end`` then gets this reason."""
+        """Kill the worker immediately; ``on_end`` receives the reason."""
 
     @abstractmethod
     def close(self, grace_s: float) -> None:
-        """Have the worker end by itself, and end it if it has not after that many seconds."""
+        """Let the worker end by itself, and kill it after the grace period."""
 
 
 Connect: TypeAlias = Callable[
     [WorkerSpec, Callable[[Any], None], Callable[[str], None]], Connection
 ]
-"""Begins to start a worker, which says ``Built`` or ``NotBuilt`` before anything else.
+"""Starts a worker, which sends ``Built`` or ``NotBuilt`` before anything about its stages.
 
-It is given what the worker is to build; ``on_message``, called with all that it says, in a thread
-of the connection; and ``on_end``, called once, after the last message, with what it died of. It
-raises ``OSError`` where no worker can be started, ``NoPlaceError`` where none can be at present.
+Its arguments are the worker's specification; ``on_message``, called with every message, in a thread
+of the connection; and ``on_end``, called once, after the last message, with the exit reason. It
+raises ``OSError`` if no worker can be started, ``NoPlaceError`` if none can be at present.
 """
 
 
@@ -144,7 +144,7 @@ class ProcessConnection(Connection):
         self._channel.join(grace_s)
 
     def _channel_ended(self, reason: str) -> None:
-        """All that the worker said has been heard; wait for what it died of."""
+        """Wait for the exit reason, after the last message of the worker."""
         if self._is_closed.is_set():
             return
         self._channel.close()
@@ -162,40 +162,39 @@ def connect_process(
     process = start_worker(_MAIN, encode(spec), threads=spec.threads, name=label)
     try:
         return ProcessConnection(process, on_message, on_end)
-    except BaseException:  # there are no descriptors left, or no threads
+    except BaseException:  # no descriptors or threads left
         process.sock.close()
         process.kill()
         raise
 
 
 class WorkerEndedError(RuntimeError):
-    """The worker that was asked has ended, or is being started again."""
+    """The called worker has ended, or is being restarted."""
 
 
 class StagePort:
-    """One stage's side of a worker: its commands go out, what the worker says of it comes in.
+    """One stage's view of a worker: sends its commands and receives its messages.
 
-    A command is for the worker that :meth:`messages` has given the last message of, and for no
-    later one.
+    A command is for the worker whose message :meth:`messages` returned last, and for no later one.
 
     Attributes:
-        inbox: messages of the worker, each with the number of the worker.
+        inbox: messages of the worker, each with the worker's generation number.
     """
 
     def __init__(self, supervisor: WorkerSupervisor, stage: str) -> None:
         self._supervisor, self._stage = supervisor, stage
         self.inbox: deque[tuple[int, Any]] = deque()
-        self._seen = 1  # the first worker has built the stage before anybody reads
+        self._seen = 1  # the first worker has built the stage before anyone reads
 
     def messages(self) -> list[Any]:
-        """What the worker said since this was last called: events, ``Idle``, ``Built``.
+        """Return the worker's messages since the last call: events, ``Idle``, ``Built``.
 
-        In between, a ``WorkerState`` says that it has ended.
+        A ``WorkerState`` among them marks the end of a worker.
         """
         taken = []
         while self.inbox:
             generation, message = self.inbox.popleft()
-            self._seen = max(self._seen, generation)  # the last word of one may come late
+            self._seen = max(self._seen, generation)  # an old worker's message may come late
             taken.append(message)
         return taken
 
@@ -209,18 +208,18 @@ class WorkerSupervisor:
 
         start ──► Built ──► ... ──► ended ──► (delay) ──► start ──► Built ──► ...
                                       └── MOST_STARTS in a row that finished nothing: final,
-                                          or, where there is no place for one: tried on and on
+                                          or, if resources are lacking: retried indefinitely
 
-    A call that is under way when its worker ends fails.
+    A pending call fails when its worker ends.
 
     Args:
-        connect: starts one.
-        stall_timeout_s: seconds without a sign of life after which a worker counts as dead.
+        connect: starts a worker.
+        stall_timeout_s: seconds without a heartbeat after which a worker counts as dead.
 
     Attributes:
-        ports: by stage.
-        facts: of each stage, as the last worker described it; None before one was built.
-        num_starts: since a worker has last finished a request.
+        ports: port of each stage.
+        facts: description of each stage by the last worker; None before one was built.
+        num_starts: starts since a worker last finished a request.
         on_event: called, in any thread, when a port may have messages.
     """
 
@@ -230,12 +229,12 @@ class WorkerSupervisor:
         self._connect = connect
         self._stall_timeout_s = stall_timeout_s
         self._first_built: Future[None] = Future()
-        self._lock = threading.Lock()  # over all below
+        self._lock = threading.Lock()  # guards everything below
         self._connection: Connection | None = None
         self._generation = 0
         self.num_commands = 0
         self._is_connected = threading.Event()
-        self._is_settled = threading.Event()  # it is up, or never will be again
+        self._is_settled = threading.Event()  # it is up, or may never be again
         self.is_up = False
         self._is_closed = False
         self.num_starts = 0
@@ -250,23 +249,23 @@ class WorkerSupervisor:
             target=self._watch_worker, name=f"watch {spec.label}"[:60], daemon=True
         )
         self.facts: Mapping[str, StageFacts] | None = None
-        # What the workers that have ended counted, and what the present one reported last.
+        # Final counters of the workers that have ended, and the current one's latest report.
         self._ended = {stage.name: StageStats() for stage in spec.stages}
         self._latest: dict[str, StageStats] = {}
         self._state = WorkerState("starting")
 
     @property
     def state(self) -> WorkerState:
-        """How it is doing."""
+        """State of the worker."""
         return replace(self._state, state="up") if self.is_up else self._state
 
     @property
     def pid(self) -> int | None:
-        """Process id of the worker that is up; None without one that this machine knows."""
+        """Process id of the current worker; None if there is none or this machine has no id."""
         return None if self._connection is None else self._connection.pid
 
     def start(self) -> None:
-        """Begin to start a worker; its ``Built``, or that it ended, comes by the ports."""
+        """Start a worker without waiting; the ports deliver its ``Built`` or its end."""
         with self._lock:
             if self._is_closed:
                 return
@@ -284,7 +283,7 @@ class WorkerSupervisor:
                 lambda message: self._receive(generation, message),
                 lambda reason: self._end(generation, reason),
             )
-        except Exception as error:  # whatever keeps a worker from being started, later ones may be
+        except Exception as error:  # whatever it is, a later start may succeed
             has_no_place = isinstance(error, NoPlaceError)
             reason = str(error) if has_no_place else described(error)
             self._end(generation, f"could not be started: {reason}", has_no_place=has_no_place)
@@ -298,16 +297,16 @@ class WorkerSupervisor:
             connection.kill("it is not needed any more")
 
     def wait_until_built(self) -> None:
-        """Wait for the first worker; ``ValueError``: it ended, or says what it cannot build."""
+        """Wait for the first worker; ``ValueError``: it ended, or cannot build a stage."""
         self._first_built.result()
 
     def send(self, generation: int, commands: Commands) -> None:
-        """Send commands to the worker of a number.
+        """Send commands to the worker of a generation.
 
         Raises:
             ConnectionError: it has ended; the next one gets nothing before its ``Built`` was read.
-            ValueError: they hold what cannot be sent.
-            MemoryError: there is no room for their tensors.
+            ValueError: they cannot be encoded.
+            MemoryError: there is no memory for their tensors.
         """
         with self._lock:
             connection = self._connection if generation == self._generation else None
@@ -322,16 +321,16 @@ class WorkerSupervisor:
     def call(
         self, stage: str | None, method: str, *arguments: Any, timeout_s: float | None = None
     ) -> Mapping[str, StageStats] | None:
-        """Call a method of a stage, and wait until it is done, or for the end of its worker.
+        """Call a method of a stage, and wait for its result or the end of its worker.
 
         Args:
-            stage: its name; None for all, whose counters are returned.
+            stage: its name; None for all stages, whose counters are returned.
             method, arguments: see :func:`~stages.remote.worker.answer_call`.
-            timeout_s: how long to wait at most; None as long as it takes.
+            timeout_s: maximum wait; None for no limit.
 
         Raises:
             WorkerEndedError: the worker has ended.
-            RuntimeError: what the stage raised, if that is no ValueError.
+            RuntimeError: the stage raised an exception other than ValueError.
             TimeoutError: there was no answer in time.
             ValueError: the stage raised one.
         """
@@ -347,10 +346,10 @@ class WorkerSupervisor:
         return answer.result(timeout_s)
 
     def call_when_up(self, stage: str, method: str, *arguments: Any) -> None:
-        """The same, of a worker that is started later if this one ends or has ended.
+        """Call a method of a stage, and repeat it in the next worker if this one ends.
 
         Raises:
-            RuntimeError: none is started any more, or what the stage raised.
+            RuntimeError: no more workers are started, or the stage raised another exception.
             ValueError: the stage raised one.
         """
         while True:
@@ -363,15 +362,15 @@ class WorkerSupervisor:
                     raise
 
     def stats(self) -> Mapping[str, StageStats]:
-        """What its workers have counted, by stage; without an answer, what they reported last."""
+        """Return the workers' counters, by stage; without an answer, those reported last."""
         generation, answer = self._generation, None
-        with suppress(RuntimeError, TimeoutError):  # its last report has to do
+        with suppress(RuntimeError, TimeoutError):  # use its last report instead
             answer = self.call(None, "stats", timeout_s=_STATS_PATIENCE_S)
         with self._lock:
-            if answer is not None and generation == self._generation:  # else it is in the sums
+            if answer is not None and generation == self._generation:  # else it is in _ended
                 for name, stats in answer.items():
                     latest = self._latest.get(name)
-                    # A reading never goes back behind one that was reported before.
+                    # Counters never decrease below an earlier report.
                     if latest is None or latest.num_steps <= stats.num_steps:
                         self._latest[name] = stats
             return self._totals()
@@ -384,7 +383,7 @@ class WorkerSupervisor:
         }
 
     def _resolve(self, returned: Returned) -> None:
-        """Take the answer of a call; one whose caller has given up is ignored."""
+        """Resolve the future of a call, unless it has failed already."""
         if (answer := self._answers.pop(returned.number, None)) is None:
             return
         if returned.error is None:
@@ -398,13 +397,13 @@ class WorkerSupervisor:
             answer.set_exception(RuntimeError(message))
 
     def _fail_calls(self, reason: str, *numbers: int) -> None:
-        """Let calls raise ``WorkerEndedError``: those of some numbers, or all."""
+        """Make calls raise ``WorkerEndedError``: those with the given numbers, or all."""
         for number in numbers or tuple(self._answers):
             if (answer := self._answers.pop(number, None)) is not None:
                 answer.set_exception(WorkerEndedError(f"{self.spec.called}: {reason}"))
 
     def _watch_worker(self) -> None:
-        """Start the next worker when it is due, and kill one that is silent, until the end."""
+        """Start the next worker when it is due, and kill an unresponsive one, until closed."""
         while not self._is_closed:
             connection, start_at = self._connection, self._start_at
             now_s = time.monotonic()
@@ -421,11 +420,11 @@ class WorkerSupervisor:
             due = self._start_at
             self._is_due.wait(_LOOK_S if due is None else min(_LOOK_S, max(0.0, due - begin_s)))
             self._is_due.clear()
-            if time.monotonic() - begin_s > 2 * _LOOK_S:  # this process was stopped itself
+            if time.monotonic() - begin_s > 2 * _LOOK_S:  # this process itself was stopped
                 self._heard_at = time.monotonic()
 
     def close(self) -> None:
-        """End the worker, and start no more. May be called again."""
+        """End the worker, and start no more. Idempotent."""
         with self._lock:
             self._is_closed, self.is_up = True, False
             self._is_settled.set()
@@ -436,7 +435,7 @@ class WorkerSupervisor:
         self._fail_calls("the stage is closed")
 
     def _receive(self, generation: int, message: Any) -> None:
-        """Take what a worker says, in its connection's thread."""
+        """Handle a message of a worker, in its connection's thread."""
         if generation != self._generation:
             return
         self._heard_at = time.monotonic()
@@ -458,7 +457,7 @@ class WorkerSupervisor:
             case NotBuilt() if self.facts is None:
                 self._fail_first(message.error)
             case Built():
-                # A worker may send this before the call that starts it has returned.
+                # A worker may send this before the call that starts it returns.
                 self._is_connected.wait()
                 is_first, self.facts = self.facts is None, message.facts
                 with self._lock:
@@ -467,11 +466,11 @@ class WorkerSupervisor:
                     return
                 for setting in self._settings.values():
                     connection.send(setting)
-                if self._state.state == "waiting":  # it was not tried in vain for its own faults
+                if self._state.state == "waiting":  # those starts did not fail by its own fault
                     self.num_starts = 1
                     self._state = replace(self._state, state="starting")
                 with self._lock:
-                    if self._connection is None:  # it was closed meanwhile
+                    if self._connection is None:  # closed in the meantime
                         return
                     self.is_up = True
                     self._is_settled.set()
@@ -492,7 +491,7 @@ class WorkerSupervisor:
             self._first_built.set_exception(ValueError(error))
 
     def _is_over(self, generation: int) -> bool:
-        """Whether a worker of another generation is wanted by now, or none."""
+        """Return True if the generation is outdated, or this is closed."""
         return self._is_closed or generation != self._generation
 
     def _end(self, generation: int, reason: str, *, has_no_place: bool = False) -> None:
@@ -516,17 +515,17 @@ class WorkerSupervisor:
             totals = self._totals().items()
             self._ended = {name: each.plus(num_restarts=num_restarts) for name, each in totals}
             self._latest = {}
-            if is_final or is_waiting:  # it may never be up, so waiting for that ends
+            if is_final or is_waiting:  # it may never be up again, so wake waiting callers
                 self._is_settled.set()
             else:
                 self._is_settled.clear()
         self._fail_calls(f"its worker {reason}")
         self._fail_first(f"{self.spec.called}: its worker {reason}, before it was built")
-        # Reported before another one is started, which might speak at once.
+        # Reported before the next one is started, which may send messages immediately.
         self._put_all(generation, state)
         if not is_final:
             plan = "it is started when there is a place" if is_waiting else "it is started again"
-            if not (is_waiting and was_waiting):  # it is logged once
+            if not (is_waiting and was_waiting):  # log it once
                 _logger.warning("the worker of %s %s; %s", self.spec.called, reason, plan)
             tries = min(self.num_starts, MOST_STARTS + 10)
             delay_s = min(_FIRST_DELAY_S * 2**tries, _LONGEST_DELAY_S)
@@ -537,10 +536,10 @@ class WorkerSupervisor:
 def start_workers(
     specs: Sequence[WorkerSpec], connect: Connect, stall_timeout_s: float
 ) -> list[WorkerSupervisor]:
-    """Start workers side by side, and wait until all have built their stages.
+    """Start workers concurrently, and wait until all have built their stages.
 
     Raises:
-        ValueError: a stage cannot be built, or its worker has ended; none is left running.
+        ValueError: a stage cannot be built, or its worker has ended; no worker is left running.
     """
     with ExitStack() as closed:
         supervisors = []

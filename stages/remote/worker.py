@@ -1,6 +1,6 @@
-"""The program of a worker: builds its stages, and steps them by turns until its link is gone.
+"""Main program of a worker: builds its stages, and steps them by turns until its link is gone.
 
-Here are also the calls that a link may make to a stage, by name, and the description of a stage
+Also contains the calls that a link may make to a stage, by name, and the description of a stage
 that the worker sends.
 """
 
@@ -44,11 +44,11 @@ from stages.worker.stage_tracer import TracedWorker
 from stages.worker.stage_worker import StageWorker
 
 _AT_ONCE = frozenset(("stats", "check_sampling"))
-"""Calls that may be answered beside a step. The others change the stage, and wait for it."""
+"""Calls answered immediately, even during a step. The others change the stage and wait for it."""
 
 
 def answer_call(stages: Mapping[str, Stage], call: Call) -> Returned:
-    """Call the method of a stage, or ask all for their counters; what is raised is the answer."""
+    """Call the method of a stage, or collect all counters; exceptions become the answer."""
     try:
         if call.stage is None:
             stats = {name: stage.stats() for name, stage in stages.items()}
@@ -62,19 +62,19 @@ def answer_call(stages: Mapping[str, Stage], call: Call) -> Returned:
             case _:
                 raise RuntimeError(f"a stage has no method {call.method!r} for calls")
         return Returned(call.number)
-    except Exception as error:  # it is raised again at the other end
+    except Exception as error:  # raised again by the caller
         place = error.place if isinstance(error, PlacedError) else ()
         kind = ValueError if place else type(error)
         return Returned(call.number, error=str(error), error_type=kind.__name__, error_place=place)
 
 
 def log_fields_of(spec: WorkerSpec) -> LogFields:
-    """The fields of what a worker logs: its stage, if it has one."""
+    """Return the log fields of a worker: its stage, if it has only one."""
     return LogFields(spec.name, spec.replica) if len(spec.stages) == 1 else LogFields()
 
 
 def _facts_of(stage: Stage) -> StageFacts:
-    """Describe a stage to those who cannot ask it."""
+    """Describe a stage for other processes."""
     facts = {each.name: getattr(stage, each.name, None) for each in fields(StageFacts)}
     dtype = None if stage.dtype is None else str(stage.dtype).removeprefix("torch.")
     return StageFacts(**facts | {"dtype": dtype, "description": dict(stage.describe())})
@@ -84,16 +84,16 @@ _logger = logging.getLogger(f"omni.{__name__}")
 
 _HEARTBEAT_S = 0.5
 _EXIT_PATIENCE_S = 5.0
-# How long a worker sleeps whose requests all wait for something: longer and longer.
+# Sleep of a worker whose requests all wait for something, doubled each time.
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.05
 
 _Send = Callable[[WorkerMessage], None]
 Build = Callable[[StageSpec], tuple[Stage, Transform | None]]
-"""Makes a stage of a worker, and the transform that makes its prompts."""
+"""Builds a stage of a worker; also returns the transform that makes its prompts."""
 
 
 def build_stage(spec: StageSpec) -> tuple[Stage, Transform | None]:
-    """Build a stage of a worker, and find the transform that makes its prompts, or say why not."""
+    """Build a stage of a worker, and load the transform that makes its prompts."""
     kind: type[StageConfig] = load_by_name(spec.kind)
     config = kind.model_validate_json(spec.config)
     transform = None if spec.transform is None else load_by_name(spec.transform)
@@ -102,7 +102,7 @@ def build_stage(spec: StageSpec) -> tuple[Stage, Transform | None]:
 
 @contextmanager
 def _alive(send: _Send) -> Iterator[None]:
-    """Give signs of life while this thread cannot: to load a model may take minutes."""
+    """Send heartbeats from another thread meanwhile: loading a model may take minutes."""
     is_over = threading.Event()
 
     def beat() -> None:
@@ -121,15 +121,15 @@ def _alive(send: _Send) -> Iterator[None]:
 
 
 class WorkerLoop:
-    """Steps the stages of a worker by turns, as commands come over a connection. ::
+    """Steps the stages of a worker by turns, and executes commands from a connection. ::
 
         connection's thread ──► inbox ──► turn: commands, calls, a step of each stage ──► send
-                       └──► answers at once what only looks
+                       └──► answers read-only calls immediately
 
-    The last stage is first in a turn, so that what is nearly done leaves before more comes in.
+    A turn steps the last stage first, so that nearly finished requests leave before others enter.
 
     Args:
-        send: to the link; from any thread. It raises ``ConnectionError`` when the link is gone.
+        send: sends to the link; thread-safe. Raises ``ConnectionError`` when the link is gone.
     """
 
     def __init__(self, spec: WorkerSpec, send: _Send, build: Build = build_stage) -> None:
@@ -147,7 +147,7 @@ class WorkerLoop:
         self._counted_at = 0.0
 
     def take(self, message: Any) -> None:
-        """Take a command or a call, in the connection's thread."""
+        """Accept commands or a call, in the connection's thread."""
         if isinstance(message, Call) and self._stages and message.method in _AT_ONCE:
             self._send(answer_call(self._stages, message))
             return
@@ -158,7 +158,7 @@ class WorkerLoop:
         self._changed.set()
 
     def end(self) -> None:
-        """Have :meth:`run` return before its next turn."""
+        """Make :meth:`run` return before its next turn."""
         self._is_over = True
         self._changed.set()
 
@@ -168,7 +168,7 @@ class WorkerLoop:
             try:
                 with _alive(self._send):
                     facts = {each.name: self._built(each, closed) for each in self._spec.stages}
-            except Exception as error:  # it is raised again where the worker was started
+            except Exception as error:  # raised again where the worker was started
                 _logger.debug("%s cannot be built", self._spec.called, exc_info=error)
                 self._send(NotBuilt(str(error)))
                 return
@@ -186,7 +186,7 @@ class WorkerLoop:
             stage, transform = self._build(spec)
             closed.callback(stage.close)
             facts = _facts_of(stage)
-        except Exception as error:  # a kind of stage may be a user's
+        except Exception as error:  # the stage may be a user's class
             message = str(error) if isinstance(error, ValueError) else described(error)
             raise ValueError(f"stage {spec.name!r}: {message}") from error
         if self._spec.is_traced:
@@ -198,14 +198,14 @@ class WorkerLoop:
         return facts
 
     def _turn(self) -> None:
-        """Take what came; step each stage and send what is new of it; sleep if nothing is."""
+        """Handle the inbox; step each stage and send its events; sleep if there are none."""
         has_moved = self._take_in()
         for name, worker in self._workers.items():
             worker.work()
             if (reason := worker.repair()) is not None:
                 self._give_up(reason if len(self._workers) == 1 else f"stage {name!r}: {reason}")
                 return
-            # At once: others act on it while the next stage works.
+            # Immediately: the receivers can act on it while the next stage works.
             has_moved |= self._emit(name, worker)
         if has_moved:
             self._was_idle = False
@@ -222,13 +222,13 @@ class WorkerLoop:
             self._send_counts()
 
     def _give_up(self, reason: str) -> None:
-        """Let another worker do what this one cannot, the requests of this turn included."""
+        """End this worker, so that another one runs its requests, including this turn's."""
         self._send_counts()
         self._send(GaveUp(reason))
         self.end()
 
     def _take_in(self) -> bool:
-        """Do what was commanded and asked so far; whether there was a command."""
+        """Execute the commands and calls in the inbox; return True if there was a command."""
         has_any = False
         while self._inbox:
             message = self._inbox.popleft()
@@ -243,7 +243,7 @@ class WorkerLoop:
         return has_any
 
     def _emit(self, name: str, worker: StageWorker) -> bool:
-        """Send what is new of a stage; whether there were events."""
+        """Send the new events of a stage; return True if there were any."""
         traces, events = worker.traces(), worker.events()
         ends = any([isinstance(e, Output) and e.delta and e.delta.finished for e in events])
         try:
@@ -251,7 +251,7 @@ class WorkerLoop:
                 stats = {name: worker.stage.stats()} if ends else {}
                 self._send(Events({name: (*traces, *events)}, stats))
         except (MemoryError, ValueError):
-            # Something does not fit into shared memory, or is no type that can be sent.
+            # Something does not fit into shared memory, or has a type that cannot be sent.
             for event in events:
                 self._emit_alone(name, event)
         return bool(events)
@@ -273,13 +273,13 @@ class WorkerLoop:
         self._send(Events({}, {name: each.stage.stats() for name, each in self._workers.items()}))
 
     def _sleep(self, longest_s: float) -> None:
-        """Sleep until something comes."""
+        """Sleep until the inbox or a stage changes."""
         self._changed.wait(longest_s)
-        self._changed.clear()  # before the next turn looks at what came
+        self._changed.clear()  # before the next turn reads the inbox
 
 
 def worker_main(sock: socket.socket, argument: bytes) -> None:
-    """What a worker's process runs; ``sock`` leads to the link."""
+    """Run a worker in this process; ``sock`` is connected to the link."""
     spec: WorkerSpec = Decoder(WorkerSpec).decode(argument)
     channel = Channel(sock, LinkMessage, "the pipeline")
     loop = WorkerLoop(spec, channel.send)

@@ -13,11 +13,11 @@ from engine.interface.log_fields import LogFields, set_process_fields
 
 _ROOT = "omni"
 _LONGEST = 2**16
-"""Characters of a message, and of a traceback, that are sent."""
+"""Maximum number of characters of a message, and of a traceback."""
 
 
 class Logged(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A log record, as text; ``stage`` and so on are ``LogFields``."""
+    """A log record as text; ``stage``, ``replica`` and ``request_id`` are ``LogFields``."""
 
     logger: str
     level: int
@@ -29,7 +29,7 @@ class Logged(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class LogForwarder(logging.Handler):
-    """Sends each record to another process, which may be gone (``ConnectionError`` of ``send``)."""
+    """Sends each record to another process; ``send`` raises ``ConnectionError`` if it is gone."""
 
     def __init__(self, send: Callable[[Logged], None]) -> None:
         super().__init__()
@@ -37,24 +37,24 @@ class LogForwarder(logging.Handler):
         self._here = threading.local()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send a record; what sending it logs is not sent."""
+        """Send a record; records logged while sending are dropped."""
         if getattr(self._here, "is_sending", False):
             return
         self._here.is_sending = True
         try:
             self._send(_logged(record))
         except ConnectionError:
-            pass  # the other process has gone, and this worker is about to end
-        except Exception:  # as logging does: a record that cannot be sent must not end the work
+            pass  # the other process is gone, and this worker is about to end
+        except Exception:  # like logging itself: a record that cannot be sent must not end the work
             self.handleError(record)
         finally:
             self._here.is_sending = False
 
 
 def forward_log(send: Callable[[Logged], None], level: int, fields: LogFields) -> LogForwarder:
-    """Send what this process logs, from a level on, to the one that started it, and nowhere else.
+    """Send this process's log records of at least a level only to the process that started it.
 
-    The fields are those of all its records.
+    The fields are attached to all of its records.
     """
     set_process_fields(fields)
     forwarder = LogForwarder(send)
@@ -66,7 +66,7 @@ def forward_log(send: Callable[[Logged], None], level: int, fields: LogFields) -
 
 
 def relay(logged: Logged) -> None:
-    """Log here what a worker has logged, as if it had been logged here."""
+    """Log a worker's record as if it had been logged in this process."""
     is_ours = logged.logger == _ROOT or logged.logger.startswith(f"{_ROOT}.")
     logger = logging.getLogger(logged.logger if is_ours else _ROOT)
     if not logger.isEnabledFor(logged.level):
@@ -86,7 +86,7 @@ def _logged(record: logging.LogRecord) -> Logged:
         record.name,
         record.levelno,
         record.getMessage()[:_LONGEST],
-        # Its end says what went wrong.
+        # The end of a traceback contains the error.
         None if text is None else text[-_LONGEST:],
         **{name: getattr(record, name, None) for name in LogFields.__slots__},
     )
