@@ -1,4 +1,4 @@
-"""One stage's worker: driven by commands, emitting events; knows no other stage and no pipeline.
+"""Worker of one stage: executes commands and emits events; knows no other stage and no pipeline.
 
 Imports engine and stages.
 """

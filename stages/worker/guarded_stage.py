@@ -1,7 +1,7 @@
-"""Steps any kind of stage for what is new, and guards it: a failure ends its requests alone.
+"""Steps any kind of stage and isolates its failures: only requests in the stage are affected.
 
-A stage that a failure leaves in an unknown state is rebuilt. Its steps take the number of CPU
-threads that its placement names.
+A stage that a failure leaves in an unknown state is rebuilt. Its steps use the number of CPU
+threads that its placement sets.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from stages.worker.request_state import RequestState
 _logger = package_logger(__name__)
 
 MOST_REBUILDS = 3
-"""How often in a row a stage is rebuilt without finishing any request in between."""
+"""Maximum number of consecutive rebuilds of a stage without a finished request."""
 
 
 class BrokenStage:
-    """Rebuilds a stage that broke, as long as there is hope.
+    """Rebuilds a stage that broke, a limited number of times.
 
     ::
 
         works ──► broken ──► rebuilt ──► finishes a request: works
                     ▲             └──► broken ──► ... at most ``MOST_REBUILDS`` times in a row
-                    └── cannot be built: tried again when a request comes, as often
+                    └── cannot be built: retried when a request comes, with the same limit
 
     Attributes:
-        failure: why the stage could not be rebuilt when that was last tried; None if it could.
-        num_rebuilds: since it last finished a request.
+        failure: why the last attempt to rebuild the stage failed; None if it succeeded.
+        num_rebuilds: rebuilds since the stage last finished a request.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -49,27 +49,27 @@ class BrokenStage:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the stage cannot be used as it is."""
+        """True if the stage cannot be used until it is rebuilt."""
         return self._cause is not None
 
     def note(self, error: Exception, *, after: str | None = None) -> None:
-        """Note that the stage cannot go on; its first error, maybe after another, is reported."""
+        """Mark the stage as broken by its first error, which may follow an error ``after``."""
         _logger.error("stage %r cannot go on", self._stage.name, exc_info=error)
         if self._cause is None:
             self._cause = f"{type(error).__name__}: {error}"
             if after is not None:
                 self._cause += f" (after {after})"
-        # A log or a caller may keep the traceback, whose frames would keep the model's memory.
+        # A log or a caller may keep the traceback, whose frames would keep the model in memory.
         cause: BaseException | None = error
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__context__
 
     def rebuild(self) -> str:
-        """Rebuild the stage, which frees what it holds; the message for the requests in it.
+        """Rebuild the stage, which frees what it holds; return the error of the requests in it.
 
         Raises:
-            ValueError: it cannot be built, now or ever; says why.
+            ValueError: it cannot be built, now or ever; the message has the reason.
         """
         if self._is_hopeless:
             raise self._refusal()
@@ -86,7 +86,7 @@ class BrokenStage:
             self._stage.rebuild()
         except NotImplementedError as error:
             raise self._give_up(f"it broke by {cause} and cannot be rebuilt: {error}") from error
-        except Exception as error:  # whatever building a model raises; memory may come free later
+        except Exception as error:  # building a model may raise anything; a retry may have memory
             _logger.error("stage %r could not be rebuilt", name, exc_info=error)
             cause_now = f"{type(error).__name__}: {error}"
             self.failure = f"it broke by {cause} and could not be rebuilt: {cause_now}"
@@ -104,15 +104,15 @@ class BrokenStage:
 
 
 class StepThreads:
-    """Has what runs within take so many threads, as stages that share a process each want. ::
+    """Context that sets the number of threads of a stage, for stages that share a process. ::
 
         writer (threads: 1)   ──■──────■──────■──      one thread
-        reader (none given)   ────■──────■──────■      as many as PyTorch takes in this process
+        reader (none given)   ────■──────■──────■      PyTorch's number in this process
 
-    In a thread of the pipeline's own a number stays until a stage with another one steps. A thread
-    that belongs to the caller has its own number again after each step.
+    In the pipeline's own thread a number stays until a stage with another number steps. A caller's
+    thread gets its own number back after each step.
 
-    A stage whose placement names none takes as many as the thread had that made the pipeline's own.
+    A stage whose placement sets no number uses that of the thread that called :meth:`own_thread`.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -122,13 +122,13 @@ class StepThreads:
         self._before: int | None = None
 
     def own_thread(self) -> None:
-        """The pipeline steps in a thread of its own from now on, which does nothing else."""
-        import torch  # not where stages run elsewhere
+        """Declare that from now on the pipeline steps in a dedicated thread."""
+        import torch  # not needed where stages run elsewhere
 
         self._of_process = torch.get_num_threads()
 
     def __enter__(self) -> None:
-        """Take as many."""
+        """Set the stage's number of threads."""
         wanted = self._count if self._count is not None else self._of_process
         if wanted is None:
             return
@@ -144,7 +144,7 @@ class StepThreads:
             _take_number(wanted)
 
     def __exit__(self, *error: object) -> None:
-        """Give a caller's thread its own number again."""
+        """Restore the number of a caller's thread."""
         if self._before is not None:
             import torch
 
@@ -153,10 +153,10 @@ class StepThreads:
 
 
 def _take_number(count: int) -> None:
-    """Have operations of this thread take so many threads, and those of others as many as before.
+    """Set the number of threads for operations of this thread, without affecting other threads.
 
-    PyTorch gives a thread that is new to it the number that any thread has set last. So what is set
-    for one thread is taken back for those to come, by a thread of which nothing else is wanted.
+    PyTorch gives a new thread the number that any thread set last. So after setting it for this
+    thread, a throwaway thread sets the previous default again for future threads.
     """
     import torch
 
@@ -169,15 +169,15 @@ def _take_number(count: int) -> None:
 
 
 class GuardedStage:
-    """The requests that are in a stage, idle at first, and what becomes of them if it breaks.
+    """An initially idle stage with its requests, and the handling of its failures.
 
     Whatever the stage or its transform raises becomes one error with the stage's name. A stage that
-    cannot be cleaned up after a failure is rebuilt. Of the requests that it had, those of which
-    nothing was emitted yet start again in it, once; the others fail.
+    cannot be cleaned up after a failure is rebuilt. Its requests without any emitted output are
+    restarted in it, once; the others fail.
 
     Attributes:
-        inside: the requests that it has, by their ids.
-        threads: how many its steps take.
+        inside: the stage's requests, by id.
+        threads: sets the number of threads of its steps.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -185,19 +185,19 @@ class GuardedStage:
         self.inside: dict[str, RequestState] = {}
         self._broken = BrokenStage(stage)
         self.threads = StepThreads(stage)
-        # The messages for requests that it lost when it was rebuilt.
+        # Errors of requests that were lost when the stage was rebuilt.
         self._lost: dict[str, str] = {}
-        # What its last step raised, if it did and the stage was not broken by that alone.
+        # Exception of the last step, if it raised one that did not break the stage.
         self._raised: str | None = None
 
     def prepare(self, state: RequestState) -> Prepared:
-        """Have the stage prepare a request whose prompt is made, or refuse it; in any thread."""
+        """Let the stage prepare a request whose prompt is made, or refuse it; thread-safe."""
         assert state.request is not None, "its prompt has been made"
         with self.blamed(state.request_id):
             return self.stage.prepare(state.request)
 
     def add(self, state: RequestState, prepared: Prepared) -> None:
-        """Hand the stage what it has prepared; ``ValueError``: it refuses, or is of no more use."""
+        """Add a prepared request to the stage; ``ValueError``: it refuses, or is unusable."""
         if self._broken.is_broken and (failure := self._rebuild()) is not None:
             raise ValueError(f"stage {self.stage.name!r}: {failure}")
         state.is_inside = True
@@ -205,21 +205,21 @@ class GuardedStage:
         with self.blamed(state.request_id):
             try:
                 self.stage.add(prepared)
-            except Exception as error:  # the stage's own, that it is broken included
+            except Exception as error:  # the stage may raise anything, and be broken by it
                 if not self.stage.is_broken:
                     raise
-                # Since earlier, perhaps: without requests nothing showed it.
+                # Perhaps since earlier: without requests nothing revealed it.
                 self._broken.note(error)
                 self._rebuild()
                 if (failure := self._lost.pop(state.request_id, None)) is not None:
                     raise ValueError(failure) from error
 
     def step(self) -> tuple[list[OutputDelta], Mapping[str, str]]:
-        """One unit of work of the stage.
+        """Run one unit of work of the stage.
 
         Returns:
-            What is new; and ``request_id -> error`` of those requests that it has lost, which all
-            are still inside.
+            The new deltas; and ``request_id -> error`` of lost requests, all of which are still
+            inside.
         """
         with log_fields(self.stage.name), self.threads:
             lost, self._raised = self._lost, None
@@ -241,13 +241,13 @@ class GuardedStage:
             return [], lost
 
     def _step_deltas(self) -> list[OutputDelta]:
-        """What is new after one unit of work.
+        """Run one unit of work and return the new deltas.
 
-        Stages around an engine say that themselves. A kind of stage from outside returns cumulative
-        outputs from ``step``: what they add to the ones before is found here.
+        Engine stages return deltas themselves. Other kinds of stage return cumulative outputs from
+        ``step``, from which the deltas are computed here.
         """
         stage = self.stage
-        # One whose ``step`` was overridden, in a subclass or by a test, is asked that way.
+        # A stage whose ``step`` was overridden, in a subclass or by a test, is called that way.
         own = getattr(stage.step, "__func__", None)
         if isinstance(stage, EngineStage) and own is EngineStage.step:
             return stage.step_deltas()
@@ -258,7 +258,7 @@ class GuardedStage:
         state = self.inside.get(request_id)
         try:
             delta = delta_since(output, None if state is None else state.last)
-        except ValueError as error:  # its neighbours' outputs are emitted once, now or never
+        except ValueError as error:  # fail it alone: the step's other outputs must not be lost
             about = {"request_id": request_id}
             _logger.exception("an output of request %r is not cumulative", request_id, extra=about)
             self.stage.abort(request_id)
@@ -270,42 +270,42 @@ class GuardedStage:
         return delta
 
     def recover(self) -> None:
-        """After a failed step, trust nothing that the stage had cached; it must be idle."""
+        """Discard the stage's cache and check it after a failed step; it must be idle."""
         if self._broken.is_broken:
             return
         with log_fields(self.stage.name):
             try:
                 self.stage.reset_prefix_cache()
                 self.stage.check_integrity()
-            except Exception as error:  # whatever it is, the stage is rebuilt when next used
+            except Exception as error:  # whatever it is, the stage is rebuilt on next use
                 self._broken.note(error, after=self._raised)
 
     def repair(self) -> str | None:
-        """Rebuild a broken stage without requests, unless that was tried; why it cannot be used."""
+        """Rebuild a broken stage without requests, once; return why it is unusable, or None."""
         broken = self._broken
         if broken.is_broken and broken.failure is None and not self.inside:
             self._rebuild()
         return broken.failure
 
     def leave(self, state: RequestState, *, has_failed: bool) -> None:
-        """The stage is done with a request."""
+        """Remove a request that the stage is done with."""
         del self.inside[state.request_id]
         state.is_inside = False
         if not has_failed:
             self._broken.num_rebuilds = 0
 
     def resume(self, state: RequestState) -> None:
-        """Let a paused request go on."""
+        """Resume a paused request."""
         state.is_paused = False
         if self._broken.is_broken:
             return
         try:
             self.stage.resume_request(state.request_id)
-        except Exception as error:  # its requests end, or start again, in the next step
+        except Exception as error:  # its requests end, or are restarted, in the next step
             self._broken.note(error)
 
     def drop(self, state: RequestState) -> None:
-        """Take a request out of the stage, if that has it."""
+        """Abort a request in the stage, if it is there."""
         if not state.is_inside:
             return
         self._abort(state.request_id)
@@ -314,7 +314,7 @@ class GuardedStage:
         self._lost.pop(state.request_id, None)
 
     def drop_all(self) -> None:
-        """Take all requests out of the stage, whatever state an exception left."""
+        """Abort all requests in the stage, whatever state an exception left."""
         inside, self.inside = self.inside, {}
         self._lost, self._raised = {}, None
         for state in inside.values():
@@ -327,12 +327,12 @@ class GuardedStage:
     def _abort(self, request_id: str) -> None:
         try:
             self.stage.abort(request_id)
-        except Exception as error:  # the request is over either way; the stage may be as well
+        except Exception as error:  # the request is over anyway; the stage may be broken
             if not self._broken.is_broken:
                 self._broken.note(error, after=self._raised)
 
     def _rebuild(self) -> str | None:
-        """Rebuild the broken stage, and see to the requests that it had; why it cannot be used."""
+        """Rebuild the stage, and restart or fail its requests; return why it is unusable."""
         try:
             message = self._broken.rebuild()
         except ValueError as error:
@@ -345,8 +345,8 @@ class GuardedStage:
         return None
 
     def _restart(self, state: RequestState) -> bool:
-        """Hand a request to the stage once more, if nothing was emitted that could change."""
-        # Of a prompt that came in chunks, those that were taken are gone.
+        """Add a request to the stage again, if it has emitted nothing; return True if added."""
+        # The consumed chunks of a streamed prompt are gone.
         if state.was_restarted or state.is_streamed or state.has_emitted or state.request is None:
             return False
         state.was_restarted = True
@@ -361,12 +361,12 @@ class GuardedStage:
         return True
 
     def blamed(self, request_id: str) -> Blamed:
-        """Turn whatever the stage or its transform raises into a ``ValueError`` with its name."""
+        """Context that turns exceptions of the stage or its transform into a ``ValueError``."""
         return Blamed(self.stage.name, request_id)
 
 
 class Blamed(log_fields):
-    """Log fields that also turn errors within into one that names the stage; to be used once."""
+    """Log fields that also turn exceptions into a ``ValueError`` naming the stage; single use."""
 
     __slots__ = ()
 

@@ -1,7 +1,7 @@
 """Commands to a stage's worker, and events from it.
 
-Commands go from the orchestrator to a worker, events come back. They hold live objects; a worker in
-another process gets them encoded, tensors apart::
+Commands go from the orchestrator to a worker, events come back. They hold live objects; for a
+worker in another process they are encoded, with tensors in shared memory or an object store::
 
     orchestrator ── Enter, Extend, Credit, CloseStream, Lift, Abort ──► worker
     orchestrator ◄── Output, Ack, Failed ──────────────────────────── worker
@@ -23,11 +23,11 @@ from stages.stage_output import StageOutput
 
 @dataclass(frozen=True, slots=True)
 class StreamedEdge:
-    """An edge with a ``chunk_size``, as its source's worker knows it.
+    """An edge with a ``chunk_size``, from the view of its source's worker.
 
     Attributes:
-        chunk_size: generated tokens after which the next chunk is due.
-        max_pending: chunks that the consumer may not have taken yet before a request is paused.
+        chunk_size: generated tokens per chunk.
+        max_pending: number of unconsumed chunks at which the request is paused.
     """
 
     consumer: str
@@ -37,12 +37,12 @@ class StreamedEdge:
 
 @dataclass(frozen=True, slots=True)
 class StreamPlace:
-    """How much of a request has gone over one streamed edge.
+    """Progress of a request on one streamed edge.
 
     Attributes:
-        next_token: generated tokens that were handed on.
-        next_row: rows that were.
-        outstanding: chunks that the consumer has not taken yet.
+        next_token: number of generated tokens sent so far.
+        next_row: number of rows sent so far.
+        outstanding: chunks that the consumer has not consumed yet.
     """
 
     next_token: int = 0
@@ -51,7 +51,7 @@ class StreamPlace:
     is_open: bool = True
 
     def after(self, num_tokens: int, num_rows: int) -> StreamPlace:
-        """The place behind one more chunk."""
+        """Return the place after one more chunk."""
         return replace(
             self,
             next_token=self.next_token + num_tokens,
@@ -60,7 +60,7 @@ class StreamPlace:
         )
 
     def answered(self, command: Credit | CloseStream) -> StreamPlace:
-        """The same when the consumer has taken a chunk, or takes no more."""
+        """Return the place after the consumer has consumed a chunk, or closed the stream."""
         if isinstance(command, CloseStream):
             return replace(self, is_open=False)
         return replace(self, outstanding=max(0, self.outstanding - 1))
@@ -68,11 +68,11 @@ class StreamPlace:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a source's output, on its way over a streamed edge.
+    """A piece of a source's output, sent over a streamed edge.
 
     Attributes:
-        output: the source's, with the ``token_ids`` and the rows of ``tensors`` that are new.
-        first_row: place of the first of these rows in the source's sequence.
+        output: the source's output, with only the new ``token_ids`` and rows of ``tensors``.
+        first_row: position of the first of these rows in the source's sequence.
     """
 
     consumer: str
@@ -81,16 +81,16 @@ class Chunk:
 
 
 class Enter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A request comes to a stage. Events about it carry its ``ticket``.
+    """Start a request in a stage. Events about it carry its ``ticket``.
 
     Attributes:
-        ticket: marks this request in this stage, unlike any other one, of the same id as well.
-        sources: what the stage's transform makes its prompt of: the finished outputs of the stages
-            that feed it, or the first chunk over a streamed edge; ``()`` for a root, which gets
-            the user's prompt.
-        first_row: of the first chunk; else 0.
-        streams: by consumer, where its streamed edges begin, if not at the beginning.
-        wants_tensors: whether the finished output is to have its tensors; chunks have theirs.
+        ticket: identifies this request in this stage, unique even among requests of the same id.
+        sources: inputs of the stage's transform, which makes the prompt: the finished outputs of
+            the stages that feed it, or the first chunk of a streamed edge; ``()`` for a root,
+            which gets the user's prompt.
+        first_row: ``first_row`` of the first chunk; else 0.
+        streams: start of its streamed edges, by consumer, if not the beginning.
+        wants_tensors: true if the finished output needs its tensors; chunks always have theirs.
     """
 
     ticket: int
@@ -107,7 +107,7 @@ class Enter(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Extend(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The next chunk of a request that the stage has."""
+    """Pass the next chunk of a request that the stage has."""
 
     request_id: str
     source: StageOutput
@@ -115,21 +115,21 @@ class Extend(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Credit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A consumer has taken a chunk of a request that this stage has."""
+    """Report that a consumer has consumed a chunk of a request that this stage has."""
 
     request_id: str
     consumer: str
 
 
 class CloseStream(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A consumer takes no more chunks of a request that this stage has."""
+    """Report that a consumer accepts no more chunks of a request that this stage has."""
 
     request_id: str
     consumer: str
 
 
 class Lift(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Let a paused request go on until it has made a chunk: the pipeline stands still."""
+    """Resume a paused request until its next chunk, because the pipeline is stalled."""
 
     request_id: str
 
@@ -144,13 +144,13 @@ Command: TypeAlias = Enter | Extend | Credit | CloseStream | Lift | Abort
 
 
 class Output(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A stage put something out. If the delta is finished, the stage has the request no more.
+    """New output of a stage. If the delta is finished, the request has left the stage.
 
-    Of a stage of which the user gets nothing, there is one delta in the end.
+    A stage whose output is not shown to the user emits a single delta at the end.
 
     Attributes:
-        delta: what is new; None if only the chunks are.
-        chunks: what is due on its streamed edges.
+        delta: new output; None if there are only chunks.
+        chunks: new chunks on its streamed edges.
     """
 
     ticket: int
@@ -159,19 +159,19 @@ class Output(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A stage has taken a chunk."""
+    """A stage has consumed a chunk."""
 
     ticket: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A request cannot go on; the stage has it no more.
+    """Failure of a request, which has left the stage.
 
     Attributes:
-        error: why, with the stage's name.
-        has_begun: whether the stage had let it in.
-        refused: whether it could not run as it was asked for: it is the client's to fix.
-        is_stages: whether the stage failed as a whole, so that another run may come through.
+        error: the reason, with the stage's name.
+        has_begun: true if the stage had accepted it.
+        refused: true if the request itself is invalid, for the client to fix.
+        is_stages: true if the stage failed as a whole, so that a retry may succeed.
     """
 
     ticket: int

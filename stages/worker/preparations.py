@@ -1,4 +1,4 @@
-"""Prepares requests for a stage in threads beside the one that steps."""
+"""Prepares requests for a stage in other threads than the one that steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from engine import CodecPrompt, EmbedsPrompt, SpeechPrompt, TextPrompt, TokensPrompt
 
-# Of either lane. What holds Python's lock gains nothing from more.
+# Per lane. Work that holds Python's GIL gains nothing from more.
 _NUM_THREADS = 2
 _NAME = "omni-prepare"
 _LIGHT_CHARS = 2**15
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False, slots=True)
 class _Piece(Generic[OwnerT, T]):
-    """Work of an owner, by its place in the order of submission."""
+    """Work of an owner; ``number`` is its position in the order of submission."""
 
     number: int
     owner: OwnerT
@@ -34,17 +34,17 @@ class _Piece(Generic[OwnerT, T]):
 
 
 class Preparations(Generic[OwnerT, T]):
-    """Work in progress, one piece for each owner, in the order in which it was submitted. ::
+    """Work in progress, one piece per owner, in order of submission. ::
 
         submit ──► light lane ──┐
                └─► heavy lane ──┴─► done ──► take
 
-    Two lanes, each of a few threads, so that what takes long is overtaken by what does not. All but
-    ``close`` is for one thread.
+    Two lanes of a few threads each, so that short work overtakes long work. All methods except
+    ``close`` are for one thread.
 
     Args:
-        on_done: called in another thread when something may be ready to be taken.
-        patience_s: how long what is done waits for what else is light.
+        on_done: called in another thread when a piece may be ready to be taken.
+        patience_s: maximum time that finished pieces wait for light ones in progress.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Preparations(Generic[OwnerT, T]):
         self._waits_until: float | None = None
         self._numbers = count()
         self._pieces: dict[OwnerT, _Piece[OwnerT, T]] = {}
-        self._ended: deque[_Piece[OwnerT, T]] = deque()  # put here by the lanes
-        # Of the pieces, what is done; a step looks at no more, however many are in progress.
+        self._ended: deque[_Piece[OwnerT, T]] = deque()  # filled by the lanes
+        # The finished pieces; a step checks only these, however many are in progress.
         self._done: list[_Piece[OwnerT, T]] = []
         self._num_light = 0  # in progress
         self._lanes: dict[bool, ThreadPoolExecutor] = {}
 
     def submit(self, owner: OwnerT, work: Callable[[], T], *, light: bool) -> None:
-        """Have work done in another thread; light is what takes no time worth speaking of."""
+        """Run work in another thread; ``light`` means that its time is negligible."""
         if light not in self._lanes:
             self._lanes[light] = ThreadPoolExecutor(_NUM_THREADS, _NAME)
         future = self._lanes[light].submit(work)
@@ -75,7 +75,7 @@ class Preparations(Generic[OwnerT, T]):
         self._on_done()
 
     def drop(self, owner: OwnerT) -> None:
-        """Forget what belongs to an owner; what is in progress is not waited for."""
+        """Forget the piece of an owner, without waiting if it is in progress."""
         if (piece := self._pieces.pop(owner, None)) is not None:
             piece.future.cancel()
             if piece in self._done:
@@ -84,11 +84,11 @@ class Preparations(Generic[OwnerT, T]):
                 self._num_light -= piece.is_light
 
     def has_ready(self, *, is_idle: bool) -> bool:
-        """Whether :meth:`take` has anything to begin now.
+        """Return True if :meth:`take` has pieces to start now.
 
         Args:
-            is_idle: nothing runs: what is done waits for the light ones in progress, so that they
-                share batches from the beginning.
+            is_idle: true if nothing runs; then finished pieces wait for the light ones in progress,
+                so that they share batches from the beginning.
         """
         self._look_for_done()
         if not self._done or not is_idle or not self._num_light:
@@ -101,7 +101,7 @@ class Preparations(Generic[OwnerT, T]):
         return time.monotonic() >= self._waits_until
 
     def take(self) -> list[tuple[OwnerT, Future[T]]]:
-        """Take those that are done, in the order in which they were submitted."""
+        """Remove and return the finished pieces, in order of submission."""
         self._look_for_done()
         taken = sorted(self._done, key=lambda each: each.number)
         self._done, self._waits_until = [], None
@@ -110,13 +110,13 @@ class Preparations(Generic[OwnerT, T]):
         return [(each.owner, each.future) for each in taken]
 
     def clear(self) -> None:
-        """Forget all; what is in progress is not waited for."""
+        """Forget all pieces, without waiting for those in progress."""
         for owner in list(self._pieces):
             self.drop(owner)
 
     def close(self) -> None:
-        """Wait for what is in progress, and begin nothing else. May be called again."""
-        # The garbage collector may have brought one of its threads here.
+        """Wait for the work in progress, and start nothing else. Idempotent."""
+        # The garbage collector may call this in one of the lanes' own threads.
         is_own = threading.current_thread().name.startswith(_NAME)
         for lane in list(self._lanes.values()):
             lane.shutdown(wait=not is_own, cancel_futures=True)
@@ -130,7 +130,7 @@ class Preparations(Generic[OwnerT, T]):
 
 
 def is_light(prompt: object) -> bool:
-    """Whether a prompt, whatever a user may have put into it, is prepared in milliseconds."""
+    """Return True if a prompt, which may be malformed, takes only milliseconds to prepare."""
     match prompt:
         case str():
             return len(prompt) <= _LIGHT_CHARS

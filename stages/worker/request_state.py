@@ -1,4 +1,4 @@
-"""One request in one stage, and how its output is cut into the chunks of its streamed edges."""
+"""State of one request in one stage, and division of its output into chunks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 class ChunkCutter:
     """One request on one streamed edge, in the source's worker.
 
-    A chunk is due when the source has generated ``chunk_size`` tokens since the one before, or is
-    done. It holds all that is new. The newest token's forward pass is still to come, so that rows
-    lag by one, and the last token of all has none. Rows that are drawn with a token do not lag, and
-    only a token that ends the output by itself has none. With a prompt of 3 tokens and a
+    A chunk is due when the source has generated ``chunk_size`` tokens since the previous one, or is
+    done. It holds everything new. The newest token's forward pass is still to come, so rows lag by
+    one, and the last token of all has none. Rows that are sampled together with a token do not lag;
+    then only a token that ends the output has no row. With a prompt of 3 tokens and a
     ``chunk_size`` of 2::
 
         sequence      p0 p1 p2 t0 t1 t2 t3 t4
@@ -34,12 +34,12 @@ class ChunkCutter:
         after t3                 |r4 r5|          t2 t3    next_token = 4, next_row = 6
         t4, done                       |r6|       t4
 
-    Tokens and rows of a chunk fit together, so a source that cannot hand out the rows at that
-    moment, such as one that has just given its blocks back, makes the chunk wait for its next
-    output; nothing is lost or handed on twice.
+    Tokens and rows of a chunk belong together. If the source cannot provide the rows at that
+    moment, for example because it has just freed its blocks, the chunk waits for the next output;
+    nothing is lost or sent twice.
 
     Attributes:
-        place: how far they have come.
+        place: progress of the request on the edge.
     """
 
     source: Stage
@@ -48,14 +48,14 @@ class ChunkCutter:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more chunks should come for now."""
+        """True if the consumer has no room for more chunks at present."""
         return self.place.is_open and self.place.outstanding >= self.edge.max_pending
 
     def cut(self, delta: OutputDelta, so_far: OutputAccumulator) -> Chunk | None:
-        """Take the next chunk off what the source has made with its newest delta, if one is due.
+        """Cut the next chunk off the source's output up to its newest delta, if one is due.
 
         Raises:
-            Exception: whatever the source raises when it is asked for its rows.
+            Exception: whatever the source raises when its rows are read.
         """
         if not self.place.is_open or delta.failure is not None:
             return None
@@ -70,7 +70,7 @@ class ChunkCutter:
         return None if rows is None else self._take(so_far.output(), rows)
 
     def _partial_tensors(self, request_id: str, num_rows: int) -> Mapping[str, Tensor] | None:
-        """At most so many next rows, or one less; None if the source does not have them now."""
+        """Return the next ``num_rows`` rows, or one less; None if the source lacks them now."""
         if self.source.outputs == ():
             return {}
         tensors = self.source.partial_tensors(request_id, self.place.next_row)
@@ -91,19 +91,19 @@ class ChunkCutter:
 class RequestState:
     """One request in one stage. ::
 
-        entered ──► made ready ──► inside ──► rests, goes on ──► out
+        entered ──► prepared ──► inside ──► paused, resumed ──► out
 
     Attributes:
-        cutters: its chunks on every streamed edge that leaves the stage, by consumer.
-        request: as the stage gets it; None before its prompt is made.
-        pending: prompts made of the chunks that the stage has yet to take.
-        so_far: what the stage has made of it, if chunks are cut from that, or its user gets none
-            of it; else None.
-        has_emitted: whether anything that the stage made of it was emitted.
-        was_restarted: whether the stage broke under it before.
-        has_cut: whether a chunk was cut since it was last decided if it should rest.
-        is_paused: whether it rests, since a stage behind does not keep up.
-        last: the output before, of a stage whose outputs are cumulative.
+        cutters: chunk cutter of every outgoing streamed edge, by consumer.
+        request: the request passed to the stage; None before its prompt is made.
+        pending: prompts made of chunks that the stage has yet to consume.
+        so_far: accumulated output, if chunks are cut from it or it is not shown to the user; else
+            None.
+        has_emitted: true if any output of it was emitted.
+        was_restarted: true if it was restarted after the stage broke.
+        has_cut: true if a chunk was cut since the last decision about pausing it.
+        is_paused: true if it is paused, because a consumer does not keep up.
+        last: previous output, of a stage whose outputs are cumulative.
     """
 
     request_id: str
@@ -121,12 +121,12 @@ class RequestState:
     last: StageOutput | None = None
 
     def begin_output(self, stage: str) -> None:
-        """Begin to add up what the stage makes of it, from nothing, where that is needed."""
+        """Reset the accumulated output, if any."""
         self.last = None
         if self.so_far is not None:
             self.so_far = OutputAccumulator(self.request_id, stage)
 
     @property
     def is_held_up(self) -> bool:
-        """Whether its next chunks should wait."""
+        """True if its next chunks should wait."""
         return any(cutter.is_full for cutter in self.cutters.values())

@@ -1,4 +1,4 @@
-"""A link, by which an orchestrator reaches a stage wherever it runs, and the state of workers."""
+"""Link from an orchestrator to a stage, wherever that runs, and the state of its workers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from stages.worker.messages import Command, Event
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """How one replica of a stage is doing, and what became of the workers that it had before.
+    """State of one replica of a stage, and the history of its previous workers.
 
     Attributes:
-        state: ``up`` takes requests; ``starting`` will; ``waiting`` will when the cluster has a
-            place for it again; ``down`` never will again.
-        num_restarts: workers that were started in the place of one that had ended.
-        last_end: what the last one of those died of, such as ``"was killed by SIGKILL"``.
-        ended_at: when, in seconds since 1970.
+        state: ``up`` accepts requests; ``starting`` will soon; ``waiting`` will when the cluster
+            has resources for it again; ``down`` never will again.
+        num_restarts: number of workers started to replace one that had ended.
+        last_end: exit reason of the last ended worker, such as ``"was killed by SIGKILL"``.
+        ended_at: time of that end, in seconds since 1970.
     """
 
     state: Literal["up", "starting", "waiting", "down"]
@@ -30,7 +30,7 @@ class WorkerState:
 
 
 def why_lost(workers: Sequence[WorkerState]) -> str | None:
-    """Why a stage with such workers takes no requests, to follow its name; None if it does."""
+    """Return why a stage accepts no requests, phrased to follow its name; None if it does."""
     if any(worker.state in ("up", "starting") for worker in workers):
         return None
     waits = "it takes no requests until there is a place for it"
@@ -41,10 +41,10 @@ def why_lost(workers: Sequence[WorkerState]) -> str | None:
 
 
 class StageLink(ABC):
-    """One stage's worker, or the way to it.
+    """One stage's worker, or the connection to it.
 
-    ``send`` and ``events`` never wait and never raise: what goes wrong with a request becomes an
-    event about it. All methods are for one thread.
+    ``send`` and ``events`` never wait and never raise: an error of a request becomes an event about
+    it. All methods are for one thread.
 
     ::
 
@@ -53,45 +53,45 @@ class StageLink(ABC):
 
     @abstractmethod
     def send(self, command: Command) -> None:
-        """Hand a command in; they take effect in this order."""
+        """Send a command; commands take effect in call order."""
 
-    def flush(self) -> None:  # noqa: B027 - what takes commands at once has nothing to flush
-        """Let the worker have what was sent; what is sent together arrives together."""
+    def flush(self) -> None:  # noqa: B027 - links that execute commands at once need no flush
+        """Deliver the commands sent so far; those of one flush arrive together."""
 
     def work(self) -> None:  # noqa: B027 - workers elsewhere work by themselves
-        """Do one unit of work, where the stage is driven by the caller."""
+        """Do one unit of work, if the stage is driven by the caller."""
 
     @abstractmethod
     def events(self) -> list[Event]:
-        """What happened since this was last called."""
+        """Return the events since the last call."""
 
     def traces(self) -> list[Traced]:
-        """What the worker did when, before the events that come next; nothing from most links."""
+        """Return the worker's trace events preceding the next events; none by default."""
         return []
 
     @abstractmethod
     def drop_all(self) -> None:
-        """Let go of all requests, whatever state an exception left; no event about them follows."""
+        """Drop all requests, whatever state an exception left; no event about them follows."""
 
     @property
     @abstractmethod
     def has_work(self) -> bool:
-        """Whether :meth:`work` would do anything, or :meth:`events` give anything."""
+        """True if :meth:`work` would do anything, or :meth:`events` return anything."""
 
     @abstractmethod
     def check_idle(self) -> bool:
-        """Whether nothing has moved in the stage since this was asked before.
+        """Return True if the stage has made no progress since the last call.
 
-        A turn without an output need not mean that: a long prompt takes several steps, and a
-        vocoder many to one piece of sound. Stages count the steps in which they had work.
+        A turn without output is no proof of that: a long prompt takes several steps, and a vocoder
+        many for one piece of audio. Stages count the steps in which they had work.
         """
 
     @abstractmethod
     def notify(self, on_event: Callable[[], object]) -> None:
-        """Have a function called, in any thread, when :attr:`has_work` may have become true."""
+        """Register a callback, called in any thread, for when :attr:`has_work` may become true."""
 
     def prepare_aside(self) -> None:  # noqa: B027 - workers elsewhere always do
-        """Have requests made ready in other threads from now on, so that no work waits for it."""
+        """Prepare requests in other threads from now on, so that no step waits for it."""
 
-    def close(self) -> None:  # noqa: B027 - workers elsewhere are their stage's to end
-        """Let go of what the link itself has; the stage is closed by its pipeline."""
+    def close(self) -> None:  # noqa: B027 - workers elsewhere are closed by their stage
+        """Release the link's own resources; the pipeline closes the stage."""

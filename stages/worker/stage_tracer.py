@@ -1,4 +1,4 @@
-"""Traces where the requests of one stage spend their time there, and what its worker did when."""
+"""Traces where requests spend their time in one stage, and what its worker did when."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stages.worker.request_state import RequestState
 from stages.worker.stage_worker import StageWorker
 
 _MOST_EVENTS = 1_000
-"""Kept while there are no other events."""
+"""Number of trace events that are kept while there are no other events."""
 
 
 Args: TypeAlias = Mapping[str, int | float | str]
@@ -23,14 +23,14 @@ Args: TypeAlias = Mapping[str, int | float | str]
 
 @dataclass(slots=True)
 class _Track:
-    """One request in the stage, and what is reported of it; times are ``time.monotonic``.
+    """Trace of one request in the stage; times are ``time.monotonic``.
 
     Attributes:
-        ticket: of it in this stage.
-        spans: of the whole worker, where what is reported goes.
-        since: until when all was reported.
-        rests_since: when it was paused; None while it is not.
-        lacks_since: when it ran out of input; None while it has some.
+        ticket: its ticket in this stage.
+        spans: list of the whole worker, to which events are appended.
+        since: end of the last reported span.
+        rests_since: time at which it was paused; None while it is not.
+        lacks_since: time at which it ran out of input; None while it has some.
     """
 
     request_id: str
@@ -43,18 +43,18 @@ class _Track:
     lacks_since: float | None = None
 
     def span(self, name: str, start_s: float, end_s: float, args: Args | None = None) -> None:
-        """Report a piece of its time, which begins where the last one ended at least."""
+        """Report a span of its time; the start is clipped to the end of the previous span."""
         start_s = max(start_s, self.since)
         self.since = end_s = max(start_s, end_s)
         if end_s > start_s or args:
             self.spans.append(StageEvent(name, start_s, end_s, self.request_id, args or {}))
 
     def moment(self, name: str, at_s: float, args: Args | None = None) -> None:
-        """Report that something happened to it."""
+        """Report an instantaneous event."""
         self.spans.append(StageEvent(name, at_s, None, self.request_id, args or {}))
 
     def look(self, state: RequestState, now_s: float) -> None:
-        """See what has changed with the request."""
+        """Report state changes of the request."""
         if state.is_inside and not self.is_inside:
             self.is_inside = True
             self.span("prepare", self.since, now_s)
@@ -65,13 +65,13 @@ class _Track:
             self.rests_since = None
 
     def end_lack(self, now_s: float) -> None:
-        """It has input again, if it had run out of it."""
+        """Report the end of a wait for input, if there was one."""
         if self.lacks_since is not None:
             self.span("waiting for input", self.lacks_since, now_s)
             self.lacks_since = None
 
     def ran(self, delta: OutputDelta, start_s: float, end_s: float) -> None:
-        """A step has moved the request; before its first one it waited, or ran without outputs."""
+        """Report a step with output; the time before its first one was waiting and prefill."""
         metrics = delta.metrics
         self.end_lack(start_s)
         if not self.has_run:
@@ -90,9 +90,9 @@ class _Track:
 
 
 class TracedWorker(StageWorker):
-    """Runs a stage as a :class:`StageWorker` does, and reports it ahead of its events.
+    """A :class:`StageWorker` that reports traces ahead of its events.
 
-    A request's events in one stage do not overlap, and come in the order of their beginnings::
+    A request's spans in one stage do not overlap, and are ordered by start::
 
         make prompt | prepare | waiting | prefill | step | step | resting | step | waiting for input
     """
@@ -110,7 +110,7 @@ class TracedWorker(StageWorker):
         self._begin()
 
     def _begin(self) -> None:
-        """Know of no request, and of nothing that happened."""
+        """Reset the trace: no requests, no events."""
         self._moved: list[OutputDelta] = []
         self._spans: list[StageEvent] = []
         self._tracks: dict[str, _Track] = {}
@@ -130,7 +130,7 @@ class TracedWorker(StageWorker):
         super().work()
         end_s = time.monotonic()
         moved, self._moved = self._moved, []
-        # What was let in, or paused, was so before the stage's step.
+        # Requests were admitted or paused before the stage's step.
         for request_id, state in self._states.items():
             if (track := self._tracks.get(request_id)) is not None:
                 track.look(state, start_s)
@@ -171,7 +171,7 @@ class TracedWorker(StageWorker):
         return [Traced(spans, self._replica, this_clock(), time.monotonic())]
 
     def _commanded(self, command: Command, start_s: float, end_s: float) -> None:
-        """Note a command that was done."""
+        """Record an executed command."""
         request_id = command.request_id
         if isinstance(command, Enter):
             track = _Track(request_id, command.ticket, self._spans, start_s)
@@ -198,7 +198,7 @@ class TracedWorker(StageWorker):
             track.look(state, end_s)
 
     def _note_failures(self, events: Iterable[Event], end_s: float) -> None:
-        """Take note of requests that cannot go on."""
+        """Record failed requests."""
         for event in events:
             if isinstance(event, Failed):
                 failed = [each for each in self._tracks.values() if each.ticket == event.ticket]

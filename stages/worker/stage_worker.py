@@ -1,4 +1,4 @@
-"""Drives one stage: takes commands, makes prompts, steps, cuts chunks, emits events."""
+"""Drives one stage: executes commands, makes prompts, steps, cuts chunks, emits events."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from stages.worker.stage_link import StageLink
 
 
 def num_tensor_bytes(outputs: Iterable[StageOutput]) -> int:
-    """Bytes of the outputs' tensors, without looking into those that are in shared memory."""
+    """Return the size of the outputs' tensors in bytes, without mapping shared memory."""
     of_each = [getattr(output.tensors, "entries", output.tensors) for output in outputs]
     return sum(tensor.nbytes for tensors in of_each for tensor in tensors.values())
 
@@ -45,16 +45,16 @@ def num_tensor_bytes(outputs: Iterable[StageOutput]) -> int:
 class StageWorker(StageLink):
     """Owns a stage and the state of every request in it. ::
 
-        Enter ──► transform ──► made ready ──► stage.step ──► Output: delta, chunks
+        Enter ──► transform ──► prepared ──► stage.step ──► Output: delta, chunks
         Extend ─► transform ──► pending ──► stage.extend_request ──► Ack
 
-    A request whose chunks are not taken as fast as they come rests in the stage, before its next
-    step. Whatever goes wrong with one request ends that request alone, with an event that says why.
+    A request whose chunks are not consumed as fast as they are produced is paused before its next
+    step. An error of one request ends only that request, with an event that has the reason.
 
     Args:
-        stage: idle; this worker's from now on.
-        transform: makes prompts of what the stage's sources put out; None for a root.
-        edges: the streamed edges that leave the stage.
+        stage: an idle stage, which this worker owns from now on.
+        transform: makes prompts of the outputs of the stage's sources; None for a root.
+        edges: outgoing streamed edges of the stage.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class StageWorker(StageLink):
         self._transform = transform
         self._edges = tuple(edges)
         self._guarded = GuardedStage(stage)
-        # However long requests are prepared, they run in the order in which they came.
+        # Requests run in the order of arrival, regardless of how long their preparation takes.
         self._orders = count()
         self._states: dict[str, RequestState] = {}
         self._events: list[Event] = []
         self._preparations: Preparations[RequestState, Prepared] | None = None
         self._on_event: Callable[[], object] = lambda: None
         self._has_moved = False
-        # Counted by the stage when it was last asked whether it is idle.
+        # The stage's step counter at the last check_idle().
         self._num_steps = -1
 
     def notify(self, on_event: Callable[[], object]) -> None:
@@ -86,7 +86,7 @@ class StageWorker(StageLink):
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn would do anything: not while all requests are only being prepared."""
+        """True if a turn would do anything: not while all requests are only being prepared."""
         return bool(self._events or self._guarded.inside) or self._has_prepared
 
     @property
@@ -95,7 +95,7 @@ class StageWorker(StageLink):
         return self._preparations is not None and self._preparations.has_ready(is_idle=is_idle)
 
     def check_idle(self) -> bool:
-        """Whether nothing has moved since this was asked before."""
+        """Return True if nothing has changed since the last call."""
         if self._has_moved:
             self._has_moved, self._num_steps = False, -1
             return False
@@ -108,18 +108,18 @@ class StageWorker(StageLink):
             self._preparations.close()
 
     def events(self) -> list[Event]:
-        """What happened since this was last called."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 
     def send(self, command: Command) -> None:
-        """Do what is commanded, at once."""
+        """Execute a command immediately."""
         self._has_moved = True
         if isinstance(command, Enter):
             self._enter(command)
             return
         state = self._states.get(command.request_id)
-        if state is None:  # it has ended here before its sender heard of that
+        if state is None:  # it ended here before the sender was notified
             return
         match command:
             case Extend():
@@ -136,7 +136,7 @@ class StageWorker(StageLink):
                 self._drop(state)
 
     def work(self) -> None:
-        """Let in what has been prepared; one step of the stage; hand it the chunks it waits for."""
+        """Admit prepared requests, run one step of the stage, and deliver chunks it waits for."""
         self._admit_prepared()
         inside = self._guarded.inside
         if not inside:
@@ -159,7 +159,7 @@ class StageWorker(StageLink):
         self._has_moved |= bool(deltas or self._events)
 
     def repair(self) -> str | None:
-        """Rebuild the stage if it is broken and has no requests; why it cannot be used, if so."""
+        """Rebuild the stage if it is broken and has no requests; return why it is unusable."""
         return self._guarded.repair()
 
     def drop_all(self) -> None:
@@ -177,7 +177,7 @@ class StageWorker(StageLink):
             for edge in self._edges
         }
         is_streamed = self.stage.inputs is not None and self.stage.inputs.chunk_size is not None
-        # Tensors of a long request are large: the stage keeps what its prompt is made of, no more.
+        # Tensors of a long request are large: keep no reference to the sources.
         kept = msgspec.structs.replace(enter, sources=())
         state = RequestState(enter.request_id, kept, cutters, is_streamed=is_streamed)
         if cutters or not self.stage.final_output:
@@ -197,7 +197,7 @@ class StageWorker(StageLink):
             )
             if is_streamed:
                 self._events.append(Ack(enter.ticket))
-            # Behind other stages, what takes no time worth speaking of enters at once.
+            # In stages with sources, requests of negligible preparation time enter immediately.
             light, is_root = is_light(prompt), self._transform is None
             if self._preparations is None or (light and not is_root):
                 self._guarded.add(state, self._guarded.prepare(state))
@@ -230,7 +230,7 @@ class StageWorker(StageLink):
             self._deliver(state)
 
     def _deliver(self, state: RequestState) -> None:
-        """Hand the stage the chunks that it can use now."""
+        """Pass the stage the chunks that it can use now."""
         try:
             while state.pending and state.is_inside:
                 with self._guarded.blamed(state.request_id):
@@ -244,10 +244,10 @@ class StageWorker(StageLink):
     def _prompt(
         self, state: RequestState, sources: Sequence[StageOutput], first_row: int
     ) -> Prompt:
-        """A request's prompt: the user's own, or what the stage's transform makes.
+        """Return a request's prompt: the user's own, or the result of the stage's transform.
 
         Raises:
-            ValueError: the transform failed, or made what is no prompt or would never end.
+            ValueError: the transform failed, returned no prompt, or a prompt that never ends.
         """
         enter = state.enter
         is_last = all(source.finished for source in sources)
@@ -262,12 +262,12 @@ class StageWorker(StageLink):
                     first_row=first_row,
                     is_last=is_last,
                 )
-                made: object = self._transform(context)  # a user's code may return anything
+                made: object = self._transform(context)  # user code may return anything
                 if not isinstance(made, Prompt):
                     kind = type(made).__name__
                     raise ValueError(f"its transform returned a {kind}, not a prompt")
                 prompt = made
-            # A stage would wait for more, which never comes.
+            # A stage would wait for more input, which never comes.
             streamed = CodecPrompt | SpeechPrompt | TextChunk
             if is_last and isinstance(prompt, streamed) and not prompt.is_last:
                 raise ValueError(
@@ -277,9 +277,9 @@ class StageWorker(StageLink):
         return prompt
 
     def _let_rest(self) -> None:
-        """Pause the requests that have made a chunk for which the next stage has no room."""
+        """Pause requests that have produced a chunk while the next stage has no room for more."""
         for state in list(self._guarded.inside.values()):
-            # Only after a cut: a request whose pause was lifted goes on until it has made a chunk.
+            # Only after a cut: a resumed request runs until it has produced a chunk.
             if not state.has_cut:
                 continue
             state.has_cut = False
@@ -292,7 +292,7 @@ class StageWorker(StageLink):
                     self._fail(state, error)
 
     def _emit(self, state: RequestState, delta: OutputDelta) -> None:
-        """Emit what is new of a request, with the chunks that are due."""
+        """Emit the new output of a request, with the chunks that are due."""
         ticket, is_shown, so_far = state.enter.ticket, self.stage.final_output, state.so_far
         if delta.finished:
             self._guarded.leave(state, has_failed=delta.failure is not None)
@@ -322,10 +322,10 @@ class StageWorker(StageLink):
         self._events.append(Output(ticket, emitted, chunks))
 
     def _refuse(self, state: RequestState, error: ValueError) -> None:
-        """Tell that a request could not begin here."""
+        """Report that a request could not start here."""
         self._drop(state)
-        # Whether the request was at fault, so that its sender can fix it. A ValueError that wraps
-        # another kind of exception is a mistake of the stage itself.
+        # A plain ValueError means that the request is at fault, so that its sender can fix it. One
+        # that wraps another kind of exception is an error of the stage itself.
         is_askers = isinstance(error.__cause__, ValueError | None)
         failed = Failed(state.enter.ticket, str(error), has_begun=False, refused=is_askers)
         self._events.append(failed)
