@@ -1,5 +1,5 @@
-"""Stages in the actors of a Ray cluster: joined or started, reserved, spoken to, left.
+"""Stages in actors of a Ray cluster: joining or starting it, reservations, connections.
 
-The only room that imports Ray, which the others ask for only where it is wanted. What crosses is
-what crosses between processes: bytes, and beside them references into Ray's object store.
+The only package that imports Ray; others import it only on demand. The messages are the same as
+between processes: bytes, accompanied by references into Ray's object store.
 """

@@ -1,4 +1,4 @@
-"""A worker in an actor of a Ray cluster, the way to it, and the first words that it says."""
+"""A worker in an actor of a Ray cluster, the connection to it, and their handshake."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from stages.remote.worker_log import forward_log
 from stages.stage import Stage, Transform
 
 PROTOCOL_VERSION = 11
-"""Of all that actors and their links say to each other. One that speaks another is refused."""
+"""Version of the protocol between actors and links. A peer with another version is refused."""
 
 _MOST_ITEMS = 4096
-"""Of one call of :meth:`ActorWorker.say`: Ray keeps an account of them until it ends."""
+"""Maximum number of items per call of :meth:`ActorWorker.say`; Ray tracks them until it ends."""
 
 _MOST_AT_ONCE = 64
 
@@ -46,7 +46,7 @@ _LOG = package_logger(__name__)
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """The first words of an actor: its protocol, its process, and the machine of that."""
+    """First message of an actor: its protocol version, process id and machine."""
 
     protocol: int
     pid: int
@@ -54,13 +54,13 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Bundle(msgspec.Struct, frozen=True):
-    """What an actor says at once. After it come the objects beside its messages, in order.
+    """A batch of messages of an actor. The objects that accompany them follow, in order.
 
     Attributes:
-        is_offered: of each message, for all that is beside it, whether it is to be fetched
-            directly; what is not comes after the bundle.
-        num_taken: messages to the actor that have come so far, without a gap.
-        ended: what ended the worker; nothing comes after it.
+        is_offered: for each message and each of its objects, true if it is to be fetched directly;
+            the others follow the bundle.
+        num_taken: messages to the actor that have arrived so far, without a gap.
+        ended: reason for the worker's end; nothing comes after it.
     """
 
     contents: list[bytes] = []
@@ -71,36 +71,36 @@ class Bundle(msgspec.Struct, frozen=True):
 
 
 _Beside: TypeAlias = "NDArray[np.uint8] | Tensor"
-"""What a message refers to by number. Tensors go directly from actor to actor."""
+"""Content that a message refers to by number. Tensors go directly from actor to actor."""
 
 
 class ActorWorker:
     """Drives stages by commands, and reports events. ::
 
-        link ── take(number, bytes, references) ──► in order ──► WorkerLoop, in a thread of its own
-        link ◄── say(): bytes, then the objects beside them ◄── outbox ◄──┘
-        link ◄── hand_over(): references to what is here, where the transport is a direct one
+        link ── take(number, bytes, references) ──► in order ──► WorkerLoop, in a separate thread
+        link ◄── say(): bytes, then the objects that go with them ◄── outbox ◄──┘
+        link ◄── hand_over(): references to content in this actor, if the transport is direct
 
-    What :meth:`say` yields belongs to the process that called it: it stays in the object store when
-    this actor dies, for as long as somebody has a reference to it.
+    The objects that :meth:`say` yields are owned by the calling process: they stay in the object
+    store when this actor dies, as long as there are references to them.
 
     Args:
-        argument: the :class:`~stages.remote.messages.WorkerSpec`.
+        argument: the encoded :class:`~stages.remote.messages.WorkerSpec`.
     """
 
     def __init__(self, argument: bytes, build: Build = build_stage) -> None:
         spec: WorkerSpec = Decoder(WorkerSpec).decode(argument)
         self._decoder = ObjectDecoder(LinkMessage)
-        # Messages with what is beside them; in the end, and once more maybe, what ended the worker.
+        # Messages with their objects; finally, perhaps twice, the reason for the worker's end.
         self._outbox: queue.SimpleQueue[tuple[bytes, list[_Beside]] | str] = queue.SimpleQueue()
         self._ended: str | None = None
         self._num_taken = 0
-        self._early: dict[int, Any] = {}  # messages that wait for one before them, by number
+        self._early: dict[int, Any] = {}  # messages that wait for an earlier one, by number
         self._build = build
         self._offers = None if spec.tensor_transport is None else Offers(spec.tensor_transport)
         self._is_shown = any(stage.is_shown for stage in spec.stages)
         self._loop = WorkerLoop(spec, self._send, self._build_checked)
-        self._lock = threading.Lock()  # over the next one
+        self._lock = threading.Lock()  # guards the next field
         self._num_said = 0
         self._hello: Hello | None = Hello(PROTOCOL_VERSION, os.getpid(), machine_name())
         self._thread = threading.Thread(
@@ -108,40 +108,40 @@ class ActorWorker:
         )
         self._thread.start()
 
-    # A call that is lost on its way is made again, perhaps twice: by Ray, or else by the link.
+    # Ray repeats a call that is lost on its way, or else the link does; both may happen.
     @ray.method(concurrency_group="take", num_returns=0, max_task_retries=-1)
     def take(self, number: int, content: bytes, references: list[Any]) -> None:
-        """Take a message before which ``number`` were sent; one that came before is ignored."""
+        """Receive the message with a sequence number; duplicates are ignored."""
         if number < self._num_taken or number in self._early:
             return
         try:
-            if references:  # fetched here, so that no step waits for the network
+            if references:  # fetch them here, so that no step waits for the network
                 ray.wait(references, num_returns=len(references), fetch_local=True)
             self._early[number] = self._decoder.decode(content, references)
             while self._num_taken in self._early:
                 self._loop.take(self._early.pop(self._num_taken))
                 self._num_taken += 1
-        except Exception as error:  # no caller waits for this call; the link gets it
+        except Exception as error:  # no caller waits for this call; reported to the link
             _LOG.exception("a message could not be taken")
             self._end_outbox(f"could not take a message: {described(error)}")
             self._loop.end()
 
     @ray.method(concurrency_group="take", num_returns=0, max_task_retries=-1)
     def end(self) -> None:
-        """Have the worker end after its turn."""
+        """End the worker after its current turn."""
         self._loop.end()
 
     @ray.method(concurrency_group="say", num_returns="streaming")
     def say(self, number: int) -> Iterator[bytes | NDArray[np.uint8]]:
-        """Yield what the worker says, as it says it: a bundle, then what is beside its messages.
+        """Yield the worker's messages as they come: each bundle, then the objects of its messages.
 
-        It ends after the last word, and after so many items that it is time for another call.
+        Ends after the last message, or when the maximum number of items requires another call.
 
         Args:
-            number: of calls that came to their end before.
+            number: number of previous calls, which have ended.
 
         Raises:
-            RuntimeError: such a call was made before: it has been repeated, and both came.
+            RuntimeError: a call with this number came before: it was repeated, and both arrived.
         """
         with self._lock:
             if number != self._num_said:
@@ -154,12 +154,12 @@ class ActorWorker:
             ended = bundle.ended
             num_items += 1 + len(beside)
             yield msgspec.msgpack.encode(bundle)
-            while beside:  # nothing is kept while the next ones are waited for
+            while beside:  # hold no references while waiting for the next bundle
                 yield beside.popleft()
 
     @ray.method(concurrency_group="hand over")
     def hand_over(self, count: int) -> list[Any]:
-        """References to the next tensors that bundles have announced."""
+        """Return references to the next tensors that bundles have announced."""
         assert self._offers is not None, "nothing was offered"
         return self._offers.hand_over(count)
 
@@ -173,7 +173,7 @@ class ActorWorker:
             match self._outbox.get():
                 case str(reason):
                     ended = reason
-                    self._outbox.put(reason)  # for another call
+                    self._outbox.put(reason)  # for the next call
                 case message:
                     messages.append(message)
             if len(messages) == _MOST_AT_ONCE:
@@ -191,11 +191,11 @@ class ActorWorker:
 
     @property
     def is_over(self) -> bool:
-        """Whether the worker has ended."""
+        """True if the worker has ended."""
         return not self._thread.is_alive()
 
     def settle_in(self, spec: WorkerSpec) -> None:
-        """Make the process the worker's own, from the thread that will step."""
+        """Configure logging and threads of the process, from the thread that will step."""
         forward_log(self._send, spec.log_level, log_fields_of(spec))
         torch.set_num_threads(spec.threads)
 
@@ -222,7 +222,7 @@ class ActorWorker:
 
     def _send(self, message: WorkerMessage) -> None:
         beside: list[_Beside] = []
-        # What its user gets has to outlive this actor.
+        # Content for the user has to outlive this actor.
         offers = None if self._is_shown else self._offers
 
         def share(content: NDArray[np.uint8] | Tensor | RemoteBytes) -> Reference | None:
@@ -239,36 +239,36 @@ class ActorWorker:
 
 
 def machine_name() -> str:
-    """Equal in processes that see each other's process ids, and in no others."""
+    """Return a name that is equal only in processes that see each other's process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:  # not on Linux; then no other process is taken for a neighbour
+    except OSError:  # not on Linux; then no two processes count as being on one machine
         return f"unknown {os.getpid()}"
 
 
 _EXIT = re.compile(r"Worker exit type: (\w+) Worker exit detail: ([^.\n]*)")
 _LOST_AFTER_S = 3.0
-"""A message that an actor which speaks has not got by then is sent again."""
+"""Timeout after which a message that an active actor has not confirmed is resent."""
 
 _MOST_RESENT = 20
-"""Times in a row, before an actor that gets nothing is given up."""
+"""Maximum number of consecutive resends before an actor is given up."""
 
 _CHECKED_EACH_S = 1.0
-"""Whether an actor that has not spoken yet still has a place."""
+"""Interval of checking that the cluster still has resources for an actor that is starting."""
 
 
 class ActorConnection(Connection):
-    """Speaks with an actor, a handle of :class:`ActorWorker`.
+    """Connection to an actor, given a handle of :class:`ActorWorker`.
 
     Args:
         on_message, on_end: see :data:`~stages.remote.supervisor.Connect`.
-        check_there: called from time to time until the actor speaks; raises ``NoPlaceError`` where
-            the cluster has no place for it any more, for which Ray would wait without end.
+        check_there: called periodically until the actor's first message; raises ``NoPlaceError`` if
+            the cluster has no more resources for it, for which Ray would wait indefinitely.
     """
 
     start_patience_s = 300.0
-    """An actor begins with a Python of its own, when there is room for it."""
+    """An actor starts a new Python process, when there are resources for it."""
 
     def __init__(
         self,
@@ -283,11 +283,11 @@ class ActorConnection(Connection):
         self._on_message, self._on_end, self._check_there = on_message, on_end, check_there
         self._decoder = ObjectDecoder(WorkerMessage, held)
         self._hello: Hello | None = None
-        self._lock = threading.Lock()  # over all below
+        self._lock = threading.Lock()  # guards everything below
         self._num_sent = 0
-        # By number, what the actor has not confirmed yet, and when it was sent last.
+        # Messages that the actor has not confirmed yet, with their last time of sending, by number.
         self._unconfirmed: dict[int, tuple[float, bytes, list[Any]]] = {}
-        self._num_resent = 0  # times in a row
+        self._num_resent = 0  # consecutive
         self._killed_for: str | None = None
         self._is_closed = self._is_over = self._is_killed = False
         self._said: Any = self._actor.say.remote(0)
@@ -319,7 +319,7 @@ class ActorConnection(Connection):
         content = encode(message, share)
         with self._lock:
             self._check_open()
-            with _room_for(len(content)):  # Ray puts a large one into the store, too
+            with _room_for(len(content)):  # Ray puts large arguments into the store, too
                 self._actor.take.remote(self._num_sent, content, references)
             self._unconfirmed[self._num_sent] = (time.monotonic(), content, references)
             self._num_sent += 1
@@ -333,10 +333,10 @@ class ActorConnection(Connection):
         """See :class:`~stages.remote.supervisor.Connection`."""
         with self._lock:
             self._is_closed = True
-        if not ray.is_initialized():  # to ask for anything would begin another cluster
+        if not ray.is_initialized():  # any call would start another cluster
             return
         if self._hello is not None and not self._is_over:
-            self._held.bring_home_direct()  # what is in the actor goes with it
+            self._held.bring_home_direct()  # objects in the actor are lost with it
             self._actor.end.remote()
             self._thread.join(grace_s)
         self._kill()
@@ -349,10 +349,10 @@ class ActorConnection(Connection):
     def _kill(self) -> None:
         if not ray.is_initialized():
             return
-        with suppress(ValueError):  # what Ray raises of an actor that it knows no more
+        with suppress(ValueError):  # raised if Ray does not know the actor any more
             ray.kill(self._actor, no_restart=True)
-        # A process that is stopped hears nothing, and Ray waits some seconds for it. Only once:
-        # the id may be another process's soon.
+        # A stopped process does not react, and Ray waits some seconds for it. Kill it only once:
+        # the process id may be reused soon.
         pid, self._is_killed = None if self._is_killed or self._is_over else self.pid, True
         if pid is not None:
             with suppress(ProcessLookupError):
@@ -363,7 +363,7 @@ class ActorConnection(Connection):
             reason = self._hear_all()
         except ray.exceptions.RayError as error:
             reason = _told(error)
-        except Exception as error:  # of a handler of messages, or of what was said
+        except Exception as error:  # of a message handler, or from an invalid message
             _LOG.exception("what an actor said could not be heard")
             reason = f"could not be heard: {described(error)}"
         with self._lock:
@@ -376,7 +376,7 @@ class ActorConnection(Connection):
             self._on_end(self._killed_for or reason)
 
     def _hear_all(self) -> str:
-        """Hear what the actor says until the last word; what ended it."""
+        """Handle all messages of the actor; return the reason for its end."""
         while not ray.wait([self._said], timeout=_CHECKED_EACH_S)[0]:
             try:
                 self._check_there()
@@ -396,9 +396,9 @@ class ActorConnection(Connection):
             self._send_again(bundle.num_taken)
             if self._num_resent > _MOST_RESENT:
                 return f"did not get what was sent to it {_MOST_RESENT} times"
-            # References to what the actor keeps for its readers: those that a generator yields
-            # inside of a list are not counted by Ray, and what they stand for is gone before it is
-            # read; those that a call returns are.
+            # References to objects that the actor keeps for its readers. A call has to return them:
+            # Ray does not count references inside a list that a generator yields, so their objects
+            # would be freed before they are read.
             count = sum(map(sum, bundle.is_offered))
             offered = iter(ray.get(self._actor.hand_over.remote(count)) if count else ())
             for content, are_offered in zip(bundle.contents, bundle.is_offered, strict=True):
@@ -408,7 +408,7 @@ class ActorConnection(Connection):
                 return bundle.ended
 
     def _send_again(self, num_taken: int) -> None:
-        """Send again what an actor should have got: Ray repeats lost calls, but not always."""
+        """Resend messages that the actor should have received: Ray repeats not all lost calls."""
         with self._lock:
             for number in [each for each in self._unconfirmed if each < num_taken]:
                 del self._unconfirmed[number]
@@ -425,20 +425,20 @@ class ActorConnection(Connection):
                 self._actor.take.remote(number, content, references)
 
     def _items(self) -> Iterator[Any]:
-        """References to all that the actor yields, call after call."""
+        """Yield references to all items of the actor, call after call."""
         for number in itertools.count():
             yield from self._items_of(number)
             self._said = self._actor.say.remote(number + 1)
 
     def _items_of(self, number: int) -> Iterator[Any]:
-        """The same of one call, which is made again if it was lost on its way."""
+        """Yield those of one call, which is repeated if it was lost on its way."""
         for attempt in range(_MOST_RESENT):
             items = iter(self._said)
             first = next(items, None)
             if first is None:
                 return
             try:
-                ray.get(first)  # short: a bundle
+                ray.get(first)  # a bundle, which is small
                 break
             except ray.exceptions.ActorUnavailableError:
                 time.sleep(min(0.05 * 2**attempt, 1.0))
@@ -449,7 +449,7 @@ class ActorConnection(Connection):
 
 
 def _refusal(hello: Hello) -> str:
-    """Why an actor is not listened to, in words that go on after "its worker"."""
+    """Return why an actor is refused, phrased to follow "its worker"."""
     return (
         f"speaks version {hello.protocol} of the protocol, and this process version "
         f"{PROTOCOL_VERSION}: all nodes must have the same release of omni-pipeline installed"
@@ -457,14 +457,14 @@ def _refusal(hello: Hello) -> str:
 
 
 def _put(content: NDArray[np.uint8]) -> Any:
-    """Place bytes in the object store, or raise ``MemoryError``."""
+    """Put bytes into the object store, or raise ``MemoryError``."""
     with _room_for(content.nbytes):
         return ray.put(content)
 
 
 @contextmanager
 def _room_for(nbytes: int) -> Iterator[None]:
-    """Raise what Ray raises of a full store as ``MemoryError``."""
+    """Convert Ray's errors about a full object store into ``MemoryError``."""
     try:
         yield
     except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
@@ -475,7 +475,7 @@ def _room_for(nbytes: int) -> Iterator[None]:
 
 
 def _told(error: ray.exceptions.RayError) -> str:
-    """What an actor died of, in words that go on after "its worker"."""
+    """Return an actor's cause of death, phrased to follow "its worker"."""
     text = str(error).strip()
     found = _EXIT.search(text)
     if found is not None:

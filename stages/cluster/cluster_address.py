@@ -1,6 +1,6 @@
-"""Finds a Ray cluster by its address, and checks in seconds that it answers.
+"""Finds a Ray cluster by its address, and checks within seconds that it answers.
 
-It does not import Ray, since pipelines are checked where Ray is not installed.
+Does not import Ray, because pipelines are checked where Ray is not installed, too.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import sys
 from pathlib import Path
 
 _ANSWER_S = 5.0
-# What a client of HTTP/2, and so of gRPC, says first, and how the answer begins: with settings.
+# Connection preface of an HTTP/2 client, and so of gRPC; the answer starts with a SETTINGS frame.
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4" + bytes(5)
 _HEADER_BYTES = 9
 _SETTINGS = 4
 
 
 def find_cluster(address: str | None) -> str | None:
-    """The cluster that an address means.
+    """Resolve the address of a cluster.
 
     Args:
-        address: ``host:port``; ``auto`` for the one that ``RAY_ADDRESS`` names or ``ray start`` has
-            begun on this machine; None for that one if it answers.
+        address: ``host:port``; ``auto`` for the cluster that ``RAY_ADDRESS`` names or that ``ray
+            start`` has started on this machine; None for the same, but optional.
 
     Returns:
-        ``host:port`` of one that answers; None where this process is in one already, or one has to
-        be started.
+        ``host:port`` of a cluster that answers; None if this process is already in a cluster, or
+        one has to be started.
 
     Raises:
         ValueError: nothing answers there.
@@ -46,7 +46,7 @@ def find_cluster(address: str | None) -> str | None:
         try:
             check_answers(started)
             return started
-        except ValueError:  # it has ended, and left its note
+        except ValueError:  # it has ended, and left its file
             pass
     if address == "auto":
         raise ValueError(
@@ -59,10 +59,10 @@ def find_cluster(address: str | None) -> str | None:
 def check_answers(
     address: str, place: str = "runtime.address", patience_s: float = _ANSWER_S
 ) -> None:
-    """Check that a Ray cluster may answer at ``host:port``; an error names the place that gave it.
+    """Check that what answers at ``host:port`` may be a Ray cluster.
 
     Raises:
-        ValueError: nothing does, or something else.
+        ValueError: nothing answers, or something else; the message begins with ``place``.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -82,13 +82,13 @@ def check_answers(
 
 
 def _is_in_one() -> bool:
-    """Whether this process is in a cluster: only then has anybody imported Ray."""
+    """Return True if this process is in a cluster; Ray is imported only in that case."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
 
 def _started_here() -> str | None:
-    """What ``ray start`` has noted."""
+    """Return the address that ``ray start`` has written to its file."""
     folder = os.environ.get("RAY_TMPDIR") or "/tmp"
     try:
         noted = Path(folder, "ray", "ray_current_cluster").read_text().strip()
@@ -102,10 +102,10 @@ _PROBE = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.a
 
 
 def check_is_ray(address: str, patience_s: float = _PROBE_S) -> None:
-    """Ask a cluster who it is, in a process of its own: Ray's ``init`` would ask for minutes.
+    """Check that a Ray cluster answers, in a subprocess: Ray's ``init`` would retry for minutes.
 
     Raises:
-        ValueError: it does not say that it is one.
+        ValueError: it is no Ray cluster, or does not answer as one.
     """
     begin = f"a Ray cluster: {address!r} could not be joined: "
     try:

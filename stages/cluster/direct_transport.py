@@ -1,11 +1,11 @@
-"""Ray's Direct Transport: tensors from actor to actor, beside the object store.
+"""Ray's Direct Transport: sends tensors from actor to actor, bypassing the object store.
 
-An actor keeps what it hands on, and its reader fetches it there. What is in an actor is lost when
-that dies, which is why the object store is the rule. ::
+An actor keeps the tensors that it sends, and the reader fetches them there. They are lost when the
+actor dies, which is why the object store is the default. ::
 
     GPU of the source ── transport ──► GPU of the reader
-                      └─ its host ── object store ──► host of a reader without one
-    host of the source ── transport, or the store if it carries no hosts' tensors ──► host
+                      └─ its host ── object store ──► host of a reader without a GPU
+    host of the source ── transport, or the store if it does not support host tensors ──► host
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _HOST, _GPU = "cpu", "cuda"
 
 
 def check_transport(name: str, *, has_gpus: bool) -> None:
-    """Check that Ray has a transport, such as ``nixl``, for what stages put out.
+    """Check that Ray has a transport, such as ``nixl``, that works for the stages' outputs.
 
     Raises:
-        ValueError: it has not; says why, and what to do.
+        ValueError: it has not; the message has the reason and a remedy.
     """
-    from ray.experimental.rdt import util  # only who asks for one waits for its import
+    from ray.experimental.rdt import util  # slow import, only needed for a transport
 
     known = _known_name(name)
     if known is None:
@@ -58,12 +58,12 @@ def check_transport(name: str, *, has_gpus: bool) -> None:
 
 
 def is_direct(reference: Any) -> bool:
-    """Whether what a reference stands for is in an actor, and not in the object store."""
+    """Return True if the object of a reference is in an actor, not in the object store."""
     return reference.tensor_transport() is not None
 
 
 def fetch(reference: Any) -> NDArray[np.uint8] | Tensor:
-    """Content that an actor keeps, ``(n,)`` uint8: on its device, or else on the host."""
+    """Fetch content that an actor keeps, ``(n,)`` uint8: on its device, or else on the host."""
     if not _is_within_reach(_whereabouts(reference).tensor_transport_meta):
         return fetch_home(reference)
     get: Any = ray.get
@@ -72,7 +72,7 @@ def fetch(reference: Any) -> NDArray[np.uint8] | Tensor:
 
 
 def fetch_home(reference: Any, timeout_s: float | None = None) -> NDArray[np.uint8]:
-    """The same on the host, by way of the object store, for a reader without a transport."""
+    """Fetch it to the host, through the object store, for a reader without a transport."""
     source: Any = _whereabouts(reference).src_actor
     call = source.__ray_call__.options(concurrency_group="_ray_system")
     found: NDArray[np.uint8] = ray.get(call.remote(_on_host, reference.hex()), timeout=timeout_s)
@@ -80,13 +80,13 @@ def fetch_home(reference: Any, timeout_s: float | None = None) -> NDArray[np.uin
 
 
 def _on_host(_: object, reference_id: str) -> NDArray[np.uint8]:
-    """Run in the actor that has something."""
+    """Return the content on the host; runs in the actor that keeps it."""
     (found,) = _manager().rdt_store.wait_and_get_object(reference_id)
     return plain_bytes(found)
 
 
 def _is_within_reach(described: Any) -> bool:
-    """Whether this process has the kind of device that something is on, by Ray's account of it."""
+    """Return True if this process can use the device of an object, according to Ray's metadata."""
     if described.tensor_device == _HOST:
         return True
     here, gpus = ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
@@ -107,12 +107,12 @@ def _manager() -> Any:
 
 
 def forget_borrowed(reference_id: str) -> None:
-    """Have Ray forget the place of an object of another process (its issue 57962)."""
+    """Delete Ray's metadata of an object of another process (Ray issue 57962)."""
     _manager()._managed_rdt_metadata.pop(reference_id, None)
 
 
 class Offers:
-    """Tensors that an actor has announced, until they are asked for."""
+    """Tensors that an actor has announced, until they are requested."""
 
     def __init__(self, transport: str) -> None:
         self._transport = transport
@@ -120,7 +120,7 @@ class Offers:
 
     def check(self) -> None:
         """Check that the transport works in this process, or raise ``ValueError``."""
-        # Ray tells an actor of a program's own transports by a call that may come later.
+        # Ray registers a program's own transports in an actor by a call that may come later.
         until = time.monotonic() + _REGISTERED_WITHIN_S
         while _known_name(self._transport) is None and time.monotonic() < until:
             time.sleep(_ASKED_EACH_S)
@@ -129,7 +129,7 @@ class Offers:
             for device in filter(self._carries, (_HOST, _GPU) if has_gpu else (_HOST,)):
                 probe = torch.zeros(1, dtype=torch.uint8, device=device)
                 ray.put(probe, _tensor_transport=self._transport)
-        except Exception as error:  # whatever a transport raises that is not installed, or broken
+        except Exception as error:  # a transport that is not installed, or broken, raises anything
             raise ValueError(
                 f"{_FIELD}: {self._transport!r} cannot be used in the actor's process: "
                 f"{described(error)}; install it on every node, or give object_store"
@@ -142,14 +142,14 @@ class Offers:
         return bool(util.device_match_transport(device, known))
 
     def made_of(self, content: NDArray[np.uint8] | Tensor | RemoteBytes) -> Tensor | None:
-        """A copy to be offered, ``(n,)`` uint8, where the content is, or else on the host.
+        """Copy content to be offered, ``(n,)`` uint8, on its own device or else on the host.
 
         Returns:
-            None for what the transport does not carry, and what is small and on the host. On a GPU
-            it stays however small it is, so that what a stage puts out there is all of one place.
+            The copy; None for what the transport does not support, and for small content on the
+            host. Small content on a GPU stays there, so that a stage's outputs are on one device.
 
         Raises:
-            MemoryError: the GPU has no room for a copy.
+            MemoryError: the GPU has no memory for a copy.
         """
         found = content.tensor() if isinstance(content, RemoteBytes) else content
         device = found.device if isinstance(found, Tensor) else torch.device(_HOST)
@@ -166,11 +166,11 @@ class Offers:
             raise MemoryError(f"no room on {device} for what is handed on: {error}") from error
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Offer some more, in order."""
+        """Offer more tensors, in order."""
         self._waiting.extend(tensors)
 
     def hand_over(self, count: int) -> list[Any]:
-        """References to the next ones. They stay here until no reference is left."""
+        """Return references to the next tensors, which stay here until no reference is left."""
         return [
             ray.put(self._waiting.popleft(), _tensor_transport=self._transport)
             for _ in range(count)
@@ -178,7 +178,7 @@ class Offers:
 
 
 def _known_name(name: str) -> str | None:
-    """What Ray itself calls a transport; None if it has none of that name."""
+    """Return Ray's own name of a transport; None if it has none of that name."""
     from ray.experimental.rdt import util
 
     try:

@@ -1,4 +1,4 @@
-"""This process in a Ray cluster: joins one, or starts its own."""
+"""This process's connection to a Ray cluster: joins one, or starts its own."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from stages.cluster.object_bytes import HeldObjects
 _JOINED_WITHIN_S = 120.0
 _LEFT_WITHIN_S = 60.0
 _STORE_BYTES = (80 * 2**20, 8 * 2**30)
-"""The smallest that Ray takes, and more than rows on their way ever need."""
+"""Minimum that Ray accepts, and a maximum above what rows in transit ever need."""
 
 _LOGICAL_CPUS = 1024
-"""Of a cluster that is this process's alone: reserving them excludes no other program."""
+"""CPUs of a cluster that only this process uses: reserving them excludes no other program."""
 
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -37,12 +37,12 @@ _QUIET = {
     "RAY_enable_metrics_collection": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-"""For a cluster of one's own: nothing goes out, and no process is there but those needed."""
+"""Environment of an own cluster: sends no usage data, and starts only the needed processes."""
 
 _SET_BY_RAY = ("RAY_AUTH_MODE",)
 
 _TOKEN = secrets.token_hex(32)
-"""Without it no other program can speak to a cluster of one's own; no file has it."""
+"""Authentication token of an own cluster, which is in no file, so that no other program has it."""
 
 _TAKEN_BY_RAY = (
     signal.SIGSEGV,
@@ -54,16 +54,16 @@ _TAKEN_BY_RAY = (
     signal.SIGTRAP,
 )
 _SIGACTION_BYTES = 1024
-"""More than any system's ``struct sigaction`` has."""
+"""Upper bound of the size of ``struct sigaction`` on any system."""
 
 _REMOVER = 'cat; for _ in 1 2 3 4 5; do sleep 2; rm -rf "$0"; [ -e "$0" ] || exit; done'
-"""Waits for the end of the process that has started it, in whatever way, and removes a folder."""
+"""Script that waits until the process that started it ends in any way, then removes a folder."""
 
 
 def join(address: str | None) -> Membership:
-    """Join a cluster, or start one that is this process's own.
+    """Join a cluster, or start one for this process alone.
 
-    A process is in one cluster at a time: if it is in one already, that one is taken.
+    A process is in one cluster at a time: if it is already in one, that one is used.
 
     Args:
         address: ``host:port`` of a cluster that this machine is a node of; None starts one.
@@ -84,7 +84,7 @@ def join(address: str | None) -> Membership:
 
 
 def _check_same(address: str | None) -> None:
-    """Refuse an address that is not, as far as its words tell, of this process's cluster."""
+    """Refuse an address that, judging by its text, is not that of this process's cluster."""
     if address is None:
         return
     there = str(ray.get_runtime_context().gcs_address)
@@ -98,11 +98,11 @@ def _check_same(address: str | None) -> None:
 
 
 class Membership:
-    """This process's connection to a cluster, which each that has joined leaves once.
+    """This process's connection to a cluster; each call of :func:`join` needs one :meth:`leave`.
 
-    Made by Ray's ``init`` in a thread that stays, or found as somebody else has made it.
+    Created by Ray's ``init`` in a thread that stays alive, or an existing one made by the program.
 
-    Linux kills the processes of a cluster when the *thread* that has started them ends.
+    Linux kills the processes of a cluster when the *thread* that started them ends.
     """
 
     def __init__(self, address: str | None) -> None:
@@ -111,7 +111,7 @@ class Membership:
         self._has_ended = False
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        if ray.is_initialized():  # by the user of this library, and it stays so
+        if ray.is_initialized():  # by the user of this library; it stays initialized
             _check_same(address)
             return
         if address is not None:
@@ -131,7 +131,7 @@ class Membership:
         atexit.register(self._end)
 
     def leave(self) -> None:
-        """Leave; the last one disconnects, and ends a cluster that was started for it."""
+        """Leave; the last member disconnects, and ends a cluster that was started by it."""
         with _LOCK:
             self.num_members -= 1
             if not self.num_members:
@@ -145,7 +145,7 @@ class Membership:
         try:
             if ray.is_initialized():
                 self.held.bring_home()
-        finally:  # not before: to ask for an object after that would begin another cluster
+        finally:  # not earlier: fetching an object after that would start another cluster
             self._over.set()
         if self._thread is not None:
             self._thread.join(_LEFT_WITHIN_S)
@@ -156,7 +156,7 @@ class Membership:
         try:
             try:
                 _connect(address, folder)
-            except BaseException as error:  # raised by the thread that waits
+            except BaseException as error:  # raised again by the waiting thread
                 self._error = error
             finally:
                 self._ready.set()
@@ -196,7 +196,7 @@ def _connect(address: str | None, folder: str | None) -> None:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the processes that are started within, where the user has not."""
+    """Set variables for processes started within, unless the user has set them."""
     before = dict(os.environ)
     os.environ.update({name: value for name, value in values.items() if name not in before})
     try:
@@ -208,10 +208,10 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Of Ray's log only what is an error.
+    """Restrict Ray's log to errors.
 
-    Where a connection is this library's own, Ray's prints to stdout end for good: every death of an
-    actor is reported there at length, and here by the log, in a line.
+    In a connection of this library, Ray's prints to stdout are disabled for good: they report every
+    death of an actor at length, which the log of this library does in a line.
     """
     vars(ray._private.worker)["_worker_logs_enabled"] = False
     logger = logging.getLogger("ray")
@@ -225,9 +225,9 @@ def _silence() -> Iterator[None]:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """What signals do, they do afterwards: Ray has them print where its own threads are.
+    """Restore signal handlers afterwards: Ray replaces them to print its threads' stacks.
 
-    Python sets handlers in its main thread alone, which may be another one.
+    Uses libc, because Python sets handlers only in the main thread, which this one may not be.
     """
     library = ctypes.CDLL(None)
     kept = {number: ctypes.create_string_buffer(_SIGACTION_BYTES) for number in _TAKEN_BY_RAY}
@@ -241,7 +241,7 @@ def _signals_kept() -> Iterator[None]:
 
 
 def _store_bytes() -> int:
-    """A quarter of the memory that is free, as far as shared memory has room for it."""
+    """Return a quarter of the free memory, limited by the free space of shared memory."""
     free: int = psutil.virtual_memory().available // 4
     with_room = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     if with_room is not None:
@@ -251,7 +251,7 @@ def _store_bytes() -> int:
 
 
 def _new_folder() -> str:
-    """For the sockets and logs of a cluster. A socket's path has 107 bytes at most."""
+    """Create a folder for sockets and logs of a cluster. A socket's path has at most 107 bytes."""
     parent = tempfile.gettempdir()
     return tempfile.mkdtemp(prefix="omni-ray-", dir=parent if len(parent) < 24 else "/tmp")
 
@@ -266,7 +266,7 @@ def _start_remover(folder: str) -> subprocess.Popen[bytes]:
 
 
 def _stop(remover: subprocess.Popen[bytes]) -> None:
-    """The folder is gone."""
+    """Kill the remover, whose folder is already gone."""
     os.killpg(remover.pid, signal.SIGKILL)
     assert remover.stdin is not None
     remover.stdin.close()

@@ -19,11 +19,11 @@ from stages.remote.codec import Decoder, Reference, plain_bytes
 from stages.remote.shared_memory import RemoteBytes
 
 _FETCHED_WITHIN_S = 10.0
-"""From an actor that may hang, by the process that would end it."""
+"""Timeout of fetching from an actor that may hang, in the process that would end it."""
 
 
 class _Writable:
-    """Over an array that may only be read. Torch wants another one, and it is never written to."""
+    """View of a read-only array that claims to be writable, as torch requires; never written to."""
 
     def __init__(self, content: NDArray[np.uint8]) -> None:
         self._content = content
@@ -36,13 +36,13 @@ class _Writable:
 
 
 class ObjectBytes(RemoteBytes):
-    """A reference to an object, which stays in the store, or in its actor, while anybody has one.
+    """A reference to an object, which stays in the store, or in its actor, while referenced.
 
     Args:
-        reference: Ray's, to an array or a tensor, ``(nbytes,)`` of uint8.
-        held: of a process that may leave the cluster while its users keep what they got: it
-            copies what it reads, out of a store that must not fill up. A worker, which has none,
-            reads in the store itself.
+        reference: Ray's reference to an array or tensor, ``(nbytes,)`` of uint8.
+        held: the held objects of a process that may leave the cluster while its users keep
+            outputs: it copies what it reads, out of a store that must not fill up. None in a
+            worker, which reads in place.
     """
 
     def __init__(self, reference: Any, nbytes: int, held: HeldObjects | None = None) -> None:
@@ -68,7 +68,7 @@ class ObjectBytes(RemoteBytes):
         return found if isinstance(found, Tensor) else torch.from_numpy(found)
 
     def _found(self) -> NDArray[np.uint8] | Tensor:
-        """The bytes, wherever they are here."""
+        """Return the bytes, on the device where this process has them."""
         with self._lock:
             if self._content is not None:
                 return self._content
@@ -80,7 +80,7 @@ class ObjectBytes(RemoteBytes):
             return found
 
     def bring_home(self) -> None:
-        """Copy the bytes, while they can be had; if they cannot, a reader gets the reason."""
+        """Copy the bytes while they are available; if they are lost, readers get the reason."""
         try:
             self._found()
         except RuntimeError as error:
@@ -94,13 +94,13 @@ class ObjectBytes(RemoteBytes):
         try:
             if not self.is_direct:
                 found: object = ray.get(self.reference)
-            elif self._copies:  # it need not have the transport
+            elif self._copies:  # this process may lack the transport
                 found = fetch_home(self.reference, _FETCHED_WITHIN_S)
             else:
                 found = fetch(self.reference)
         except MemoryError:
             raise
-        except Exception as error:  # Ray's, or whatever a transport raises
+        except Exception as error:  # of Ray, or of any transport
             reason = str(error).partition("\n")[0]
             raise RuntimeError(f"an object of the Ray cluster is lost: {reason}") from error
         if (
@@ -113,24 +113,24 @@ class ObjectBytes(RemoteBytes):
 
 
 class HeldObjects:
-    """All that a process has of a cluster's objects, so that it can leave the cluster."""
+    """All objects of a cluster that a process holds, so that it can leave the cluster."""
 
     def __init__(self) -> None:
         self._members: weakref.WeakSet[ObjectBytes] = weakref.WeakSet()
-        self._lock = threading.Lock()  # every actor's thread adds some
+        self._lock = threading.Lock()  # every actor's thread adds members
 
     def add(self, member: ObjectBytes) -> None:
-        """Know of one."""
+        """Register an object."""
         with self._lock:
             self._members.add(member)
 
     def bring_home(self) -> None:
-        """Make copies of all that somebody still has."""
+        """Copy all objects that are still referenced."""
         for member in self._present():
             member.bring_home()
 
     def bring_home_direct(self) -> None:
-        """The same of what is in actors, which are about to end, and may hang."""
+        """Copy those that are in actors, which are about to end, and may hang."""
         until = time.monotonic() + _FETCHED_WITHIN_S
         for member in self._present():
             if member.is_direct and time.monotonic() < until:
@@ -142,7 +142,7 @@ class HeldObjects:
 
 
 class ObjectDecoder:
-    """Decodes messages with objects beside them, in one thread at a time."""
+    """Decodes messages that are accompanied by objects, in one thread at a time."""
 
     def __init__(self, kinds: Any, held: HeldObjects | None = None) -> None:
         self._held = held
@@ -151,7 +151,7 @@ class ObjectDecoder:
         self._found: list[ObjectBytes] = []
 
     def decode(self, content: bytes, references: Sequence[Any]) -> Any:
-        """Decode a message, or raise ``ValueError``; fetch at once what is in other actors."""
+        """Decode a message, or raise ``ValueError``; fetch objects in other actors immediately."""
         self._references = references
         try:
             message = self._decoder.decode(content)

@@ -1,4 +1,4 @@
-"""What a pipeline's workers get of a Ray cluster."""
+"""Reservation of a Ray cluster's resources for a pipeline's workers."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ _RESERVED_WITHIN_S = 60.0
 _PLACED_WITHIN_S = 60.0
 _NODE_ID = "ray.io/node-id"
 _GROUPS = {"take": 1, "say": 2, "hand over": 1}
-"""Threads; a call of ``say`` waits for the one before."""
+"""Threads per concurrency group; a call of ``say`` waits for the previous one."""
 
 _ONE_THREAD = "OMP_NUM_THREADS"
 _REMOTE: Any = ray.remote
 _OPTIONS: Any = {
     "concurrency_groups": _GROUPS,
-    # Messages have numbers of their own. In Ray's order all that come after a call that was lost
-    # would wait for it until the calls before it have ended, which those of ``say`` never do.
+    # Messages have their own sequence numbers. In Ray's order, all calls after a lost one would
+    # wait for it until the calls before it have ended, which those of ``say`` never do.
     "allow_out_of_order_execution": True,
 }
 _ACTOR: Any = _REMOTE(**_OPTIONS)(ActorWorker)
 _DIRECT_ACTOR: Any = _REMOTE(**_OPTIONS, enable_tensor_transport=True)(ActorWorker)
-"""An option of the class alone; it has threads more."""
+"""Separate class, as the transport is a class option; it adds threads."""
 
 
 class Reservation:
     """A placement group with a bundle for every worker of a pipeline. ::
 
-        writer     {CPU: 1}     replica 0        an actor that dies is followed by another one
+        writer     {CPU: 1}     replica 0        an actor that dies is replaced by another one
         reader     {CPU: 1}     replica 0        in the same bundle
                    {CPU: 1}     replica 1
 
     Args:
-        address: of the cluster to join, until this is closed; None starts one. See
+        address: address of the cluster to join, until this is closed; None starts one. See
             :func:`~stages.cluster.membership.join`.
 
     Raises:
-        ValueError: it cannot be joined, does not have what is asked for, or nothing of it is free.
-            Nothing is reserved, and the cluster is left.
+        ValueError: it cannot be joined, or the requested resources do not exist or are not free.
+            Nothing is reserved then, and the cluster is left.
     """
 
     def __init__(self, address: str | None, placements: Mapping[str, Placement]) -> None:
@@ -81,7 +81,7 @@ class Reservation:
                 raise ValueError(f"stage {name!r}: placement{error}") from error
             for replica in range(placement.replicas):
                 self._bundles[name, replica] = len(self._needs)
-                # Ray reserves no bundle of nothing.
+                # Ray refuses to reserve an empty bundle.
                 self._needs.append(needs or {"CPU": 0.001})
                 self._selectors.append(selector)
         self._group = placement_group(
@@ -105,9 +105,9 @@ class Reservation:
 
         Raises:
             ConnectionError: this process has left the cluster.
-            NoPlaceError: the cluster has lost the nodes that have what the bundle needs.
+            NoPlaceError: the cluster has lost the nodes with the bundle's resources.
         """
-        if not ray.is_initialized():  # to ask for an actor would begin another cluster
+        if not ray.is_initialized():  # creating an actor would start another cluster
             raise ConnectionError("this process has left the Ray cluster")
         index = self._bundles[spec.name, spec.replica]
         begun_s = time.monotonic()
@@ -130,7 +130,7 @@ class Reservation:
         return ActorConnection(actor, held, spec.label, on_message, on_end, check_there)
 
     def _check_there(self, index: int, begun_s: float) -> None:
-        """Check that a bundle that was lost with its node has a place, or soon gets one."""
+        """Check that a bundle that was lost with its node has been placed, or soon will be."""
         nodes = [node for node in ray.nodes() if node["Alive"]]
         try:
             _check_fits(self._needs[index], self._selectors[index], nodes)
@@ -140,7 +140,7 @@ class Reservation:
         if table["state"] == "CREATED":
             return
         lost = [each for each, node in table["bundles_to_node_id"].items() if not node]
-        # Ray gives none of those that were lost a place alone.
+        # Ray places the lost bundles only all together.
         for (name, _), each in self._bundles.items() if index in lost else ():
             try:
                 if each in lost:
@@ -157,15 +157,15 @@ class Reservation:
             )
 
     def close(self) -> None:
-        """Give all of it back, and leave the cluster. The actors are gone by then, or killed."""
+        """Free the reservation, and leave the cluster. Actors that are still alive are killed."""
         if ray.is_initialized():
-            with suppress(ray.exceptions.RayError):  # it goes with this process's job anyway
+            with suppress(ray.exceptions.RayError):  # it ends with this process's job anyway
                 remove_placement_group(self._group)
         self._membership.leave()
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """What a worker's process needs to find this process's modules, where they are there, too."""
+    """Return variables by which a worker's process finds this process's modules, if on its node."""
     path = map(os.path.abspath, import_path())
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), _ONE_THREAD: str(threads)}
 
@@ -176,7 +176,7 @@ def _needs(placement: Placement) -> dict[str, float]:
 
 
 def _selector(placement: Placement, nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Which nodes a bundle may be on, in the words of Ray's labels."""
+    """Return the Ray label selector of the nodes that a bundle may be on."""
     if placement.node is None:
         return {}
     wanted = placement.node
@@ -210,7 +210,7 @@ def _check_fits(
 
 
 def _shown(resources: Mapping[str, float]) -> str:
-    """Amounts that people know: not bytes, nor what Ray keeps for itself."""
+    """Format the resources that users know: neither memory sizes nor Ray's internal ones."""
     known = {
         name: amount
         for name, amount in resources.items()
