@@ -1,7 +1,7 @@
-"""The user's door: pipelines of stages, in YAML and in Python.
+"""The public API: pipelines of stages, in YAML and in Python.
 
-Imports every other package. Names are imported when they are first used, so that ``omni --help``
-need not wait for torch.
+Imports every other package. Names are imported lazily, on first use, so that ``omni --help``
+does not wait for torch.
 """
 
 from __future__ import annotations
@@ -81,19 +81,19 @@ __all__ = list(_IMPORTED_ON_USE)
 def __getattr__(name: str) -> Any:
     if name not in _IMPORTED_ON_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Not before: the command line takes the working directory off the import path first.
+    # Not earlier: the command line first removes the working directory from the import path.
     _check_packages()
     return getattr(importlib.import_module(_IMPORTED_ON_USE[name]), name)
 
 
 @cache
 def _check_packages() -> None:
-    """Check that the packages beside this one are what their names import, such as no script."""
+    """Check that the sibling packages are not shadowed, for example by a user's script."""
     root = Path(__file__).resolve().parents[1]
     for name in ("engine", "prefix_cache", "stages", "stage_configs"):
         try:
             spec = find_spec(name)
-        except ValueError:  # of a module that says nothing of where it comes from
+        except ValueError:  # a loaded module without a __spec__
             continue
         found = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
         if found is not None and root not in found.parents:

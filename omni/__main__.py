@@ -10,16 +10,16 @@ def main() -> None:
     """Run the command line."""
     try:
         from omni.commands.cli import app
-    except KeyboardInterrupt:  # before a command listens
+    except KeyboardInterrupt:  # before any command handles it
         sys.exit(130)
     app(prog_name="omni")
 
 
 def _leave_working_directory() -> None:
-    """Take the working directory off the import path, where ``-m`` has put it first.
+    """Remove the working directory from the import path, where ``-m`` has put it first.
 
-    What is there is no part of the program: a ``tabulate.py`` would be imported in place of the
-    package of that name. A user who wants that sets ``PYTHONPATH``. The folder of a checkout that
+    Its files are not part of the program: a ``tabulate.py`` would be imported instead of the
+    package of that name. Users who want that set ``PYTHONPATH``. The folder of a checkout that
     is run in place stays.
     """
     here = os.getcwd()

@@ -1,3 +1,3 @@
-"""The name that ``omni.seeded.checkpoints`` had before it moved: scripts still import it."""
+"""Former location of ``omni.seeded.checkpoints``, kept for scripts that still import it."""
 
 from omni.seeded.checkpoints import resolve_model as resolve_model

@@ -18,24 +18,24 @@ def assert_cached_equals_uncached(
     atol: float | None = None,
     exact: bool = False,
 ) -> VerifyReport:
-    """Assert that caching changes nothing in a pipeline, and that something was hit at all. ::
+    """Assert that caching changes no output of a pipeline, and that at least one request hit. ::
 
         def test_my_pipeline_may_cache() -> None:
             assert_cached_equals_uncached("my_pipeline.yaml", ["a prompt of more than a block"])
 
     Args:
-        config: an ``Omni``, which stays open, its caches warm; or what one is made of, which is
-            closed in the end.
-        requests: what to run, one or several, as prompts or as ``OmniRequest``.
+        config: an ``Omni``, which stays open with warm caches, or any argument that ``Omni``
+            accepts; that one is closed in the end.
+        requests: one or several requests, as prompts or as ``OmniRequest``.
         atol: see :func:`~omni.verification.verify.verify`.
-        exact: compare bits; see there.
+        exact: compare bits; see :func:`~omni.verification.verify.verify`.
 
     Returns:
-        What was found, in numbers.
+        The report, in numbers.
 
     Raises:
-        AssertionError: something differs, a request failed, or none used what was cached; with the
-            whole report.
+        AssertionError: an output differs, a request failed, or none hit a cache; with the whole
+            report.
         ValueError: the config or the requests are wrong.
     """
     __tracebackhide__ = True  # pytest shows the caller's line, not these

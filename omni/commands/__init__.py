@@ -1,1 +1,1 @@
-"""The command line. Imports every other room."""
+"""The command line. Imports every other subpackage."""

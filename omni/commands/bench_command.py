@@ -1,4 +1,4 @@
-"""``omni bench``: measures a pipeline or a server under load, and reports the figures."""
+"""The ``omni bench`` command: measures a pipeline or a server under load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _MOST_DESCRIPTORS = 65_536
 _TABLE_WIDTH = 110
-"""The width of tables that go into a file or a pipe."""
+"""Width of tables that are written to a file or a pipe."""
 
 _OF_URL = ("model", "api_key", "speech", "voice")
 _OF_PIPELINE = ("runtime", "address", "overrides")
@@ -49,15 +49,15 @@ _DEFAULTS = {each.name: each.default for each in fields(BenchOptions)}
 
 
 def run_bench(options: BenchOptions, load_config: Callable[[str], PipelineConfig]) -> bool:
-    """Measure, and print the figures, also if it is interrupted.
+    """Run the benchmark and print its report, even if interrupted.
 
     Returns:
-        Whether requests were answered, and none failed; status 429 is no failure.
+        True if requests were answered and none failed; status 429 is not a failure.
 
     Raises:
         ValueError: a flag, a file or the pipeline is wrong, the server cannot be reached, or the
             first request is refused.
-        Stopped: it was interrupted; what was measured has been printed.
+        Stopped: interrupted; the partial report has been printed.
     """
     _check(options)
     levels = parse_levels(options.concurrency, options.rate)
@@ -91,7 +91,7 @@ def run_bench(options: BenchOptions, load_config: Callable[[str], PipelineConfig
                 _allow_many_connections()
                 run_interruptibly(measure(server))
             else:
-                # Only here: what measures a server need not wait for torch.
+                # Imported here so that measuring a server does not wait for torch.
                 from omni.commands.bench.pipeline_target import PipelineTarget
                 from omni.runtime.omni import Omni
 
@@ -110,7 +110,7 @@ def run_bench(options: BenchOptions, load_config: Callable[[str], PipelineConfig
 
 
 def _allow_many_connections() -> None:
-    """Take as many descriptors as may be had: a request in flight has one."""
+    """Raise the limit of open file descriptors: each request in flight needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -133,7 +133,7 @@ def _print(report: BenchReport, options: BenchOptions) -> None:
 
 
 def _check(options: BenchOptions) -> None:
-    """Find mistakes in the flags."""
+    """Check the flags and their combinations."""
     if (options.config is None) == (options.url is None):
         raise ValueError("give either a pipeline or --url")
     if options.url is None:
@@ -159,7 +159,7 @@ def _check(options: BenchOptions) -> None:
 
 
 def _check_endpoint(options: BenchOptions) -> None:
-    """Check the flags of an endpoint that answers by something else than text."""
+    """Check the flags of an endpoint whose answer is not text."""
     name = options.endpoint
     if options.url is None:
         raise ValueError(f"--endpoint {name} goes together with --url")
@@ -180,7 +180,7 @@ def _flag(name: str) -> str:
 
 
 def _check_file(flag: str, path: Path, suffix: str) -> None:
-    """Find now that a file cannot be written, not after an hour of measuring."""
+    """Check that a file can be written now, not after an hour of measuring."""
     if suffix and path.suffix.lower() != suffix:
         raise ValueError(f"{flag}: must end in {suffix}, got {str(path)!r}")
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
@@ -203,7 +203,7 @@ def _server(options: BenchOptions) -> HttpTarget:
 
 
 def _settings(options: BenchOptions) -> dict[str, Any]:
-    """The flags that were given; no secrets."""
+    """Collect the flags that differ from their defaults, without secrets."""
     given = {name: getattr(options, name) for name in _DEFAULTS if name not in _NOT_SETTINGS}
     return {
         _flag(name).removeprefix("--"): str(value) if isinstance(value, Path) else value

@@ -1,7 +1,7 @@
 """The command line: run, validate, explain, verify and show pipelines.
 
-Each command imports what it needs when it runs, so that help and mistakes in the arguments do not
-wait for torch.
+Each command imports its dependencies when it runs, so that help and argument errors do not wait
+for torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from omni.requests.request_file import RequestError
 
 _NOTHING_PROVEN = 3
-"""Exit status of a verification in which no request hit anything."""
+"""Exit status of a verification without any cache hit."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -111,7 +111,7 @@ def explain(options: ExplainOptions) -> bool:
         f"{describe_needs(pipeline)}\n\n{describe_serving(pipeline)}\n\n"
         f"{describe_config(pipeline)}"
     )
-    if options.load:  # which takes a while, and fails without the models
+    if options.load:  # slow, and fails without the models
         typer.echo(f"\n{describe_memory(pipeline)}")
     return True
 
@@ -139,7 +139,7 @@ def verify(options: VerifyOptions) -> bool:
 @command(app, ServeOptions)
 def serve(options: ServeOptions) -> bool:
     """Serve pipelines over HTTP, in the shapes of OpenAI's API."""
-    # All of them are checked before anything starts.
+    # Check all of them before anything starts.
     pipelines = [_load(config, options) for config in options.configs]
     for pipeline, config in zip(pipelines, options.configs, strict=True):
         _check_voices(pipeline, config)
@@ -197,7 +197,7 @@ def schema(_: CommandOptions) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """Requests, and the SHA-256 of what they were given as."""
+    """Requests, and the SHA-256 of the file or the flags that they come from."""
 
     requests: list[OmniRequest | RequestError]
     digest: str
@@ -217,21 +217,21 @@ def _load(config: str, where: RuntimeFlags, overrides: list[str] | None = None) 
 
 
 def _load_changed(options: RunOptions | VerifyOptions) -> PipelineConfig:
-    """Load a pipeline and change how it samples and speaks, as flags say."""
+    """Load a pipeline and apply the sampling and speaker flags."""
     pipeline = options.with_sampling(_load(options.config, options, options.overrides))
     if options.speaker is None:
         return pipeline
     if not options.speaker:
         raise ValueError("--speaker must not be empty")
     pipeline = pipeline.model_copy(update={"speaker": options.speaker})
-    pipeline.check_speaker()  # of stages whose checkpoints are here
+    pipeline.check_speaker()  # for stages with local checkpoints
     return pipeline
 
 
 def _check_voices(
     pipeline: PipelineConfig, config: str, overrides: list[str] | None = None
 ) -> None:
-    """Check the names of voices in a user's file; shipped ones need not wait for torch."""
+    """Check the voice names in a user's file; skip shipped files, which need not wait for torch."""
     from omni.pipelines.config_file import shipped_configs
 
     if config in shipped_configs() and not overrides:
@@ -262,7 +262,7 @@ def _read_file(pipeline: PipelineConfig, input_file: Path) -> _Given:
 
     sampling = {name: stage.own_sampling for name, stage in pipeline.stages.items()}
     digest = hashlib.sha256()
-    # As text: a file may be given as "-".
+    # Pass a str: the file may be "-".
     requests = read_requests(os.fspath(input_file), sampling, digest.update)
     return _Given(requests, digest.hexdigest())
 
@@ -288,7 +288,7 @@ def _check_output_flags(options: RunOptions) -> None:
 def _writer(
     pipeline: PipelineConfig, given: _Given, options: RunOptions
 ) -> OutputWriter | nullcontext[None]:
-    """The writer of the folder, if there is one; a folder that will not do is found now."""
+    """Open the writer of ``--output-dir``, if given, which raises if the folder is unusable."""
     if options.output_dir is None:
         return nullcontext()
     from omni.requests.output_writer import Existing, OutputWriter, RunRecord

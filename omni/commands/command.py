@@ -20,34 +20,34 @@ import typer
 from typer.core import TyperCommand
 
 PARAMETER = "parameter"
-"""What a field's metadata has typer's part of it under."""
+"""Key of the typer parameter in a field's metadata."""
 
 
 def option(help: str, *names: str, default: Any = None, **settings: Any) -> Any:
-    """A flag; its names and settings are those of ``typer.Option``."""
+    """Declare a flag; names and settings are passed to ``typer.Option``."""
     return field(default=default, metadata={PARAMETER: typer.Option(*names, help=help, **settings)})
 
 
 def argument(help: str, default: Any = MISSING, **settings: Any) -> Any:
-    """A positional argument, which must be given if it has no default; see ``typer.Argument``."""
+    """Declare a positional argument, required without a default; see ``typer.Argument``."""
     return field(default=default, metadata={PARAMETER: typer.Argument(help=help, **settings)})
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came, which ends a command like Ctrl-C, with another exit status."""
+    """SIGTERM arrived: ends a command like Ctrl-C, but with another exit status."""
 
 
 def exit_status(interrupt: KeyboardInterrupt) -> int:
-    """The exit status that shells expect: 128 and the number of the signal."""
+    """Return the exit status that shells expect: 128 plus the signal number."""
     sent = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
     return 128 + sent
 
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Raise :class:`Terminated` in the main thread when SIGTERM comes; it would end in silence.
+    """Raise :class:`Terminated` in the main thread on SIGTERM, which by default kills silently.
 
-    Nothing is changed where another handler of SIGTERM is set, or where it is ignored.
+    Has no effect if SIGTERM is ignored or already has another handler.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -65,15 +65,15 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
-    """``asyncio.run``, which cancels the work when SIGTERM comes, as it does for Ctrl-C.
+    """Run a coroutine with ``asyncio.run``, cancelling it on SIGTERM as on Ctrl-C.
 
-    What is raised in the middle of whatever the loop is doing would break that off instead.
+    An exception raised by a signal handler would break off whatever the loop is doing instead.
 
     Raises:
-        Terminated: SIGTERM came, where :func:`sigterm_interrupts` has it raised.
-        KeyboardInterrupt: Ctrl-C.
+        Terminated: on SIGTERM, inside :func:`sigterm_interrupts`.
+        KeyboardInterrupt: on Ctrl-C.
     """
-    import asyncio  # only here: help need not wait for it
+    import asyncio  # imported here so that --help does not wait for it
 
     came: list[int] = []
 
@@ -109,12 +109,12 @@ _LEVELS = {_QUIET: logging.ERROR, 0: logging.WARNING, 1: logging.INFO}
 
 @contextmanager
 def shown_log(verbosity: int, *, tracebacks: bool) -> Iterator[None]:
-    """Write the log to the standard error for as long as the context lasts.
+    """Write the log to standard error within the context.
 
     Args:
-        verbosity: -1 for errors only, 0 for warnings too, 1 for what is decided, such as which
-            kernels run, 2 for all.
-        tracebacks: whether an exception is shown with where it was raised.
+        verbosity: -1 for errors only, 0 for warnings too, 1 for decisions such as which kernels
+            run, 2 for everything.
+        tracebacks: if true, exceptions are shown with their traceback.
     """
     logger = logging.getLogger(_LOGGER)
     handler = logging.StreamHandler(sys.stderr)
@@ -122,7 +122,7 @@ def shown_log(verbosity: int, *, tracebacks: bool) -> Iterator[None]:
     before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(_LEVELS.get(verbosity, logging.DEBUG))
-    # Not once more through a handler of the root logger, which a library may have put there.
+    # A library may have added a handler to the root logger: do not log twice.
     logger.propagate = False
     try:
         yield
@@ -132,9 +132,9 @@ def shown_log(verbosity: int, *, tracebacks: bool) -> Iterator[None]:
 
 
 class _Lines(logging.Formatter):
-    """``warning: what happened``, in one line unless tracebacks are wanted.
+    """Formats ``warning: what happened``, in one line unless tracebacks are enabled.
 
-    With its place: ``warning: [writer/1 prompt-3] what happened``.
+    With the location: ``warning: [writer/1 prompt-3] what happened``.
     """
 
     def __init__(self, *, tracebacks: bool, with_place: bool) -> None:
@@ -143,7 +143,7 @@ class _Lines(logging.Formatter):
         self._with_place = with_place
 
     def format(self, record: logging.LogRecord) -> str:
-        """Write a record."""
+        """Format a record."""
         shown = copy.copy(record)
         shown.levelname = record.levelname.lower()
         if self._with_place and (place := _place(record)):
@@ -155,7 +155,7 @@ class _Lines(logging.Formatter):
 
 
 def _error_of(record: logging.LogRecord) -> str | None:
-    """The exception that a record is about, in a line; of a worker's only the text has come."""
+    """Return a record's exception in one line; records from workers carry only its text."""
     if record.exc_info and record.exc_info[1] is not None:
         error = record.exc_info[1]
         return f"{type(error).__name__}: {error}"
@@ -163,7 +163,7 @@ def _error_of(record: logging.LogRecord) -> str | None:
 
 
 def _place(record: logging.LogRecord) -> str:
-    """The stage, its replica if there are workers, and the request that a record is about."""
+    """Return the stage, its replica if there are workers, and the request of a record."""
     stage, replica = getattr(record, "stage", None), getattr(record, "replica", None)
     worker = stage if replica is None else f"{stage}/{replica}"
     parts = (worker if stage else None, getattr(record, "request_id", None))
@@ -171,19 +171,19 @@ def _place(record: logging.LogRecord) -> str:
 
 
 _FAILED = 1
-"""Exit status of requests that failed or differed, and of what went wrong in between."""
+"""Exit status if requests failed or differed, or on an unexpected error."""
 _BAD_INPUT = 2
-"""Exit status of what cannot be run as asked."""
+"""Exit status for user errors."""
 _TRACEBACK = "OMNI_TRACEBACK"
-"""Set to 1, it shows where every error was raised."""
+"""Environment variable; 1 shows the traceback of every error."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CommandOptions:
-    """The options of every command.
+    """Options common to all commands.
 
     Each field of a subclass is a parameter: an :func:`~omni.commands.command.option`, an
-    ``argument``, or as typer reads it, ``Annotated[type, typer.Option(...)]``.
+    ``argument``, or in typer's own form, ``Annotated[type, typer.Option(...)]``.
     """
 
     verbose: int = option(
@@ -200,17 +200,17 @@ class CommandOptions:
 
     @property
     def verbosity(self) -> int:
-        """From -1, quiet, to 2."""
+        """Log verbosity, from -1 (quiet) to 2."""
         return -1 if self.quiet else min(self.verbose, 2)
 
     @property
     def tracebacks(self) -> bool:
-        """True if errors are to show where they were raised."""
+        """True if errors are shown with their traceback."""
         return self.debug or self.verbosity == 2 or os.environ.get(_TRACEBACK) == "1"
 
 
 class Stopped(Exception):
-    """A command ended before its end; the message says what was done."""
+    """A command stopped early; the message says what was done."""
 
     def __init__(self, message: str, status: int = _FAILED) -> None:
         super().__init__(message)
@@ -218,10 +218,10 @@ class Stopped(Exception):
 
 
 class _Command(TyperCommand):
-    """Reports a wrong value in the same words as for files and in Python."""
+    """Command that reports invalid values in the same words as files and the Python API."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        """Read the arguments."""
+        """Parse the arguments."""
         try:
             return super().make_context(*args, **kwargs)
         except typer.BadParameter as error:
@@ -229,7 +229,7 @@ class _Command(TyperCommand):
 
             from engine.interface.settings import explain_value_error
 
-            # Newer versions of typer read values with pydantic.
+            # Newer versions of typer validate values with pydantic.
             if isinstance(error.__cause__, ValidationError):
                 error.message = explain_value_error(error.__cause__)
             raise
@@ -242,16 +242,16 @@ _LAST = {field.name: place for place, field in enumerate(fields(CommandOptions),
 def command(
     app: typer.Typer, options: type[_OptionsT], *, name: str | None = None
 ) -> Callable[[Callable[[_OptionsT], bool]], Callable[[_OptionsT], bool]]:
-    """Decorator that makes a function a command, which takes its options as one value.
+    """Create a decorator that registers a function as a command, called with its options object.
 
-    Whatever goes wrong becomes a line without a traceback, unless one is asked for: a user's
-    mistake with exit status 2, everything else with 1.
+    Errors are shown as a line without a traceback, unless tracebacks are enabled. The exit status
+    is 2 for a user's mistake, 1 for everything else.
 
     Args:
-        name: of the command; the function's if it is left out.
+        name: name of the command; by default that of the function.
 
     Returns:
-        The decorator; its function returns whether all went well, else the exit status is 1.
+        The decorator. The decorated function returns True on success, else the exit status is 1.
     """
     hints = get_type_hints(options, include_extras=True)
     for each in fields(options):
@@ -280,15 +280,15 @@ def command(
 
 def _run(function: Callable[[_OptionsT], bool], given: _OptionsT) -> int:
     """Run a command; return its exit status."""
-    # A terminal that cannot show a letter must not end a run half-way.
+    # A terminal that cannot encode a character must not abort a run half-way.
     for stream in (sys.stdout, sys.stderr):
         getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
     with shown_log(given.verbosity, tracebacks=given.tracebacks), sigterm_interrupts():
         try:
             return 0 if function(given) else _FAILED
         except BrokenPipeError:
-            raise  # the reader of the output has seen enough; click ends quietly
-        except Exception as error:  # an unexpected one, too, is shown without a traceback
+            raise  # the reader of the output closed the pipe; click exits quietly
+        except Exception as error:  # unexpected errors, too, are shown without a traceback
             if given.tracebacks and not isinstance(error, Stopped):
                 raise
             typer.echo(_message_of(error), err=True)

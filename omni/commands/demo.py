@@ -1,4 +1,4 @@
-"""``omni demo``: asks a pipeline that hears and speaks, and compares with caching off."""
+"""The ``omni demo`` command: spoken questions and answers, compared with caching off."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NEXT = (
 
 _FOLDER = Path(stage_configs.__file__).parent / "spoken_sums" / "questions"
 _SPOKEN = ("twelve_plus_thirty", "and_times_two", "what_is_ninety_one_minus_thirty_eight")
-"""Sound files, by their words. What begins with "and" continues a conversation."""
+"""Sound files, named by their words. One that begins with "and" continues a conversation."""
 
 _READER, _VOICE = "thinker", "code2wav"
 
@@ -39,7 +39,7 @@ def run_demo(folder: Path) -> bool:
     """Ask three spoken questions, print what was heard and answered; compare with caching off.
 
     Returns:
-        Whether every request succeeded, and caching changed nothing.
+        True if every request succeeded and caching changed nothing.
 
     Raises:
         ValueError: the pipeline cannot be built.
@@ -72,13 +72,13 @@ def run_demo(folder: Path) -> bool:
 
 
 def summed_up(report: VerifyReport) -> str:
-    """Say in a sentence what warm caches saved."""
+    """Summarize in a sentence what warm caches saved."""
     hits = sum(stage.warm_hit_tokens for stage in report.stages)
     inputs = sum(stage.prompt_tokens for stage in report.stages)
     cached = [stage for stage in report.stages if stage.has_cache and stage.is_cached]
     saved = sum(stage.saved_s for stage in cached)
     begin = f"\nWarm caches hit {hits} of {inputs} input tokens"
-    if saved <= 0:  # prompts are short, and runs of equal work differ by more
+    if saved <= 0:  # prompts are short: the noise between equal runs is larger
         return f"{begin}; what that saved is less than such short runs differ by."
     uncached = sum(stage.uncached_s for stage in cached)
     names = " and ".join(stage.stage for stage in cached)
@@ -90,7 +90,7 @@ def _continues(question: str) -> bool:
 
 
 def _ask(omni: Omni, request: OmniRequest, question: str, path: Path) -> str | None:
-    """Stream an answer, write its sound, print both; the text, or None if it failed."""
+    """Stream an answer, save its audio, print both; return the text, or None if it failed."""
     follows = ", in the same conversation" if _continues(question) else ""
     words = question.replace("_", " ")
     typer.echo(f"  asked   {words!r}, by voice{follows} ({question}.flac)")
@@ -107,7 +107,7 @@ def _ask(omni: Omni, request: OmniRequest, question: str, path: Path) -> str | N
 
 
 def _streamed(omni: Omni, request: OmniRequest) -> tuple[OmniOutput, list[str]]:
-    """Run a request; its last output, and lines on its hits and on when text and sound came."""
+    """Run a request; return its last output, and lines on its cache hits and latencies."""
     begun = time.perf_counter()
     times: dict[str, float] = {}
     for output in omni.stream(request):
@@ -130,13 +130,13 @@ def _streamed(omni: Omni, request: OmniRequest) -> tuple[OmniOutput, list[str]]:
 
 
 def _sound_of(output: OmniOutput) -> Waveform | None:
-    """The sound of the voice; None if the request failed."""
+    """Return the audio of the vocoder stage; None if the request failed."""
     voice = output.stages.get(_VOICE)
     return None if output.error is not None or voice is None else voice.audio
 
 
 def _program() -> str:
-    """The name of this program here: ``omni`` if that finds it, else its path."""
+    """Return the command that runs this program: ``omni`` if it is on PATH, else its path."""
     called = Path(sys.argv[0])
     found = shutil.which("omni")
     if found is not None and Path(found).resolve() == called.resolve():
@@ -146,13 +146,13 @@ def _program() -> str:
 
 @contextmanager
 def _builds_shown() -> Iterator[None]:
-    """Print what is built on a first start."""
+    """Print the log messages about files built on the first start."""
     logger = logging.getLogger("omni.engine.files.disk_cache")
     handler, level = logging.Handler(), logger.level
     handler.emit = lambda record: typer.echo(f"  {record.getMessage()}")  # type: ignore[method-assign]
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    logger.propagate = False  # else the command line would say the same once more
+    logger.propagate = False  # else the command line would print them again
     try:
         yield
     finally:

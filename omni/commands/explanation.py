@@ -1,4 +1,4 @@
-"""Draws and describes a pipeline for people, and says in which formats it fits this machine."""
+"""Drawings and descriptions of a pipeline, and the formats in which it fits this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STREAMED = "  ~~N~~► begins while its source goes on, which hands over N toke
 
 
 def draw_graph(config: PipelineConfig) -> str:
-    """Draw each stage with what feeds it and what the user gets of it, sources first.
+    """Draw each stage with its inputs and its final outputs, sources first.
 
     ::
 
@@ -37,7 +37,7 @@ def draw_graph(config: PipelineConfig) -> str:
         writer  autoregressive  models/writer
         reader  autoregressive  models/reader
 
-    Where a stage begins while its source goes on, the arrow is a wave with the chunks' size:
+    If a stage starts while its source is still running, the arrow is a wave with the chunk size:
     ``writer ~~my_transforms:codes~~4~~► speaker``.
     """
     stages = [(name, config.stages[name]) for name in config.topological_order()]
@@ -60,7 +60,7 @@ def draw_graph(config: PipelineConfig) -> str:
 
 
 def describe_config(config: PipelineConfig) -> str:
-    """Write the pipeline as YAML with every default; it means the same when read again."""
+    """Format the pipeline as YAML with every default; loading it gives the same pipeline."""
     dumped = config.model_dump(mode="json", by_alias=True)
     usual = dict(SamplingParams())
     own = {name: usual.pop(name) for name in CHECKPOINT_FIELDS}
@@ -68,7 +68,7 @@ def describe_config(config: PipelineConfig) -> str:
         stage["kind"] = config.stages[name].kind_reference
         if (given := config.stages[name].own_sampling) is not None:
             stage["sampling"] = given.with_defaults(usual).model_dump(mode="json")
-        stage["final_output"] = stage.pop("final_output")  # what comes out stands last
+        stage["final_output"] = stage.pop("final_output")  # move outputs to the end
     shown = yaml.safe_dump(dumped, sort_keys=False, width=80).rstrip()
     defaults = ", ".join(f"{name} {'null' if x is None else x}" for name, x in own.items())
     return (
@@ -80,7 +80,7 @@ def describe_config(config: PipelineConfig) -> str:
 
 
 def describe_memory(config: PipelineConfig) -> str:
-    """Load all stages and describe what they reserved; ``ValueError``: one cannot be built."""
+    """Load all stages and describe what they reserve; ``ValueError`` if one cannot be built."""
     from omni.pipelines.pipeline import Pipeline
 
     lines = ["Resolved and reserved:"]
@@ -96,7 +96,7 @@ def describe_memory(config: PipelineConfig) -> str:
 
 
 def _edge(name: str, stage: StageConfig) -> tuple[str, str, str, str]:
-    """The sources of a stage, its transform, the sign of its arrow, and the stage itself."""
+    """Return a stage's sources, transform, arrow character, and its name with final outputs."""
     sources = " + ".join(stage.inputs.sources) if stage.inputs else "prompt"
     label, line = stage.inputs.transform_name if stage.inputs else "", "─"
     if stage.inputs and stage.inputs.chunk_size is not None:
@@ -110,7 +110,7 @@ def _model(stage: StageConfig) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], gap: str = "  ") -> list[str]:
-    """Rows of cells as lines, in which the cells of a column begin at one place."""
+    """Format rows of cells as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = ([cell.ljust(size) for cell, size in zip(row, widths, strict=True)] for row in rows)
     return [f"  {gap.join(cells)}".rstrip() for cells in padded]
@@ -124,7 +124,7 @@ _HANDED_ON = {
 
 
 def draw_placement(config: PipelineConfig, cores: int) -> str:
-    """Draw what runs where, and what goes over the edges."""
+    """Draw where each stage runs, and what is sent over the edges."""
     kind = config.runtime.kind
     count = "1 core" if cores == 1 else f"{cores} cores"
     heading = f"Where the stages run ({kind}, {count}):"
@@ -142,7 +142,7 @@ def draw_placement(config: PipelineConfig, cores: int) -> str:
 def _by_turns(
     config: PipelineConfig, names: Sequence[str], threads: Mapping[str, int | None]
 ) -> list[str]:
-    """The stages of one process, and what goes into each."""
+    """List the stages of one process, each with its inputs."""
     lines = []
     for name in names:
         count = threads[name]
@@ -185,7 +185,7 @@ def _cluster(config: PipelineConfig) -> list[str]:
 
 
 def _edges(config: PipelineConfig, name: str) -> list[str]:
-    """The inputs of a stage, and their form."""
+    """Describe the inputs of a stage, and how they arrive."""
     inputs = config.stages[name].inputs
     if inputs is None:
         return ["◄── prompt"]
@@ -226,18 +226,18 @@ _MEDIA = {
     "max_video_pixels": "pixels of a video's frames",
     "max_file_bytes": "a file",
 }
-"""What each of a stage's limits of media bounds."""
+"""Quantity that each media limit of a stage bounds."""
 
 
 def _written(name: str, value: float) -> str:
-    """A limit, in the unit that its name ends in."""
+    """Format a limit in the unit that its name ends in."""
     if name.endswith("_bytes"):
         return format_bytes(int(value))
     return f"{value:,g} s" if name.endswith("_s") else f"{value:,}"
 
 
 def describe_serving(config: PipelineConfig) -> str:
-    """Describe what a server takes on of this pipeline where no flag says otherwise.
+    """Describe the default limits of a server of this pipeline.
 
     Media are bounded by the stages that read the user's prompt.
     """
@@ -272,7 +272,7 @@ _HEADS = ("stage", "format", "weights", "KV pages", "kept rows", "activations", 
 
 
 def describe_needs(config: PipelineConfig) -> str:
-    """Write what each stage takes in each format; a stage whose config is not here is named."""
+    """Describe the memory of each stage in each format; name stages without a local config."""
     known, devices, notes = {}, {}, []
     rows: list[tuple[str, ...]] = [_HEADS]
     for name in config.topological_order():
@@ -299,7 +299,7 @@ def describe_needs(config: PipelineConfig) -> str:
 
 
 def estimate_stage(stage: StageConfig) -> Mapping[str, MemoryEstimate]:
-    """What a replica holds, by format; ``ValueError`` of a config that is absent or too short."""
+    """Estimate a replica's memory by format; ``ValueError`` if its config is incomplete."""
     engine: Any = getattr(stage, "engine", None)
     if stage.model is None or not hasattr(engine, "revision"):
         raise ValueError(f"stages of kind {stage.kind!r} do not say what they take")

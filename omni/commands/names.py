@@ -1,4 +1,4 @@
-"""The names that a pipeline's YAML file can use, for people to read."""
+"""Listing of the names that a pipeline's YAML file can use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEADINGS = {
 
 
 def described_names(what: str | None = None) -> Iterator[str]:
-    """Yield a block of text for each sort of names, or for the one that is ``what``."""
+    """Yield a block of text for each kind of name, or only for the kind ``what``."""
     for sort, heading in _HEADINGS.items():
         if what in (sort, None):
             yield "\n".join([heading, *(f"  {line}" for line in _lines(sort))])

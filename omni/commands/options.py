@@ -1,4 +1,4 @@
-"""The options of the commands, with their help."""
+"""Options of the commands, with their help texts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptFlags:
-    """The flags that make up requests: one for each prompt, chat and encoder prompt.
+    """Flags that define requests: one for each prompt, chat and encoder prompt.
 
-    Options of a command inherit them; see :func:`~omni.commands.command.command`. What each
-    is for stands in its help.
+    Options of a command inherit them; see :func:`~omni.commands.command.command`. The help
+    texts describe the fields.
     """
 
     prompts: list[str] | None = option(
@@ -79,7 +79,7 @@ class PromptFlags:
         return any(wanted) or self.decoder_prompt is not None or self.language is not None
 
     def digest(self) -> str:
-        """SHA-256, in hexadecimal, of all that was given: the same flags are the same requests."""
+        """Return the SHA-256, in hexadecimal, of all flags: equal flags mean equal requests."""
         import hashlib
         import json
 
@@ -87,10 +87,10 @@ class PromptFlags:
         return hashlib.sha256(json.dumps(given, default=os.fspath).encode()).hexdigest()
 
     def check_files(self, taken: Mapping[str, Collection[str]]) -> None:
-        """Check that a pipeline takes such files, that they are there, and how they begin.
+        """Check the first bytes of the files, and that every stage accepts their modality.
 
         Raises:
-            ValueError: a stage takes no such file, or one is not there, or is of another kind.
+            ValueError: a stage does not accept such a file, or one is missing or of another kind.
         """
         given = {"audio": self.audio, "image": self.images, "video": self.videos}
         for modality, files in given.items():
@@ -104,13 +104,13 @@ class PromptFlags:
                 _check_file(modality, file)
 
     def requests(self) -> list[OmniRequest]:
-        """The requests, with made-up ids.
+        """Return the requests, with generated ids.
 
         Raises:
-            ValueError: there are both prompts and chats; or the decoder prompt, the language, or
-                an image has nothing to stand beside.
+            ValueError: both prompts and chats are given; or the decoder prompt, the language, or
+                an image is given without a prompt to go with.
         """
-        # Only here: help and mistakes in the flags do not wait for it.
+        # Imported here so that help and argument errors do not wait for it.
         from engine import AudioPrompt, ExplicitEncoderDecoderPrompt
         from omni.requests.request import OmniRequest
 
@@ -143,7 +143,7 @@ class PromptFlags:
         ]
 
     def _shown(self) -> Iterator[Prompt]:
-        """The prompts and chats, with the files that they show."""
+        """Yield the prompts and chats, with the files that they show."""
         from engine import ChatPrompt, TextPrompt
 
         given = {
@@ -154,16 +154,16 @@ class PromptFlags:
         shown = {modality: files for modality, files in given.items() if files}
         for text in self.prompts or ():
             yield TextPrompt(text, multi_modal_data=shown) if shown else text
-        # The order in which flags of different names came is not known, so it is always this.
+        # The relative order of flags of different names is not known: this order is fixed.
         parts = [{"type": modality} for modality, files in shown.items() for _ in files]
         for text in self.chats or ():
-            # Plain text where nothing is shown: not every template knows parts.
+            # Plain text if nothing is shown: not every template supports parts.
             content = [*parts, {"type": "text", "text": text}] if parts else text
             yield ChatPrompt(({"role": "user", "content": content},), multi_modal_data=shown)
 
 
 def _check_file(modality: str, file: Path) -> None:
-    """Look at the beginning of a file; how long or large it is, is the engine's to judge."""
+    """Check the first bytes of a file; the engine checks its duration and size."""
     from engine.media.image_file import check_image
     from engine.media.media_source import MediaSource
     from engine.media.sound_file import check_sound
@@ -174,14 +174,14 @@ def _check_file(modality: str, file: Path) -> None:
 
 
 def complete_config(incomplete: str) -> list[str]:
-    """Names of shipped pipelines, for the shell; it offers files by itself."""
+    """Complete names of shipped pipelines; the shell completes files by itself."""
     from omni.pipelines.config_file import shipped_configs
 
     return [name for name in shipped_configs() if name.startswith(incomplete)]
 
 
 def _complete_runtime(incomplete: str) -> list[str]:
-    from stages.placement import RuntimeKind  # only here: help need not wait for all stages
+    from stages.placement import RuntimeKind  # imported here so that help does not wait for it
 
     return [kind for kind in get_args(RuntimeKind) if kind.startswith(incomplete)]
 
@@ -219,7 +219,7 @@ SpeakerName: TypeAlias = Annotated[
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SamplingFlags:
-    """Flags that change how every stage samples that does; a request's own word counts more."""
+    """Flags that change the sampling of every stage that samples; requests override them."""
 
     max_tokens: int | None = option(
         "Tokens to generate at most, in every stage that samples, where a request does not say.",
@@ -230,12 +230,12 @@ class SamplingFlags:
     )
 
     def with_sampling(self, pipeline: PipelineConfig) -> PipelineConfig:
-        """Change how every stage samples that does.
+        """Return the pipeline with the flags applied to every stage that samples.
 
         Raises:
-            ValueError: a value is wrong, or does not go with what a stage has, or no stage samples.
+            ValueError: a value is wrong or conflicts with a stage's settings, or no stage samples.
         """
-        from omni.requests.request_line import merged_sampling  # only here: help need not wait
+        from omni.requests.request_line import merged_sampling  # imported here: help need not wait
 
         given = {"max_tokens": self.max_tokens, "temperature": self.temperature}
         changes = {field: value for field, value in given.items() if value is not None}
@@ -261,7 +261,7 @@ class SamplingFlags:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class RuntimeFlags:
-    """Flags that say where the stages run, in the place of what the pipeline's file says."""
+    """Flags that override where the stages run."""
 
     runtime: str | None = option(
         "Where the stages run: inline, in this process; processes, each in processes of its "
@@ -276,7 +276,7 @@ class RuntimeFlags:
 
     @property
     def runtime_overrides(self) -> dict[str, str]:
-        """The values that the flags set, by their places."""
+        """The values that the flags set, by dotted key."""
         given = {"runtime.kind": self.runtime, "runtime.address": self.address}
         return {place: value for place, value in given.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""``omni run``: requests through a pipeline, with progress, texts or files, and a summary."""
+"""The ``omni run`` command: runs requests, with progress, texts or files, and a summary."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def run_requests(
     quiet: bool = False,
     trace: Path | None = None,
 ) -> bool:
-    """Run what can be run and is not done yet, and tell what became of every request as it ends.
+    """Run all valid requests that are not done yet, and report each result as it finishes.
 
-    Texts go to the standard output; errors, progress and the summary go to the standard error.
+    Texts go to standard output; errors, progress and the summary go to standard error.
 
     Returns:
-        Whether every request came through.
+        True if every request succeeded.
 
     Raises:
         ValueError: the pipeline cannot be built.
-        Stopped: it was interrupted, or the output cannot be written; says what was done.
+        Stopped: interrupted, or the output cannot be written; the message says what was done.
     """
     run = _Run(requests, writer, quiet=quiet)
     try:
@@ -54,7 +54,7 @@ def run_requests(
 
 
 class _Run:
-    """Requests on their way, and how many are through."""
+    """A run of requests, with counts of those done and failed."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class _Run:
         self.num_failed = self._num_failed_before = writer.num_failed if writer else 0
 
     def through(self, config: PipelineConfig, trace: Path | None) -> None:
-        """Run what is not done."""
+        """Run the requests that are not done."""
         start = time.perf_counter()
         progress = RunProgress(len(self._requests), self._num_kept, shown=not self._quiet)
         try:
@@ -88,7 +88,7 @@ class _Run:
             Console(stderr=True).print(summary_table(num_run, num_failed, stats, seconds))
 
     def finish(self, writer: OutputWriter) -> None:
-        """Put the lines in order, and say where they are."""
+        """Sort the output lines, and print where they are."""
         try:
             writer.finish()
         except OSError as error:
@@ -101,8 +101,7 @@ class _Run:
             )
 
     def _outputs(self, omni: Omni) -> Iterator[tuple[int, OmniOutput]]:
-        """Yield every request's last output with its position: wrong lines first, others as they
-        end.
+        """Yield every request's last output with its position, invalid lines first.
 
         An output with an error does not stop the others.
         """
@@ -139,7 +138,7 @@ class _Run:
         return Stopped(f"error: {where}{error.strerror or error}; {self.what_was_done()}")
 
     def what_was_done(self) -> str:
-        """Say how far the run came, and how to go on."""
+        """Describe how far the run got, and how to resume it."""
         done = f"{self.num_done} of {len(self._requests)} requests are done"
         if self._writer is None:
             return f"{done}, and stand above" if self.num_done else done
@@ -149,7 +148,7 @@ class _Run:
 
 
 def format_output(output: OmniOutput) -> str:
-    """Write what the user gets of one request: a block of lines under its id."""
+    """Format the outputs of one request: a block of lines under its id."""
     lines = [f"=== {output.request_id}"]
     for name, stage in output.stages.items():
         lines += [f"--- {name}", *_format_stage(stage)]
@@ -159,7 +158,7 @@ def format_output(output: OmniOutput) -> str:
 def summary_table(
     num_requests: int, num_failed: int, stats: Mapping[str, StageStats], seconds: float
 ) -> Table:
-    """Sum up a run: what every stage ran, what its cache saved, and how long it was at it."""
+    """Summarize a run: each stage's tokens, cache hits and busy time."""
     title = f"requests: {num_requests}, failed: {num_failed}; {seconds:.1f} s with loading"
     table = Table(title=title, title_justify="left")
     table.add_column("stage", no_wrap=True)
@@ -189,7 +188,7 @@ def summary_table(
 
 
 def _misses(stats: StageStats) -> str:
-    """Why prefixes were not hit further, the most frequent reason first."""
+    """Format the reasons why prefixes were not hit further, the most frequent first."""
     misses = stats.kv.misses if stats.kv is not None else {}
     return ", ".join(f"{reason} {count}" for reason, count in Counter(misses).most_common())
 

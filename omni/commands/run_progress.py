@@ -1,4 +1,4 @@
-"""A bar that shows how far a run is and what is left, with lines between."""
+"""Progress bar of a run, with output lines above it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rich.text import Text
 
 
 class RunProgress:
-    """A bar on the standard error, where a person looks on; elsewhere only the lines come.
+    """Progress bar on standard error if that is a terminal; otherwise only lines are printed.
 
     Args:
-        total: how many requests there are; None where that is not known before the end.
-        done: how many of them an earlier run did.
-        shown: whether a bar is wanted at all.
+        total: number of requests; None if it is not known before the end.
+        done: number of requests completed by an earlier run.
+        shown: if false, the bar is never shown.
     """
 
     def __init__(self, total: int | None, done: int, *, shown: bool) -> None:
@@ -34,7 +34,7 @@ class RunProgress:
         self._shown = shown and console.is_terminal
         self._bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=20),  # the line shall fit 80 letters
+            BarColumn(bar_width=20),  # keeps the line within 80 columns
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             _Rate(),
@@ -42,7 +42,7 @@ class RunProgress:
             TextColumn("left"),
             console=console,
             disable=not self._shown,
-            # Lines go where they are sent, also where that is no terminal.
+            # Lines go to the stream they are written to, even if it is not a terminal.
             redirect_stdout=False,
             redirect_stderr=False,
             transient=True,
@@ -51,11 +51,11 @@ class RunProgress:
         self._task = self._bar.add_task("loading models", total=None)
 
     def begin(self) -> None:
-        """The models are loaded; from now on requests are counted."""
+        """Start counting requests, once the models are loaded."""
         self._bar.reset(self._task, description="requests", total=self._total, completed=self._done)
 
     def advance(self) -> None:
-        """One more request is done."""
+        """Count one more request as done."""
         self._bar.advance(self._task)
 
     def echo(self, line: str, *, err: bool = False) -> None:
@@ -76,9 +76,9 @@ class RunProgress:
 
 
 class _Rate(ProgressColumn):
-    """Requests in a second."""
+    """Column with the requests per second."""
 
     def render(self, task: Task) -> Text:
-        """Write the column."""
+        """Format the column."""
         speed = task.finished_speed or task.speed
         return Text("" if speed is None else f"{speed:.3g}/s")

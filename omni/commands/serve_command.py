@@ -1,4 +1,4 @@
-"""``omni serve``: pipelines behind an HTTP server."""
+"""The ``omni serve`` command: pipelines behind an HTTP server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEY_VARIABLE = "OMNI_API_KEY"
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ServeOptions(RuntimeFlags, CommandOptions):
-    """Options of ``omni serve``; what each is for stands in its help."""
+    """Options of ``omni serve``; the help texts describe them."""
 
     configs: list[str] = argument(
         "YAML files of pipelines, or names of shipped ones; the name of each is its model id.",
@@ -78,11 +78,11 @@ class ServeOptions(RuntimeFlags, CommandOptions):
 
 
 def serve_pipelines(configs: Sequence[PipelineConfig], options: ServeOptions) -> None:
-    """Serve until a signal comes.
+    """Serve until a signal arrives.
 
     Raises:
-        ValueError: an option is wrong, the port cannot be had, a model cannot be loaded, or the
-            extra ``serve`` is not installed.
+        ValueError: an option is wrong, the port is not available, a model cannot be loaded, or
+            the extra ``serve`` is not installed.
     """
     try:
         from omni.server.http_server import HttpServer, bind, url_of
@@ -101,12 +101,12 @@ def serve_pipelines(configs: Sequence[PipelineConfig], options: ServeOptions) ->
     server.on_loaded = lambda: typer.echo("ready", err=True)
     listener = bind(settings)
     names = ", ".join(server.pipelines)
-    # Of use to programs too: with --port 0 they cannot know where it is.
+    # Programs need this line too: with --port 0 they do not know the port.
     place = f"serving {names} at {url_of(listener)}"
     HttpServer(server, listener, lambda: typer.echo(place, err=True)).run()
     if server.is_loading:
-        # A thread cannot be ended, and an interpreter that ends below one that loads libraries
-        # crashes. Nothing has run yet that could be lost.
+        # The loading thread cannot be stopped, and the interpreter crashes if it shuts down while
+        # a thread loads libraries. No request has run yet, so nothing is lost.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

@@ -1,1 +1,1 @@
-"""Request files in, output files out. Imports stages, engine."""
+"""Reading of request files and writing of output files. Imports stages, engine."""

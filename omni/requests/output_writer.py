@@ -1,8 +1,8 @@
-"""Writes the outputs of requests, each as soon as it is known, so that nothing is lost.
+"""Writer of request outputs. Each is written as soon as it is finished, so that nothing is lost.
 
 ::
 
-    outputs.partial.jsonl   the journal: a line for every request that is done, as soon as it is
+    outputs.partial.jsonl   the journal: a line for every finished request, in order of completion
     run.json                the requests and settings that the folder's outputs come from
     outputs.jsonl           all lines in the requests' order, once the run has ended
     tensors/ audio/         the files that lines name, written before them
@@ -40,20 +40,20 @@ logger = package_logger(__name__)
 
 _LOCK = ".outputs.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""Errors of file systems without locks."""
+"""Errors of file systems that do not support locks."""
 
 
 class OutputFolder:
-    """A folder that is one run's as long as this object is open.
+    """A folder that is locked for one run while this object is open.
 
     Raises:
         ValueError: another run is writing into it.
-        OSError: it cannot be made or written to.
+        OSError: it cannot be created or written to.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        # The process's death unlocks it, however it dies.
+        # The lock is released when the process exits, for whatever reason.
         self._lock = FileLock(
             self.path / _LOCK, timeout=0, thread_local=False, fallback_to_soft=False
         )
@@ -75,12 +75,12 @@ class OutputFolder:
             )
 
     def write(self, place: str, write: Callable[[Path], object]) -> None:
-        """Put a file into the folder: whole, or not at all.
+        """Write a file atomically.
 
-        It is written aside, under a name of its own, and then moved.
+        It is written under a temporary name, and then moved.
 
         Raises:
-            OSError: the disk is full or the like.
+            OSError: for example, the disk is full.
         """
         target = self.path / place
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ class OutputFolder:
         mode = stat.S_IMODE(aside.stat().st_mode)
         try:
             write(aside)
-            # Some writers put a new file in its place, with permissions for its owner alone.
+            # Some writers replace the file with a new one that only its owner may read.
             aside.chmod(mode)
             os.replace(aside, target)
         except BaseException as error:
@@ -101,7 +101,7 @@ class OutputFolder:
             raise
 
     def holds(self, place: str) -> bool:
-        """True if there is such a file, and it is not outside."""
+        """Return True if the file exists and is inside the folder."""
         try:
             path = (self.path / place).resolve()
             return path.is_file() and path.is_relative_to(self.path.resolve())
@@ -109,11 +109,11 @@ class OutputFolder:
             return False
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it exists."""
         (self.path / name).unlink(missing_ok=True)
 
     def sync(self) -> None:
-        """Have the names of the files outlast a loss of power."""
+        """Sync the directory to disk, so that the names of the files survive a power loss."""
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -121,9 +121,9 @@ class OutputFolder:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Let other runs have the folder. May be called again."""
+        """Unlock the folder for other runs. May be called repeatedly."""
         if self._lock.is_locked:
-            # Before the lock is let go: a run that gets it must not lock a file that is removed.
+            # Remove the file before the release: the next run must not lock a removed file.
             with suppress(OSError):
                 (self.path / _LOCK).unlink()
             self._lock.release()
@@ -133,14 +133,14 @@ JOURNAL = "outputs.partial.jsonl"
 
 
 _Place: TypeAlias = tuple[int, int]
-"""The place of a line in the journal: its first byte, and its length with the line's end."""
+"""Position of a line in the journal: its first byte, and its length with the newline."""
 
 
 class _Journal:
-    """Lines that are appended one by one, and of which only whole ones stay.
+    """Append-only file of lines; incomplete lines are removed.
 
-    A line is handed to the operating system before :meth:`append` returns, so that the death of
-    this process, however it comes, loses nothing. What it does not outlast is a loss of power.
+    A line is passed to the operating system before :meth:`append` returns, so that it survives
+    any death of this process, but not a power loss.
     """
 
     def __init__(self, folder: OutputFolder) -> None:
@@ -149,7 +149,7 @@ class _Journal:
         self._end = os.fstat(self._descriptor).st_size
 
     def lines(self) -> Iterator[tuple[_Place, bytes]]:
-        """Every whole line, and where it is; a last one that was cut off is cut away."""
+        """Yield every complete line and its position; then truncate an incomplete last line."""
         start = 0
         with open(self._descriptor, "rb", closefd=False) as file:
             file.seek(0)
@@ -161,12 +161,12 @@ class _Journal:
         self._end = start
 
     def append(self, line: bytes) -> _Place:
-        """Write a line, which ends in a newline: whole, or not at all."""
+        """Append a line, which ends in a newline, completely or not at all."""
         rest = memoryview(line)
         try:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
-        except BaseException as error:  # a Ctrl-C, too, may come between two pieces
+        except BaseException as error:  # Ctrl-C may also arrive between two writes
             os.ftruncate(self._descriptor, self._end)
             if isinstance(error, OSError):
                 raise OSError(error.errno, error.strerror, self._name) from error
@@ -176,12 +176,12 @@ class _Journal:
         return place
 
     def line_at(self, place: _Place) -> bytes:
-        """A line that was read or appended."""
+        """Read back a line that was read or appended."""
         start, length = place
         return os.pread(self._descriptor, length, start)
 
     def close(self) -> None:
-        """Close the file, which stays. May be called again."""
+        """Close the file. May be called repeatedly."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -194,13 +194,13 @@ def describe_stage(
     tensor: Callable[[str, Tensor], str],
     sound: Callable[[Waveform], str],
 ) -> dict[str, Any]:
-    """Describe one stage's output; a field that does not apply is absent.
+    """Describe one stage's output as JSON; fields that do not apply are absent.
 
     Args:
-        output: in the end.
-        wanted: what the user gets of the stage: ``text``, ``tensors``, ``audio``.
-        tensor: says where a tensor of a name is, or describes it.
-        sound: the same of a sound.
+        output: the final output.
+        wanted: outputs of the stage that the user gets: ``text``, ``tensors``, ``audio``.
+        tensor: returns the path of a tensor with this name, or a description.
+        sound: the same for audio.
     """
     line: dict[str, Any] = {}
     if "text" in wanted and output.text is not None:
@@ -237,12 +237,12 @@ def describe_stage(
 def _save_tensor(tensors: dict[str, Tensor], file: Path) -> None:
     try:
         save_file(tensors, file)
-    except SafetensorError as error:  # what it makes of a full disk
+    except SafetensorError as error:  # raised if the disk is full
         raise OSError(errno.EIO, str(error), str(file)) from error
 
 
 def _files_of(line: Mapping[str, Any]) -> list[str]:
-    """The files that a line names, as paths from the output directory."""
+    """Return the files that a line names, as paths relative to the output directory."""
     files = []
     for stage in line["stages"].values():
         files += [*stage.get("tensors", {}).values()]
@@ -251,10 +251,10 @@ def _files_of(line: Mapping[str, Any]) -> list[str]:
 
 
 def file_name(text: str) -> str:
-    """Turn any text into one safe and short part of a path; different texts stay different.
+    """Convert any text to one safe and short path component; different texts stay different.
 
-    Plain lower-case names stay as they are. All others keep what can be kept and end in ``~`` and
-    a hash: those with a slash, a dot, upper case (some file systems see no difference), ...
+    Plain lower-case names are unchanged. All others (with a slash, a dot, upper case, which some
+    file systems do not distinguish, ...) keep their safe characters and end in ``~`` and a hash.
     """
     if re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,63}", text):
         return text
@@ -264,9 +264,9 @@ def file_name(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """The same text, with what UTF-8 cannot say escaped: halves of surrogate pairs.
+    """Escape the characters that UTF-8 cannot encode: lone surrogates.
 
-    They stand for the bytes of file names that are no UTF-8.
+    They stand for the bytes of file names that are not UTF-8.
     """
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
@@ -291,22 +291,22 @@ def _logprobs(entry: TokenLogprobs) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """Give null for the minus infinity of a token that cannot be: JSON has no such number."""
+    """Return null for the minus infinity of impossible tokens, which JSON cannot express."""
     return value if math.isfinite(value) else None
 
 
 RUN_RECORD = "run.json"
 _MOST_DIFFERENCES = 3
-"""So many are named, and how many more there are."""
+"""Maximum number of differences named in a message; the others are counted."""
 
 
 class RunRecord(BaseModel):
     """The content of ``run.json``.
 
     Attributes:
-        pipeline: every setting, with its default, and with flags laid over it; but not where the
-            stages run, as long as nothing that comes out depends on it.
-        requests: SHA-256, in hexadecimal, of the file of requests, or of the flags in its place.
+        pipeline: every setting, including defaults and flags, except for where the stages run as
+            far as outputs do not depend on it.
+        requests: SHA-256, in hexadecimal, of the request file, or of the flags instead of one.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -318,11 +318,11 @@ class RunRecord(BaseModel):
 
     @classmethod
     def of(cls, pipeline: BaseModel, requests: str, num_requests: int) -> RunRecord:
-        """Record a pipeline's configuration; folders of models as they are found from here."""
+        """Record a pipeline's configuration; model folders become absolute paths."""
         settings = pipeline.model_dump(mode="json", by_alias=True)
         settings.pop("runtime", None)
         for stage in settings["stages"].values():
-            # Other devices round differently; how many workers there are changes nothing.
+            # Devices round differently; the number of workers changes nothing.
             placement = stage.pop("placement", None) or {}
             device = placement.get("devices") or placement.get("device")
             if device is not None:
@@ -332,7 +332,7 @@ class RunRecord(BaseModel):
         return cls(pipeline=settings, requests=requests, num_requests=num_requests)
 
     def differences(self, other: RunRecord) -> str:
-        """Say what is not the same as in another run, the earlier one; nothing if all is."""
+        """Describe the differences from an earlier run; empty if there are none."""
         found = list(_differences(other.pipeline, self.pipeline, ""))
         if self.requests != other.requests:
             were, are = other.num_requests, self.num_requests
@@ -354,7 +354,7 @@ OUTPUTS = "outputs.jsonl"
 
 
 class Existing(Enum):
-    """How to treat outputs that a folder has already."""
+    """Policy for outputs that already exist in the folder."""
 
     REFUSE = "refuse"
     RESUME = "resume"
@@ -367,24 +367,24 @@ class _Done(NamedTuple):
 
 
 class OutputWriter:
-    """Writes each request's output as soon as it is there, and all in their order in the end.
+    """Writes each request's output as soon as it is finished, and all of them in order at the end.
 
-    A line is written whole, after the files that it names, and handed to the operating system at
-    once: however a run ends, its lines are complete and true. Each is a line of ``outputs.jsonl``
-    with the request's ``position`` before it. Nothing is written, and nothing of an earlier run
-    removed, before the first request is done.
+    A line is written atomically, after the files that it names, and passed to the operating system
+    at once: however a run ends, its lines are complete and valid. Each is a line of
+    ``outputs.jsonl`` preceded by the request's ``position``. Nothing is written, and nothing of an
+    earlier run is removed, before the first request is done.
 
     Args:
-        directory: made if missing, and locked: one run at a time.
-        final_output: for each final stage what the user gets of it: ``text``, ``tensors``,
+        directory: created if missing, and locked: one run at a time.
+        final_output: for each final stage the outputs that the user gets: ``text``, ``tensors``,
             ``audio``.
-        existing: what to do about outputs in the directory. Those of a run that is resumed are
-            kept, but for requests whose files are gone.
+        existing: policy for outputs in the directory. Those of a resumed run are kept, except
+            for requests whose files are missing.
 
     Raises:
-        ValueError: there are outputs and ``existing`` refuses them; or they are of something else
-            than what is to be resumed, or damaged; or another run writes into the directory.
-        OSError: the directory cannot be made or written to.
+        ValueError: there are outputs and ``existing`` refuses them; or they are damaged or those of
+            a different run than the resumed one; or another run writes into the directory.
+        OSError: the directory cannot be created or written to.
     """
 
     def __init__(
@@ -408,32 +408,32 @@ class OutputWriter:
 
     @property
     def num_done(self) -> int:
-        """Requests that have their line, those of the run before included."""
+        """Number of requests with a line, including those of the resumed run."""
         return len(self._done)
 
     @property
     def num_failed(self) -> int:
-        """Requests of these that have an error."""
+        """Number of done requests with an error."""
         return sum(done.failed for done in self._done.values())
 
     @property
     def location(self) -> Path:
-        """The file in which the lines are now."""
+        """The file that currently holds the lines."""
         return self._folder.path / (OUTPUTS if self._finished else JOURNAL)
 
     def is_done(self, position: int) -> bool:
-        """True if a request need not be run."""
+        """Return True if a request need not be run."""
         return position in self._done
 
     def write(self, position: int, output: OmniOutput) -> str | None:
-        """Write a finished request's output: its tensors and sounds, then its line.
+        """Write a finished request's output: its tensors and audio, then its line.
 
         Returns:
             The error in its line, if it has one.
 
         Raises:
             ValueError: this position has been written, or there is no such request.
-            OSError: the disk is full or the like. Of this request nothing is kept.
+            OSError: for example, the disk is full. Nothing of this request is kept.
         """
         if position in self._done:
             raise ValueError(f"the output at position {position} has been written already")
@@ -447,11 +447,11 @@ class OutputWriter:
         return error
 
     def finish(self) -> None:
-        """Put the lines in the requests' order in ``outputs.jsonl``; the journal goes.
+        """Write the lines to ``outputs.jsonl`` in the requests' order, and remove the journal.
 
         Raises:
             ValueError: not all requests are done.
-            OSError: the disk is full or the like. The journal is whole then.
+            OSError: for example, the disk is full. The journal stays intact.
         """
         missing = self._record.num_requests - self.num_done
         if missing:
@@ -465,7 +465,7 @@ class OutputWriter:
         self._folder.remove(JOURNAL)
 
     def close(self) -> None:
-        """Let go of the folder. What was written stays."""
+        """Close the journal and unlock the folder."""
         self._close_journal()
         self._folder.close()
 
@@ -476,10 +476,10 @@ class OutputWriter:
         self.close()
 
     def _described(self, output: OmniOutput) -> dict[str, Any]:
-        """The line of an output, whose files are written when this returns.
+        """Write the files of an output, and return its line.
 
-        An output that has no form on disk, such as a sound with samples that are not finite,
-        becomes an error of its request.
+        An output that cannot be written, such as audio with samples that are not finite, becomes
+        an error of its request.
         """
         line: dict[str, Any] = {
             "request_id": _printable(output.request_id),
@@ -528,7 +528,7 @@ class OutputWriter:
             self._find_finished()
 
     def _size_of(self, name: str) -> int | None:
-        """Bytes in a file; None if it is not there."""
+        """Return the size of a file in bytes; None if it does not exist."""
         try:
             return os.lstat(self._folder.path / name).st_size
         except FileNotFoundError:
@@ -575,7 +575,7 @@ class OutputWriter:
         self._finished = True
 
     def _parsed(self, content: bytes, name: str, number: int) -> dict[str, Any]:
-        """Read a line that an earlier run wrote."""
+        """Parse a line that an earlier run wrote."""
         try:
             line: dict[str, Any] = json.loads(content)
             if not isinstance(line["request_id"], str) or not isinstance(line["error"], str | None):
@@ -594,7 +594,7 @@ class OutputWriter:
         )
 
     def _begun(self) -> _Journal:
-        """The journal; the first line of a run clears away what it replaces."""
+        """Return the journal; the first call of a run removes the outputs that it replaces."""
         if self._journal is None:
             self._folder.remove(OUTPUTS)
             self._folder.remove(JOURNAL)

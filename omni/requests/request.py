@@ -1,4 +1,4 @@
-"""Requests to a pipeline, and its outputs."""
+"""Requests to a pipeline, and their outputs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from stages.stage_output import OutputAccumulator
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """A request's stay in one stage; times are those of ``time.monotonic`` in this process.
+    """Timing of a request in one stage; times are those of ``time.monotonic`` in this process.
 
     Attributes:
-        entered_s: when it was handed to the stage.
-        ended_s: when the stage was done with it; None while it is there.
-        queue_s: how long it waited there for its first step; None if that is not known.
-        first_token_s: how long after its arrival there the first token came; likewise.
-        num_prompt_tokens: of the stage's input.
-        num_cached_tokens: of these, those that the cache saved computing.
-        num_preemptions: how often it had to give its blocks back.
-        prefix_miss: why no more of its input was cached; see :class:`engine.RequestMetrics`.
+        entered_s: time at which the request was passed to the stage.
+        ended_s: time at which the stage finished it; None while it is there.
+        queue_s: seconds it waited there for its first step; None if unknown.
+        first_token_s: seconds from its arrival there to its first token; likewise.
+        num_prompt_tokens: number of tokens of the stage's input.
+        num_cached_tokens: number of these that were prefix hits.
+        num_preemptions: number of times it was preempted and lost its blocks.
+        prefix_miss: reason why no more of its input was cached; see :class:`engine.RequestMetrics`.
     """
 
     stage: str
@@ -45,17 +45,16 @@ class OmniRequest:
     """One request to a pipeline.
 
     Attributes:
-        prompt: what every root stage gets.
-        request_id: unique among the requests that are under way; None has one made up.
+        prompt: input of every root stage.
+        request_id: unique among the running requests; None generates one.
         sampling: ``stage name -> parameters``: a ``SamplingParams`` replaces the stage's own, a
             mapping changes only the fields that it names.
         priority: lower runs earlier; equal priorities run first come, first served.
         cache_salt: only requests with the same salt share cached blocks.
-        speaker: whose voice answers; None leaves it to the pipeline, which may leave it to the
-            checkpoint.
+        speaker: voice of the answer; None uses that of the pipeline, or else of the checkpoint.
 
     Raises:
-        ValueError: a field is of the wrong type; found here, where it cannot hurt other requests.
+        ValueError: a field has the wrong type; checked here so that other requests are unaffected.
     """
 
     prompt: Prompt
@@ -78,13 +77,13 @@ class OmniRequest:
 
 
 Requests: TypeAlias = Prompt | OmniRequest | Sequence[Prompt | OmniRequest]
-"""One request or several; a prompt is a request with nothing else to say."""
+"""One request or several; a prompt is a request with default settings."""
 
 
 def as_requests(requests: Requests) -> list[OmniRequest]:
-    """List what a user gave as requests; ``ValueError``: it is none of :data:`Requests`."""
+    """Convert a user's argument to a list of requests; ``ValueError`` if not :data:`Requests`."""
     given: object = requests
-    # A mapping would run as well: each of its keys as a prompt.
+    # A mapping would be accepted too, with each of its keys as a prompt.
     if isinstance(given, Mapping | bytes) or not isinstance(given, Iterable | Prompt | OmniRequest):
         raise ValueError(
             "requests must be a prompt (such as a str, TextPrompt or ChatPrompt), an OmniRequest, "
@@ -97,19 +96,18 @@ def as_requests(requests: Requests) -> list[OmniRequest]:
 
 @dataclass(frozen=True, slots=True)
 class OmniOutput:
-    """The state of one request after something moved.
+    """The state of one request after an update.
 
     Attributes:
-        request_id: as in the request, or the one made up for it.
-        stages: the outputs, so far, of the stages that are final; a stage that has not put
-            anything out is not in it. ``delta`` and ``audio_delta`` hold only what is new in
-            this output.
-        finished: nothing follows.
-        error: why the request failed or was cut short; ``stages`` then holds what there was.
-        refused: whether it failed because a stage, or what makes its prompt, could not take it as
-            it was asked for: it is the client's to fix.
-        timeline: its time in all stages, those included that the user gets nothing of; given
-            whenever it has entered or left one, else empty.
+        request_id: as in the request, or the generated one.
+        stages: the outputs, so far, of the final stages; stages without any output are missing.
+            ``delta`` and ``audio_delta`` hold only what is new in this output.
+        finished: true if no output follows.
+        error: why the request failed or was aborted; ``stages`` then holds the partial outputs.
+        refused: true if it failed because a stage, or the code that makes its prompt, does not
+            accept it as requested: an error of the client.
+        timeline: its timing in all stages, including those that are not final; set whenever it
+            has entered or left one, else empty.
     """
 
     request_id: str
@@ -122,12 +120,11 @@ class OmniOutput:
 
 @dataclass(frozen=True, slots=True)
 class OmniDelta:
-    """What is new of one request after something moved.
+    """An update of one request: what is new since the previous one.
 
     Attributes:
-        request_id: as in the request, or the one made up for it.
-        deltas: what is new of the stages that are final, each with the stage's name, in the order
-            in which it came.
+        request_id: as in the request, or the generated one.
+        deltas: deltas of the final stages, each with the stage's name, in order of arrival.
         finished, error, refused, timeline: see :class:`OmniOutput`.
     """
 
@@ -140,7 +137,7 @@ class OmniDelta:
 
 
 class OmniAccumulator:
-    """Adds up the deltas of one request; outputs name the final stages in the order given."""
+    """Accumulates the deltas of one request; outputs list the final stages in the given order."""
 
     def __init__(self, final_stages: Sequence[str]) -> None:
         self._final_stages = final_stages
@@ -150,7 +147,7 @@ class OmniAccumulator:
         self._last: OmniDelta | None = None
 
     def add(self, delta: OmniDelta) -> None:
-        """Add what is new."""
+        """Add a delta."""
         self._last = delta
         for name, each in delta.deltas:
             if name not in self._stages:
@@ -159,12 +156,12 @@ class OmniAccumulator:
             self._moved.add(name)
 
     def skip(self) -> None:
-        """Count what has come so far as delivered: the next output does not have it as new."""
+        """Mark all deltas so far as delivered: the next output does not report them as new."""
         for name in self._moved:
             self._stages[name].skip()
 
     def output(self) -> OmniOutput:
-        """The request's state now; new in it is what came since this was last called."""
+        """Return the request's current state; its deltas cover the time since the previous call."""
         last, stages = self._last, {}
         assert last is not None, "a delta has come"
         for name in self._final_stages:

@@ -1,4 +1,4 @@
-"""Reads ``requests.jsonl``: one request a line, in which a bad line fails alone."""
+"""Reader of ``requests.jsonl``: one request per line; an invalid line fails alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class JsonLine:
-    """A line of the file: a JSON object, or what keeps it from being one, and in which column."""
+    """A line of the file: a JSON object, or the error and its column."""
 
     number: int
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -37,8 +37,8 @@ class JsonLine:
 def read_json_lines(
     file: BinaryIO, seen: Callable[[bytes], object] = lambda _: None
 ) -> Iterator[JsonLine]:
-    """Read the lines of a file that are not blank; ``OSError``: the file cannot be read."""
-    # Not by splitlines(): a JSON string may hold other line separators than "\n".
+    """Yield the non-blank lines of a file; ``OSError`` if it cannot be read."""
+    # Not splitlines(): a JSON string may contain other line separators than "\n".
     for number, raw in enumerate(file, start=1):
         seen(raw)
         raw = raw.removeprefix(_BOM) if number == 1 else raw
@@ -54,7 +54,7 @@ def _parse(number: int, raw: bytes) -> JsonLine:
             parse_constant=_refuse_constant,
             parse_float=_finite,
         )
-        # Half of a surrogate pair is valid JSON, but no text: it could not be written again.
+        # A lone surrogate is valid JSON, but cannot be encoded: it could not be written again.
         json.dumps(data, ensure_ascii=False).encode("utf-8")
     except json.JSONDecodeError as error:
         return JsonLine(number, error=f"not valid JSON: {error.msg}", column=error.colno)
@@ -65,7 +65,7 @@ def _parse(number: int, raw: bytes) -> JsonLine:
     except RecursionError:
         return JsonLine(number, error="not valid JSON: nested too deeply")
     except ValueError as error:
-        # Python's own words are on how to have it read such a number all the same.
+        # Python's own message explains how to raise its limit.
         endless = "digits" in str(error) and "limit" in str(error)
         reason = "a number in it has too many digits" if endless else error
         return JsonLine(number, error=f"not valid JSON: {reason}")
@@ -94,17 +94,17 @@ def _finite(number: str) -> float:
 
 
 STANDARD_INPUT = "-"
-"""Given as a file of requests, it stands for the standard input."""
+"""Name of a request file that means standard input."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestError:
-    """A line that is no request.
+    """A line that is not a valid request.
 
     Attributes:
         line: its number, from 1.
-        request_id: the line's own where it can be read, else one made up.
-        message: what is wrong, with file and line.
+        request_id: that of the line if it can be read, else a generated one.
+        message: the error, with file and line.
     """
 
     line: int
@@ -113,7 +113,7 @@ class RequestError:
 
 
 class _WrongShapeError(ValueError):
-    """The line says something that no line may say; an example shows what it may."""
+    """The line does not have a valid form; the message includes an example."""
 
 
 def read_requests(
@@ -124,19 +124,19 @@ def read_requests(
     """Read a file of requests.
 
     Args:
-        path: the file, UTF-8, one JSON object a line; empty lines are skipped. ``"-"`` is the
-            standard input. Files that lines name are looked for in its folder, or, for the
-            standard input, in the working directory.
-        sampling: every stage's own sampling parameters, which a line changes field by field; None
-            for a stage that does not sample.
-        seen: given all bytes of the file, in order.
+        path: the file, UTF-8, one JSON object per line; empty lines are skipped. ``"-"`` is
+            standard input. Files that lines name are relative to its folder, or, for standard
+            input, to the working directory.
+        sampling: every stage's own sampling parameters, which a line overrides field by field;
+            None for a stage that does not sample.
+        seen: called with all bytes of the file, in order.
 
     Returns:
-        One entry per line, in order; every entry has a request id. A wrong line becomes a
-        :class:`RequestError`, and the others are read as if it were not there.
+        One entry per line, in order; every entry has a request id. An invalid line becomes a
+        :class:`RequestError` and does not affect the others.
 
     Raises:
-        ValueError: the file cannot be read, or has no request in it.
+        ValueError: the file cannot be read, or has no requests.
     """
     name, folder, lines = read_lines(path, seen)
     if not lines:
@@ -160,14 +160,14 @@ def read_requests(
 def read_lines(
     path: str | Path, seen: Callable[[bytes], object] = lambda _: None
 ) -> tuple[str, Path, list[JsonLine]]:
-    """The name of a file of requests, the folder of the files that its lines name, and its lines.
+    """Return the name of a request file, its folder (base of relative paths), and its lines.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the file cannot be read.
     """
     if str(path) == STANDARD_INPUT:
         return "standard input", Path(), list(read_json_lines(sys.stdin.buffer, seen))
-    # Bytes that are no UTF-8 can be in a path, but in no line of outputs.
+    # A path may contain bytes that are not UTF-8, a line of outputs may not.
     name = str(path).encode("utf-8", "backslashreplace").decode("utf-8")
     try:
         with open(path, "rb") as file:
@@ -188,7 +188,7 @@ def _told(error: ValueError | RecursionError, line: JsonLine) -> str:
 
 
 def _request_ids(lines: Sequence[JsonLine]) -> Iterator[str]:
-    """Give each line its own id, or one made up that no line has."""
+    """Yield each line's own id, or a generated one that no line has."""
     given = {_given_id(line) for line in lines}
     for line in lines:
         made_up = f"line-{line.number}"
@@ -208,10 +208,10 @@ def make_request(
     folder: Path,
     sampling: Mapping[str, SamplingParams | None],
 ) -> OmniRequest:
-    """Make a request of a line's data; see :func:`read_requests`.
+    """Create a request from a line's data; see :func:`read_requests`.
 
     Raises:
-        ValueError: the data is wrong, or names a file that is not there.
+        ValueError: the data is invalid, or names a file that does not exist.
     """
     try:
         line = parse_line(data)

@@ -1,7 +1,7 @@
-"""Lines of ``requests.jsonl``: their fields, and the prompt and sampling parameters they ask for.
+"""Lines of ``requests.jsonl``: their fields, and conversion to prompts and sampling parameters.
 
-A line that is wrong is shown beside an example of one that is right. The files that a request names
-are found in a folder, or somewhere else.
+Errors of invalid lines show an example of a valid one. The files that a request names are looked up
+through :class:`RequestFiles`: in a folder, or elsewhere.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _BESIDE: Mapping[str, Any] = {
 
 
 def example_line(data: Mapping[str, Any]) -> str:
-    """Write a line of the kind that somebody seems to have meant."""
+    """Format an example of the kind of line that the user seems to have meant."""
     line = dict(_form(data))
     line |= {key: value for key, value in _BESIDE.items() if key in data}
     if sampling := _sampling_beside(data):
@@ -77,7 +77,7 @@ def example_line(data: Mapping[str, Any]) -> str:
 
 
 def _sampling_beside(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers that were written beside the prompt, by the names that they have in sampling."""
+    """Return the sampling fields that were written at the top level, by their valid names."""
     return {
         SAMPLING_KEYS[key]: value
         for key, value in data.items()
@@ -107,7 +107,7 @@ def _asked(content: object) -> list[dict[str, Any]]:
 
 
 def _types_of_parts(prompt: object) -> set[str]:
-    """The types of the parts of messages, as far as they can be made out."""
+    """Return the types of the parts of messages, as far as they can be read."""
     messages = prompt if isinstance(prompt, list) else [prompt]
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
@@ -115,10 +115,10 @@ def _types_of_parts(prompt: object) -> set[str]:
 
 
 def prompt_of(line: RequestLine, files: RequestFiles) -> Prompt:
-    """Make a line's prompt. Missing files are found now; what is in them is the engine's to judge.
+    """Create a line's prompt. Missing files are reported now; the engine checks their contents.
 
     Raises:
-        ValueError: a file is not there, is no regular file, or holds no embeddings.
+        ValueError: a file does not exist, is no regular file, or contains no embeddings.
     """
     encoder = _encoder_prompt(line, files)
     if encoder is None:
@@ -129,7 +129,7 @@ def prompt_of(line: RequestLine, files: RequestFiles) -> Prompt:
 
 
 def _encoder_prompt(line: RequestLine, files: RequestFiles) -> EncoderPrompt | None:
-    """The prompt that the line gives for an encoder by name, if any."""
+    """Return the line's prompt for an encoder, if it has one."""
     if line.encoder_prompt is not None:
         return _side(line.encoder_prompt, files)
     if line.shows_items:
@@ -145,7 +145,7 @@ def _encoder_prompt(line: RequestLine, files: RequestFiles) -> EncoderPrompt | N
 
 
 def _with_items(form: DecoderPrompt, line: RequestLine, files: RequestFiles) -> DecoderPrompt:
-    """Let a prompt show the line's images and sound, if it has any."""
+    """Attach the line's images, audio and videos to a prompt, if there are any."""
     if not isinstance(form, TextPrompt | ChatPrompt | TokensPrompt):
         return form
     shown: dict[str, list[Any]] = {
@@ -161,7 +161,7 @@ def _with_items(form: DecoderPrompt, line: RequestLine, files: RequestFiles) -> 
 def _in_order(
     messages: tuple[ChatMessage, ...], modality: str, listed: list[Any], files: RequestFiles
 ) -> Iterator[Any]:
-    """Items as their parts stand: those that the parts bring, between those of the line's list."""
+    """Yield items in the order of their parts, from the parts themselves and the line's list."""
     rest = iter(listed)
     for part in _parts(messages):
         if part.modality != modality:
@@ -172,7 +172,7 @@ def _in_order(
         elif part.input_audio is not None:
             kind = part.input_audio.format.lower()
             yield f"data:audio/{kind};base64,{part.input_audio.data}"
-        # A part that the list has nothing for is for the engine to report: it counts both.
+        # The engine reports a part without an item in the list: it counts both.
         elif (item := next(rest, None)) is not None:
             yield item
     yield from rest
@@ -218,7 +218,7 @@ def _messages(line: RequestLine | PromptForm) -> tuple[ChatMessage, ...] | None:
 
 
 def _said(message: ChatMessage) -> Mapping[str, Any]:
-    """A message as chat templates know it: what a part brings stands beside the messages."""
+    """Convert a message for chat templates, without the contents of its media parts."""
     said = message.model_dump(exclude_none=True)
     if not isinstance(message.content, str):
         said["content"] = tuple(
@@ -231,12 +231,12 @@ def _said(message: ChatMessage) -> Mapping[str, Any]:
 def sampling_of(
     given: Mapping[str, Any], own: Mapping[str, SamplingParams | None]
 ) -> dict[str, SamplingParams]:
-    """Lay a line's sampling over the stages' own, field by field.
+    """Merge a line's sampling into the stages' own, field by field.
 
     Args:
         given: ``{stage: {field: value}}``, or ``{field: value}`` for every stage that samples, or
-            both, where a stage's own word counts. A key that is a stage's name and a field's is
-            the stage where its value is a mapping.
+            both; fields of a stage take precedence. A key that is both a stage's name and a field
+            is the stage if its value is a mapping.
         own: every stage's own parameters; None for a stage that does not sample.
 
     Raises:
@@ -258,7 +258,7 @@ def sampling_of(
     merged = {}
     for stage in sampled if fields else stages:
         for_it = stages.get(stage, {})
-        # A mistake in what is for all stages is reported without the name of one of them.
+        # An error in the fields for all stages is reported without the name of a stage.
         within = ("sampling", stage) if for_it or not fields else ("sampling",)
         merged[stage] = merged_sampling(own[stage], fields | dict(for_it), within)
     return merged
@@ -274,7 +274,7 @@ def _is_field(key: str, value: object, own: Mapping[str, object]) -> bool:
 def merged_sampling(
     own: SamplingParams | None, changes: Mapping[str, Any], within: KeyPath = ()
 ) -> SamplingParams:
-    """Lay fields over a stage's own parameters; ``ValueError`` names a wrong one below a place."""
+    """Merge fields into a stage's own parameters; ``ValueError`` names a wrong one and its path."""
     params = own or SamplingParams(max_tokens=0)
     changed = params.model_dump(mode="json") | dict(changes)
     try:
@@ -292,20 +292,20 @@ SAMPLING_KEYS: Mapping[str, str] = {
     **{name: name for name in SamplingParams.model_fields},
     "max_completion_tokens": "max_tokens",
 }
-"""The fields of ``sampling``, by the keys that other programs have for them beside the prompt."""
+"""Fields of ``sampling``, by the names that other APIs have for them at the top level."""
 KEYS_OF_FILES = ("image", "images", "audio", "audio_url", "video", "path", "url", "file")
-"""Keys by which a part carries its file in other programs."""
+"""Keys of a part's file in other APIs."""
 
 
 def text_or(other: str, kinds: tuple[type, ...], wanted: str) -> Discriminator:
-    """Choose between text and another form; say what is wanted where a value has neither."""
+    """Discriminate between text and another form; other values give an error with ``wanted``."""
 
     def choose(value: Any) -> str | None:
         if isinstance(value, str):
             return "text"
         return other if isinstance(value, kinds) else None
 
-    # Pydantic's own message would speak of tags, which no user has seen.
+    # Pydantic's own message would mention tags, which are internal.
     return Discriminator(
         choose, custom_error_type="neither_form", custom_error_message=f"Input should be {wanted}"
     )
@@ -325,11 +325,11 @@ class _Strict(BaseModel):
 
 
 class ImageUrl(_Strict):
-    """The place of an image, as in OpenAI's requests.
+    """The location of an image, as in OpenAI's requests.
 
     Attributes:
         url: a file, or the image itself as a data URL (``data:image/png;base64,...``).
-        detail: accepted and ignored: the checkpoint's processor decides on the size.
+        detail: accepted and ignored: the checkpoint's processor decides the size.
     """
 
     url: str = Field(min_length=1)
@@ -337,17 +337,17 @@ class ImageUrl(_Strict):
 
 
 class VideoUrl(_Strict):
-    """The place of a video: a file, or itself as a data URL (``data:video/mp4;base64,...``)."""
+    """The location of a video: a file, or a data URL (``data:video/mp4;base64,...``)."""
 
     url: str = Field(min_length=1)
 
 
 class InputAudio(_Strict):
-    """Sound itself, as in OpenAI's requests.
+    """Inline audio, as in OpenAI's requests.
 
     Attributes:
-        data: the content of a file of sound, in base64.
-        format: of the file: ``wav``, ``mp3``, ...
+        data: the content of an audio file, in base64.
+        format: format of the file: ``wav``, ``mp3``, ...
     """
 
     data: str = Field(min_length=1)
@@ -355,16 +355,16 @@ class InputAudio(_Strict):
 
 
 _CARRYING = ("text", "image_url", "input_audio", "video_url")
-"""The types of parts that carry content, in a field of that name; others carry none."""
+"""Types of parts with content, in a field of the same name; other types have none."""
 
 
 class ContentPart(_Strict):
-    """A part of what is said.
+    """A part of a message.
 
     Attributes:
-        type: ``text``; ``image``, ``audio`` or ``video``: the next of the line's, which the chat
-            template puts a placeholder for; or ``image_url``, ``input_audio`` or ``video_url``,
-            which bring their own.
+        type: ``text``; ``image``, ``audio`` or ``video``: the next item of the line's list, for
+            which the chat template inserts a placeholder; or ``image_url``, ``input_audio`` or
+            ``video_url``, which contain their item.
     """
 
     unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -381,7 +381,7 @@ class ContentPart(_Strict):
 
     @property
     def modality(self) -> str:
-        """What it is, wherever its content is: as templates name its type."""
+        """Name of the type in chat templates, wherever the content is."""
         return self.type.removeprefix("input_").removesuffix("_url")
 
     @model_validator(mode="after")
@@ -397,9 +397,9 @@ class ChatMessage(_Strict):
     """One turn of a conversation.
 
     Attributes:
-        role: who speaks: ``system``, ``user``, ``assistant`` or what the chat template knows.
-        content: what is said: text, or parts in order.
-        name: of the speaker, for templates that know it.
+        role: ``system``, ``user``, ``assistant`` or another role of the chat template.
+        content: text, or parts in order.
+        name: name of the speaker, for templates that use it.
     """
 
     role: str
@@ -415,15 +415,15 @@ Messages: TypeAlias = Annotated[tuple[ChatMessage, ...], Field(min_length=1, fai
 
 
 class AudioFile(_Strict):
-    """A file of speech, with what is wanted of it; see :class:`engine.AudioPrompt`.
+    """A file of speech, with transcription settings; see :class:`engine.AudioPrompt`.
 
     Attributes:
         file: WAV, FLAC, OGG or MP3.
-        language: spoken in it.
-        task: whether to write what is said, or the same in English.
-        timestamps: whether to write when it is said.
-        vad: whether speech alone is heard.
-        transcription: how a speech model goes about it; see :class:`engine.TranscriptionOptions`.
+        language: language of the speech.
+        task: transcribe, or translate to English.
+        timestamps: if true, the answer contains timestamps.
+        vad: if true, only speech is transcribed (voice activity detection).
+        transcription: options of a speech model; see :class:`engine.TranscriptionOptions`.
     """
 
     file: str = Field(min_length=1)
@@ -435,7 +435,7 @@ class AudioFile(_Strict):
 
     @property
     def wishes(self) -> list[str]:
-        """The keys that ask something of a speech model."""
+        """Keys of the settings for a speech model that are given."""
         return self._given("language", "task", "timestamps", "vad", "transcription")
 
 
@@ -444,7 +444,7 @@ class VideoFile(_Strict):
 
     Attributes:
         file: mp4 or webm.
-        use_audio: whether its sound is heard, in step with what is seen.
+        use_audio: if true, its audio track is used too, interleaved with its frames.
     """
 
     file: str = Field(min_length=1)
@@ -452,12 +452,12 @@ class VideoFile(_Strict):
 
 
 class _Forms(_Strict):
-    """The forms of a prompt that every model knows.
+    """The forms of a prompt that every model accepts.
 
     Attributes:
         prompt: text, or chat messages for the checkpoint's chat template.
         messages: chat messages; another name for the same.
-        prompt_token_ids: token ids, used as they are.
+        prompt_token_ids: token ids, used unchanged.
         prompt_embeds: a safetensors file with one tensor ``(tokens, hidden)``.
     """
 
@@ -497,20 +497,20 @@ class RequestLine(_Forms):
     """One request, with exactly one kind of prompt.
 
     Attributes:
-        request_id: unique in the file; made up when absent.
-        encoder_prompt: of an encoder-decoder model: text, or a mapping with one of the forms above.
-        audio: beside a prompt of text, messages or token ids: files of sound, one for each
-            placeholder in it. Else one, for the encoder of a speech model, or as a user's
-            message to a decoder that hears.
+        request_id: unique in the file; generated if absent.
+        encoder_prompt: for encoder-decoder models: text, or a mapping with one of the forms above.
+        audio: with a prompt of text, messages or token ids: audio files, one for each placeholder
+            in it. Otherwise one file, for the encoder of a speech model, or as a user's message to
+            a decoder that accepts audio.
         images: likewise: image files, or one for the encoder of a vision model.
-        videos: beside such a prompt: files of video.
-        decoder_prompt: beside one of these three: what the decoder goes on from, in the same
-            forms as ``encoder_prompt``. Absent means the model's default.
+        videos: with such a prompt: video files.
+        decoder_prompt: with ``encoder_prompt``, ``audio`` or ``images``: start of the decoder's
+            text, in the same forms as ``encoder_prompt``. Absent means the model's default.
         sampling: fields of ``SamplingParams``: for one stage under its name, or, without one, for
             every stage that samples.
         priority: lower runs earlier.
         cache_salt: only requests with the same salt share cached blocks.
-        speaker: whose voice, in a pipeline that speaks.
+        speaker: the voice, in a pipeline that speaks.
     """
 
     unknown_key_hints: ClassVar[Mapping[str, str]] = {
@@ -534,7 +534,7 @@ class RequestLine(_Forms):
 
     @property
     def shows_items(self) -> bool:
-        """True if sound and images are part of a decoder's prompt, not an encoder's input."""
+        """True if audio and images are part of a decoder's prompt, not an encoder's input."""
         return bool(self._given(*ITEM_KEYS)) and bool(self._given(*FORMS_WITH_ITEMS))
 
     @model_validator(mode="after")
@@ -577,7 +577,7 @@ class RequestLine(_Forms):
 
 
 def parse_line(data: Mapping[str, Any]) -> RequestLine:
-    """Check a line of ``requests.jsonl``; ``ValueError`` says what is wrong with it."""
+    """Parse and validate a line of ``requests.jsonl``; ``ValueError`` describes any error."""
     try:
         return RequestLine.model_validate_json(json.dumps(dict(data)), strict=True)
     except ValidationError as error:
@@ -593,26 +593,26 @@ def _check_one(keys: tuple[str, ...], given: list[str]) -> None:
 
 
 class RequestFiles(Protocol):
-    """Finds what a request names. Whether its content will do is the engine's to say."""
+    """Finds the files that a request names. The engine checks their contents."""
 
     def item(self, key: str, name: str) -> str | Path | bytes:
-        """An image, a sound or a video; ``ValueError``: there is no such file."""
+        """Return an image, audio file or video; ``ValueError`` if there is no such file."""
 
     def at_url(self, key: str, url: str) -> str | Path | bytes:
-        """Find what a part of a message brings under a key; ``ValueError`` if it cannot be had."""
+        """Return the file at the URL of a message's part; ``ValueError`` if it is unavailable."""
 
     def embeds(self, name: str) -> Tensor:
-        """A tensor ``(tokens, hidden)``; ``ValueError`` if it cannot be had."""
+        """Return a tensor ``(tokens, hidden)``; ``ValueError`` if it is unavailable."""
 
 
 class FolderFiles:
-    """Names are paths, from a folder on."""
+    """Resolves names as paths relative to a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def item(self, key: str, name: str) -> str | Path:
-        """A data URL as it is, or the file of that name; see :class:`RequestFiles`."""
+        """Return a data URL unchanged, or the path of a file; see :class:`RequestFiles`."""
         return name if name[:5].lower() == "data:" else self._file(key, name)
 
     def _file(self, key: str, name: str) -> Path:
@@ -620,7 +620,7 @@ class FolderFiles:
         return regular_file(file, f"{key}: {str(file)!r:.200}")
 
     def at_url(self, key: str, url: str) -> str | Path:
-        """A data URL as it is, or the file that is meant."""
+        """Return a data URL unchanged, or the path of a file."""
         scheme = url[:8].lower()
         if scheme.startswith(("http://", "https://")):
             raise ValueError(
@@ -632,8 +632,8 @@ class FolderFiles:
         return self.item(key, url)
 
     def embeds(self, name: str) -> Tensor:
-        """Load the one tensor of a file; its width is the engine's to check."""
-        from safetensors import SafetensorError  # only here: few requests wait for torch
+        """Load the only tensor of a file; the engine checks its width."""
+        from safetensors import SafetensorError  # imported here: few requests need torch
         from safetensors.torch import load_file
 
         file = self._file("prompt_embeds", name)
@@ -646,7 +646,7 @@ class FolderFiles:
 
 
 def only_embeds(tensors: Mapping[str, Tensor], where: str) -> Tensor:
-    """A file's one tensor, ``(tokens, hidden)`` floating point; ``ValueError``: it has others."""
+    """Return a file's only tensor, floating-point ``(tokens, hidden)``; else ``ValueError``."""
     if len(tensors) != 1:
         raise ValueError(
             f"{where} must hold one tensor, got {len(tensors)}: {', '.join(sorted(tensors))}"

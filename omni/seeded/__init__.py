@@ -1,1 +1,1 @@
-"""Tiny checkpoints with seeded random weights, written when first asked for. Imports engine."""
+"""Tiny checkpoints with seeded random weights, built on first use. Imports engine."""

@@ -1,4 +1,4 @@
-"""The random weights of seeded models, and the folders that they are written to."""
+"""Random initialization of seeded models, and writing of their checkpoints."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class SeededSettings:
     """Settings of a model whose layers are all alike.
 
     Attributes:
-        seed: of the weights; the same seed gives the same bytes.
-        hidden_size: width of the stream, or of both streams.
-        num_layers: layers; of the encoder, and of the decoder.
-        num_heads: heads of every attention; of queries.
+        seed: seed of the weights; the same seed gives the same bytes.
+        hidden_size: width of the residual stream, or of both streams.
+        num_layers: number of layers, of the encoder and of the decoder each.
+        num_heads: number of query heads.
         intermediate_size: width inside the MLPs.
-        vocab_size: of the model. The tokenizer has at most so many tokens, and at most 768.
-        max_position_embeddings: the longest sequence.
-        with_tokenizer: whether to write a tokenizer.
-        max_shard_size: as ``save_pretrained`` takes it, such as ``"100KB"``, for several shards.
+        vocab_size: vocabulary of the model. The tokenizer has at most min(vocab_size, 768) tokens.
+        max_position_embeddings: maximum sequence length.
+        with_tokenizer: if true, a tokenizer is written.
+        max_shard_size: passed to ``save_pretrained``, such as ``"100KB"``, for several shards.
     """
 
     seed: int = 0
@@ -51,13 +51,13 @@ class SeededSettings:
 
     @classmethod
     def split(cls, given: Mapping[str, Any], **defaults: Any) -> tuple[Self, dict[str, Any]]:
-        """Part what was given into these settings, with other defaults, and what is a config's."""
+        """Split keyword arguments into these settings, with other defaults, and config fields."""
         own = {field.name for field in fields(cls)}
         settings = cls(**defaults | {name: value for name, value in given.items() if name in own})
         return settings, {name: value for name, value in given.items() if name not in own}
 
     def sizes(self) -> dict[str, Any]:
-        """The sizes, by the names that most configs of one stack have for them."""
+        """Return the sizes, by the field names of most single-stack configs."""
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -73,9 +73,9 @@ class DecoderSettings(SeededSettings):
     """Settings of a decoder-only model.
 
     Attributes:
-        tied: whether the head is the embedding matrix.
-        num_kv_heads: key and value heads.
-        with_head: False writes the headless model (``Qwen2Model``), as embedding models are.
+        tied: if true, the head is the embedding matrix.
+        num_kv_heads: number of key and value heads.
+        with_head: if false, the model without head (``Qwen2Model``) is written, as for embedding.
     """
 
     tied: bool = True
@@ -83,7 +83,7 @@ class DecoderSettings(SeededSettings):
     with_head: bool = True
 
     def text_config(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """The sizes and the special ids, by the names that decoders' configs have for them."""
+        """Return the sizes and special ids, by the field names of decoder configs."""
         return self.sizes() | {
             "num_key_value_heads": self.num_kv_heads,
             "bos_token_id": tokenizer.bos_token_id,
@@ -127,7 +127,7 @@ _CHAT_TEMPLATE = (
 
 
 def train_byte_level(vocab_size: int, specials: Sequence[str]) -> Tokenizer:
-    """Byte-level BPE: every text round-trips, half characters included."""
+    """Train a byte-level BPE tokenizer: every text round-trips, partial characters included."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -144,13 +144,13 @@ def train_byte_level(vocab_size: int, specials: Sequence[str]) -> Tokenizer:
 def byte_level_tokenizer(
     vocab_size: int, specials: Sequence[str], template: str | None = None, **named: Any
 ) -> PreTrainedTokenizerFast:
-    """Train a byte-level tokenizer as transformers has it.
+    """Train a byte-level tokenizer for transformers.
 
     Args:
-        vocab_size: most tokens that it has.
-        specials: its first ids, in this order.
-        template: what encloses every text: special tokens and ``$A``, the text, with spaces
-            between them; None adds nothing.
+        vocab_size: maximum number of tokens.
+        specials: special tokens, which get the first ids in this order.
+        template: special tokens around every text: their names and ``$A``, the text, separated by
+            spaces; None adds nothing.
         named: further arguments of ``PreTrainedTokenizerFast``, such as ``eos_token``.
     """
     tokenizer = train_byte_level(vocab_size, specials)
@@ -167,7 +167,7 @@ def byte_level_tokenizer(
 
 
 def chat_tokenizer(vocab_size: int, *, adds_bos: bool) -> PreTrainedTokenizerFast:
-    """A decoder's tokenizer, with a chat template."""
+    """Train a decoder's tokenizer, with a chat template."""
     specials = ["<|endoftext|>", "<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>"]
     named = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|endoftext|>"}
     template = "<|bos|> $A" if adds_bos else None
@@ -177,9 +177,9 @@ def chat_tokenizer(vocab_size: int, *, adds_bos: bool) -> PreTrainedTokenizerFas
 
 
 def wordpiece_tokenizer(vocab_size: int, max_length: int) -> BertTokenizer:
-    """BERT's kind of tokenizer: letters, and the commonest words of a small corpus.
+    """Build a BERT tokenizer of letters and the most common words of a small corpus.
 
-    Not trained: WordPieceTrainer breaks ties in another way each time.
+    It is not trained, because WordPieceTrainer breaks ties differently each time.
     """
     specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -197,13 +197,13 @@ NOISE_STD = 0.1
 """Standard deviation of norms and biases."""
 
 TIED_EMBEDDING_STD = 0.05
-"""A tied head scores a token by its likeness to the stream's content; with large embeddings that
-content is mostly the input token itself, and greedy decoding repeats it for ever."""
+"""Standard deviation of tied embeddings. A tied head scores tokens by similarity to the residual
+stream; with large embeddings that is mostly the input token, which greedy decoding then repeats."""
 
 ATTENTION_GAIN = 2.0
-"""Flat attention averages the context away, and the last token alone decides the next one."""
+"""Gain of attention: flat attention averages the context away, leaving only the last token."""
 
-# Mllama's gates start shut, and its image layers would do nothing.
+# Mllama's gates are initialized closed, so that its image layers would do nothing.
 _OPEN_GATE = 0.7
 _EMBEDDINGS = ("embed_tokens", "shared", "codec_embed", "audio_bos_eos_token")
 
@@ -213,7 +213,7 @@ def seeded_model(
     generator: torch.Generator,
     draw: Callable[[str, nn.Parameter, torch.Generator], None],
 ) -> Any:
-    """Make a model, ready to run, with weights that depend on the generator alone."""
+    """Build a model in eval mode, with weights that depend only on the generator."""
     with torch.random.fork_rng(devices=[]):
         model: PreTrainedModel = make()
     with torch.no_grad():
@@ -230,19 +230,19 @@ def initialise(
     tied: bool,
     gains: Mapping[str, float],
 ) -> None:
-    """Fan-in for matrices, so that every layer matters; noise on norms and biases."""
+    """Initialize matrices by fan-in, so that every layer matters; norms and biases by noise."""
     owner = name.split(".")[-2]
     if "gate" in name and parameter.numel() == 1:
         parameter.fill_(_OPEN_GATE)
     elif parameter.ndim < 2:
         is_scale = name.endswith("weight") and ("norm" in owner or owner.startswith("ln"))
-        # 1, or 0 where rows are scaled by 1 + it.
+        # 1, or 0 for norms that scale by 1 + weight.
         centre = float(parameter.mean()) if is_scale else 0.0
         parameter.normal_(centre, NOISE_STD, generator=generator)
     elif owner in _EMBEDDINGS:
         parameter.normal_(0.0, TIED_EMBEDDING_STD if tied else 1.0, generator=generator)
     elif "position" in name or "relative_attention_bias" in name:
-        # Beside small embeddings, what is learned per position has to matter as well.
+        # Position parameters must matter as well, compared with small embeddings.
         parameter.normal_(0.0, 1.0, generator=generator)
     else:
         fan_in = parameter[0].numel()
@@ -250,7 +250,7 @@ def initialise(
 
 
 def quieten(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make special tokens and bytes that are no text unlikely, so that outputs can be read."""
+    """Make special tokens and bytes that are not text unlikely, so that outputs are readable."""
     quiet = [
         token_id
         for token_id in range(len(tokenizer))
@@ -267,7 +267,7 @@ def save_checkpoint(
     *processors: Any,
     max_shard_size: str | None = None,
 ) -> Path:
-    """Write config, weights, tokenizer, and the files of what reads images and sound."""
+    """Write the config, weights, tokenizer, and the files of image and audio processors."""
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     shards: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}

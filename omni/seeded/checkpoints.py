@@ -1,10 +1,10 @@
 """Small checkpoints with seeded random weights, in the real Hugging Face layout.
 
-They make the pipeline runnable and testable offline: ``config.json``, safetensors weights, a
-trained tokenizer and a chat template, all built in memory in about a second. The texts such a
-model writes are word salad, but they depend on the whole input, which is what a test of caching
-needs. Stage configs name them ``seeded:<name>``; see :func:`resolve_model`. What builds them is
-imported when one is built, which takes seconds.
+They make pipelines runnable and testable offline: ``config.json``, safetensors weights, a
+trained tokenizer and a chat template, all built in memory in about a second. The texts generated
+by such a model are word salad, but they depend on the whole input, as tests of caching need.
+Stage configs name them ``seeded:<name>``; see :func:`resolve_model`. The builders are imported
+only to build a checkpoint, which takes seconds.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from engine.files.disk_cache import DiskCache, cache_root
 SEEDED_PREFIX = "seeded:"
 
 SEEDED_WINDOW = 16
-"""Positions that a token sees in sliding layers, itself included: several fit a short prompt."""
+"""Window of sliding layers, in tokens, including the token itself: several fit a short prompt."""
 
 _WINDOW = {"sliding_window": SEEDED_WINDOW}
 
-# Large enough for the arithmetic to outweigh a step's fixed cost, small enough to build at once.
+# Large enough for compute to outweigh a step's fixed cost, small enough to build instantly.
 _MEDIUM: Mapping[str, Any] = {
     "tied": False,
     "hidden_size": 512,
@@ -36,12 +36,12 @@ _MEDIUM: Mapping[str, Any] = {
 
 
 class SeededModel:
-    """Builds one of the models.
+    """Builder of one of the models.
 
     Args:
-        place: ``module:function`` in this room.
-        says: what of its ``config.json`` is to be known before it is built.
-        settings: of the function.
+        place: ``module:function`` in this package.
+        says: fields of its ``config.json`` that are known before it is built.
+        settings: arguments of the function.
     """
 
     def __init__(self, place: str, says: Mapping[str, Any], **settings: Any) -> None:
@@ -50,7 +50,7 @@ class SeededModel:
         self._settings = settings
 
     def builder(self) -> Callable[..., Path]:
-        """The function, which is imported now."""
+        """Import and return the function."""
         module, _, function = self._place.partition(":")
         return getattr(import_module(f"omni.seeded.{module}"), function)
 
@@ -115,17 +115,17 @@ SEEDED_MODELS: dict[str, SeededModel] = {
         "language_models:build_text_encoder", {"model_type": "bert", "architectures": ["BertModel"]}
     ),
 }
-"""Models that ``seeded:<name>`` can name: each takes a directory and writes a checkpoint there."""
+"""Models of ``seeded:<name>``, by name; called with a directory, each writes a checkpoint there."""
 
 
 def resolve_model(reference: str, cache_dir: str | Path | None = None) -> str:
-    """Turn ``seeded:<name>`` into a folder, building it on first use; leave the rest alone.
+    """Resolve ``seeded:<name>`` to a folder, built on first use; return other names unchanged.
 
     Folders are kept under ``cache_dir``, by default ``$OMNI_CACHE_DIR`` or
     ``~/.cache/omni-pipeline``, in ``seeded/<name>-<version>``. The version changes with the code
-    here and with transformers, so that no old layout is ever picked up. A folder that is damaged,
-    or that another user could have changed, is built again; several processes may ask at once. See
-    :class:`~engine.files.disk_cache.DiskCache`.
+    of this package and with transformers, so that no old layout is ever used. A folder that is
+    damaged, or that another user could have changed, is rebuilt; concurrent calls from several
+    processes are safe. See :class:`~engine.files.disk_cache.DiskCache`.
 
     Raises:
         ValueError: no seeded model has that name, or the cache cannot be used.

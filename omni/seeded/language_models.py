@@ -1,7 +1,7 @@
-"""Seeded models that generate text, and text encoders, with the files that real ones have.
+"""Seeded models that generate text, and text encoders, with all files of real checkpoints.
 
-Outputs depend on all that a model is given, and vary: with transformers' own initialisation some
-would repeat one token whatever they read.
+Outputs depend on the whole input, and vary: with transformers' own initialization some models
+would repeat one token for any input.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ _HYBRIDS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5_text": _DELTA_RULE,
     "qwen3_5_moe_text": _DELTA_RULE | _SHARED_EXPERT,
 }
-"""Config fields by transformers' model type, for a stream of any width that 8 divides."""
+"""Config fields by transformers' model type, for any hidden size divisible by 8."""
 
 EXPERTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {
@@ -109,10 +109,10 @@ EXPERTS: Mapping[str, Mapping[str, Any]] = {
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
-"""The same of mixtures of experts."""
+"""The same for mixtures of experts."""
 
-# With steps of about 0.13, as trained models have them, and rates of exp of these, a state loses
-# between a fortieth and two fifths of itself at a token.
+# With steps of about 0.13, as in trained models, and rates of exp of the two bounds, a state
+# decays by 1/40 to 2/5 per token.
 _STEP = -2.0
 _SLOWEST, _FASTEST = -1.5, 1.5
 
@@ -159,7 +159,7 @@ def build_text_encoder(directory: str | Path, architecture: str = "bert", **sett
 
 
 def _family_settings(model_type: str, num_layers: int, head_dim: int) -> dict[str, Any]:
-    """Settings of a small model of a family: several windows fit in a short prompt."""
+    """Return config fields of a family's small model: several windows fit in a short prompt."""
     if model_type == "mistral":
         return {"sliding_window": None}
     if model_type in _HYBRIDS or model_type in EXPERTS:
@@ -168,12 +168,12 @@ def _family_settings(model_type: str, num_layers: int, head_dim: int) -> dict[st
     if pattern is None:
         return {}
     settings = {"sliding_window": SEEDED_WINDOW, "layer_types": (pattern * num_layers)[:num_layers]}
-    # Gemma scales scores by this in place of the head's size.
+    # Gemma scales scores by this instead of the head size.
     return settings | ({"query_pre_attn_scalar": head_dim} if "gemma" in model_type else {})
 
 
 def _seeded(auto_class: Any, config: PreTrainedConfig, seed: int) -> Any:
-    # Recurrences mix the context in by themselves; sharper scores would only magnify rounding.
+    # Recurrences mix in the context anyway; sharper scores would only amplify rounding.
     gain = 1.0 if config.model_type in _HYBRIDS else ATTENTION_GAIN
     embedding_std = TIED_EMBEDDING_STD if config.tie_word_embeddings else 1.0
 
@@ -197,10 +197,10 @@ def _seeded(auto_class: Any, config: PreTrainedConfig, seed: int) -> Any:
 
 
 def _initialise_recurrence(name: str, parameter: nn.Parameter, generator: torch.Generator) -> bool:
-    """Fill a parameter of a recurrence; False if it is none, and left alone.
+    """Initialize a parameter of a recurrence; return False and do nothing for other parameters.
 
-    Decays are spread, so that some of the state still depends on the start of a long prompt: a
-    test of caching has to notice a state that was lost.
+    Decays are spread, so that part of the state still depends on the start of a long prompt:
+    tests of caching must detect a lost state.
     """
     if name.endswith("A_log"):
         centre = torch.linspace(_SLOWEST, _FASTEST, parameter.shape[-1]).expand_as(parameter)
@@ -214,7 +214,7 @@ def _initialise_recurrence(name: str, parameter: nn.Parameter, generator: torch.
     return True
 
 
-# Flat attention averages its input away: sharper than fan-in alone where families need it.
+# Flat attention averages its input away: families that need it get sharper scores than by fan-in.
 _GAINS: Mapping[str, Mapping[str, float]] = {
     "t5": dict.fromkeys(("q", "k", "v", "o"), 1.5),
     "whisper": dict.fromkeys(("q_proj", "k_proj", "v_proj", "out_proj"), 2.0),
@@ -227,7 +227,7 @@ _NAMED = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
 _WINDOW_S = 2
 _FRAMES_PER_SECOND = 100
-# In the order in which the tokenizer counts them.
+# In the order of their token ids.
 _LANGUAGES = ("en", "zh", "de")
 _TASKS = ("translate", "transcribe")
 _START = "startoftranscript"
@@ -237,7 +237,7 @@ _TIMESTAMP_STEP = 0.02
 
 
 def build_bart(directory: str | Path, **settings: Any) -> Path:
-    """Write a seeded BART, with BART's special ids: 0 begins a text, 1 pads, 2 ends and starts."""
+    """Write a seeded BART with BART's special ids: 0 begins, 1 pads, 2 ends and starts decoding."""
     size, overrides = SeededSettings.split(settings, max_position_embeddings=256)
     specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     tokenizer = byte_level_tokenizer(
@@ -261,12 +261,12 @@ def build_bart(directory: str | Path, **settings: Any) -> Path:
 
 
 def build_t5(directory: str | Path, *, gated: bool = False, **config_overrides: Any) -> Path:
-    """Write a seeded T5, with T5's special ids: 0 pads and starts the decoder, 1 ends."""
+    """Write a seeded T5 with T5's special ids: 0 pads and starts the decoder, 1 ends a text."""
     tokenizer = byte_level_tokenizer(768, ["<pad>", "</s>", "<unk>"], "$A </s>", **_NAMED)
     settings: dict[str, Any] = {
         "vocab_size": 768,
         "d_model": 64,
-        # Wider than the stream in total, as in some of the published models.
+        # Wider in total than the residual stream, as in some published models.
         "d_kv": 24,
         "d_ff": 128,
         "num_layers": 2,
@@ -284,8 +284,8 @@ def build_t5(directory: str | Path, *, gated: bool = False, **config_overrides: 
 def build_whisper(directory: str | Path, **config_overrides: Any) -> Path:
     """Write a seeded multilingual Whisper with its feature extractor.
 
-    The generation config holds what the decoder's prompt is made of: ids of the languages, of the
-    tasks, and of the token that forgoes timestamps.
+    The generation config contains the parts of the decoder's prompt: ids of the languages, of the
+    tasks, and of the token that disables timestamps.
     """
     tokenizer = _whisper_tokenizer()
     end, start = _id(tokenizer, "<|endoftext|>"), _id(tokenizer, f"<|{_START}|>")
@@ -308,7 +308,7 @@ def build_whisper(directory: str | Path, **config_overrides: Any) -> Path:
 
 
 def build_mllama(directory: str | Path, **text_overrides: Any) -> Path:
-    """Write a seeded Mllama with its image processor; the second and the last layer see images."""
+    """Write a seeded Mllama with its image processor; layers 1 and 3 attend to images."""
     named = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
     tokenizer = byte_level_tokenizer(760, [*named.values()], "<|bos|> $A", **named)
     size = DecoderSettings(vocab_size=len(tokenizer), num_layers=4, max_position_embeddings=512)
@@ -316,7 +316,7 @@ def build_mllama(directory: str | Path, **text_overrides: Any) -> Path:
         "cross_attention_layers": [1, 3],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
     }
-    # As in published models, the image's token has an embedding and no logit.
+    # As in published models, the image token has an embedding but no logit.
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
     vision: dict[str, Any] = {
         "hidden_size": 32,
@@ -341,7 +341,7 @@ def build_mllama(directory: str | Path, **text_overrides: Any) -> Path:
 
 
 def _two_stacks(size: SeededSettings) -> dict[str, Any]:
-    """The names that BART and Whisper have for the sizes of their encoder and decoder."""
+    """Return the sizes of encoder and decoder, by the field names of BART and Whisper."""
     stacks = {"layers": size.num_layers, "attention_heads": size.num_heads}
     stacks["ffn_dim"] = size.intermediate_size
     both = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in stacks.items()}
@@ -349,7 +349,7 @@ def _two_stacks(size: SeededSettings) -> dict[str, Any]:
 
 
 def _whisper_tokenizer() -> WhisperTokenizer:
-    """Text first, then what controls the decoder, timestamps last; as in published models."""
+    """Build a tokenizer: text, then control tokens, timestamps last, as in published models."""
     trained = json.loads(train_byte_level(600, ["<|endoftext|>"]).to_str())["model"]
     merges = [tuple(pair) for pair in trained["merges"]]
     tokenizer = WhisperTokenizer(vocab=trained["vocab"], merges=merges)
@@ -365,8 +365,8 @@ def _whisper_tokenizer() -> WhisperTokenizer:
 
 
 def _whisper_generation(tokenizer: WhisperTokenizer, config: WhisperConfig) -> GenerationConfig:
-    """The generation config of published multilingual models."""
-    # The decoder's prompt may hold these; what it writes may not.
+    """Build the generation config of published multilingual models."""
+    # The decoder's prompt may contain these; its output may not.
     control = [_START, *_TASKS, *_OTHER_CONTROL]
     last, num_heads = config.decoder_layers - 1, config.decoder_attention_heads
     aligned = [[layer, head] for layer, head in ((0, 1), (last, 0), (last, 3)) if head < num_heads]
@@ -398,7 +398,7 @@ QWEN_VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_heads": 2,
-    # Smaller than images are, in the first of two layers.
+    # Smaller than images, in the first of two layers.
     "window_size": 56,
     "fullatt_block_indexes": [1],
 }
@@ -413,7 +413,7 @@ DEEP_VISION: dict[str, Any] = {
     "num_position_embeddings": 64,
     "deepstack_visual_indexes": [0, 1],
 }
-"""The same of seeded Qwen3 models."""
+"""The vision tower of seeded Qwen3 models."""
 
 _TEXT = DecoderSettings(num_layers=3)
 
@@ -425,9 +425,9 @@ HEARING: dict[str, Any] = {
     "encoder_ffn_dim": 64,
     "output_dim": _TEXT.hidden_size,
 }
-"""Sizes of a tower that hears."""
+"""Sizes of an audio tower."""
 
-# Messages whose content is text, or a list of texts and what the model sees.
+# Messages whose content is text, or a list of texts and media.
 _TEMPLATE = (
     "{%% for message in messages %%}"
     "{{ '<|' + message['role'] + '|>\n' }}"
@@ -482,7 +482,7 @@ def build_llava(
 
 
 def build_gemma3_vision(directory: str | Path, *, rows: int = 16, **text_overrides: Any) -> Path:
-    """Write a seeded Gemma-3 that sees with its processors: so many rows for every image."""
+    """Write a seeded vision Gemma-3 with its processors: ``rows`` rows for every image."""
     names = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
     tokenizer = _tokenizer(names, {"image": names[0]}, adds_bos=True)
     begin, image, end = (_id(tokenizer, name) for name in names)
@@ -507,7 +507,7 @@ def build_gemma3_vision(directory: str | Path, *, rows: int = 16, **text_overrid
 
 
 def build_qwen3_asr(directory: str | Path, *, tied: bool = False, **text_overrides: Any) -> Path:
-    """Write a seeded Qwen3-ASR with its feature extractor: 13 rows for a second of sound."""
+    """Write a seeded Qwen3-ASR with its feature extractor: 13 rows per second of audio."""
     names = ["<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"]
     tokenizer = _tokenizer(names, {"audio": "".join(names)}, adds_bos=False)
     tokenizer.add_tokens(["<asr_text>"])
@@ -525,7 +525,7 @@ def build_qwen3_asr(directory: str | Path, *, tied: bool = False, **text_overrid
 
 
 def build_voxtral(directory: str | Path, **text_overrides: Any) -> Path:
-    """Write a seeded Voxtral with its feature extractor: 25 rows for each two seconds of sound."""
+    """Write a seeded Voxtral with its feature extractor: 25 rows per two seconds of audio."""
     names = ["[AUDIO]", "[BEGIN_AUDIO]", "[TRANSCRIBE]", "[INST]", "[/INST]"]
     names += ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]
     tokenizer = _tokenizer(names, {}, adds_bos=True)
@@ -547,7 +547,7 @@ def build_voxtral(directory: str | Path, **text_overrides: Any) -> Path:
 
 def build_qwen2_5_vl(directory: str | Path, *, tied: bool = False, **text_overrides: Any) -> Path:
     """Write a seeded Qwen2.5-VL with its processors: 1 to 16 rows for an image or two frames."""
-    # As published: a grid of two frames, at two frames a second, is two places after the last.
+    # As published: a grid of two frames, at two frames per second, advances positions by two.
     vision = QWEN_VISION | {"tokens_per_second": 2}
     text = {"rope_parameters": rope([2, 3, 3])} | text_overrides
     return _save_qwen(directory, "qwen2_5_vl", vision, text, tied)
@@ -563,8 +563,8 @@ def build_qwen3_vl(directory: str | Path, *, experts: bool = False, **text_overr
 
 
 def build_qwen3_5(directory: str | Path, *, experts: bool = False, tied: bool = False) -> Path:
-    """Write a seeded Qwen3.5 that sees, with experts or without."""
-    # Of the four layers the last one is attention; half of the channels of its heads turn.
+    """Write a seeded Qwen3.5 with vision, with experts or without."""
+    # The last of four layers is attention; RoPE rotates half of the channels of its heads.
     turned = rope([4, 2, 2]) | {"partial_rotary_factor": 0.5}
     text = _DELTA_RULE | {"num_hidden_layers": 4, "rope_parameters": turned, "head_dim": 32}
     vision = {name: value for name, value in DEEP_VISION.items() if "deepstack" not in name}
@@ -573,7 +573,7 @@ def build_qwen3_5(directory: str | Path, *, experts: bool = False, tied: bool = 
 
 
 def rope(sections: list[int]) -> dict[str, Any]:
-    """Parameters of three numbers to a place."""
+    """Return RoPE parameters for three-dimensional positions."""
     return {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
 
 
@@ -584,7 +584,7 @@ def _save_qwen(
     text: dict[str, Any],
     tied: bool,
 ) -> Path:
-    """Write a decoder that sees, and its processors."""
+    """Write a vision-language decoder and its processors."""
     names = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     start, end, image, video = names
     in_chat = {"image": f"{start}{image}{end}", "video": f"{start}{video}{end}"}
@@ -610,7 +610,7 @@ def _save_qwen(
 def _tokenizer(
     added: list[str], in_chat: Mapping[str, str], *, adds_bos: bool
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer with some more tokens, and a template."""
+    """Build a chat tokenizer with additional tokens, and a template for media."""
     tokenizer = chat_tokenizer(768 - len(added), adds_bos=adds_bos)
     tokenizer.add_special_tokens({"additional_special_tokens": added})
     parts = "".join(

@@ -1,4 +1,4 @@
-"""Seeded Qwen2.5-Omni and Qwen3-Omni: thinker, talker and vocoder, with the files of real ones."""
+"""Seeded Qwen2.5-Omni and Qwen3-Omni: thinker, talker and vocoder, with all files of real ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _AUDIO = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
 _VISION = ("<|vision_bos|>", "<|vision_eos|>", "<|IMAGE|>", "<|VIDEO|>")
 _SPEECH = ("<tts_pad>", "<tts_bos>", "<tts_bos_2>", "<tts_eos>")
 OMNI_SPECIALS = (*_TURNS, *_AUDIO, *_VISION, *_SPEECH)
-"""By their ids, from 0."""
+"""Special tokens in the order of their ids, from 0."""
 
 EXTRA_SPECIAL_TOKENS: Mapping[str, str] = {
     "image_token": "<|IMAGE|>",
@@ -52,7 +52,7 @@ EXTRA_SPECIAL_TOKENS: Mapping[str, str] = {
     "audio_bos_token": "<|audio_bos|>",
     "audio_eos_token": "<|audio_eos|>",
 }
-"""By these names transformers' processor finds the placeholders."""
+"""Attribute names by which transformers' processor finds the placeholders."""
 
 _TEMPLATE = (
     "{% for message in messages %}"
@@ -73,18 +73,18 @@ _TEMPLATE = (
 
 
 def chat_template(system_prompt: str) -> str:
-    """The template of chats, with what the system says where a chat does not say it."""
+    """Return the chat template, with the default system prompt."""
     return _TEMPLATE.replace("SYSTEM_PROMPT", system_prompt)
 
 
 def add_specials(tokenizer: PreTrainedTokenizerFast, specials: tuple[str, ...]) -> None:
-    """Make special those of some tokens that have no role of their own."""
+    """Add those of the tokens that have no named role as special tokens."""
     rest = [name for name in specials if name not in tokenizer.all_special_tokens]
     tokenizer.add_tokens(rest, special_tokens=True)
 
 
 def marker_ids(tokenizer: PreTrainedTokenizerFast, placeholder: str = "index") -> dict[str, Any]:
-    """Fields of thinker and talker for placeholders, by how they end, and the signs around them."""
+    """Return fields of thinker and talker for placeholders, with this suffix, and their markers."""
     vocabulary = tokenizer.get_vocab()
     return {
         f"audio_token_{placeholder}": vocabulary["<|AUDIO|>"],
@@ -98,7 +98,7 @@ def marker_ids(tokenizer: PreTrainedTokenizerFast, placeholder: str = "index") -
 
 
 def spoken_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Fields of the talker for the signs around the text that it speaks."""
+    """Return fields of the talker for the markers around the spoken text."""
     vocabulary = tokenizer.get_vocab()
     return {
         "tts_text_start_token_id": vocabulary["<tts_bos>"],
@@ -108,7 +108,7 @@ def spoken_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 
 
 def codec_vocabulary(num_codes: int) -> dict[str, Any]:
-    """Fields of the talker for codes from 0 to ``num_codes - 1`` and the signs beside."""
+    """Return fields of the talker for codes from 0 to ``num_codes - 1`` and its special tokens."""
     return {
         "vocab_size": num_codes + 8,
         "tts_codec_pad_token_id": num_codes,
@@ -119,14 +119,14 @@ def codec_vocabulary(num_codes: int) -> dict[str, Any]:
 
 
 OMNI_SPEAKERS = ("Chelsie", "Ethan")
-"""Voices of the seeded checkpoint, as published ones name them."""
+"""Voices of the seeded checkpoint, named as in published ones."""
 
 _GAINS = dict.fromkeys(("q_proj", "k_proj", "qkv", "q", "k"), ATTENTION_GAIN)
-# The vocoder ends in a clamp; with full fan-in its samples all lie beyond it.
+# The vocoder ends in a clamp; with full fan-in all samples would exceed it.
 _VOCODER_GAIN = 0.5
 
 
-# Of the thinker, and so of what the talker reads.
+# Hidden size of the thinker, and so of the talker's input.
 _WIDTH = 64
 _NUM_CODES = 256
 _SMALL_DECODER: Mapping[str, Any] = {
@@ -154,7 +154,7 @@ _DIT: Mapping[str, Any] = {
     "block_size": 8,
     "look_ahead_layers": [1],
     "look_backward_layers": [0, 2],
-    # One more row than this: every codec token has a place.
+    # The embedding has one more row than this: one for every codec token.
     "num_embeds": _NUM_CODES + 7,
     "enc_emb_dim": 16,
     "enc_dim": 16,
@@ -167,7 +167,7 @@ _DIT: Mapping[str, Any] = {
 }
 _BIGVGAN: Mapping[str, Any] = {
     "upsample_initial_channel": 16,
-    # Small where it costs: the published one has three kernels and six rates.
+    # Small for speed: the published one has three kernels and six rates.
     "resblock_kernel_sizes": [3],
     "resblock_dilation_sizes": [[1, 3, 5]],
     "upsample_rates": [10, 6, 4],
@@ -179,8 +179,8 @@ def build_qwen2_5_omni(directory: str | Path, **changes: Mapping[str, Any]) -> P
     """Write a seeded Qwen2.5-Omni with its processors' files and two voices.
 
     Args:
-        changes: other figures of its parts: ``text``, ``vision``, ``audio``, ``talker``, ``dit``,
-            ``bigvgan``.
+        changes: config fields to override, by part: ``text``, ``vision``, ``audio``, ``talker``,
+            ``dit``, ``bigvgan``.
     """
     tokenizer, generator = omni_tokenizer(), torch.Generator().manual_seed(0)
     with quiet_config_log():
@@ -206,7 +206,7 @@ def save_omni(
 
 
 def omni_tokenizer(vocab_size: int = 768) -> PreTrainedTokenizerFast:
-    """A tokenizer with the signs that the family's prompts are made of, and its template."""
+    """Build a tokenizer with the special tokens of the family's prompts, and its template."""
     tokenizer = byte_level_tokenizer(
         vocab_size,
         OMNI_SPECIALS,
@@ -254,7 +254,7 @@ def _initialise(name: str, parameter: nn.Parameter, generator: torch.Generator) 
 
 
 def _save_processors(path: Path, num_mel_bins: int, processor_class: str) -> None:
-    """Image processor and feature extractor share a file, as in published checkpoints."""
+    """Write image processor and feature extractor to one file, as in published checkpoints."""
     image = Qwen2VLImageProcessorPil(
         patch_size=14, temporal_patch_size=2, merge_size=2, min_pixels=28**2, max_pixels=16 * 28**2
     )
@@ -292,7 +292,7 @@ _QWEN3_TALKER: Mapping[str, Any] = {
     **EXPERTS["qwen3_moe"],
     **_SMALL_DECODER,
     "shared_expert_intermediate_size": 48,
-    # The published model's last 1,024 ids are signs, too.
+    # As in the published model, the last 1,024 ids are special tokens.
     "vocab_size": _QWEN3_NUM_CODES + 1024,
     "rope_parameters": _QWEN3_ROPE,
 }
@@ -317,11 +317,11 @@ def build_qwen3_omni(directory: str | Path, *, speaks: bool = True, **changes: A
     """Write a seeded Qwen3-Omni with its processors' files and two voices.
 
     Args:
-        speaks: False writes a thinker alone, as some published checkpoints are.
-        changes: other figures of parts, by their places in the config: ``talker_config``, ...
+        speaks: if false, only the thinker is written, as in some published checkpoints.
+        changes: config fields to override, by their path in the config: ``talker_config``, ...
     """
     tokenizer = omni_tokenizer(768 - len(_ROLES))
-    # Roles are single tokens, by which a talker tells turns apart.
+    # Roles are single tokens, by which the talker distinguishes turns.
     tokenizer.add_tokens(list(_ROLES))
     with quiet_config_log():
         config = _qwen3_config(tokenizer, speaks)

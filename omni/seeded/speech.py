@@ -1,4 +1,4 @@
-"""Seeded CSM and Pocket TTS, with the files of published ones: what speaks, and its codec."""
+"""Seeded CSM and Pocket TTS with their codecs, with all files of published ones."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _CSM_SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    # As published: three codes more than the codec has.
+    # As published: three more codes than in the codec.
     "vocab_size": _NUM_CODES + 3,
     "num_codebooks": _NUM_CODEBOOKS,
 }
@@ -91,7 +91,7 @@ _CSM_CODEC: dict[str, Any] = {
 
 
 def build_csm(directory: str | Path, **changes: Any) -> Path:
-    """Write a seeded CSM with its processor's files; ``changes`` are other figures of a config."""
+    """Write a seeded CSM with its processor's files; ``changes`` override config fields."""
     tokenizer = byte_level_tokenizer(
         512, SPECIALS, f"{_BEGIN} $A {_END}", bos_token=_BEGIN, eos_token=_END, pad_token=_END
     )
@@ -122,7 +122,7 @@ def build_csm(directory: str | Path, **changes: Any) -> Path:
             for name, codes in model.codec_model.named_buffers():
                 if name.endswith("embed_sum"):
                     codes.normal_(generator=generator)
-            # No sound has these codes, and they are drawn next to never.
+            # The codec has no such codes: make them almost impossible to sample.
             model.lm_head.weight[_NUM_CODES:] = 0
             model.depth_decoder.codebooks_head.weight[:, :, _NUM_CODES:] = 0
         extractor = EncodecFeatureExtractor(feature_size=1, sampling_rate=24_000)
@@ -179,10 +179,10 @@ _POCKET_CODEC: dict[str, Any] = {
     "sliding_window": 24,
     "latent_dim": _LATENT_DIM,
 }
-# Of a latent the next one is made: at a gain of 1 what was rounded would grow.
+# Each latent is computed from the previous one: at a gain of 1 rounding errors would grow.
 _GAINS = dict.fromkeys(("q_proj", "k_proj"), ATTENTION_GAIN) | {"cond_proj": 0.1}
 _END_THRESHOLD = -0.7
-"""What a random head gives now and then, so that speech lasts a while."""
+"""Threshold that a random head exceeds now and then, so that speech lasts a while."""
 
 
 def build_pocket_tts(
@@ -190,7 +190,7 @@ def build_pocket_tts(
 ) -> Path:
     """Write a seeded Pocket TTS, with its codec in the folder ``codec``.
 
-    Its ``changes``, and those named ``codec``, are other figures of the two configs.
+    ``changes`` override fields of its config, and ``codec`` those of the codec's.
     """
     named = {name: token for name, token in _POCKET_SPECIALS.items() if name != "pad_token"}
     tokenizer = byte_level_tokenizer(
@@ -213,7 +213,7 @@ def build_pocket_tts(
 
 
 def build_pocket_codec(directory: str | Path, **changes: Any) -> Path:
-    """Write a seeded codec of Pocket TTS; ``changes`` are other figures of its config."""
+    """Write a seeded codec of Pocket TTS; ``changes`` override config fields."""
     with quiet_config_log():
         config = PocketTTSAudioTokenizerConfig(**_POCKET_CODEC | changes)
         generator = torch.Generator().manual_seed(0)

@@ -1,1 +1,1 @@
-"""Runs a pipeline cached and uncached, and compares. Imports runtime and what is below it."""
+"""Comparison of cached and uncached runs. Imports runtime and the packages below it."""

@@ -1,4 +1,4 @@
-"""Runs requests with and without caches, compares everything that comes out, and reports it."""
+"""Runs requests with and without caches, compares all outputs, and reports differences."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from omni.runtime.orchestrator import Orchestrator
 from stages import StageOutput, StageStats
 
 Run = Literal["regrouped", "cold", "warm"]
-"""Runs that are compared with the uncached one: ``regrouped`` is uncached, with other batch mates;
-``cold`` starts with empty caches and fills them; ``warm`` repeats the requests and hits."""
+"""Runs that are compared with the uncached one: ``regrouped`` is uncached, batched with other
+requests; ``cold`` starts with empty caches and fills them; ``warm`` repeats them and hits."""
 
 REFERENCE: Mapping[Run, str] = {
     "regrouped": "batched together",
     "cold": "without caching",
     "warm": "without caching",
 }
-"""Names of the uncached run in messages about each."""
+"""Name of the uncached run in messages about each of the runs."""
 
 Kind = Literal["tokens", "finish_reason", "logprobs", "tensor", "error"]
 """Kinds of differences."""
@@ -37,10 +37,10 @@ Kind = Literal["tokens", "finish_reason", "logprobs", "tensor", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that another run put out and the uncached run did not.
+    """One difference between an output of a run and that of the uncached run.
 
     Attributes:
-        stage: of which stage; None for what concerns the whole request.
+        stage: the stage of the output; None if it concerns the whole request.
     """
 
     request_id: str
@@ -52,10 +52,10 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class NearTie:
-    """A place where two tokens were equally likely but for rounding, and the runs chose apart.
+    """A position where two tokens were equally likely up to rounding, and the runs diverged.
 
     Attributes:
-        token_ids: the uncached and the other run's choice.
+        token_ids: the choices of the uncached run and of the other run.
         gap: difference of their log-probabilities in the uncached run.
     """
 
@@ -71,11 +71,11 @@ class NearTie:
 class TensorVerification:
     """One tensor of a stage over all requests.
 
-    Differences are shares of the largest element of their row, or of 1 if that is larger.
+    Differences are relative to the largest element of their row, or to 1 if that is larger.
 
     Attributes:
-        max_difference: the largest between a cached and an uncached element.
-        noise: the largest between uncached runs with other batch mates; None if not measured.
+        max_difference: maximum between a cached and an uncached element.
+        noise: maximum between uncached runs in different batches; None if not measured.
     """
 
     name: str
@@ -90,12 +90,12 @@ class StageVerification:
 
     Attributes:
         prompt_tokens: tokens of its inputs in one run.
-        cold_hit_tokens: of these, what the cache saved in the cold run.
-        warm_hit_tokens: the same in the warm run.
-        encoder_hits: encodings of images, sounds and the like that the cached runs found there.
-        uncached_s, cold_s, warm_s: seconds that it worked in each run.
-        has_cache: whether it keeps anything that a later request could hit.
-        is_cached: whether its settings let it: what they turn off was not tested.
+        cold_hit_tokens: number of these that were prefix hits in the cold run.
+        warm_hit_tokens: number of these that were prefix hits in the warm run.
+        encoder_hits: encodings of images, audio and other media that hit in the cached runs.
+        uncached_s, cold_s, warm_s: busy seconds in each run.
+        has_cache: true if the stage caches anything that a later request could hit.
+        is_cached: true if caching is enabled in its settings; otherwise it was not tested.
     """
 
     stage: str
@@ -112,12 +112,12 @@ class StageVerification:
 
     @property
     def has_hits(self) -> bool:
-        """True if anything that it had cached was used, so that a comparison says something."""
+        """True if anything cached was used; otherwise the comparison proves nothing."""
         return bool(self.cold_hit_tokens or self.warm_hit_tokens or self.encoder_hits)
 
     @property
     def saved_s(self) -> float:
-        """Seconds that a warm cache saved; negative if it cost some, 0 where there is none."""
+        """Seconds saved by a warm cache; negative if it cost time, 0 without a cache."""
         return self.uncached_s - self.warm_s if self.has_cache and self.is_cached else 0.0
 
 
@@ -140,16 +140,16 @@ class VerifyReport:
 
     @property
     def equal(self) -> bool:
-        """True if nothing differed: not with the caches on, and not with other batch mates."""
+        """True if no output differed, neither with caches nor in different batches."""
         return not self.differences
 
     @property
     def has_hits(self) -> bool:
-        """True if any stage used what it had cached. Without a hit nothing was proven."""
+        """True if any stage had a cache hit. Without a hit nothing was proven."""
         return any(stage.has_hits for stage in self.stages)
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """Format the report as lines of text."""
         return [
             *self._verdict(),
             *(line for stage in self.stages for line in _stage_lines(stage)),
@@ -203,7 +203,7 @@ def _where(run: Run) -> str:
 
 
 def _stage_lines(stage: StageVerification) -> list[str]:
-    if not stage.has_cache:  # what its runs took less or more is noise
+    if not stage.has_cache:  # differences of its times are noise
         hits, saved = "no cache of its own: computed again in every run", ""
     elif not stage.is_cached:
         hits, saved = "caching is off in its settings: its cache was not tested", ""
@@ -213,7 +213,7 @@ def _stage_lines(stage: StageVerification) -> list[str]:
             hits += f", {stage.encoder_hits} encodings found"
         if not stage.has_hits:
             hits += ": nothing was proven of this stage"
-        # Runs of equal work differ, too: a negative difference says no more than that.
+        # Equal runs differ in time, too: a negative difference is only noise.
         saved = f", {stage.saved_s:.3f} saved" if stage.saved_s > 0 else ", nothing saved"
     return [
         f"stage {stage.stage!r}: {stage.prompt_tokens} input tokens, {hits}",
@@ -229,20 +229,20 @@ def _stage_lines(stage: StageVerification) -> list[str]:
 
 
 WAVEFORM = "waveform"
-"""Name of a stage's sound among the tensors that are compared."""
+"""Name of a stage's audio among the compared tensors."""
 
-# Noise is measured on a few requests; others have other rows, and their worst may be worse.
+# Noise is measured on a few requests; the maximum over all requests may be larger.
 _SAFETY = 4.0
 
 
 class _Limits(NamedTuple):
-    """Limits of rounding in one element type.
+    """Limits of rounding errors in one element type.
 
     Attributes:
-        tensor: is allowed in tensors whatever was measured.
-        tensor_noise: the most that is put down to rounding.
-        tie: is allowed between log-probabilities whatever was measured.
-        tie_noise: the most of that that is put down to rounding.
+        tensor: difference that is always allowed in tensors.
+        tensor_noise: maximum difference that is attributed to rounding.
+        tie: difference that is always allowed between log-probabilities.
+        tie_noise: maximum difference of log-probabilities that is attributed to rounding.
     """
 
     tensor: float
@@ -251,8 +251,8 @@ class _Limits(NamedTuple):
     tie_noise: float
 
 
-# Sums over other batch shapes round differently: a few units in the last place of a type's 53, 24,
-# 11 or 8 significant bits. A deep model amplifies that, by more than is known beforehand.
+# Sums round differently for different batch shapes: by a few units in the last place of a type's
+# 53, 24, 11 or 8 significant bits. Deep models amplify that by an unknown factor.
 _LIMITS = {
     torch.float64: _Limits(1e-5, 1e-5, 1e-4, 1e-4),
     torch.float32: _Limits(1e-5, 1e-3, 1e-4, 1e-2),
@@ -261,26 +261,26 @@ _LIMITS = {
 }
 _EXACT = _Limits(0.0, 0.0, 0.0, 0.0)
 
-# A sample of a WAV file comes in steps of this: what is nearer is the same sound. Of hundreds of
-# answers in one batch, a few were apart by more than 1e-5 where the measured noise was nought.
+# Quantization step of samples in a WAV file: smaller differences do not matter. Of
+# hundreds of answers in one batch, a few differed by more than 1e-5 with a measured noise of zero.
 _SAMPLE_STEP = 2.0**-15
 
 
 @dataclass(slots=True)
 class Spread:
-    """The largest differences between outputs of one stage.
+    """Maximum differences between outputs of one stage.
 
     Attributes:
-        tensors: per tensor, the largest difference between elements, as a share of the largest
-            element of their row (or of 1, in a row of smaller ones).
-        logprobs: the largest difference between log-probabilities of generated tokens.
+        tensors: per tensor, the maximum difference between elements, relative to the largest
+            element of their row (or to 1, if that is larger).
+        logprobs: the maximum difference between log-probabilities of generated tokens.
     """
 
     tensors: dict[str, float] = field(default_factory=dict)
     logprobs: float = 0.0
 
     def include(self, other: Spread) -> None:
-        """Widen this one to cover the other."""
+        """Update the maxima with those of another spread."""
         for name, apart in other.tensors.items():
             self.tensors[name] = max(self.tensors.get(name, 0.0), apart)
         self.logprobs = max(self.logprobs, other.logprobs)
@@ -288,19 +288,19 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The largest differences that outputs of one stage may have and still be equal.
+    """Maximum differences with which outputs of one stage count as equal.
 
-    No constant is right for all models: what rounding does grows with depth and width. So four
-    times the *noise* is allowed, which is what batching alone changes in uncached runs, within
-    limits of the element type: at least 1e-5 in float32 (1e-2 in float16, 5e-2 in bfloat16), and
-    no more than noise of 1e-3 (5e-2, 1e-1) is believed. A waveform may always differ by one step of
-    16-bit samples, 2 ** -15. Integers must be equal.
+    No constant is right for all models: rounding errors grow with depth and width. So four times
+    the *noise* is allowed, which is the change by batching alone in uncached runs. It is limited
+    by element type: at least 1e-5 is allowed in float32 (1e-2 in float16, 5e-2 in bfloat16), and
+    noise above 1e-3 (5e-2, 1e-1) is capped. A waveform may always differ by one step of 16-bit
+    samples, 2 ** -15. Integers must be equal.
 
     Attributes:
         atol: replaces all of this for tensors.
-        exact: every bit must be equal, of log-probabilities too, and no tie excuses anything.
-        noise: what was measured; empty if nothing was.
-        measuring: this is for the run that measures the noise: what is believed is allowed.
+        exact: every bit must be equal, including log-probabilities, and near ties are differences.
+        noise: the measured noise; empty if not measured.
+        measuring: true for the run that measures the noise: the cap itself is allowed.
     """
 
     atol: float | None = None
@@ -309,7 +309,7 @@ class Tolerance:
     measuring: bool = False
 
     def tensor(self, name: str, dtype: torch.dtype) -> float:
-        """The largest difference, as a share of a row's largest element, or of 1 if larger."""
+        """Return the allowed difference, relative to a row's largest element, or 1 if larger."""
         if self.exact:
             return 0.0
         if self.atol is not None:
@@ -319,7 +319,7 @@ class Tolerance:
         return self._allowed(self.noise.tensors.get(name, 0.0), least, limits.tensor_noise)
 
     def tie(self, dtype: torch.dtype | None) -> float:
-        """The gap of log-probabilities below which rounding may decide between two tokens."""
+        """Return the gap of log-probabilities below which rounding may decide between tokens."""
         limits = _LIMITS.get(dtype or torch.float32, _EXACT)
         return self._allowed(self.noise.logprobs, limits.tie, limits.tie_noise)
 
@@ -360,12 +360,12 @@ def compare_outputs(
 
 @dataclass(slots=True)
 class Comparison:
-    """Compares one aspect of two outputs after the other, and keeps what it found.
+    """Compares the aspects of two outputs one by one, and collects the results.
 
     Attributes:
-        differences: what is not equal.
-        near_tie: where the tokens part by rounding alone, or None.
-        spread: how far apart what is no difference was, and what is one.
+        differences: differences found.
+        near_tie: position where the tokens diverge by rounding alone, or None.
+        spread: maximum differences of all compared values, whether allowed or not.
     """
 
     uncached: StageOutput
@@ -379,10 +379,10 @@ class Comparison:
     def tie_at(
         self, position: int, sampling: SamplingParams | None, widest: float
     ) -> NearTie | None:
-        """The tie that explains why the tokens part, if the uncached run's own numbers show one.
+        """Return the near tie that explains the divergence, if the uncached logprobs show one.
 
-        Only plain greedy choices can be explained: with penalties or draws, log-probabilities are
-        not what the choice was made by.
+        Only plain greedy choices can be explained: with penalties or random sampling, the choice
+        was not made by the log-probabilities.
         """
         ours, theirs = self.uncached, self.other
         if sampling is None or not _is_plain_greedy(sampling) or ours.logprobs is None:
@@ -399,7 +399,7 @@ class Comparison:
         return NearTie(ours.request_id, ours.stage, self.run, position, choices, gap)
 
     def tokens(self, position: int | None) -> None:
-        """Generated ids, of all completions."""
+        """Compare generated ids and texts of all completions."""
         exact = self.tolerance.exact
         if position is not None:
             ours, theirs = (_at(each.token_ids, position) for each in (self.uncached, self.other))
@@ -416,7 +416,7 @@ class Comparison:
             self._unequal("finish_reason", "finish reason is", ours, theirs)
 
     def logprobs(self, position: int | None) -> None:
-        """Measure those of the tokens before the one at which the runs part; or compare bits."""
+        """Measure differences before the token where the runs diverge; if exact, compare bits."""
         pairs = zip(self.uncached.logprobs or (), self.other.logprobs or (), strict=False)
         for index, (ours, theirs) in enumerate(itertools.islice(pairs, position)):
             apart = abs(ours.logprob - theirs.logprob)
@@ -427,13 +427,13 @@ class Comparison:
                 break
 
     def tensors(self, rows: int | None) -> None:
-        """Names, shapes and elements; of the leading ``rows`` only if given."""
+        """Compare names, shapes and elements; if given, only of the first ``rows`` rows."""
         for name in sorted(self.uncached.tensors.keys() ^ self.other.tensors.keys()):
             where = (
                 REFERENCE[self.run] if name in self.uncached.tensors else f"in the {self.run} run"
             )
             self._differ("tensor", f"tensor {name!r} is there only {where}")
-        # Keys are others after every reset: they name rows, and are none.
+        # Row keys change with every reset: they identify rows, and are not content.
         for name in sorted((self.uncached.tensors.keys() & self.other.tensors.keys()) - {ROW_KEYS}):
             ours, theirs = self.uncached.tensors[name], self.other.tensors[name]
             if rows is None:
@@ -442,7 +442,7 @@ class Comparison:
                 self._tensor(name, ours[:rows], theirs[:rows])
 
     def audio(self) -> None:
-        """The whole waveform, as a tensor of that name."""
+        """Compare the whole waveform, as a tensor of that name."""
         ours, theirs = self.uncached.audio, self.other.audio
         if ours is not None and theirs is not None:
             if ours.sampling_rate != theirs.sampling_rate:
@@ -490,20 +490,20 @@ class Comparison:
 
 
 def _further(output: StageOutput, exact: bool) -> list[tuple[object, ...]]:
-    """All completions but the first; without log-probabilities, which are rounded, if not exact."""
+    """Return all completions but the first; unless exact, without their log-probabilities."""
     return [tuple(each) if exact else each[:3] for each in output.completions[1:]]
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Its bytes, ``(elements * element size,)``: zeros have signs, and there are many NaNs."""
+    """Return the bytes, ``(elements * element size,)``, which distinguish signed zeros and NaNs."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest differences of elements, and what rounding is relative to; both ``(rows,)``.
+    """Return the maximum differences of elements, and the scales of rounding; both ``(rows,)``.
 
-    The latter is each row's largest element, since floating point has relative precision, and a
-    row's elements were summed from terms of that size; but no less than 1.
+    The scale is each row's largest element, since floating point has relative precision, and a
+    row's elements were summed from terms of that size; but at least 1.
     """
     ours, theirs = (each.double().reshape(each.shape[0], -1) for each in (ours, theirs))
     apart = (ours - theirs).abs()
@@ -524,46 +524,46 @@ def _is_plain_greedy(sampling: SamplingParams) -> bool:
     )
 
 
-# Requests that are run once more to measure noise: each costs an uncached run of its own.
+# Number of requests that are rerun to measure noise: each costs a separate uncached run.
 _NUM_REGROUPED = 4
 
 
 def verify(
     omni: Omni, requests: Requests, *, atol: float | None = None, exact: bool = False
 ) -> VerifyReport:
-    """Show that caching changes nothing, on the user's own requests, and what it saves.
+    """Check on the user's own requests that caching changes no output, and measure its savings.
 
-    After a warm-up, unless every stage has worked before, the requests run three times: uncached;
-    with caches that start empty (requests may hit each other's blocks); and once more with the
-    caches that are warm now. Both cached runs are compared with the uncached one, request by
-    request and stage by stage, stages that only feed others included: token ids, finish reasons,
-    errors, tensors and waveforms.
+    After a warm-up, unless every stage has run before, the requests run three times: uncached;
+    with caches that start empty (requests may hit each other's blocks); and again with the caches
+    that are now warm. Both cached runs are compared with the uncached one, request by request and
+    stage by stage, including stages that only feed others: token ids, finish reasons, errors,
+    tensors and waveforms.
 
-    A stage whose settings turn caching off computes everything again in these runs too: its cache
+    A stage whose settings turn caching off recomputes everything in these runs too: its cache
     is not tested, and the report says so.
 
-    A hit changes batches, and with their shapes how sums round. How far that carries depends on
-    the model, so it is measured: a few of the longest requests run uncached once more, with other
-    batch mates, and cached tensors may differ from uncached ones by a small multiple of what these
-    do (see ``Tolerance``). More than rounding explains is a difference as
-    well, of the run ``regrouped``: outputs must not depend on batch mates.
+    A hit changes batch shapes, and so how sums round. The effect depends on the model, so it is
+    measured: a few of the longest requests run uncached again in different batches, and cached
+    tensors may differ from uncached ones by a small multiple of these differences (see
+    ``Tolerance``). Larger ones in that run (``regrouped``) are reported, too: outputs must not
+    depend on the batch.
 
-    A request that samples without a seed is given one, so that all runs draw the same. Greedy ones
-    report log-probabilities: where two tokens are equally likely but for rounding, runs may part
-    ways rightly. Such near ties are reported apart, and that request is not compared any further.
+    A request that samples without a seed gets one, so that all runs sample the same tokens. Greedy
+    ones report log-probabilities: if two tokens are equally likely up to rounding, runs may
+    legitimately diverge. Such near ties are listed separately, and the rest is not compared.
 
     Args:
-        omni: no request may be running. Its caches are reset, and left warm.
-        requests: what to run, one or several, as prompts or as :class:`OmniRequest`. Where none
-            of them hits anything, nothing is proven: see ``VerifyReport.has_hits``.
-        atol: how far tensor elements may be apart in a row whose largest is 1 or less; in
-            proportion in others. It replaces the measurement.
-        exact: compare bits, those of log-probabilities too; nothing is measured, no near tie is
-            excused. For pipelines whose stages are deterministic (``EngineConfig.deterministic``).
+        omni: must have no running requests. Its caches are reset, and left warm.
+        requests: one or several requests, as prompts or as :class:`OmniRequest`. If none of them
+            hits, nothing is proven: see ``VerifyReport.has_hits``.
+        atol: allowed difference of tensor elements in a row whose largest is 1 or less, and
+            proportionally more in other rows. Replaces the measurement.
+        exact: compare bits, including log-probabilities; no noise is measured, and near ties are
+            differences. For pipelines of deterministic stages (``EngineConfig.deterministic``).
 
     Raises:
-        ValueError: there are no requests or what is none, two share an id, or ``atol`` is negative
-            or given beside ``exact``.
+        ValueError: there are no requests or invalid ones, two share an id, or ``atol`` is negative
+            or given together with ``exact``.
         RuntimeError: requests are running, or ``omni`` is closed.
     """
     if not isinstance(omni, Omni):
@@ -596,9 +596,9 @@ def _tolerance(atol: float | None, exact: bool) -> Tolerance:
 def _run_all(
     pipeline: Pipeline, requests: Sequence[OmniRequest], cached: Collection[str], measures: bool
 ) -> tuple[_Pass, dict[Run, _Pass]]:
-    """The uncached run, and those that are compared with it; noise is measured if ``measures``."""
+    """Return the uncached run, and the runs to compare; noise is measured if ``measures``."""
     if not all(stage.stats().num_steps for stage in pipeline.stages.values()):
-        # Threads and buffers that libraries set up on first use would count as time saved.
+        # One-time setup of threads and buffers in libraries would count as time saved.
         _run(pipeline, requests[:1], caching=())
     uncached = _run(pipeline, requests, caching=())
     regrouped = _regroup(pipeline, requests, uncached) if measures else _Pass()
@@ -624,7 +624,7 @@ class _Pass:
 
 
 def _prepare(pipeline: Pipeline, index: int, request: OmniRequest) -> OmniRequest:
-    """The same request with an id, a seed where it draws, and log-probabilities where not."""
+    """Return the request with an id, and per stage a seed if it samples, else logprobs."""
     sampling = dict(request.sampling)
     for name, stage in pipeline.stages.items():
         if stage.sampling is None:
@@ -651,7 +651,7 @@ def _check_ids(requests: Sequence[OmniRequest]) -> None:
 
 
 def _run(pipeline: Pipeline, requests: Sequence[OmniRequest], *, caching: Collection[str]) -> _Pass:
-    """Run requests; stages that are not named in ``caching`` cache nothing."""
+    """Run requests; only stages named in ``caching`` use their caches."""
     done = _Pass()
 
     def keep(output: StageOutput) -> None:
@@ -679,7 +679,7 @@ def _run(pipeline: Pipeline, requests: Sequence[OmniRequest], *, caching: Collec
 
 
 def _regroup(pipeline: Pipeline, requests: Sequence[OmniRequest], uncached: _Pass) -> _Pass:
-    """Run the longest requests uncached and alone; a sole one, which was, beside its own copy."""
+    """Rerun the longest requests uncached and alone; a single request together with its copy."""
     lengths: Counter[str] = Counter()
     for (request_id, _), output in uncached.outputs.items():
         lengths[request_id] += output.num_prompt_tokens
@@ -696,7 +696,7 @@ def _regroup(pipeline: Pipeline, requests: Sequence[OmniRequest], uncached: _Pas
 
 @dataclass(slots=True)
 class _Findings:
-    """Findings of a comparison with the uncached run; the spreads are by stage."""
+    """Results of a comparison with the uncached run; the spreads are by stage."""
 
     differences: list[Difference] = field(default_factory=list)
     near_ties: list[NearTie] = field(default_factory=list)
@@ -794,7 +794,7 @@ def _report(
 
 
 def _dtypes(done: _Pass) -> dict[tuple[str, str], torch.dtype]:
-    """``(stage, tensor) -> element type`` of all that is compared element by element."""
+    """Return ``(stage, tensor) -> element type`` of all tensors that are compared by element."""
     dtypes: dict[tuple[str, str], torch.dtype] = {}
     for (_, stage), output in done.outputs.items():
         dtypes |= {(stage, name): tensor.dtype for name, tensor in output.tensors.items()}

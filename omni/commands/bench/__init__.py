@@ -1,5 +1,5 @@
-"""Load on a pipeline or on a server, and a report of its figures. ``omni bench`` runs it.
+"""Load generator for pipelines and servers, and reports of its measurements, for ``omni bench``.
 
-Imports the runtime and what that imports; a server is measured over HTTP, so nothing of
-``omni.server``. HTTP and plots need the extra ``bench``.
+Imports the runtime and its dependencies; servers are measured over HTTP, so nothing of
+``omni.server`` is imported. HTTP and plots need the extra ``bench``.
 """

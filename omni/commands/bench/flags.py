@@ -1,4 +1,4 @@
-"""What ``omni bench`` sends, where and how much of it, as its flags say."""
+"""Flags of ``omni bench``: the target, the requests and the load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _USUAL_REQUESTS, _USUAL_PROMPT_TOKENS, _USUAL_MAX_TOKENS = 32, 128, 64
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BenchFlags:
-    """Flags on a server, on requests that are made up, and on how much load there is."""
+    """Flags for the server, for synthetic requests, and for the load."""
 
     url: str | None = option(
         "Measure this server, ours or another with OpenAI's API, instead of a pipeline in this "
@@ -70,17 +70,17 @@ class BenchFlags:
 
     @property
     def is_text(self) -> bool:
-        """True if a text is asked for: by chat messages, or for completions."""
+        """True if the endpoint answers with text: chat or completions."""
         return self.endpoint in (None, "chat", "completions")
 
     @property
     def made_up_tokens(self) -> int:
-        """Tokens of each prompt that is made up, about."""
+        """Approximate number of tokens of each synthetic prompt."""
         return self.prompt_tokens or _USUAL_PROMPT_TOKENS
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Fields of the stage that answers a request that is made up."""
+        """Sampling fields of synthetic requests, for the stage that answers."""
         if not self.is_text:
             return {}
         fields: dict[str, Any] = {"max_tokens": self.max_tokens or _USUAL_MAX_TOKENS}
@@ -89,7 +89,7 @@ class BenchFlags:
         return fields | ({} if self.temperature is None else {"temperature": self.temperature})
 
     def num_conversations(self, num_lines: int | None = None) -> int:
-        """Conversations of each level at most, given the lines of ``--input``, if it was given."""
+        """Return the maximum conversations per level; ``num_lines`` is that of ``--input``."""
         requests = self.requests
         if requests is None:
             if self.duration is not None:

@@ -1,4 +1,4 @@
-"""A server with OpenAI's API as the target of load."""
+"""A server with OpenAI's API as a load target."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from omni.requests.request_line import AudioFile, ChatMessage, ContentPart, Requ
 
 _DONE = "[DONE]"
 _USUAL_RATE = 24_000
-"""Samples per second of OpenAI's own pcm16, and of servers that do not say."""
+"""Samples per second of OpenAI's pcm16, and of servers that do not report a rate."""
 
 _SAMPLE_BYTES = 2
 _MOST_BYTES = 64 * 2**20
-"""Largest event, and largest message of a session."""
+"""Maximum size of an event and of a session's message."""
 
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
@@ -39,7 +39,7 @@ async def read_events(response: httpx2.Response, record: MeasuredRequest) -> str
     """Read the server-sent events of a chat or of completions, and return the text.
 
     Raises:
-        RequestFailure: one cannot be read or is an error, or the stream ends too early.
+        RequestFailure: an event is unreadable or an error, or the stream ends too early.
     """
     events = AnswerEvents(record)
     try:
@@ -55,10 +55,10 @@ async def read_events(response: httpx2.Response, record: MeasuredRequest) -> str
 
 
 async def read_sound(response: httpx2.Response, record: MeasuredRequest) -> str:
-    """Read ``pcm`` as it is generated: 24,000 samples of 16 bits a second on every server.
+    """Read streamed ``pcm``: 16-bit samples, 24,000 per second on every server.
 
     Raises:
-        RequestFailure: it has no samples.
+        RequestFailure: the answer has no samples.
     """
     async for chunk in response.aiter_bytes():
         if chunk:
@@ -72,7 +72,7 @@ async def read_document(response: httpx2.Response, record: MeasuredRequest) -> s
     """Read one JSON document: embeddings, or a transcription, whose text is returned.
 
     Raises:
-        RequestFailure: it is neither of these.
+        RequestFailure: the answer is neither.
     """
     content = await response.aread()
     try:
@@ -80,7 +80,7 @@ async def read_document(response: httpx2.Response, record: MeasuredRequest) -> s
         usage = answer.get("usage") or {}
         if "text" not in answer and not answer["data"][0]["embedding"]:
             raise ValueError("it has neither a text nor an embedding")
-        # Usages of transcriptions may count seconds instead.
+        # The usage of transcriptions may count seconds instead.
         prompt = usage.get("prompt_tokens")
         record.usage(prompt if isinstance(prompt, int) else None, None, None)
         return str(answer.get("text", ""))
@@ -89,11 +89,11 @@ async def read_document(response: httpx2.Response, record: MeasuredRequest) -> s
 
 
 class AnswerEvents:
-    """Events of one answer to a chat or to a request for completions.
+    """Reader of the events of one answer to a chat or completions request.
 
     Attributes:
-        is_complete: whether the last event has come.
-        text: of the first completion, so far.
+        is_complete: true once the last event has arrived.
+        text: text of the first completion so far.
     """
 
     def __init__(self, record: MeasuredRequest) -> None:
@@ -104,11 +104,11 @@ class AnswerEvents:
 
     @property
     def may_end(self) -> bool:
-        """True if nothing is missing when no more comes: some servers leave out the last event."""
+        """True if the answer is complete as it is: some servers omit the last event."""
         return self.is_complete or (bool(self._has_ended) and all(self._has_ended.values()))
 
     def take(self, data: str) -> None:
-        """Read one event; ``RequestFailure``: it is none of such an answer, or reports an error."""
+        """Process one event; ``RequestFailure`` if it is unreadable or reports an error."""
         if data.strip() == _DONE:
             self.is_complete = True
             return
@@ -136,7 +136,7 @@ class AnswerEvents:
         self._has_ended[index] = bool(self._has_ended.get(index) or choice.get("finish_reason"))
         delta = choice.get("delta") or {}
         text = (choice.get("text") or "") + (delta.get("content") or "")
-        # Two names that servers have for the text of reasoning models before their answer.
+        # Servers have two names for the reasoning text before the answer.
         if text or delta.get("reasoning_content") or delta.get("reasoning"):
             self._record.text()
         if not index:
@@ -147,7 +147,7 @@ class AnswerEvents:
 
 
 class RealtimeEvents:
-    """Events of one answer over ``/v1/realtime``."""
+    """Reader of the events of one answer over ``/v1/realtime``."""
 
     def __init__(self, record: MeasuredRequest) -> None:
         self._record = record
@@ -155,7 +155,7 @@ class RealtimeEvents:
         self.text = ""
 
     def take(self, message: str | bytes) -> None:
-        """Read one event; ``RequestFailure``: it is none of such an answer, or reports an error."""
+        """Process one event; ``RequestFailure`` if it is unreadable or reports an error."""
         try:
             event = json.loads(message)
             match event["type"]:
@@ -176,13 +176,13 @@ class RealtimeEvents:
         usage = response.get("usage") or {}
         cached = (usage.get("input_token_details") or {}).get("cached_tokens")
         self._record.usage(usage.get("input_tokens"), cached, usage.get("output_tokens"))
-        if response["status"] not in ("completed", "incomplete"):  # it was cut by its length
+        if response["status"] not in ("completed", "incomplete"):  # incomplete: reached max_tokens
             raise RequestFailure("not completed", str(response["status"]))
         self.is_complete = True
 
 
 def error_text(body: Any) -> str:
-    """The message of an error in OpenAI's shape, or in another."""
+    """Return the message of an error, in OpenAI's format or another."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
     return str(message)[:500]
@@ -215,11 +215,11 @@ _LIST_KEYS = {"image": "images", "audio": "audio", "video": "videos"}
 
 @dataclass(frozen=True, slots=True)
 class OpenAICall:
-    """A request to post, and how its answer is read.
+    """A request to post, and the reader of its answer.
 
     Attributes:
-        body: as httpx takes it: ``json``, or ``data`` and ``files``.
-        answer_type: what the answer's content type begins with.
+        body: httpx arguments: ``json``, or ``data`` and ``files``.
+        answer_type: prefix of the answer's content type.
     """
 
     path: str
@@ -229,16 +229,16 @@ class OpenAICall:
 
 
 def openai_call(data: Mapping[str, Any], folder: Path, flags: BenchFlags, model: str) -> OpenAICall:
-    """Make a request of a line.
+    """Convert a line to an API call.
 
     Args:
-        data: a line of ``requests.jsonl``; for chats and completions also one of OpenAI's files
-            for batches, with ``url`` and ``body``. Sampling fields without a stage are the body's
-            own; those of named stages stand under ``stages``, which this project's server knows.
-        folder: where the files are that the line names; they become part of the body.
+        data: a line of ``requests.jsonl``; for chats and completions also a line of OpenAI's
+            batch format, with ``url`` and ``body``. Sampling fields without a stage go into the
+            body; those of named stages go under ``stages``, an extension of this project's server.
+        folder: folder of the files that the line names; they become part of the body.
 
     Raises:
-        ValueError: the line is wrong, the API has no form for it, or a file does not exist.
+        ValueError: the line is wrong, the API cannot express it, or a file does not exist.
     """
     if flags.is_text:
         return _streamed(data, folder, flags, model)
@@ -256,7 +256,7 @@ def openai_call(data: Mapping[str, Any], folder: Path, flags: BenchFlags, model:
 
 
 def realtime_events(data: Mapping[str, Any], flags: BenchFlags) -> list[Mapping[str, Any]]:
-    """Events that say a text over ``/v1/realtime``; ``ValueError``: the line has not that alone."""
+    """Create events that send a text over ``/v1/realtime``; ``ValueError`` for lines with more."""
     session: dict[str, Any] = {"type": "realtime", "output_modalities": ["text"]}
     if flags.speech:
         session["output_modalities"] = ["audio"]
@@ -306,7 +306,7 @@ def _streamed(data: Mapping[str, Any], folder: Path, flags: BenchFlags, model: s
     if "audio" in fields.get("modalities", ()):
         voice = {} if flags.voice is None else {"voice": flags.voice}
         fields["audio"] = {**voice, **fields.get("audio", {}), "format": "pcm16"}
-    elif "audio" in fields:  # a voice, but the answer is text
+    elif "audio" in fields:  # a voice is given, but the answer is text
         del fields["audio"]
     return OpenAICall(path, {"json": fields}, _EVENTS, read_events)
 
@@ -349,7 +349,7 @@ def _of_line(line: RequestLine, folder: Path) -> tuple[str, Mapping[str, Any]]:
 def _messages(
     messages: tuple[ChatMessage, ...], line: RequestLine, folder: Path
 ) -> list[dict[str, Any]]:
-    """Write messages, each placeholder with the next of the line's files."""
+    """Convert messages, replacing each placeholder with the next of the line's files."""
     files = {kind: iter(getattr(line, key) or ()) for kind, key in _LIST_KEYS.items()}
 
     def part_of(part: ContentPart) -> dict[str, Any]:
@@ -408,22 +408,22 @@ def _content(file: Path) -> bytes:
 
 _CHECK_TIMEOUT_S = 30.0
 _IDLE_S = 2.0
-"""Connections that were idle for longer are not used again: the other side may just close them."""
+"""Keep-alive of idle connections. The server may close them at any moment after longer."""
 
 
 class HttpTarget:
     """A server, used in ``async with``, which checks that it can be reached.
 
     Args:
-        flags: on the server: ``url``, with or without ``/v1``; ``model``, its name there; the
-            ``api_key``, which is sent as a bearer token, else the first of ``$OMNI_API_KEY``.
+        flags: ``url``, with or without ``/v1``; ``model``, its name on the server; ``api_key``,
+            sent as a bearer token, by default the first of ``$OMNI_API_KEY``.
 
     Attributes:
-        model: the one that is asked for, or, once it is entered, the only one that there is.
+        model: the requested model, or, after entering, the server's only one.
 
     Raises:
-        ValueError: the URL is none, or flags do not go together; and on entering: the server cannot
-            be reached, refuses the key, or does not have the model; names the flag.
+        ValueError: the URL is invalid, or flags conflict; and on entering: the server cannot be
+            reached, refuses the key, or does not have the model. The message names the flag.
     """
 
     answering_stage: str | None = None
@@ -440,7 +440,7 @@ class HttpTarget:
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._client = httpx2.AsyncClient(
             headers=self._headers,
-            # As many connections as requests: a limit of the client is none of the server.
+            # Unlimited connections: a limit of the client would be measured as the server's.
             limits=httpx2.Limits(
                 max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S
             ),
@@ -459,23 +459,23 @@ class HttpTarget:
         await self._client.aclose()
 
     def prepare(self, line: Mapping[str, Any], folder: Path) -> Send:
-        """Make a request; see :class:`~omni.commands.bench.load.LoadTarget`."""
+        """Prepare a request; see :class:`~omni.commands.bench.load.LoadTarget`."""
         if self._flags.endpoint == "realtime":
             events = [json.dumps(event) for event in realtime_events(line, self._flags)]
             return partial(self._talk, events)
         call = openai_call(line, folder, self._flags, self.model)
         url, headers = self.base_url + call.path, {"accept": call.answer_type}
         request = self._client.build_request("POST", url, headers=headers, **call.body)
-        request.read()  # the parts of a form, so that it can be sent again
+        request.read()  # buffers multipart forms, so that they can be sent again
         return partial(self._send, request, call)
 
     async def reset_caches(self) -> None:
-        """Do nothing: the API has no way to. Made-up requests do not hit those of other levels."""
+        """Do nothing: the API cannot. Synthetic requests of different levels share no prefix."""
 
     async def _send(
         self, request: httpx2.Request, call: OpenAICall, record: MeasuredRequest
     ) -> str:
-        """Read an answer of the wanted type; any other, or a broken one, is a failure."""
+        """Send a request and read its answer; a wrong content type or a broken one is a failure."""
         record.send()
         try:
             response = await self._client.send(request, stream=True)
@@ -498,7 +498,7 @@ class HttpTarget:
             raise RequestFailure("connection broke", _message(error)) from error
 
     async def _talk(self, events: Sequence[str], record: MeasuredRequest) -> str:
-        """Say a text over a WebSocket, whose connection is part of the time, as over HTTP."""
+        """Send a text over a WebSocket; connecting is part of the measured time, as over HTTP."""
         base = "ws" + self.base_url.removeprefix("http")
         url = f"{base}/realtime?{urlencode({'model': self.model})}"
         answer = RealtimeEvents(record)
@@ -526,7 +526,7 @@ class HttpTarget:
             response = await self._client.get(
                 f"{self.base_url}/models",
                 timeout=_CHECK_TIMEOUT_S,
-                # Servers close it after a mistake, when the first request may have taken it.
+                # Servers close connections after an error; the first request must not reuse one.
                 headers={"connection": "close"},
             )
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
@@ -565,7 +565,7 @@ def _base_url(url: str) -> str:
 
 
 def _names(response: httpx2.Response) -> list[str] | None:
-    """The models that an answer lists; None if it is no list."""
+    """Return the models listed in a response; None if it is no list."""
     if response.status_code != HTTPStatus.OK:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Load: how many requests are sent, and when, and the record of each one's answer."""
+"""Load generation: sends requests on a schedule and records each answer."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ METRICS: Mapping[str, str] = {
     "real_time_factor": "real-time factor",
     "end_to_end": "end to end",
 }
-"""Properties of a :class:`MeasuredRequest` that are reported, and their names in tables. All are in
-seconds but the factor."""
+"""Reported properties of :class:`MeasuredRequest`, and their names in tables. All are in seconds
+except the factor."""
 
 
 class RequestFailure(Exception):
-    """A request that was not answered as it should be.
+    """A request without a valid answer.
 
     Args:
-        kind: in a word or two, by which failures are counted: ``status 500``, ``connection``.
-        is_rejection: whether the server refused it because it is overloaded (status 429).
+        kind: short label by which failures are counted: ``status 500``, ``timeout``.
+        is_rejection: true if the overloaded server refused the request (status 429).
     """
 
     def __init__(self, kind: str, message: str, *, is_rejection: bool = False) -> None:
@@ -47,19 +47,19 @@ class MeasuredRequest:
     """The record of one request, filled in while its answer arrives.
 
     Attributes:
-        scheduled: when the request was due, in seconds of the clock.
+        scheduled: time at which the request was due, in seconds of the clock.
         now: the clock, which is monotonic.
-        sent: when it was sent: just before its first byte. Its times count from here.
-        ended: when its answer was complete, or it was clear that it would not be.
-        text_times: when each piece of the answer came that had text in it.
-        first_audio_time: when the first piece with sound came; None if none did.
-        audio_s: seconds of sound in the answer.
-        audio_gap: longest time, in seconds, for which a player that starts with the first piece
-            would have had nothing to play before more sound came; None if there was no sound.
-        stages: when the request entered each stage; empty if the target does not report it.
-        prompt_tokens: as the target counts them; None if it does not.
-        cached_tokens: those of them that its cache had; likewise.
-        completion_tokens: of the answer; likewise.
+        sent: time just before the first byte was sent. Latencies count from here.
+        ended: time at which the answer was complete or failed.
+        text_times: arrival time of each chunk of the answer with text.
+        first_audio_time: arrival time of the first chunk with audio; None if none arrived.
+        audio_s: seconds of audio in the answer.
+        audio_gap: longest underrun, in seconds, of a player that starts with the first chunk;
+            None without audio.
+        stages: time at which the request entered each stage; empty if the target reports none.
+        prompt_tokens: prompt tokens as counted by the target; None if it does not count them.
+        cached_tokens: prompt tokens found in the target's cache; likewise.
+        completion_tokens: tokens of the answer; likewise.
     """
 
     scheduled: float
@@ -78,15 +78,15 @@ class MeasuredRequest:
     failure: RequestFailure | None = None
 
     def send(self) -> None:
-        """Note that the request is about to be sent."""
+        """Record that the request is about to be sent."""
         self.sent = self.now()
 
     def text(self) -> None:
-        """Note a piece with text in it."""
+        """Record a chunk with text."""
         self.text_times.append(self.now())
 
     def audio(self, seconds: float) -> None:
-        """Note a piece with so much sound in it."""
+        """Record a chunk with ``seconds`` of audio."""
         now = self.now()
         if self.first_audio_time is None or self.audio_gap is None:
             self.first_audio_time, self.audio_gap, self._played_until = now, 0.0, now
@@ -95,44 +95,44 @@ class MeasuredRequest:
         self.audio_s += seconds
 
     def enter(self, stage: str, seconds_ago: float) -> None:
-        """Note that the request has entered a stage; only the first note of each counts."""
+        """Record that the request has entered a stage; only the first call per stage counts."""
         self.stages.setdefault(stage, self.now() - seconds_ago)
 
     def usage(self, prompt: int | None, cached: int | None, completion: int | None) -> None:
-        """Note the target's own counts of tokens; None for one that it does not give."""
+        """Record the target's token counts; None for those that it does not report."""
         self.prompt_tokens, self.cached_tokens, self.completion_tokens = prompt, cached, completion
 
     def end(self, failure: RequestFailure | None = None) -> None:
-        """Note that the answer is complete, or why it is not."""
+        """Record that the answer is complete, or its failure."""
         self.ended, self.failure = self.now(), failure
         if math.isnan(self.sent):
             self.sent = self.ended
 
     @property
     def send_delay(self) -> float:
-        """Seconds from when it was due until it was sent, which is the sender's fault."""
+        """Seconds by which the sender was late."""
         return self.sent - self.scheduled
 
     @property
     def first_token(self) -> float | None:
-        """Seconds until the first piece of text."""
+        """Seconds until the first chunk of text."""
         return self.text_times[0] - self.sent if self.text_times else None
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between the pieces of text: vLLM's inter-token latencies."""
+        """Seconds between chunks of text: vLLM's inter-token latencies."""
         return [later - earlier for earlier, later in pairwise(self.text_times)]
 
     @property
     def between_tokens(self) -> float | None:
-        """Mean of :attr:`gaps`; 0 for a single piece."""
+        """Mean of :attr:`gaps`; 0 for a single chunk."""
         return sum(self.gaps) / max(1, len(self.gaps)) if self.text_times else None
 
     @property
     def per_token(self) -> float | None:
         """Seconds per token after the first: vLLM's time per output token.
 
-        Unlike :attr:`between_tokens` it does not depend on how many tokens come in a piece.
+        Unlike :attr:`between_tokens` it does not depend on the number of tokens per chunk.
         """
         if not self.text_times or self.num_tokens < 2:
             return None
@@ -140,13 +140,13 @@ class MeasuredRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the answer, or its pieces if the target does not count tokens."""
+        """Tokens of the answer, or its chunks if the target does not count tokens."""
         counted = self.completion_tokens
         return len(self.text_times) if counted is None else counted
 
     @property
     def first_audio(self) -> float | None:
-        """Seconds until the first piece of sound."""
+        """Seconds until the first chunk of audio."""
         return None if self.first_audio_time is None else self.first_audio_time - self.sent
 
     @property
@@ -156,39 +156,39 @@ class MeasuredRequest:
 
     @property
     def real_time_factor(self) -> float | None:
-        """Seconds that a second of sound took; below 1 it can be played while it is generated."""
+        """Seconds per second of audio; below 1 it can be played while it is generated."""
         return self.end_to_end / self.audio_s if self.audio_s else None
 
 
 Send: TypeAlias = Callable[[MeasuredRequest], Awaitable[str]]
-"""Sends one request, records its answer as it comes, and returns the text of the answer.
+"""Sends one request, records its answer as it arrives, and returns the text of the answer.
 
-It raises :class:`RequestFailure` if the answer is not what it should be."""
+Raises :class:`RequestFailure` if the answer is not valid."""
 
 
 class LoadTarget(Protocol):
-    """A pipeline or a server that requests are sent to."""
+    """A pipeline or a server under load."""
 
     @property
     def answering_stage(self) -> str | None:
-        """The stage that sampling fields are for; None where requests do not name it."""
+        """The stage of the sampling fields; None if requests do not name stages."""
 
     def prepare(self, line: Mapping[str, Any], folder: Path) -> Send:
-        """Make a request that can be sent any number of times.
+        """Prepare a request that can be sent any number of times.
 
         Raises:
-            ValueError: the target cannot take it, or a file does not exist.
+            ValueError: the target does not support it, or a file does not exist.
         """
 
     async def reset_caches(self) -> None:
-        """Empty the target's caches, if it has a way to."""
+        """Empty the target's caches, if supported."""
 
 
 LoadTurns: TypeAlias = Generator[Send, str | None, None]
-"""Yields requests, and is sent the answer to each before it yields the next."""
+"""Generator of requests that is sent the answer to each before it yields the next."""
 
 LoadSource: TypeAlias = Callable[[int, int], LoadTurns]
-"""Begins a conversation, given the level's index (-1 to warm up) and a number from 0 on."""
+"""Starts a conversation, given the level's index (-1 for warm-up) and a number from 0."""
 
 _TEXT = """
 about above across again air animal answer around back because before began below book both bring
@@ -208,10 +208,10 @@ _WORDS = _TEXT.split()
 
 
 class RequestLines:
-    """The lines of a file of requests; ``-`` is the standard input.
+    """Lines of a request file; ``-`` is standard input.
 
     Raises:
-        ValueError: it cannot be read, or has no request in it.
+        ValueError: the file cannot be read, or has no requests.
     """
 
     def __init__(self, path: Path) -> None:
@@ -226,7 +226,7 @@ class RequestLines:
         return len(self._lines)
 
     def prepared(self, target: LoadTarget) -> list[Send]:
-        """Make requests of all lines; ``ValueError`` names all that are wrong or cannot be sent."""
+        """Prepare requests from all lines; ``ValueError`` names all lines that are invalid."""
         sends, wrong = [], []
         for line in self._lines:
             try:
@@ -241,7 +241,7 @@ class RequestLines:
 
 
 def line_source(sends: Sequence[Send]) -> LoadSource:
-    """Repeat requests in their order, each of them a conversation by itself."""
+    """Create a source that repeats requests in order, each as a separate conversation."""
 
     def conversation(level: int, number: int) -> LoadTurns:
         yield sends[number % len(sends)]
@@ -250,10 +250,10 @@ def line_source(sends: Sequence[Send]) -> LoadSource:
 
 
 def token_lengths(shorter: tuple[int, int], longer: tuple[int, int]) -> tuple[float, float]:
-    """Compute the tokens of each word of a prompt, and those around all of them.
+    """Compute the tokens per word of a prompt, and the constant number of tokens around them.
 
     Args:
-        shorter, longer: two prompts, each given as its words and its tokens.
+        shorter, longer: two prompts, each given as its numbers of words and of tokens.
 
     Raises:
         ValueError: the longer one does not have more tokens.
@@ -269,10 +269,10 @@ def token_lengths(shorter: tuple[int, int], longer: tuple[int, int]) -> tuple[fl
 
 
 class MadeUpSource:
-    """Makes conversations up, different ones for every level, so that none hits another's cache.
+    """Source of synthetic conversations, different for every level, to avoid hits across levels.
 
     Args:
-        per_word, around: see :func:`token_lengths`; a word is about a token.
+        per_word, around: see :func:`token_lengths`; by default a word is one token.
     """
 
     def __init__(
@@ -281,17 +281,17 @@ class MadeUpSource:
         self._target = target
         self._flags = flags
         self._is_chat = flags.endpoint in (None, "chat")
-        # At least one word, but none for no tokens.
+        # At least one word, unless there is no shared prefix.
         shared = flags.shared_prefix_tokens
         self._prefix_words = max(1, round(shared / per_word)) if shared else 0
         all_words = round((flags.made_up_tokens - around) / per_word)
         self._own_words = max(1, all_words - self._prefix_words)
 
     def conversation(self, level: int, number: int) -> LoadTurns:
-        """A conversation; every ``prefixes``-th one of a level has the same prefix.
+        """Generate a conversation; every ``prefixes``-th one of a level has the same prefix.
 
-        Each of its turns repeats all before it, the answers included, and adds as many words as the
-        first one has beside its prefix.
+        Each turn repeats all earlier ones, including the answers, and adds as many words as the
+        first turn has in addition to its prefix.
         """
         flags = self._flags
         prefix = made_up_text(
@@ -311,7 +311,7 @@ class MadeUpSource:
             text += answer
 
     def probe(self, num_words: int) -> Send:
-        """A request of so many words with an answer of one token, whose prompt is measured."""
+        """Prepare a request of ``num_words`` words and one answer token, to count prompt tokens."""
         text = made_up_text(num_words, self._flags.seed, "probe", num_words)
         sampling = {**self._flags.sampling, "max_tokens": 1} if self._flags.is_text else {}
         prompt = [{"role": "user", "content": text}] if self._is_chat else text
@@ -326,7 +326,7 @@ class MadeUpSource:
 
 
 def made_up_text(num_words: int, *seeds: object) -> str:
-    """A text of common words, which depends on the seeds alone."""
+    """Generate a text of common words that depends only on the seeds."""
     return " ".join(random.Random(" ".join(map(str, seeds))).choices(_WORDS, k=num_words))
 
 
@@ -334,7 +334,7 @@ _MOST_AT_ONCE = 65_536
 _FASTEST_PER_S = 1_000_000.0
 _LAG_EVERY_S = 0.01
 _PROBE_WORDS = (32, 96)
-"""Words of the two prompts whose tokens are counted to find how many a word takes."""
+"""Words of the two prompts from which the tokens per word are estimated."""
 
 _WARMUP = -1
 _USUAL = BenchFlags()
@@ -345,10 +345,10 @@ class LoadLevel:
     """A level of load; exactly one of the two is set.
 
     Attributes:
-        concurrency: a closed loop: so many clients, each of which sends its next request when the
-            one before has ended.
-        rate: an open loop: so many arrivals a second on average, by a Poisson process, however
-            slow the answers are.
+        concurrency: number of clients of a closed loop: each sends its next request when the
+            previous one has ended.
+        rate: mean arrivals per second of an open loop, a Poisson process that does not wait for
+            answers.
     """
 
     concurrency: int | None = None
@@ -369,15 +369,15 @@ class LoadLevel:
 
     @property
     def label(self) -> str:
-        """The level in tables."""
+        """Name of the level in tables."""
         return f"{self.concurrency}" if self.concurrency is not None else f"{self.rate:g}/s"
 
 
 def parse_levels(concurrency: str | None, rate: str | None) -> tuple[LoadLevel, ...]:
-    """Read ``1,2,4`` of one of two flags; without either, one request at a time.
+    """Parse ``1,2,4`` from one of the two flags; without either, one request at a time.
 
     Raises:
-        ValueError: both are given, or one is wrong; names the flag.
+        ValueError: both are given, or one is wrong; the message names the flag.
     """
     if concurrency is not None and rate is not None:
         raise ValueError("--concurrency waits for answers and --rate does not: give one of them")
@@ -405,19 +405,19 @@ def _numbers(flag: str, text: str) -> list[float]:
 class LevelRun:
     """One level of load, from its first request to the last answer.
 
-    A run that is cancelled keeps what it recorded until then. Its clock is the event loop's.
+    A cancelled run keeps what it has recorded. Its clock is the event loop's.
 
     Args:
-        num_conversations: that begin at most.
-        flags: on when the last one begins, and how long a request may take.
-        index: of the level; arrivals depend on it and on the seed.
+        num_conversations: maximum number of conversations.
+        flags: duration of the run, and timeout of a request.
+        index: index of the level; arrivals depend on it and on the seed.
 
     Attributes:
-        records: of the requests that have ended, in the order of their ends.
-        loop_lags: seconds by which the event loop was late, every hundredth of a second. What
-            arrives meanwhile is seen late by as much, so that no time is more precise than that.
-        duration_s: seconds from the beginning to the last end.
-        cpu_s: seconds of CPU that this process used meanwhile.
+        records: finished requests, in the order in which they finished.
+        loop_lags: seconds by which the event loop was late, sampled every 10 ms. Events are
+            observed late by as much, which bounds the precision of all times.
+        duration_s: seconds from the start to the last end.
+        cpu_s: CPU seconds used by this process during the run.
     """
 
     def __init__(
@@ -439,7 +439,7 @@ class LevelRun:
         self._on_end = on_end
 
     async def run(self, source: LoadSource) -> None:
-        """Send, and wait for all answers."""
+        """Send all requests and wait for the answers."""
         self._now = asyncio.get_running_loop().time
         self._began, cpu_began = self._now(), time.process_time()
         lag = asyncio.create_task(self._measure_lag())
@@ -449,7 +449,7 @@ class LevelRun:
             else:
                 assert self.level.rate is not None
                 await self._open_loop(source, self.level.rate)
-        except ExceptionGroup as errors:  # of the loops' tasks; one says enough
+        except ExceptionGroup as errors:  # from the loops' tasks; one of them is enough
             raise errors.exceptions[0] from errors
         finally:
             lag.cancel()
@@ -494,7 +494,7 @@ class LevelRun:
         return limit is None or moment - self._began < limit
 
     async def _hold(self, conversation: LoadTurns, scheduled: float) -> None:
-        """Send the requests of a conversation one after the other, while they are answered."""
+        """Send the requests of a conversation one after the other, until one fails."""
         send = next(conversation, None)
         while send is not None:
             answer = await self._send(send, scheduled)
@@ -529,12 +529,12 @@ class Measurement:
     """Several levels of load on one target, one after the other.
 
     Args:
-        num_conversations: of each level, see :meth:`BenchFlags.num_conversations`.
-        on_begin: called before the first request that counts.
-        on_end: called with every request that counts, when it has ended.
+        num_conversations: maximum per level, see :meth:`BenchFlags.num_conversations`.
+        on_begin: called before the first measured request.
+        on_end: called with every measured request when it has ended.
 
     Attributes:
-        runs: levels that have begun; the last one may be cut short.
+        runs: levels that have started; the last one may be incomplete.
     """
 
     def __init__(
@@ -553,7 +553,7 @@ class Measurement:
         self._on_end = on_end
 
     async def run(self, target: LoadTarget, sends: Sequence[Send] | None = None) -> None:
-        """Measure all levels; ``ValueError``: not even the first requests are answered."""
+        """Measure all levels; ``ValueError`` if not even the first requests are answered."""
         source = await self._made_up(target) if sends is None else line_source(sends)
         if self._flags.warmup:
             await self._warm_up(source)
@@ -575,7 +575,7 @@ class Measurement:
                 await source.probe(words)(record)
             except RequestFailure as error:
                 raise _nothing_works(error) from error
-            if record.prompt_tokens is None:  # the server counts no tokens; a word is about one
+            if record.prompt_tokens is None:  # not counted by the server: assume a token per word
                 return source.conversation
             counts.append((words, record.prompt_tokens))
         return MadeUpSource(target, self._flags, *token_lengths(*counts)).conversation

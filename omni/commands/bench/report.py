@@ -1,4 +1,4 @@
-"""The report of a measurement: figures of every level, as tables, JSON and plots."""
+"""Benchmark reports: statistics of every load level, as tables, JSON and plots."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _THROUGHPUTS = {
     "audio_s": ("seconds of audio per second", "audio s/s", ".2f"),
     "good_requests": ("good requests per second", "good/s", ".3g"),
 }
-"""Headings of plots and of tables, and how numbers are written in these."""
+"""Headings of plots and of tables, and number formats of tables."""
 
 
 def parse_goodput(text: str) -> dict[str, float]:
-    """Read limits on requests such as ``first_token=0.5,end_to_end=10``.
+    """Parse request limits such as ``first_token=0.5,end_to_end=10``.
 
     Raises:
-        ValueError: a measure or a number is wrong; names the flag.
+        ValueError: a measure or a number is wrong; the message names the flag.
     """
     limits: dict[str, float] = {}
     for part in text.split(","):
@@ -62,7 +62,7 @@ def parse_goodput(text: str) -> dict[str, float]:
 def keeps_limits(record: MeasuredRequest, limits: Mapping[str, float]) -> bool:
     """True if a request was answered within all limits of :func:`parse_goodput`.
 
-    A request without a value, such as an answer without sound under a limit on the first sound,
+    A request without a value, such as an answer without audio under a limit on the first audio,
     does not keep the limit; but an answer of one token keeps every limit per token.
     """
     if record.failure is not None:
@@ -78,11 +78,11 @@ def keeps_limits(record: MeasuredRequest, limits: Mapping[str, float]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Statistics of many values, in the unit of the values.
+    """Statistics of a set of values, in their unit.
 
     Attributes:
         p50: the median; like the other percentiles interpolated linearly, numpy's default.
-        p99: the 99th percentile. Of fewer than 100 values it is close to the largest.
+        p99: the 99th percentile. With fewer than 100 values it is close to the maximum.
     """
 
     count: int
@@ -94,7 +94,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Self | None:
-        """Compute them; None if there are no values."""
+        """Compute the statistics; None if there are no values."""
         numbers = np.fromiter(values, dtype=np.float64)
         if not numbers.size:
             return None
@@ -104,14 +104,14 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """Counts of how requests ended.
+    """Counts of requests by outcome.
 
     Attributes:
-        ok: answered completely.
-        rejected: refused with status 429 by an overloaded server.
-        failed: in any other way.
-        failures: counts by kind.
-        examples: by kind, the first message.
+        ok: requests with a complete answer.
+        rejected: requests refused with status 429 by an overloaded server.
+        failed: requests that failed in any other way.
+        failures: number of failures by kind.
+        examples: first message of each kind of failure.
     """
 
     ok: int
@@ -138,15 +138,15 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True)
 class TokenTotals:
-    """Tokens of the requests that were answered.
+    """Token totals of the answered requests.
 
     Attributes:
-        prompt: None if no answer counted them.
-        cached: those of them that caches had; None if no answer counted them.
-        output: of the answers.
-        are_pieces: whether an answer did not count its tokens, so that its pieces of text were
+        prompt: prompt tokens; None if no answer reported them.
+        cached: prompt tokens found in caches; None if no answer reported them.
+        output: tokens of the answers.
+        are_pieces: true if an answer did not report its tokens, so that its chunks of text were
             counted, which may hold several tokens each.
-        hit_rate: cached tokens per token of prompts; None where it is not known.
+        hit_rate: cached tokens per prompt token; None if unknown.
     """
 
     prompt: int | None
@@ -157,7 +157,7 @@ class TokenTotals:
 
     @classmethod
     def of(cls, answered: Sequence[MeasuredRequest]) -> Self:
-        """Sum up the counts of answers."""
+        """Sum up the token counts of answers."""
         prompt = [each.prompt_tokens for each in answered if each.prompt_tokens is not None]
         cached = [each.cached_tokens for each in answered if each.cached_tokens is not None]
         return cls(
@@ -171,11 +171,11 @@ class TokenTotals:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorReport:
-    """Figures of the sender itself, which add to what it measures.
+    """Statistics of the load generator itself, which distort its measurements.
 
     Attributes:
-        send_delay: seconds by which requests were sent later than they were due.
-        loop_lag: seconds by which the event loop was late, every hundredth of a second.
+        send_delay: seconds by which requests were sent late.
+        loop_lag: seconds by which the event loop was late, sampled every 10 ms.
         cpu_share: CPU seconds of this process per second; above 1 on several cores. In process it
             includes the pipeline's own work.
     """
@@ -187,22 +187,22 @@ class GeneratorReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelReport(LoadLevel):
-    """A level of load, and the figures of its run.
+    """A level of load, and the results of its run.
 
     Attributes:
         duration_s: seconds from the first request to the last end.
-        throughput_per_s: requests, tokens of answers and of all, and seconds of sound per second,
-            of what was answered; with limits also ``good_requests``.
-        latencies: by the names of :data:`METRICS`, of the requests that were answered.
-            ``between_tokens`` is of all gaps of all answers, as vLLM's inter-token latency; all
-            others have one value per request. A measure without any value is missing.
-        continuity: ``C50``, ``C100`` and ``C200``: the share of the answers with sound that never
-            ran dry by more than 50, 100, 200 ms, played from their first piece on; empty without
-            sound.
-        stage_starts: by stage, seconds until the request entered it; empty where the target does
-            not report stages.
-        rejection: seconds until a request was refused with status 429.
-        num_good: requests that kept all limits; None without limits.
+        throughput_per_s: answered requests, output tokens, total tokens and seconds of audio per
+            second; with limits also ``good_requests``.
+        latencies: by the names of :data:`METRICS`, of the answered requests. ``between_tokens``
+            covers all gaps of all answers, like vLLM's inter-token latency; all others have one
+            value per request. A metric without values is missing.
+        continuity: ``C50``, ``C100`` and ``C200``: the share of answers with audio whose playback
+            never paused for more than 50, 100, 200 ms when started with the first chunk; empty
+            without audio.
+        stage_starts: seconds until requests entered each stage; empty if the target does not
+            report stages.
+        rejection: seconds until requests were refused with status 429.
+        num_good: number of requests that kept all limits; None without limits.
     """
 
     duration_s: float
@@ -219,7 +219,7 @@ class LevelReport(LoadLevel):
 
     @classmethod
     def of(cls, run: LevelRun, limits: Mapping[str, float]) -> Self:
-        """Compute the figures of a run, also of one that was cut short."""
+        """Compute the results of a run, which may be incomplete."""
         answered = [record for record in run.records if record.failure is None]
         counts, tokens = RequestCounts.of(run), TokenTotals.of(answered)
         audio_s = sum(record.audio_s for record in answered)
@@ -294,8 +294,8 @@ class BenchReport:
     """All levels of a measurement.
 
     Attributes:
-        settings: by which a run can be repeated: flags without dashes, and their values.
-        levels: in the order in which they ran; the last one may be cut short.
+        settings: flags without dashes, and their values, with which the run can be repeated.
+        levels: levels in the order in which they ran; the last one may be incomplete.
     """
 
     target: str
@@ -310,7 +310,7 @@ class BenchReport:
         return any(each.failed for each in counts) or not any(each.ok for each in counts)
 
     def save(self, path: Path) -> None:
-        """Write all as JSON, in seconds unless named otherwise; ``OSError``: it is not written."""
+        """Write the report as JSON, in seconds unless named otherwise; ``OSError`` on failure."""
         content = {
             "omni_version": version("omni-pipeline"),
             "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -331,7 +331,7 @@ def failure_lines(report: BenchReport) -> Iterator[str]:
 
 
 def report_tables(report: BenchReport) -> Iterator[Table]:
-    """Yield tables of what was answered, of its sound and times, and of the sender's figures."""
+    """Yield tables of answers, audio playback, latencies, and the load generator itself."""
     if report.levels:
         yield _answered(report.levels)
         if any(level.continuity for level in report.levels):
@@ -431,7 +431,7 @@ def _add(table: Table, level: LevelReport, name: str, found: Distribution | None
 
 
 def save_plot(report: BenchReport, path: Path) -> None:
-    """Plot throughput and times over load as SVG, by matplotlib; ``OSError``: it is not written."""
+    """Plot throughput and latencies over load as SVG, with matplotlib; ``OSError`` on failure."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -439,7 +439,7 @@ def save_plot(report: BenchReport, path: Path) -> None:
     rows = math.ceil(len(panels) / _PLOT_COLUMNS)
     title = f"omni bench: {report.target}" + ("" if report.is_complete else " (cut short)")
     labels = [level.label for level in report.levels]
-    # Text remains text, which can be searched for, and is set in the reader's own font.
+    # Text remains text, so that it can be searched and uses the reader's font.
     with rc_context({"svg.fonttype": "none"}):
         figure = Figure(figsize=(4 * _PLOT_COLUMNS, 3 * rows), layout="constrained")
         figure.suptitle(title)
@@ -461,7 +461,7 @@ def save_plot(report: BenchReport, path: Path) -> None:
 
 
 def _panels(levels: Sequence[LevelReport]) -> Iterator[tuple[str, dict[str, list[float]]]]:
-    """Yield headings, and the values of each line; NaN where a level has none."""
+    """Yield headings, and the values of each line; NaN if a level has none."""
     for name, values in _throughputs(levels):
         yield _THROUGHPUTS[name][0], {name: values}
     for name, heading in METRICS.items():
