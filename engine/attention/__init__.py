@@ -1,1 +1,1 @@
-"""Attention over paged keys and values, by several backends. Imports native and prefix_cache."""
+"""Backends for attention over paged keys and values. Imports native and prefix_cache."""

@@ -1,4 +1,4 @@
-"""Backends whose kernels are compiled for a device: asked themselves whether they run."""
+"""Base class of backends whose kernels are compiled for a device and probed by a trial run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MIN_CAPABILITY = (8, 0)
 
 
 class KernelBackend(AttentionBackend):
-    """A backend of which only its kernels know whether they run, by :meth:`probe`."""
+    """A backend whose support is only known by running its kernels; see :meth:`probe`."""
 
     dtypes: ClassVar[tuple[torch.dtype, ...]]
 
@@ -26,7 +26,7 @@ class KernelBackend(AttentionBackend):
 
     @classmethod
     def check_support(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
-        """CUDA, and a type that the kernels multiply; see also :meth:`probe`."""
+        """Require CUDA and a dtype that the kernels support; see also :meth:`probe`."""
         if device.type != "cuda":
             raise ValueError(f"the {cls.name} backend runs on CUDA devices only, not on {device}")
         if dtype not in cls.dtypes:
@@ -45,7 +45,7 @@ class KernelBackend(AttentionBackend):
     def probe(
         cls, device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int
     ) -> None:
-        """Attend to a few zeros, in a decode and a prefill; ``ValueError`` says why that fails."""
+        """Run a decode and a prefill on zeros; failures raise ``ValueError`` with the reason."""
         try:
             with on_device(device), torch.inference_mode():
                 cls._attend_to_zeros(device, dtype, block_size, head_dim)

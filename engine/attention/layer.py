@@ -1,14 +1,14 @@
-"""The attention layer as models see it: packed queries in, packed outputs out.
+"""Attention and recurrent layers that models call.
 
-The recurrent layer as models see it: a state per request, in pages of the shared memory.
-
-A page holds the state after one token. A request that continues a kept state reads one page and
-writes another, so that the kept one stays as it is for the next request that hits it::
+:class:`Attention` maps packed queries to packed outputs. :class:`StateLayer` keeps one recurrent
+state per request, in pages of the shared memory. A page holds the state after one token. A request
+that continues a cached state reads one page and writes another, so that the cached page stays
+unchanged for the next request that hits it::
 
     step            reads page    writes page
     prefill, hit    5 (shared)    9
-    decode          9             9             inside of a block, in place
-    decode          9             12            the block was full: 9 is kept under its hash
+    decode          9             9             inside a block: in place
+    decode          9             12            the block was full: 9 is cached under its hash
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from prefix_cache import AttentionSpec, LayerKVCache, MambaSpec
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """One engine step, as the layers that keep something need it; everything is per group.
+    """Inputs of one engine step for layers with a cache or state.
 
     Attributes:
-        backends: what computes a group's attention; None for groups without attention.
-        metadata: the step's metadata for a group's layers; None for groups without layers.
+        backends: attention backend per group; None for groups without attention.
+        metadata: metadata of the step per group; None for groups without layers.
         encoder_hidden_states: ``(encoder tokens, width)`` of the requests whose encoder ran in
-            this step, packed in the step's order; cross-attention writes its keys and values from
-            them. None when no encoder ran: all that is needed is in the pages.
-        follows_encoder: ``(num_tokens,)`` booleans, False for tokens that come before the place of
-            their encoder's input in the prompt (an image's), or have none. None: all follow it.
+            this step, packed in the step's order; cross-attention computes its keys and values
+            from them. None if no encoder ran: everything needed is in the pages.
+        follows_encoder: ``(num_tokens,)`` booleans, False for tokens before the position of their
+            encoder's input (an image) in the prompt, or without such input. None: all True.
         shows_item: ``(num_tokens,)`` booleans, True for tokens whose embedding is a row of an
-            image or the like. None: no token's is.
-        item_features: ``(num_tokens, width)`` what towers give for layers behind the first, zeros
-            for tokens that show nothing of the kind. None: no token does.
-        token_ids: ``(num_tokens,)`` int64, for models that emit them; of no meaning where a prompt
-            gave embeddings.
-        codes: of models of several codebooks, ``(num_tokens, num_codebooks)`` int64, each token's
-            id and the further codes that were drawn with it; -1 for tokens of prompts.
+            image or another multimodal item. None: all False.
+        item_features: ``(num_tokens, width)`` tower outputs for layers after the first, zeros for
+            tokens without any. None: no token has any.
+        token_ids: ``(num_tokens,)`` int64, for models that emit tokens; meaningless where the
+            prompt provided embeddings.
+        codes: ``(num_tokens, num_codebooks)`` int64 for models with several codebooks: each
+            token's id and the further codes sampled with it; -1 for prompt tokens.
     """
 
     backends: Sequence[AttentionBackend | None]
@@ -62,7 +62,7 @@ class AttentionStep:
 
 
 class StateLayer:
-    """One recurrent layer's states. It owns no weights; the engine binds it to its memory.
+    """The states of one recurrent layer. Owns no weights; the engine binds it to its memory.
 
     Args:
         layer_name: unique in the model, for example ``"layers.0.mamba"``.
@@ -75,19 +75,19 @@ class StateLayer:
         self._group_id = 0
 
     def bind(self, states: Sequence[Tensor], group_id: int) -> None:
-        """Attach it to ``(num_pages, *shape)`` per tensor of the spec; may be called again."""
+        """Attach a ``(num_pages, *shape)`` tensor per tensor of the spec; may be called again."""
         self._states = tuple(states)
         self._group_id = group_id
 
     def metadata(self, step: AttentionStep) -> StateMetadata:
-        """What this step says about the layer's group."""
+        """Return this step's metadata for the layer's group."""
         metadata = step.metadata[self._group_id]
         if not isinstance(metadata, StateMetadata) or not self._states:
             raise RuntimeError(f"{self.layer_name} has no states yet; call bind first")
         return metadata
 
     def read(self, step: AttentionStep) -> tuple[Tensor, ...]:
-        """What requests continue, new ``(num_reqs, *shape)`` each; zeros for those that begin."""
+        """Copy the states to continue, ``(num_reqs, *shape)`` each; zeros for new requests."""
         metadata = self.metadata(step)
         read = tuple(states.index_select(0, metadata.read_pages) for states in self._states)
         has_state = metadata.has_state
@@ -99,27 +99,27 @@ class StateLayer:
         )
 
     def write(self, step: AttentionStep, *states: Tensor) -> None:
-        """Keep the states after this step, ``(num_reqs, *shape)`` each, in the spec's order."""
+        """Store the states after this step, ``(num_reqs, *shape)`` each, in the spec's order."""
         metadata = self.metadata(step)
         for kept, state in zip(self._states, states, strict=True):
             kept.index_copy_(0, metadata.write_pages, state.to(kept.dtype))
 
 
 class Attention:
-    """One layer's attention over the paged cache.
+    """Attention of one layer over the paged cache.
 
-    It owns no weights. The model creates it with its spec; the engine groups all specs, lays
-    out the memory and then calls :meth:`bind`, after which the layer can run.
+    Owns no weights. The model creates it with its spec; the engine groups all specs, lays out the
+    memory and then calls :meth:`bind`, after which the layer can run.
 
     Args:
         layer_name: unique in the model, for example ``"layers.3.self_attn"``.
         scale: factor on the scores before the softmax.
-        softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
+        softcap: scores become ``softcap * tanh(score / softcap)``; None: no cap.
 
     Attributes:
-        scoring: how products become scores, but for a bias, which comes with a call.
-        aligned_heads: of cross-attention, those that tell which row a token is about.
-        queries: of these, ``(num_tokens, heads, head_dim)`` in the last step.
+        scoring: mapping from products to scores, without the bias, which is passed per call.
+        aligned_heads: cross-attention heads that align tokens with encoder rows.
+        queries: queries of these heads in the last step, ``(num_tokens, heads, head_dim)``.
     """
 
     def __init__(
@@ -134,14 +134,14 @@ class Attention:
         self._group_id = 0
 
     def bind(self, kv_cache: LayerKVCache, group_id: int) -> None:
-        """Attach the layer to its part of the memory; may be called again to rebind."""
+        """Attach the layer to its part of the memory; may be called again."""
         self._kv_cache = kv_cache
         self._group_id = group_id
 
     def shares(self, queries: Tensor, block_ids: Sequence[int], num_rows: int) -> Tensor:
-        """How much the aligned heads look at each of the ``num_rows`` rows in some blocks.
+        """Compute the attention weights of the aligned heads over the first rows of some blocks.
 
-        Takes queries ``(n, heads, head_dim)``; gives ``(heads, n, num_rows)`` float32 on the CPU.
+        Maps queries ``(n, heads, head_dim)`` to ``(heads, n, num_rows)`` float32 on the CPU.
         """
         cache = self._kv_cache
         if cache is None:
@@ -167,7 +167,7 @@ class Attention:
         if backend is None or not isinstance(metadata, AttentionMetadata):
             raise RuntimeError(f"group {self._group_id} of {self.layer_name} is not attention")
         if self.aligned_heads:
-            # No index by a list: that would be copied to the device, which no graph records.
+            # Not indexed by a list: it would be copied to the device, which graphs cannot record.
             self.queries = torch.stack([query[:, head] for head in self.aligned_heads], dim=1)
         scoring = self.scoring
         if bias is not None:

@@ -1,17 +1,17 @@
 """Attention on a CPU with C kernels that read the pages in place.
 
-What this saves is memory traffic. A gather writes every key and value of every sequence once and
-reads it again; the kernel reads it where it lies, once for all heads, and blocks that several
-requests share mostly come from the processor's cache. Decodes and short prefills are the same to
-it: a query token is a span of positions of its sequence::
+This saves memory traffic. A gather writes every key and value of every sequence once and reads it
+again; the kernel reads it in place, once for all heads, and blocks that several requests share
+mostly come from the processor's cache. The kernel does not distinguish decodes from short prefills:
+a query token is a span of positions of its sequence::
 
     tokens   | d0 | p0 p0 p0 |      d0: sequence of 9 tokens, p0: of 5, 2 of them cached
-    row        0    1  1  1         of the block table
-    start      0    0  0  0         first position that is seen; with a window of 4: 5 0 0 1
-    end        9    3  4  5         one past the last
+    row        0    1  1  1         row of the block table
+    start      0    0  0  0         first visible position; with a window of 4: 5 0 0 1
+    end        9    3  4  5         one past the last visible position
 
-Without causality the span of every token is its request's whole sequence, maybe an empty one.
-Long prefills do enough arithmetic per key to pay for a gather: they run as in torch.
+Without causality the span of every token is its request's whole sequence, which may be empty.
+Long prefills do enough arithmetic per key to pay for a gather: they run as in the torch backend.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from engine.attention.torch_backend import TorchBackend, new_output
 from engine.native import NativeBuildError, PagedSpans, load_kernels
 from engine.native.kernels import PART_TOKENS
 
-# Parts of sequences run in parallel while threads would idle.
+# Sequences are split into parallel parts if a step has fewer query tokens per thread than this.
 _TASKS_PER_THREAD = 4
-# From so many query tokens on, torch's products are faster than reading keys token by token.
+# From this many query tokens on, torch's products are faster than reading keys token by token.
 _LONG_QUERY = 256
 _NO_SPANS = PagedSpans(torch.empty(0, 0, dtype=torch.int32), torch.empty(3, 0, dtype=torch.int32))
 
 
 class NativeBackend(TorchBackend):
-    """Attention in float32 on a CPU that has a C compiler, or had one when it was first used.
+    """Attention in float32 on a CPU; needs a C compiler on first use.
 
-    Pages may be bfloat16: keys and values are rounded as they are written, also those that a long
-    prefill does not read back, so that all that see a key see the same.
+    Pages may be bfloat16: keys and values are rounded when they are written, even if a long
+    prefill does not read them back, so that every query sees the same key.
 
     Args:
-        deterministic: run long prefills in the kernel as well, slower: a token then gets the same
-            bits whatever else is in the step.
+        deterministic: if true, run long prefills in the kernel as well, which is slower. The
+            output bits of a token then do not depend on the rest of the step.
 
     Raises:
-        NativeBuildError: the kernels cannot be had; see :meth:`check_support`.
+        NativeBuildError: the kernels are not available; see :meth:`check_support`.
     """
 
     name: ClassVar[str] = "native"
@@ -56,13 +56,13 @@ class NativeBackend(TorchBackend):
         super().__init__(device, torch.float32)
         self._deterministic = deterministic
         self._kernels = load_kernels()
-        # Of all tokens of the step, and of those before its long prefills.
+        # Spans of all tokens of the step, and of those before its long prefills.
         self._spans = self._short_spans = _NO_SPANS
         self._largest_block_id = self._largest_row = 0
 
     @classmethod
     def check_support(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
-        """A CPU, float32 or pages of bfloat16, and kernels that build and load."""
+        """Require a CPU, float32 or bfloat16 pages, and kernels that build and load."""
         if device.type != "cpu":
             raise ValueError(f"the native backend runs on CPUs only, not on {device}")
         if dtype not in (torch.float32, torch.bfloat16):
@@ -73,7 +73,7 @@ class NativeBackend(TorchBackend):
             raise ValueError(f"the native backend cannot run here: {error}") from error
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
-        """Make the spans, and check what the kernels will follow blindly, once for all layers."""
+        """Compute the spans and check indices, which kernels do not check, once for all layers."""
         table, rows = metadata.block_table.contiguous(), metadata.row_mapping
         if table.dtype != torch.int32 or rows.dtype != torch.int64:
             raise ValueError(f"expected int32 tables, int64 rows, got {table.dtype}, {rows.dtype}")
@@ -94,7 +94,7 @@ class NativeBackend(TorchBackend):
             num_parts = max(1, int(parts.max()))
         self._spans = self._short_spans = PagedSpans(table, spans, num_parts)
         self._prefills = []
-        # Without so many tokens in the step none of its requests has them.
+        # A long prefill requires that the step as a whole is that long.
         if num_tokens >= _LONG_QUERY and not self._deterministic:
             query_lens = metadata.query_start_loc.diff()
             num_short = int((query_lens < _LONG_QUERY).cumprod(0).sum())
@@ -113,7 +113,7 @@ class NativeBackend(TorchBackend):
                 f"row {self._largest_row} in a layer of {kv_cache.values.shape[0]} rows"
             )
         self._kernels.write_kv(key, value, kv_cache.keys, kv_cache.values, metadata.row_mapping)
-        # torch's fused products know no soft cap.
+        # torch's fused products do not support a soft cap.
         attend, (scale, softcap, bias) = self._kernels.paged_attention, scoring
         if bias is not None:
             bias = bias.contiguous()
@@ -133,7 +133,7 @@ class NativeBackend(TorchBackend):
 
 
 def _extremes(indices: Tensor) -> tuple[int, int]:
-    """The lowest and the largest, 0 where there are none."""
+    """Return the minimum and maximum, or zeros if there are no indices."""
     if indices.numel() == 0:
         return 0, 0
     lowest, largest = indices.aminmax()
@@ -141,7 +141,7 @@ def _extremes(indices: Tensor) -> tuple[int, int]:
 
 
 def _visible_spans(metadata: AttentionMetadata) -> Tensor:
-    """Row, start and end of each token's span; see the module's picture. ``(3, num_tokens)``."""
+    """Compute row, start and end of each token's span, ``(3, num_tokens)``; see the module."""
     query_start_loc, seq_lens = metadata.query_start_loc.numpy(), metadata.seq_lens.numpy()
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
     num_tokens = int(query_start_loc[-1])
@@ -150,7 +150,7 @@ def _visible_spans(metadata: AttentionMetadata) -> Tensor:
     if not metadata.causal:
         spans[1], spans[2] = 0, seq_lens.repeat(query_lens)
         return torch.from_numpy(spans)
-    # Tokens counted through the step, plus what lies before each request's first.
+    # Index of the token in the step, plus the offset of its request.
     spans[2] = np.arange(1, num_tokens + 1)
     spans[2] += (seq_lens - query_start_loc[1:]).repeat(query_lens)
     spans[1] = first_visible(torch.from_numpy(spans[2] - 1), metadata.window).numpy()

@@ -1,4 +1,4 @@
-"""Where the tokens of a step's requests lie, in the forms that recurrent layers want."""
+"""Index tensors for the packed tokens of a step, as recurrent layers need them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class HistoryRows:
-    """Rows of a table in which each request's tokens follow what it remembers of earlier ones::
+    """Rows of a table in which each request's history precedes its tokens::
 
         request 0          request 1
         h0 h0 h0 t0 t0     h1 h1 h1 t1 t1 t1 t1         history = 3
@@ -29,8 +29,8 @@ class HistoryRows:
 
     Attributes:
         tokens: ``(num_tokens,)`` row of each token.
-        histories: ``(num_reqs * history,)`` rows of what came before.
-        next_histories: ``(num_reqs * history,)`` rows that come before the request's next token.
+        histories: ``(num_reqs * history,)`` rows before the request's tokens.
+        next_histories: ``(num_reqs * history,)`` rows before the request's next token.
     """
 
     tokens: Tensor
@@ -40,19 +40,19 @@ class HistoryRows:
 
 @dataclass(frozen=True, slots=True)
 class TimeOrder:
-    """Items (tokens, or chunks of them) of several sequences, reordered by their time::
+    """Items (tokens, or chunks of tokens) of several sequences, ordered by time::
 
-        sequence 0   a0 a1 a2          batch 0   c0 a0 b0     longest first, so that those which
-        sequence 1   b0                batch 1   c1 a1        go on are the leading rows
+        sequence 0   a0 a1 a2          batch 0   c0 a0 b0     longest first, so that sequences
+        sequence 1   b0                batch 1   c1 a1        which continue are the leading rows
         sequence 2   c0 c1 c2 c3       batch 2   c2 a2
                                        batch 3   c3
 
-    It is the order of torch's ``PackedSequence``: a recurrence takes one batch at a time.
+    This is the order of torch's ``PackedSequence``: a recurrence processes one batch at a time.
 
     Attributes:
-        sequences: ``(num_sequences,)`` the sequences, longest first.
-        items: ``(num_items,)`` the items, by time and then by that order.
-        batch_sizes: how many sequences are still going at each time.
+        sequences: ``(num_sequences,)`` sequences, longest first.
+        items: ``(num_items,)`` items, by time and then in the order of ``sequences``.
+        batch_sizes: number of unfinished sequences at each time.
     """
 
     sequences: Tensor
@@ -61,7 +61,7 @@ class TimeOrder:
 
     @classmethod
     def of(cls, lengths: Tensor, device: torch.device) -> TimeOrder:
-        """The order of sequences of ``lengths`` ``(num_sequences,)`` (on the CPU) items."""
+        """Order sequences by their numbers of items, ``(num_sequences,)`` on the CPU."""
         sequences = np.argsort(-lengths.numpy(), kind="stable")
         places = np.empty_like(sequences)
         places[sequences] = np.arange(len(lengths))
@@ -71,7 +71,7 @@ class TimeOrder:
         return cls(_on(device, sequences), _on(device, items), batch_sizes)
 
     def batches(self) -> Iterator[slice]:
-        """The batches as ranges of :attr:`items`, in the order of time."""
+        """Yield the batches as ranges of :attr:`items`, ordered by time."""
         start = 0
         for size in self.batch_sizes:
             yield slice(start, start + size)
@@ -80,11 +80,11 @@ class TimeOrder:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Sequences cut into chunks of one size; only the last of a sequence may have room left.
+    """Sequences cut into chunks of one size; only the last chunk of a sequence may be partial.
 
     Attributes:
-        slots: ``(num_tokens,)`` each token's place in ``(count * size)``.
-        order: of the chunks, in which their states follow from one another.
+        slots: ``(num_tokens,)`` index of each token in ``(count * size)``.
+        order: order of the chunks in which states are propagated.
     """
 
     size: int
@@ -94,7 +94,7 @@ class Chunks:
 
     @classmethod
     def of(cls, lengths: Tensor, device: torch.device) -> Chunks:
-        """Cut sequences of ``lengths`` ``(num_sequences,)`` (on the CPU) tokens."""
+        """Cut sequences with these numbers of tokens, ``(num_sequences,)`` on the CPU."""
         size = min(_MAX_CHUNK, int(lengths.max()))
         counts = (lengths.numpy() + (size - 1)) // size
         owners, times = _owners_and_times(lengths.numpy())
@@ -103,7 +103,7 @@ class Chunks:
         return cls(size, int(counts.sum()), _on(device, slots), order)
 
     def pad(self, tokens: Tensor) -> Tensor:
-        """``(num_tokens, ...)`` to ``(count, size, ...)``, zeros where a chunk has room left."""
+        """Pad ``(num_tokens, ...)`` to ``(count, size, ...)`` with zeros in partial chunks."""
         padded = tokens.new_zeros(self.count * self.size, *tokens.shape[1:])
         return padded.index_copy_(0, self.slots, tokens).view(
             self.count, self.size, *tokens.shape[1:]
@@ -111,14 +111,12 @@ class Chunks:
 
 
 class PackedLayout:
-    """Where the tokens of a step's requests lie, in the forms that recurrences want.
-
-    One serves all layers of a step; what no layer asks for is not made.
+    """Index tensors for the packed tokens of a step, shared by all layers and built lazily.
 
     Args:
-        query_start_loc: ``(num_reqs + 1,)`` integers on the CPU: where each request's tokens
-            start; every request has a token.
-        num_decodes: how many of the leading requests have exactly one token.
+        query_start_loc: ``(num_reqs + 1,)`` integers on the CPU: first token of each request;
+            every request has at least one token.
+        num_decodes: number of leading requests with exactly one token.
     """
 
     def __init__(self, query_start_loc: Tensor, num_decodes: int, device: torch.device) -> None:
@@ -130,11 +128,11 @@ class PackedLayout:
 
     @property
     def num_reqs(self) -> int:
-        """Requests in the step."""
+        """Number of requests in the step."""
         return self._lengths.shape[0]
 
     def history_rows(self, history: int) -> HistoryRows:
-        """Rows for a convolution over all requests at once, which sees so many earlier tokens."""
+        """Return rows for a convolution over all requests that sees ``history`` earlier tokens."""
         if history not in self._history_rows:
             starts = self._starts.numpy()
             owners, _ = _owners_and_times(self._lengths.numpy())
@@ -150,17 +148,17 @@ class PackedLayout:
 
     @cached_property
     def time_order(self) -> TimeOrder:
-        """All tokens by their place in this step."""
+        """Order of all tokens by their index within their request in this step."""
         return TimeOrder.of(self._lengths, self.device)
 
     @cached_property
     def prefill_chunks(self) -> Chunks:
-        """Chunks of the requests after the first ``num_decodes``, of which there must be one."""
+        """Chunks of the requests after the first ``num_decodes``; there must be at least one."""
         return Chunks.of(self._lengths[self.num_decodes :], self.device)
 
 
 def _owners_and_times(lengths: _IntArray) -> tuple[_IntArray, _IntArray]:
-    """Each item's sequence, and its place in it."""
+    """Return the sequence of each item, and its index in that sequence."""
     owners = np.arange(len(lengths)).repeat(lengths)
     firsts = lengths.cumsum() - lengths
     return owners, np.arange(len(owners)) - firsts[owners]

@@ -1,4 +1,4 @@
-"""From a backend's name to a backend."""
+"""Lookup and construction of attention backends by name."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def resolve_backend_name(
     block_size: int,
     head_dims: Collection[int] = (64,),
 ) -> str:
-    """The backend that a name stands for: ``"auto"`` takes the fastest that can run.
+    """Resolve a backend name; ``"auto"`` selects the fastest backend that can run.
 
-    That is triton on CUDA, native on a CPU, and torch where those cannot run; on CUDA a warning
-    says why.
+    That is triton on CUDA, native on a CPU, and torch if these cannot run; on CUDA a warning gives
+    the reason.
 
     Args:
         name: one of :data:`BACKEND_NAMES`.
-        head_dims: of the model's heads; a usual one before the model is loaded.
+        head_dims: widths of the model's heads; a common one before the model is loaded.
 
     Raises:
         ValueError: there is no such backend, or it cannot run this combination.
@@ -71,10 +71,10 @@ def get_backend(
     *,
     deterministic: bool = False,
 ) -> AttentionBackend:
-    """Make a backend, one for each KV-cache group; see :func:`resolve_backend_name`.
+    """Create the backend of one KV-cache group; see :func:`resolve_backend_name`.
 
     Args:
-        deterministic: see :class:`NativeBackend`; the other backends do not know it.
+        deterministic: see :class:`NativeBackend`; other backends ignore it.
     """
     device = torch.device(device)
     name = resolve_backend_name(name, device, dtype, block_size)

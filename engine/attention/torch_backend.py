@@ -1,35 +1,36 @@
 """Attention with torch alone: gather the pages, then ``scaled_dot_product_attention``.
 
 Decodes run as padded batches, one per bucket of similar visible length; each group of query heads
-is folded into the query dimension, where it shares the one pass over its keys::
+is folded into the query dimension, so that it shares one pass over its keys::
 
     query (B, Hkv, heads per Hkv, D)   keys, values (B, Hkv, T, D)   mask (B, 1, 1, T)
 
 Prefills run one by one. Without cached tokens their keys are this step's own, and no page is
-read; they run as one where causality is all that limits what they see, else in tiles of queries.
+read; they run in one call if only causality limits what they see, else in tiles of queries.
 
-A bias by distance is added to the masks, in the type of the queries. Requests that have nothing to
-see (cross-attention without an encoder's output) are in no bucket and no prefill.
+A bias by distance is added to the masks, in the dtype of the queries. Requests with nothing to
+attend to (cross-attention without an encoder's output) are in no bucket and no prefill.
 
-Nothing of a key that a query does not see reaches its output, not even NaN. A weight of 0 does not
-see to that: 0 * NaN is NaN, and so is NaN plus the minus infinity of a mask::
+A key that a query does not see never affects its output, not even if it is NaN. A weight of 0 does
+not ensure this: 0 * NaN is NaN, and so is NaN plus the minus infinity of a mask. Query 2 must give
+the same output in both cases::
 
     key            0  1  2  3 (NaN)              key            0  1  2  3
-    query 2        x  x  x  .         is not     query 2        x  x  x  .     is to equal this
+    query 2        x  x  x  .                    query 2        x  x  x  .
     query 3        x  x  x  x                    query 3        x  x  x  x
 
-Numbers that are not finite are rare, and leave their mark: an output that is finite took in
-nothing of the kind. So outputs are looked at, at the cost of a sum, and only one that is not finite
-is computed once more, with such keys left out, for the queries that do not see them.
+Non-finite numbers are rare and detectable: a finite output used none. So outputs are checked, at
+the cost of a sum, and only a non-finite output is recomputed, without the non-finite keys, for the
+queries that do not see them.
 
-Tiles keep a mask from being all queries by all keys. A tile's keys begin with the first that its
-first query sees and end with the key of its last query::
+Tiles avoid a mask of all queries by all keys. A tile's keys begin with the first that its first
+query sees and end with the key of its last query::
 
     keys         |<- before the tile ->|<- tile ->|
     first query  |  x  x  x  x  x  x   | x . . .  |
     last query   |  .  .  .  x  x  x   | x x x x  |      a window of 7
 
-Without causality there is nothing to mask: a tile only bounds how many scores there are at once.
+Without causality there is nothing to mask: a tile only bounds the number of scores in memory.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ def attend_to_seen(
     values: Tensor,
     sees: Callable[[], Tensor],
 ) -> Tensor:
-    """What ``attend(keys, values)`` gives, with nothing in it of what a query does not see.
+    """Return ``attend(keys, values)``, unaffected by non-finite keys that a query does not see.
 
-    On CUDA, where looking means waiting for the device in every layer, outputs are taken as they
-    are. What is not finite can reach there only earlier tokens of the sequence that it belongs to:
-    the engine clears the rest of new pages, kernels read no others, and a request of which some
-    row is not finite fails, and nothing of that step is published.
+    On CUDA, where the check would wait for the device in every layer, outputs are returned
+    unchecked. There, non-finite numbers can only reach earlier tokens of their own sequence: the
+    engine clears the rest of new pages, kernels read no others, and a request with a non-finite
+    row fails, without publishing anything of that step.
     """
     output = attend(keys, values)
     if output.is_cuda or are_finite([output]):
@@ -92,8 +93,8 @@ class QueryTile:
 
     Attributes:
         keys: rows of the request's keys; see :class:`Prefill`.
-        spans: ``(2, queries)`` of these keys, the first that a query sees and the end, where some
-            query sees keys behind its own; else None.
+        spans: ``(2, queries)`` first and end of the keys that each query sees, relative to
+            ``keys``; None if no query sees later keys than its own.
     """
 
     queries: slice
@@ -106,11 +107,12 @@ class Prefill:
     """One request of several query tokens.
 
     Attributes:
-        pages: its blocks from the first that it can see on, whose tokens are its keys; None when
-            nothing is cached, and its keys are those of its own tokens.
-        is_causal: it can run as one, without a mask: every query sees all keys up to its own.
-        is_masked: False where every query of a tile sees all keys of it.
-        window: how many positions a query sees at most, itself included; None: all before it.
+        pages: its blocks from the first visible one on, whose tokens are its keys; None if nothing
+            is cached, so that its keys are those of this step's tokens.
+        is_causal: True if it can run in one call without a mask: every query sees all keys up to
+            its own.
+        is_masked: False if every query of a tile sees all keys of the tile.
+        window: maximum number of positions a query sees, including itself; None: unlimited.
     """
 
     tokens: slice
@@ -122,11 +124,11 @@ class Prefill:
 
 
 def lay_out_prefill(metadata: AttentionMetadata, request: int) -> Prefill:
-    """Cut a request of the step into tiles; without causality, one that has something to see."""
+    """Cut a request of the step into tiles; without causality, it must have keys to attend to."""
     start, end = metadata.query_start_loc[request : request + 2].tolist()
     seq_len, block_size = int(metadata.seq_lens[request]), metadata.block_size
     if not metadata.causal:
-        # Every query sees every key; keys may be of earlier steps, so they are read from pages.
+        # Every query sees every key; keys may be from earlier steps, so they are read from pages.
         bounds = pairwise(_tile_bounds(start, end))
         return Prefill(
             tokens=slice(start, end),
@@ -137,10 +139,10 @@ def lay_out_prefill(metadata: AttentionMetadata, request: int) -> Prefill:
         )
     num_cached = seq_len - (end - start)
     positions = _tile_bounds(num_cached, seq_len)
-    # The last bound stands for the last query: to run as one, it too must see position 0.
+    # The last bound is replaced by the last query: to run in one call, it must see position 0, too.
     queries = torch.tensor([*positions[:-1], seq_len - 1])
     *firsts, first_of_last = first_visible(queries, metadata.window).tolist()
-    # A first query at position 0 sees from 0 on: without cached tokens this is 0.
+    # Without cached tokens, the first query is at position 0, and this is 0.
     first_block = firsts[0] // block_size
     first_key = first_block * block_size
     tiles = tuple(
@@ -164,10 +166,10 @@ def lay_out_prefill(metadata: AttentionMetadata, request: int) -> Prefill:
 def _lay_out_tile(
     metadata: AttentionMetadata, to_row: int, first_key: int, start: int, end: int, first: int
 ) -> QueryTile:
-    """Lay out the tile of the positions from ``start`` to ``end``, which sees from ``first`` on.
+    """Lay out the tile of positions ``start`` to ``end``, whose first visible key is ``first``.
 
     Args:
-        to_row: from a position to a token of the step.
+        to_row: offset from a position to a token of the step.
         first_key: position of the request's first key.
     """
     queries, ends = slice(to_row + start, to_row + end), metadata.visible_ends
@@ -182,27 +184,27 @@ def _lay_out_tile(
 
 
 def _tile_bounds(start: int, end: int) -> list[int]:
-    """Positions where tiles begin, and ``end``."""
+    """Return the start positions of the tiles, followed by ``end``."""
     return [*range(start, end, _TILE_QUERIES), end]
 
 
 class TileMask:
-    """What is added to a tile's scores: 0 where a query sees a key, minus infinity elsewhere.
+    """Additive mask of a tile: 0 where a query sees a key, minus infinity elsewhere.
 
-    The last query sees the last key, whatever the tile. Counted from there, who sees whom is the
-    same in all tiles, so that one mask is made and every tile gets a corner of it, unless some of
-    its queries see keys behind their own. In brackets that of 2 queries and 3 keys, with a window
-    of 2::
+    In every tile, the last query sees the last key. Counted from there, visibility is the same in
+    all tiles. So one mask is built and each tile gets a corner of it, unless some of its queries
+    see later keys than their own. The corner of 2 queries and 3 keys, with a window of 2, is in
+    brackets::
 
         key       -5  -4  -3  -2  -1
         query -3   .   x   x   .   .
         query -2   .   . [ x   x   . ]
         query -1   .   . [ .   x   x ]
 
-    It is kept from step to step, and made again only for more keys than ever before.
+    It is kept across steps, and rebuilt only for more keys than ever before or another window.
 
     Args:
-        dtype: of queries and keys, as torch's fused attention wants.
+        dtype: dtype of queries and keys, as torch's fused attention requires.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -210,7 +212,7 @@ class TileMask:
         self._mask = torch.empty(0, 0, device=device, dtype=dtype)
 
     def corner(self, tile: QueryTile, window: int | None) -> Tensor:
-        """The mask of a tile, ``(queries, keys)``; it must not be written to."""
+        """Return the mask of a tile, ``(queries, keys)``; it must not be modified."""
         num_queries = tile.queries.stop - tile.queries.start
         num_keys = tile.keys.stop - tile.keys.start
         if tile.spans is not None:
@@ -237,12 +239,12 @@ class TileMask:
 
 
 # A bucket's shortest sequence fills at least this share of the padded length. Below it, padding
-# costs more than the further calls that smaller buckets need.
+# costs more than the additional calls of smaller buckets.
 _MIN_FILL = 0.75
 
 
 def bucket_by_length(lengths: list[int]) -> list[list[int]]:
-    """Part sequences of similar length into lists of indices, longest first, each ascending."""
+    """Group sequences of similar length into lists of indices, longest first, each ascending."""
     buckets: list[list[int]] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
@@ -254,7 +256,7 @@ def bucket_by_length(lengths: list[int]) -> list[list[int]]:
 
 
 def new_output(query: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """What ``forward`` is to write to: zeros where some tokens may have nothing to see."""
+    """Allocate the output of ``forward``, with zeros if some tokens may have nothing to see."""
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     return output if metadata.causal else output.zero_()
 
@@ -264,10 +266,10 @@ class _DecodeBucket:
     """Decodes that run as one batch.
 
     Attributes:
-        members: ``(B,)`` their request (and token) indices; None: all decodes, in order.
-        pages: ``(B * blocks,)`` block ids that :func:`visible_blocks` gave.
+        members: ``(B,)`` request (and token) indices; None: all decodes, in order.
+        pages: ``(B * blocks,)`` block ids from :func:`visible_blocks`.
         mask: ``(B, 1, 1, blocks * block_size)`` added to the scores: 0 or -inf.
-        newest: ``(B,)`` on the CPU: which of its gathered keys is the query token's own.
+        newest: ``(B,)`` on the CPU: index of the query token's own key among its gathered keys.
     """
 
     members: Tensor | None
@@ -276,7 +278,7 @@ class _DecodeBucket:
     newest: Tensor
 
     def mask_with(self, bias: Tensor, num_kv_heads: int) -> Tensor:
-        """``(B, num_kv_heads, heads per kv head, keys)``: the mask and the bias of each key."""
+        """Add the bias of each key: ``(B, num_kv_heads, heads per kv head, keys)``."""
         newest = upload_tensor(self.newest, bias.device)
         distances = newest[:, None] - torch.arange(self.mask.shape[-1], device=bias.device)
         by_head: Tensor = bias_at(bias, distances).unflatten(0, (num_kv_heads, -1))
@@ -284,7 +286,7 @@ class _DecodeBucket:
 
 
 class TorchBackend(AttentionBackend):
-    """Attention on any device that torch has."""
+    """Attention on any device that torch supports."""
 
     name: ClassVar[str] = "torch"
 
@@ -298,12 +300,12 @@ class TorchBackend(AttentionBackend):
 
     @classmethod
     def check_support(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
-        """Any device, any block size; floating point only."""
+        """Require a floating point dtype; any device and block size is supported."""
         if not dtype.is_floating_point:
             raise ValueError(f"attention needs a floating point dtype, got {dtype}")
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
-        """Prepare the decodes and lay out the prefills."""
+        """Group the decodes into buckets and lay out the prefills."""
         self._lay_out_prefills(metadata, metadata.num_decodes)
         seq_lens = metadata.seq_lens[: metadata.num_decodes]
         first = first_visible(seq_lens - 1, metadata.window)
@@ -315,7 +317,7 @@ class TorchBackend(AttentionBackend):
         ]
 
     def _lay_out_prefills(self, metadata: AttentionMetadata, first: int) -> None:
-        """Prepare the requests from ``first`` on to run one by one."""
+        """Lay out the requests from ``first`` on, which run one by one."""
         self._prefills = [
             lay_out_prefill(metadata, request)
             for request, seq_len in enumerate(metadata.seq_lens.tolist())
@@ -360,7 +362,7 @@ class TorchBackend(AttentionBackend):
         return output
 
     def _attend_prefills(self, call: LayerCall, output: Tensor) -> None:
-        """Write what :meth:`_lay_out_prefills` prepared to its rows of ``output``."""
+        """Compute the prefills of :meth:`_lay_out_prefills` into their rows of ``output``."""
         query, key, value, kv_cache, _, scoring = call
         for prefill in self._prefills:
             tokens = prefill.tokens
@@ -384,7 +386,7 @@ class TorchBackend(AttentionBackend):
                 )
 
     def _mask_of(self, prefill: Prefill, tile: QueryTile, bias: Tensor | None) -> Tensor | None:
-        """``(queries, keys)``, or ``(num_heads, queries, keys)`` with a bias; None: all is seen."""
+        """Return ``([num_heads,] queries, keys)``, with heads if biased; None: no mask needed."""
         if not prefill.is_masked:
             return None
         mask = self._tile_mask.corner(tile, prefill.window)
@@ -393,7 +395,7 @@ class TorchBackend(AttentionBackend):
     def _decode(
         self, query: Tensor, bucket: _DecodeBucket, kv_cache: LayerKVCache, scoring: Scoring
     ) -> Tensor:
-        """One token each of the bucket's requests, ``(B, num_heads, head_dim)``."""
+        """Attend with one token per request of the bucket, ``(B, num_heads, head_dim)``."""
         batch, num_heads, head_dim = query.shape
         num_kv_heads = kv_cache.keys.shape[1]
         keys, values = (
@@ -423,9 +425,9 @@ class TorchBackend(AttentionBackend):
         return attend_to_seen(attend, keys, values, lambda: bucket.mask[:, 0] == 0)[:, 0]
 
     def _gather(self, pages: Tensor, kv_cache: LayerKVCache) -> tuple[Tensor, Tensor]:
-        """Keys and values of pages, ``(pages * block_size, num_kv_heads, head_dim)`` each.
+        """Gather keys and values, ``(pages * block_size, num_kv_heads, head_dim)`` each.
 
-        Valid until the next gather: both lie in memory that is used again.
+        Valid until the next gather, which reuses the memory.
         """
         index = pages * kv_cache.chunks_per_page
         row_shape = kv_cache.keys.shape[1:]
@@ -437,20 +439,20 @@ class TorchBackend(AttentionBackend):
 
 
 class _Scratch:
-    """Memory that gathers are written to.
+    """Reusable output memory for gathers.
 
-    It is kept, because fresh memory of this size is fetched from the operating system every
-    time, and touching it first costs several times the gather.
+    Fresh memory of this size would come from the operating system every time, and touching it
+    first costs several times the gather.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._memory = torch.empty(0, device=device, dtype=dtype)
 
     def gather(self, source: Tensor, index: Tensor) -> Tensor:
-        """``source.index_select(0, index)`` for a source ``(n, width)``."""
+        """Return ``source.index_select(0, index)`` for a source ``(n, width)``."""
         needed = index.shape[0] * source.shape[1]
         if self._memory.numel() < needed:
-            # A tensor made in inference mode could not be written to outside of it.
+            # A tensor created in inference mode could not be written to outside of it.
             with torch.inference_mode(False):
                 self._memory = torch.empty(
                     needed * 5 // 4, device=source.device, dtype=source.dtype
@@ -460,7 +462,7 @@ class _Scratch:
 
 
 def _attend_causally(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """A whole request, every query of which sees the keys up to its own; in packed layout."""
+    """Attend with a whole request causally, in packed layout."""
 
     def attend(keys: Tensor, values: Tensor) -> Tensor:
         return _sdpa(query, keys, values, scale, is_causal=True)
@@ -474,7 +476,7 @@ def _attend_causally(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
 def _attend_tile(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring
 ) -> Tensor:
-    """Neighbouring queries of one request, in packed layout ``(tokens, heads, head_dim)``."""
+    """Attend with a tile of one request, in packed layout ``(tokens, heads, head_dim)``."""
 
     def attend(keys: Tensor, values: Tensor) -> Tensor:
         if scoring.softcap is None:
@@ -488,7 +490,7 @@ def _attend_tile(
 
     if mask is None:
         return attend(keys, values)
-    # A bias hides nothing: what is hidden is so for every head.
+    # Biases are finite, so any head shows which keys are masked.
     first_head = mask[0] if mask.ndim == 3 else mask
     return attend_to_seen(attend, keys, values, lambda: first_head > float("-inf"))
 
@@ -502,7 +504,7 @@ def _sdpa(
     mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """One sequence in packed layout ``(tokens, heads, head_dim)``, grouped heads allowed."""
+    """Attend within one sequence in packed layout ``(tokens, heads, head_dim)``, maybe grouped."""
     attended = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         keys.transpose(0, 1)[None],

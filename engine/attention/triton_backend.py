@@ -1,10 +1,9 @@
-"""Unified paged attention on CUDA: prefills, decodes and mixed steps by one Triton kernel.
+"""Unified paged attention on CUDA: one Triton kernel for prefills, decodes and mixed steps.
 
-Keys and values are read in their pages, whatever the step is; see
-:mod:`engine.attention.triton_kernels`. A model has at most three kernels, however its sequences
-grow: one for steps of decodes alone, one with more queries in a program for all others, and one
-that merges segments. Triton is imported when a backend is made. Steps in which tokens see others
-behind them, those of an image, run as in torch.
+Keys and values are always read in their pages; see :mod:`engine.attention.triton_kernels`. A model
+has at most three kernels, independent of sequence lengths: one for steps of decodes only, one with
+more queries per program for all others, and one that merges segments. Triton is imported when a
+backend is created. Steps in which tokens see later ones, as in images, run in the torch backend.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from prefix_cache import LayerKVCache
 
 _MAX_HEAD_DIM = 256
 _MIN_BLOCK_SIZE = 16
-# Rows of a program: the fewest that tensor cores multiply, and what a prefill has.
+# Rows of a program: the minimum for tensor cores, and the rows of a prefill.
 _DECODE_ROWS, _PREFILL_ROWS = 16, 64
 _MAX_SEGMENTS, _SEGMENT_KEYS = 16, 256
-# Programs that keep a device busy are some of these for each of its multiprocessors.
+# Number of programs per multiprocessor that keeps a device busy.
 _PROGRAMS_PER_SM = 4
 _NO_LIMIT = 2**30  # positions of a window
 _LOG2_E = 1.4426950408889634
@@ -36,12 +35,12 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """How the kernel runs for all layers of a step.
+    """Launch parameters of the kernel for all layers of a step.
 
     Attributes:
-        query_start_loc: on the device, as ``seq_lens``.
-        num_segments: programs per request and head of keys.
-        only_decodes: every request has one query token.
+        query_start_loc: on the device, like ``seq_lens``.
+        num_segments: programs per request and KV head.
+        only_decodes: True if every request has one query token.
     """
 
     query_start_loc: Tensor
@@ -58,14 +57,14 @@ class TritonBackend(KernelBackend):
 
     def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
         self._multiprocessors = _multiprocessors(device)
-        # In place of missing arguments: an argument of another type compiles another kernel.
+        # Placeholder for missing arguments: an argument of another type compiles another kernel.
         self._nothing = torch.empty(0, device=device)
         self._launch: _Launch | None = None
         self._torch = TorchBackend(device, dtype)
 
     @classmethod
     def check_support(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
-        """CUDA, or a CPU where Triton interprets its kernels, as tests do; see :meth:`probe`."""
+        """Require CUDA, or a CPU with Triton's interpreter, as in tests; see :meth:`probe`."""
         if find_spec("triton") is None:
             raise ValueError("the triton backend needs the package triton, which is not installed")
         if block_size < _MIN_BLOCK_SIZE:
@@ -85,7 +84,7 @@ class TritonBackend(KernelBackend):
         super()._attend_to_zeros(device, dtype, block_size, head_dim)
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
-        """Forget the step before; the launch is planned with the first layer and its heads."""
+        """Reset the previous launch; the first layer plans a new one for its heads."""
         self._launch = None
         if metadata.visible_ends is not None:
             self._torch.begin_step(metadata)
@@ -107,7 +106,7 @@ class TritonBackend(KernelBackend):
         return output
 
     def _plan(self, metadata: AttentionMetadata, num_kv_heads: int) -> _Launch:
-        """Segments only for decodes, as many as keep the device busy, of 256 keys at least."""
+        """Use segments for decodes only: enough to keep the device busy, of at least 256 keys."""
         device = metadata.block_table.device
         num_reqs = metadata.num_reqs
         only_decodes = metadata.num_decodes == num_reqs
@@ -188,12 +187,12 @@ class TritonBackend(KernelBackend):
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """A program of the kernel.
+    """Shape of a program of the kernel.
 
     Attributes:
-        rows: queries times the heads that share one of keys.
-        keys: of a tile.
-        padded_dim: the head's width, as Triton wants it.
+        rows: number of queries times query heads per KV head.
+        keys: number of keys per tile.
+        padded_dim: the head's width, padded to a power of two for Triton.
     """
 
     rows: int
@@ -212,7 +211,7 @@ class _Shape:
         keys = 64 if padded_dim <= 128 else 32
         most_rows = _PREFILL_ROWS
         if query.element_size() > 2:
-            # Tensor cores do not multiply float32: each product takes registers.
+            # Tensor cores do not multiply float32: each product uses registers.
             keys = most_rows = 16
         rows = max(_DECODE_ROWS if only_decodes else most_rows, _power_of_two(group))
         num_warps = 8 if rows * padded_dim >= 8192 else 4
@@ -220,13 +219,13 @@ class _Shape:
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest that is no less."""
+    """Return the smallest power of two that is not less than the number."""
     return 1 << (number - 1).bit_length()
 
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
-    """Of a device; of an interpreter few, so that small tests cut sequences into segments."""
+    """Count multiprocessors; few for the interpreter, so that small tests use segments."""
     if device.type != "cuda":
         return 16
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

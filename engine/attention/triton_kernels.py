@@ -1,8 +1,8 @@
-"""Triton kernels of unified paged attention. Imported only by who has chosen that backend.
+"""Triton kernels of unified paged attention, imported only if that backend is selected.
 
-One program computes ``BLOCK_M`` rows: neighbouring queries of one request, with all heads that
-share a head of keys. It walks over the keys that these see, ``BLOCK_N`` at a time, by an online
-softmax (Milakov and Gimelshein 2018), and finds each key's page in the block table::
+One program computes ``BLOCK_M`` rows: neighbouring queries of one request, with all query heads of
+one KV head. It iterates over their visible keys, ``BLOCK_N`` at a time, with an online softmax
+(Milakov and Gimelshein 2018), and looks up each key's page in the block table::
 
     rows of a program        2 heads per kv head, BLOCK_M = 4
     q5 h0 | x x x x x x . .
@@ -10,9 +10,9 @@ softmax (Milakov and Gimelshein 2018), and finds each key's page in the block ta
     q6 h0 | x x x x x x x .
     q6 h1 | x x x x x x x .
 
-Sequences of few requests are cut into segments, each of which a program of its own attends to;
-:func:`merge_segments` joins them (flash decoding). Lengths, widths of tables and windows are
-arguments at run time, so that sequences may grow without a compilation.
+If there are few requests, their sequences are split into segments, one program each;
+:func:`merge_segments` merges them (flash decoding). Lengths, table widths and windows are runtime
+arguments, so that sequences can grow without recompilation.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 import triton
 import triton.language as tl
 
-# Whether kernels run as Python: decided when they are defined, by TRITON_INTERPRET.
+# True if kernels run as Python; TRITON_INTERPRET decides this when they are defined.
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def dot_dtype(dtype: torch.dtype) -> tl.dtype:
-    """What products multiply: numbers as they are.
+    """Return the operand type of products: the given dtype itself.
 
-    Triton's interpreter multiplies the bits of bfloat16 as integers, so there it is float32, which
-    holds the same numbers.
+    Triton's interpreter multiplies the bits of bfloat16 as integers, so float32, which can
+    represent the same numbers, is used there.
     """
     if dtype == torch.bfloat16 and IS_INTERPRETED:
         return tl.float32
@@ -38,7 +38,7 @@ def dot_dtype(dtype: torch.dtype) -> tl.dtype:
     ]
 
 
-# Numbers of a step, and tensors that lie anywhere in a packed one: kernels are not made for them.
+# Per-step numbers, and tensors at any offset of a packed one: kernels are not specialized for them.
 _OF_A_STEP = [
     "starts_ptr",
     "seq_lens_ptr",
@@ -58,7 +58,7 @@ _OF_A_STEP = [
 def _request_of(
     starts_ptr: tl.tensor, num_reqs: tl.tensor, program: tl.tensor, BLOCK_Q: tl.constexpr
 ) -> tl.tensor:
-    """The last request whose first program is not behind; each begins a program of its own."""
+    """Find the request of a program: the last whose first program is not after it."""
     low = 0
     high = num_reqs
     while high - low > 1:
@@ -106,16 +106,16 @@ def paged_attention(
 
     The grid is ``(tokens // BLOCK_Q + requests, kv heads, segments)``, where ``BLOCK_Q`` is
     ``BLOCK_M`` over the heads per kv head. With one segment the output is written; with several,
-    their sums ``(tokens, heads, segments, HEAD_DIM)`` and ``(tokens, heads, segments, 2)`` of
-    largest scores and sums of weights.
+    their sums ``(tokens, heads, segments, HEAD_DIM)``, and their largest scores and sums of
+    weights ``(tokens, heads, segments, 2)``.
 
     Args:
         query_ptr: ``(tokens, heads, HEAD_DIM)``, tokens ``query_stride`` apart.
         chunks_ptr: all chunks of the group's pages; the layer's keys are ``first_chunk`` of a page.
-        bias_ptr: ``(heads, num_distances)`` float32; with 0 distances there is none.
+        bias_ptr: ``(heads, num_distances)`` float32; no bias with 0 distances.
         scale: factor on scores, times ``log2(e)`` unless they are capped: weights are powers of 2.
-        window: positions that a query sees at most.
-        DOT_DTYPE: what products multiply.
+        window: maximum number of positions that a query sees.
+        DOT_DTYPE: operand type of products.
     """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -138,7 +138,7 @@ def paged_attention(
     is_row = (row // GROUP < BLOCK_Q) & (query < query_len)
     head = kv_head * GROUP + row % GROUP
     token = (start + query).to(tl.int64)
-    # Without causality a query sees all, as if it were the last.
+    # Without causality every query sees all keys, as if it were the last.
     position = tl.where(is_causal != 0, seq_len - query_len + query, seq_len - 1)
     first_seen = tl.maximum(position - window + 1, 0)
 
@@ -151,7 +151,7 @@ def paged_attention(
     weight = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
 
-    # Of the first query to the last of the program; rows past the request's end see no more.
+    # Keys of all queries of the program; rows past the request's end add none.
     last_query = tl.minimum(first_query + BLOCK_Q, query_len) - 1
     last = tl.where(is_causal != 0, seq_len - query_len + last_query, seq_len - 1)
     begin = tl.min(first_seen) // BLOCK_N * BLOCK_N
@@ -196,7 +196,7 @@ def paged_attention(
             mask=is_read,
             other=0.0,
         )
-        # Rounded as values are, also where the product is one of wider numbers.
+        # Rounded to the values' type, even if the product uses a wider type.
         rounded = weights.to(values.dtype).to(DOT_DTYPE)
         total = total * rescale[:, None] + tl.dot(
             rounded, values.to(DOT_DTYPE), input_precision="ieee"
@@ -207,7 +207,7 @@ def paged_attention(
     is_written = is_row[:, None] & in_dim[None, :]
     row_place = token * NUM_HEADS + head
     if num_segments == 1:
-        # Who sees nothing, of an encoder that gave nothing, gets zeros.
+        # Rows without visible keys (of an encoder without output) are zeros.
         attended = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
         tl.store(
             output_ptr + row_place[:, None] * HEAD_DIM + dim[None, :],
@@ -231,7 +231,7 @@ def merge_segments(
     PADDED_DIM: tl.constexpr,
     MAX_SEGMENTS: tl.constexpr,
 ) -> None:
-    """Join what the segments of each row have summed up; a program per token and head."""
+    """Merge the partial sums of each row's segments; one program per token and head."""
     row = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, PADDED_DIM)
     segment = tl.arange(0, MAX_SEGMENTS)

@@ -1,13 +1,13 @@
 """Attention with xformers on CUDA.
 
 Decodes read the pages in place, through Triton split-K and a paged bias. Prefills gather their keys
-and run torch's flash attention with a block-diagonal bias: the paged kernels take no long causal
-queries. xformers caps no scores and adds no biases to pages': such layers run as in torch, as do
-steps in which tokens see others behind them.
+and run torch's flash attention with a block-diagonal bias: the paged kernels do not support long
+causal queries. xformers supports neither soft caps nor biases with pages: such layers run in the
+torch backend, as do steps in which tokens see later ones.
 
-Biases are made by pure functions over the metadata, so that a machine without a GPU can check them:
-each materialises to a dense mask on a CPU. xformers is imported when a mask is first made, because
-the import takes seconds and warns on machines where it cannot run.
+Biases are built by pure functions over the metadata, so that they can be tested without a GPU: each
+materialises to a dense mask on a CPU. xformers is imported when a mask is first built, because the
+import takes seconds and warns on machines where it cannot run.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 
 def with_a_key_for_all(metadata: AttentionMetadata) -> tuple[AttentionMetadata, Tensor | None]:
-    """Let requests that have nothing to see look at the null page, since no kernel runs on no key.
+    """Let requests with nothing to see attend to the null page, as kernels need at least one key.
 
     Returns:
         The metadata with sequences of at least one key, and ``(num_tokens, 1, 1)`` booleans on the
-        device that tell which tokens' output is void; None if none is.
+        device, True for tokens whose output is void; None if there are none.
     """
     empty = metadata.seq_lens == 0
     if not empty.any():
@@ -60,7 +60,7 @@ def with_a_key_for_all(metadata: AttentionMetadata) -> tuple[AttentionMetadata, 
 def prefill_bias(
     metadata: AttentionMetadata, device: torch.device
 ) -> BlockDiagonalCausalFromBottomRightMask | BlockDiagonalMask:
-    """Each prefill sees its own keys: all of them, or causally, its queries being its last tokens.
+    """Build the block-diagonal bias of the prefills, causal from the bottom right or full.
 
     Causal::
 
@@ -69,10 +69,10 @@ def prefill_bias(
     r0 q1 | x x x x    | . . . . . |
     r1 q0 | . . . .    | x x x x x |     cached: 4 of 5 tokens
 
-    The keys are those of :func:`prefill_slots`. In xformers too a window counts the query.
+    The keys are those of :func:`prefill_slots`. As here, windows of xformers include the query.
 
-    Without causality the blocks are full; rectangles in cross-attention, squares where the
-    queries are the sequence itself, as in an encoder::
+    Without causality the blocks are full: rectangles in cross-attention, squares if the queries
+    are the sequence itself, as in an encoder::
 
             keys of r0   keys of r1
     r0 q0 | x x x x    | . . . . . |
@@ -101,20 +101,20 @@ def prefill_bias(
 
 
 def prefill_slots(metadata: AttentionMetadata) -> Tensor | None:
-    """The slots of all keys that prefills see, request after request, without a loop.
+    """Compute the slots of all keys that prefills see, request after request, without a loop.
 
-    Keys of a request begin with the first that its first query sees.
+    The keys of a request begin with the first that its first query sees.
 
     Returns:
-        ``(keys,)`` int64 on the device; None when the step's own keys are all that there are:
-        nothing is cached, and attention is causal.
+        ``(keys,)`` int64 on the device; None if there are no keys but the step's own: nothing is
+        cached, and attention is causal.
     """
     query_lens = metadata.query_start_loc.diff()[metadata.num_decodes :]
     seq_lens = metadata.seq_lens[metadata.num_decodes :]
     if metadata.causal and torch.equal(query_lens, seq_lens):
         return None
     block_table = metadata.block_table[metadata.num_decodes :]
-    # Those before a cross-attention's queries are no positions of its keys.
+    # The queries of cross-attention have no position among its keys.
     before = seq_lens - query_lens if metadata.causal else torch.zeros_like(seq_lens)
     first = first_visible(before, metadata.window)
     first, end = (x.to(block_table.device)[:, None] for x in (first, seq_lens))
@@ -127,13 +127,13 @@ def prefill_slots(metadata: AttentionMetadata) -> Tensor | None:
 def decode_bias(
     metadata: AttentionMetadata, chunks_per_page: int
 ) -> PagedBlockDiagonalPaddedKeysMask | PagedBlockDiagonalGappyKeysMask:
-    """One query per decode over paged keys.
+    """Build the bias of one query per decode over paged keys.
 
-    A page of the kernel is one chunk of the buffer (one layer's K or V of one block). The layer
-    is in the shifted view, so that one table ``block_id * chunks_per_page`` serves all layers.
+    A page of the kernel is one chunk of the buffer (one layer's K or V of one block). The view
+    includes the layer's offset, so one table ``block_id * chunks_per_page`` serves all layers.
 
-    Where windows hide the first tokens, the table holds visible blocks only, and the
-    bias leaves out what is hidden in the first of them.
+    If windows hide the first tokens, the table contains only visible blocks, and the bias excludes
+    the hidden tokens of the first one.
 
     Args:
         chunks_per_page: from :class:`prefix_cache.LayerKVCache`.
@@ -158,7 +158,7 @@ def decode_bias(
         )
     block_table = visible_blocks(block_table, first, seq_lens, page_size)
     width = block_table.shape[1] * page_size
-    # As if sequence i began at key i * width; made paged, starts count from there.
+    # As if sequence i began at key i * width; make_paged makes starts relative to that.
     starts = first % page_size + torch.arange(count) * width
     gappy = BlockDiagonalGappyKeysMask.from_seqlens(
         q_seqlen=[1] * count,
@@ -174,7 +174,7 @@ def decode_bias(
     )
 
 
-# Keys that split-K reads at once; a page must hold a whole number of such tiles.
+# Numbers of keys that split-K reads at once; a page must be a multiple of such a tile.
 _KEY_TILES = (64, 32, 16)
 
 
@@ -187,7 +187,7 @@ class XformersBackend(KernelBackend):
     def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
         self._device = device
         self._key_tile = _key_tile(block_size)
-        # Made with the first layer of a step, which brings the geometry of the pages.
+        # Built in the first layer of a step, whose cache defines the geometry of the pages.
         self._decode_bias: Any = None
         self._prefill_bias: Any = None
         self._prefill_rows: Tensor | None = None
@@ -198,16 +198,16 @@ class XformersBackend(KernelBackend):
 
     @classmethod
     def check_support(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
-        """CUDA, half precision, and blocks of a multiple of 16 tokens; see also :meth:`probe`."""
+        """Require CUDA, half precision, and a block size divisible by 16; see :meth:`probe`."""
         _key_tile(block_size)
         super().check_support(device, dtype, block_size)
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
-        """Forget the step before; see :meth:`_prepare`."""
+        """Reset the previous step; see :meth:`_prepare`."""
         self._ready = self._torch_ready = False
 
     def _prepare(self, metadata: AttentionMetadata, chunks_per_page: int) -> None:
-        """Make the biases, and the rows that prefills gather."""
+        """Build the biases, and the rows that prefills gather."""
         self._decode_bias = self._prefill_bias = self._prefill_rows = None
         metadata, self._blind_tokens = with_a_key_for_all(metadata)
         if metadata.num_decodes:
@@ -234,7 +234,7 @@ class XformersBackend(KernelBackend):
         write_kv(key, value, kv_cache, metadata.row_mapping)
         parts: list[Tensor] = []
         if self._decode_bias is not None:
-            # The kernel wants both views equally long. What is cut off holds no key: the last
+            # The kernel requires views of equal length. The cut-off part contains no key: the last
             # chunk of the buffer is a value chunk, of this layer or of a later one.
             keys = kv_cache.keys[: kv_cache.values.shape[0]]
             decodes = query[: metadata.num_decodes]
@@ -261,14 +261,14 @@ class XformersBackend(KernelBackend):
     def _attend(
         self, query: Tensor, keys: Tensor, values: Tensor, bias: Any, scale: float, *, paged: bool
     ) -> Tensor:
-        """Call xformers; shapes as packed tokens ``(tokens, heads, head_dim)``."""
+        """Call xformers with packed tokens ``(tokens, heads, head_dim)``."""
         from xformers.ops.fmha import memory_efficient_attention_forward
 
         num_tokens, num_heads, head_dim = query.shape
         num_kv_heads = keys.shape[1]
         group = num_heads // num_kv_heads
         query = query.reshape(1, num_tokens, num_kv_heads, group, head_dim)
-        # Grouped heads are stated by a stride of 0, not by copies.
+        # Grouped heads are expressed by a stride of 0, not by copies.
         keys = keys[None, :, :, None].expand(-1, -1, -1, group, -1)
         values = values[None, :, :, None].expand(-1, -1, -1, group, -1)
         operator = _split_k_operator(self._key_tile) if paged else None
@@ -279,7 +279,7 @@ class XformersBackend(KernelBackend):
 
 
 def _key_tile(block_size: int) -> int:
-    """The widest tile of keys that divides a page."""
+    """Return the largest tile of keys that divides a page."""
     for tile in _KEY_TILES:
         if block_size % tile == 0:
             return tile
@@ -291,7 +291,7 @@ def _key_tile(block_size: int) -> int:
 
 @cache
 def _split_k_operator(key_tile: int) -> Any:
-    """Triton split-K that reads ``key_tile`` keys at once, as pages smaller than 64 need."""
+    """Create a Triton split-K operator that reads ``key_tile`` keys at once, for small pages."""
     from xformers.ops.fmha import triton_splitk
 
     name = f"{triton_splitk.FwOp.NAME}_pages{key_tile}"
