@@ -1,1 +1,1 @@
-"""Checkpoints of Hugging Face: their config, weights and parts. Imports nothing of the project."""
+"""Hugging Face checkpoints: configs, weights and parts. Imports files and interface."""

@@ -1,12 +1,11 @@
-"""A Hugging Face checkpoint: its config, and its weights one tensor at a time.
+"""Hugging Face checkpoints: the config, and the weights one tensor at a time.
 
-Checkpoints that hold several models, each of which a stage of its own runs.
-
-::
+A checkpoint may contain several models (parts), each of which runs in a separate stage::
 
     config.json              weights
     first_config             first.layers.0...       one part
-    second_config            second.layers.0...      another"""
+    second_config            second.layers.0...      another
+"""
 
 from __future__ import annotations
 
@@ -43,12 +42,12 @@ class CheckpointPart:
     """One model of several in a checkpoint.
 
     Attributes:
-        name: by which users ask for it.
+        name: name by which users select it.
         whole: ``model_type`` of the whole config.
-        config_name: its config's attribute in the whole config; empty if it is the whole one.
-        prefix: of its weights' names.
+        config_name: attribute of its config in the whole config; empty if it is the whole config.
+        prefix: prefix of its weights' names.
         architecture: transformers' class for it; published configs name older ones.
-        has_generation_config: whether ``generation_config.json`` is about this part.
+        has_generation_config: True if ``generation_config.json`` belongs to this part.
     """
 
     name: str
@@ -62,7 +61,7 @@ class CheckpointPart:
 def find_part(
     parts: Sequence[CheckpointPart], name: str | None, path: Path
 ) -> CheckpointPart | None:
-    """Find the part that a user asks for; None if it is one model and none is asked for."""
+    """Find the part that a user selected; None for one model without parts."""
     by_name = {part.name: part for part in parts}
     if not by_name:
         if name is not None:
@@ -76,21 +75,23 @@ def find_part(
 
 
 ENTRY_POINTS = "omni_pipeline.model_sources"
-"""Group of the entry points by which packages bring names of models. An entry's name is what stands
-before the colon; its object is a function from the whole reference to a folder."""
+"""Entry point group of packages that provide model sources. The name of an entry is the prefix
+before the colon; its object is a function that maps the whole reference to a folder."""
 
-# Longer than the letter of a drive.
+# At least two characters before the colon, unlike a drive letter.
 _REFERENCE = re.compile(r"([A-Za-z][\w+-]+):.*", re.DOTALL)
 
 
 def folder_of_source(model: str) -> Path | None:
-    """Ask the package that brings such names for the folder of a model, which it may build.
+    """Get the folder of a ``source:name`` model from the package that provides the source.
+
+    The package may build the folder.
 
     Returns:
-        The folder; None for what has no such form, as hub ids have not.
+        The folder; None for names of another form, such as hub ids.
 
     Raises:
-        ValueError: no installed package brings such names, or it has no such model.
+        ValueError: no installed package provides the source, or it has no such model.
     """
     match = _REFERENCE.fullmatch(model)
     if match is None:
@@ -99,7 +100,7 @@ def folder_of_source(model: str) -> Path | None:
     for entry_point in entry_points(group=ENTRY_POINTS, name=source):
         try:
             locate = entry_point.load()
-        except Exception as error:  # whatever a package raises is this model's error
+        except Exception as error:  # a package may raise anything; report it for this model
             raise ValueError(
                 f"model {model!r}: {entry_point.value!r} cannot be loaded: {described(error)}"
             ) from error
@@ -111,10 +112,10 @@ def folder_of_source(model: str) -> Path | None:
     )
 
 
-# Weights in the Hugging Face layout, configs, tokenizers and chat templates. Nothing pickled but
-# a speech model's voices, of which only tensors and numbers are read.
+# Weights in the Hugging Face layout, configs, tokenizers and chat templates. No pickles except a
+# speech model's voices, from which only tensors and numbers are read.
 _WANTED_FILES = ["model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "spk_dict.pt"]
-# Of the dense layers behind the pooling of an embedding model.
+# Dense layers after the pooling of an embedding model.
 _WANTED_FILES += ["*_Dense/model.safetensors"]
 
 
@@ -124,14 +125,13 @@ class Checkpoint:
 
     Attributes:
         path: the folder, or the file.
-        config: the transformers config; of the part, if this is one.
-        generation_config: from ``generation_config.json``, or None where there is none.
-        part: which of several models this is. Its weights go by their names in the part, and no
-            others are seen.
-        trust_remote_code: whether its processors may come with their own Python code.
-        gguf: what a GGUF file says of itself; None of a folder.
-        packed: how weights are quantized in safetensors; None where they are plain.
-        is_outline: whether models are built of its config alone, on ``meta``.
+        config: the transformers config, or that of the part.
+        generation_config: from ``generation_config.json``; None if there is none.
+        part: the selected one of several models. Only its weights are visible, without the prefix.
+        trust_remote_code: True if processors may run Python code from the checkpoint.
+        gguf: header of a GGUF file; None for a folder.
+        packed: format of quantized safetensors weights; None for plain weights.
+        is_outline: True if models are built from its config only, on ``meta``.
     """
 
     path: Path
@@ -153,20 +153,20 @@ class Checkpoint:
         trust_remote_code: bool = False,
         parts_of: Callable[[Mapping[str, Any]], Sequence[CheckpointPart]] = lambda config: (),
     ) -> Checkpoint:
-        """Open a folder, a GGUF file, or a model of the Hugging Face hub (put into its cache).
+        """Open a folder, a GGUF file, or a model of the Hugging Face hub (cached on download).
 
         Args:
             model: folder, file or folder with a GGUF file, hub id (``organisation/name``), or a
-                name that a package brings, such as ``seeded:<name>``.
+                name that a package provides, such as ``seeded:<name>``.
             revision: branch, tag or commit on the hub.
-            trust_remote_code: whether the config may come with its own Python code.
-            parts_of: the models that a folder with such a ``config.json`` holds; none if it is
-                one. It may first teach transformers the config's type.
+            trust_remote_code: if true, the config may run Python code from the checkpoint.
+            parts_of: returns the parts of a folder with the given ``config.json``; none if it is
+                one model. May first register the config's type with transformers.
 
         Raises:
             ValueError: there is no such folder or hub model, it cannot be fetched, it has no
-                ``config.json`` that transformers understands, or no such part; a file of it lies
-                elsewhere, or a value of its configs cannot be. Names file and key.
+                ``config.json`` that transformers supports, or no such part; a file is stored
+                elsewhere, or a config has an invalid value. Names file and key.
         """
         path = locate(str(model), revision, trust_remote_code)
         if (file := find_gguf(path)) is not None:
@@ -188,26 +188,26 @@ class Checkpoint:
 
     @property
     def config_file(self) -> Path:
-        """The file that the config was made of."""
+        """The file that the config was read from."""
         return self.path / CONFIG_FILE if self.gguf is None else self.path
 
     @property
     def stored(self) -> str | None:
-        """How quantized weights are stored, in words; None of plain ones."""
+        """Description of the format of quantized weights; None for plain weights."""
         if self.gguf is None:
             return None if self.packed is None else str(self.packed)
         counts = (f"{count} {kind}" for kind, count in GGUFWeights(self.gguf).formats.items())
         return f"GGUF, tensors of {', '.join(counts)}"
 
     def scheme_of(self, name: str) -> QuantizationScheme | None:
-        """How a matrix is stored, by header or config; None of plain ones."""
+        """Return the storage scheme of a matrix from header or config; None for plain weights."""
         if self.gguf is not None:
             return GGUFWeights(self.gguf).scheme_of(name)
-        packed = self.packed if ".layers." in name else None  # others are published plain
+        packed = self.packed if ".layers." in name else None  # other weights are published plain
         return None if packed is None else QuantizationScheme(packed.bits, packed.group_size)
 
     def require_plain(self) -> None:
-        """``ValueError`` where only a folder of plain weights is of use."""
+        """Raise ``ValueError`` unless this is a folder of plain weights."""
         if self.stored is not None:
             key = "" if self.packed is None else "quantization_config: "
             raise ValueError(
@@ -217,7 +217,7 @@ class Checkpoint:
 
     @property
     def architecture(self) -> str:
-        """The class that the config states, or that the part has; ``ValueError`` without any."""
+        """Class name from the part or the config; ``ValueError`` if there is none."""
         if self.part is not None:
             return self.part.architecture
         architectures = getattr(self.config, "architectures", None)
@@ -227,14 +227,14 @@ class Checkpoint:
 
     @property
     def whole_config(self) -> PreTrainedConfig:
-        """The config of the folder, also if this is one of several models in it."""
+        """The config of the folder, even if this is one of several models in it."""
         if self.part is None:
             return self.config
         return load_config(self.path, trust_remote_code=self.trust_remote_code)
 
     @cached_property
     def weight_files(self) -> Mapping[str, str]:
-        """Tensor name to its file; reads headers only, and raises as :attr:`WeightFiles.stored`."""
+        """File of each tensor; reads headers only, and raises like :attr:`WeightFiles.stored`."""
         prefix, files = self._prefix, {} if self.is_outline else self._whole.files
         return {
             name.removeprefix(prefix): file
@@ -254,13 +254,13 @@ class Checkpoint:
         return WeightFiles(self.path) if packed is None else PackedFiles(self.path, format=packed)
 
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Read tensors one by one, on the CPU, in their type; of quantized ones the values.
+        """Read tensors one by one, on the CPU, in their stored type; dequantizes quantized ones.
 
         Args:
-            names: which; all by default.
+            names: names of the tensors; all by default.
 
         Raises:
-            ValueError: a name that is not there, or a file that is missing or damaged.
+            ValueError: a tensor does not exist, or a file is missing or damaged.
         """
         prefix = self._prefix
         wanted = self.weight_files.keys() if names is None else names
@@ -269,21 +269,21 @@ class Checkpoint:
             yield name.removeprefix(prefix), plain
 
     def unplaced(self, targets: Collection[str]) -> list[str]:
-        """Names of the stored tensors that are not among the targets."""
+        """Return the names of the stored tensors that are not among the targets."""
         return [name for name in self.weight_files if name not in targets]
 
     def check_weights(
         self, targets: Mapping[str, Target], *, ignored: Collection[str] = frozenset()
     ) -> None:
-        """Compare what is stored with its places, by the headers alone.
+        """Compare the stored tensors with their targets, reading headers only.
 
         Args:
-            targets: tensor name to what will receive it; it may be on ``meta``.
-            ignored: names that may be in the checkpoint without having a place.
+            targets: target of each tensor by name; may be on ``meta``.
+            ignored: names that may be in the checkpoint without a target.
 
         Raises:
-            ValueError: tensors are missing, have no place, or differ in shape; or one that is to
-                hold floating-point numbers holds others.
+            ValueError: tensors are missing, have no target, or differ in shape; or a tensor for a
+                floating-point target is not floating point.
         """
         prefix = self._prefix
         missing = [name for name in targets if name not in self.weight_files]
@@ -300,10 +300,10 @@ class Checkpoint:
     def load_into(
         self, targets: Mapping[str, Target], *, ignored: Collection[str] = frozenset()
     ) -> None:
-        """Copy every tensor to its place, converting type and device on the way.
+        """Copy every tensor to its target, converting dtype and device.
 
-        At any time at most one tensor of the checkpoint is in memory beside the targets. Arguments
-        and errors are those of :meth:`check_weights`; nothing has been copied when it raises.
+        At any time at most one tensor of the checkpoint is in memory in addition to the targets.
+        Arguments and errors are those of :meth:`check_weights`; nothing is copied if it raises.
         """
         self.check_weights(targets, ignored=ignored)
         prefix = self._prefix
@@ -317,7 +317,7 @@ class Checkpoint:
 def locate(
     model: str, revision: str | None, trust_remote_code: bool = False, *, configs_only: bool = False
 ) -> Path:
-    """The folder or file of a model, fetched if it is the hub's; see :meth:`Checkpoint.open`."""
+    """Locate the folder or file of a model, fetched from the hub if needed; see ``Checkpoint``."""
     path = Path(model).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path

@@ -1,10 +1,10 @@
-"""Makes configs of transformers, and checks a checkpoint's JSON files before: a rule per quantity.
+"""Loads transformers configs after checking a checkpoint's JSON files, by rules per quantity.
 
-What a value may be follows from the kind of quantity that it is, and the kind from the words of its
-name, whatever the family. Transformers checks types of its configs. What it lets pass is caught
-here: names that make it run code or build endless lists, sizes that are 0, negative or beyond all
-that fits into a machine, and factors that are no numbers. Whether sizes fit the weights is known
-when the weights are looked at.
+The valid values of a field depend on its kind of quantity, which is derived from the words in its
+name, for all model families. Transformers checks the types in its configs. This module rejects what
+transformers accepts: names that make it run code or build huge lists, sizes that are 0, negative or
+larger than any machine, and factors that are not numbers. Sizes are compared with the weights when
+the weights are checked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.files.json_file import file_inside, read_json_object
 from engine.interface.placed_error import described
 from engine.interface.sampling_params import checkpoint_defaults
 
-# transformers, whose own module takes a second to import, has the same functions of torch.
+# The same torch functions as in transformers, whose module takes a second to import.
 _OF_TORCH: Mapping[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
     "gelu_pytorch_tanh": partial(nn.GELU, approximate="tanh"),
@@ -40,7 +40,7 @@ _OF_TORCH: Mapping[str, Callable[[], nn.Module]] = {
 
 
 def check_activation(where: str, name: str) -> None:
-    """Raise ``ValueError`` if transformers has no such activation; ``where`` is its place."""
+    """Raise ``ValueError`` if transformers has no such activation; ``where`` names the field."""
     if name in _OF_TORCH:
         return
     from transformers.activations import ACT2FN
@@ -50,7 +50,7 @@ def check_activation(where: str, name: str) -> None:
 
 
 def activation_of(name: str) -> nn.Module:
-    """The activation of transformers' name; ``ValueError`` if there is none."""
+    """Create the activation with a name of transformers; ``ValueError`` if there is none."""
     check_activation("activation", name)
     if name in _OF_TORCH:
         return _OF_TORCH[name]()
@@ -63,14 +63,14 @@ _LOGGERS = (
     logging.getLogger("transformers.configuration_utils"),
     logging.getLogger("transformers.modeling_rope_utils"),
 )
-# The config of a part may name tokens of another part's vocabulary, which is larger than its own.
-# Sections of three axes are read by transformers' models, but unknown to its check of configs.
+# The config of a part may name tokens of another part's larger vocabulary. Sections of three axes
+# are supported by transformers' models, but not by its config check.
 _EXPECTED = ("within the vocabulary", "{'mrope_section'}")
 
 
 @contextmanager
 def quiet_config_log() -> Iterator[None]:
-    """Drop remarks of transformers that say nothing against a config; all others pass."""
+    """Drop harmless transformers warnings about configs; all others pass."""
     for logger in _LOGGERS:
         logger.addFilter(_is_unexpected)
     try:
@@ -86,10 +86,10 @@ def _is_unexpected(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def hidden_progress_bars() -> Iterator[None]:
-    """Have transformers load and save in silence, for as long as the context lasts.
+    """Hide the progress bars of transformers within the context.
 
-    The switch that transformers offers also turns the download bars of the hub on or off, and
-    forgets how they were. The hook that makes its bars is put back as it was.
+    Transformers' own switch also toggles the download bars of the hub, and does not remember their
+    state. This replaces the hook that creates its bars, and restores it afterwards.
     """
     previous = set_tqdm_hook(lambda make, args, kwargs: make(*args, **kwargs | {"disable": True}))
     try:
@@ -100,7 +100,7 @@ def hidden_progress_bars() -> Iterator[None]:
 
 Check: TypeAlias = Callable[[Any], bool]
 Kinds: TypeAlias = tuple[tuple[re.Pattern[str], str, Check], ...]
-"""Of each kind: the names of such quantities, what a value must be in words, and whether one is."""
+"""Rules per kind of quantity: pattern of field names, description of valid values, and check."""
 
 
 def _kind(names: str, wanted: str, check: Check) -> tuple[re.Pattern[str], str, Check]:
@@ -108,7 +108,7 @@ def _kind(names: str, wanted: str, check: Check) -> tuple[re.Pattern[str], str, 
 
 
 def _whole(names: str, least: int, most: int) -> tuple[re.Pattern[str], str, Check]:
-    """Integers, and lists of such, of which some are pairs or triples."""
+    """Make a rule for integers and (nested) lists of integers."""
 
     def check(value: Any) -> bool:
         if isinstance(value, list | tuple):
@@ -155,7 +155,7 @@ def _is_forced(value: Any) -> bool:
 
 
 def _is_dtype(value: Any) -> bool:
-    # Of composed models an object, by the names of their parts.
+    # For composed models, an object with a dtype per part.
     for each in value.values() if isinstance(value, dict) else [value]:
         name = each.removeprefix("torch.") if isinstance(each, str) else ""
         found = getattr(torch, name, None)
@@ -170,11 +170,11 @@ def _at_most(most: int) -> Check:
 
 
 _MOST = 2**31 - 1
-# A spectrogram's rows for a code, or samples for a row of it: more would be no sound's.
+# Maximum spectrogram rows per code, or samples per row: no audio model has more.
 _MOST_RATIO = 64
 _NAMES = _kind(r".*_(type|class|side)|language|task", "a name", _is_text)
 
-# As config.json states them. Lists as long as layers and labels are made before any value is seen.
+# Keys of config.json. Lists of layers and labels are built before any check of a field.
 _STATED: Kinds = (
     _kind("model_type", "a name", _is_text),
     _kind("architectures", "a list of names", _list_of(_is_text)),
@@ -188,10 +188,10 @@ _STATED: Kinds = (
         lambda value: False,
     ),
 )
-# Fields of configs that transformers has made.
+# Fields of transformers configs.
 _FIELDS: Kinds = (
     _whole(r"repeats|upsample_rates|ff_mult|mamba_expand|spatial_merge_size", 1, _MOST_RATIO),
-    # Each has a column in a table.
+    # Each distance has a column in a table.
     _whole("relative_attention_max_distance", 1, 2**16),
     _whole(
         r"(image|audio|video|tts|vision)_(\w+_)?token_(id|index)|.*_(offset|indexes|indices)"
@@ -209,7 +209,7 @@ _COUNT_NAMES = (
 _ACTIVATIONS = re.compile(
     r"hidden_act(ivation)?|activation_function|activation|projector_hidden_act"
 )
-# What processors make grows with their numbers.
+# The outputs of processors grow with these numbers.
 _PROCESSOR: Kinds = (
     _NAMES,
     _whole("feature_size", 1, 1024),
@@ -267,14 +267,14 @@ _TOKENIZER_FILE = "tokenizer_config.json"
 
 
 def check_files(folder: Path, patterns: Collection[str]) -> None:
-    """Check that the files of a checkpoint are files, are stored in it, and ask for nothing absurd.
+    """Check that a checkpoint's files are regular, inside its folder, and have sensible values.
 
     Args:
-        patterns: of the names of files that are read from it.
+        patterns: name patterns of the files that are read from it.
 
     Raises:
         ValueError: one is no file or is stored elsewhere, or the file of a processor or tokenizer
-            is no JSON or holds a value that cannot be; names file and key.
+            is no JSON or has an invalid value; names file and key.
     """
     for entry in sorted(folder.iterdir()):
         if not entry.is_dir() and any(fnmatch(entry.name, pattern) for pattern in patterns):
@@ -283,7 +283,7 @@ def check_files(folder: Path, patterns: Collection[str]) -> None:
         if file.is_file():
             for place, key, value in _entries(read_json_object(file)):
                 _check(f"{file}: {place}", key, value, _PROCESSOR)
-                # A size may be one number for both sides.
+                # A size may be a single number for both sides.
                 if not isinstance(value, dict):
                     _check(f"{file}: {place}", key, value, (_BOTH_SIDES,))
     file = folder / _TOKENIZER_FILE
@@ -299,9 +299,9 @@ def check_generation(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def check_content(file: Path, content: Mapping[str, Any]) -> None:
-    """Check what could harm before a config is made of a ``config.json``.
+    """Check the content of a ``config.json`` before a config is built from it.
 
-    That is what makes transformers run code, read other files or build endless lists.
+    Rejects what makes transformers run code, read other files or build huge lists.
     """
     for place, key, value in _entries(content):
         if key in _reserved():
@@ -312,9 +312,9 @@ def check_content(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Check the fields of a config, and of the configs in it.
+    """Check the fields of a config and its nested configs.
 
-    Fields of classes that are not transformers' own are left to their authors.
+    Fields of classes outside transformers are not checked.
     """
     for place, part in _parts(config):
         if not type(part).__module__.startswith("transformers."):
@@ -335,15 +335,15 @@ def _check_field(place: str, field: dataclasses.Field[Any], value: Any) -> None:
         return
     elif any(names.fullmatch(name) for names, _, _ in _FIELDS):
         _check(place, name, value, _FIELDS)
-    # The class's own value says which of these are whole, and which may be 0.
+    # The default of the class determines which fields are integers, and which may be 0.
     elif value != "auto" and not isinstance(value, bool) and (least := _least(default)) is not None:
-        # A list of layers holds their places, from 0.
+        # A list of layers contains their indices, from 0.
         is_places = isinstance(value, list) and name.endswith("layers")
         _check(place, name, value, (_whole(_COUNT_NAMES, 0 if is_places else least, _MOST),))
 
 
 def _least(default: Any) -> int | None:
-    """The least that a count may be by its class's own value; None of what is no count."""
+    """Return the minimum of a count, given the default of its class; None if it is no count."""
     if isinstance(default, list | tuple):
         each = [_least(inner) for inner in default]
         known = [least for least in each if least is not None]
@@ -362,7 +362,7 @@ def _parts(config: PreTrainedConfig, place: str = "") -> Iterator[tuple[str, Pre
 
 
 def _entries(content: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Every key of an object and of the objects in it, behind the place where it is."""
+    """Yield every key of an object and its nested objects, preceded by its path."""
     for key, value in content.items():
         yield place, key, value
         if isinstance(value, dict):
@@ -371,7 +371,7 @@ def _entries(content: Mapping[str, Any], place: str = "") -> Iterator[tuple[str,
 
 @cache
 def _reserved() -> frozenset[str]:
-    """Names that hide a method of a config, or tables that belong to its class."""
+    """Return names that would shadow a method of a config, or a table of its class."""
     names = {name for name in dir(PreTrainedConfig) if callable(getattr(PreTrainedConfig, name))}
     return frozenset(names | {"attribute_map", "sub_configs", "sub_configs_defaults"})
 
@@ -392,8 +392,8 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     """Read the ``config.json`` of a checkpoint.
 
     Raises:
-        ValueError: it is not there, is no such JSON as :func:`read_json_object` takes, or holds a
-            key that cannot be; names the file and the key.
+        ValueError: it does not exist, is no JSON that :func:`read_json_object` accepts, or has an
+            invalid key; names the file and the key.
     """
     file = folder / CONFIG_FILE
     if not file.is_file():
@@ -404,13 +404,13 @@ def read_config_file(folder: Path) -> dict[str, Any]:
 
 
 def load_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
-    """Make a config of transformers of a ``config.json`` that was read before.
+    """Load a transformers config from a ``config.json`` that was checked before.
 
     Args:
-        trust_remote_code: whether it may come with its own Python code.
+        trust_remote_code: if true, it may run Python code from the checkpoint.
 
     Raises:
-        ValueError: transformers does not know it, or a value of it cannot be; names the file.
+        ValueError: transformers does not support it, or a value is invalid; names the file.
     """
     options = {"trust_remote_code": trust_remote_code, "local_files_only": not trust_remote_code}
     load = partial(AutoConfig.from_pretrained, folder, **options)
@@ -418,7 +418,7 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def make_config(file: Path, content: Mapping[str, Any]) -> PreTrainedConfig:
-    """Make a config of what another kind of file says of its model, as :func:`load_config` does."""
+    """Build a config from the metadata of another kind of file, like :func:`load_config`."""
     check_content(file, content)
     values = dict(content)
     model_type = values.pop("model_type")
@@ -429,21 +429,21 @@ def _checked_config(file: Path, load: Callable[[], PreTrainedConfig]) -> PreTrai
     try:
         with quiet_config_log():
             config = load()
-        # The file's choice could be code that is fetched from the hub.
+        # The file's value could name code to fetch from the hub.
         config._attn_implementation = None
         config._experts_implementation = None
         check_config(config)
         return config
-    # Values of a wrong kind make transformers' classes raise whatever they stumble over.
+    # Values of a wrong kind make transformers' classes raise arbitrary errors.
     except Exception as error:
         raise ValueError(f"{file} cannot be used: {describe(error)}") from error
 
 
 def load_generation_config(folder: Path) -> GenerationConfig | None:
-    """Make transformers' config of ``generation_config.json``; None where there is none.
+    """Load the ``generation_config.json`` of a checkpoint; None if there is none.
 
     Raises:
-        ValueError: it is no JSON, or transformers or we cannot use a value of it; names the file.
+        ValueError: it is no JSON, or has a value that is not supported; names the file.
     """
     file = folder / _GENERATION_FILE
     if not file.is_file():
@@ -453,11 +453,11 @@ def load_generation_config(folder: Path) -> GenerationConfig | None:
     try:
         checkpoint_defaults(content)
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
-    # Values of a wrong kind make transformers raise whatever it stumbles over.
+    # Values of a wrong kind make transformers raise arbitrary errors.
     except Exception as error:
         raise ValueError(f"{file} cannot be used: {describe(error)}") from error
 
 
 def describe(error: Exception) -> str:
-    """An error's message, with its kind where that is part of what it says."""
+    """Return an error's message, with its type unless the message is self-contained."""
     return str(error) if isinstance(error, OSError | ValueError) else described(error)

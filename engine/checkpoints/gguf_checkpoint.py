@@ -1,8 +1,8 @@
-"""A GGUF file as a checkpoint: config and weights, by transformers' names.
+"""GGUF files as checkpoints: config and weights, by transformers' names.
 
-llama.cpp's converter renames tensors, turns the rows of some, and writes the config as metadata.
-What transformers knows of that is used: its table of metadata keys, and its functions that undo
-changes of values. Blocks become values tensor by tensor, by the ``gguf`` package.
+llama.cpp's converter renames tensors, permutes the rows of some, and writes the config as metadata.
+To undo this, transformers' table of metadata keys and its inverse value transforms are used. The
+``gguf`` package dequantizes blocks, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.files.gguf_header import GGUFHeader, GGUFTensor
 _ROPE_FACTORS = "rope_freqs.weight"
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-# Those that are held as codes: bits, values of a group, and what zero is as a code, if a number is.
+# Types kept as codes: bits, values per group, and the code of zero if it is a constant.
 _HELD: Mapping[str, tuple[Literal[4, 8], int, int | None]] = {
     "Q4_0": (4, 32, 8),
     "Q4_1": (4, 32, None),
@@ -53,31 +53,31 @@ _NAMES_IN_LAYERS = {
     "ffn_down": "mlp.down_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-# Of models that normalise what attention and MLP put out as well.
+# Target of ffn_norm in models that also normalise the outputs of attention and MLP.
 _NORM_BETWEEN = "pre_feedforward_layernorm"
-# Keys behind the architecture that transformers' table lacks for some.
+# Keys, without the architecture prefix, that transformers' table lacks for some architectures.
 _MORE_KEYS = {
     "attention.key_length": "head_dim",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base_swa": "rope_local_base_freq",
 }
-# Models of so many layers scale scores by hidden size and heads; it stands in their files' names.
+# Models with these numbers of layers scale scores by hidden size / heads; metadata lacks this.
 _LAYERS_SCALED_BY_WIDTH = (46, 62)
 
 
 def gguf_config(header: GGUFHeader) -> PreTrainedConfig:
-    """Make the config of transformers that a file's metadata describes.
+    """Build the transformers config that a file's metadata describes.
 
     Raises:
-        ValueError: the architecture is not known, or a value is missing, cannot be, or asks for
-            what is not supported; names the file and the key.
+        ValueError: the architecture is not known, or a value is missing, invalid, or not
+            supported; names the file and the key.
     """
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     architecture = header.architecture
-    # Such files hold the text model alone of those that see or hear.
+    # For multimodal models, GGUF files contain only the text model.
     kind = next((t for t in (f"{architecture}_text", architecture) if t in CONFIG_MAPPING), "")
     if architecture not in GGUF_CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(
@@ -149,7 +149,7 @@ def _add_rope(header: GGUFHeader, content: dict[str, Any]) -> None:
 
 
 def _set_rope_factors(header: GGUFHeader, config: PreTrainedConfig) -> None:
-    """State the rope parameters that give a file's factors; ``ValueError`` if no known ones do."""
+    """Set the rope parameters that reproduce a file's factors; raise if no known ones do."""
     parameters, tensor = dict(config.rope_parameters), header.tensors[_ROPE_FACTORS]
     theta, width = parameters.get("rope_theta"), 2 * tensor.shape[0]
     if tensor.type_name != "F32" or len(tensor.shape) != 1 or theta is None:
@@ -171,7 +171,7 @@ def _set_rope_factors(header: GGUFHeader, config: PreTrainedConfig) -> None:
 
 
 def gguf_token_ids(header: GGUFHeader) -> dict[str, Any]:
-    """The tokens that begin and end a text, by transformers' names."""
+    """Return the ids of special tokens that begin, pad and end a text, by transformers' names."""
     names = ("bos", "padding", "eos", "eot", "eom")
     first, padding, *ends = (_number(header, f"tokenizer.ggml.{n}_token_id") for n in names)
     ids: dict[str, Any] = {"bos_token_id": first, "pad_token_id": padding}
@@ -188,18 +188,18 @@ class GGUFWeights:
 
     @cached_property
     def files(self) -> Mapping[str, str]:
-        """Tensor name to the name of the file."""
+        """File name of each tensor."""
         return dict.fromkeys(self._stored, self.header.path.name)
 
     @property
     def formats(self) -> Mapping[str, int]:
-        """How many tensors are of each type, the most frequent first."""
+        """Number of tensors of each type, most frequent first."""
         counts = Counter(tensor.type_name for tensor in self.header.tensors.values())
         return dict(counts.most_common())
 
     @cached_property
     def _stored(self) -> Mapping[str, str]:
-        """Names in the file by transformers' names; unknown ones stay as they are."""
+        """Names in the file by transformers' names; unknown names are unchanged."""
         has_output_norms = any(".post_ffw_norm." in name for name in self.header.tensors)
         names = _NAMES_IN_LAYERS | ({"ffn_norm": _NORM_BETWEEN} if has_output_norms else {})
         stored = {}
@@ -216,7 +216,7 @@ class GGUFWeights:
 
     @cached_property
     def _undo(self) -> Callable[[Any, str], Any]:
-        """Undoes what the converter did to the values of a tensor, if anything."""
+        """Function that undoes the converter's changes to the values of a tensor."""
         from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
         config = gguf_config(self.header)
@@ -225,7 +225,7 @@ class GGUFWeights:
         return lambda values, name: processor.process(values, name).weights
 
     def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Stored]]:
-        """See :class:`WeightFiles`; blocks come as codes, or as float32 values."""
+        """See :class:`WeightFiles`; blocks are returned as codes, or as float32 values."""
         for name in names:
             stored = self._name(name)
             tensor, values = self.header.tensors[stored], self.values(stored)
@@ -238,13 +238,13 @@ class GGUFWeights:
             yield name, QuantizedWeight(codes, scales, offsets, size, bits)
 
     def scheme_of(self, name: str) -> QuantizationScheme | None:
-        """How a matrix that comes as codes is stored; None of others."""
+        """Return the storage scheme of a matrix that is read as codes; None for others."""
         tensor = self.header.tensors[self._name(name)]
         held = _HELD.get(tensor.type_name) if len(tensor.shape) == 2 else None
         return held and QuantizationScheme(*held[:2])
 
     def check(self, expected: Mapping[str, Target]) -> None:
-        """See :class:`WeightFiles`; types must be among those that can be turned into values."""
+        """See :class:`WeightFiles`; all types must be readable."""
         for name, target in expected.items():
             stored = self.header.tensors[self._name(name)]
             if stored.shape != tuple(target.shape):
@@ -259,7 +259,7 @@ class GGUFWeights:
                 )
 
     def _codes(self, tensor: GGUFTensor, values: Any) -> tuple[Any, Any, Any]:
-        """Codes, scales and offsets of the groups of a matrix whose values are known."""
+        """Compute codes, scales and offsets of the groups of a matrix from its values."""
         from gguf.quants import Q4_K
 
         bits, size, zero = _HELD[tensor.type_name]
@@ -280,7 +280,7 @@ class GGUFWeights:
             offsets = -zero * scales
         shape = (len(values), values.shape[1] // size, 1)
         scales, offsets = scales.reshape(shape), offsets.reshape(shape)
-        with np.errstate(all="ignore"):  # codes of a scale of 0 are 0; no number becomes one
+        with np.errstate(all="ignore"):  # with a scale of 0, or values that are NaN, codes are 0
             codes = np.rint((values.reshape(*shape[:2], size) - offsets) / scales)
         codes = np.nan_to_num(codes, posinf=0, neginf=0).clip(0, 2**bits - 1).astype(np.uint8)
         return codes.reshape(values.shape), scales[..., 0], offsets[..., 0]
@@ -291,7 +291,7 @@ class GGUFWeights:
         return self._stored[name]
 
     def values(self, name: str) -> Any:
-        """The array of a tensor by its name in the file: its numbers; blocks become float32."""
+        """Read a tensor by its name in the file; blocks are dequantized to float32."""
         from gguf import GGMLQuantizationType, dequantize
 
         tensor = self.header.tensors[name]

@@ -1,15 +1,15 @@
-"""Quantized weights as safetensors have them: GPTQ, AWQ and compressed-tensors.
+"""Quantized weights in safetensors files: GPTQ, AWQ and compressed-tensors.
 
-A matrix ``(out, in)`` is several tensors under its module's name. Whole numbers of 4 or 8 bits lie
-in int32, ``n`` in each, the first one lowest (AWQ: in an order of its own)::
+A matrix ``(out, in)`` is stored as several tensors under its module's name. Integers of 4 or 8 bits
+are packed into int32, ``n`` in each, least significant first (AWQ: in another order)::
 
               GPTQ                       AWQ                        compressed-tensors
     codes     qweight (in / n, out)      qweight (in, out / n)      weight_packed (out, in / n)
     scales    scales (groups, out)       scales (groups, out)       weight_scale (out, groups)
     zeros     qzeros (groups, out / n)   qzeros (groups, out / n)   weight_zero_point (out / n,
-              less 1, if not of format                              groups), or none: the middle
-              gptq_v2
-    groups    g_idx (in), if inputs were sorted first               weight_g_idx (in), the same
+              minus 1, unless the format                            groups); none: the middle
+              is gptq_v2
+    groups    g_idx (in), if inputs were sorted first               weight_g_idx (in), likewise
 
 A weight is ``(code - zero) * scale``.
 """
@@ -30,7 +30,7 @@ from engine.checkpoints.quantized_weight import QuantizedWeight, Stored, Target
 from engine.checkpoints.weight_files import WeightFiles
 
 _METHODS = {"gptq": "GPTQ", "awq": "AWQ", "compressed-tensors": "compressed-tensors"}
-# What else is not supported, by key.
+# The only supported value of further keys.
 _ONLY = {
     "awq": {"version": "gemm"},
     "compressed-tensors": {"format": "pack-quantized", "type": "int", "dynamic": "false"},
@@ -41,17 +41,17 @@ _COMPRESSED |= {"groups": "weight_g_idx", "shape": "weight_shape"}
 _WHOLE = ("I32", "I64")
 _TYPES = {"codes": ("I32",), "zeros": ("I32",), "groups": _WHOLE, "shape": _WHOLE}
 _TYPES |= {"scales": ("F16", "BF16", "F32")}
-# Where AWQ puts the first column of eight, the second one, ...
+# Position in an int32 of each of eight columns in AWQ.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFormat:
-    """What a ``quantization_config`` says.
+    """A parsed ``quantization_config``.
 
     Attributes:
-        group_size: inputs that share a scale; None: all.
-        zero_shift: what is added to stored zeros.
+        group_size: number of inputs that share a scale; None: all.
+        zero_shift: offset that is added to stored zeros.
     """
 
     method: str
@@ -61,7 +61,7 @@ class PackedFormat:
 
     @classmethod
     def of(cls, file: Path, config: Mapping[str, Any]) -> PackedFormat | None:
-        """Read the content of a ``config.json``; None where its weights are plain.
+        """Parse the content of a ``config.json``; None if its weights are plain.
 
         Raises:
             ValueError: the format is not supported; names the file and the key.
@@ -99,11 +99,11 @@ class PackedFormat:
 
     @property
     def suffixes(self) -> Mapping[str, str]:
-        """Of the tensors' names, by what they hold."""
+        """Suffixes of the tensors' names by their content."""
         return _COMPRESSED if self.method == "compressed-tensors" else _USUAL
 
     def shapes(self, out: int, width: int) -> Mapping[str, tuple[int, ...]]:
-        """Of the tensors of a matrix."""
+        """Return the shapes of the tensors of a matrix by their content."""
         n = 32 // self.bits
         shapes: dict[str, tuple[int, ...]] = {"groups": (width,), "shape": (2,)}
         groups = -(-width // (self.group_size or width))
@@ -114,7 +114,7 @@ class PackedFormat:
         return {**shapes, "codes": codes, "zeros": (groups, out // n), "scales": (groups, out)}
 
     def unpack(self, packed: Tensor, axis: int, size: int) -> Tensor:
-        """The whole numbers in int32, whose number along an axis is ``size``."""
+        """Unpack integers from int32; ``size`` is their number along the axis."""
         n = 32 // self.bits
         places = _AWQ_PLACES if self.method == "awq" else range(n)
         parts = [(packed >> place * self.bits) & (2**self.bits - 1) for place in places]
@@ -137,7 +137,7 @@ def _only_group(place: str, stated: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class PackedFiles(WeightFiles):
-    """The weights of such a checkpoint: a matrix's parts are one tensor by the matrix's name."""
+    """Packed weights of a checkpoint; the parts of a matrix appear as one tensor of its name."""
 
     format: PackedFormat = field(kw_only=True)
 
@@ -151,7 +151,7 @@ class PackedFiles(WeightFiles):
         }
 
     def _parts(self, name: str) -> dict[str, str]:
-        """Names of a matrix's tensors by what they hold; none of one that is stored plain."""
+        """Return names of a matrix's tensors by their content; empty if it is stored plain."""
         stem = name.removesuffix("weight")
         names = {part: f"{stem}{suffix}" for part, suffix in self.format.suffixes.items()}
         return {part: each for part, each in names.items() if each in self.stored}

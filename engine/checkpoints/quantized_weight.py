@@ -1,8 +1,7 @@
-"""A matrix of whole numbers in groups, the one form of all quantized weights here.
+"""Matrices of integer codes in groups, the common representation of all quantized weights.
 
 Along a row of ``(out_features, in_features)``, each group of ``group_size`` codes shares a scale
-and an offset, and a weight is ``code * scale + offset``. What published formats store is this,
-in other words:
+and an offset, and a weight is ``code * scale + offset``. Published formats are converted to this:
 
     ========  ====  ==========  ==========================================
     format    bits  group_size  offset
@@ -17,9 +16,9 @@ in other words:
     GPTQ/AWQ  4, 8  32 to 128   -zero scale
     ========  ====  ==========  ==========================================
 
-A reader of such files makes a :class:`QuantizedWeight` of each matrix and hands it to the matrix's
-:class:`Target`, as a reader of plain files hands over a tensor; ``engine.layers.Linear`` multiplies
-with it as it is. ``int8`` and ``int4`` are made here, of plain tensors, as they are loaded.
+A reader of such files passes each matrix as a :class:`QuantizedWeight` to its :class:`Target`, as a
+reader of plain files passes a tensor; ``engine.layers.Linear`` multiplies with it directly.
+``int8`` and ``int4`` are computed here from plain tensors while they are loaded.
 """
 
 from __future__ import annotations
@@ -30,41 +29,41 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-# Weights that are quantized, or dequantized, at once.
+# Number of weights that are quantized at once.
 _AT_ONCE = 1 << 22
 
 
 class Target(Protocol):
-    """Where a tensor of a checkpoint goes: a tensor, or a part of a product's weight."""
+    """Destination of a checkpoint tensor: a tensor, or a part of a product's weight."""
 
     @property
     def shape(self) -> torch.Size:
-        """As the checkpoint has it."""
+        """Shape in the checkpoint."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes when it is there."""
+        """Size in bytes once it is loaded."""
 
     def is_floating_point(self) -> bool:
-        """Whether it takes floating-point numbers."""
+        """Return True if it accepts floating-point numbers."""
 
     def copy_(self, source: Tensor, /) -> object:
-        """Take the stored tensor."""
+        """Copy the stored tensor into this target."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """See the module.
+    """A quantized matrix; see the module docstring.
 
     Attributes:
         codes: ``(out_features, in_features)`` uint8, below ``2**bits``.
         scales: ``(out_features, groups)`` float32; the last group may be shorter than the others.
-        offsets: the same.
-        group_size: codes of a group.
+        offsets: like ``scales``.
+        group_size: number of codes in a group.
         bits: 4 or 8.
 
     Raises:
-        ValueError: shapes or types do not go together.
+        ValueError: shapes or types do not match.
     """
 
     codes: Tensor
@@ -92,17 +91,17 @@ class QuantizedWeight:
 
     @property
     def layout(self) -> tuple[int, Literal[4, 8]]:
-        """Group size and bits: weights that share them can be stacked."""
+        """Group size and bits; weights with the same layout can be stacked."""
         return self.group_size, self.bits
 
     def to(self, device: torch.device) -> QuantizedWeight:
-        """The same on a device."""
+        """Return a copy on a device."""
         codes, scales, offsets = self.codes.to(device), self.scales.to(device), self.offsets
         return QuantizedWeight(codes, scales, offsets.to(device), self.group_size, self.bits)
 
     @classmethod
     def stacked(cls, parts: list[QuantizedWeight]) -> QuantizedWeight:
-        """One below the other; all have one layout and width."""
+        """Concatenate the rows of matrices of one layout and width."""
         if len(parts) == 1:
             return parts[0]
         codes, scales, offsets = (
@@ -112,7 +111,7 @@ class QuantizedWeight:
         return cls(codes, scales, offsets, parts[0].group_size, parts[0].bits)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The plain matrix."""
+        """Compute the plain matrix."""
         width, size = self.codes.shape[1], self.group_size
         scales = self.scales.repeat_interleave(size, dim=1)[:, :width]
         offsets = self.offsets.repeat_interleave(size, dim=1)[:, :width]
@@ -120,28 +119,28 @@ class QuantizedWeight:
 
 
 Stored: TypeAlias = Tensor | QuantizedWeight
-"""What a checkpoint has of a weight."""
+"""A weight as read from a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationScheme:
-    """How plain weights are quantized as they are loaded.
+    """Parameters for quantizing plain weights while they are loaded.
 
     Attributes:
-        group_size: None takes a whole row, symmetric around 0; else a group's codes reach from its
-            smallest to its largest weight.
+        group_size: None: one group per row, symmetric around 0. Otherwise a group's codes span the
+            range from its smallest to its largest weight.
     """
 
     bits: Literal[4, 8]
     group_size: int | None
 
     def nbytes(self, rows: int, width: int) -> int:
-        """Of a matrix that is held so, with scales and offsets of 16 bits, or 32 of a row."""
+        """Return the size of a matrix, with scales and offsets of 16 bits (per row: 32 bits)."""
         groups, entry = (1, 8) if self.group_size is None else (-(-width // self.group_size), 4)
         return rows * (-(-width * self.bits // 8) + groups * entry)
 
     def quantize(self, weight: Tensor) -> QuantizedWeight:
-        """Round a matrix to its nearest codes."""
+        """Round a matrix to the nearest codes."""
         rows, width = weight.shape
         size = self.group_size or width
         groups, most = -(-width // size), 2**self.bits - 1
@@ -152,7 +151,7 @@ class QuantizationScheme:
         step = max(_AT_ONCE // width, 1)
         for start in range(0, rows, step):
             at = slice(start, start + step)
-            # The last value is repeated: padding changes no group's smallest or largest.
+            # Padding repeats the last value, so that it changes no group's minimum or maximum.
             part = weight[at].float()
             part = torch.nn.functional.pad(part[None], (0, groups * size - width), "replicate")[0]
             part = part.unflatten(1, (groups, size))
@@ -170,10 +169,10 @@ class QuantizationScheme:
 
 
 def _as_half(values: Tensor) -> Tensor:
-    """Rounded to the eleven bits that float16 has, whatever their exponents."""
+    """Round to the eleven significant bits of float16, with unlimited exponents."""
     mantissa, exponent = torch.frexp(values)
     return torch.ldexp(mantissa.mul_(2**11).round_(), exponent - 11)
 
 
 SCHEMES = {"int8": QuantizationScheme(8, None), "int4": QuantizationScheme(4, 32)}
-"""What ``engine.quantization`` may be."""
+"""Values of ``engine.quantization``."""

@@ -19,29 +19,29 @@ from engine.files.json_file import file_inside, read_json_object
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-# Of safetensors, with the types of torch. Others are integers.
+# Floating-point types of safetensors that torch supports. All others are integers.
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _LISTED = 8
 
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The weights of a checkpoint, in one file or in several that an index names."""
+    """The weights of a checkpoint, in one file or in several files listed in an index."""
 
     folder: Path
 
     @property
     def files(self) -> Mapping[str, str]:
-        """Name of each weight to that of the file that holds it."""
+        """File name of each weight."""
         return self.stored
 
     @cached_property
     def stored(self) -> Mapping[str, str]:
-        """Tensor name to the name of the file that holds it; reads one header at most.
+        """File name of each stored tensor; reads at most one header.
 
         Raises:
-            ValueError: there are no safetensors weights, the index is malformed, or a file that
-                it names is not there or not in the folder.
+            ValueError: there are no safetensors weights, the index is malformed, or a file in it
+                does not exist or is outside the folder.
         """
         if (self.folder / _INDEX_FILE).is_file():
             return self._read_index()
@@ -51,24 +51,24 @@ class WeightFiles:
             return dict.fromkeys(file.keys(), _SINGLE_FILE)
 
     def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Stored]]:
-        """Read weights one by one, on the CPU, in their type; ``ValueError`` if one is missing."""
+        """Read weights one by one, on the CPU, in their stored type; raise if one is missing."""
         for file, members in self._by_file(names):
             for name in members:
                 yield name, file.get_tensor(name)
 
     def check(self, expected: Mapping[str, Target]) -> None:
-        """Compare headers with the places that weights are meant for; reads no weights.
+        """Compare headers with the targets of the weights; reads no weights.
 
         Args:
-            expected: by name, what will receive the tensor. The type of its numbers may differ.
+            expected: target of each tensor by name. Its dtype may differ.
 
         Raises:
-            ValueError: a tensor is not there, differs in shape, or does not hold
-                floating-point numbers; or a file is damaged.
+            ValueError: a tensor is missing, differs in shape, or is not floating point; or a file
+                is damaged.
         """
         for name, (shape, kind) in self.headers(expected):
             target = expected[name]
-            # Some are stored in either of two ways.
+            # Some targets accept either of two shapes.
             if shape not in getattr(target, "shapes", (tuple(target.shape),)):
                 raise ValueError(
                     f"{name} in {self.folder} has shape {shape}; "
@@ -81,17 +81,17 @@ class WeightFiles:
                 )
 
     def headers(self, names: Collection[str]) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
-        """Shape and type of stored tensors."""
+        """Yield name, shape and type of stored tensors."""
         for file, members in self._by_file(names):
             for name in members:
                 stored = file.get_slice(name)
                 yield name, (tuple(stored.get_shape()), stored.get_dtype())
 
     def rows(self, name: str, indices: Sequence[int]) -> Tensor:
-        """Read single rows of a matrix, and nothing else of it.
+        """Read only the given rows of a matrix.
 
         Returns:
-            ``(len(indices), width)`` on the CPU, in the type it is stored in.
+            ``(len(indices), width)`` on the CPU, in the stored type.
 
         Raises:
             ValueError: there is no such matrix, or it has no such row.
@@ -110,7 +110,7 @@ class WeightFiles:
         return rows
 
     def _by_file(self, names: Collection[str]) -> Iterator[tuple[Any, list[str]]]:
-        """Each file, open, with those of the tensors that it holds."""
+        """Yield each open file with the names of the requested tensors in it."""
         missing = [name for name in names if name not in self.stored]
         if missing:
             raise ValueError(f"{self.folder} lacks the weights {listed(missing)}")
@@ -164,7 +164,7 @@ class WeightFiles:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """Join the first names, followed by the number of further ones."""
     shown = ", ".join(names[:_LISTED])
     more = len(names) - _LISTED
     return f"{shown} and {more} more" if more > 0 else shown

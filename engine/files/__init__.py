@@ -1,4 +1,1 @@
-"""Caches on disk, and readers of untrusted files.
-
-Imports nothing of the project.
-"""
+"""Disk caches, and readers of untrusted files. Imports interface only."""

@@ -1,16 +1,16 @@
-"""Folders that are built once per machine, and are whole whenever they are used.
+"""Disk cache of folders that are built once per machine and always complete when used.
 
 ::
 
-    root/                        of one user, closed to all others
-        .<name>.lock             held by who builds <name>
-        .<name>~x7f2/            what is being built, or is on its way out
-        <name>/                  an entry: moved here when it is whole, never changed afterwards
-            SHA256SUMS           of every other file of it; "sha256sum -c" reads it
+    root/                        owned by one user, not writable by others
+        .<name>.lock             held by the process that builds <name>
+        .<name>~x7f2/            temporary folder of an entry that is built or replaced
+        <name>/                  an entry: moved here when complete, never changed afterwards
+            SHA256SUMS           checksums of all other files; "sha256sum -c" reads it
 
-A process that builds may be killed at any moment without harm: its lock ends with it, and the next
-process that takes the lock removes what was left. Where files cannot be locked, several may build
-at once; the first to move its folder wins.
+A building process can be killed at any time: its lock ends with it, and the next process that
+acquires the lock removes its temporary folders. Where file locks are not supported, several
+processes may build at once; the first to move its folder wins.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from engine.interface.log_fields import package_logger
 logger = package_logger(__name__)
 
 _SUMS = "SHA256SUMS"
-# Longer than any build takes. Who waited for so long builds beside the other, which is safe.
+# Longer than any build takes. After this wait, a process builds concurrently, which is safe.
 _LONGEST_WAIT_S = 1800.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class CacheFolderError(ValueError):
-    """A cache's folder cannot be used; the message says why and what to do."""
+    """Error for an unusable cache folder; the message gives the reason and a remedy."""
 
 
 def cache_root() -> Path:
-    """``$OMNI_CACHE_DIR``, or ``~/.cache/omni-pipeline``; ``CacheFolderError`` without a home."""
+    """Return ``$OMNI_CACHE_DIR`` or ``~/.cache/omni-pipeline``; raise ``CacheFolderError``."""
     asked = os.environ.get("OMNI_CACHE_DIR")
     try:
         return Path(asked) if asked else Path.home() / ".cache" / "omni-pipeline"
@@ -51,25 +51,24 @@ def cache_root() -> Path:
 
 
 class DiskCache:
-    """A folder of entries; see the module's note.
+    """A folder of entries; see the module docstring.
 
-    An entry is used if its files are those that were built, by their checksums, and if they are
-    this user's and no other user may write to them. Any other is built again, and a warning says
-    why.
+    An entry is used if its files match their checksums, belong to this user and are not writable
+    by others. Otherwise it is rebuilt, and a warning gives the reason.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def entry(self, name: str, build: Callable[[Path], object]) -> Path:
-        """The folder of an entry, built if it is not there or not as it was built.
+        """Return the folder of an entry; build it if it is missing or was modified.
 
         Args:
-            name: of the entry; it changes with all that what is built depends on.
+            name: name of the entry; must depend on everything that the content depends on.
             build: fills an empty folder with files; may be called by several processes at once.
 
         Raises:
-            CacheFolderError: the cache's folder belongs to another user, or cannot be written to.
+            CacheFolderError: the cache's folder belongs to another user, or is not writable.
         """
         folder = self.root / name
         if self._is_closed() and _problem(folder) is None:
@@ -89,7 +88,7 @@ class DiskCache:
         return folder
 
     def _is_closed(self) -> bool:
-        """Whether the root is there, and no other user can put anything into it."""
+        """Return True if the root exists and no other user can write to it."""
         try:
             return _distrust(self.root.stat()) is None
         except OSError:
@@ -109,14 +108,14 @@ class DiskCache:
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[bool]:
-        """Wait for another process that builds an entry; yields whether the lock was had."""
+        """Wait for another process that builds an entry; yield True if the lock was acquired."""
         from filelock import FileLock, Timeout  # only here: validating a pipeline builds nothing
 
         lock = FileLock(self.root / f".{name}.lock", timeout=_LONGEST_WAIT_S)
         try:
             lock.acquire()
         except (Timeout, NotImplementedError, OSError) as error:
-            # Some network file systems know no locks.
+            # Some network file systems do not support locks.
             if isinstance(error, OSError) and error.errno not in (*_NO_LOCKS, None):
                 raise
             logger.warning("%s is built without a lock: %s", name, error)
@@ -147,19 +146,19 @@ class DiskCache:
             try:
                 made.rename(folder)
             except OSError:
-                # Without a lock another may have been first: what it made is the same.
+                # Without a lock, another process may have been first; its content is the same.
                 if _problem(folder) is not None:
                     raise
 
 
-# What was found as it was built by this process, with the marks of its files at that time.
+# Entries that this process has verified, with the file marks at that time.
 _known: dict[Path, frozenset[tuple[object, ...]]] = {}
 
 
 def _problem(folder: Path) -> str | None:
-    """What keeps an entry from being used; None if it is as it was built.
+    """Return the reason why an entry cannot be used; None if it is unmodified.
 
-    All bytes are read once in a process, and again if a file has changed since.
+    All bytes are read once per process, and again if a file has changed since.
     """
     try:
         found = _files(folder)
@@ -183,7 +182,7 @@ def _problem(folder: Path) -> str | None:
 
 
 def _seal(folder: Path) -> None:
-    """Take write permission from other users, and write the checksums."""
+    """Revoke write permission of other users, and write the checksums."""
     folder.chmod(0o755)
     for path in folder.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)
@@ -200,7 +199,7 @@ def _read_sums(file: Path) -> dict[str, str]:
 
 
 def _files(folder: Path) -> dict[str, os.stat_result]:
-    """The files of a folder by their names in it, those of its folders included."""
+    """Return the files of a folder and its subfolders, by relative path."""
     files: dict[str, os.stat_result] = {}
     for path in (folder, *folder.rglob("*")):
         status = path.lstat()
@@ -215,18 +214,18 @@ def _files(folder: Path) -> dict[str, os.stat_result]:
 
 
 def file_digest(file: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
+    """Return the SHA-256 of a file's content in hexadecimal."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _is_own(status: os.stat_result) -> bool:
-    # Windows has no such ids; there, a user's profile is closed to others.
+    # Windows has no user ids; there, a user's profile is not accessible to others.
     return not hasattr(os, "getuid") or status.st_uid == os.getuid()
 
 
 def _distrust(status: os.stat_result) -> str | None:
-    """Why what has this status may have been changed by another user; None if it cannot."""
+    """Return the reason why another user may have changed a file; None if this is impossible."""
     if not _is_own(status):
         return f"it belongs to another user (uid {status.st_uid})"
     if hasattr(os, "getuid") and status.st_mode & _OF_OTHERS and not stat.S_ISLNK(status.st_mode):

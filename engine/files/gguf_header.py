@@ -1,8 +1,8 @@
-"""Reads the header of an untrusted GGUF file: its metadata, and where its tensors lie.
+"""Reader of untrusted GGUF headers: metadata, and locations of tensors.
 
-The ``gguf`` package knows the types and turns blocks into values. It takes whatever memory a header
-asks for, so headers are read here: every count, length and place is compared with the file's size
-and with what files of this kind hold, before anything is made of it.
+The ``gguf`` package provides types and dequantizes blocks. Its reader allocates whatever memory a
+header requests, so headers are read here: every count, length and offset is compared with the file
+size and with the limits of published files before it is used.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -23,7 +23,7 @@ _VERSIONS = (2, 3)
 _MOST_ENTRIES, _MOST_TENSORS, _MOST_HEADER_BYTES = 2**12, 2**16, 2**26
 _MOST_NAME_BYTES, _MOST_STRING_BYTES, _MOST_ITEMS = 2**10, 2**22, 2**22
 _MOST_DIMENSIONS, _ALIGNMENTS = 4, (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-# Longer arrays, such as a vocabulary's scores, are left as their lengths.
+# Longer arrays, such as a vocabulary's scores, are represented by their lengths.
 _SHORT = 2**10
 _SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
@@ -31,13 +31,13 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Where a tensor is stored.
+    """Location and type of a tensor.
 
     Attributes:
-        shape: outermost dimension first, as torch has it.
-        type_name: of its values or blocks, such as ``Q4_K``.
-        block_size: values in a block; 1 where it is no quantized type.
-        start: of its bytes in the file.
+        shape: outermost dimension first, as in torch.
+        type_name: type of its values or blocks, such as ``Q4_K``.
+        block_size: number of values in a block; 1 if the type is not quantized.
+        start: offset of its bytes in the file.
     """
 
     shape: tuple[int, ...]
@@ -49,11 +49,11 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """What a file says of itself.
+    """Header of a GGUF file.
 
     Attributes:
-        metadata: by key. Of an array of strings, and of a long one, its length.
-        tensors: by name, in the file's order.
+        metadata: values by key; for arrays of strings and long arrays, only the length.
+        tensors: tensors by name, in file order.
     """
 
     path: Path
@@ -62,7 +62,7 @@ class GGUFHeader:
 
     @property
     def architecture(self) -> str:
-        """The kind of model, by such files' name for it; ``ValueError`` if it does not say."""
+        """Model architecture, by its GGUF name; ``ValueError`` if it is missing."""
         architecture = self.metadata.get("general.architecture")
         if not isinstance(architecture, str):
             raise ValueError(f"{self.path}: general.architecture is {architecture!r}, no name")
@@ -70,7 +70,7 @@ class GGUFHeader:
 
 
 def find_gguf(model: Path) -> Path | None:
-    """A GGUF file, or a folder's if it has no safetensors; else None; ``ValueError`` of several."""
+    """Return a GGUF file, or that of a folder without safetensors, or None; raise for several."""
     if model.is_file():
         return model if model.suffix == ".gguf" else None
     if not model.is_dir() or any(model.glob("*.safetensors")):
@@ -83,11 +83,11 @@ def find_gguf(model: Path) -> Path | None:
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
-    """Read and check the header of a GGUF file; touches no tensor's data.
+    """Read and check the header of a GGUF file, without reading tensor data.
 
     Raises:
-        ValueError: it is no such file, is cut off or damaged, or asks for what cannot be; names
-            the file and what is wrong.
+        ValueError: it is no GGUF file, truncated, damaged, or has invalid values; names the file
+            and the problem.
     """
     try:
         with path.open("rb") as file:
@@ -100,7 +100,7 @@ def read_gguf_header(path: Path) -> GGUFHeader:
 
 
 class _Reader:
-    """Walks over a header; ``ValueError`` where it cannot go on."""
+    """Sequential reader of a header; raises ``ValueError`` on invalid content."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content, self._place = content, 0
@@ -138,7 +138,7 @@ class _Reader:
         return GGUFHeader(path, metadata, tensors)
 
     def _places(self, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
-        """Shape, type and offset of each tensor, by name."""
+        """Read shape, type and offset of each tensor, by name."""
         places = {}
         for _ in range(count):
             name = self._string("a tensor's name", _MOST_NAME_BYTES)

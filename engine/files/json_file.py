@@ -1,4 +1,4 @@
-"""Reads untrusted JSON files: of bounded size, every key once, no NaN."""
+"""Reader of untrusted JSON files: bounded size, no duplicate keys, no NaN."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """A file that a folder, or a file in it, names.
+    """Return the path of a file in a folder, given a name from an untrusted source.
 
-    Links may lead to other files of the folder. In a cache of the Hugging Face hub they may also
-    lead to where it keeps the contents::
+    Links may point to other files of the folder. In a cache of the Hugging Face hub they may also
+    point to its blobs::
 
         models--organisation--name/snapshots/<commit>/model.safetensors
         models--organisation--name/blobs/                                   of this model
         blobs/                                                              of all models
 
     Raises:
-        ValueError: it names, or is a link to, something outside; or there is no such file.
+        ValueError: the name or a link points outside the folder, or there is no such file.
     """
     for pure in (PurePosixPath(name), PureWindowsPath(name)):
         if pure.anchor or ".." in pure.parts or "\0" in name:
@@ -49,7 +49,7 @@ def read_json_object(file: Path, *, most_bytes: int = _MOST_BYTES) -> dict[str, 
     """Read a JSON file whose outermost value is an object; see :func:`read_json`.
 
     Raises:
-        ValueError: it is none, or holds something else; names the file.
+        ValueError: it is no valid JSON, or not an object; names the file.
     """
     content = read_json(file, most_bytes=most_bytes)
     if not isinstance(content, dict):
@@ -60,11 +60,11 @@ def read_json_object(file: Path, *, most_bytes: int = _MOST_BYTES) -> dict[str, 
 def read_json(file: Path, *, most_bytes: int = _MOST_BYTES) -> Any:
     """Read a JSON file.
 
-    Infinity is taken, which some published configs state as a limit; NaN is not.
+    Infinity is accepted, as some published configs use it as a limit; NaN is not.
 
     Raises:
-        ValueError: it is no regular file, too large, no UTF-8, no JSON, nested too deeply, names a
-            key twice, or holds NaN; names the file.
+        ValueError: it is no regular file, too large, no UTF-8, no JSON, nested too deeply, has a
+            duplicate key, or contains NaN; names the file.
     """
     if not file.is_file():
         raise ValueError(f"{file} is no regular file")
