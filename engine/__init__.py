@@ -1,7 +1,7 @@
-"""Runs one model: engine loop, scheduler, model runner, attention, models, sampling.
+"""Engine for one model: engine loop, scheduler, model runner, attention, models, sampling.
 
-Imports prefix_cache. Engines are imported when they are first used, since that takes seconds of
-torch and transformers, which naming prompts and settings should not cost.
+Imports prefix_cache. Engines are imported on first use: importing torch and transformers takes
+seconds, which code that only needs prompts and settings should not pay for.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from engine.requests.encoder_input import MultiModalInput as MultiModalInput
     from engine.resources.memory_plan import MemoryPlan as MemoryPlan
 
-# PyTorch's OpenMP reads its settings when it is loaded, which no import above does.
+# PyTorch's OpenMP reads its settings when it is loaded; no import above loads it.
 configure_openmp()
 
 _IMPORTED_ON_USE = {

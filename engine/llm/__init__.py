@@ -1,4 +1,4 @@
-"""The engine of autoregressive stages, and how it is put together.
+"""The engine of autoregressive stages, and the assembly of its components.
 
-Imports execution, scheduling, models, inputs and the rooms below them.
+Imports execution, scheduling, models, inputs and the packages below them.
 """

@@ -1,6 +1,6 @@
-"""A process that computes one share of a model's layers.
+"""Follower process of a tensor-parallel engine, which computes one shard of a model's layers.
 
-See :mod:`engine.execution.tensor_parallel`. Started by the engine that leads it, and ended with it.
+Its leader, the engine, starts and ends it. See :mod:`engine.execution.tensor_parallel`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from prefix_cache import PageCopy, PagedMemory
 
 
 class Follower:
-    """Does what the leader says, to its own share of the model and of every page."""
+    """Executes the leader's messages on its shard of the model and of every page."""
 
     def __init__(
         self, config: EngineConfig, choices: Choices, model: CausalModel, shards: Shards
@@ -55,7 +55,7 @@ class Follower:
         model.drop_all_but_layers()
 
     def take(self, message: FollowerMessage) -> None:
-        """Do what a message asks for."""
+        """Execute a message."""
         match message:
             case StepMessage():
                 self._step(message)
@@ -94,9 +94,9 @@ class Follower:
 
 
 def main(answers: IO[str]) -> int:
-    """Follow the process at the other end of standard input, which reads the answers."""
+    """Follow the leader at the other end of standard input, which reads the answers."""
     pipe = sys.stdin.buffer
-    logging.disable(logging.WARNING)  # which says the same
+    logging.disable(logging.WARNING)  # the leader logs the same
     setup: FollowerSetup = read_message(pipe, FollowerSetup)
     torch.set_num_threads(setup.num_threads)
 
@@ -120,6 +120,6 @@ def main(answers: IO[str]) -> int:
                     follower.take(read_message(pipe, FollowerMessage))
     except EOFError:
         return 0
-    except Exception as error:  # whatever it is, the leader is to say so
+    except Exception as error:  # the leader reports any error
         say(described(error))
         raise

@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens, text and per-token tensors out."""
+"""The engine of decoders: maps requests to tokens, text and per-token tensors."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ logger = package_logger(__name__)
 
 # The warm-up runs two requests, of three tokens and of two.
 _WARM_UP_SEQS, _WARM_UP_LEN, _WARM_UP_TOKENS = 2, 3, 5
-# Positions that a checkpoint may ask tables for, unless a user asks for more.
+# Maximum number of positions from a checkpoint; a user may set more explicitly.
 _LONGEST_UNASKED = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What the config names or leaves open, decided by the checkpoint and the machine."""
+    """Settings that are resolved from the config, the checkpoint and the machine."""
 
     checkpoint: Checkpoint
     device: torch.device
@@ -85,7 +85,7 @@ class Choices:
 
     @classmethod
     def of(cls, config: EngineConfig) -> Choices:
-        """Read the checkpoint's configs; ``ValueError`` as of :class:`LLMEngine`."""
+        """Read the checkpoint's configs; raises ``ValueError`` like :class:`LLMEngine`."""
         checkpoint = open_configured(config)
         if config.generation_config == "ignore":
             checkpoint = replace(checkpoint, generation_config=None)
@@ -105,17 +105,17 @@ class Choices:
 
     @property
     def stored_dtype(self) -> torch.dtype | None:
-        """Of what C kernels convert as they read it; None: torch computes in it."""
+        """Dtype of data that C kernels convert while reading; None: torch computes in it."""
         converts = self.attention == "native" and self.dtype == torch.bfloat16
         return self.dtype if converts else None
 
     @property
     def computed_dtype(self) -> torch.dtype:
-        """Of activations."""
+        """Dtype of activations."""
         return self.dtype if self.stored_dtype is None else torch.float32
 
     def with_heads_of(self, model: CausalModel, config: EngineConfig) -> Choices:
-        """Decide between kernels and torch once more: not every head suits the kernels."""
+        """Resolve the backend again for the model's head sizes, which kernels may not support."""
         attention = self.attention
         if attention in ("triton", "xformers"):
             head_dims = {layer.spec.head_dim for layer in model.attention_layers}
@@ -126,7 +126,7 @@ class Choices:
 
     @property
     def attention_in_words(self) -> str:
-        """The backend, and for which instructions its C kernels were compiled."""
+        """Description of the backend, with the instruction set of its C kernels."""
         if self.attention != "native":
             return self.attention
         return f"native, C kernels for {load_kernels().instructions}"
@@ -135,7 +135,7 @@ class Choices:
 def load_configured(
     config: EngineConfig, choices: Choices, shards: Shards = WHOLE
 ) -> tuple[Choices, CausalModel]:
-    """Load the model, or a share of it; what its heads decide is in the choices."""
+    """Load the model or a shard of it; returns choices that are updated for its heads."""
     if choices.device.type == "cpu":
         keep_freed_memory()
     model = load_model(
@@ -155,7 +155,7 @@ def load_configured(
 
 
 def _start_followers(config: EngineConfig, choices: Choices) -> Followers | None:
-    """Of a model that is split; what cannot be is refused before any process is started."""
+    """Start the followers of a split model; invalid configs fail before any process starts."""
     size, device = config.tensor_parallel, choices.device
     if size == 1:
         return None
@@ -178,7 +178,7 @@ def _start_followers(config: EngineConfig, choices: Choices) -> Followers | None
 
 
 def _layer_ops(choices: Choices, config: EngineConfig) -> LayerOps:
-    """One choice for attention and layers: with backend torch, neither runs own kernels."""
+    """Choose layer operations to match attention: with backend torch, neither uses own kernels."""
     if config.deterministic and (choices.attention != "native" or not load_kernels().has_linear):
         raise ValueError(
             "deterministic needs the C kernels, attention and products, of a CPU with AVX-512, "
@@ -188,13 +188,13 @@ def _layer_ops(choices: Choices, config: EngineConfig) -> LayerOps:
         return NativeLayerOps(load_kernels(), deterministic=config.deterministic)
     if choices.attention != "triton":
         return LayerOps()
-    from engine.layers.triton_ops import TritonLayerOps  # Triton need not be there elsewhere
+    from engine.layers.triton_ops import TritonLayerOps  # Triton may be missing otherwise
 
     return TritonLayerOps()
 
 
 def outline_needs(config: EngineConfig) -> ModelNeeds:
-    """What a model needs, by its config alone; ``ValueError`` as of :class:`LLMEngine`."""
+    """Compute a model's needs from its config only; raises ``ValueError`` like ``LLMEngine``."""
     choices = Choices.of(config)
     choices = replace(choices, checkpoint=replace(choices.checkpoint, is_outline=True))
     shards = Shards(size=config.tensor_parallel)
@@ -203,7 +203,7 @@ def outline_needs(config: EngineConfig) -> ModelNeeds:
 
 
 def _needs(config: EngineConfig, model: CausalModel, choices: Choices) -> ModelNeeds:
-    # Of the widest rows that the model's towers make, if it has any.
+    # Parts of the widest rows of the model's towers, if it has any.
     towers = getattr(model, "towers", {})
     parts = max((t.row_parts for t in towers.values()), default=int(bool(model.placeholders)))
     row_bytes = model.hidden_size * choices.computed_dtype.itemsize
@@ -222,7 +222,7 @@ def _needs(config: EngineConfig, model: CausalModel, choices: Choices) -> ModelN
 def plan_pages(
     config: EngineConfig, model: CausalModel, choices: Choices
 ) -> tuple[KVCacheConfig, MemoryPlan]:
-    """How many pages there are, and of which layers; see :func:`plan_memory`."""
+    """Plan the number of pages, and the layers in them; see :func:`plan_memory`."""
     return plan_memory(
         config,
         _needs(config, model, choices),
@@ -275,7 +275,7 @@ def _input_limits(
 def attention_backends(
     kv_config: KVCacheConfig, choices: Choices, config: EngineConfig
 ) -> list[AttentionBackend | None]:
-    """One for every group; None where it has no attention."""
+    """Create a backend for every group; None for groups without attention."""
     return [
         get_backend(
             choices.attention,
@@ -291,7 +291,7 @@ def attention_backends(
 
 
 def _recorder(config: EngineConfig, model: CausalModel, choices: Choices) -> Recorder | None:
-    """Records steps of decodes, if their kernels take lengths from the device; None elsewhere."""
+    """Return a recorder of decode steps if kernels read lengths from the device, else None."""
     if config.enforce_eager or choices.attention != "triton" or choices.device.type != "cuda":
         return None
     if config.tensor_parallel > 1:
@@ -300,7 +300,7 @@ def _recorder(config: EngineConfig, model: CausalModel, choices: Choices) -> Rec
 
 
 def _cache_groups(model: CausalModel, block_size: int) -> tuple[KVCacheGroup, ...]:
-    """The groups of a model's layers, and one on the host if none of them keeps all tokens."""
+    """Group a model's layers; add a host-only group if none of them keeps all tokens."""
     specs: dict[str, KVCacheSpec] = {x.layer_name: x.spec for x in model.attention_layers}
     specs |= {layer.layer_name: layer.spec for layer in model.state_layers}
     groups = group_layers(specs)
@@ -344,7 +344,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     given: object = prompts
     if isinstance(prompts, Prompt):
         return [prompts]
-    # A mapping would run as well: each of its keys as a prompt.
+    # A mapping would be iterated, with its keys as prompts.
     if isinstance(given, Mapping | bytes) or not isinstance(given, Iterable):
         raise ValueError(
             "prompts must be a prompt (such as a str, TextPrompt or TokensPrompt), or a list of "
@@ -377,14 +377,14 @@ def _check_whole(prompt: Prompt) -> None:
 
 
 class LLMEngine(Engine[RequestOutput]):
-    """Runs one decoder: paged KV cache, continuous batching, prefix caching, mirrored outputs.
+    """Engine of one decoder: paged KV cache, continuous batching, prefix caching, outputs.
 
     Args:
-        output_names: mirror only these per-token outputs; None mirrors all that the model emits,
-            an empty collection none.
+        output_names: per-token outputs to mirror; None: all that the model emits; an empty
+            collection: none.
 
     Raises:
-        ValueError: the checkpoint, a limit or an output name does not work out; says how to fix it.
+        ValueError: the checkpoint, a limit or an output name is invalid; states the remedy.
     """
 
     memory_plan: MemoryPlan
@@ -460,13 +460,13 @@ class LLMEngine(Engine[RequestOutput]):
         memory: PagedMemory,
         plan: MemoryPlan,
     ) -> None:
-        """Set up what decides about the pages, and what runs the model over them."""
+        """Create the components that manage the pages, and the runner that uses them."""
         manager, kv_config = self._kv, self._kv.config
         self._swap = swap_memory = None
         if config.preemption == "swap":
             self._swap = SwapSpace(manager, config.num_swap_blocks or kv_config.num_large_pages)
             swap_memory = PagedMemory(self._swap.config)
-        # Holds rows of images and the like, for a model whose prompts show any.
+        # Holds rows of images and other items, for models with multimodal prompts.
         self._encoder_cache_manager = None
         if model.placeholders:
             row = torch.empty(model.hidden_size, dtype=choices.computed_dtype, device="meta")
@@ -514,10 +514,7 @@ class LLMEngine(Engine[RequestOutput]):
         )
 
     def _prepare(self, new: NewRequest) -> RequestGroup:
-        """Prepare text, chat messages, token ids, embeddings, or what a model speaks.
-
-        Of the last, all or the first chunk.
-        """
+        """Prepare text, chat messages, token ids, embeddings, or (a first chunk of) speech."""
         if "\x00" in new.request_id:
             raise ValueError("a request_id must not contain a NUL character")
         return RequestGroup.of(new.request_id, self._inputs.process(new))
@@ -538,14 +535,14 @@ class LLMEngine(Engine[RequestOutput]):
         return [group.delta() for group in self._moved()]
 
     def _moved(self) -> list[RequestGroup]:
-        """Run one step; return the requests that moved, finished or not.
+        """Run one step; return the requests with progress, finished or not.
 
-        It does nothing while no request is live, or those that are wait for input or are paused,
-        or for what such requests hold.
+        It does nothing if there are no live requests, or if all of them are paused, wait for input,
+        or wait for resources of such requests.
 
         Raises:
-            RuntimeError: requests wait and none can run. ``FitCheck`` rules that out; if it happens
-                all the same, it is said here rather than waited for.
+            RuntimeError: requests wait and none can run. ``FitCheck`` should prevent this; if it
+                happens anyway, raising is better than waiting forever.
         """
         if not self._live:
             return []
@@ -571,7 +568,7 @@ class LLMEngine(Engine[RequestOutput]):
     def _run(self, scheduled: SchedulerOutput) -> list[RequestGroup]:
         try:
             sampled = self._runner.execute(scheduled)
-        except Exception as error:  # one request's fault, as a rule, and it is found out
+        except Exception as error:  # usually caused by one request, which is then isolated
             if not self._can_restart:
                 raise
             logger.exception("a step of %d tokens failed", scheduled.num_tokens)
@@ -581,7 +578,7 @@ class LLMEngine(Engine[RequestOutput]):
         return self._output_processor.process(scheduled, sampled, self._call)
 
     def _recover(self, scheduled: SchedulerOutput, error: Exception) -> list[RequestGroup]:
-        """Fail the request that ran; of several, let each try again by itself."""
+        """Fail the request that ran; if several ran, retry each of them separately."""
         culprits = self._scheduler.fault_isolation.recover(
             scheduled, swap_failed=isinstance(error, SwapError)
         )
@@ -600,7 +597,7 @@ class LLMEngine(Engine[RequestOutput]):
         self._output_processor.restart(self._call)
 
     def check_sampling(self, params: SamplingParams) -> None:
-        """Refuse what no request could run with, before one is there.
+        """Reject sampling parameters that no request could run with.
 
         Raises:
             ValueError: the model has no such tokens, no tokenizer for stop strings, or no head.
@@ -609,33 +606,33 @@ class LLMEngine(Engine[RequestOutput]):
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
-        """Fields of ``SamplingParams`` that the checkpoint has defaults for."""
+        """The checkpoint's defaults for fields of ``SamplingParams``."""
         return self._inputs.sampling_defaults
 
     @property
     def checkpoint_token_ids(self) -> Mapping[str, str]:
-        """The token ids that the checkpoint ends, suppresses or forbids, and where it says so."""
+        """Token ids that the checkpoint ends on, suppresses or forbids, with their source."""
         return self._inputs.checkpoint_token_ids
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether a request may begin while its prompt is still made."""
+        """True if a request may begin before its prompt is complete."""
         return self._inputs.prompts.takes_chunks
 
     @property
     def speakers(self) -> tuple[str, ...] | None:
-        """Voices that speech prompts choose from; None if the model does not speak."""
+        """Voices available to speech prompts; None if the model does not speak."""
         return self._inputs.prompts.speakers
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Whether prompts have two sides, and outputs may have rows of the encoder's tokens."""
+        """True if prompts have an encoder and a decoder side; outputs may have encoder rows."""
         return self._inputs.prompts.is_encoder_decoder
 
     def extend_request(self, request_id: str, prompt: Prompt) -> None:
-        """Hand in the next chunk; one for a request that is not live is ignored.
+        """Append the next chunk of a prompt; ignored if the request is not live.
 
-        A speech may end before its text. See :class:`~engine.interface.engine.Engine`.
+        Speech may end before its text. See :class:`~engine.interface.engine.Engine`.
         """
         group = self._live.get(request_id)
         if group is not None:
@@ -643,33 +640,33 @@ class LLMEngine(Engine[RequestOutput]):
             self._scheduler.wake(self._output_processor.live(request_id))
 
     def needs_input(self, request_id: str) -> bool:
-        """Whether a live request will not get past its newest token before its next chunk."""
+        """Return True if a live request cannot continue before its next chunk."""
         return any(request.needs_input for request in self._output_processor.live(request_id))
 
     def pause(self, request_id: str) -> None:
-        """Let a live request rest until it is resumed; blocks and seats are taken from it first."""
+        """Pause a live request until it is resumed; its blocks and seat are preempted first."""
         for request in self._output_processor.live(request_id):
             self._scheduler.pause(request)
 
     def resume(self, request_id: str) -> None:
-        """Let a paused request go on; one that is not paused, or not live, is left as it is."""
+        """Resume a paused request; does nothing if it is not paused, or not live."""
         for request in self._output_processor.live(request_id):
             self._scheduler.resume(request)
 
     def partial_outputs(
         self, request_id: str, first_row: int, names: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        """Output rows of a live request from one on, as far as they are known.
+        """Return the known output rows of a live request from ``first_row`` on.
 
-        That is as far as they are computed; with the newest token's row if all outputs asked for
-        are made of the codes that were drawn with it, see :meth:`CausalModel.drawn_rows`.
+        These are the computed rows, plus the newest token's row if all requested outputs are
+        derived from the codes that were sampled with it, see :meth:`CausalModel.drawn_rows`.
 
         Args:
-            request_id: of a live request; of several completions the first counts.
+            request_id: id of a live request; its first completion is used.
 
         Returns:
             ``name -> (num_known - first_row, ...)`` on the CPU. Empty while there are no such
-            rows, also because they are being computed again after a preemption.
+            rows, for example while they are recomputed after a preemption.
 
         Raises:
             ValueError: no such request is live.
@@ -693,18 +690,18 @@ class LLMEngine(Engine[RequestOutput]):
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Run prompts to the end, in one batch as far as the limits let them.
+        """Run prompts to the end, in one batch as far as the limits allow.
 
-        Needs the engine to itself: the outputs of others would be lost between its steps.
+        Requires exclusive use of the engine: outputs of other requests would be lost.
 
         Args:
-            sampling: for all, or one per prompt.
+            sampling: parameters for all prompts, or one per prompt.
 
         Returns:
             One finished output per prompt, in order.
 
         Raises:
-            ValueError: a prompt cannot run (nothing has run then) or is only a first chunk, the
+            ValueError: a prompt cannot run (then none has run) or is only a first chunk, the
                 lengths differ, or other requests are live.
         """
         _check_free(self, "generate")
@@ -739,7 +736,7 @@ class LLMEngine(Engine[RequestOutput]):
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield the request's state after every step that moved it; leaving early aborts it.
+        """Yield the request's output after every step with progress; closing early aborts it.
 
         Raises:
             ValueError: the prompt cannot run or is only a first chunk, or other requests are live;
@@ -759,7 +756,7 @@ class LLMEngine(Engine[RequestOutput]):
 
     @property
     def enable_prefix_caching(self) -> bool:
-        """Whether prefixes are reused; may be set while no request is live."""
+        """True if prefixes are reused; may be set while no request is live."""
         return self._kv.enable_prefix_caching
 
     @enable_prefix_caching.setter
@@ -779,7 +776,7 @@ class LLMEngine(Engine[RequestOutput]):
             self._encoder_cache_manager.forget()
 
     def stats(self) -> EngineStats:
-        """Read the counters; only ``step`` adds to them."""
+        """Return the counters; only ``step`` changes them."""
         counted, items = self._output_processor.stats, self._encoder_cache_manager
         return replace(
             counted,
@@ -796,7 +793,7 @@ class LLMEngine(Engine[RequestOutput]):
         )
 
     def close(self) -> None:
-        """See :meth:`Engine.close`; what waits to be written to disk is written first."""
+        """See :meth:`Engine.close`; pending disk writes are completed first."""
         is_over = self.ownership.is_over
         super().close()
         if self._followers is not None and not is_over:
@@ -805,13 +802,13 @@ class LLMEngine(Engine[RequestOutput]):
             self._offloaded.close()
 
     def describe(self) -> Mapping[str, Any]:
-        """What the engine resolved and reserved."""
+        """Describe the engine's resolved settings and reserved memory."""
         plan = self.memory_plan.describe(self.hidden_size, self.enable_prefix_caching)
         read = list(self._inputs.prompts.modalities)
         return {"input_modalities": read, **plan} if read else plan
 
     def check_integrity(self) -> None:
-        """Raise ``IntegrityError``, with the equation that failed, if blocks are not conserved."""
+        """Raise ``IntegrityError`` with the failed equation if blocks are not conserved."""
         items = self._encoder_cache_manager
         check_integrity(self._kv, () if items is None else items.tables())
         if self._swap is not None:

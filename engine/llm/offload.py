@@ -1,4 +1,4 @@
-"""The tiers below an engine's pool, under a fingerprint of all that its blocks' bytes depend on."""
+"""Offload tiers below an engine's pool, keyed by everything that its blocks' bytes depend on."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ def build_offloaded_blocks(
     memory: PagedMemory,
     attention: str,
 ) -> OffloadedBlocks | None:
-    """The tiers that a config asks for, or None.
+    """Build the tiers that a config requests, or return None.
 
     Raises:
-        ValueError: host memory below a pool that is in host memory, or a folder that cannot be
-            used.
+        ValueError: a host tier for a pool that is in host memory, or an unusable folder.
     """
     offload = config.offload
     if offload is None:
@@ -55,9 +54,9 @@ def build_offloaded_blocks(
 def _fingerprint(
     config: EngineConfig, checkpoint: Checkpoint, memory: PagedMemory, attention: str
 ) -> bytes:
-    """SHA-256 over weights, element types, layout, machine and code.
+    """Compute a SHA-256 over weights, element types, layout, machine and code.
 
-    The machine counts, as kernels for other processors round in another way.
+    The machine is included because kernels for other processors round differently.
     """
     device = memory.buffer.device
     facts = [
@@ -74,7 +73,7 @@ def _fingerprint(
 
 
 def _file_digests(folder: Path) -> Iterator[str]:
-    """Name and digest of every file of weights, settings and code; read by several threads."""
+    """Yield name and digest of every file of weights, settings and code; read in threads."""
     files = [file for file in folder.rglob("*") if file.suffix in _WEIGHTS_AND_CODE] or [folder]
     with ThreadPoolExecutor() as threads:
         for file, digest in zip(files, threads.map(file_digest, files), strict=True):
@@ -83,7 +82,7 @@ def _file_digests(folder: Path) -> Iterator[str]:
 
 @cache
 def _code_digest() -> str:
-    """Of the code that computes rows; a version alone does not change with every change."""
+    """Hash the code that computes rows: the version does not change with every code change."""
     digest = hashlib.sha256()
     for package in ("engine", "prefix_cache"):
         for file in sorted((_PACKAGES / package).rglob("*")):

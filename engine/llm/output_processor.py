@@ -1,4 +1,4 @@
-"""From sampled tokens to outputs: text, the rule that ends it, tensors, counts."""
+"""Conversion of sampled tokens to outputs: text, finish reasons, tensors and counters."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ logger = package_logger(__name__)
 
 @dataclass(slots=True)
 class OutputProcessor:
-    """Keeps the live requests, and takes in what a step has made of them.
+    """Keeps the live requests and processes the results of steps.
 
     Attributes:
-        declared_outputs: tensors without which a request has failed.
-        next_sequence: makes the sequence that follows on one that has ended.
-        row_keys: makes the keys of rows; None where they are not asked for.
-        groups: the live requests by the user's ids, oldest first.
-        num_generated_tokens: likewise; counted apart, since every step adds to it.
-        interrupted: requests that an interruption has spoilt.
+        declared_outputs: required output tensors; a request without one of them fails.
+        next_sequence: creates the sequence that continues a finished one.
+        row_keys: computes the keys of rows; None if they are not requested.
+        groups: live requests by the user's ids, oldest first.
+        num_generated_tokens: a counter like ``stats``; separate, since every step adds to it.
+        interrupted: requests that an interruption has corrupted.
     """
 
     scheduler: Scheduler
@@ -44,38 +44,38 @@ class OutputProcessor:
     stats: EngineStats = field(default_factory=EngineStats)
     num_generated_tokens: int = 0
     _group_of: dict[str, RequestGroup] = field(default_factory=dict)
-    # The requests whose tokens the last step took in. If it is interrupted from then on, it is not
-    # known how much of a token was noted, and nothing reached the caller.
+    # The requests whose tokens the last call processed. If it is interrupted after that started,
+    # they may be partially updated, and their outputs have not reached the caller.
     _taken_in: tuple[object, Sequence[RequestGroup]] = (None, ())
     interrupted: tuple[RequestGroup, ...] = ()
-    # Whether blocks change hands: what is raised then is not one request's alone.
+    # True while blocks change owners: errors raised then do not concern a single request.
     _moves_blocks: bool = False
 
     def add(self, group: RequestGroup) -> None:
-        """Keep a request from now on."""
+        """Register a live request."""
         self.groups[group.request_id] = group
         for completion in group.completions:
             self._group_of[completion.request.request_id] = group
 
     def live(self, request_id: str) -> list[Request]:
-        """The sequences of a request that still run; none if it is not live."""
+        """Return the unfinished sequences of a request; empty if it is not live."""
         group = self.groups.get(request_id)
         if group is None:
             return []
         return [each.request for each in group.completions if each.finish_reason is None]
 
     def abort(self, request_id: str) -> None:
-        """Drop a request and free what it holds; an unknown id is ignored."""
+        """Drop a request and free its resources; an unknown id is ignored."""
         for request in self.live(request_id):
             self._keep_partial(request)
             self._release(request)
         if request_id in self.groups:
             self._forget(self.groups[request_id])
-        # It is not to be ended a second time, least of all if its id is another's by then.
+        # Do not end it a second time, especially if its id is reused by then.
         self.interrupted = tuple(x for x in self.interrupted if x.request_id != request_id)
 
     def note_first_run(self, scheduled: SchedulerOutput) -> None:
-        """Count what begins with a step, before it runs."""
+        """Count the requests and encoder runs that start with a step, before it runs."""
         for item in scheduled.scheduled:
             request = item.request
             if item.runs_encoder:
@@ -92,7 +92,10 @@ class OutputProcessor:
     def process(
         self, scheduled: SchedulerOutput, sampled: Sequence[SampledToken], call: object
     ) -> list[RequestGroup]:
-        """Take in a step that ``call`` has run, see :meth:`restart`; the requests it moved."""
+        """Process the results of a step run by ``call``; return the requests with progress.
+
+        For ``call``, see :meth:`restart`.
+        """
         groups = [self._group_of[item.request.request_id] for item in scheduled.scheduled]
         self._taken_in = call, groups
         moved: dict[str, RequestGroup] = {}
@@ -110,7 +113,7 @@ class OutputProcessor:
             self.num_generated_tokens += 1
             try:
                 self._accept(group, token, token.token_id)
-            except Exception as error:  # a tokenizer's, say: it is this request's alone
+            except Exception as error:  # for example of a tokenizer: fails only this request
                 if self._moves_blocks:
                     raise
                 logger.exception(
@@ -135,10 +138,10 @@ class OutputProcessor:
         return list(moved.values())
 
     def restart(self, call: object) -> None:
-        """After a call that was interrupted anywhere: restart every live request.
+        """Restart every live request after ``call`` was interrupted at any point.
 
-        Requests whose tokens it was taking in fail, by :meth:`fail_interrupted`: how much of a
-        token had been noted is not known.
+        Requests whose tokens it was processing may be partially updated: :meth:`fail_interrupted`
+        fails them.
         """
         self._moves_blocks = False
         mark, groups = self._taken_in
@@ -156,19 +159,19 @@ class OutputProcessor:
                 self.scheduler.add(request)
 
     def fail_interrupted(self, call: object) -> list[RequestGroup]:
-        """End the requests that an interruption has spoilt."""
+        """Fail the requests that an interruption has corrupted."""
         self._taken_in = call, self.interrupted
         self.interrupted = ()
         message = "the step was interrupted while its tokens were taken in"
         return [self._fail(group, message) for group in self._taken_in[1]]
 
     def fail(self, requests: Iterable[Request], error: str, call: object) -> list[RequestGroup]:
-        """End the requests that these sequences belong to with an error."""
+        """Fail the requests of these sequences with an error."""
         self._taken_in = call, tuple(self._group_of[each.request_id] for each in requests)
         return [self._fail(group, error) for group in self._taken_in[1]]
 
     def _complete_prompt(self, group: RequestGroup, request: Request, token_id: int) -> None:
-        """Take the token that the model chose for the prompt; nothing is put out for it."""
+        """Complete the prompt with the token that the model chose for it; emits no output."""
         choice, completion = request.prompt_choice, group.completion_of(request)
         new = request.complete_prompt(token_id)
         if choice is not None and choice.is_alone and completion.ended is not None:
@@ -182,7 +185,7 @@ class OutputProcessor:
             self.model_runner.append_token(request, each)
 
     def _accept(self, group: RequestGroup, token: SampledToken, token_id: int) -> None:
-        """Take one sampled token; end the completion if it is the last."""
+        """Append one sampled token; finish the completion if it is the last."""
         request = token.request
         request.append(token_id, token.logprobs, token.codes)
         if request.times.first_token is None:
@@ -198,16 +201,16 @@ class OutputProcessor:
             self._finish(group, request, reason)
 
     def _finish(self, group: RequestGroup, request: Request, reason: FinishReason) -> None:
-        """End a completion: full-length rows by the block table it still holds, then free."""
+        """Finish a completion: gather all its rows by its block table, then free its blocks."""
         rows = self.kv_cache_manager.gather_outputs(request.request_id, request.num_computed_tokens)
         if self.row_keys is not None:
             rows[ROW_KEYS] = self.row_keys.of(request, 0, request.num_computed_tokens)
         if reason is FinishReason.LENGTH:
-            # What ends a sequence by itself has no such row: it is a sign of the end.
+            # An end token has no such row.
             drawn = self.model_runner.drawn_rows(request)
             for name in rows.keys() & drawn.keys():
                 rows[name] = torch.cat((rows[name], drawn[name].to(rows[name])))
-        # A lone text has no encoder tokens, and so no rows of them.
+        # A text-only prompt has no encoder tokens, and so no encoder rows.
         encoder = request.encoder_blocks
         encoder_rows = self.kv_cache_manager.outputs.gather_encoder(
             request.request_id, encoder.num_tokens if encoder is not None else 0
@@ -234,13 +237,13 @@ class OutputProcessor:
         group.finish(request, reason, tensors)
 
     def _go_on(self, group: RequestGroup, request: Request, sequel: Sequel) -> None:
-        """Let a completion go on by another sequence, under the same id and in the same place."""
+        """Continue a completion with another sequence, under the same id and index."""
         following = self.next_sequence(request, sequel)
         group.completion_of(request).request = following
         self.scheduler.add(following)
 
     def _keep_partial(self, request: Request) -> None:
-        """Let who goes on from just here, as a conversation's next turn does, find all of it."""
+        """Publish the partial last block, so that the next turn of a conversation can hit it."""
         if request.status is not RequestStatus.RUNNING:
             return  # it holds no blocks
         if self.kv_cache_manager.enable_prefix_caching and self.model_runner.is_finite(request):
@@ -251,7 +254,7 @@ class OutputProcessor:
         self.model_runner.forget(request)
 
     def _fail(self, group: RequestGroup, error: str) -> RequestGroup:
-        """End every completion of a request with an error; its neighbours go on."""
+        """End every completion of a request with an error; other requests continue."""
         group.error = error
         for request in self.live(group.request_id):
             self._release(request)
@@ -267,11 +270,11 @@ class OutputProcessor:
 
 
 _LONGEST_LOOP = 20
-"""Tokens."""
+"""Maximum length in tokens of a detected repetition."""
 
 
 def _repeats(request: Request) -> bool:
-    """Whether its last tokens stand there more often in a row than its parameters allow."""
+    """Return True if the last tokens repeat more often in a row than the parameters allow."""
     most, token_ids = request.params.max_repeats, request.token_ids
     if most is None:
         return False

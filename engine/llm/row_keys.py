@@ -1,15 +1,14 @@
-"""Keys for the rows of a prompt, by which the next stage knows them without reading them.
+"""Keys for the rows of a prompt, which identify them to the next stage without their content.
 
-What a stage puts out for a block of its prompt is determined by what determines the block: its
-hash, under a salt of the engine whose rows these are. So a stage that reads rows need not hash
-them, and finds what it computed of them before, be it that the rows were computed again meanwhile
-and differ in rounding::
+The outputs of a stage for a block of its prompt are determined by the hash of the block and the
+engine, which is identified by a salt. So a stage that consumes rows need not hash them, and gets
+prefix hits even if the rows were recomputed meanwhile and differ in rounding::
 
     the stage's tokens   | block 0 | block 1 | 2 . . | reply ...
     row_keys               k0 k0 k0  k1 k1 k1  0 0     0            0: to be hashed by content
 
-Only full blocks of the prompt have keys: what comes behind them is cut into other chunks from run
-to run, and is not the same block's in a longer prompt.
+Only full blocks of the prompt have keys: later tokens are split into different chunks from run to
+run, and belong to another block in a longer prompt.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _SALT_BYTES, _HASH_BYTES = 16, 32
 
 
 class RowKeys:
-    """Makes the keys of one engine.
+    """Row keys of one engine.
 
     Args:
-        salt: 16 bytes that other engines have only if they compute the same rows; None: made up.
+        salt: 16 bytes, shared only by engines that compute the same rows; None: random.
     """
 
     def __init__(self, block_size: int, salt: bytes | None = None) -> None:
@@ -37,11 +36,11 @@ class RowKeys:
         self._salt = os.urandom(_SALT_BYTES) if salt is None else salt
 
     def renew(self) -> None:
-        """Let rows made from now on be others than those made so far."""
+        """Change the salt, so that future rows get other keys than past ones."""
         self._salt = os.urandom(_SALT_BYTES)
 
     def of(self, request: Request, start: int, stop: int) -> Tensor:
-        """``(stop - start, 6)`` int64 for tokens that are computed; 0 where there is no key."""
+        """Return ``(stop - start, 6)`` int64 keys of computed tokens; 0 if there is no key."""
         request.extend_hashes(self._block_size)
         num_full = request.num_prompt_tokens // self._block_size
         hashes = b"".join(self._salt + each for each in request.block_hashes[:num_full])

@@ -1,6 +1,7 @@
-"""Optional C kernels for the CPU. Without a compiler everything runs with torch alone.
+"""Optional C kernels for the CPU. Without a compiler everything runs in torch.
 
-``OMNI_NATIVE=0`` in the environment turns them off. Imports files and the prefix cache.
+The environment variable ``OMNI_NATIVE=0`` turns them off. Imports files, interface and
+prefix_cache.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ logger = package_logger(__name__)
 
 
 def load_kernels() -> NativeKernels:
-    """The kernels, compiled and loaded once; else ``NativeBuildError`` that says why not."""
+    """Return the kernels, compiled and loaded once; or raise ``NativeBuildError`` with a reason."""
     if os.environ.get("OMNI_NATIVE") == "0":
         _say_that_they_are_turned_off()
         raise NativeBuildError("native kernels are turned off by OMNI_NATIVE=0")
@@ -31,7 +32,7 @@ def load_kernels() -> NativeKernels:
 
 @cache
 def _load_once() -> NativeKernels | NativeBuildError:
-    """Failures are kept too, so that a missing compiler is looked for, and logged, once."""
+    """Cache failures too, so that a missing compiler is searched for, and logged, only once."""
     try:
         return NativeKernels(compile_kernels())
     except NativeBuildError as error:

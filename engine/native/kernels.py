@@ -1,9 +1,10 @@
-"""The C kernels as functions over tensors: checks here, arithmetic in ``kernels.c``.
+"""Python bindings of the C kernels: checks here, arithmetic in ``kernels.c``.
 
 They are compiled with the system's compiler, once per machine, source and compiler: an entry of the
 cache in ``$OMNI_CACHE_DIR/native`` or ``~/.cache/omni-pipeline/native``, under a hash of everything
 that it depends on; see :class:`~engine.files.disk_cache.DiskCache`. A damaged library is never
-loaded: it would end the process by a signal."""
+loaded: it would kill the process by a signal.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +32,16 @@ SOURCES = tuple(sorted(Path(__file__).parent.glob("*.[ch]")))
 # Not -ffast-math: linking with it makes the whole process flush denormals to zero.
 _FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 _LIBRARY = "kernels.so"
-# It takes seconds, and on a machine that is busy with other things many times as long.
+# Compilation takes seconds, and many times as long on a busy machine.
 _TIMEOUT_S = 1200
 
 
 class NativeBuildError(RuntimeError):
-    """The kernels cannot be built or loaded here; the message says why."""
+    """Error if the kernels cannot be built or loaded; the message gives the reason."""
 
 
 def find_compiler() -> str:
-    """``$CC``, or the first of gcc, cc and clang that is there; else ``NativeBuildError``."""
+    """Return ``$CC``, or the first of gcc, cc and clang; ``NativeBuildError`` if there is none."""
     asked = os.environ.get("CC")
     for name in (asked,) if asked else ("gcc", "cc", "clang"):
         path = shutil.which(name)
@@ -54,15 +55,15 @@ def find_compiler() -> str:
 
 
 def compile_kernels() -> Path:
-    """The shared library, built if this is the first time or what was built is damaged.
+    """Return the path of the shared library, built if it is missing or damaged.
 
     Raises:
-        NativeBuildError: there is no compiler, or it failed; says what it printed. Or the cache
-            cannot be used.
+        NativeBuildError: there is no compiler, it failed (the message includes its output), or the
+            cache cannot be used.
     """
     compiler = find_compiler()
     source = b"".join(path.read_bytes() for path in SOURCES)
-    # -march=native is decided by the machine, and home folders are shared between machines.
+    # -march=native depends on the machine, and home folders are shared between machines.
     parts = (source, " ".join(_FLAGS), _run([compiler, "--version"]), _cpu_features())
     digest = hashlib.sha256()
     for part in parts:
@@ -96,7 +97,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def _cpu_features() -> str:
-    """The line of ``/proc/cpuinfo`` that lists instruction sets; the machine's name elsewhere."""
+    """Return the ``/proc/cpuinfo`` line of instruction sets, or else the machine's name."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text("utf-8", errors="replace").splitlines():
@@ -126,32 +127,32 @@ _SIGNATURES: dict[str, list[Any]] = {
     "omni_snake": [*[c_void_p] * 2, *[c_int64] * 3, *[c_void_p] * 4, c_int],
 }
 
-# Outputs that linear.c keeps side by side; it computes two panels at once.
+# Number of outputs that linear.c interleaves; it computes two panels at once.
 _PANEL = 16
-# From here on a copy of the rows, laid out for the kernel, costs less than it saves.
+# From this number on, a copy of the rows, laid out for the kernel, costs less than it saves.
 _MANY_ROWS = 65
-# Positions whose share of a softmax is computed by itself, a multiple of TILE in kernels.c.
+# Positions of a separately computed part of a softmax, a multiple of TILE in kernels.c.
 PART_TOKENS = 128
-# Of each filter that snake.c knows.
+# Length of the filters of snake.c.
 _SNAKE_TAPS = 12
 
 
-# Inputs that share a scale in quantized.c, the largest that divides a group is taken.
+# Numbers of inputs that share a scale in quantized.c; the largest that divides a group is used.
 _BLOCKS = (128, 64, 32, 16)
-# Of the largest scale or offset of an output, as float16.
+# Exponent of the largest scale or offset of an output, as float16.
 _HALF_EXPONENT = 15
 
 
 @dataclass(frozen=True, slots=True)
 class PackedCodes:
-    """A quantized weight as quantized.c reads it.
+    """A quantized weight in the layout of quantized.c.
 
     Attributes:
-        codes: ``(panels, blocks, bytes)`` uint8: panels of 16 outputs, an even number of them.
-        factors: ``(outputs of all panels,)`` float32; none of bfloat16.
+        codes: ``(panels, blocks, bytes)`` uint8: an even number of panels of 16 outputs.
+        factors: ``(outputs of all panels,)`` float32; empty for bfloat16.
         shape: ``(out, in)``.
-        block: inputs of a block.
-        bits: 4 or 8, or 16 of bfloat16.
+        block: number of inputs in a block.
+        bits: 4 or 8, or 16 for bfloat16.
     """
 
     codes: Tensor
@@ -163,16 +164,16 @@ class PackedCodes:
 
 @dataclass(frozen=True, slots=True)
 class PagedSpans:
-    """A span of positions per query token, the same for all layers of a step.
+    """A span of positions per query token, shared by all layers of a step.
 
-    The kernel follows the table's entries and the spans blindly: who makes them checks them.
+    The kernel does not check the table's entries and the spans: their creator must.
 
     Attributes:
         block_table: ``(num_reqs, blocks)`` int32, contiguous.
-        spans: ``(3, num_tokens)`` int32, rows may be a stride apart: of each token, its request's
-            row in the table, the first position that it sees, and one past the last.
-        num_parts: the most parts of ``PART_TOKENS`` positions that a token sees, where they are to
-            run in parallel; 1: each token's run one after the other, to the same bits.
+        spans: ``(3, num_tokens)`` int32, rows may be strided: for each token, its request's row in
+            the table, the first position that it sees, and one past the last.
+        num_parts: maximum number of parts of ``PART_TOKENS`` positions that a token sees, to run
+            them in parallel; 1: the parts of a token run sequentially, with the same result bits.
     """
 
     block_table: Tensor
@@ -193,19 +194,19 @@ class PagedSpans:
 
 
 class NativeKernels:
-    """float32 on a CPU, and weights and pages of bfloat16.
+    """Kernels for float32 on a CPU, with weights and pages optionally in bfloat16.
 
-    Work is shared by ``torch.get_num_threads()`` threads of the team (team.c).
+    They run on ``torch.get_num_threads()`` threads of the team (team.c).
 
     Args:
-        library: what :func:`engine.native.kernels.compile_kernels` built.
+        library: path from :func:`engine.native.kernels.compile_kernels`.
 
     Attributes:
-        instructions: what they were compiled for, such as ``AVX2``.
-        has_linear: whether :meth:`linear` is fast on this processor (AVX-512, AVX2, NEON).
-        has_whole_codes: whether :meth:`quantized` multiplies codes as whole numbers (AVX512-VNNI,
+        instructions: instruction set that they were compiled for, such as ``AVX2``.
+        has_linear: True if :meth:`linear` is fast on this processor (AVX-512, AVX2, NEON).
+        has_whole_codes: True if :meth:`quantized` multiplies codes as integers (AVX512-VNNI,
             AVX2).
-        has_bfloat16: whether it multiplies bfloat16 as it is (AVX512-BF16).
+        has_bfloat16: True if it multiplies bfloat16 directly (AVX512-BF16).
 
     Raises:
         NativeBuildError: the library does not load into this process.
@@ -229,9 +230,9 @@ class NativeKernels:
         self.has_bfloat16 = bool(functions.omni_has_bfloat16())
 
     def pack_linear(self, weight: Tensor) -> Tensor | None:
-        """Lay a weight ``(out, in)`` out for :meth:`linear`, as ``(out / 16, in, 16)``.
+        """Pack a weight ``(out, in)`` for :meth:`linear`, as ``(out / 16, in, 16)``.
 
-        None if it does not take this one.
+        Returns None if it is not supported.
         """
         if not self.has_linear or weight.shape[0] % (2 * _PANEL):
             return None
@@ -239,10 +240,10 @@ class NativeKernels:
         return weight.view(-1, _PANEL, weight.shape[1]).transpose(1, 2).contiguous()
 
     def linear(self, packed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``x W^T + b`` for ``x`` ``(rows, in)``, whose rows may be a stride apart.
+        """Compute ``x W^T + b`` for ``x`` ``(rows, in)``, whose rows may be strided.
 
         Args:
-            packed: what :meth:`pack_linear` made of W.
+            packed: W, packed by :meth:`pack_linear`.
             bias: ``(out,)`` or None.
         """
         if x.stride(-1) != 1:
@@ -262,10 +263,10 @@ class NativeKernels:
         return output
 
     def linear_groups(self, packed: Sequence[Tensor], x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """One product after the other, over rows that lie side by side, as :meth:`linear` has them.
+        """Compute one product per group of consecutive rows, like :meth:`linear`.
 
         Args:
-            packed: what :meth:`pack_linear` made of weights of one shape.
+            packed: weights of one shape, packed by :meth:`pack_linear`.
             x: ``(sum of sizes, in)``: ``sizes[0]`` rows for the first weight, and so on.
         """
         _require(x=x)
@@ -290,12 +291,12 @@ class NativeKernels:
     def pack_quantized(
         self, codes: Tensor, scales: Tensor, offsets: Tensor, group_size: int, bits: int
     ) -> PackedCodes | None:
-        """Lay a quantized weight out for :meth:`quantized`; None if it does not take its groups.
+        """Pack a quantized weight for :meth:`quantized`; None if its groups are not supported.
 
         Args:
             codes: ``(out, in)`` uint8, below ``2**bits``; bits are 4 or 8.
             scales: ``(out, groups)`` float32.
-            offsets: the same; a weight is ``code * scale + offset``.
+            offsets: like ``scales``; a weight is ``code * scale + offset``.
         """
         out, width = codes.shape
         block = next((n for n in _BLOCKS if group_size % n == 0), None)
@@ -304,11 +305,11 @@ class NativeKernels:
         if block is None or not (codes.is_cpu or codes.is_meta):
             return None
         rows, blocks = -out % (2 * _PANEL), -(-width // block)
-        if codes.is_meta:  # of which the size alone is of use
+        if codes.is_meta:  # only the size is needed
             size = (out + rows) // _PANEL, blocks, _PANEL * (4 + block * bits // 8)
             codes, factors = codes.new_empty(size), scales.new_empty(out + rows)
             return PackedCodes(codes, factors, (out, width), block, bits)
-        # One power of two for each output leaves float16 28 bits of exponent for its groups.
+        # With one power of two per output, its groups can use 28 binades of float16.
         top = torch.maximum(scales.abs(), offsets.abs()).amax(1)
         factors = torch.ldexp(torch.ones(out), torch.frexp(top)[1] - _HALF_EXPONENT)
         header = torch.stack((scales, offsets), dim=1).div_(factors[:, None, None]).half()
@@ -325,7 +326,7 @@ class NativeKernels:
         return PackedCodes(packed, F.pad(factors, (0, rows)), (out, width), block, bits)
 
     def pack_bfloat16(self, weight: Tensor) -> PackedCodes:
-        """Lay a bfloat16 weight ``(out, in)`` out for :meth:`quantized`."""
+        """Pack a bfloat16 weight ``(out, in)`` for :meth:`quantized`."""
         out, width = weight.shape
         padded = F.pad(weight, (0, -width % _PANEL, 0, -out % (2 * _PANEL)))
         pairs = padded.view(-1, _PANEL, padded.shape[1] // 2, 2).transpose(1, 2)
@@ -333,7 +334,7 @@ class NativeKernels:
         return PackedCodes(codes, torch.empty(0), (out, width), _PANEL, 16)
 
     def quantized(self, packed: PackedCodes, x: Tensor, bias: Tensor | None) -> Tensor:
-        """As :meth:`linear`, by what :meth:`pack_quantized` or :meth:`pack_bfloat16` made."""
+        """Like :meth:`linear`, with a weight of :meth:`pack_quantized` or :meth:`pack_bfloat16`."""
         if x.stride(-1) != 1:
             x = x.contiguous()
         whole = self.has_bfloat16 if packed.bits == 16 else self.has_whole_codes
@@ -354,9 +355,9 @@ class NativeKernels:
     def rms_norm(
         self, residual: Tensor, weight: Tensor, eps: float, x: Tensor | None = None
     ) -> Tensor:
-        """``residual / rms(residual) * weight`` for ``(..., width)``, to which x is added first.
+        """Add x to ``residual`` ``(..., width)``; return ``residual / rms(residual) * weight``.
 
-        The sum is left in ``residual``.
+        The addition is in place.
         """
         if x is None:
             _require(residual=residual, weight=weight)
@@ -381,7 +382,7 @@ class NativeKernels:
         return output
 
     def gated_silu(self, gate_up: Tensor) -> Tensor:
-        """``silu(gate) * up`` for ``(rows, 2 * width)``: gates first, then ups."""
+        """Compute ``silu(gate) * up`` for ``(rows, 2 * width)``: gates first, then ups."""
         _require(gate_up=gate_up)
         rows, both = gate_up.shape
         if both % 2:
@@ -396,9 +397,9 @@ class NativeKernels:
         """Rotate heads in place; see :func:`engine.layers.apply_rotary`.
 
         Args:
-            heads: ``(num_tokens, num_heads, head_dim)``; tokens may be a stride apart.
+            heads: ``(num_tokens, num_heads, head_dim)``; tokens may be strided.
             cos: ``(num_tokens, 1, rotary_dim)``.
-            sin: the same, its first half negated.
+            sin: like ``cos``, with the first half negated.
         """
         _require(cos=cos, sin=sin)
         _require_rows(heads=heads)
@@ -420,9 +421,9 @@ class NativeKernels:
         """Store keys and values ``(num_tokens, num_kv_heads, head_dim)`` in their pages.
 
         Args:
-            key: of this step; tokens may be a stride apart.
-            keys: as :attr:`prefix_cache.LayerKVCache.keys`; float32, or bfloat16.
-            rows: ``(num_tokens,)`` int64 row of each token; the caller checks them.
+            key: keys of this step; tokens may be strided.
+            keys: :attr:`prefix_cache.LayerKVCache.keys`; float32 or bfloat16.
+            rows: ``(num_tokens,)`` int64 row of each token; must be checked by the caller.
         """
         _require_rows(key=key, value=value)
         if not key.shape == value.shape == (rows.shape[0], *keys.shape[1:]):
@@ -451,15 +452,15 @@ class NativeKernels:
         softcap: float | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Query tokens over the paged keys and values of their sequences, read in place.
+        """Attend to the paged keys and values of the tokens' sequences, read in place.
 
         Args:
-            query: ``(num_tokens, num_heads, head_dim)``; tokens may be a stride apart.
-            kv_cache: float32 or bfloat16, as :meth:`write_kv` takes them.
-            spans: what each token sees; who sees nothing gets zeros.
-            softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
-            bias: ``(num_heads, distances)`` added to scores by how far the key lies behind the
-                token's last position, the last column standing for all that lie farther.
+            query: ``(num_tokens, num_heads, head_dim)``; tokens may be strided.
+            kv_cache: float32 or bfloat16, as in :meth:`write_kv`.
+            spans: visible positions of each token; tokens with an empty span get zeros.
+            softcap: scores become ``softcap * tanh(score / softcap)``; None: no cap.
+            bias: ``(num_heads, distances)`` added to scores by the distance from the end of the
+                token's span back to the key; larger distances use the last column.
 
         Returns:
             ``(num_tokens, num_heads, head_dim)``.
@@ -497,17 +498,17 @@ class NativeKernels:
     def snake(
         self, samples: Tensor, up: Tensor, down: Tensor, rates: Tensor, scales: Tensor
     ) -> Tensor:
-        """``u + scale * sin(rate * u)^2`` of samples ``(B, channels, n)`` at twice their rate.
+        """Compute ``u + scale * sin(rate * u)^2`` at twice the rate of the samples.
 
         Args:
-            samples: of any number; beyond the ends the first and last one repeat.
-            up: ``(12,)``, the low-pass filter between samples and ``u``.
-            down: ``(12,)``, the one on the way back.
+            samples: ``(B, channels, n)``; beyond the ends the first and last samples repeat.
+            up: ``(12,)``, low-pass filter for upsampling to ``u``.
+            down: ``(12,)``, low-pass filter for downsampling.
             rates: ``(channels,)``.
             scales: ``(channels,)``.
 
         Returns:
-            The shape of ``samples``.
+            A tensor of the shape of ``samples``.
         """
         _require(samples=samples, up=up, down=down, rates=rates, scales=scales)
         batch, channels, length = samples.shape
@@ -543,7 +544,7 @@ def _unfit_rows(x: Tensor, width: int) -> ValueError:
 
 
 def _require_rows(**tensors: Tensor) -> None:
-    """As :func:`_require`, but only inside of ``tensor[i]`` ``(heads, head_dim)``."""
+    """Like :func:`_require`, but contiguous only within ``tensor[i]`` ``(heads, head_dim)``."""
     for name, tensor in tensors.items():
         _, heads, head_dim = tensor.shape
         _, to_head, to_next = tensor.stride()
