@@ -1,6 +1,6 @@
-"""How a stage's prompt is made from what earlier ones put out. Imports stages.stage and engine."""
+"""Transforms from outputs of earlier stages to prompts. Imports stages.stage and engine."""
 
-# The transforms that are shipped register themselves.
+# The built-in transforms register themselves on import.
 from stages.transforms import prompts, speech
 
 __all__ = ("prompts", "speech")

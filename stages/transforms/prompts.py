@@ -1,4 +1,4 @@
-"""Transforms between any two models: hidden states, text or token ids become the next prompt."""
+"""Transforms between any two models: use hidden states, text or token ids as the next prompt."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _SENTENCE_END = re.compile(
     r"[.!?\u2026]+[\"'\u201d\u2019\u00bb)\]]*(?=\s)|[\u3002\uff01\uff1f]+|\n"
 )
 _NO_END = re.compile(r"""(?:\b(?:Mrs?|Ms|Dr|Prof|St|vs|etc|No|e\.g|i\.e)|\b[A-Z]|(?:^|\s)\d+)\.$""")
-"""What a point does not end: an abbreviation, an initial, the number of an item of a list."""
+"""Periods that do not end a sentence: after abbreviations, initials and list item numbers."""
 
 
 @register_transform("hidden_states_as_prompt_embeds")
 @requires("hidden_states", same_width=True)
 def hidden_states_as_prompt_embeds(context: TransformContext) -> EmbedsPrompt:
-    """Feed the sources' hidden states in the place of token embeddings.
+    """Use the sources' hidden states in place of token embeddings.
 
-    Several sources' rows follow one another in the order of the sources: ``(n0 + n1 + ..., D)``.
+    The rows of several sources are concatenated in the sources' order: ``(n0 + n1 + ..., D)``.
 
     Raises:
-        ValueError: a source handed on no hidden states, or their widths differ.
+        ValueError: a source output no hidden states, or their widths differ.
     """
     rows = [source.tensors["hidden_states"] for source in context.sources]
     widths = {
@@ -32,17 +32,17 @@ def hidden_states_as_prompt_embeds(context: TransformContext) -> EmbedsPrompt:
     if len(set(widths.values())) > 1:
         listed = ", ".join(f"stage {name!r} has {width}" for name, width in widths.items())
         raise ValueError(f"hidden states of different widths cannot be one prompt: {listed}")
-    import torch  # only here: names of transforms are checked without it
+    import torch  # lazily: names of transforms are checked without it
 
     return EmbedsPrompt(torch.cat(rows) if len(rows) > 1 else rows[0])
 
 
 @register_transform("text_as_prompt")
 def text_as_prompt(context: TransformContext) -> TextPrompt:
-    """Feed the sources' generated texts, joined as they are, to this stage's tokenizer.
+    """Use the concatenation of the sources' generated texts as the prompt.
 
     Raises:
-        ValueError: a source makes no text, or all texts are empty.
+        ValueError: a source generates no text, or all texts are empty.
     """
     texts = []
     for source in context.sources:
@@ -59,10 +59,10 @@ def text_as_prompt(context: TransformContext) -> TextPrompt:
 @requires(num_sources=1)
 @chunkable
 def whole_sentences(context: TransformContext) -> TextChunk:
-    """Feed the source's text by whole sentences, so that a voice can begin with the first one.
+    """Pass on the source's text by whole sentences, so that speech can begin with the first one.
 
     Raises:
-        ValueError: the source makes no text.
+        ValueError: the source generates no text.
     """
     (source,) = context.sources
     if source.text is None:
@@ -77,7 +77,7 @@ def whole_sentences(context: TransformContext) -> TextChunk:
 
 @register_transform("token_ids_as_prompt")
 def token_ids_as_prompt(context: TransformContext) -> TokensPrompt:
-    """Feed the token ids that the sources generated, one source after the other.
+    """Use the concatenation of the sources' generated token ids as the prompt.
 
     Raises:
         ValueError: no source generated a token.

@@ -1,7 +1,7 @@
-"""Transforms: how a stage's prompt is made from what earlier stages put out.
+"""Registry and requirements of transforms, which make a stage's prompt from earlier outputs.
 
-A transform is a plain function ``(TransformContext) -> Prompt``. Pipelines name it by its
-registered name, or as ``"package.module:function"``, so that a user's own needs no registration.
+A transform is a plain function ``(TransformContext) -> Prompt``. Pipelines reference it by its
+registered name, or, without registration, as ``"package.module:function"``.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _REQUIREMENTS = "_requirements"
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What a transform needs of the edges that it is put on.
+    """Requirements of a transform on the edges that use it.
 
     Attributes:
-        tensors: names of what each source has to hand on.
-        same_width: whether the source's ``hidden_size`` must be that of the stage.
-        num_sources: how many stages feed it; None for any number.
-        chunkable: whether it works chunk by chunk.
+        tensors: names of tensors that each source must output.
+        same_width: True if the source's ``hidden_size`` must equal that of the stage.
+        num_sources: number of stages that feed it; None for any number.
+        chunkable: True if it supports chunks.
     """
 
     tensors: tuple[str, ...] = ()
@@ -44,29 +44,29 @@ class Requirements:
 
 
 def requirements_of(transform: Transform) -> Requirements:
-    """What a transform was declared to need; nothing if it declares nothing."""
+    """Return the declared requirements of a transform; the default has none."""
     return getattr(transform, _REQUIREMENTS, Requirements())
 
 
 def requires(
     *tensors: str, same_width: bool = False, num_sources: int | None = None
 ) -> Callable[[_TransformT], _TransformT]:
-    """Decorator that declares what a transform needs: once, for two moments.
+    """Decorator that declares requirements of a transform.
 
-    Pipelines check it when they are made, as far as stages say what they hand on; and the transform
-    is not called with sources that lack it, which fails that request. ::
+    They are checked twice: when a pipeline is built, as far as its stages declare their outputs;
+    and before each call of the transform, where missing tensors fail the request. ::
 
         @requires("hidden_states", "codes", num_sources=1)
         def codes_with_states(context: TransformContext) -> EmbedsPrompt: ...
 
     Args:
-        tensors: names of what each source has to hand on.
-        same_width: whether the source's hidden states become the stage's embeddings, and so must
-            be as wide.
-        num_sources: how many stages may feed it; None for any number.
+        tensors: names of tensors that each source must output.
+        same_width: True if the source's hidden states are the stage's embeddings, and so must have
+            the same width.
+        num_sources: number of stages that may feed it; None for any number.
 
     Returns:
-        A decorator. What it gives raises ``ValueError`` for sources that lack what is declared.
+        A decorator. The decorated transform raises ``ValueError`` for unsuitable sources.
     """
     check_names("what a transform requires", tensors)
 
@@ -77,16 +77,16 @@ def requires(
             return function(context)
 
         _declare(checked, tensors=tensors, same_width=same_width, num_sources=num_sources)
-        return cast("_TransformT", checked)  # it takes and gives the same
+        return cast("_TransformT", checked)  # same argument and result
 
     return declare
 
 
 def check_sources(needs: Requirements, sources: Sequence[StageOutput]) -> None:
-    """Check what sources have handed on against what a transform declares.
+    """Check outputs of sources against the requirements of a transform.
 
     Raises:
-        ValueError: they are more or fewer, or lack a tensor.
+        ValueError: the number of sources is wrong, or a tensor is missing.
     """
     wanted = needs.num_sources
     if wanted not in (None, len(sources)):
@@ -103,10 +103,10 @@ def check_sources(needs: Requirements, sources: Sequence[StageOutput]) -> None:
 
 
 def chunkable(function: _TransformT) -> _TransformT:
-    """Decorator that marks a transform as fit for edges with a ``chunk_size``.
+    """Decorator that marks a transform as suitable for edges with a ``chunk_size``.
 
-    Such a transform is called once per chunk. It makes the first chunk's prompt and those that
-    extend it, by ``first_row`` and ``is_last`` of its context, and keeps nothing between calls::
+    Such a transform is called once per chunk. It makes the first chunk's prompt and its extensions,
+    according to ``first_row`` and ``is_last`` of its context, and is stateless::
 
         @chunkable
         def codes(context: TransformContext) -> CodecPrompt:
@@ -123,7 +123,7 @@ def chunkable(function: _TransformT) -> _TransformT:
 
 
 def takes_chunks(transform: Transform) -> bool:
-    """Whether a transform was marked as :func:`chunkable`."""
+    """Return True if a transform was marked as :func:`chunkable`."""
     return requirements_of(transform).chunkable
 
 
@@ -133,10 +133,10 @@ def _declare(function: _TransformT, **changes: Any) -> _TransformT:
 
 
 def register_transform(name: str) -> Callable[[_TransformT], _TransformT]:
-    """Decorator that gives a transform a name that pipelines can use.
+    """Decorator that registers a transform under a name for pipelines.
 
     Raises:
-        ValueError: the name is taken or has a colon in it, or the function cannot be called with
+        ValueError: the name is taken or contains a colon, or the function cannot be called with
             one ``TransformContext``.
     """
     check_argument("a transform's name", name, str, "a str")
@@ -157,22 +157,22 @@ def register_transform(name: str) -> Callable[[_TransformT], _TransformT]:
 
 
 def registered_transforms() -> tuple[str, ...]:
-    """All names that :func:`resolve_transform` knows, sorted."""
+    """Return all registered names, sorted."""
     return tuple(sorted(_REGISTRY))
 
 
 def locate_transform(spec: str, folder: Path | None = None) -> str:
-    """Check a transform's name without running anybody's code.
+    """Check a transform's name without running any user code.
 
     Args:
         spec: a registered name, ``"package.module:function"``, or ``"file.py:function"``.
-        folder: of the file that names it; modules are looked for there first.
+        folder: folder of the file that contains the name; searched first for modules.
 
     Returns:
-        The name under which :func:`resolve_transform` finds the same from anywhere.
+        A name that :func:`resolve_transform` resolves to the same transform in any folder.
 
     Raises:
-        ValueError: there is no such name, module, file or function, as far as that can be seen
+        ValueError: there is no such name, module, file or function, as far as can be determined
             without importing it.
     """
     if is_custom(spec):
@@ -182,16 +182,16 @@ def locate_transform(spec: str, folder: Path | None = None) -> str:
 
 
 def is_custom(spec: str | Transform) -> bool:
-    """Whether a transform is named by where it is found, so that it takes an import to get it."""
+    """Return True if a transform is named by its location, and must be imported."""
     return isinstance(spec, str) and ":" in spec
 
 
 def resolve_transform(spec: str | Transform) -> Transform:
     """Find a transform; a user's module is imported, which runs it.
 
-    What a file names has to look like a transform before it is ever called: it is declared by
-    :func:`requires`, :func:`chunkable` or :func:`register_transform`, or its one argument is named
-    ``context`` or annotated as a ``TransformContext``.
+    A function that a file names must be recognizable as a transform before it is called: declared
+    by :func:`requires`, :func:`chunkable` or :func:`register_transform`, or with one argument that
+    is named ``context`` or annotated as a ``TransformContext``.
 
     Args:
         spec: a registered name, ``"package.module:function"`` of an installed module,
@@ -243,7 +243,7 @@ def _check_signature(function: object, name: str) -> None:
 
 
 def _check_is_one(function: Any, name: str) -> None:
-    """Refuse to call what a file names if nothing says that it is a transform: ``os:system``."""
+    """Reject functions that are not recognizable as transforms, such as ``os:system``."""
     _check_signature(function, name)
     if hasattr(function, _REQUIREMENTS) or function in _REGISTRY.values():
         return

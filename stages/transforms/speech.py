@@ -1,4 +1,4 @@
-"""Transforms between the stages of a model that hears, thinks and speaks (Qwen Omni).
+"""Transforms between the stages of speech models, such as Qwen Omni.
 
 ::
 
@@ -6,9 +6,9 @@
      text        what was read      codes       the codes
                  and replied
 
-Those of Qwen3-Omni, whose talker draws several codes for a token, have ``qwen3_`` before their
-names. All work on a source's whole output and on its chunks alike, and raise ``ValueError`` where
-there is not one source, or it lacks what they require.
+Names of transforms for Qwen3-Omni, whose talker samples several codes per token, begin with
+``qwen3_``. All transforms work on whole outputs and on chunks, and raise ``ValueError`` unless
+there is exactly one source with the required tensors.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 @requires("hidden_states", "token_embeds", "position_ids", num_sources=1)
 @chunkable
 def thinker_to_talker(context: TransformContext) -> SpeechPrompt:
-    """Let a talker speak what a thinker read and replied.
+    """Make a talker's prompt from a thinker's prompt and reply.
 
-    A row is the sum of the token's embedding and its last hidden state: the one says which word
-    it is, the other what it means where it stands (Qwen2.5-Omni, arXiv:2503.20215). With the
-    thinker's ``row_keys`` among its outputs, the talker's cache knows them without hashing them.
+    A row is the sum of the token's embedding, which identifies the word, and its last hidden state,
+    which has its meaning in context (Qwen2.5-Omni, arXiv:2503.20215). If the thinker outputs
+    ``row_keys``, the talker's cache identifies rows by them instead of hashing the rows.
 
     Raises:
-        ValueError: the source handed on more rows of one tensor than of another.
+        ValueError: the source's tensors have different numbers of rows.
     """
     hidden_states, token_embeds, places = _rows_of(
         context, "hidden_states", "token_embeds", "position_ids"
@@ -50,7 +50,7 @@ def thinker_to_talker(context: TransformContext) -> SpeechPrompt:
 @requires("speech_rows", "position_ids", "token_ids", num_sources=1)
 @chunkable
 def qwen3_thinker_to_talker(context: TransformContext) -> SpeechPrompt:
-    """Let a talker speak what a thinker read and replied; see :func:`thinker_to_talker`."""
+    """Make a talker's prompt from a thinker's outputs; see :func:`thinker_to_talker`."""
     rows, places, ids = _rows_of(context, "speech_rows", "position_ids", "token_ids")
     prompt_ids = tuple(ids[: _num_prompt_rows(context)].tolist())
     return _speech(context, rows, places, prompt_ids=prompt_ids)
@@ -60,7 +60,7 @@ def qwen3_thinker_to_talker(context: TransformContext) -> SpeechPrompt:
 @requires(num_sources=1)
 @chunkable
 def talker_to_code2wav(context: TransformContext) -> CodecPrompt:
-    """Let a vocoder sound what a talker generated, less the token that ended it."""
+    """Make a vocoder's prompt from a talker's tokens, without the end token."""
     (talker,) = context.sources
     is_ended = talker.finish_reason is FinishReason.STOP
     codes = talker.token_ids[:-1] if is_ended else talker.token_ids
@@ -71,10 +71,9 @@ def talker_to_code2wav(context: TransformContext) -> CodecPrompt:
 @requires("codes", num_sources=1)
 @chunkable
 def qwen3_talker_to_code2wav(context: TransformContext) -> CodecPrompt:
-    """Let a vocoder sound what a talker drew: the codes of every token but the last.
+    """Make a vocoder's prompt from a talker's codes of all tokens but the last.
 
-    The last one ended the speech, or is the one that reached ``max_tokens``, which transformers
-    leaves out as well.
+    The last token ended the speech, or reached ``max_tokens``, where transformers drops it, too.
     """
     (talker,) = context.sources
     codes = tuple(map(tuple, _drawn(context, "codes").tolist()))
@@ -85,7 +84,7 @@ def qwen3_talker_to_code2wav(context: TransformContext) -> CodecPrompt:
 @requires("codes", num_sources=1)
 @chunkable
 def csm_backbone_to_codec(context: TransformContext) -> CodecPrompt:
-    """Let a codec sound the frames that a backbone drew."""
+    """Make a codec's prompt from the frames of a backbone."""
     return _codec(context, tuple(map(tuple, _drawn(context, "codes").tolist())))
 
 
@@ -93,19 +92,19 @@ def csm_backbone_to_codec(context: TransformContext) -> CodecPrompt:
 @requires("latents", num_sources=1)
 @chunkable
 def pocket_tts_to_codec(context: TransformContext) -> CodecPrompt:
-    """Let a codec sound the latents that Pocket TTS drew; codes are the bits of their numbers."""
-    from engine.models.pocket_tts.codec import bits_of  # only here, as torch below
+    """Make a codec's prompt from the latents of Pocket TTS; codes are the bits of their numbers."""
+    from engine.models.pocket_tts.codec import bits_of  # lazily, like torch below
 
     return _codec(context, tuple(map(tuple, bits_of(_drawn(context, "latents")).tolist())))
 
 
 def _drawn(context: TransformContext, name: str) -> Tensor:
-    """The rows that came with generated tokens."""
+    """Return the rows of generated tokens."""
     return context.sources[0].tensors[name][_num_prompt_rows(context) :]
 
 
 def _rows_of(context: TransformContext, *names: str) -> list[Tensor]:
-    """Tensors of one length that a thinker hands on; ``ValueError`` if they are not of one."""
+    """Return tensors of a thinker; ``ValueError`` if their lengths differ."""
     (thinker,) = context.sources
     tensors = [thinker.tensors[name] for name in names]
     lengths = [tensor.shape[0] for tensor in tensors]
@@ -122,11 +121,11 @@ def _num_prompt_rows(context: TransformContext) -> int:
 
 
 def _speech(context: TransformContext, rows: Tensor, places: Tensor, **more: Any) -> SpeechPrompt:
-    """A talker's prompt; ``places`` are ``(num_tokens, axes)``.
+    """Build a talker's prompt; ``places`` are the positions ``(num_tokens, axes)``.
 
-    Without positions if every token's place is its index, on all axes: a prompt of text and sound.
+    Positions are omitted if they equal the token's index on all axes, as for text and audio.
     """
-    import torch  # only here: names of transforms are checked without it
+    import torch  # lazily: names of transforms are checked without it
 
     num_prompt_rows = _num_prompt_rows(context)
     places = places[:num_prompt_rows]

@@ -1,11 +1,11 @@
-"""Code of users: found beside the pipeline's file or among installed modules, and loaded.
+"""Lookup and import of user code (transforms and stage kinds).
 
-Transforms are code of users, and so are kinds of stages.
+User code is in files next to the pipeline's file, or in installed modules.
 
-Finding runs no code: the name's shape is checked, the file looked for, and its text read. Loading
-runs the file. One that is stored beside a pipeline's file is loaded under a name of its folder's
-own and never through the import path, so that no other import finds what else is stored there: a
-``json.py`` beside a pipeline's file does not replace the standard library's ``json``.
+Locating runs no code: it checks the format of the name, searches the file, and parses its text.
+Loading runs the file. A file next to a pipeline's file is loaded into a package that is unique to
+its folder and never through the import path, so that other imports do not find files there: a
+``json.py`` next to a pipeline's file does not replace the standard library's ``json``.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from types import ModuleType
 from engine.interface.placed_error import suggest
 
 FOLDER_PACKAGE = "omni_transforms_"
-"""How the names begin of packages that stand for folders of pipelines' files."""
+"""Prefix of the names of packages that represent folders of pipelines' files."""
 
 _FORM = "the form 'package.module:function', or 'file.py:function'"
 _MOST_BYTES = 2**20
 
 
 def locate_custom(spec: str, folder: Path | None, *, what: str = "transform") -> str:
-    """Find a function or a class that a user names, and run nothing.
+    """Locate a function or class by a user's reference, without running code.
 
     Args:
         spec: ``"package.module:function"`` or ``"file.py:function"``.
-        folder: of the pipeline's file, which is searched first; None leaves installed
-            modules.
-        what: it is to be, for messages.
+        folder: folder of the pipeline's file, which is searched first; None: search only
+            installed modules.
+        what: kind of object, for messages.
 
     Returns:
-        The name under which :func:`load_custom` finds the same from anywhere: with the whole path
-        of a file beside the pipeline's, and otherwise as it was given.
+        A name that :func:`load_custom` resolves to the same object in any folder: with the
+        absolute path of a file next to the pipeline's file, otherwise as given.
 
     Raises:
         ValueError: it has another form, or there is no such file, module or function.
@@ -61,11 +61,11 @@ def locate_custom(spec: str, folder: Path | None, *, what: str = "transform") ->
 
 
 def load_custom(spec: str, *, what: str = "transform") -> object:
-    """Import the module of a function or a class, which runs it, and give what the name stands for.
+    """Import the module of a function or class, which runs it, and return the object.
 
     Args:
-        spec: as :func:`locate_custom` gives it, or of an installed module.
-        what: likewise, for messages.
+        spec: a name from :func:`locate_custom`, or of an installed module.
+        what: kind of object, for messages.
 
     Raises:
         ValueError: it has another form, or the module cannot be imported, or lacks the name.
@@ -76,7 +76,7 @@ def load_custom(spec: str, *, what: str = "transform") -> object:
             module = _load_file(Path(module_name).expanduser().resolve())
         else:
             module = importlib.import_module(module_name)
-    except Exception as error:  # whatever a user's module raises is this name's error
+    except Exception as error:  # a user's module may raise anything; report it for this name
         raise ValueError(
             f"{what} {spec!r}: module {module_name!r} cannot be imported: "
             f"{type(error).__name__}: {error}{_neighbour_hint(module_name, error)}"
@@ -96,7 +96,7 @@ def _parts(spec: str, what: str = "transform") -> tuple[str, str]:
 
 
 def _source_in(folder: Path, parts: list[str]) -> Path | None:
-    """The source of a module in a folder, if it is there."""
+    """Return the source file of a module in a folder, or None."""
     base = folder.joinpath(*parts)
     for file in (base.with_name(f"{base.name}.py"), base / "__init__.py"):
         if _is_file(file):
@@ -107,12 +107,12 @@ def _source_in(folder: Path, parts: list[str]) -> Path | None:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # no name can be so long
+    except OSError:  # the name is too long
         return False
 
 
 def _check_installed(spec: str, module: str, function: str, folder: Path | None, what: str) -> None:
-    """Look for an installed module as far as that goes without importing anything."""
+    """Check for an installed module, as far as possible without importing anything."""
     subject = f"{what} {spec!r}"
     imported = sys.modules.get(module)
     if imported is not None:
@@ -129,13 +129,13 @@ def _check_installed(spec: str, module: str, function: str, folder: Path | None,
         though = f", though {top!r} is" if top != module and find_module(top) is not None else ""
         raise ValueError(f"{subject}: module {module!r} is {where}not installed{though}")
     file = Path(found.origin or "")
-    # Compiled modules, and those of special loaders, are looked at when they are loaded.
+    # Compiled modules, and those of special loaders, are checked when they are loaded.
     if file.suffix == ".py" and _is_file(file):
         _check_defines(spec, file, function, what)
 
 
 def find_module(module: str) -> ModuleSpec | None:
-    """Find a module as another process would, not among those that are imported; import nothing."""
+    """Find a module as another process would, ignoring imported ones, without importing it."""
     found, path = None, None
     parts = module.split(".")
     for depth in range(1, len(parts) + 1):
@@ -151,7 +151,7 @@ def find_module(module: str) -> ModuleSpec | None:
 
 
 def _check_defines(spec: str, file: Path, function: str, what: str) -> None:
-    """Check that a file's text has a top-level name; else it raises."""
+    """Raise ``ValueError`` unless a file's text defines a top-level name."""
     subject = f"{what} {spec!r}"
     if file.stat().st_size > _MOST_BYTES:
         raise ValueError(
@@ -167,19 +167,19 @@ def _check_defines(spec: str, file: Path, function: str, what: str) -> None:
 
 
 def _load_file(file: Path) -> ModuleType:
-    """Import a file as what it is: a module of its package, or of its folder."""
+    """Import a file as a module of its package, or of its folder."""
     parts = [] if file.stem == "__init__" else [file.stem]
     root = file.parent
     while (root / "__init__.py").is_file():
         parts.insert(0, root.name)
         root = root.parent
     folder = _package_of(root)
-    importlib.invalidate_caches()  # the file may be newer than what was read of its folder
+    importlib.invalidate_caches()  # the file may be newer than the cached listing of its folder
     return importlib.import_module(".".join((folder, *parts)))
 
 
 def _package_of(folder: Path) -> str:
-    """The name of a package that stands for a folder: its modules see each other by ``from .``."""
+    """Return a package for a folder, whose modules import each other by ``from .``."""
     name = f"{FOLDER_PACKAGE}{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
     if name not in sys.modules:
         package = ModuleType(name, f"The modules in {folder}.")
@@ -189,7 +189,7 @@ def _package_of(folder: Path) -> str:
 
 
 def _neighbour_hint(module_name: str, error: Exception) -> str:
-    """What to write in the place of ``import neighbour``, if that is what failed."""
+    """Return a hint to use a relative import, if ``import neighbour`` failed."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     folder = Path(module_name).parent
     if missing is None or not module_name.endswith(".py") or not _source_in(folder, [missing]):
@@ -199,12 +199,12 @@ def _neighbour_hint(module_name: str, error: Exception) -> str:
 
 def _lacks(subject: str, module: str, function: str, names: list[str]) -> str:
     near = suggest(function, names)
-    hint = near if near.endswith("?") else ""  # not all names of a module
+    hint = near if near.endswith("?") else ""  # do not list all names of a module
     return f"{subject}: module {module!r} has no {function!r}{hint}"
 
 
 def _names(text: str, file: str) -> set[str]:
-    """The top-level names that a module's text gives; ``"*"`` for whatever an import brings."""
+    """Return the top-level names that a module's text defines; ``"*"`` for star imports."""
     imports = (each for each in ast.walk(ast.parse(text, file)) if isinstance(each, ast.ImportFrom))
     stars = {alias.name for each in imports for alias in each.names if alias.name == "*"}
     symbols = symtable(text, file, "exec").get_symbols()
