@@ -1,6 +1,6 @@
 """Stage kinds, and the transforms between stages.
 
-Imports engine. Engines are imported when a stage is built, since that takes seconds.
+Imports engine. Engine classes are imported when a stage is built, since that takes seconds.
 """
 
 from __future__ import annotations

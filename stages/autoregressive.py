@@ -1,4 +1,4 @@
-"""The stage that generates tokens with one decoder model."""
+"""Stage that generates tokens with one decoder model."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class AutoregressiveStageConfig(TokenStageConfig):
     """A stage that generates tokens.
 
     Attributes:
-        sampling: how tokens are chosen, unless a request says otherwise.
-        final_output: what the user gets of this stage: ``text``, ``tensors`` or both.
+        sampling: default sampling parameters; requests may override them.
+        final_output: outputs of this stage for the user: ``text``, ``tensors`` or both.
     """
 
     takes_chunks: ClassVar[bool] = True
@@ -48,7 +48,7 @@ class AutoregressiveStageConfig(TokenStageConfig):
         misfit = misfit_of(config, self.part, makes_sound=False)
         is_streamed = self.inputs is not None and self.inputs.chunk_size is not None
         if misfit is None and is_streamed and self.modalities(config):
-            # What reads a user's prompt reads it whole; rows of another stage may come bit by bit.
+            # A user's prompt is read as a whole; only rows of another stage may be streamed.
             misfit = "inputs", "it reads its whole input at once: leave out chunk_size"
         return misfit or misfit_of_outputs(self.emitted(config), self.outputs)
 
@@ -86,19 +86,19 @@ class AutoregressiveStageConfig(TokenStageConfig):
 
 
 class AutoregressiveStage(EngineStage):
-    """Generates tokens, and hands on the text, the ids and the per-token tensors.
+    """Stage that generates tokens, and outputs the text, the ids and the per-token tensors.
 
     Args:
-        name: see :class:`~stages.stage.Stage`, as for ``inputs`` and ``final_output``.
-        engine: what to build the engine from; or an engine that exists, which only this stage may
-            use from then on, and which stays its maker's to close.
-        sampling: of requests that bring none.
-        outputs: names of the tensors to hand on, one row for every token whose forward pass has
-            run; None hands on all that the model makes, ``()`` none.
+        name: see :class:`~stages.stage.Stage`, like ``inputs`` and ``final_output``.
+        engine: config to build the engine from; or an existing engine, which only this stage may
+            use from then on, and which its creator must close.
+        sampling: default parameters of requests.
+        outputs: names of the tensors to output, one row for every token whose forward pass has
+            run; None: all that the model emits, ``()``: none.
 
     Raises:
-        ValueError: the engine cannot be built as asked.
-        RuntimeError: the engine is another stage's, or closed.
+        ValueError: the engine cannot be built as configured.
+        RuntimeError: the engine belongs to another stage, or is closed.
     """
 
     final_output_kinds = ("text", "tensors")
@@ -141,7 +141,7 @@ class AutoregressiveStage(EngineStage):
         return self._configuration(AutoregressiveStageConfig, self._config, **own)
 
     def _build_engine(self) -> LLMEngine:
-        from engine import LLMEngine  # only here: configurations are checked without torch
+        from engine import LLMEngine  # imported lazily: configurations are checked without torch
 
         assert self._config is not None
         return LLMEngine(self._config, output_names=self.outputs)
@@ -150,7 +150,7 @@ class AutoregressiveStage(EngineStage):
         """Rebuild the engine; see :class:`~stages.stage.Stage`.
 
         Raises:
-            NotImplementedError: the engine came from outside, where others may have it, too.
+            NotImplementedError: the engine was passed in, and others may have references to it.
         """
         if self._config is None:
             raise NotImplementedError("it was given its engine, which its maker must rebuild")
@@ -158,17 +158,17 @@ class AutoregressiveStage(EngineStage):
 
     @property
     def sampling(self) -> SamplingParams:
-        """The sampling parameters of requests that bring none."""
+        """Default sampling parameters of requests."""
         return self._sampling
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The engine's; see :class:`~stages.stage.Stage`."""
+        """The engine's tokenizer; see :class:`~stages.stage.Stage`."""
         return self.engine.tokenizer
 
     @property
     def seed(self) -> int:
-        """The engine's; see :class:`~stages.stage.Stage`."""
+        """The engine's seed; see :class:`~stages.stage.Stage`."""
         return self.engine.config.seed
 
     def check_sampling(self, params: SamplingParams) -> None:
@@ -176,7 +176,7 @@ class AutoregressiveStage(EngineStage):
         self.engine.check_sampling(params)
 
     def describe(self) -> Mapping[str, Any]:
-        """What the engine resolved and reserved, and where its sampling parameters come from."""
+        """Describe the engine's settings and memory, and the sources of sampling parameters."""
         given = self._given_sampling.model_fields_set
         stated = self._sampling.model_fields_set
         of_checkpoint = dict(self.engine.checkpoint_token_ids)
@@ -191,23 +191,23 @@ class AutoregressiveStage(EngineStage):
 
     @property
     def gives_chunks(self) -> bool:
-        """Tokens, and their tensors, can be handed on one by one, but for encoder-decoder models.
+        """True if tokens and their tensors can be streamed: unless it is an encoder-decoder model.
 
-        What the encoder of these makes has rows for its own tokens, which no chunk of the
-        decoder's tokens can be cut from.
+        The encoder's tensors have rows for its own tokens, which cannot be split into chunks of
+        the decoder's tokens.
         """
         return not self.engine.is_encoder_decoder
 
     @property
     def speakers(self) -> tuple[str, ...] | None:
-        """Voices of a model that speaks."""
+        """Voices of a speech model; None for others."""
         return self.engine.speakers
 
     def partial_tensors(self, request_id: str, first_row: int) -> Mapping[str, Tensor]:
-        """Rows of a live request; see :class:`~stages.stage.Stage`.
+        """Return rows of a live request; see :class:`~stages.stage.Stage`.
 
-        No tensors at all where there are no such rows, also because the request was preempted: it
-        has them again later.
+        Empty while there are no such rows, for example until they are recomputed after a
+        preemption.
 
         Raises:
             ValueError: the model is an encoder-decoder, or no such request is live.
@@ -217,15 +217,15 @@ class AutoregressiveStage(EngineStage):
         return self.engine.partial_outputs(request_id, first_row, self.outputs)
 
     def pause_request(self, request_id: str) -> None:
-        """Let a live request rest, with all it holds, until it is resumed. Idempotent."""
+        """Pause a live request, which keeps its resources, until it is resumed. Idempotent."""
         self.engine.pause(request_id)
 
     def resume_request(self, request_id: str) -> None:
-        """Let a paused request go on; one that is not paused, or not there, is ignored."""
+        """Resume a paused request; one that is not paused, or unknown, is ignored."""
         self.engine.resume(request_id)
 
     def close(self) -> None:
-        """Close the engine if this stage built it, or give it back to its maker."""
+        """Close the engine if this stage built it; otherwise release its ownership."""
         if self._config is not None:
             super().close()
         else:

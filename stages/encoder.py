@@ -1,4 +1,4 @@
-"""The stage that runs one forward pass over its whole input."""
+"""Stage that runs one forward pass over its whole input."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class EncoderStageConfig(TokenStageConfig):
     """A stage that runs one forward pass over its whole input.
 
     Attributes:
-        pooling: how the rows become the one row ``pooled``; ``auto`` takes what the checkpoint
-            was made for.
-        normalize: whether that row gets length 1; None takes what the checkpoint was made for.
+        pooling: reduction of the rows to the one row ``pooled``; ``auto``: as the checkpoint
+            specifies.
+        normalize: if true, that row is scaled to length 1; None: as the checkpoint specifies.
         final_output: ``tensors`` if the user gets this stage's tensors.
     """
 
@@ -44,7 +44,7 @@ class EncoderStageConfig(TokenStageConfig):
     final_output: Annotated[tuple[Literal["tensors"], ...], OneOrMore] = ()
 
     def modalities(self, config: Mapping[str, Any]) -> Collection[str] | None:
-        """See :class:`~stages.stage_config.StageConfig`; what the table lacks encodes text."""
+        """See :class:`~stages.stage_config.StageConfig`; unknown models encode text."""
         if (row := family_row(config, self.part)) is not None:
             return row.modalities
         return None if FAMILIES.may_grow() else ("text",)
@@ -63,28 +63,28 @@ class EncoderStageConfig(TokenStageConfig):
 
 
 class EncoderStage(EngineStage):
-    """Runs an encoder, and hands on ``hidden_states (n, D)`` and ``pooled (D,)``.
+    """Stage that runs an encoder, and outputs ``hidden_states (n, D)`` and ``pooled (D,)``.
 
-    A bidirectional encoder (BERT and its kin) runs in an ``EncoderEngine``, where a hit is all or
-    nothing, because every row depends on the whole input. An embedding model that is built on a
+    A bidirectional encoder (such as BERT) runs in an ``EncoderEngine``, where a cache hit requires
+    the same whole input, because every row depends on all of it. An embedding model based on a
     causal decoder runs in an ``LLMEngine`` that generates nothing, where inputs share prefixes.
 
-    A checkpoint in the layout of sentence-transformers says by itself how long inputs may be, how
-    they are written, pooled and normalized; see :mod:`engine.encoder.sentence_layout`.
+    A checkpoint in the layout of sentence-transformers specifies the maximum length of inputs and
+    their format, pooling and normalization; see :mod:`engine.encoder.sentence_layout`.
 
     Args:
-        name: see :class:`~stages.stage.Stage`, as for ``inputs`` and ``final_output``.
-        engine: what to build the engine from; the checkpoint decides which engine.
-        pooling: how the rows become one: ``auto`` is what a checkpoint in the layout of
-            sentence-transformers says; of others it is the checkpoint's own pooler or the mean for
-            a bidirectional encoder, and the last token's row for a causal one.
-        normalize: whether the pooled row gets length 1; None is what such a layout says, and no
-            without one.
-        outputs: of ``hidden_states``, ``pooled`` and what else the model makes, the tensors to
-            hand on; None hands on all.
+        name: see :class:`~stages.stage.Stage`, like ``inputs`` and ``final_output``.
+        engine: config to build the engine from; the checkpoint determines the kind of engine.
+        pooling: reduction of the rows to one. ``auto`` uses the layout of sentence-transformers;
+            without one, the checkpoint's own pooler or the mean for a bidirectional encoder, and
+            the last token's row for a causal one.
+        normalize: if true, the pooled row is scaled to length 1; None: as in such a layout, or
+            false without one.
+        outputs: names of the tensors to output: ``hidden_states``, ``pooled`` and others that the
+            model emits; None: all.
 
     Raises:
-        ValueError: the engine cannot be built as asked, or the pooling does not fit the model.
+        ValueError: the engine cannot be built as configured, or the pooling does not fit the model.
     """
 
     final_output_kinds = ("tensors",)
@@ -118,7 +118,7 @@ class EncoderStage(EngineStage):
         return self._configuration(EncoderStageConfig, self._config, **own)
 
     def _build_engine(self) -> EncoderEngine | LLMEngine:
-        # Only here: configurations are checked without torch.
+        # Imported lazily: configurations are checked without torch.
         from engine import EncoderEngine, LLMEngine
         from engine.encoder.sentence_layout import read_sentence_layout, resolve_pooling
         from engine.models.model_loader import is_supported, open_configured
@@ -135,17 +135,17 @@ class EncoderStage(EngineStage):
                 config = config.model_copy(update={"max_model_len": self._layout.max_seq_length})
         if not is_supported(checkpoint.architecture):
             return EncoderEngine(config, output_names=self.outputs, pooling=pooling)
-        # Nothing is generated: a decoder runs its prompt only.
+        # A decoder runs only its prompt and generates nothing.
         self._sampling = SamplingParams(max_tokens=0)
         self._pooling = resolve_pooling("last" if pooling == "auto" else pooling, None)
         if self.outputs is None:
             return LLMEngine(config)
-        # The per-token tensors that the wanted outputs are, or are made from.
+        # The requested per-token tensors, and those that requested outputs are computed from.
         rows = {_HIDDEN_STATES if name == _POOLED else name for name in self.outputs}
         return LLMEngine(config, output_names=sorted(rows))
 
     def _engine_prompt(self, request: StageRequest) -> Prompt:
-        """Text as the checkpoint's layout has it; ids, embeddings and chats as they are."""
+        """Format text as the checkpoint's layout specifies; other prompts are unchanged."""
         prompt, layout = request.prompt, self._layout
         if layout is None:
             return prompt
@@ -154,7 +154,7 @@ class EncoderStage(EngineStage):
         return layout.written(prompt) if isinstance(prompt, str) else prompt
 
     def check_sampling(self, params: SamplingParams) -> None:
-        """Refuse all but ``truncate_prompt_tokens``; see :class:`~stages.stage.Stage`."""
+        """Reject all but ``truncate_prompt_tokens``; see :class:`~stages.stage.Stage`."""
         if not params.only_truncates:
             raise ValueError(
                 "it generates no tokens, so truncate_prompt_tokens is all that it takes of the "
@@ -163,19 +163,19 @@ class EncoderStage(EngineStage):
         self.engine.check_sampling(params)
 
     def _with_tensors(self, delta: OutputDelta) -> OutputDelta:
-        from engine.encoder.sentence_layout import pool  # only here, as in the constructor
+        from engine.encoder.sentence_layout import pool  # lazily, as in _build_engine
 
         tensors = dict(delta.tensors)
-        if delta.num_completions and _HIDDEN_STATES in tensors:  # of a decoder
+        if delta.num_completions and _HIDDEN_STATES in tensors:  # the model is a decoder
             tensors[_POOLED] = pool(self._pooling, tensors[_HIDDEN_STATES], None)
         if _POOLED in tensors:
             tensors[_POOLED] = self._embedding(tensors[_POOLED])
-        # A decoder's one completion, of no token, is none of an encoder's.
+        # An encoder has no completions; drop the decoder's one empty completion.
         return replace(delta, text=None, num_completions=0, prompt_token_ids=(), tensors=tensors)
 
     def _embedding(self, row: Tensor) -> Tensor:
-        """What a checkpoint makes of the pooled row, ``(D,)``."""
-        from engine.encoder.sentence_layout import normalized  # only here, as in the constructor
+        """Apply the checkpoint's projections and normalization to the pooled row, ``(D,)``."""
+        from engine.encoder.sentence_layout import normalized  # lazily, as in _build_engine
 
         for projection in () if self._layout is None else self._layout.projections:
             row = projection.apply(row)

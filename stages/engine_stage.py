@@ -1,4 +1,4 @@
-"""What stages around an engine have in common."""
+"""Base class of stages that wrap an engine."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ _logger = package_logger(__name__)
 
 
 class EngineStage(Stage):
-    """A stage around one engine.
+    """A stage that wraps one engine.
 
     Attributes:
-        engine: runs the model; set by the kind of stage, after it has checked what it is given.
-            There is none after a :meth:`rebuild` that failed.
+        engine: runs the model; set by the subclass after checking its arguments. Missing after a
+            failed :meth:`rebuild`.
     """
 
     engine: Engine[Any]
-    # Of requests that bring none; None to an engine that generates no tokens.
+    # Default parameters of requests; None for an engine that generates no tokens.
     _sampling: SamplingParams | None = None
-    # What engines counted that this stage had before, and what of them was set since.
+    # Counters of previous engines of this stage, and their caching setting.
     _counted: StageStats = StageStats()
     _caching: bool | None = None
-    # Whether the step before was interrupted as a whole.
+    # True if the previous step failed as a whole.
     _has_failed: bool = False
 
     def __init__(self, name: str, **graph: Any) -> None:
         super().__init__(name, **graph)
-        # Of requests of a caller that drives the stage itself.
+        # For requests of a caller that uses step() instead of step_deltas().
         self._accumulators: dict[str, OutputAccumulator] = {}
 
     def _configuration(
         self, kind: type[StageConfig], config: EngineConfig | GeneratorConfig, **own: Any
     ) -> StageConfig:
-        """The configuration of such a stage, which was made of arguments: its engine's, and own."""
+        """Build the configuration of a stage that was constructed from arguments."""
         settings = type(kind.model_fields["engine"].default)
         given = {
             "kind": get_args(kind.model_fields["kind"].annotation)[0],
@@ -62,21 +62,21 @@ class EngineStage(Stage):
         return kind.model_validate(given | own)
 
     def _build_engine(self) -> Engine[Any]:
-        """Build the configured engine; ``NotImplementedError``: the kind does not say how."""
+        """Build the configured engine; must be defined by the subclass."""
         raise NotImplementedError(f"a {type(self).__name__} does not say how to build its engine")
 
     @property
     def is_broken(self) -> bool:
-        """Whether its engine was interrupted and could not restart."""
+        """True if its engine was interrupted and could not restart."""
         return hasattr(self, "engine") and self.engine.is_broken
 
     def rebuild(self) -> None:
-        """Let go of the engine and build another one; see :class:`~stages.stage.Stage`."""
+        """Drop the engine and build a new one; see :class:`~stages.stage.Stage`."""
         self.ownership.check()
         if hasattr(self, "engine"):
             self._counted = self.engine.stats().following(self._counted).plus(num_restarts=1)
             self._caching = self.engine.enable_prefix_caching
-            # Two engines may be more than the memory holds. What is in a circle is freed, too.
+            # Two engines may not fit into memory. gc.collect() frees reference cycles, too.
             del self.engine
         self._accumulators.clear()
         gc.collect()
@@ -86,7 +86,7 @@ class EngineStage(Stage):
 
     @property
     def hidden_size(self) -> int | None:
-        """Width of its hidden states and of the embeddings it takes; None if it has none."""
+        """Width of its hidden states and input embeddings; None if it has none."""
         return self.engine.hidden_size
 
     @property
@@ -101,15 +101,15 @@ class EngineStage(Stage):
 
     def prepare(self, request: StageRequest) -> Prepared:
         """Tokenize, decode and compute features; see :class:`~stages.stage.Stage`."""
-        # While the stage is rebuilt in its own thread there is no engine.
+        # There is no engine while the stage is rebuilt in its own thread.
         engine = getattr(self, "engine", None)
-        # A kind of stage with an add_request of its own does everything there.
+        # A subclass that overrides add_request prepares requests there.
         if engine is None or type(self).add_request is not EngineStage.add_request:
             return Prepared(request)
         return Prepared(request, self._prepare(engine, request))
 
     def add(self, prepared: Prepared) -> None:
-        """Queue a request; one that another engine has prepared is prepared again."""
+        """Queue a request; if another engine has prepared it, prepare it again."""
         self.ownership.check()
         content = prepared.content
         if content is not None and content.engine is self.engine:
@@ -128,22 +128,22 @@ class EngineStage(Stage):
         )
 
     def _engine_prompt(self, request: StageRequest) -> Prompt:
-        """What the engine is given to run."""
+        """Return the prompt for the engine."""
         return request.prompt
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether the engine begins a request before all of its prompt is there."""
+        """True if the engine begins a request before its prompt is complete."""
         return self.engine.takes_chunks
 
     def extend_request(self, request_id: str, prompt: Prompt) -> None:
-        """Hand in the next chunk; one for a request that has ended is ignored."""
+        """Append the next chunk of a prompt; ignored if the request has ended."""
         if not self.takes_chunks:
             super().extend_request(request_id, prompt)
         self.engine.extend_request(request_id, prompt)
 
     def needs_input(self, request_id: str) -> bool:
-        """Whether a live request cannot go on before its next chunk comes."""
+        """Return True if a live request cannot continue before its next chunk."""
         return self.engine.needs_input(request_id)
 
     def step(self) -> list[StageOutput]:
@@ -162,18 +162,18 @@ class EngineStage(Stage):
         return outputs
 
     def step_deltas(self) -> list[OutputDelta]:
-        """Run one engine step over its requests; return what is new of those that moved.
+        """Run one engine step over its requests; return the deltas of those with progress.
 
-        After a step that was interrupted as a whole all requests begin again in the engine, so that
-        one such step is no more than a step without outputs.
+        After a step that failed as a whole, the engine restarts all requests; a single failure is
+        only a step without outputs.
 
         Raises:
-            Exception: what the engine raised, if it did so twice in a row, or is broken.
+            Exception: the engine's error, if it occurred twice in a row or the engine is broken.
         """
         self.ownership.check()
         try:
             deltas = self.engine.step_deltas()
-        except Exception:  # whatever it was, the engine has begun again; once that is good enough
+        except Exception:  # of any kind: the engine has restarted, which is tolerated once
             has_failed, self._has_failed = self._has_failed, not self._has_failed
             if has_failed or self.is_broken:
                 raise
@@ -183,10 +183,10 @@ class EngineStage(Stage):
         return [self._completed(delta) if delta.finished else delta for delta in deltas]
 
     def _completed(self, delta: OutputDelta) -> OutputDelta:
-        """A last delta with its tensors; a request for which they cannot be made fails alone."""
+        """Add the tensors to a last delta; if that fails, fail only this request."""
         try:
             return select_tensors(self._with_tensors(delta), self.outputs)
-        except Exception as error:  # its neighbours' outputs are emitted once, now or never
+        except Exception as error:  # the outputs of other requests must not be lost
             request_id = delta.request_id
             about = {"request_id": request_id}
             _logger.exception("the output of request %r cannot be made", request_id, extra=about)
@@ -199,7 +199,7 @@ class EngineStage(Stage):
             )
 
     def _with_tensors(self, delta: OutputDelta) -> OutputDelta:
-        """The engine's last delta of a request, with all tensors that the stage makes."""
+        """Add all tensors that the stage computes to the engine's last delta of a request."""
         return delta
 
     def abort(self, request_id: str) -> None:
@@ -209,12 +209,12 @@ class EngineStage(Stage):
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether it has requests, be it that they wait for input."""
+        """True if it has requests, including ones that wait for input."""
         return self.engine.has_unfinished_requests
 
     @property
     def enable_prefix_caching(self) -> bool:
-        """Whether requests reuse what was computed before."""
+        """True if requests reuse cached computations."""
         return self.engine.enable_prefix_caching
 
     @enable_prefix_caching.setter
@@ -222,11 +222,11 @@ class EngineStage(Stage):
         self.engine.enable_prefix_caching = value
 
     def reset_prefix_cache(self) -> None:
-        """Forget all that was computed, and its mirrored rows."""
+        """Drop all cached computations, and their mirrored rows."""
         self.engine.reset_prefix_cache()
 
     def stats(self) -> StageStats:
-        """Counters since the stage was built, of the engines that it had before as well."""
+        """Return counters since the stage was built, including those of previous engines."""
         counted = self._counted
         if hasattr(self, "engine"):
             counted = self.engine.stats().following(counted)
@@ -235,11 +235,11 @@ class EngineStage(Stage):
         )
 
     def describe(self) -> Mapping[str, Any]:
-        """What the engine resolved and reserved."""
+        """Describe the engine's resolved settings and reserved memory."""
         return {"engine": type(self.engine).__name__, **self.engine.describe()}
 
     def check_integrity(self) -> None:
-        """Raise if the engine lost something: blocks, or sound that its codes stand for."""
+        """Raise if the engine lost blocks, or audio of its codes."""
         self.engine.check_integrity()
 
     def close(self) -> None:
@@ -250,10 +250,9 @@ class EngineStage(Stage):
 
 
 def select_tensors(delta: OutputDelta, names: Collection[str] | None) -> OutputDelta:
-    """Keep the named tensors of a last delta, or all; fail the request if one is not there.
+    """Keep the named tensors of a last delta, or all; fail the request if one is missing.
 
-    A tensor that was asked for and is missing must not pass silently: a stage behind this one
-    would run on less than it was promised.
+    A missing tensor must not pass silently: a later stage would run without a declared input.
     """
     if names is None or not delta.finished or delta.failure is not None:
         return delta

@@ -1,4 +1,4 @@
-"""The stage that turns codec tokens into sound."""
+"""Stage that converts codec tokens to audio."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @register_stage_kind
 class GeneratorStageConfig(StageConfig):
-    """A stage that makes sound of codec tokens.
+    """A stage that converts codec tokens to audio.
 
     Attributes:
-        engine: how the engine runs the model.
-        generation: how sound is made.
-        final_output: ``audio`` if the user gets the sound.
+        engine: settings of the engine.
+        generation: parameters of audio generation.
+        final_output: ``audio`` if the user gets the audio.
     """
 
     takes_chunks: ClassVar[bool] = True
@@ -57,23 +57,23 @@ class GeneratorStageConfig(StageConfig):
 
 
 class GeneratorStage(EngineStage):
-    """Runs a generator, and hands out ``audio``: whole in the end, and piece by piece as it comes.
+    """Stage that runs a generator, and outputs ``audio``: in pieces, and as a whole at the end.
 
-    Codes that come in chunks become sound in windows, whose size the config sets. Speech is then
-    close to that of the same codes at once, but not equal to it; ``GeneratorEngine`` says why.
-    Codes that fit one chunk of the edge come whole. Speech whose codes a limit of length cut off
-    finishes with ``length``, like the codes.
+    Codes that arrive in chunks are converted in windows, whose size the config sets. The audio is
+    then close, but not equal, to that of the same codes at once; ``GeneratorEngine`` explains why.
+    Codes that fit into one chunk of the edge are converted at once. If a length limit truncated the
+    codes, the audio finishes with ``length``, too.
 
     There is no prefix cache: every sample depends on nearly every code, so utterances share
-    nothing. The switch for caching is kept, and changes nothing.
+    nothing. The caching switch is accepted without effect.
 
     Args:
-        name: see :class:`~stages.stage.Stage`, as for ``inputs`` and ``final_output``.
-        config: what to build the engine from.
+        name: see :class:`~stages.stage.Stage`, like ``inputs`` and ``final_output``.
+        config: config to build the engine from.
 
     Raises:
-        ValueError: the engine cannot be built as asked, or the stage is to hand out what it does
-            not make.
+        ValueError: the engine cannot be built as configured, or the stage does not produce a
+            requested final output.
     """
 
     final_output_kinds = ("audio",)
@@ -102,7 +102,7 @@ class GeneratorStage(EngineStage):
         return self._configuration(GeneratorStageConfig, self._config, **own)
 
     def _build_engine(self) -> GeneratorEngine:
-        from engine import GeneratorEngine  # only here: configurations are checked without torch
+        from engine import GeneratorEngine  # lazily: configurations are checked without torch
 
         return GeneratorEngine(self._config)
 

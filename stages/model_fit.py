@@ -1,4 +1,4 @@
-"""Whether a checkpoint is one for a stage, as far as its config tells without its weights."""
+"""Checks that a checkpoint fits a stage, based on its config, without its weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Misfit = tuple[str, str] | None
 
 
 def family_row(config: Mapping[str, Any], part: str | None) -> FamilyRow | None:
-    """What the table of families says of a model; None of one that the table lacks."""
+    """Look up a model in the table of families; None if it is unknown."""
     model_type, architectures = str(config.get("model_type")), config.get("architectures")
     if parts := FAMILIES.known_parts(model_type):
         row = parts.get(part)
@@ -26,7 +26,7 @@ def family_row(config: Mapping[str, Any], part: str | None) -> FamilyRow | None:
 
 
 def speakers_in(model: str, part: str | None) -> tuple[str, ...] | None:
-    """Names of the voices of a checkpoint; None if it has none, or is not in a folder here.
+    """Return the names of a checkpoint's voices; None if it has none, or is no local folder.
 
     Raises:
         ValueError: a file of the checkpoint cannot be read.
@@ -38,7 +38,7 @@ def speakers_in(model: str, part: str | None) -> tuple[str, ...] | None:
 
 
 def misfit_of_outputs(emitted: Collection[str] | None, outputs: Collection[str] | None) -> _Misfit:
-    """Say which of the outputs that a stage keeps its model does not emit, if that is known."""
+    """Report outputs of a stage that its model does not emit, if that is known."""
     unknown = sorted(set(outputs or ()).difference(emitted or outputs or (), {ROW_KEYS}))
     if emitted is None or not unknown:
         return None
@@ -47,14 +47,14 @@ def misfit_of_outputs(emitted: Collection[str] | None, outputs: Collection[str] 
 
 
 def misfit_of(config: Mapping[str, Any], part: str | None, *, makes_sound: bool) -> _Misfit:
-    """Say why a model is none that generates tokens, or makes sound of them, if that is known.
+    """Report why a model does not generate tokens, or audio from tokens, if that is known.
 
     Args:
-        config: the content of ``config.json``; may be anything.
-        makes_sound: which of the two it is to do.
+        config: the content of ``config.json``, unchecked.
+        makes_sound: True to require a model that generates audio.
 
     Returns:
-        The stage's key that is wrong, ``part`` or ``kind``, and what is wrong there.
+        The wrong key of the stage, ``part`` or ``kind``, and a description of the problem.
     """
     if parts := FAMILIES.known_parts(str(config.get("model_type"))):
         known = {str(name): each.makes_sound for name, each in parts.items()}
@@ -66,7 +66,7 @@ def misfit_of(config: Mapping[str, Any], part: str | None, *, makes_sound: bool)
         misfit = "part", problem
     elif isinstance(architectures, list) and architectures:
         misfit = _misfit_of_architecture(str(architectures[0]), makes_sound)
-    # Looking for entry points takes a while, and is needed only where something seems wrong.
+    # Searching entry points is slow, and only needed if something seems wrong.
     return None if misfit is None or FAMILIES.may_grow() else misfit
 
 

@@ -1,4 +1,4 @@
-"""Where a stage runs: in which workers, with how many threads, on which devices."""
+"""Placement of a stage: its workers, threads and devices."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from engine.interface.placed_error import PlacedError
 from engine.interface.settings import Settings
 
 RuntimeKind: TypeAlias = Literal["inline", "processes", "ray"]
-"""Where the stages of a pipeline run: in this process by turns, in processes of their own on this
-machine, or in the actors of a Ray cluster."""
+"""Kind of runtime: stages take turns in this process, run in separate processes on this machine, or
+in the actors of a Ray cluster."""
 
 _OF_RAY = {"CPU": "num_cpus", "GPU": "num_gpus"}
 _MOST_WORKERS = 256
-"""Of one stage. A pipeline's file may be untrusted."""
+"""Limit per stage, as a pipeline's file may be untrusted."""
 
 
 def _check_device(value: str) -> str:
@@ -33,29 +33,28 @@ def _as_tuple(value: Any) -> Any:
 
 
 _OF_A_CLUSTER = ("num_cpus", "num_gpus", "resources", "node")
-"""Keys that only a Ray cluster has."""
+"""Keys that only Ray supports."""
 
 
 class Placement(Settings):
-    """Where one stage runs. What is left out is decided by the runtime, and shown by ``omni
-    explain``.
+    """Placement of one stage. The runtime chooses omitted values; ``omni explain`` shows them.
 
     Attributes:
-        worker: a name; stages with the same one share a worker, where they take turns. None gives
-            the stage workers of its own.
-        replicas: workers that run the stage side by side; each has the model, and a cache of its
-            own. As many as ``devices`` if only these are given.
-        threads: CPU threads of each worker, or inline of the stage's steps; None shares the
-            machine's cores out among the pipeline's workers, and inline takes as many as PyTorch
-            does (all cores, or ``OMP_NUM_THREADS``).
-        device: of each worker, such as ``cpu``, ``cuda`` or ``cuda:1``, in the place of the
-            engine's own; with several replicas, ``cuda`` gives each a device to itself.
-        devices: one for each replica, in the place of ``device``.
+        worker: name of a worker; stages with the same name share it and take turns. None: the
+            stage has separate workers.
+        replicas: number of workers that run the stage in parallel, each with the model and a
+            separate cache. Defaults to the number of ``devices`` if only these are given.
+        threads: CPU threads of each worker, or inline of the stage's steps. None divides the
+            machine's cores among the pipeline's workers; inline uses PyTorch's default (all cores,
+            or ``OMP_NUM_THREADS``).
+        device: device of each worker, such as ``cpu``, ``cuda`` or ``cuda:1``; replaces the
+            engine's device. With several replicas, ``cuda`` gives each a separate device.
+        devices: a device per replica, instead of ``device``.
         num_cpus: CPUs that Ray reserves for each worker; None reserves as many as its threads.
         num_gpus: GPUs, or a fraction of one, that Ray reserves for each worker; None reserves one
-            where ``device`` is ``cuda``.
-        resources: of a Ray cluster, what else each worker needs: amounts by name.
-        node: of a Ray cluster, the one that the workers have to be on: its address, or its id.
+            if ``device`` is ``cuda``.
+        resources: other resources of a Ray cluster that each worker needs: amounts by name.
+        node: address or id of the node of a Ray cluster that the workers must run on.
     """
 
     worker: str | None = Field(default=None, min_length=1, max_length=64)
@@ -110,7 +109,7 @@ class Placement(Settings):
 
     @property
     def all_devices(self) -> tuple[str | None, ...]:
-        """Of each replica, on a machine whose devices it sees; None leaves it to the engine."""
+        """Device of each replica, if it sees all devices of the machine; None: engine's choice."""
         if self.devices is not None:
             return self.devices
         if self.device == "cuda" and self.replicas > 1:
@@ -124,7 +123,7 @@ class Placement(Settings):
 
     @property
     def actor_threads(self) -> int:
-        """CPU threads of each worker on a Ray cluster: the CPUs that it reserves, one at least."""
+        """CPU threads of each worker on a Ray cluster: its reserved CPUs, but at least one."""
         return self.threads or max(1, int(self.reserved_cpus))
 
     @property
@@ -133,7 +132,7 @@ class Placement(Settings):
         return float(self.device == "cuda") if self.num_gpus is None else self.num_gpus
 
     def misplaced(self, kind: RuntimeKind) -> tuple[str, str] | None:
-        """The key of what a kind of runtime does not have, and what is wrong there, if anything."""
+        """Return a key that a kind of runtime does not support, and the problem, if any."""
         if kind == "inline" and self.replicas > 1:
             return "replicas", (
                 f"{self.replicas} is for workers, and with runtime.kind: inline all stages share "
@@ -154,7 +153,7 @@ class Placement(Settings):
             )
         if kind != "ray":
             return None
-        # A Ray worker would see a device that is named under another name.
+        # In a Ray worker, a named device would have another name.
         fix = "on a Ray cluster a worker sees only the GPUs that are reserved for it"
         if self.devices is not None:
             return "devices", f"{fix}: give device: cuda, and num_gpus"
@@ -165,7 +164,7 @@ class Placement(Settings):
 
     @staticmethod
     def not_of(kind: RuntimeKind) -> tuple[str, ...]:
-        """The keys that a runtime does not have."""
+        """Return the keys that a kind of runtime does not support."""
         of_workers = ("worker", "replicas", "devices")
         return {
             "inline": of_workers + _OF_A_CLUSTER,

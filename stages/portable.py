@@ -1,7 +1,7 @@
-"""What can be found by its name in another process: a user's transforms, and kinds of stages.
+"""Names by which other processes import transforms and stage classes.
 
-A worker elsewhere imports what it runs; no code is ever sent to it. What has no name that an import
-finds (a lambda, a function inside of another one, whatever a main script defines) stays here.
+Workers in other processes import the code that they run; no code is ever sent to them. Objects that
+cannot be imported by name (lambdas, nested functions, definitions in a main script) must stay here.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _OURS = "stages.transforms."
 
 
 def check_portable(stages: Mapping[str, Stage | StageConfig]) -> None:
-    """Check that a worker in another process can find the code of stages, built or configured.
+    """Check that a worker in another process can import the code of (built or configured) stages.
 
-    Nothing is started, and no model is loaded; modules that name a transform are imported.
+    No worker is started, and no model is loaded; modules of transforms are imported.
 
     Raises:
-        ValueError: the class of a stage, or the transform in front of it, cannot be imported by a
-            name; says which, why, and what to do.
+        ValueError: the class of a stage, or its transform, cannot be imported by a name; states
+            which, the reason and a remedy.
     """
     for name, stage in stages.items():
         try:
@@ -48,10 +48,10 @@ def _check_stage(stage: Stage | StageConfig) -> None:
 
 
 def portable_transform(spec: str | Transform) -> str:
-    """The name by which a worker elsewhere finds a transform; see :func:`load_by_name`.
+    """Return the name by which another process finds a transform; see :func:`load_by_name`.
 
     Raises:
-        ValueError: there is no such name; says why.
+        ValueError: there is no such name; states the reason.
     """
     if isinstance(spec, str):
         if is_custom(spec):
@@ -71,13 +71,14 @@ def portable_transform(spec: str | Transform) -> str:
 
 
 def import_name(thing: Any) -> str:
-    """The name by which any process with this one's import path finds a function or a class.
+    """Return the name by which a process with the same import path finds a function or class.
 
     Returns:
-        ``"package.module:Class"``, or ``"/folder/file.py:function"`` of a file beside a pipeline's.
+        ``"package.module:Class"``, or ``"/folder/file.py:function"`` for a file next to a
+        pipeline's file.
 
     Raises:
-        ValueError: there is none; says why, and what to do.
+        ValueError: there is no such name; states the reason and a remedy.
     """
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str):
@@ -113,10 +114,10 @@ def import_name(thing: Any) -> str:
 
 
 def load_by_name(name: str) -> Any:
-    """Find what :func:`import_name` or :func:`portable_transform` named.
+    """Import an object by a name from :func:`import_name` or :func:`portable_transform`.
 
     Raises:
-        ValueError: it cannot be imported here; says why.
+        ValueError: it cannot be imported here; states the reason.
     """
     module, colon, path = name.rpartition(":")
     if not colon:
@@ -125,7 +126,7 @@ def load_by_name(name: str) -> Any:
         return load_custom(name, what="the stage's code")
     try:
         imported = importlib.import_module(module)
-    except Exception as error:  # whatever a user's module raises is this name's error
+    except Exception as error:  # a user's module may raise anything; report it for this name
         raise ValueError(f"{name!r} cannot be imported in a worker: {described(error)}") from error
     found = _attribute(imported, path)
     if found is None:

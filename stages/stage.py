@@ -1,4 +1,4 @@
-"""What a stage is: requests in, outputs for the user and for the next stages out."""
+"""Stage interface: maps requests to outputs for the user and the next stages."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FINAL_OUTPUTS = ("text", "tensors", "audio")
-"""What a stage can hand to the user."""
+"""Kinds of outputs that a stage can return to the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageRequest:
-    """One request, as one stage gets it.
+    """A request to one stage.
 
     Attributes:
         request_id: the same in every stage of the pipeline.
         sampling: replaces the stage's own sampling parameters; None keeps them.
         priority: lower runs earlier; equal priorities run first come, first served.
         cache_salt: only requests with the same salt share cached blocks.
-        order: among requests of one priority, the smallest runs first; None puts it behind those
-            that are there.
+        order: among requests of one priority, the smallest runs first; None queues it after all
+            existing ones.
     """
 
     request_id: str
@@ -49,31 +49,31 @@ class StageRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A request that a stage has prepared for its :meth:`Stage.add`, with what it made of it."""
+    """A request that a stage has prepared for :meth:`Stage.add`, with the prepared content."""
 
     request: StageRequest
     content: Any = None
 
 
 StageStats: TypeAlias = EngineStats
-"""A stage counts what its engine counts."""
+"""Stages have the same counters as engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransformContext:
-    """What a transform is given to make the next stage's prompt from.
+    """Input of a transform, which makes the next stage's prompt from it.
 
     Attributes:
-        prompt: the prompt that the user gave the pipeline.
+        prompt: the user's prompt to the pipeline.
         sources: the finished outputs of the stages named in ``inputs: from``, in that order.
             Their tensors are shared with other stages and the user: do not change them in place.
-            What a source left on a GPU is there, where this process has it, or else on the CPU.
+            Tensors that a source left on a GPU are there if this process has it, else on the CPU.
             On an edge with a ``chunk_size`` there is one source, and ``token_ids`` and ``tensors``
-            hold only what is new since the chunk before.
-        speaker: whose voice the user wants; None leaves it to the checkpoint.
-        first_row: place in the source's sequence of the first row of ``tensors``; 0 unless this
+            contain only the part since the previous chunk.
+        speaker: voice that the user selected; None: the checkpoint's default.
+        first_row: index in the source's sequence of the first row of ``tensors``; 0 unless this
             is a later chunk.
-        is_last: whether the source is done; False if more chunks follow.
+        is_last: True if the source is done; False if more chunks follow.
     """
 
     request_id: str
@@ -85,12 +85,12 @@ class TransformContext:
 
 
 Transform: TypeAlias = Callable[[TransformContext], Prompt]
-"""Makes a stage's prompt from what earlier stages put out. It may raise ``ValueError`` to fail
-the one request it was called for."""
+"""Function that makes a stage's prompt from outputs of earlier stages. It may raise ``ValueError``
+to fail the request that it was called for."""
 
 
 class _NamedInFiles:
-    """Any transform in Python; in a file, its name."""
+    """Schema of a transform: any in Python, a name in a file."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
@@ -105,7 +105,7 @@ def _located(value: str | Transform, info: ValidationInfo) -> str | Transform:
 
 
 def _as_tuple(value: Any) -> Any:
-    """Accept ``text`` for ``[text]``, and nothing for an empty list."""
+    """Accept ``text`` for ``[text]``, and None for an empty list."""
     match value:
         case None:
             return ()
@@ -117,22 +117,22 @@ def _as_tuple(value: Any) -> Any:
 
 
 OneOrMore = BeforeValidator(_as_tuple)
-"""In a file, one name may stand for a list of one."""
+"""Validator that accepts a single name for a list of one."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageInputs:
-    """An edge (or several) into a stage, in Python and in YAML.
+    """One or several edges into a stage, in Python and in YAML.
 
     Attributes:
         sources: names of the stages whose outputs are needed; ``from`` in YAML.
         transform: a registered name, ``"package.module:function"``, ``"file.py:function"``, or the
             function itself. A validation's context may have a function ``locate_transform``, which
-            turns a name into one that means the same from anywhere.
-        chunk_size: tokens of the one source after which the next chunk is handed on, while the
-            source goes on; None waits until it is done.
-        max_pending_chunks: chunks of one request that may wait for this stage before the source
-            pauses the request.
+            resolves a name to one that is independent of the folder.
+        chunk_size: number of tokens of the (single) source after which a chunk is sent while the
+            source still runs; None waits until it is done.
+        max_pending_chunks: maximum number of chunks of one request that wait for this stage before
+            the source pauses the request.
 
     Raises:
         ValueError: a source or the transform is of the wrong type.
@@ -158,17 +158,17 @@ class StageInputs:
 
     @property
     def transform_name(self) -> str:
-        """The transform as it was named, or its function's name."""
+        """Name of the transform as given, or its function's name."""
         transform = self.transform
         if not isinstance(transform, str):
             return transform.__qualname__
         file, _, function = transform.rpartition(":")
-        # What matters of a file is its name: its folder is that of the pipeline's.
+        # The folder is omitted: it is that of the pipeline's file.
         return f"{Path(file).stem}:{function}" if file.endswith(".py") else transform
 
 
 def check_methods(kind: type[Any]) -> None:
-    """Check a class for what it must define; ``ValueError`` names the methods that it lacks."""
+    """Check that a class defines all required methods; ``ValueError`` names the missing ones."""
     missing = set(getattr(kind, "__abstractmethods__", ()))
     if issubclass(kind, Stage) and kind.has_cache:
         defined = {name for base in kind.__mro__ if base is not Stage for name in vars(base)}
@@ -178,31 +178,31 @@ def check_methods(kind: type[Any]) -> None:
 
 
 class Stage(ABC):
-    """One step of a pipeline. Stages know nothing of each other; the runtime connects them.
+    """One step of a pipeline. Stages are independent of each other; the runtime connects them.
 
     A stage belongs to one pipeline, and is driven by one thread at a time: ``add_request``,
-    ``abort`` and ``step`` are never called at once.
+    ``abort`` and ``step`` are never called concurrently.
 
     Args:
         name: unique in the pipeline.
         inputs: the stages that feed this one; None makes it a root, which gets the user's prompt.
-        outputs: names of the tensors it hands on; None hands on all that it makes.
-        final_output: what the user gets of it: any of ``"text"``, ``"tensors"`` and ``"audio"``;
+        outputs: names of the tensors to output; None: all that it computes.
+        final_output: its outputs for the user: any of ``"text"``, ``"tensors"`` and ``"audio"``;
             empty for a stage that only feeds others.
 
     Attributes:
-        final_output_kinds: which of these a kind of stage has to give.
-        built_of: the configuration that has built it; None if none has.
-        has_cache: whether a kind of stage keeps anything of a request for later ones. One that does
-            defines ``enable_prefix_caching`` and ``reset_prefix_cache``; of others the former says
-            nothing, and no input token is ever a hit.
-        enable_prefix_caching: whether it reuses what it computed; may be set while it is idle.
-        num_steps: steps in which it had work, where a kind of stage counts them; the pipeline sees
-            by it whether anything moves.
+        final_output_kinds: the final outputs that this kind of stage supports.
+        built_of: the configuration that it was built from, or None.
+        has_cache: True if this kind of stage caches data of requests for later ones. It must then
+            define ``enable_prefix_caching`` and ``reset_prefix_cache``; otherwise, the former has
+            no meaning, and no input token is ever a hit.
+        enable_prefix_caching: True if it reuses cached computations; may be set while it is idle.
+        num_steps: number of steps with work, if this kind of stage counts them; the pipeline uses
+            it to detect progress.
 
     Raises:
         ValueError: an argument of the wrong type, or a final output that this kind of stage does
-            not make.
+            not support.
     """
 
     final_output_kinds: ClassVar[tuple[str, ...]] = FINAL_OUTPUTS
@@ -214,7 +214,7 @@ class Stage(ABC):
     transferred_bytes: int = 0
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
-        """Make a stage; ``ValueError``: its class lacks methods that a stage must have."""
+        """Create a stage; raise ``ValueError`` if its class lacks required methods."""
         check_methods(cls)
         return super().__new__(cls)
 
@@ -247,33 +247,33 @@ class Stage(ABC):
 
     @property
     def hidden_size(self) -> int | None:
-        """Width of its ``hidden_states`` and of the embeddings it takes; None if it has none."""
+        """Width of its ``hidden_states`` and input embeddings; None if it has none."""
         return None
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Element type that it computes in; None if it does not compute with tensors."""
+        """Element type of its computations; None if it does not compute with tensors."""
         return None
 
     @property
     def sampling(self) -> SamplingParams | None:
-        """The sampling parameters of requests that bring none; None if it samples nothing."""
+        """Default sampling parameters of requests; None if it samples nothing."""
         return None
 
     @property
     def seed(self) -> int | None:
-        """What the seeds of requests that bring none are drawn from; None if it samples nothing."""
+        """Seed from which default seeds of requests are derived; None if it samples nothing."""
         return None
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """What tells the tokens of its text; None if it writes none, or is driven elsewhere."""
+        """Tokenizer of its text; None if it generates none, or runs in another process."""
         return None
 
     def configuration(self) -> Settings:
-        """What another process builds such a stage of: that of which it was built.
+        """Return the configuration from which another process can build this stage.
 
-        A kind of stage that is built of arguments alone makes one of these.
+        Kinds of stages that are built from arguments override this to create one.
 
         Raises:
             ValueError: there is none.
@@ -287,7 +287,7 @@ class Stage(ABC):
         return self.built_of
 
     def merge_sampling(self, override: SamplingParams | Mapping[str, Any]) -> SamplingParams:
-        """The parameters of one request: an object as it is, fields laid over the stage's own.
+        """Merge a mapping of fields into the stage's parameters; return an object unchanged.
 
         Raises:
             ValueError: a field is unknown or out of range.
@@ -298,10 +298,10 @@ class Stage(ABC):
         return SamplingParams.model_validate(own.model_dump() | dict(override))
 
     def check_sampling(self, params: SamplingParams) -> None:
-        """Refuse parameters that no request could run with here, before any stage has begun.
+        """Reject parameters that no request could run with here, before any stage has begun.
 
         Raises:
-            ValueError: the stage's model cannot do what they ask for. One that is a
+            ValueError: the stage's model does not support them. A
                 :class:`~engine.interface.placed_error.PlacedError` names the field.
         """
         if self.sampling is None:
@@ -313,19 +313,19 @@ class Stage(ABC):
 
         Raises:
             ValueError: this request cannot run here (too long, wrong width, unknown ids, ...);
-                the stage is unchanged and goes on with its other requests.
+                the stage is unchanged and continues with its other requests.
         """
 
     def prepare(self, request: StageRequest) -> Prepared:
-        """Do what takes long of :meth:`add_request`, in any thread, also while the stage steps.
+        """Do the slow part of :meth:`add_request`, in any thread, even while the stage steps.
 
-        A kind of stage that prepares nothing leaves this and :meth:`add` as they are here.
+        Kinds of stages without preparation need not override this and :meth:`add`.
         Errors are those of :meth:`add_request`.
         """
         return Prepared(request)
 
     def add(self, prepared: Prepared) -> None:
-        """Queue a request that :meth:`prepare` has returned, in the thread that drives the stage.
+        """Queue a request from :meth:`prepare`, in the thread that drives the stage.
 
         Errors are those of :meth:`add_request`.
         """
@@ -333,22 +333,22 @@ class Stage(ABC):
 
     @abstractmethod
     def step(self) -> list[StageOutput]:
-        """Do one unit of work; return the outputs that moved, finished or not."""
+        """Do one unit of work; return the outputs with progress, finished or not."""
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """Drop a request and free what it holds; an id the stage does not have is ignored."""
+        """Drop a request and free its resources; an unknown id is ignored."""
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether requests may come in chunks: a first one, and more by ``extend_request``."""
+        """True if requests may arrive in chunks: a first one, and more by ``extend_request``."""
         return False
 
     @property
     def gives_chunks(self) -> bool:
-        """Whether its outputs can be handed on while a request still runs.
+        """True if its outputs can be sent on while a request still runs.
 
-        Its tensors then have one row per token, and it can be paused.
+        Its tensors then have one row per token, and its requests can be paused.
         """
         return False
 
@@ -358,48 +358,48 @@ class Stage(ABC):
         return None
 
     def extend_request(self, request_id: str, prompt: Prompt) -> None:
-        """Hand in the next chunk of a live request's prompt; ``is_last`` of it says if it ends.
+        """Append the next chunk of a live request's prompt; its ``is_last`` marks the end.
 
         Raises:
-            ValueError: this stage takes no chunks, or not this one; the request can only be
-                aborted then.
+            ValueError: this stage does not accept chunks, or not this one; the request can then
+                only be aborted.
         """
         raise ValueError("it takes its requests whole, not in chunks")
 
     def needs_input(self, request_id: str) -> bool:
-        """Whether a live request cannot go on before its next chunk comes."""
+        """Return True if a live request cannot continue before its next chunk."""
         return False
 
     def partial_tensors(self, request_id: str, first_row: int) -> Mapping[str, Tensor]:
-        """Rows of a live request's ``outputs`` from one on, as far as they are known.
+        """Return the known rows of a live request's ``outputs`` from ``first_row`` on.
 
         Args:
-            first_row: place in its sequence.
+            first_row: index in its sequence.
 
         Returns:
-            ``name -> (num_known - first_row, ...)`` on the CPU; the caller's own. Fewer rows or no
-            names at all while the request does not have them, such as after it gave its
-            blocks back. Not asked of a stage whose ``outputs`` are ``()``.
+            ``name -> (num_known - first_row, ...)`` on the CPU, owned by the caller. Fewer rows or
+            no names at all while the request does not have them, for example after it lost its
+            blocks. Not called if ``outputs`` are ``()``.
         """
         raise ValueError("it hands on its outputs whole, not in chunks")
 
     def pause_request(self, request_id: str) -> None:
-        """Let a live request rest, with all it holds, until it is resumed. Idempotent."""
+        """Pause a live request, which keeps its resources, until it is resumed. Idempotent."""
         raise ValueError("it cannot pause a request")
 
     def resume_request(self, request_id: str) -> None:  # noqa: B027 - without pauses, no work
-        """Let a paused request go on; one that is not paused, or not there, is ignored."""
+        """Resume a paused request; one that is not paused, or unknown, is ignored."""
 
     @property
     @abstractmethod
     def has_unfinished_requests(self) -> bool:
-        """Whether it has requests: running, waiting, paused, or in need of input."""
+        """True if it has requests: running, waiting, paused, or in need of input."""
 
     def reset_prefix_cache(self) -> None:  # noqa: B027 - without a cache, no work
-        """Forget everything that was cached. The stage must be idle."""
+        """Drop all cached data. The stage must be idle."""
 
     def stats(self) -> StageStats:
-        """Counters since the stage was built."""
+        """Return counters since the stage was built."""
         return StageStats(
             num_steps=self.num_steps,
             num_transfers=self.num_transfers,
@@ -407,38 +407,38 @@ class Stage(ABC):
         )
 
     def replica_stats(self) -> tuple[StageStats, ...]:
-        """The same by replica; of a stage that is not run by several workers there is one."""
+        """Return the counters per replica; one unless several workers run the stage."""
         return (self.stats(),)
 
     def note_transfer(self, num_bytes: int) -> None:
-        """Count what another stage has handed to this one, with the bytes of its tensors."""
+        """Count a transfer from another stage to this one, with the bytes of its tensors."""
         self.num_transfers += 1
         self.transferred_bytes += num_bytes
 
     def describe(self) -> Mapping[str, Any]:
-        """What the stage reserved and resolved, for people: model, dtype, device, bytes, blocks."""
+        """Describe reserved and resolved values for users: model, dtype, device, bytes, blocks."""
         return {}
 
     def check_integrity(self) -> None:  # noqa: B027 - without blocks, nothing to conserve
-        """Raise if blocks are not conserved; prints the equation that failed."""
+        """Raise if blocks are not conserved; the error has the equation that failed."""
 
     @property
     def is_broken(self) -> bool:
-        """Whether it knows that it cannot go on; its pipeline then calls :meth:`rebuild`."""
+        """True if it cannot continue; its pipeline then calls :meth:`rebuild`."""
         return False
 
     def rebuild(self) -> None:
-        """Drop all that the stage holds, its requests too, and rebuild it as it was built first.
+        """Drop the stage's requests and resources, and rebuild it from its configuration.
 
-        The pipeline asks for it when a failure has left the stage in an unknown state.
-        Settings that were changed since, such as :attr:`enable_prefix_caching`, are kept, and its
-        counters go on. What it held is freed before anything new is built.
+        The pipeline calls this when a failure has left the stage in an unknown state. Settings that
+        were changed since, such as :attr:`enable_prefix_caching`, are kept, and counters continue.
+        Old resources are freed before new ones are built.
 
         Raises:
-            NotImplementedError: such a stage cannot be rebuilt, as by default.
-            Exception: whatever building it raises; it may be tried again.
+            NotImplementedError: the stage does not support this (the default).
+            Exception: any error of building it; the call may be repeated.
         """
         raise NotImplementedError(f"a {type(self).__name__} has no method rebuild")
 
-    def close(self) -> None:  # noqa: B027 - what Python frees by itself
-        """Drop all requests; the stage is not to be used afterwards."""
+    def close(self) -> None:  # noqa: B027 - Python frees everything by default
+        """Drop all requests; the stage must not be used afterwards."""

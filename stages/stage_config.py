@@ -1,4 +1,4 @@
-"""What the configurations of all stage kinds share, and the kinds that there are."""
+"""Base classes of stage configurations, and the registry of stage kinds."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ENTRY_POINTS = "omni_pipeline.stage_kinds"
-"""Entry points of installed packages: the name is the kind's, the object its configuration."""
+"""Entry point group of installed packages: name of the kind, and its configuration class."""
 
 _ConfigT = TypeVar("_ConfigT", bound="StageConfig")
 _KINDS: dict[str, type[StageConfig]] = {}
 _IN_CODE: dict[str, type[StageConfig]] = {}
-"""Kinds that are named by their class, as they were loaded last."""
+"""Kinds that are named by their class, as last loaded."""
 
 
 def _located(value: str, info: ValidationInfo) -> str:
@@ -48,15 +48,15 @@ def _located(value: str, info: ValidationInfo) -> str:
 
 
 ModelReference = Annotated[str, Field(min_length=1), AfterValidator(_located)]
-"""Folder, hub id, or a name that the reader of the configuration turns into one of them: the
-validation's context may have a function ``locate_model``."""
+"""Folder, hub id, or a name that the validation's context resolves to one of them by an optional
+function ``locate_model``."""
 
 
 def _noting(build: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(build)
     def build_stage(self: StageConfig, name: str) -> Any:
         stage = build(self, name)
-        if isinstance(stage, Stage):  # a class below this one may have built it of its own
+        if isinstance(stage, Stage):  # overrides the configuration of a nested build_stage
             stage.built_of = self
         return stage
 
@@ -64,24 +64,24 @@ def _noting(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class StageConfig(Settings):
-    """One stage of a YAML file: what it says, and how the stage is made of it.
+    """Configuration of one stage in a YAML file, and factory of the stage.
 
-    A kind of stage is a subclass, made known by :func:`register_stage_kind`, or named by where it
-    is: ``kind: file.py:Class``, ``kind: package.module:Class``. It declares its kind as a
-    ``Literal``, and the model as a ``ModelReference`` if it cannot do without one. A relative path
-    in a field of type ``Path`` starts at the YAML file's folder. Its module imports the engine only
-    when a stage is built, so that configurations are checked without torch.
+    A kind of stage is a subclass, registered by :func:`register_stage_kind`, or named by its
+    location: ``kind: file.py:Class``, ``kind: package.module:Class``. It declares its kind as a
+    ``Literal``, and the model as a ``ModelReference`` if it requires one. A relative path in a
+    field of type ``Path`` is resolved against the YAML file's folder. Its module imports the engine
+    only when a stage is built, so that configurations are checked without torch.
 
     Attributes:
-        kind: which kind of stage this is; it decides which other keys there are.
+        kind: kind of the stage; it determines the other keys.
         model: folder, ``.gguf`` file, hub id, or ``seeded:<name>`` for a small checkpoint that is
             built on first use.
-        part: which model of a checkpoint that holds several, by its name there.
+        part: name of a model in a checkpoint that holds several.
         inputs: the stages that feed this one; without it the stage gets the user's prompt.
-        final_output: what the user gets of this stage; kinds redeclare which forms they have.
-        placement: where it runs.
-        takes_chunks: whether such a stage may begin while its source goes on.
-        gives_chunks: whether its outputs may be handed on while it goes on.
+        final_output: outputs of this stage for the user; each kind declares its supported forms.
+        placement: workers and devices of the stage.
+        takes_chunks: True if such a stage may begin while its source still runs.
+        gives_chunks: True if its outputs may be sent on while it still runs.
     """
 
     takes_chunks: ClassVar[bool] = False
@@ -98,12 +98,12 @@ class StageConfig(Settings):
 
     @property
     def kind_reference(self) -> str:
-        """What a file at any place names this kind by: the place of its class where it has one."""
+        """Name of this kind that is valid in any file: the location of its class, if it has one."""
         return self._named or self.kind
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
-        """Have every stage know what it was built of, however its kind builds it."""
+        """Wrap ``build_stage`` of subclasses to set ``built_of`` of the stage."""
         super().__pydantic_init_subclass__(**options)
         build = vars(cls).get("build_stage")
         if build is not None:
@@ -124,7 +124,7 @@ class StageConfig(Settings):
         return self
 
     def on_device(self, device: str | None) -> Self:
-        """The same settings with another device, if any, for the engine.
+        """Return a copy with another device for the engine, or itself for None.
 
         Raises:
             ValueError: a stage of this kind has no device.
@@ -146,41 +146,41 @@ class StageConfig(Settings):
 
     @abstractmethod
     def build_stage(self, name: str) -> Stage:
-        """Build the stage; its model is loaded.
+        """Build the stage and load its model.
 
         Raises:
-            ValueError: it cannot be built as asked.
+            ValueError: it cannot be built as configured.
         """
 
     def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
-        """The key that does not fit a ``config.json``, and what is wrong; None: none is known."""
+        """Return a key that does not fit a ``config.json``, and the problem; None: none known."""
         return None
 
     def emitted(self, config: Mapping[str, Any]) -> Collection[str] | None:
-        """Tensors that a model of a ``config.json`` emits; None: known once it is loaded."""
+        """Return tensors that a ``config.json``'s model emits; None: unknown until it is loaded."""
         return None
 
     def modalities(self, config: Mapping[str, Any]) -> Collection[str] | None:
-        """What prompts are made of: text, image, audio, video; None where it is not known."""
+        """Return the modalities of prompts: text, image, audio, video; None if unknown."""
         return None
 
     def load_speakers(self) -> tuple[str, ...] | None:
         """Read the ``speakers`` of such a :class:`~stages.stage.Stage` without loading its model.
 
-        None: it does not speak, or they are known once it is loaded; ``ValueError``: they cannot
+        None: it does not speak, or they are unknown until it is loaded; ``ValueError``: they cannot
         be read.
         """
         return None
 
     @property
     def own_sampling(self) -> SamplingParams | None:
-        """Parameters of requests that bring none; None if such a stage samples nothing."""
+        """Default sampling parameters of requests; None if such a stage samples nothing."""
         return None
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Read the ``tokenizer`` of such a :class:`~stages.stage.Stage`, which is driven elsewhere.
+        """Read the ``tokenizer`` of such a :class:`~stages.stage.Stage` in another process.
 
-        None: such a stage writes no text, or its model brings no tokenizer.
+        None: such a stage generates no text, or its model has no tokenizer.
 
         Raises:
             ValueError: the tokenizer cannot be read.
@@ -189,17 +189,17 @@ class StageConfig(Settings):
 
     @classmethod
     def model_for(cls, data: Mapping[str, Any]) -> type[StageConfig]:
-        """The class that a mapping is checked against: that of its kind, where there is one."""
+        """Return the class that validates a mapping: that of its kind, or else this one."""
         kind = str(data.get("kind"))
         return _KINDS.get(kind) or _IN_CODE.get(kind, cls)
 
 
 class TokenStageConfig(StageConfig):
-    """What kinds share whose engine reads tokens.
+    """Base configuration of kinds whose engine reads tokens.
 
     Attributes:
-        engine: how the engine runs the model.
-        outputs: names of the tensors to keep; None keeps all that the model puts out.
+        engine: settings of the engine.
+        outputs: names of the tensors to output; None: all that the model emits.
     """
 
     model: ModelReference
@@ -222,7 +222,7 @@ class TokenStageConfig(StageConfig):
 
 
 def register_stage_kind(config: type[_ConfigT]) -> type[_ConfigT]:
-    """Decorator that makes a kind of stage known to YAML files, by its configuration::
+    """Decorator that registers the configuration of a kind of stage for YAML files::
 
         @register_stage_kind
         class ShoutStageConfig(StageConfig):
@@ -232,13 +232,13 @@ def register_stage_kind(config: type[_ConfigT]) -> type[_ConfigT]:
             def build_stage(self, name: str) -> Stage:
                 return ShoutStage(name, self.mark, inputs=self.inputs)
 
-    An installed package has its kinds found by naming them among the entry points
-    ``omni_pipeline.stage_kinds``: ``shout = "package.module:ShoutStageConfig"``.
+    An installed package declares its kinds in the entry point group ``omni_pipeline.stage_kinds``:
+    ``shout = "package.module:ShoutStageConfig"``.
 
     A module that is imported a second time, as a file of transforms, may register its kinds again.
 
     Raises:
-        ValueError: ``kind`` is no ``Literal`` of one name, or there is such a kind already.
+        ValueError: ``kind`` is no ``Literal`` of one name, or the kind exists already.
     """
     given: object = config  # an entry point may name anything
     if not isinstance(given, type) or not issubclass(given, StageConfig):
@@ -266,16 +266,16 @@ def _written_at(config: type[StageConfig]) -> tuple[object, ...]:
 def parse_stage_config(
     data: Any, *, from_file: bool = False, context: Mapping[str, Any] | None = None
 ) -> StageConfig:
-    """Check the settings of one stage against its kind.
+    """Validate the settings of one stage by its kind.
 
     Args:
-        data: a mapping with ``kind``; a configuration is returned as it is.
-        from_file: whether types are JSON's, and must be right: a number in quotes is no number.
-        context: of the validation; see ``ModelReference``. Its ``folder`` is where files and
-            modules that are named by it are looked for first.
+        data: a mapping with ``kind``; a configuration is returned unchanged.
+        from_file: if true, types are those of JSON, and strict: a number in quotes is no number.
+        context: validation context; see ``ModelReference``. Its ``folder`` is searched first for
+            files and modules.
 
     Raises:
-        ValueError: whatever is wrong, as pydantic tells it.
+        ValueError: the settings are invalid, as described by pydantic.
     """
     if isinstance(data, StageConfig):
         return data
@@ -300,7 +300,7 @@ def parse_stage_config(
         named = get_args(config.model_fields["kind"].annotation)
         data = data | {"kind": named[0] if named else kind}
     if from_file:
-        # From JSON, strict validation still takes a list for a tuple.
+        # From JSON, strict validation still accepts a list for a tuple.
         parsed = config.model_validate_json(json.dumps(data), strict=True, context=context)
     else:
         parsed = config.model_validate(data, context=context)
@@ -310,10 +310,10 @@ def parse_stage_config(
 
 
 def _check_kind(config: type[StageConfig]) -> None:
-    """Refuse a kind whose own class, or that of the stage it builds, lacks methods.
+    """Reject a kind if its class, or that of the stage it builds, lacks methods.
 
-    The stage's class is known where ``build_stage`` states it. One that others are derived from, or
-    that declares abstract methods itself, may be stated in place of what is built.
+    The stage's class is the annotated return type of ``build_stage``. If it has subclasses, or
+    declares abstract methods itself, it may be a base class of the built stage, and is not checked.
 
     Raises:
         ValueError: names the class and the methods.
@@ -330,12 +330,12 @@ def _check_kind(config: type[StageConfig]) -> None:
 
 
 def stage_kind_names() -> tuple[str, ...]:
-    """All kinds that YAML files can name; those of installed packages are not loaded."""
+    """Return all kinds for YAML files, without loading those of installed packages."""
     return tuple(dict.fromkeys((*_KINDS, *entry_points(group=ENTRY_POINTS).names)))
 
 
 def stage_kinds() -> dict[str, type[StageConfig]]:
-    """All kinds with their configurations; ``ValueError``: a package's cannot be loaded."""
+    """Return all kinds with their configurations; ``ValueError``: a package's failed to load."""
     kinds = {name: _stage_kind(name) for name in stage_kind_names()}
     return {name: config for name, config in kinds.items() if config is not None}
 
@@ -344,7 +344,7 @@ def _stage_kind(name: str, folder: Path | None = None) -> type[StageConfig] | No
     """Find the configuration of a kind; None if there is no such kind.
 
     Raises:
-        ValueError: the kind's class is not there, or it cannot be loaded.
+        ValueError: the kind's class does not exist, or cannot be loaded.
     """
     if ":" in name:
         try:
@@ -359,7 +359,7 @@ def _stage_kind(name: str, folder: Path | None = None) -> type[StageConfig] | No
         for entry_point in entry_points(group=ENTRY_POINTS, name=name):
             try:
                 register_stage_kind(entry_point.load())
-            except Exception as error:  # whatever a user's package raises is this kind's error
+            except Exception as error:  # a package may raise anything; report it for this kind
                 raise ValueError(
                     f"kind {name!r}: {entry_point.value!r} cannot be loaded: {described(error)}"
                 ) from error

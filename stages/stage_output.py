@@ -1,10 +1,10 @@
-"""The output of a stage for one request: cumulative for users, as a sum of deltas inside.
+"""Outputs of a stage for one request: cumulative for users, transferred as deltas internally.
 
 ::
 
     engine ── OutputDelta ──► stage ──► worker ──► orchestrator ──► OutputAccumulator ── StageOutput
 
-A kind of stage from outside may return cumulative outputs; :func:`delta_since` turns them back.
+External kinds of stages may return cumulative outputs; :func:`delta_since` converts them to deltas.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from engine.interface.outputs import CompletionDelta, OutputDelta, failure_of
 
 
 class Completion(NamedTuple):
-    """One of the ``SamplingParams.n`` answers to a prompt, so far or in the end.
+    """One of the ``SamplingParams.n`` completions of a prompt, partial or finished.
 
     Attributes:
         text: generated text; empty from a model without a tokenizer.
         token_ids: generated ids.
-        finish_reason: None while it goes on.
-        logprobs: per generated token, when asked for.
+        finish_reason: None while it is unfinished.
+        logprobs: per generated token, if requested.
     """
 
     text: str
@@ -36,31 +36,31 @@ class Completion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageOutput:
-    """What a stage has made of a request, so far or in the end.
+    """Output of a stage for a request, partial or finished.
 
     Attributes:
         stage: the stage's name.
-        finished: nothing follows from this stage for this request.
-        text: generated text so far; None from a stage that makes no text.
-        delta: what ``text`` grew by.
+        finished: True if this is the stage's last output for this request.
+        text: generated text so far; None from a stage that generates no text.
+        delta: addition to ``text`` since the previous output.
         token_ids: generated ids so far.
-        finish_reason: None while it goes on.
-        error: message of a request that failed; it failed alone.
-        num_prompt_tokens: tokens of the stage's input.
-        num_cached_tokens: of these, how many the cache saved computing.
-        encoder_prompt_token_ids: what an encoder-decoder model's text encoder read; else None.
+        finish_reason: None while it is unfinished.
+        error: message if the request failed; other requests are not affected.
+        num_prompt_tokens: number of tokens of the stage's input.
+        num_cached_tokens: number of these tokens that were cache hits.
+        encoder_prompt_token_ids: input of an encoder-decoder model's text encoder; else None.
         prompt_token_ids: ids of the stage's input, when finished, with those that the model chose
             itself, such as a speech model's language; empty for embeddings.
         tensors: ``name -> (num_tokens, ...)`` when finished: for an autoregressive stage one row
-            per token whose forward pass has run; ``pooled`` is ``(D,)``. On the CPU, but that a
-            kind of stage of your own may leave some on its GPU.
-        logprobs: per generated token, when asked for.
-        completions: from a stage that generates tokens, all ``SamplingParams.n`` of them; the
-            fields above are the first one's.
-        audio: from a stage that makes sound, the whole of it, when finished; else None.
-        audio_delta: what a stage that makes sound has made since the output before; else None.
+            per token whose forward pass has run; ``pooled`` is ``(D,)``. On the CPU; only custom
+            kinds of stages may leave some on their GPU.
+        logprobs: per generated token, if requested.
+        completions: all ``SamplingParams.n`` completions of a stage that generates tokens; the
+            fields above are those of the first.
+        audio: the whole audio of a stage that generates audio, when finished; else None.
+        audio_delta: audio that such a stage has generated since the previous output; else None.
         metrics: times.
-        windows: of a recording that took several windows of a speech model, where each begins.
+        windows: start of each window, if a recording needed several windows of a speech model.
     """
 
     request_id: str
@@ -85,13 +85,13 @@ class StageOutput:
 
     @property
     def failure(self) -> str | None:
-        """Why nothing more comes of the request; None while it goes on, and when it is done."""
+        """Reason why the request failed; None if it is unfinished or has succeeded."""
         return failure_of(self.finished, self.error, self.finish_reason)
 
 
 @dataclass(slots=True)
 class _Completion:
-    """One completion, so far."""
+    """A partial completion."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -115,10 +115,10 @@ class _Completion:
 
 
 class OutputAccumulator:
-    """Adds up the deltas of one request in one stage.
+    """Accumulates the deltas of one request in one stage.
 
-    To add a delta takes as long as it is large; to make an output takes as long as that is. Its
-    ``token_ids``, of the first completion, are not to be changed.
+    Adding a delta is linear in its size; creating an output is linear in the size of the output.
+    The ``token_ids`` of the first completion must not be modified.
     """
 
     def __init__(self, request_id: str, stage: str) -> None:
@@ -129,14 +129,14 @@ class OutputAccumulator:
         self._num_completions = 0
         self._has_text = False
         self._audio: list[Waveform] = []
-        # What the next output has as its ``delta`` and ``audio_delta``.
+        # The ``delta`` and ``audio_delta`` of the next output.
         self._new_text: list[str] = []
         self._new_audio: list[Waveform] = []
-        # Of other fields, what the last delta that had any said.
+        # The latest values of other fields.
         self._fields: dict[str, Any] = {}
 
     def add(self, delta: OutputDelta) -> None:
-        """Add what is new; ``ValueError``: the sampling rate of its sound has changed."""
+        """Add a delta; raise ``ValueError`` if the sampling rate of its audio has changed."""
         if delta.audio is not None:
             if self._audio and delta.audio.sampling_rate != self._audio[0].sampling_rate:
                 raise ValueError(
@@ -164,12 +164,12 @@ class OutputAccumulator:
                 self._fields[name] = value
 
     def skip(self) -> None:
-        """Count what has come so far as delivered: the next output does not have it as new."""
+        """Mark everything so far as delivered: the next output's delta does not include it."""
         self._new_text.clear()
         self._new_audio.clear()
 
     def output(self) -> StageOutput:
-        """All of it so far; new in it is what came since this was last called."""
+        """Create the cumulative output; its deltas are relative to the previous call."""
         completions = self._all_completions()
         first, fields = completions[0], self._fields
         new_text, self._new_text = "".join(self._new_text), []
@@ -195,14 +195,14 @@ class OutputAccumulator:
         )
 
     def sound_from(self, num_samples: int) -> Waveform | None:
-        """The sound so far, but for its first samples; None if there is no more."""
+        """Return the audio so far after the first ``num_samples`` samples; None if none is left."""
         whole = _joined(self._audio)
         if whole is None or whole.samples.shape[0] <= num_samples:
             return None
         return replace(whole, samples=whole.samples[num_samples:])
 
     def as_delta(self) -> OutputDelta:
-        """All of it so far as one delta."""
+        """Create one delta of everything so far."""
         first, *others = self._all_completions()
         return OutputDelta(
             self.request_id,
@@ -244,7 +244,7 @@ def _joined(pieces: Sequence[Waveform]) -> Waveform | None:
 
 
 def delta_since(output: StageOutput, before: StageOutput | None) -> OutputDelta:
-    """What a cumulative output adds to the last one; ``ValueError``: it begins otherwise."""
+    """Compute the delta between cumulative outputs; ``ValueError`` if text or ids do not extend."""
     last = before or StageOutput(output.request_id, output.stage, finished=False)
     text = None
     if output.text is not None:

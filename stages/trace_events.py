@@ -1,4 +1,4 @@
-"""What a stage's worker tells of its time, for a trace."""
+"""Events that a stage's worker reports for traces."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from platform import node
 import msgspec
 
 RUN_AGAIN = "run again"
-"""The name of the event that all that a request came with is sent to a stage once more."""
+"""Name of the event of sending a request with all its inputs to a stage again."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageEvent:
-    """Something that took time in a worker, or happened there at a moment.
+    """A time span or an instant in a worker.
 
     Attributes:
-        name: what it was: ``step``, ``waiting``, ``hit``, ...
-        start_s: when it began, by ``time.monotonic`` of the worker's machine.
-        end_s: when it ended, likewise; None if it was a moment.
-        request_id: of the request that it happened to; None if it is about the whole worker.
-        args: what there is to tell: counts, bytes.
+        name: name of the event: ``step``, ``waiting``, ``hit``, ...
+        start_s: start time, by ``time.monotonic`` of the worker's machine.
+        end_s: end time, likewise; None for an instant.
+        request_id: request that it concerns; None if it concerns the whole worker.
+        args: details such as counts or bytes.
     """
 
     name: str
@@ -34,13 +34,13 @@ class StageEvent:
 
 
 class Traced(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What happened in a worker, in order, since its last report.
+    """Events of a worker, in order, since its last report.
 
     Attributes:
-        events: whose times do not decrease per request, from one to the next.
-        replica: which of the stage's workers it was.
-        clock: whose clock the times are of; those of one name can be compared.
-        told_s: when this was reported, by that clock.
+        events: events; per request, their times do not decrease.
+        replica: index of the stage's worker.
+        clock: name of the clock of the times; times of the same clock can be compared.
+        told_s: time of this report, by that clock.
     """
 
     events: tuple[StageEvent, ...]
@@ -51,7 +51,7 @@ class Traced(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 @cache
 def this_clock() -> str:
-    """The name of this machine's monotonic clock, which starts again with the machine."""
+    """Return the name of this machine's monotonic clock, which restarts when the machine boots."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     except OSError:  # not on Linux
