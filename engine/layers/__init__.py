@@ -1,4 +1,4 @@
-"""Building blocks that models share: projections, norms, rotary positions, MLPs.
+"""Building blocks shared by models: projections, norms, rotary positions, MLPs.
 
 Imports attention, native, and the prefix cache.
 """

@@ -1,13 +1,13 @@
-"""The gated delta rule: a state that corrects what it has kept under a key, and forgets.
+"""The gated delta rule: a decaying associative state whose values are corrected per key.
 
-For every token of a request in its order, per head, with keys and queries of length one::
+For every token of a request in order, per head, with keys and queries of unit length::
 
     S = exp(g) S                           (key_dim, value_dim), g <= 0
-    S = S + k (beta (v - k S))^T           what lies under the key becomes the value, by beta
+    S = S + k (beta (v - k S))^T           move the value stored under k towards v, by beta
     y = q S / sqrt(key_dim)
 
-Several value heads share the keys and queries of one head. Whole prompts run in matrix form: inside
-of a chunk, with ``G[t] = g[0] + ... + g[t]``, the changes ``u[t] = beta (v - k S)`` solve::
+Several value heads share the keys and queries of one head. Whole prompts run in matrix form: within
+a chunk, with ``G[t] = g[0] + ... + g[t]``, the changes ``u[t] = beta (v - k S)`` solve::
 
     u[t] + beta[t] sum over s < t of (k[t] . k[s]) exp(G[t] - G[s]) u[s]
                        = beta[t] (v[t] - exp(G[t]) k[t] S_before)
@@ -40,10 +40,10 @@ _LEAST = 1e-6
 
 
 def delta_step(ops: LayerOps, rows: Rows, states: Tensor) -> Tensor:
-    """One token of each request; see :func:`delta_scan`."""
+    """Run one token of each request; see :func:`delta_scan`."""
     q, k, v, g, beta = rows
     kept, beta = torch.exp(g)[..., None], beta[..., None]
-    # What lies under key and query before the token is read at once.
+    # One product reads what the state holds under both key and query.
     under_key, under_query = ops.matmul(torch.stack((k, q), dim=2), states).unbind(2)
     change = beta * (v - kept * under_key)
     states.mul_(kept[..., None]).addcmul_(k[..., None], change.unsqueeze(2))
@@ -51,23 +51,23 @@ def delta_step(ops: LayerOps, rows: Rows, states: Tensor) -> Tensor:
 
 
 def delta_scan(rows: Rows, states: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
-    """All tokens of several requests: matrix form inside of chunks, a recurrence over them.
+    """Run all tokens of several requests: matrix form within chunks, a recurrence over chunks.
 
     Args:
         rows: q and k, ``(n, heads, key_dim)``; v, ``(n, heads, value_dim)``; g and beta,
-            ``(n, heads)``. The scale of y is in q already.
+            ``(n, heads)``. q already includes the scale of y.
         states: ``(num_reqs, heads, key_dim, value_dim)`` float32 before the tokens.
 
     Returns:
         ``y`` ``(num_tokens, heads, value_dim)``, and the states after each request's last token.
     """
-    # (chunks, heads, size, ...); a pad has only zeros and changes nothing.
+    # (chunks, heads, size, ...); padding is all zeros and changes nothing.
     q, k, v, g, beta = (chunks.pad(each).transpose(1, 2) for each in rows)
-    # In float64: sums of strong decays are large, and what counts is the little between two.
+    # In float64: sums of strong decays are large, but only their small differences matter.
     sums = g.double().cumsum(-1)
     to_each = (sums[..., :, None] - sums[..., None, :]).float().exp_()
     beta, keys = beta[..., None], k.transpose(-1, -2)
-    # The future is cut off last of all, as in ssd_scan.
+    # Future tokens are masked last, as in ssd_scan.
     overlaps = (k @ keys).mul_(to_each).mul_(beta).tril_(-1)
     weights = (q @ keys).mul_(to_each).tril_()
     from_start = sums.float().exp()[..., None]
@@ -98,16 +98,16 @@ class DeltaRuleMixer(nn.Module):
            └─► gates ─► beta, decay ──────────────────────┘
 
     Args:
-        layer_name: unique in the model; its state is kept under it.
-        config: transformers', with its names for the sizes.
-        interleaved: whether one matrix makes q, k, v and z, and one the gates, key head by key
-            head; else z and each gate have a matrix of their own.
-        ops: what computes all but the recurrence; None: torch alone.
-        dtype: of weights, activations and the convolution's state; the recurrence's is float32.
+        layer_name: unique name in the model, under which the state is kept.
+        config: transformers config, with its names for the sizes.
+        interleaved: if true, one matrix computes q, k, v and z, and another the gates, key head by
+            key head; otherwise z and each gate have separate matrices.
+        ops: computes everything except the recurrence; None: plain torch.
+        dtype: of weights, activations and the convolution's state; the recurrent state is float32.
 
     Raises:
-        ValueError: an unknown activation, a convolution over fewer than 2 tokens, or value heads
-            that cannot share key heads evenly.
+        ValueError: the activation is unknown, the convolution spans fewer than 2 tokens, or the
+            number of value heads is no multiple of the number of key heads.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class DeltaRuleMixer(nn.Module):
         self.state = recurrent_state(layer_name, block_size, self.conv, shape)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""
         for product in (self.in_proj, self.gates, self.out_proj):
             yield from product.targets(prefix)
         yield from self.conv.targets(f"{prefix}conv1d.")
@@ -159,16 +159,16 @@ class DeltaRuleMixer(nn.Module):
         yield f"{prefix}norm.weight", self.norm_weight.data
 
     def finish_loading(self) -> None:
-        """Turn the loaded logarithms into A; call once."""
+        """Convert the loaded logarithms to A; call once."""
         self.a.exp_().neg_()
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Make q, k and v side by side, z, and the gates of beta and of the decay."""
+        """Compute q, k and v concatenated, z, and the gates for beta and the decay."""
         if not self.interleaved:
             joined, z = self.in_proj(x).split((sum(self.conv_splits), self.conv_splits[-1]), dim=-1)
             return joined, z, *self.gates(x).chunk(2, dim=-1)
         values = self.num_heads // self.num_groups * self.value_dim
-        # Of each key head, what belongs to it lies together.
+        # The channels of each key head are contiguous.
         splits = (self.key_dim, self.key_dim, values, values)
         shape = len(x), self.num_groups, -1
         q, k, v, z = self.in_proj(x).view(shape).split(splits, dim=-1)
@@ -176,7 +176,7 @@ class DeltaRuleMixer(nn.Module):
         return torch.cat([part.flatten(1) for part in (q, k, v)], dim=1), z, b, a
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
-        """Mix ``(num_tokens, hidden_size)`` and move every request's state on."""
+        """Mix ``(num_tokens, hidden_size)`` and advance every request's state."""
         num_tokens, heads, groups = len(x), self.num_heads, self.num_groups
         layout = self.state.metadata(step).layout
         conv_state, state = self.state.read(step)
@@ -200,5 +200,5 @@ class DeltaRuleMixer(nn.Module):
 
 
 def _normed(heads: Tensor) -> Tensor:
-    """Heads of length one."""
+    """Scale heads to unit length."""
     return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _LEAST)

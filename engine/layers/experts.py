@@ -1,12 +1,12 @@
-"""A mixture of experts: of many gated MLPs, each token runs through the few that a router chooses.
+"""Mixture of experts: a router selects a few of many gated MLPs for each token.
 
-Tokens are grouped by expert, so that an expert reads its weights once, for its own rows alone, and
-one that no token chose is not read at all::
+Tokens are grouped by expert: each expert reads its weights once, for its own rows only, and an
+expert that no token selected is not read at all::
 
     tokens     0 1 2                    two experts to a token: six choices
     choices    0:a,c  1:c,d  2:a,b
-    grouped    a: 0 2 | b: 2 | c: 0 1 | d: 1      a product of each expert over its own rows
-    summed     0: a + c    1: c + d    2: a + b   each by its weight
+    grouped    a: 0 2 | b: 2 | c: 0 1 | d: 1      one product per expert over its own rows
+    summed     0: a + c    1: c + d    2: a + b   weighted
 
 Source: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts
 Layer", 2017.
@@ -31,22 +31,22 @@ from engine.layers.shards import WHOLE, Shards
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """What a mixture of experts is made of.
+    """Sizes and checkpoint names of a mixture of experts.
 
     Attributes:
-        num_experts: how many there are.
-        num_experts_per_token: how many a token runs through.
-        intermediate_size: width inside each.
-        normalize: whether the weights of a token's experts are made to add up to one.
-        shared_size: width inside an expert that all tokens run through, weighed by a sigmoid of
-            its own; 0: there is none.
-        router: what checkpoints call the router.
-        names: what they call an expert's gate, up and down projection.
-        stacked: whether they hold the matrices of all experts in one tensor, gate above up, each
-            of them transposed or not; else each one by itself.
+        num_experts: number of experts.
+        num_experts_per_token: number of experts that each token runs through.
+        intermediate_size: width inside each expert.
+        normalize: True if the weights of a token's experts are scaled to sum to one.
+        shared_size: width inside an expert that all tokens run through, weighted by a separate
+            sigmoid gate; 0: no shared expert.
+        router: name of the router in checkpoints.
+        names: names of an expert's gate, up and down projection in checkpoints.
+        stacked: True if checkpoints store the matrices of all experts in one tensor, gate above
+            up, transposed or not; otherwise each matrix is a separate tensor.
 
     Raises:
-        ValueError: more experts per token than there are.
+        ValueError: more experts per token than experts.
     """
 
     num_experts: int
@@ -67,16 +67,16 @@ class ExpertsConfig:
 
 
 class SparseMoE(nn.Module):
-    """``sum over the top k experts e of softmax(router(x))[e] * e(x)``; see the module's note.
+    """``sum over the top k experts e of softmax(router(x))[e] * e(x)``; see the module docstring.
 
     Args:
         shards: this process's share of every expert's width.
 
     Attributes:
-        routers: products whose results choose or weigh experts.
+        routers: linear layers whose outputs select or weight experts.
 
     Raises:
-        ValueError: an unknown activation, or a width that cannot be divided.
+        ValueError: the activation is unknown, or the width cannot be divided.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class SparseMoE(nn.Module):
             mlp(config.intermediate_size, config.names) for _ in range(config.num_experts)
         ]
         self.expert_modules = nn.ModuleList(self.experts)
-        # Of the experts' opening and closing products; made when a GPU first wants them.
+        # Stacked weights of the experts' up and down products; built on first use on a GPU.
         self._stacks: tuple[Tensor | None, ...] | None = None
         self.shared: GatedMLP | None = None
         if config.shared_size:
@@ -116,7 +116,7 @@ class SparseMoE(nn.Module):
             self.routers.append(self.shared_gate)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names under ``prefix``, each with the slice that its tensor is copied to."""
+        """Yield checkpoint names under ``prefix``, each with the slice to load its tensor into."""
         yield from self.router.targets(prefix)
         if self.config.stacked:
             up, down = ([getattr(each, side) for each in self.experts] for side in ("up", "down"))
@@ -130,11 +130,11 @@ class SparseMoE(nn.Module):
             yield from self.shared_gate.targets(prefix)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(rows, hidden_size)`` to the same shape; each expert runs once, over its rows."""
+        """Map ``(rows, hidden_size)`` to the same shape; each expert runs once, over its rows."""
         weights, chosen = self._route(x)
         per_token = chosen.shape[1]
         of_choice = chosen.flatten()
-        # Choices sorted by expert: those of one expert lie side by side.
+        # Sorted by expert, so that the choices of one expert are adjacent.
         order = of_choice.argsort(stable=True)
         rows = x.index_select(0, order // per_token)
         closed = self._run_on_device(rows, of_choice) if x.is_cuda else None
@@ -148,7 +148,7 @@ class SparseMoE(nn.Module):
         return self.shards.add_up(mixed)
 
     def _run_by_counts(self, rows: Tensor, of_choice: Tensor) -> Tensor:
-        """Each expert over its own of the rows, which are sorted by expert; counts are read."""
+        """Run each expert over its rows, which are sorted by expert; reads counts on the host."""
         counts = of_choice.bincount(minlength=len(self.experts)).tolist()
         experts = [self.experts[index] for index, count in enumerate(counts) if count]
         sizes = [count for count in counts if count]
@@ -157,9 +157,9 @@ class SparseMoE(nn.Module):
         return multiply_groups([expert.down for expert in experts], gated, sizes)
 
     def _run_on_device(self, rows: Tensor, of_choice: Tensor) -> Tensor | None:
-        """The same without reading how many rows each expert has; None where no kernel does so.
+        """Do the same without reading the counts on the host; None if no kernel supports it.
 
-        CUDA's grouped products are of bfloat16, in rows of a multiple of 16 bytes.
+        CUDA's grouped products need bfloat16 and rows that are a multiple of 16 bytes long.
         """
         if self._stacks is None:
             self._stacks = tuple(
@@ -178,7 +178,7 @@ class SparseMoE(nn.Module):
         return F.grouped_mm(gated, down.transpose(1, 2), offs=ends)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and numbers of each row's experts, ``(rows, num_experts_per_token)`` both."""
+        """Return weights and indices of each row's experts, both ``(rows, experts per token)``."""
         scores = self.router(x).softmax(dim=-1, dtype=torch.float32)
         weights, chosen = scores.topk(self.config.num_experts_per_token, dim=-1)
         if self.config.normalize:
@@ -187,7 +187,7 @@ class SparseMoE(nn.Module):
 
 
 class _StackTarget:
-    """The place of one product of all experts, as one tensor: ``(experts, outputs, inputs)``."""
+    """Target of one product of all experts as one tensor, ``(experts, outputs, inputs)``."""
 
     def __init__(self, products: Sequence[Linear]) -> None:
         self.places = [[place for _, place in each.targets("")] for each in products]
@@ -201,7 +201,7 @@ class _StackTarget:
         return True
 
     def copy_(self, source: Tensor, /) -> None:
-        """Give each expert its own; what could be either way is taken as not transposed."""
+        """Copy each expert's part; an ambiguous (square) shape is taken as not transposed."""
         if source.shape != self.shape:
             source = source.transpose(1, 2)
         for places, matrices in zip(self.places, source, strict=True):
@@ -211,7 +211,7 @@ class _StackTarget:
 
 
 def _stacked(linears: Sequence[Linear]) -> Tensor | None:
-    """All weights in one tensor, of which they become views; None if some are packed, or narrow."""
+    """Stack all weights, which become views of the result; None if some are packed or unaligned."""
     weights = [linear.weight for linear in linears if linear.weight is not None]
     first = weights[0] if len(weights) == len(linears) else None
     if first is None or any(size * first.element_size() % 16 for size in first.shape):

@@ -1,12 +1,12 @@
-"""What layers compute between their products: with torch anywhere, with C kernels on a CPU.
+"""The operations between matrix products: in torch on any device, in C kernels on a CPU.
 
-Rotary position embeddings (Su et al., "RoFormer", 2021) are there in every variant that a config
-can ask for: frequencies come from transformers' ``ROPE_INIT_FUNCTIONS``. Two variants choose their
+Rotary position embeddings (Su et al., "RoFormer", 2021) support every variant that a config can
+request: frequencies come from transformers' ``ROPE_INIT_FUNCTIONS``. Two variants choose their
 frequencies by the length of the sequence: ``dynamic`` beyond the trained length, and ``longrope``
 on either side of it. transformers decides again in every forward pass, so that keys cached early
 and keys cached late disagree. Here the choice is made once, for ``max_model_len``: a key then
-depends on its token and position alone, which prefix caching needs. Up to the trained length both
-give what transformers gives; set ``max_model_len`` accordingly."""
+depends only on its token and position, which prefix caching needs. Up to the trained length both
+agree with transformers; set ``max_model_len`` accordingly."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from engine.checkpoints.quantized_weight import QuantizedWeight, Target
 from engine.native import NativeKernels, PackedCodes
 
-# Of a table of cosines and sines: what is made on the way to it takes little memory.
+# Rows of the cosine and sine table computed at once, which bounds the memory for intermediates.
 _ROWS_AT_ONCE = 2**14
 _MOST_CHANNELS = 2**16
-# Of the kernels' products, and of all of torch's vector loops.
+# Multiple of the vector widths of the C kernels' products and of torch's vector loops.
 _WIDTH = 32
-# Less than torch shares among threads.
+# Fewer numbers than torch splits among threads.
 _NUMBERS_AT_ONCE = 2**14
-# Quantized ones that torch multiplies at once, dequantized.
+# Quantized weights that the torch fallback dequantizes at once.
 _WEIGHTS_AT_ONCE = 2**22
 
 
 class TensorOptions(TypedDict):
-    """What every weight of a layer has in common."""
+    """Options shared by all weights of a layer."""
 
     dtype: torch.dtype
     device: torch.device
 
 
 def empty_parameter(*shape: int, **options: Unpack[TensorOptions]) -> nn.Parameter:
-    """A weight to be loaded, which is not to be trained."""
+    """Allocate a weight that will be loaded and not trained."""
     return nn.Parameter(torch.empty(shape, **options), requires_grad=False)
 
 
 def rope_frequencies(
     config: PreTrainedConfig, max_model_len: int, layer_type: str | None = None
 ) -> tuple[Tensor, float]:
-    """The inverse frequencies that a config asks for.
+    """Compute the inverse frequencies that a config specifies.
 
     Args:
-        config: a transformers config; its ``rope_parameters`` are read.
-        max_model_len: longest sequence that will run; see the module's note.
-        layer_type: whose parameters to read, in configs that have several sets.
+        config: a transformers config, of which ``rope_parameters`` is read.
+        max_model_len: longest sequence that will run; see the module docstring.
+        layer_type: key of the parameters to read, in configs with several sets.
 
     Returns:
         ``(rotary_dim / 2,)`` float32 inverse frequencies, and the factor on cosine and sine.
 
     Raises:
-        ValueError: the config has no rope parameters, asks for an unknown variant, or lacks or
-            misstates a parameter of its variant.
+        ValueError: the config has no rope parameters, names an unknown variant, or lacks a
+            parameter of its variant or has an invalid one.
     """
     parameters = getattr(config, "rope_parameters", None)
     if parameters and layer_type is not None:
@@ -92,7 +92,7 @@ def rope_frequencies(
             exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
             inv_freq, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
         else:
-            # Only dynamic and longrope look at seq_len.
+            # Only dynamic and longrope use seq_len.
             inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](
                 config, torch.device("cpu"), seq_len=max_model_len, layer_type=layer_type
             )
@@ -106,7 +106,7 @@ def rope_frequencies(
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of all positions, made once of ``(rotary_dim / 2,)`` frequencies."""
+    """Cosines and sines of all positions, precomputed from ``(rotary_dim / 2,)`` frequencies."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class RotaryEmbedding(nn.Module):
         **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
-        # (max_model_len, rotary_dim): half cosines, half sines, so that a step gathers once.
+        # (max_model_len, rotary_dim): half cosines, half sines, so that one gather serves a step.
         table = torch.empty(max_model_len, 2 * len(inv_freq), **options)
         for rows in () if table.is_meta else table.split(_ROWS_AT_ONCE):
             start = rows.storage_offset() // table.stride(0)
@@ -126,40 +126,40 @@ class RotaryEmbedding(nn.Module):
         self.table = nn.Buffer(table, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather what :func:`apply_rotary` wants at ``(num_tokens,)`` positions, once a step.
+        """Gather the inputs of :func:`apply_rotary` at ``(num_tokens,)`` positions, once a step.
 
         Returns:
             Cosines ``(num_tokens, 1, rotary_dim)`` and sines of the same shape, whose first half
-            is negated: ``x cos + swap(x) sin`` then is the rotation.
+            is negated, so that the rotation is ``x cos + swap(x) sin``.
         """
         cos, sin = self.gather(positions).unsqueeze(1).chunk(2, dim=-1)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
     def gather(self, positions: Tensor) -> Tensor:
-        """Rows ``(num_tokens, rotary_dim)`` of the table."""
+        """Gather rows ``(num_tokens, rotary_dim)`` of the table."""
         return self.table.index_select(0, positions)
 
 
 class MultiAxisRotaryEmbedding(RotaryEmbedding):
-    """Tokens placed by several numbers, each of which turns channels of its own.
+    """Rotary embedding with several position axes, each of which rotates separate channels.
 
     ::
 
         channels   | time | height | width | time | height | width |
                    |<- half of cosines --->|<- half of sines ----->|
 
-    Interleaved, each axis has frequencies of all sizes: height and width take every third one, as
-    many as their sections say, and time has the rest. A token whose numbers are all alike is turned
-    as by :class:`RotaryEmbedding`. Source: Wang et al., arXiv:2409.12191, section 2.1.
+    If interleaved, each axis has frequencies of all sizes: height and width use every third one, up
+    to their section sizes, and time uses the rest. A token with equal positions on all axes is
+    rotated as by :class:`RotaryEmbedding`. Source: Wang et al., arXiv:2409.12191, section 2.1.
 
     Args:
         inv_freq: ``(rotary_dim / 2,)`` inverse frequencies.
         max_model_len: number of positions on each axis.
-        sections: how many frequencies belong to each axis, in turns if there are more of them.
-        interleaved: whether axes take turns at every frequency.
+        sections: number of frequencies of each axis, cycling through the axes if there are more.
+        interleaved: if true, axes alternate at every frequency.
 
     Raises:
-        ValueError: the sections do not add up to the frequencies.
+        ValueError: the sections do not sum to the number of frequencies.
     """
 
     num_axes = 3
@@ -192,7 +192,7 @@ class MultiAxisRotaryEmbedding(RotaryEmbedding):
         self.axis_of_channel = nn.Buffer(of_channel.to(options["device"]), persistent=False)
 
     def gather(self, positions: Tensor) -> Tensor:
-        """As for one axis; ``positions`` is ``(3, num_tokens)``, or ``(num_tokens,)`` for text."""
+        """Gather rows at ``(3, num_tokens)`` positions, or ``(num_tokens,)`` for text."""
         if positions.ndim == 1:
             return super().gather(positions)
         of_channel = positions.T.index_select(1, self.axis_of_channel)
@@ -203,8 +203,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate heads in place, and return them.
 
     Args:
-        x: ``(num_tokens, num_heads, head_dim)``; may be a view; channels past ``rotary_dim`` stay.
-        cos: as :class:`RotaryEmbedding` gives it.
+        x: ``(num_tokens, num_heads, head_dim)``; may be a view. Channels past ``rotary_dim`` are
+            unchanged.
+        cos: as returned by :class:`RotaryEmbedding`.
     """
     rotary_dim = cos.shape[-1]
     rotated = x if x.shape[-1] == rotary_dim else x[..., :rotary_dim]
@@ -214,11 +215,11 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether :meth:`Linear.pack` is possible, and worth it, for weights of this kind.
+    """Return True if :meth:`Linear.pack` is possible and worthwhile for weights of this kind.
 
     Plain products of 4 to 64 rows (the decode of a batch) reach a fraction of the memory bound
     on CPUs; a packed layout makes them 1.5 to 2 times faster. It replaces the plain matrix, since
-    a second copy of every weight would cost more than it brings.
+    a second copy of every weight would cost more than it gains.
     """
     return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
@@ -227,11 +228,11 @@ class PackedWeight(NamedTuple):
     """A weight ``(out_features, in_features)`` in another layout.
 
     Attributes:
-        multiply: ``(rows, in_features)`` and a bias or None to ``x W^T + b``, the same as with the
-            plain matrix but for rounding.
-        multiply_groups: with several :attr:`panels`, rows and how many of them are each weight's:
-            all products at once. None where that is not faster than one by one.
-        panels: the weight, as ``multiply_groups`` takes it.
+        multiply: maps ``(rows, in_features)`` and a bias or None to ``x W^T + b``, equal to the
+            plain product except for rounding.
+        multiply_groups: computes all products of several :attr:`panels`, given the rows and the
+            number of rows for each; None if that is not faster than one by one.
+        panels: the weight in the form that ``multiply_groups`` accepts.
     """
 
     multiply: Callable[[Tensor, Tensor | None], Tensor]
@@ -242,22 +243,22 @@ class PackedWeight(NamedTuple):
 
 
 class LayerOps:
-    """Any device and type, with torch.
+    """Operations in torch, for any device and type.
 
     Attributes:
-        deterministic: whether a row gets the same bits whatever other rows there are.
+        deterministic: True if a row's result is bit-identical whatever other rows there are.
     """
 
     deterministic = False
 
     def pack_weight(self, weight: Tensor) -> PackedWeight:
-        """A weight ``(out, in)``; float32 on a CPU in oneDNN's layout for decode steps."""
+        """Pack a weight ``(out, in)``; float32 on a CPU gets oneDNN's layout for decode steps."""
         if not can_pack(weight.device, weight.dtype):
             nbytes, rows = weight.nbytes, len(weight)
             return PackedWeight(lambda x, bias: F.linear(x, weight, bias), nbytes, rows)
-        # No row count is given: the layout is then good for any number of rows.
+        # Without a row count, the layout suits any number of rows.
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        # The overload itself: it would be looked for at every call.
+        # The overload itself, to avoid resolving it at every call.
         linear = torch.ops.mkldnn._linear_pointwise.default
 
         def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -266,7 +267,7 @@ class LayerOps:
         return PackedWeight(multiply, weight.nbytes, len(weight))
 
     def pack_quantized(self, weight: QuantizedWeight) -> PackedWeight:
-        """A quantized weight, of which some rows at a time are dequantized to be multiplied."""
+        """Pack a quantized weight, which is dequantized a few rows at a time to be multiplied."""
         layout, bits, width = weight.layout, weight.bits, weight.shape[1]
         codes, scales, offsets = weight.codes, weight.scales, weight.offsets
         if bits == 4:
@@ -290,31 +291,31 @@ class LayerOps:
         return PackedWeight(multiply, nbytes, len(codes))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in float32."""
+        """Compute ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in float32."""
         if x.dtype == torch.float32:
-            # On a CPU F.rms_norm is a chain of more, and larger, operations.
+            # On a CPU, F.rms_norm runs more and larger operations.
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
             return (x * scale).mul_(weight)
-        # As in transformers: rounded to x's type before the weight, or after a float32 one.
+        # As in transformers: rounded to x's type before the weight, or after if that is float32.
         normed = F.rms_norm(x.float(), weight.shape, None, eps).to(weight.dtype)
         return normed.mul_(weight).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add ``x`` to ``residual`` in place, and return the sum normalised."""
+        """Add ``x`` to ``residual`` in place, and return the normalised sum."""
         return self.rms_norm(residual.add_(x), weight, eps)
 
     def gate(self, gate_up: Tensor, activation: nn.Module) -> Tensor:
-        """``activation(gate) * up`` of ``(rows, 2 * width)``: gates first, then ups."""
+        """Compute ``activation(gate) * up`` of ``(rows, 2 * width)``: gates first, then ups."""
         gate, up = gate_up.chunk(2, dim=-1)
         return self.each(activation, gate).mul_(up)
 
     def each(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """``function``, which computes each number by itself, of ``x`` ``(rows, width)``."""
+        """Apply an elementwise ``function`` to ``x`` ``(rows, width)``."""
         return function(x)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """``a @ b`` of small float32 matrices, a batch of them."""
+        """Compute ``a @ b`` for a batch of small float32 matrices."""
         return a @ b
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -323,13 +324,13 @@ class LayerOps:
 
 
 class NativeLayerOps(LayerOps):
-    """float32 on a CPU: each operation is one pass over its rows, shared by all threads.
+    """Operations in C for float32 on a CPU: each is one pass over its rows, split among threads.
 
-    Rows may be a stride apart, as with :class:`LayerOps`; the kernels get a copy of such.
+    Rows may be strided, as with :class:`LayerOps`; the kernels then get a contiguous copy.
 
     Args:
-        deterministic: a row gets the same bits whatever other rows there are; operations that
-            cannot do so raise ValueError.
+        deterministic: if true, a row's result is bit-identical whatever other rows there are;
+            operations that cannot guarantee this raise ValueError.
     """
 
     def __init__(self, kernels: NativeKernels, *, deterministic: bool = False) -> None:
@@ -337,7 +338,7 @@ class NativeLayerOps(LayerOps):
         self.deterministic = deterministic
 
     def pack_weight(self, weight: Tensor) -> PackedWeight:
-        """See :class:`LayerOps`; widths that the kernel does not take go to oneDNN."""
+        """See :class:`LayerOps`; widths that the kernel does not support use oneDNN."""
         if weight.dtype == torch.bfloat16:
             return self._packed(self._kernels.pack_bfloat16(weight))
         packed = None if weight.is_meta else self._kernels.pack_linear(weight)
@@ -349,7 +350,7 @@ class NativeLayerOps(LayerOps):
         return PackedWeight(multiply, packed.nbytes, len(weight), together, packed)
 
     def pack_quantized(self, weight: QuantizedWeight) -> PackedWeight:
-        """See :class:`LayerOps`; groups that the kernel does not take are multiplied by torch."""
+        """See :class:`LayerOps`; group sizes that the kernel does not support use torch."""
         packed = self._kernels.pack_quantized(
             weight.codes, weight.scales, weight.offsets, weight.group_size, weight.bits
         )
@@ -363,7 +364,7 @@ class NativeLayerOps(LayerOps):
         return super().pack_quantized(weight)
 
     def _widened(self, weight: Tensor) -> PackedWeight:
-        """With outputs of zeros, up to a number that the kernel takes."""
+        """Pack a weight padded with zero outputs to a number that the kernel supports."""
         rows = len(weight)
         packed = self._kernels.pack_linear(F.pad(weight, (0, 0, 0, -rows % _WIDTH)))
         assert packed is not None
@@ -377,7 +378,7 @@ class NativeLayerOps(LayerOps):
     def each(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """See :class:`LayerOps`. torch's vector and scalar code round differently.
 
-        Pieces of whole vectors, each for one thread, take the vector code alone.
+        Pieces of whole vectors that fit one thread use only the vector code.
         """
         if not self.deterministic:
             return function(x)
@@ -386,10 +387,10 @@ class NativeLayerOps(LayerOps):
         return made[: x.numel()].view(x.shape)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """See :class:`LayerOps`; a library's product rounds by the size of the batch.
+        """See :class:`LayerOps`; library products round depending on the batch size.
 
-        A sum over rows rounds columns that fill no vector in another order, where threads share
-        them.
+        A sum over rows is used instead. Columns are padded to whole vectors, because the rest
+        would be rounded in another order when threads share them.
         """
         if not self.deterministic:
             return a @ b
@@ -411,7 +412,7 @@ class NativeLayerOps(LayerOps):
         return self._kernels.rms_norm(residual, weight, eps, x.contiguous())
 
     def gate(self, gate_up: Tensor, activation: nn.Module) -> Tensor:
-        """See :class:`LayerOps`; activations other than SiLU take torch's way."""
+        """See :class:`LayerOps`; activations other than SiLU use torch."""
         if isinstance(activation, nn.SiLU):
             return self._kernels.gated_silu(gate_up.contiguous())
         return super().gate(gate_up, activation)
@@ -427,8 +428,8 @@ class RMSNorm(nn.Module):
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 
     Args:
-        offset: added to the loaded weight. Where checkpoints store ``weight - 1``, that is finer
-            than the type can state ``weight``: the sum is kept in float32.
+        offset: added to the loaded weight, for checkpoints that store ``weight - 1``. The sum is
+            kept in float32, because the checkpoint's type cannot represent ``weight`` as finely.
         dtype: of the weight, if the offset is 0.
     """
 
@@ -458,17 +459,17 @@ class RMSNorm(nn.Module):
         return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add ``x`` to ``residual`` in place, and return the sum normalised."""
+        """Add ``x`` to ``residual`` in place, and return the normalised sum."""
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""
         for name, parameter in self.named_parameters():
             yield f"{prefix}{name}", parameter.data
 
 
 class LayerNorm(RMSNorm):
-    """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``; arguments as of :class:`RMSNorm`.
+    """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``; arguments as for :class:`RMSNorm`.
 
     Source: Ba et al., "Layer Normalization", 2016.
     """
@@ -482,7 +483,7 @@ class LayerNorm(RMSNorm):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add ``x`` to ``residual`` in place, and return the sum normalised."""
+        """Add ``x`` to ``residual`` in place, and return the normalised sum."""
         return self(residual.add_(x))
 
 
@@ -508,14 +509,14 @@ class HeadNorm(nn.Module):
         super().__init__()
         if offset:
             options["dtype"] = torch.float32
-        # A row per head, so that Q and K are scaled by one product.
+        # One row per head, so that one product scales Q and K.
         self.weight = empty_parameter(num_query_heads + num_key_heads, head_dim, **options)
         self.num_query_heads = num_query_heads
         self.eps = eps
         self.offset = offset
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """The first row of each kind; :meth:`finish_loading` copies it to the others."""
+        """Yield the first row of Q and of K; :meth:`finish_loading` copies them to the others."""
         yield f"{prefix}q_norm.weight", self.weight.data[0]
         yield f"{prefix}k_norm.weight", self.weight.data[self.num_query_heads]
 

@@ -1,4 +1,4 @@
-"""A linear layer that fuses several checkpoint matrices, whatever form they are held in."""
+"""A linear layer that fuses several checkpoint matrices, in plain, packed or quantized form."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class Linear(nn.Module):
     One product for Q, K and V (or gate and up) reads the activations once::
 
         W  ┌ q_proj ┐   (out_features, in_features), C-contiguous: each part is a slice of rows,
-           ├ k_proj ┤   so that a checkpoint tensor is copied straight to its place
+           ├ k_proj ┤   so that a checkpoint tensor is copied directly into it
            └ v_proj ┘
 
-    W is held in one of these forms, and this class is the only place that knows which:
+    W is held in one of these forms, and only this class knows which:
 
     * plain, the parameter ``weight``;
-    * packed by :meth:`pack`, once it is loaded;
-    * quantized: after :meth:`hold_quantized`, each part takes what a checkpoint has of it, a plain
-      matrix or a :class:`QuantizedWeight`, and packs it at once. Parts that come in different
-      layouts (as in GGUF files) are multiplied one after the other.
+    * packed by :meth:`pack` after loading;
+    * quantized: after :meth:`hold_quantized`, each part accepts what the checkpoint has, a plain
+      matrix or a :class:`QuantizedWeight`, and packs it immediately. Parts in different layouts
+      (as in GGUF files) are multiplied one after the other.
 
-    Whatever it is, ``LayerOps`` makes a :class:`PackedWeight` of it: a new format of files needs
-    a reader that makes quantized weights, and nothing here.
+    ``LayerOps`` builds a :class:`PackedWeight` from any of them: a new file format only needs a
+    reader that produces quantized weights, and no change here.
 
     Args:
         parts: checkpoint name of each matrix to its number of rows, in order.
-        bias: whether the parts have biases, or the names of those that have one.
+        bias: True if all parts have biases, or the names of the parts that have one.
         weight: use this matrix instead of a new one (a head tied to the embedding).
-        split: of which share of the checkpoint's matrices this is, and by which dimension they are
-            cut, ``ROWS`` or ``COLUMNS``; sizes are the share's. None: it is all of them.
+        split: the shards that this layer belongs to, and the dimension along which the matrices
+            are cut, ``ROWS`` or ``COLUMNS``; sizes are the share's. None: not sharded.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class Linear(nn.Module):
         self.biased_parts = (self.parts if bias else ()) if isinstance(bias, bool) else bias
         self.bias: nn.Parameter | None = None
         if self.biased_parts:
-            # Zeros stay where a part has no bias.
+            # Parts without a bias keep zeros.
             self.bias = empty_parameter(self.out_features, **options)
             self.bias.zero_()
         self._packed: list[PackedWeight] = []
         self._quantized: _QuantizedParts | None = None
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names under ``prefix``, each with the place that its tensor is copied to."""
+        """Yield checkpoint names under ``prefix``, each with the target of its tensor."""
         if self.weight is None and self._quantized is None:
             raise RuntimeError("the weight is packed already; load before packing")
         start = 0
@@ -98,16 +98,16 @@ class Linear(nn.Module):
         ops: LayerOps,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Take the weight in a quantized form; call before it is loaded.
+        """Hold the weight in quantized form; call before loading.
 
-        A matrix is packed as soon as it has come: one at a time is in memory as it is stored.
-        A shared matrix stays for its other users, beside its codes where it comes quantized; else
-        it is quantized when it is packed.
+        A matrix is packed as soon as it is loaded: only one at a time is in memory in its stored
+        form. A shared matrix stays plain for its other users. If it is stored quantized, its codes
+        are kept in addition; otherwise it is quantized in :meth:`pack`.
 
         Args:
-            scheme: for matrices that come plain; None leaves those as they are. Matrices that come
-                quantized keep their codes.
-            dtype: of matrices that stay plain; None: the one that they have here.
+            scheme: how to quantize plain matrices; None leaves them plain. Matrices that are
+                stored quantized keep their codes.
+            dtype: type of matrices that stay plain; None: the current one.
         """
         assert self.weight is not None
         self._quantized = _QuantizedParts(
@@ -117,14 +117,14 @@ class Linear(nn.Module):
             self.weight = None
 
     def hold(self, part: str, weight: Tensor | QuantizedWeight) -> None:
-        """Take one of the matrices, which is packed once its last sibling is there."""
+        """Accept one of the matrices; all are packed once the last one is there."""
         assert self._quantized is not None
         self._packed += self._quantized.take(part, weight, tuple(self.parts))
 
     def pack(self, ops: LayerOps | None = None) -> None:
         """Replace the weight by a layout that a CPU multiplies faster; see :func:`can_pack`.
 
-        Results differ from the plain product by rounding only.
+        Results differ from the plain product only by rounding.
         """
         if self.weight is None or self._packed:
             self.weight = None
@@ -137,12 +137,12 @@ class Linear(nn.Module):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether :meth:`hold_quantized` was called."""
+        """True if :meth:`hold_quantized` was called."""
         return self._quantized is not None
 
     @property
     def scheme(self) -> QuantizationScheme | None:
-        """By which plain matrices are quantized, if they are."""
+        """Scheme by which plain matrices are quantized, if any."""
         return None if self._quantized is None else self._quantized.scheme
 
     @property
@@ -154,7 +154,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(rows, in_features)`` to ``(rows, out_features)``."""
         if not self._packed:
-            # weight is only None once packed
+            # weight is None only if packed
             return F.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
         if len(self._packed) == 1:
             return self._packed[0].multiply(x, self.bias)
@@ -167,7 +167,7 @@ class Linear(nn.Module):
 
 @dataclass(slots=True)
 class _QuantizedParts:
-    """What has come so far of a weight that is held quantized.
+    """The parts of a quantized weight that are loaded so far.
 
     Attributes:
         came: matrices that wait for their siblings.
@@ -182,7 +182,7 @@ class _QuantizedParts:
     def take(
         self, part: str, weight: Tensor | QuantizedWeight, parts: Sequence[str]
     ) -> list[PackedWeight]:
-        """Packed weights of all parts, in their order, once the last one has come."""
+        """Add a part; after the last one, return the packed weights of all parts, in order."""
         weight = weight.to(self.device)
         if isinstance(weight, Tensor):
             plain = weight.to(self.dtype)
@@ -202,16 +202,16 @@ class _QuantizedParts:
         return packed
 
     def pack(self, weight: Tensor) -> list[PackedWeight]:
-        """Of a matrix that was loaded plain, for others need it so."""
+        """Pack a shared matrix, which was loaded plain for its other users."""
         return self.take("", weight, ("",))
 
 
 @dataclass(frozen=True, slots=True)
 class _PartTarget:
-    """The place of one matrix of a :class:`Linear` that holds its weight quantized.
+    """Load target of one matrix of a :class:`Linear` that holds its weight quantized.
 
     Attributes:
-        plain: where others look for the matrix, if it is shared.
+        plain: the plain matrix that other users read, if it is shared.
     """
 
     linear: Linear
@@ -221,7 +221,7 @@ class _PartTarget:
 
     @property
     def nbytes(self) -> int:
-        """As it will be held."""
+        """Bytes in the form in which it will be held."""
         scheme, shared = self.linear.scheme, 0 if self.plain is None else self.plain.nbytes
         held = scheme.nbytes(*self.shape) if scheme is not None else self.shape.numel() // 2
         return held + shared
@@ -231,7 +231,7 @@ class _PartTarget:
         return True
 
     def copy_(self, source: Tensor | QuantizedWeight, /) -> None:
-        """Give it to the product, and its values to others."""
+        """Pass the matrix to the layer, and copy its values for other users."""
         if self.plain is None or isinstance(source, QuantizedWeight):
             self.linear.hold(self.part, source)
         if self.plain is not None:
@@ -239,10 +239,10 @@ class _PartTarget:
 
 
 def multiply_groups(linears: Sequence[Linear], x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Map the first ``sizes[0]`` rows by the first layer, those that follow by the next, and so on.
+    """Map the first ``sizes[0]`` rows by the first layer, the following by the next, and so on.
 
     Args:
-        linears: at least one, of one shape ``(out_features, in_features)``, without biases.
+        linears: at least one, all of one shape ``(out_features, in_features)``, without biases.
         x: ``(sum of sizes, in_features)``.
     """
     packed = [each._packed[0] for each in linears if len(each._packed) == 1]
@@ -260,12 +260,12 @@ class PlainMLP(nn.Module):
     Args:
         intermediate_size: width between the two products, of each matrix of the first.
         output_size: width of the result; None: ``hidden_size``.
-        names: what checkpoints call the matrices of the first product, and last the second's.
-        ops: what computes the activation; None: torch alone.
+        names: checkpoint names of the matrices of the first product, followed by the second's.
+        ops: computes the activation; None: plain torch.
         shards: this process's share of the width between the products.
 
     Raises:
-        ValueError: transformers knows no such activation, or the width cannot be divided.
+        ValueError: transformers does not know the activation, or the width cannot be divided.
     """
 
     def __init__(
@@ -291,24 +291,23 @@ class PlainMLP(nn.Module):
         self.activation = activation_of(activation)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names under ``prefix``, each with the slice that its tensor is copied to."""
+        """Yield checkpoint names under ``prefix``, each with the slice to load its tensor into."""
         yield from self.up.targets(prefix)
         yield from self.down.targets(prefix)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(rows, hidden_size)`` to ``(rows, output_size)``."""
+        """Map ``(rows, hidden_size)`` to ``(rows, output_size)``."""
         return self.shards.add_up(self.part(x))
 
     def part(self, x: Tensor) -> Tensor:
-        """What this process's share of the width adds to the result."""
+        """Compute the partial result of this process's share of the width."""
         return self.down(self.ops.each(self.activation, self.up(x)))
 
 
 class GatedMLP(PlainMLP):
     """``down(act(gate(x)) * up(x))``, gate and up in one product.
 
-    Its arguments are those of :class:`PlainMLP`, ``names`` being the gate's, the up and the down
-    projection's.
+    Arguments as for :class:`PlainMLP`; ``names`` are those of the gate, up and down projections.
     """
 
     def __init__(

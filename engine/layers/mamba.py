@@ -1,19 +1,19 @@
-"""Mamba's mixers: Mamba-1 with norms on the step size, B and C, and Mamba-2.
+"""Mamba mixers: Mamba-1 with norms on the step size, B and C, and Mamba-2.
 
 Sources: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023;
 Lieber et al., arXiv:2403.19887, section 2 on the norms; Dao and Gu, "Transformers are SSMs:
 Generalized Models and Efficient Algorithms Through Structured State Space Duality", 2024.
 
-Mamba-2 has heads with one decay each, and a gated norm before the projection out (section 7). One
+Mamba-2 has one decay per head, and a gated norm before the output projection (section 7). One
 decay per head and token lets whole prompts run in matrix form (section 6)::
 
     h[t] = exp(a[t]) h[t-1] + x[t] B[t]^T          (head_dim, state_size) per head
     y[t] = h[t] C[t]
 
-Inside of a chunk, with ``A[t] = a[0] + ... + a[t]``::
+Within a chunk, with ``A[t] = a[0] + ... + a[t]``::
 
     y[t] =   sum over s <= t of (C[t] . B[s]) exp(A[t] - A[s]) x[s]      like attention
-           + exp(A[t]) h_before C[t]                                     what the state brings
+           + exp(A[t]) h_before C[t]                                     from the state
 
 Heads share B and C in groups, as grouped-query attention shares keys and values.
 """
@@ -43,13 +43,13 @@ from prefix_cache import MambaSpec, StateTensor
 class CausalConv(nn.Module):
     """``y[t] = bias + sum over k of weight[k] * x[t - kernel_size + 1 + k]``, per channel.
 
-    What lies before a request's tokens comes from its state, zeros at its beginning.
+    The inputs before a request's tokens come from its state, which is zero at the start.
 
     Args:
-        kernel_size: tokens that an output sees, its own included; at least 2.
+        kernel_size: number of tokens that an output depends on, including its own; at least 2.
 
     Raises:
-        ValueError: for a kernel that sees no earlier token.
+        ValueError: the kernel sees no earlier token.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class CausalConv(nn.Module):
         super().__init__()
         if kernel_size < 2:
             raise ValueError(f"the convolution must see at least 2 tokens, got {kernel_size}")
-        # A row per tap, so that each is one product with whole rows of tokens.
+        # One row per tap, so that a tap multiplies whole rows of tokens.
         self.taps = empty_parameter(kernel_size, channels, **options)
         self.bias = empty_parameter(channels, **options) if bias else None
 
@@ -74,7 +74,7 @@ class CausalConv(nn.Module):
         return kernel_size - 1, channels
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""
         yield f"{prefix}weight", self.taps.data.T.unsqueeze(1)
         if self.bias is not None:
             yield f"{prefix}bias", self.bias.data
@@ -83,16 +83,16 @@ class CausalConv(nn.Module):
         """Convolve each request's tokens after its state.
 
         Args:
-            x: ``(num_tokens, channels)``, the shape of the output.
-            state: ``(num_reqs, kernel_size - 1, channels)``, that of the state after the step.
+            x: ``(num_tokens, channels)``; the output has the same shape.
+            state: ``(num_reqs, kernel_size - 1, channels)``, as is the returned next state.
         """
         history = len(self.taps) - 1
         rows = layout.history_rows(history)
         table = x.new_empty(len(x) + len(rows.histories), x.shape[1])
         table.index_copy_(0, rows.tokens, x)
         table.index_copy_(0, rows.histories, state.flatten(0, 1).to(x.dtype))
-        # Outputs are also computed for the windows that reach across two requests, and dropped:
-        # cheaper than to gather every tap's rows.
+        # Outputs of windows that span two requests are computed too, and dropped: this is cheaper
+        # than gathering the rows of every tap.
         num_windows = len(table) - history
         taps = self.taps.float()
         windows = taps[0] * table[:num_windows].float()
@@ -106,23 +106,23 @@ class CausalConv(nn.Module):
 
 
 class RecurrentMixer(nn.Module):
-    """The shared parts; a subclass adds ``a``, ``d`` and what lies between the projections.
+    """Base of the Mamba mixers; a subclass adds ``a``, ``d`` and the code between the projections.
 
     Args:
-        layer_name: unique in the model; its state is kept under it.
-        config: transformers', with its names for the sizes.
-        in_width: of what the projection in gives.
-        state_shape: of the recurrence: its channels, maybe in heads, and the state's size.
-        ops: what computes norms, and what else is not the recurrence; None: torch alone.
-        dtype: of weights, activations and the convolution's state. The recurrence runs, and its
-            state is kept, in float32: rounding it to a shorter type at every token adds up.
+        layer_name: unique name in the model, under which the state is kept.
+        config: transformers config, with its names for the sizes.
+        in_width: output width of the input projection.
+        state_shape: of the recurrence: channels, possibly split into heads, and the state size.
+        ops: computes everything except the recurrence; None: plain torch.
+        dtype: of weights, activations and the convolution's state. The recurrence and its state
+            use float32, because rounding to a shorter type at every token accumulates errors.
 
     Attributes:
         a: the logarithm of -A until :meth:`finish_loading`, then A.
-        d: what is added of each channel's own input.
+        d: weight of each channel's skip connection.
 
     Raises:
-        ValueError: an unknown activation, or a convolution over fewer than 2 tokens.
+        ValueError: the activation is unknown, or the convolution spans fewer than 2 tokens.
     """
 
     a: nn.Parameter
@@ -151,7 +151,7 @@ class RecurrentMixer(nn.Module):
         self.state = recurrent_state(layer_name, block_size, self.conv, state_shape)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""
         for module in self.children():
             if isinstance(module, Linear):
                 yield from module.targets(prefix)
@@ -160,25 +160,25 @@ class RecurrentMixer(nn.Module):
         yield f"{prefix}D", self.d.data
 
     def finish_loading(self) -> None:
-        """Turn the loaded logarithms into A; call once."""
+        """Convert the loaded logarithms to A; call once."""
         self.a.exp_().neg_()
 
 
 def recurrent_state(
     layer_name: str, block_size: int, conv: CausalConv, shape: tuple[int, ...]
 ) -> StateLayer:
-    """What a convolution and, in float32, a recurrence behind it keep of a request."""
+    """Build the per-request state of a convolution and of the float32 recurrence after it."""
     of_conv = StateTensor(conv.state_shape, conv.taps.dtype)
     kept = (of_conv, StateTensor(shape, torch.float32))
     return StateLayer(layer_name, MambaSpec(block_size, kept))
 
 
 Rows: TypeAlias = tuple[Tensor, ...]
-"""What a recurrence takes in, each with a row for each of ``n`` tokens, in float32."""
+"""Inputs of a recurrence, each with one row per token, in float32."""
 
 
 Step: TypeAlias = Callable[[Rows, Tensor], Tensor]
-"""Runs one token of each request: from its rows, and the states, which it moves on in place."""
+"""Runs one token of each request, given its rows and the states, which it updates in place."""
 
 
 def step_and_scan(
@@ -196,7 +196,7 @@ def step_and_scan(
         states: ``(num_reqs, ...)`` before the tokens.
 
     Returns:
-        What comes out for each token, and the states after each request's last one.
+        The output of each token, and the states after each request's last token.
     """
     if ops.deterministic:
         return scan_by_steps(step, rows, states, layout)
@@ -212,9 +212,9 @@ def step_and_scan(
 def scan_by_steps(
     step: Step, rows: Rows, states: Tensor, layout: PackedLayout
 ) -> tuple[Tensor, Tensor]:
-    """Run every token of every request by itself, which rounds alike wherever a prompt is cut.
+    """Run token by token, so that rounding does not depend on where a prompt is split.
 
-    The requests' first tokens are one batch, their second tokens the next, and so on.
+    The requests' first tokens form one batch, their second tokens the next, and so on.
     """
     if layout.num_decodes == layout.num_reqs:
         return step(rows, states), states
@@ -232,13 +232,13 @@ def scan_by_steps(
 
 
 def selective_step(ops: LayerOps, a: Tensor, rows: Rows, states: Tensor) -> Tensor:
-    """One token of each request::
+    """Run one token of each request::
 
         h = exp(dt * A) * h + (dt * x) B^T        (channels, state_size)
         y = h C                                   (channels,)
 
-    The decays of a channel differ from state to state, which leaves no matrix form over time as
-    :func:`ssd_scan` has it.
+    The decays within a channel differ from state to state, so there is no matrix form over time
+    like that of :func:`ssd_scan`.
 
     Args:
         rows: x and dt, ``(n, channels)``; B and C, ``(n, state_size)``.
@@ -256,7 +256,7 @@ class MambaMixer(RecurrentMixer):
                  │                └─► dt | B | C ─► norms ─────────┘              │
                  └──────────────────────── gate ─► silu ──────────────────────────┘
 
-    Arguments as of :class:`RecurrentMixer`, but for widths and shapes.
+    Arguments as for :class:`RecurrentMixer`, except widths and shapes.
     """
 
     def __init__(
@@ -291,14 +291,14 @@ class MambaMixer(RecurrentMixer):
         self.d = empty_parameter(inner, **options)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""
         yield from super().targets(prefix)
         yield f"{prefix}dt_layernorm.weight", self.dt_norm.weight.data
         yield f"{prefix}b_layernorm.weight", self.b_norm.weight.data
         yield f"{prefix}c_layernorm.weight", self.c_norm.weight.data
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
-        """Mix ``(num_tokens, hidden_size)`` and move every request's state on."""
+        """Mix ``(num_tokens, hidden_size)`` and advance every request's state."""
         layout = self.state.metadata(step).layout
         conv_state, ssm_state = self.state.read(step)
         u, gate = self.in_proj(x).chunk(2, dim=-1)
@@ -317,7 +317,7 @@ class MambaMixer(RecurrentMixer):
 
 
 def ssd_step(ops: LayerOps, rows: Rows, states: Tensor) -> Tensor:
-    """One token of each request; see :func:`ssd_scan`."""
+    """Run one token of each request; see :func:`ssd_scan`."""
     x, a, b, c = rows
     heads_per_group = x.shape[1] // b.shape[1]
     b = b.repeat_interleave(heads_per_group, dim=1)
@@ -327,7 +327,7 @@ def ssd_step(ops: LayerOps, rows: Rows, states: Tensor) -> Tensor:
 
 
 def ssd_scan(rows: Rows, states: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
-    """All tokens of several requests: matrix form inside of chunks, a recurrence over them.
+    """Run all tokens of several requests: matrix form within chunks, a recurrence over chunks.
 
     Args:
         rows: x times its step size, ``(n, heads, head_dim)``; the logarithm of the decay, at most
@@ -337,19 +337,19 @@ def ssd_scan(rows: Rows, states: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor
     Returns:
         ``y`` ``(num_tokens, heads, head_dim)``, and the states after each request's last token.
     """
-    # (chunks, heads or groups, size, ...); a pad has x = 0 and a = 0 and changes nothing.
+    # (chunks, heads or groups, size, ...); padding has x = 0 and a = 0 and changes nothing.
     x, a, b, c = (chunks.pad(each).transpose(1, 2) for each in rows)
     num_groups = b.shape[1]
     # (chunks, groups, heads per group, size, ...)
     x, a = (each.unflatten(1, (num_groups, -1)) for each in (x, a))
-    # Differences of large sums: in float32 a strong decay would drown the weak ones after it.
+    # In float64: in float32, a strong decay would swallow the weak ones after it in the sum.
     sums = a.double().cumsum(-1)
 
     to_each = (sums[..., :, None] - sums[..., None, :]).float()
     size = chunks.size
     future = torch.ones(size, size, dtype=torch.bool, device=x.device).triu_(1)
     weights = to_each.exp_().mul_((c @ b.transpose(-1, -2)).unsqueeze(2))
-    # Last of all, so that nothing of a later token, be it NaN, is left in what an earlier one sees.
+    # Mask last, so that no later token, even a NaN, affects an earlier one.
     y = weighted(weights.masked_fill_(future, 0.0), x)
 
     to_end = torch.exp((sums[..., -1:] - sums).float())
@@ -371,9 +371,9 @@ def ssd_scan(rows: Rows, states: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor
 
 
 def weighted(weights: Tensor, x: Tensor) -> Tensor:
-    """``weights @ x``, and no later token that is not finite reaches an earlier one as 0 * NaN.
+    """Compute ``weights @ x`` without leaking non-finite later tokens into earlier ones as 0 * NaN.
 
-    On CUDA, where looking means waiting, it may: see :func:`attend_to_seen` for what follows.
+    On CUDA they may leak, because checking would synchronise; see :func:`attend_to_seen`.
     """
     y = weights @ x
     if y.is_cuda or are_finite([y]):
@@ -391,10 +391,10 @@ class Mamba2Mixer(RecurrentMixer):
                  ├─► dt ─► softplus ───────────────┘                            │
                  └─► gate ──────────────────────────────────────────────────────┘
 
-    Its arguments are those of :class:`RecurrentMixer`, but for widths and shapes.
+    Arguments as for :class:`RecurrentMixer`, except widths and shapes.
 
     Raises:
-        ValueError: also where the heads cannot share groups evenly, or steps have no limits.
+        ValueError: also if the groups do not divide the heads, or step sizes have no limits.
     """
 
     def __init__(
@@ -438,13 +438,13 @@ class Mamba2Mixer(RecurrentMixer):
         self.a, self.d, self.dt_bias = (empty_parameter(heads, **options) for _ in range(3))
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""
         yield from super().targets(prefix)
         yield f"{prefix}norm.weight", self.norm_weight.data
         yield f"{prefix}dt_bias", self.dt_bias.data
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
-        """Mix ``(num_tokens, hidden_size)`` and move every request's state on."""
+        """Mix ``(num_tokens, hidden_size)`` and advance every request's state."""
         layout = self.state.metadata(step).layout
         conv_state, ssm_state = self.state.read(step)
         gate, convolved, dt = self.in_proj(x).split(self.in_splits, dim=-1)
@@ -452,7 +452,7 @@ class Mamba2Mixer(RecurrentMixer):
         convolved = self.ops.each(self.activation, convolved).float()
         u, b, c = convolved.split(self.conv_splits, dim=-1)
         u = u.unflatten(-1, (self.num_heads, -1))
-        # Decodes too, unlimited in transformers: a token must not depend on being in a prompt.
+        # Clamped for decodes too, unlike transformers: prompt and decode tokens must agree.
         dt = self.ops.each(F.softplus, dt.float() + self.dt_bias)
         dt = dt.clamp_(self.least_dt, self.greatest_dt)
         b, c = (each.unflatten(-1, (self.num_groups, -1)) for each in (b, c))

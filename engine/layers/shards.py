@@ -1,11 +1,11 @@
-"""The share of a model's products that one of several processes holds (tensor parallelism).
+"""Tensor parallelism: the shard of a model's weights that one process holds.
 
-Two products in a row need one sum over the processes. The first is cut by its outputs, whole heads
-or channels of the MLP, and the second by its inputs (Shoeybi et al., "Megatron-LM", 2019)::
+Two consecutive products need one all-reduce. The first is sharded by its outputs, whole heads or
+channels of the MLP, and the second by its inputs (Shoeybi et al., "Megatron-LM", 2019)::
 
               process 0    process 1
     x ──►  ┌ q k v, gate up: rows ┐
-           │  0 .. n/2  │ n/2 .. n │        each over its own heads or channels
+           │  0 .. n/2  │ n/2 .. n │        each for its own heads or channels
            └────────────┴──────────┘
     y = o[:, 0 .. n/2] h0 + o[:, n/2 .. n] h1       o, down: columns; add_up
 """
@@ -26,17 +26,17 @@ COLUMNS: Final = 1
 
 
 class ShardError(ValueError):
-    """A model cannot be divided among so many processes."""
+    """A model cannot be divided among this number of processes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shards:
-    """Which share this process has, and how it meets the others.
+    """The rank of this process and the group it communicates in.
 
     Attributes:
-        rank: of this process, from 0.
-        size: how many there are.
-        group: of all of them; None where there is one, or nothing is to be computed.
+        rank: index of this process, from 0.
+        size: number of processes.
+        group: group of all processes; None if there is only one, or if nothing is computed.
     """
 
     rank: int = 0
@@ -44,10 +44,10 @@ class Shards:
     group: ProcessGroup | None = None
 
     def share(self, number: int, name: str) -> int:
-        """This process's part of so many heads or channels.
+        """Return this process's share of ``number`` heads or channels.
 
         Raises:
-            ShardError: they cannot be divided evenly.
+            ShardError: ``number`` cannot be divided evenly.
         """
         if number % self.size:
             raise ShardError(
@@ -56,13 +56,13 @@ class Shards:
         return number // self.size
 
     def add_up(self, part: Tensor) -> Tensor:
-        """The sum of all processes' parts, in the place of this one's; the same bits in each."""
+        """All-reduce ``part`` in place by summation; the result has the same bits everywhere."""
         if self.group is not None:
             self.group.allreduce([part]).wait()
         return part
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Give the first process's tensor to all others, which bring one to be filled."""
+        """Broadcast the first process's tensor into the ``tensor`` of all others."""
         if self.group is not None:
             self.group.broadcast(tensor, 0).wait()
 
@@ -72,12 +72,12 @@ WHOLE: Final = Shards()
 
 @dataclass(frozen=True, slots=True)
 class ShardTarget:
-    """Takes this process's share of a checkpoint's matrix or bias.
+    """Load target that keeps this process's share of a checkpoint's matrix or bias.
 
     Attributes:
-        place: of the share.
-        dim: ``ROWS`` or ``COLUMNS``, by which the matrix is cut. A bias behind a product that is
-            cut by columns belongs to the first process: it is to be added once.
+        place: target of the share.
+        dim: ``ROWS`` or ``COLUMNS``, the dimension along which the matrix is cut. The bias of a
+            product cut by columns belongs to the first process, because it is added only once.
     """
 
     place: Target
@@ -86,7 +86,7 @@ class ShardTarget:
 
     @property
     def shape(self) -> torch.Size:
-        """As the checkpoint has it."""
+        """Full shape, as in the checkpoint."""
         sizes = list(self.place.shape)
         if self.dim < len(sizes):
             sizes[self.dim] *= self.shards.size
@@ -94,7 +94,7 @@ class ShardTarget:
 
     @property
     def nbytes(self) -> int:
-        """Of the share."""
+        """Bytes of the share."""
         return self.place.nbytes
 
     def is_floating_point(self) -> bool:
@@ -102,7 +102,7 @@ class ShardTarget:
         return self.place.is_floating_point()
 
     def copy_(self, source: Tensor, /) -> None:
-        """Take the share out of the whole."""
+        """Copy the share of ``source``."""
         if self.dim < source.ndim:
             length = self.place.shape[self.dim]
             source = source.narrow(self.dim, self.shards.rank * length, length).contiguous()

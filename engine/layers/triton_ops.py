@@ -1,6 +1,6 @@
-"""What layers compute between their products, each as one Triton kernel. Imported where it runs.
+"""The operations between matrix products, each as one Triton kernel. Imported only where it runs.
 
-Numbers are rounded where :class:`LayerOps` rounds them, but for sums that a rotation makes in one.
+Values are rounded where :class:`LayerOps` rounds them, except for the fused sum in a rotation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def norm_rows(
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
 ) -> None:
-    """A row of each program; with ``ADDS`` that of ``x`` is added to the residual's before."""
+    """Normalise one row per program; with ``ADDS``, first add the row of ``x`` to the residual."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
@@ -55,7 +55,7 @@ def rotate_heads(
     BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """All heads of a token in each program; see :func:`apply_rotary`."""
+    """Rotate all heads of one token per program; see :func:`apply_rotary`."""
     token = tl.program_id(0).to(tl.int64)
     head, at = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK)[None, :]
     inside = (head < NUM_HEADS) & (at < HALF)
@@ -74,7 +74,7 @@ def rotate_heads(
 def gate_rows(
     x_ptr: tl.tensor, output_ptr: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    """A stretch of a row in each program: SiLU of gates, times ups."""
+    """Compute ``silu(gate) * up`` for one stretch of a row per program."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < WIDTH
@@ -86,12 +86,12 @@ def gate_rows(
 
 
 class TritonLayerOps(LayerOps):
-    """On CUDA; rows that lie in other ways, and activations but SiLU, take torch's way."""
+    """Triton kernels on CUDA; other memory layouts and activations other than SiLU use torch."""
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> Tensor:
-        """See :class:`LayerOps`; of the sum with ``residual``, which becomes that."""
+        """See :class:`LayerOps`; if given, ``residual`` is updated to the sum and normalised."""
         width, rows = x.shape[-1], x.reshape(-1, x.shape[-1])
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
