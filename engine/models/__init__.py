@@ -1,5 +1,5 @@
-"""The contracts of models over packed tokens, and the families that keep them, one folder each.
+"""The interfaces of models over packed tokens, and the families that implement them, by folder.
 
-The contracts import inputs, layers and the rooms below; families import the contracts; the table of
-families stands above them all, in ``registry``, and ``model_loader`` above the table.
+The interfaces import inputs, layers and the packages below; families import the interfaces;
+``registry`` has the table of families and imports them all, and ``model_loader`` imports the table.
 """

@@ -1,4 +1,4 @@
-"""What the engine asks of a model that runs over packed tokens."""
+"""The interface between the engine and a model that runs over packed tokens."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def _unknown(config: PreTrainedConfig) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """How a model is to be held in memory, and for how long sequences.
+    """Memory format of a model, and its maximum sequence length.
 
     Attributes:
-        dtype: of activations, and of all that has no other.
+        dtype: of activations, and of everything without a type of its own.
         block_size: tokens per block of the KV cache.
         max_model_len: longest sequence that will run, in tokens.
-        ops: what computes norms, gates and rotations.
-        decoder_config_of: from the config of a plain decoder inside another model to what reads it;
-            ``ValueError`` for one that no family declares.
-        pack_weights: whether to hold weights in the CPU library's own layout, which is faster for
-            batches and the same up to rounding; None: where that is possible.
-        quantization: how products' weights are quantized as they are loaded; None: not at all.
-        stored_dtype: of products' weights that are not quantized, of decoders' embeddings and of
-            the KV cache, where kernels convert it as they read; None: ``dtype``.
-        shards: which share of a decoder's products this process holds.
+        ops: computes norms, gates and rotations.
+        decoder_config_of: maps the config of a plain decoder inside another model to the function
+            that reads it; raises ``ValueError`` if no family declares such a decoder.
+        pack_weights: if true, hold weights in the CPU library's own layout, which is faster for
+            batches and equal up to rounding; None: if possible.
+        quantization: how weights of linear layers are quantized on load; None: not quantized.
+        stored_dtype: type of unquantized weights of linear layers, of decoders' embeddings and of
+            the KV cache, which kernels convert as they read; None: ``dtype``.
+        shards: the share of a decoder's linear layers that this process holds.
     """
 
     dtype: torch.dtype
@@ -57,25 +57,25 @@ class ModelSettings:
 
     @property
     def page_dtype(self) -> torch.dtype:
-        """Of keys and values in their pages."""
+        """Type of keys and values in KV cache pages."""
         return self.stored_dtype or self.dtype
 
     @property
     def tensor_options(self) -> TensorOptions:
-        """As layers and ``torch.empty`` take them."""
+        """Type and device as keyword arguments of layers and ``torch.empty``."""
         return {"dtype": self.dtype, "device": self.device}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodeChunk:
-    """Codes of one utterance that one pass turns into sound.
+    """Codes of one utterance that one pass turns into audio.
 
     Attributes:
-        codes: ``(n,)`` int64, or ``(n, num_codebooks)`` where there are several codebooks.
-        start: place of the first in its utterance.
-        speaker: whose voice, by name; None of a model without voices.
-        state: what the pass before handed on for this utterance; of the first, and of models that
-            keep nothing, what :meth:`GeneratorModel.new_state` gives.
+        codes: ``(n,)`` int64, or ``(n, num_codebooks)`` with several codebooks.
+        start: position of the first code in its utterance.
+        speaker: name of the voice; None for a model without voices.
+        state: what the previous pass returned for this utterance. For the first pass, and for
+            stateless models, the result of :meth:`GeneratorModel.new_state`.
     """
 
     codes: Tensor
@@ -85,23 +85,23 @@ class CodeChunk:
 
 
 class GeneratorModel(nn.Module):
-    """Turns codes into sound, either way:
+    """Turns codes into audio in one of two ways:
 
     ::
 
-        windowed    codes around a chunk are computed with it and thrown away; nothing is kept
-        causal      sound depends on earlier codes alone; a state goes from chunk to chunk
+        windowed    codes around a chunk are computed with it and discarded; nothing is kept
+        causal      audio depends only on earlier codes; a state is passed from chunk to chunk
 
     Attributes:
-        samples_per_code: of sound, for each place (a row of codes, where codebooks are several).
-        max_codes: places of the longest utterance.
-        num_codes: codes are below this.
-        num_codebooks: codes at one place.
-        codes_per_block: places after which a windowed model's arithmetic starts again; windows
-            are made of such blocks.
-        speakers: names of the voices; none if there is nothing to choose.
-        num_missing: samples that an utterance has less, at its beginning.
-        has_flow: whether sound depends on a flow's steps, guidance and seed.
+        samples_per_code: audio samples per position (a row of codes, with several codebooks).
+        max_codes: maximum number of positions in an utterance.
+        num_codes: number of codes in a codebook; codes are below this.
+        num_codebooks: codes per position.
+        codes_per_block: number of positions after which a windowed model's computation repeats;
+            windows consist of such blocks.
+        speakers: names of the voices; empty if there is no choice.
+        num_missing: samples missing at the beginning of an utterance.
+        has_flow: True if audio depends on a flow's steps, guidance and seed.
     """
 
     device: torch.device
@@ -116,7 +116,7 @@ class GeneratorModel(nn.Module):
     has_flow: bool = True
 
     def choose_speaker(self, name: str | None) -> str | None:
-        """The voice of that name; None takes the model's first choice.
+        """Return the name of a voice; None selects the model's default.
 
         Raises:
             ValueError: there is no such voice.
@@ -126,9 +126,9 @@ class GeneratorModel(nn.Module):
         return None
 
     def new_state(self) -> Any:
-        """What a causal model knows before an utterance begins; None of one that keeps nothing.
+        """Return the initial state of an utterance; None for a stateless model.
 
-        States are never changed: a pass that failed is run again from the same one.
+        States are immutable: a failed pass is retried from the same one.
         """
         return None
 
@@ -136,12 +136,12 @@ class GeneratorModel(nn.Module):
     def generate(
         self, chunks: Sequence[CodeChunk], params: GenerationParams
     ) -> tuple[Tensor | Sequence[Tensor], Sequence[Any]]:
-        """Make sound of chunks of one length, each of another utterance.
+        """Generate audio from chunks of equal length, each of a different utterance.
 
         Returns:
-            For each chunk ``(n * samples_per_code,)`` float32 on the CPU, in -1 to 1, less
-            ``num_missing`` of an utterance's first chunk, and the state with which its utterance
-            goes on.
+            For each chunk ``(n * samples_per_code,)`` float32 on the CPU, in -1 to 1, without the
+            first ``num_missing`` samples in an utterance's first chunk; and the state from which
+            its utterance continues.
         """
 
     @property
@@ -156,26 +156,26 @@ class _Derived(Protocol):
 
 
 class CausalModel(nn.Module):
-    """A decoder over packed tokens: all requests' tokens of a step lie in one dimension.
+    """A decoder over packed tokens: the tokens of all requests in a step share one dimension.
 
     Attributes:
-        ops: what computes norms, gates and rotations, and packs weights.
+        ops: computes norms, gates and rotations, and packs weights.
         attention_layers: every attention layer in order; the engine groups and binds them.
-        state_layers: every recurrent layer in order, likewise; none unless a model says so.
+        state_layers: every recurrent layer in order, likewise; empty by default.
         hidden_size: width of ``hidden_states`` and of prompt embeddings.
-        vocab_size: number of logits, or 0 when the checkpoint has no head (an embedding model).
-        input_vocab_size: ids of prompts are below this; there may be more of them than logits.
+        vocab_size: number of logits, or 0 if the checkpoint has no head (an embedding model).
+        input_vocab_size: prompt ids are below this; may exceed the number of logits.
         max_position_embeddings: the longest sequence that the checkpoint's config allows.
-        num_position_axes: numbers that place one token: 1, or 3 (time, height, width), where
-            ``forward`` takes positions of ``(3, num_tokens)``, or ``(num_tokens,)`` if all
-            tokens of a step are text at the places that they have in their sequences.
-        ignored_weights: names that a checkpoint may hold, although nothing asks for them.
-        encoder_hidden_size: width of the rows that :meth:`encode` makes; 0 without an encoder.
-        num_codebooks: ids that a step draws for one token: the first by the sampler, from the
-            logits, the others by :meth:`draw_codes`.
-        code_sampling: by what these are drawn, where tokens are not greedy.
-        placeholders: of a model whose prompts may show images and the like, the ids of the tokens
-            that stand for them; :meth:`encode_multimodal` makes their rows. Else empty.
+        num_position_axes: position values per token: 1, or 3 (time, height, width). With 3,
+            ``forward`` accepts positions ``(3, num_tokens)``, or ``(num_tokens,)`` if all tokens
+            of a step are text at their sequence positions.
+        ignored_weights: names that a checkpoint may contain but the model does not use.
+        encoder_hidden_size: width of the rows returned by :meth:`encode`; 0 without an encoder.
+        num_codebooks: ids drawn per token: the first by the sampler from the logits, the others
+            by :meth:`draw_codes`.
+        code_sampling: sampling parameters of the other ids, if tokens are not greedy.
+        placeholders: ids of the tokens that stand for images and other items in prompts, by
+            modality; :meth:`encode_multimodal` computes their rows. Empty for text-only models.
     """
 
     ops: LayerOps
@@ -194,10 +194,10 @@ class CausalModel(nn.Module):
 
     @property
     def has_static_decodes(self) -> bool:
-        """Whether the host launches the same kernels in all steps of so many decodes.
+        """True if the host launches the same kernels in all steps with equally many decodes.
 
-        Recurrent layers upload an order of their own; experts may ask how many tokens they have,
-        and models of several codebooks which tokens bring codes.
+        Recurrent layers upload a separate order; experts may read their token counts, and models
+        with several codebooks which tokens have codes.
         """
         if self.state_layers or self.num_codebooks > 1:
             return False
@@ -205,23 +205,23 @@ class CausalModel(nn.Module):
 
     @abstractmethod
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names, each with the tensor (or slice) that receives it.
+        """Yield checkpoint names, each with the tensor (or slice) to load it into.
 
         Args:
-            prefix: of every name but the head's: ``"model."``, or nothing in headless
+            prefix: of every name except the head's: ``"model."``, or empty in headless
                 checkpoints.
         """
 
     def hold_quantized(
         self, scheme: QuantizationScheme | None, dtype: torch.dtype | None = None
     ) -> None:
-        """Have products take their weights quantized; call before loading.
+        """Make linear layers hold their weights in quantized form; call before loading.
 
-        Routers of experts stay plain: a rounded choice is another choice.
+        Routers of experts stay plain: rounding could change the selected experts.
 
         Args:
-            scheme: for weights that come plain; None leaves those so.
-            dtype: of those that are left so; None: the model's.
+            scheme: for weights that are stored plain; None leaves them plain.
+            dtype: type of the weights left plain; None: the model's.
         """
         modules = list(self.modules())
         mixtures = [module for module in modules if isinstance(module, SparseMoE)]
@@ -231,14 +231,14 @@ class CausalModel(nn.Module):
                 module.hold_quantized(scheme, self.ops, dtype)
 
     def finish_loading(self, *, pack_weights: bool) -> None:
-        """Derive what is derived from loaded weights; call once, after the last copy.
+        """Compute everything derived from loaded weights; call once, after the last copy.
 
-        Modules that derive something say so by a ``finish_loading`` of their own. Weights are
-        packed one at a time. A packed tied head costs its size once more: the embedding stays for
-        the look-up. Modules of transformers stay as they are.
+        Modules with derived values have a ``finish_loading`` method. Weights are packed one at a
+        time. A packed tied head takes its size in addition: the embedding stays for the look-up.
+        Modules of transformers stay unchanged.
 
         Args:
-            pack_weights: whether to pack every product's weight for the CPU.
+            pack_weights: if true, pack the weight of every linear layer for the CPU.
         """
         for module in self.modules():
             if isinstance(module, Linear) and (pack_weights or module.is_quantized):
@@ -247,18 +247,18 @@ class CausalModel(nn.Module):
                 module.finish_loading()
 
     def drop_all_but_layers(self) -> None:
-        """Free what only the process runs that leads others: embeddings, head, towers."""
+        """Free what only the leading process runs: embeddings, head, towers."""
 
     @property
     def held(self) -> str:
-        """How products hold weights that are stored quantized, in words."""
+        """Description of how linear layers hold weights that are stored quantized."""
         linears = [module for module in self.modules() if isinstance(module, Linear)]
         is_quantized = any(linear.is_quantized for linear in linears)
         return "multiplied as codes" if is_quantized else "dequantized on load"
 
     @property
     def weight_nbytes(self) -> int:
-        """Bytes of all weights as they are held, packed ones included, shared ones once."""
+        """Bytes of all weights in memory, including packed ones; shared ones count once."""
         linears = [module for module in self.modules() if isinstance(module, Linear)]
         counted = {id(p) for linear in linears for p in linear.parameters()}
         others = [p for p in self.parameters() if id(p) not in counted]
@@ -266,7 +266,7 @@ class CausalModel(nn.Module):
 
     @abstractmethod
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Token ids ``(n,)`` to embeddings ``(n, hidden_size)``, scaled as the model wants."""
+        """Map token ids ``(n,)`` to embeddings ``(n, hidden_size)``, with the model's scale."""
 
     @abstractmethod
     def forward(
@@ -276,51 +276,51 @@ class CausalModel(nn.Module):
 
         Args:
             inputs_embeds: ``(num_tokens, hidden_size)``.
-            positions: ``(num_tokens,)`` int64, each token's place in its own sequence.
+            positions: ``(num_tokens,)`` int64, each token's position in its sequence.
 
         Returns:
-            Named outputs; ``"hidden_states"`` ``(num_tokens, hidden_size)`` after the final norm
-            is always there. Every tensor whose first dimension is ``num_tokens`` is mirrored in
-            the stage-output cache under its name.
+            Named outputs, which always include ``"hidden_states"`` ``(num_tokens, hidden_size)``
+            after the final norm. Every tensor whose first dimension is ``num_tokens`` is mirrored
+            in the stage-output cache under its name.
         """
 
     @abstractmethod
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Rows of ``hidden_states`` ``(n, hidden_size)`` to logits ``(n, vocab_size)``, float32.
+        """Map rows of ``hidden_states`` ``(n, hidden_size)`` to float32 logits ``(n, vocab_size)``.
 
         Raises:
             ValueError: the checkpoint has no language-model head.
         """
 
     def draw_codes(self, hidden_states: Tensor, first: Tensor, draws: FurtherDraws) -> Tensor:
-        """Draw the further codes of tokens that were just chosen.
+        """Draw the further codes of tokens that were just sampled.
 
-        Continuous numbers are codes by their bits.
+        Continuous values are represented as codes by their bits.
 
         Args:
-            hidden_states: ``(n, hidden_size)``, the rows that the tokens were chosen from.
+            hidden_states: ``(n, hidden_size)``, the rows that the tokens were sampled from.
             first: ``(n,)`` the tokens.
-            draws: by which they are drawn, row by row.
+            draws: sampler of the further codes, row by row.
 
         Returns:
-            ``(n, num_codebooks)`` int64: the tokens, each with its further codes. A token may come
-            back as the one that ends a sequence, where all codes together say that it ends.
+            ``(n, num_codebooks)`` int64: the tokens, each with its further codes. A token may be
+            replaced by the end-of-sequence token if its codes together mark the end.
         """
         raise NotImplementedError(f"{type(self).__name__} has one codebook")
 
     def add_codes(self, embeds: Tensor, codes: Tensor) -> None:
-        """Add, in place, what further codes bring to tokens' embeddings.
+        """Add the embeddings of further codes to tokens' embeddings in place.
 
         Args:
-            embeds: as :meth:`embed` made them.
+            embeds: as returned by :meth:`embed`.
             codes: see ``AttentionStep.codes``.
         """
         raise NotImplementedError(f"{type(self).__name__} has one codebook")
 
     def drawn_rows(self, codes: Tensor) -> dict[str, Tensor]:
-        """Outputs that codes make by themselves: known as soon as a token is drawn.
+        """Compute outputs that depend only on codes: known as soon as a token is drawn.
 
-        What :meth:`forward` emits under these names are the same rows.
+        :meth:`forward` emits the same rows under these names.
 
         Args:
             codes: see ``AttentionStep.codes``.
@@ -329,7 +329,7 @@ class CausalModel(nn.Module):
 
     @property
     def max_encoder_len(self) -> int:
-        """Most rows of one input that :meth:`encode` makes; 0 without an encoder."""
+        """Maximum number of rows that :meth:`encode` returns per input; 0 without an encoder."""
         return 0
 
     def encode(self, inputs: Sequence[EncoderInput]) -> Tensor:
@@ -339,7 +339,7 @@ class CausalModel(nn.Module):
             inputs: at least one, of any lengths.
 
         Returns:
-            ``(sum of num_tokens, encoder_hidden_size)``, one input's rows after the other's.
+            ``(sum of num_tokens, encoder_hidden_size)``, the rows of all inputs in order.
 
         Raises:
             ValueError: an input cannot be encoded.
@@ -347,17 +347,17 @@ class CausalModel(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no encoder")
 
     def encode_multimodal(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
-        """Make the rows that replace the :attr:`placeholders` of images and the like.
+        """Compute the rows that replace the :attr:`placeholders` of images and other items.
 
         Args:
             inputs: at least one item, of any requests.
 
         Returns:
             For each ``(num_rows, hidden_size)`` rows, on the model's device and in its type. Wider
-            ones end in what ``AttentionStep.item_features`` brings back.
+            rows end in the features that are passed back in ``AttentionStep.item_features``.
 
         Raises:
-            ValueError: an input is nothing that this model takes, or has not as many
-                placeholders as it has rows.
+            ValueError: an input is not supported by this model, or its numbers of placeholders
+                and rows differ.
         """
         raise NotImplementedError(f"prompts of {type(self).__name__} show nothing")

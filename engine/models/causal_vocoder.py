@@ -1,15 +1,15 @@
-"""Vocoders whose sound depends on earlier codes alone, from chunk to chunk.
+"""Causal vocoders: audio depends only on earlier codes and is generated chunk by chunk.
 
-A decoder whose tokens see a window of earlier ones, and convolutions that see only what came
-before. What each layer has still to know of earlier chunks goes on in a state, so that sound which
-is made in chunks is that of the whole. The networks are transformers'.
+They consist of a decoder with sliding-window attention and of causal convolutions. A state keeps
+what each layer needs of earlier chunks, so that audio generated in chunks equals audio generated at
+once. The networks are transformers'.
 
-A transposed convolution of twice its stride gives, for each input, what this one and the input
-before make of it. Before the first input there are zeros (0), or the network begins late and gives
-one input's samples less::
+The output of a transposed convolution with a kernel of twice its stride depends, for each input, on
+this and the previous input. Zeros (0) precede the first input, or the network begins late and
+outputs one input's samples less::
 
     inputs       | a     | b     |  then  | c     |
-    sound        | 0a    | ab    |  then  | bc    |
+    audio        | 0a    | ab    |  then  | bc    |
     begins late          | ab    |  then  | bc    |
 """
 
@@ -27,14 +27,14 @@ from engine.interface.config import GenerationParams
 from engine.models.base import CodeChunk, GeneratorModel
 
 State: TypeAlias = tuple[int, tuple[Tensor, ...]]
-"""How many codes were, and what the layers keep of them, in the order in which they run."""
+"""Number of codes so far, and the tensors kept by the layers, in the order in which they run."""
 
 
 class CausalVocoder(GeneratorModel):
     """A vocoder that keeps a state from chunk to chunk, in float32; see :class:`GeneratorModel`.
 
     Args:
-        window: places that one place of the decoder sees, itself among them.
+        window: number of positions that one position of the decoder sees, including itself.
     """
 
     has_flow = False
@@ -46,11 +46,11 @@ class CausalVocoder(GeneratorModel):
 
     @abstractmethod
     def forward(self, codes: Tensor, starts: Tensor) -> Tensor:
-        """Run the networks, by :meth:`attend` and what :meth:`stream_convolutions` put in.
+        """Run the networks with :meth:`attend` and the layers set by :meth:`stream_convolutions`.
 
         Args:
             codes: ``(B, num_codebooks, n)``, on the model's device.
-            starts: ``(B,)``, how many codes came before these, on the CPU.
+            starts: ``(B,)``, the number of codes before these, on the CPU.
 
         Returns:
             ``(B, 1, num_samples)``.
@@ -65,12 +65,12 @@ class CausalVocoder(GeneratorModel):
         """See :meth:`GeneratorModel.new_state`."""
         return 0, ()
 
-    # Not inference_mode: users may go on with the samples as they like.
+    # Not inference_mode, so that users may process the samples further without restrictions.
     @torch.no_grad()
     def generate(
         self, chunks: Sequence[CodeChunk], params: GenerationParams
     ) -> tuple[Sequence[Tensor], Sequence[State]]:
-        """See :meth:`GeneratorModel.generate`; chunks whose states have one shape run together."""
+        """See :meth:`GeneratorModel.generate`; chunks with equal state shapes are batched."""
         alike: dict[Any, list[int]] = {}
         for index, chunk in enumerate(chunks):
             shapes = tuple(tensor.shape for tensor in chunk.state[1])
@@ -82,14 +82,14 @@ class CausalVocoder(GeneratorModel):
             samples, kept = self._run(codes.transpose(1, 2), states)
             for row, index in enumerate(members):
                 num_done = states[row][0] + codes.shape[1]
-                # Copies, so that no state keeps those of its neighbours.
+                # Cloned, so that a state does not keep the whole batch alive.
                 state = tuple(tensor[row].clone() for tensor in kept)
                 made[index] = samples[row], (num_done, state)
         ordered = [made[index] for index in range(len(chunks))]
         return [samples for samples, _ in ordered], [state for _, state in ordered]
 
     def _run(self, codes: Tensor, states: Sequence[State]) -> tuple[Tensor, list[Tensor]]:
-        """Codes ``(B, num_codebooks, n)`` to samples ``(B, ...)``, and what layers keep."""
+        """Map codes ``(B, num_codebooks, n)`` to samples ``(B, ...)`` and the layers' new state."""
         known = [torch.stack(each) for each in zip(*(s[1] for s in states), strict=True)]
         self._stream.known, self._stream.kept = iter(known), []
         sound: Tensor = self(codes, torch.tensor([num_done for num_done, _ in states]))
@@ -98,20 +98,20 @@ class CausalVocoder(GeneratorModel):
         return samples.cpu(), kept
 
     def attend(self, network: Any, hidden: Tensor, starts: Tensor) -> Tensor:
-        """Run a decoder's layers; they keep the window's keys and values.
+        """Run a decoder's layers, which keep the window's keys and values.
 
         Args:
             hidden: ``(B, n, hidden_size)``.
-            starts: ``(B,)``, how many places came before these, on the CPU.
+            starts: ``(B,)``, the number of positions before these, on the CPU.
         """
         length, window = hidden.shape[1], self._stream.window
         places = starts[:, None] + torch.arange(length)
         rotation = network.rotary_emb(hidden, places.to(self.device))
-        # Of all rows the same number is kept, or they would not run together.
+        # All rows of a batch keep the same number of positions.
         num_past = min(int(starts[0]), window - 1)
         keys = torch.arange(num_past + length, device=self.device)
         distance = keys[num_past:, None] - keys
-        # To be added to scores: attention of transformers does not take truth values in all ways.
+        # Additive: not all attention implementations of transformers accept a boolean mask.
         mask = hidden.new_zeros(1, 1, *distance.shape)
         mask.masked_fill_((distance < 0) | (distance >= window), -torch.inf)
         for layer in network.layers:
@@ -126,11 +126,11 @@ class CausalVocoder(GeneratorModel):
     def stream_convolutions(
         self, network: nn.Module, kinds: tuple[type[nn.Module], ...], *, begins_late: bool = False
     ) -> None:
-        """Put what runs over pieces in the place of causal convolutions.
+        """Replace causal convolutions by streaming ones.
 
         Args:
-            kinds: modules of transformers that pad or trim what their ``conv`` takes or gives.
-            begins_late: see the module's note.
+            kinds: modules of transformers that pad the input or trim the output of their ``conv``.
+            begins_late: see the module docstring.
         """
         for module in list(network.modules()):
             for name, child in module.named_children():
@@ -141,11 +141,11 @@ class CausalVocoder(GeneratorModel):
 
 
 class _Stream:
-    """What layers keep of a signal's pieces, in the order in which they run.
+    """State that layers keep between chunks of a signal, in the order in which they run.
 
     Attributes:
-        known: of the pieces before; ends at once if there were none.
-        kept: takes what they keep now.
+        known: tensors kept from earlier chunks; empty if there were none.
+        kept: collects the tensors kept from this chunk.
     """
 
     known: Iterator[Tensor]
@@ -155,11 +155,11 @@ class _Stream:
         self.window = window
 
     def extend(self, piece: Tensor, num_kept: int, before: Tensor | None = None) -> Tensor:
-        """Put a piece behind what was kept of those before it, along dimension 2.
+        """Append a chunk to what was kept of the earlier ones, along dimension 2.
 
         Args:
-            num_kept: places at the end that the next piece needs.
-            before: stands for what was kept before the first piece.
+            num_kept: number of positions at the end that the next chunk needs.
+            before: used in place of kept positions before the first chunk.
         """
         past = next(self.known, before)
         whole = piece if past is None else torch.cat((past, piece), dim=2)
@@ -167,12 +167,12 @@ class _Stream:
         return whole
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that a layer sees; called by transformers as its caches are."""
+        """Return the keys and values that a layer sees; called by transformers like its caches."""
         return self.extend(key, self.window - 1), self.extend(value, self.window - 1)
 
 
 class _Streamed(nn.Module):
-    """Stands in for a causal convolution of transformers, and runs over the next piece."""
+    """Streaming replacement of a causal convolution of transformers."""
 
     def __init__(
         self, conv: nn.Conv1d | nn.ConvTranspose1d, stream: _Stream, *, begins_late: bool
@@ -188,7 +188,7 @@ class _Streamed(nn.Module):
         self._has_zeros = not (begins_late and self._is_transposed)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(B, channels, n)`` to what comes behind the piece before, ``(B, channels, ...)``."""
+        """Map the next chunk ``(B, channels, n)`` to its output ``(B, channels, ...)``."""
         if self._num_kept:
             zeros = x.new_zeros(*x.shape[:2], self._num_kept) if self._has_zeros else None
             x = self._stream.extend(x, self._num_kept, zeros)

@@ -1,14 +1,13 @@
-"""Builds a model twice: without memory, to compare it with what is stored, and then to be loaded.
+"""Checked loading: a model is built on the meta device and compared with its files, then loaded.
 
-An untrusted config may ask for more than its files hold, or for what cannot be. That is known
-from the headers of the files, before memory is taken.
+An untrusted config may require more than its files contain, or be inconsistent. The headers of the
+files show this before any memory is allocated.
 
-Tensors of published checkpoints that a model computes from its config, by transformers' module.
+Published checkpoints may also contain tensors that a model computes from its config.
 
-Older versions stored buffers that newer ones compute: frequencies of rotary embeddings, numbers
-of positions, filters. Which they are is no list of ours. A name in a checkpoint that no weight
-answers to is looked up among the buffers that transformers' own class for the architecture holds
-and does not store::
+Older versions stored buffers that newer ones compute: frequencies of rotary embeddings, position
+ids, filters. There is no hard-coded list of them. A stored name that matches no weight is looked
+up among the non-persistent buffers of transformers' own class for the architecture::
 
     stored    vision_tower.vision_model.embeddings.position_ids
     class     model.vision_tower.embeddings.position_ids
@@ -16,8 +15,8 @@ and does not store::
     stored    model.layers.0.self_attn.rotary_emb.inv_freq
     class     model.rotary_emb.inv_freq
 
-Modules have moved between versions, so the last two parts of a name are compared. The stored
-values are left alone, as transformers does.
+Modules have moved between versions, so only the last two parts of a name are compared. The stored
+values are not used, as in transformers.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ from engine.resources.memory_plan import require_memory
 
 
 def computed_names(checkpoint: Checkpoint, unplaced: Collection[str]) -> set[str]:
-    """Which of the stored tensors that have no place are computed, or ignored by transformers.
+    """Return the unmatched stored names that are computed, or that transformers ignores.
 
-    Transformers' class is built, without memory for its weights, if there is any such tensor.
+    If there are any unmatched names, transformers' class is built on the meta device.
     """
     if not unplaced:
-        return set()  # without importing what transformers has for the architecture
+        return set()  # without importing transformers' modelling code
     module_class: Any = getattr(transformers, checkpoint.architecture, None)
     if module_class is None:
         return set()
@@ -63,7 +62,7 @@ def computed_names(checkpoint: Checkpoint, unplaced: Collection[str]) -> set[str
 
 
 def _tail(name: str) -> tuple[str, ...]:
-    """The last two parts of a name: of a buffer and of what holds it."""
+    """Return the last two parts of a name: those of a buffer and of its module."""
     return tuple(name.split(".")[-2:])
 
 
@@ -72,10 +71,10 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where a model wants the tensors of its checkpoint.
+    """Load targets of a model, by checkpoint name.
 
     Attributes:
-        ignored: names that may be stored although nothing needs them.
+        ignored: names that may be stored but are not used.
     """
 
     targets: Mapping[str, Target]
@@ -91,11 +90,11 @@ def load_checked(
     """Build a model and load its weights.
 
     Args:
-        build: makes the model with any weights; is called for ``meta`` first.
+        build: creates the model, its weights not yet loaded; called for ``meta`` first.
 
     Raises:
-        ValueError: the config cannot be built, its weights are not those that are stored, or
-            there is too little memory for them. Nothing was taken then.
+        ValueError: the config is invalid, its weights do not match the stored ones, or memory is
+            insufficient. No memory is allocated in these cases.
     """
     checkpoint.weight_files  # noqa: B018 - says what is wrong with the files, if anything is
     with told_of_config(checkpoint):
@@ -111,16 +110,16 @@ def load_checked(
 
 @contextmanager
 def told_of_config(checkpoint: Checkpoint) -> Iterator[None]:
-    """Say whose config it was that could not be read or built.
+    """Convert exceptions raised inside into errors that name the checkpoint's config file.
 
     Raises:
-        ValueError: for whatever is raised inside.
+        ValueError: for any exception inside, except MemoryError and ShardError.
     """
     try:
         yield
     except (MemoryError, ShardError):
         raise
-    # Values that do not go together make transformers' modules raise whatever they stumble over.
+    # Inconsistent values make transformers' modules raise exceptions of any type.
     except Exception as error:
         raise ValueError(
             f"{checkpoint.config_file} asks for what cannot be: {describe(error)}"

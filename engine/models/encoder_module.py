@@ -1,4 +1,4 @@
-"""transformers' own encoders, held beside our decoders: padded batches in, packed rows out."""
+"""Encoders from transformers, used next to our decoders: padded batches in, packed rows out."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 
 class EncoderModule(nn.Module):
-    """One encoder of transformers.
+    """One encoder from transformers.
 
     Attributes:
-        max_len: most rows that it gives for one input.
+        max_len: maximum number of rows per input.
     """
 
     module: PreTrainedModel
     max_len: int
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""
         for name, tensor in self.module.state_dict().items():
             yield f"{prefix}{name}", tensor
 
     @abstractmethod
     def check_input(self, entry: EncoderInput) -> None:
-        """Raise ``ValueError`` that says what is wrong if this input cannot be encoded."""
+        """Raise a descriptive ``ValueError`` if this input cannot be encoded."""
 
     @abstractmethod
     def forward(self, inputs: Sequence[EncoderInput]) -> Tensor:
-        """Encode checked inputs: ``(sum of num_tokens, width)``, one input after the other."""
+        """Encode checked inputs to ``(sum of num_tokens, width)``, in order."""
 
     def stacked_feature(self, inputs: Sequence[EncoderInput], name: str) -> Tensor:
-        """A feature of all inputs, batch dimension first, on the device of the encoder."""
+        """Stack a feature of all inputs, batch dimension first, on the encoder's device."""
         return torch.stack([entry.features[name] for entry in inputs]).to(self.module.device)
 
     @staticmethod
     def check_num_tokens(entry: EncoderInput, expected: int) -> None:
-        """Raise ``ValueError`` unless an input announces as many rows as the encoder gives."""
+        """Raise ``ValueError`` unless an input declares as many rows as the encoder returns."""
         if entry.num_tokens != expected:
             raise ValueError(
                 f"the encoder gives {expected} rows for this input, "
@@ -59,11 +59,11 @@ class EncoderModule(nn.Module):
 
 
 class TextEncoder(EncoderModule):
-    """Token ids to hidden states, every token seeing all of its own input.
+    """Bidirectional encoder of token ids to hidden states.
 
     Args:
-        make: makes the encoder of ``config``; its embedding is replaced.
-        embedding: ``(vocab_size, width)`` the matrix that it shares with the decoder.
+        make: creates the encoder from ``config``; its embedding is replaced.
+        embedding: ``(vocab_size, width)`` matrix shared with the decoder.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class TextEncoder(EncoderModule):
         self.max_len = max_len
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """All but the shared embedding."""
+        """Yield all targets except the shared embedding."""
         shared = f"{prefix}embed_tokens.weight"
         return (target for target in super().targets(prefix) if target[0] != shared)
 
     def check_input(self, entry: EncoderInput) -> None:
-        """Ids of the vocabulary, at least one, at most ``max_len``."""
+        """Require 1 to ``max_len`` ids of the vocabulary."""
         if entry.features:
             raise ValueError(
                 f"{type(self.module).__name__} encodes text, "
@@ -114,27 +114,27 @@ class TextEncoder(EncoderModule):
 def build_empty(
     make: Callable[[Any], ModelT], config: PreTrainedConfig, settings: ModelSettings
 ) -> ModelT:
-    """Make a module of transformers whose weights are not initialised, let alone loaded.
+    """Create a module of transformers whose weights are neither initialised nor loaded.
 
-    Buffers that it computes from its config are computed, in the types that it chooses.
+    Buffers that it derives from its config are computed, in the module's own types.
     """
     return place(make_unplaced(make, config), settings)
 
 
 def make_unplaced(make: Callable[[Any], ModelT], config: PreTrainedConfig) -> ModelT:
-    """Make a module of transformers without memory, to be placed; see :func:`build_empty`."""
+    """Create a module of transformers on the meta device, for :func:`place`."""
     with torch.device("meta"):
         return make(deepcopy(config))
 
 
 def place(module: ModelT, settings: ModelSettings) -> ModelT:
-    """Give a module that was made without memory its own, which may be none still."""
+    """Allocate a meta module on the settings' device, which may be ``meta`` again."""
     for parameter in module.parameters():
         parameter.data = parameter.data.to(settings.dtype)
     if settings.device.type != "meta":
         module.to_empty(device=settings.device)
         for stored in module.state_dict(keep_vars=True).values():
-            # transformers' own mark: what bears it is left alone by the next line.
+            # transformers' own flag: the next line skips tensors that have it.
             stored._is_hf_initialized = True
         module.initialize_weights()
     module.requires_grad_(False).eval()
@@ -151,12 +151,12 @@ def load_network(
     """Load a module of transformers in float32.
 
     Args:
-        make: makes the module of the checkpoint's config.
-        targets: checkpoint names, each with the tensor that receives it.
-        ignored: names that may be stored although nothing needs them.
+        make: creates the module from the checkpoint's config.
+        targets: maps checkpoint names to the tensors to load them into.
+        ignored: names that may be stored but are not used.
 
     Raises:
-        ValueError: the weights do not fit the config.
+        ValueError: the weights do not match the config.
     """
 
     def build(where: torch.device) -> ModelT:
@@ -167,17 +167,17 @@ def load_network(
 
 
 class EncoderDecoderModel(CausalModel):
-    """A decoder over packed tokens that attends to what its encoder made of another input."""
+    """A decoder over packed tokens that attends to its encoder's output."""
 
     encoder: EncoderModule
 
     @property
     def max_encoder_len(self) -> int:
-        """Most rows of one input."""
+        """Maximum number of encoder rows per input."""
         return self.encoder.max_len
 
     def encoder_view(self, entry: EncoderInput | None, decoder_ids: Sequence[int]) -> EncoderView:
-        """Check a request, and say what its decoder sees of its encoder's output."""
+        """Check a request, and return the range of encoder rows that its decoder sees."""
         if entry is None:
             raise ValueError("an encoder-decoder model needs an input for its encoder")
         self.encoder.check_input(entry)

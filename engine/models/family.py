@@ -1,4 +1,4 @@
-"""What there is to say of a model family: all that the engine has to know of it in one place."""
+"""The declaration of a model family: everything the engine has to know about it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from engine.inputs.prompt_processor import PlainPromptProcessor, PromptProcessor
 from engine.models.base import CausalModel, GeneratorModel, ModelSettings
 
 Builder: TypeAlias = Callable[[Checkpoint, ModelSettings], CausalModel]
-"""From a checkpoint and settings to a model without its weights yet. Raises ``ValueError`` if
-something that the config asks for does not fit or is not supported."""
+"""Builds a model from a checkpoint and settings, before its weights are loaded. Raises
+``ValueError`` if something in the config is inconsistent or not supported."""
 
 
 def has_head(checkpoint: Checkpoint) -> bool:
-    """Whether a plain decoder's checkpoint has a language-model head, by its architecture."""
+    """Return True if a plain decoder's checkpoint has a language-model head, by architecture."""
     return checkpoint.architecture.endswith("ForCausalLM")
 
 
@@ -27,27 +27,27 @@ def has_head(checkpoint: Checkpoint) -> bool:
 class ModelFamily:
     """One family of models, or one part of a checkpoint that holds several models.
 
-    A family makes tokens (``build``) or sound (``generator``). Families of other packages are
-    made known by ``engine.register_model_family``, or by an entry point of the group
+    A family generates tokens (``build``) or audio (``generator``). Families of other packages are
+    registered by ``engine.register_model_family``, or by an entry point in the group
     ``omni_pipeline.model_families`` that loads to the declaration.
 
     Attributes:
-        architectures: class names by which ``config.json`` asks for it; no two families share one.
-        build: makes the model, before its weights are loaded.
-        generator: loads the model that makes sound of codec tokens.
-        prompts: makes what resolves its prompts.
-        chat_template: writes chats where the folder of a checkpoint brings none.
+        architectures: class names in ``config.json`` that select it; no two families share one.
+        build: builds the model, before its weights are loaded.
+        generator: loads the model that generates audio from codec tokens.
+        prompts: creates the prompt processor.
+        chat_template: used for chats if the checkpoint's folder has none.
         max_positions: reads the longest sequence from a config.
-        config_class: of its ``config.json``, where transformers does not know the ``model_type``.
-        decoder_config: reads the config of a plain decoder on which other families may build: a
-            ``DecoderConfig`` of the config.
+        config_class: of its ``config.json``, if transformers does not know the ``model_type``.
+        decoder_config: reads the config of a plain decoder on which other families may build;
+            returns a ``DecoderConfig``.
         model_type: of the configs that ``decoder_config`` reads; None: that of ``config_class``, or
-            without one the family's name, as transformers has it for most.
-        reads_text: whether the tokenizer beside the weights is of its tokens.
-        part: which part of a checkpoint it is, where one holds several models.
+            without one the family's name, as for most in transformers.
+        reads_text: True if the tokenizer next to the weights is for its tokens.
+        part: its part of a checkpoint that holds several models.
 
     Raises:
-        ValueError: it names no architecture, or does not say how one thing alone is made.
+        ValueError: it names no architecture, or sets both or neither of build and generator.
     """
 
     name: str
@@ -76,12 +76,12 @@ class ModelFamily:
 
     @property
     def makes_sound(self) -> bool:
-        """Whether it makes sound, not tokens."""
+        """True if it generates audio, not tokens."""
         return self.generator is not None
 
     @property
     def base_type(self) -> str | None:
-        """``model_type`` of the configs of decoders that it builds and others may build on."""
+        """``model_type`` of the decoder configs that other families may build on, if any."""
         if self.decoder_config is None:
             return None
         named = self.name if self.config_class is None else self.config_class.model_type

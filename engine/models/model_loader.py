@@ -1,4 +1,4 @@
-"""From a checkpoint to a loaded model."""
+"""Loading of models from checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def open_checkpoint(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Checkpoint:
-    """Open a checkpoint of any family that is known; see :meth:`Checkpoint.open`."""
+    """Open a checkpoint of any known family; see :meth:`Checkpoint.open`."""
     return Checkpoint.open(
         model,
         part=part,
@@ -42,7 +42,7 @@ def open_checkpoint(
 
 
 def open_configured(config: EngineConfig) -> Checkpoint:
-    """Open the checkpoint of an engine's settings."""
+    """Open the checkpoint that an engine's config names."""
     return open_checkpoint(
         config.model,
         part=config.part,
@@ -52,13 +52,13 @@ def open_configured(config: EngineConfig) -> Checkpoint:
 
 
 def is_supported(architecture: str) -> bool:
-    """Whether :func:`load_model` takes checkpoints of an architecture."""
+    """Return True if :func:`load_model` supports an architecture."""
     family = FAMILIES.find(architecture)
     return family is not None and family.build is not None
 
 
 def find_family(checkpoint: Checkpoint) -> ModelFamily:
-    """The family of a checkpoint whose model makes tokens.
+    """Return the family of a checkpoint whose model generates tokens.
 
     Raises:
         ValueError: the architecture is not supported.
@@ -75,7 +75,7 @@ def find_family(checkpoint: Checkpoint) -> ModelFamily:
 def load_tokenizer_of(
     checkpoint: Checkpoint, *, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase | None:
-    """Load a checkpoint's tokenizer, with its family's chat template where the folder has none.
+    """Load a checkpoint's tokenizer, with its family's chat template if the folder has none.
 
     See :func:`~engine.text.tokenizer.load_tokenizer`.
     """
@@ -85,17 +85,17 @@ def load_tokenizer_of(
         return tokenizer
     template = find_family(checkpoint).chat_template
     if template is not None:
-        if not encodes_as_the_library(tokenizer):  # and may read no special tokens in text
+        if not encodes_as_the_library(tokenizer):  # may not recognise special tokens in text
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
         tokenizer.chat_template = template
     return tokenizer
 
 
 def longest_sequence(checkpoint: Checkpoint) -> int:
-    """How many positions the config of a model that makes tokens allows.
+    """Return the number of positions that the config of a token-generating model allows.
 
     Raises:
-        ValueError: the architecture is not supported, or the config is of another model.
+        ValueError: the architecture is not supported, or the config belongs to another model.
     """
     family = find_family(checkpoint)
     with told_of_config(checkpoint):
@@ -106,8 +106,8 @@ def load_model(checkpoint: Checkpoint, settings: ModelSettings) -> CausalModel:
     """Build a checkpoint's model and load its weights.
 
     Raises:
-        ValueError: the architecture, or something that its config asks for, is not supported; or
-            the weights do not fit the config.
+        ValueError: the architecture, or something in its config, is not supported; or the weights
+            do not match the config.
     """
     build = find_family(checkpoint).build
     assert build is not None
@@ -118,7 +118,7 @@ def load_model(checkpoint: Checkpoint, settings: ModelSettings) -> CausalModel:
             f"{settings.device}"
         )
     settings = replace(settings, decoder_config_of=FAMILIES.decoder_config_of)
-    # Without kernels that multiply codes, values are faster.
+    # Without kernels that multiply codes, dequantized weights are faster.
     has_kernels = isinstance(settings.ops, NativeLayerOps) and settings.dtype == torch.float32
     holds_codes = checkpoint.stored is not None and has_kernels
 
@@ -176,11 +176,11 @@ def _places(checkpoint: Checkpoint, model: CausalModel) -> Places:
 
 
 def load_generator(checkpoint: Checkpoint, device: torch.device) -> GeneratorModel:
-    """Load the model that makes sound of codec tokens.
+    """Load the model that generates audio from codec tokens.
 
     Raises:
-        ValueError: the checkpoint is of another kind, lacks voices, or its weights do not fit its
-            config.
+        ValueError: the checkpoint is of another kind, lacks voices, or its weights do not match
+            its config.
     """
     family = FAMILIES.find(checkpoint.architecture)
     if family is None or family.generator is None:

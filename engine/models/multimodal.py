@@ -1,6 +1,6 @@
-"""What the engine asks of a decoder whose prompt has images, sound or videos among its tokens.
+"""Base of decoders whose prompts contain images, audio or videos among their tokens.
 
-The towers and the decoder meet in the embeddings alone::
+The towers and the decoder share only the embeddings::
 
     prompt     | a | b | * | * | * | c |        * = placeholder
     embed      | A | B | . | . | . | C |
@@ -28,24 +28,24 @@ _HEAD = "lm_head.weight"
 
 
 class ItemTower(nn.Module, FeatureTaker):
-    """A tower of transformers and what turns its output into rows for the decoder.
+    """A tower of transformers, and the mapping from its output to rows for the decoder.
 
     Attributes:
-        known_weight: the end of the name of one of its module's weights, which tells the others'.
+        known_weight: suffix of one weight's name, from which the prefix of the others is derived.
     """
 
     module: PreTrainedModel
     known_weight: str
 
     def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Target]]:
-        """Names of the checkpoint's ``stored`` ones, each with the tensor that receives it."""
+        """Yield names as in the checkpoint's ``stored`` ones, each with the tensor to load into."""
         prefix = unique_prefix(stored, self.known_weight)
         for name, tensor in self.module.state_dict().items():
             yield f"{prefix}{name}", tensor
 
     @abstractmethod
     def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
-        """Encode checked items: rows for each, be it a piece or whole.
+        """Encode checked items, whole or in pieces, to rows for each.
 
         See :meth:`CausalModel.encode_multimodal`.
         """
@@ -60,16 +60,16 @@ class ItemTower(nn.Module, FeatureTaker):
 
 
 class MultiModalModel(CausalModel, ItemSide):
-    """A decoder over packed tokens, beside the towers that make rows of what its prompts show.
+    """A decoder over packed tokens, with towers that encode the items in its prompts.
 
     Args:
-        decoder: does all that is not the towers'.
-        towers: makes the rows, by what they are rows of. Towers may share their weights.
-        placeholders: ids of the tokens that stand for them in the prompt.
+        decoder: computes everything except the items' rows.
+        towers: compute the rows, by modality. Towers may share weights.
+        placeholders: ids of the tokens that stand for the rows in the prompt.
         stored: names of the checkpoint's weights: published folders name them in several ways.
 
     Raises:
-        ValueError: two modalities have one placeholder.
+        ValueError: two modalities have the same placeholder.
     """
 
     towers: dict[Modality, ItemTower]
@@ -98,9 +98,9 @@ class MultiModalModel(CausalModel, ItemSide):
         self._stored = stored
 
     def targets(self, prefix: str = "") -> Iterator[tuple[str, Target]]:
-        """See :meth:`CausalModel.targets`; the names that the checkpoint has tell all prefixes.
+        """See :meth:`CausalModel.targets`; all prefixes are derived from the stored names.
 
-        Published folders keep the decoder under ``language_model.model.`` with its head beside it,
+        Published folders keep the decoder under ``language_model.model.`` with its head next to it,
         or under ``model.``; newer exports under ``model.language_model.``, the head outside.
         """
         for tower in self.towers.values():
@@ -112,11 +112,11 @@ class MultiModalModel(CausalModel, ItemSide):
     def hold_quantized(
         self, scheme: QuantizationScheme | None, dtype: torch.dtype | None = None
     ) -> None:
-        """See :meth:`CausalModel.hold_quantized`; the towers stay as transformers has them."""
+        """See :meth:`CausalModel.hold_quantized`; the towers stay unchanged."""
         self.decoder.hold_quantized(scheme, dtype)
 
     def finish_loading(self, *, pack_weights: bool) -> None:
-        """See :meth:`CausalModel.finish_loading`; the towers stay as transformers has them."""
+        """See :meth:`CausalModel.finish_loading`; the towers stay unchanged."""
         self.decoder.finish_loading(pack_weights=pack_weights)
 
     def drop_all_but_layers(self) -> None:
@@ -125,11 +125,11 @@ class MultiModalModel(CausalModel, ItemSide):
         self.decoder.drop_all_but_layers()
 
     def num_rows(self, modality: Modality, features: Mapping[str, Tensor]) -> int:
-        """Placeholders that one item needs; see :meth:`ItemTower.num_rows`."""
+        """Return the number of placeholders that an item needs; see :meth:`ItemTower.num_rows`."""
         return self.towers[modality].num_rows(features)
 
     def encode_multimodal(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
-        """Run the towers, each once at most; see :meth:`CausalModel.encode_multimodal`."""
+        """Run each tower at most once; see :meth:`CausalModel.encode_multimodal`."""
         for item in inputs:
             num_rows = self.num_rows(item.modality, item.features)
             if num_rows != item.num_rows:
@@ -145,7 +145,7 @@ class MultiModalModel(CausalModel, ItemSide):
         return [rows[index] for index in range(len(inputs))]
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Token ids ``(n,)``, placeholders among them, to ``(n, hidden_size)``."""
+        """Map token ids ``(n,)``, including placeholders, to ``(n, hidden_size)``."""
         return self.decoder.embed(input_ids)
 
     def forward(
@@ -155,15 +155,15 @@ class MultiModalModel(CausalModel, ItemSide):
         return self.decoder(inputs_embeds, positions, step)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Rows of hidden states to float32 logits; see :meth:`CausalModel.compute_logits`."""
+        """Map hidden states to float32 logits; see :meth:`CausalModel.compute_logits`."""
         return self.decoder.compute_logits(hidden_states)
 
 
 def unique_prefix(stored: Collection[str], suffix: str) -> str:
-    """What stands before ``suffix`` in the one stored name that ends with it; nothing of none.
+    """Return the prefix of the one stored name that ends with ``suffix``; empty if none is stored.
 
     Raises:
-        ValueError: there is no such name, or more than one.
+        ValueError: names are stored, but not exactly one ends with ``suffix``.
     """
     prefixes = [name.removesuffix(suffix) for name in stored if name.endswith(suffix)]
     if stored and len(prefixes) != 1:

@@ -1,6 +1,6 @@
-"""The table of model families, and whatever users add to it.
+"""The table of model families, including those that users add.
 
-Names are known without torch and transformers; a family is imported when it is first used.
+Names are known without importing torch and transformers; a family is imported on first use.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from engine.interface.log_fields import package_logger
 logger = package_logger(__name__)
 
 ENTRY_POINTS = "omni_pipeline.model_families"
-"""Group of the entry points by which other packages bring families."""
+"""Entry point group in which other packages declare families."""
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyRow:
-    """A family, by the names of what it is made of: ``module:name``, under ``engine``.
+    """A family whose components are given by name: ``module:name``, under ``engine``.
 
-    What is named is imported when the family is first used; what it is for, and what is not said
-    here, :class:`~engine.models.family.ModelFamily` says.
+    Components are imported when the family is first used. See
+    :class:`~engine.models.family.ModelFamily` for their meaning and for the other attributes.
 
     Attributes:
-        decoder_config: of a plain decoder, which needs nothing else.
-        is_base: whether others may build on this decoder; see :func:`decoder_family`.
-        whole: ``model_type`` of the checkpoints that it is a part of, which goes by its name.
+        decoder_config: for a plain decoder, which needs nothing else.
+        is_base: True if others may build on this decoder; see :func:`decoder_family`.
+        whole: ``model_type`` of the checkpoints of which it is a part; ``name`` names the part.
         stored: of a part, its config's name in the whole one, and the prefix of its weights' names.
-        is_first: whether ``generation_config.json`` of the whole is about this part.
+        is_first: True if ``generation_config.json`` of the whole describes this part.
         outputs: names of the per-token tensors that its model emits.
-        modalities: what its prompts are made of, where its checkpoint has what reads them.
+        modalities: modalities of its prompts, if the checkpoint has the required processors.
     """
 
     name: str
@@ -71,7 +71,7 @@ class FamilyRow:
 
     @property
     def part(self) -> CheckpointPart | None:
-        """Which model of a whole checkpoint it is; None of one that is a checkpoint of its own."""
+        """The part of a checkpoint that it is; None for a separate checkpoint."""
         from engine.checkpoints.checkpoint import CheckpointPart
 
         if self.whole is None:
@@ -80,11 +80,11 @@ class FamilyRow:
         return CheckpointPart(self.name, self.whole, *self.stored, architecture, self.is_first)
 
     def speakers_in(self, folder: Path) -> tuple[str, ...] | None:
-        """Names of the voices in a checkpoint's folder; None of a model that does not speak."""
+        """Return the voices in a checkpoint's folder; None for a model that does not speak."""
         return None if self.speakers is None else tuple(imported(self.speakers)(folder))
 
     def load(self) -> ModelFamily:
-        """Import what the family is made of, and declare it."""
+        """Import the family's components, and declare it."""
         from engine.models.decoders.decoder import decoder_family
         from engine.models.family import ModelFamily
 
@@ -101,13 +101,13 @@ _NAMED = ("build", "prompts", "generator", "chat_template", "max_positions")
 
 
 def imported(place: str) -> Any:
-    """Import what a row names."""
+    """Import a component named by a row."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(f"engine.{module}"), name)
 
 
 def _decoder(name: str, stem: str, *, is_base: bool = True) -> FamilyRow:
-    # Gemma3Model is the one that sees images.
+    # Gemma3Model is the multimodal model.
     headless = "Gemma3TextModel" if stem == "Gemma3" else f"{stem}Model"
     read_config = f"models.decoders.families:{name}_config"
     architectures = (f"{stem}ForCausalLM", headless)
@@ -238,7 +238,7 @@ _TABLE = (
         ("Qwen2_5OmniTalkerForConditionalGeneration",),
         "models.qwen2_5_omni.talker:Qwen2_5OmniTalker",
         "models.qwen2_5_omni.speakers:SpeechPromptProcessor",
-        reads_text=False,  # the tokenizer beside it is its thinker's
+        reads_text=False,  # the checkpoint's tokenizer is its thinker's
         speakers="models.qwen2_5_omni.speakers:load_speakers",
         whole="qwen2_5_omni",
         stored=("talker_config", "talker."),
@@ -324,7 +324,7 @@ class FamilyRegistry:
     """Finds the family of an architecture.
 
     Families come from the table, from :meth:`register`, and from entry points. The latter are
-    loaded when an architecture that is not known yet is first asked for.
+    loaded when an unknown architecture is first requested.
     """
 
     def __init__(self, rows: Iterable[FamilyRow]) -> None:
@@ -339,18 +339,18 @@ class FamilyRegistry:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """Why entry points brought no family, as far as they have been loaded."""
+        """Error messages of entry points that failed to load so far."""
         return tuple(self._failures or ())
 
     def architectures(self, *, makes_sound: bool = False) -> tuple[str, ...]:
-        """Names of all that is known and makes tokens, or sound."""
+        """Return all known architectures that generate tokens, or audio."""
         return (
             *(name for name, row in self._rows.items() if row.makes_sound == makes_sound),
             *(name for name, f in self._added.items() if f.makes_sound == makes_sound),
         )
 
     def known_parts(self, whole: str) -> Mapping[str | None, FamilyRow | ModelFamily]:
-        """By name, the models of a checkpoint that holds several, by its ``model_type``."""
+        """Return the parts of a checkpoint that holds several models, given its ``model_type``."""
         known: dict[str | None, FamilyRow | ModelFamily] = {
             row.name: row for row in self._rows.values() if row.whole == whole
         }
@@ -360,14 +360,14 @@ class FamilyRegistry:
         return known
 
     def may_grow(self) -> bool:
-        """Whether entry points may bring families that are not known yet."""
+        """Return True if entry points may add families that are not known yet."""
         return self._failures is None and bool(entry_points(group=ENTRY_POINTS))
 
     def register(self, family: ModelFamily) -> None:
-        """Add a family; one that was added before is left as it is.
+        """Add a family; adding the same one again has no effect.
 
         Raises:
-            ValueError: an architecture, or the ``model_type`` of its config, is that of another.
+            ValueError: an architecture, or the config's ``model_type``, belongs to another family.
         """
         from engine.models.family import ModelFamily
 
@@ -386,7 +386,7 @@ class FamilyRegistry:
         self._added |= dict.fromkeys(family.architectures, family)
 
     def find(self, architecture: str) -> ModelFamily | None:
-        """The family of an architecture; None if there is none."""
+        """Return the family of an architecture, or None."""
         if architecture in self._rows:
             return self._rows[architecture].load()
         if architecture not in self._added:
@@ -394,7 +394,7 @@ class FamilyRegistry:
         return self._added.get(architecture)
 
     def parts_of(self, config: Mapping[str, Any]) -> tuple[CheckpointPart, ...]:
-        """The models of a checkpoint with this ``config.json``; none if it is one model."""
+        """Return the parts of a checkpoint with this ``config.json``; empty for a single model."""
         model_type = config.get("model_type")
         if not self._rows.keys() & set(config.get("architectures") or ()):
             self.load_entry_points()
@@ -403,13 +403,13 @@ class FamilyRegistry:
         return tuple(part for part in parts if part is not None)
 
     def decoder_config_of(self, config: PreTrainedConfig) -> Callable[[PreTrainedConfig], Any]:
-        """What reads the config of a plain decoder, which other families may build on.
+        """Return the function that reads the config of a plain decoder used by another family.
 
         Raises:
-            ValueError: no family declares a decoder of this ``model_type`` to build on.
+            ValueError: no family declares a base decoder of this ``model_type``.
         """
         self.load_entry_points()
-        # Of several the table's, then the one that was added first.
+        # Later entries win: the table's, then the family that was added first.
         candidates: list[FamilyRow | ModelFamily] = [*reversed(self._added.values())]
         candidates += self._rows.values()
         found = {each.base_type: each for each in candidates}
@@ -424,14 +424,14 @@ class FamilyRegistry:
         return family.decoder_config
 
     def load_entry_points(self) -> None:
-        """Import what other packages bring, once; :attr:`failures` has what could not be."""
+        """Import the families of other packages once; :attr:`failures` lists those that failed."""
         if self._failures is not None:
             return
         self._failures = []
         for entry in entry_points(group=ENTRY_POINTS):
             try:
                 self.register(entry.load())
-            # A package's own code is imported here, which may raise whatever it likes.
+            # This imports another package's code, which may raise any exception.
             except Exception as error:
                 reason = f"{_origin(entry)} brings no model family: {error}"
                 logger.warning("%s", reason)
@@ -444,7 +444,7 @@ def _origin(entry: EntryPoint) -> str:
 
 
 def _teach_config(family: ModelFamily) -> None:
-    """Tell transformers of a family's ``model_type``."""
+    """Register a family's ``model_type`` with transformers."""
     made = family.config_class
     if made is None:
         return
@@ -460,6 +460,6 @@ def _teach_config(family: ModelFamily) -> None:
 
 
 FAMILIES = FamilyRegistry(_TABLE)
-"""What this process knows."""
+"""The registry of this process."""
 
 register_model_family = FAMILIES.register

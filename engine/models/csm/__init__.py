@@ -1,1 +1,1 @@
-"""CSM: a backbone that draws codes of several codebooks, and its codec. Imports decoders."""
+"""CSM: a backbone that generates codes of several codebooks, and its codec. Imports decoders."""

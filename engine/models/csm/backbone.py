@@ -1,15 +1,15 @@
-"""CSM: speech from text, and from how someone has spoken before.
+"""CSM: speech from text and from reference recordings.
 
-A frame of sound is one code of each codebook, and one token here::
+A frame of audio consists of one code per codebook, and is one token here::
 
     prompt   | <bos> [0] H i <eos> | ~ ~ ~ ~ ~ ~ | <audio_eos> | <bos> [0] N o <eos> |
-               what was said         its frames    all codes 0   what to say
+               earlier text          its frames    all codes 0   text to speak
     output   | frame | frame | ... | all codes 0
 
-A frame's embedding is the sum of its codes' embeddings, be it read or drawn. The first code is
-sampled as tokens are, and the depth decoder draws the others in the same step. No single code ends
-the speech: a frame of zeros does, in all codebooks but the last. Such a frame comes back as the
-token of padding, which is never sound.
+The embedding of a frame, in the prompt or generated, is the sum of its codes' embeddings. The first
+code is sampled like a token, and the depth decoder draws the others in the same step. No single
+code ends the speech, but a frame with zeros in all codebooks except the last. Such a frame is
+replaced by the padding token, which is never audio.
 
 Source: Schalkwyk et al., "Crossing the uncanny valley of conversational voice", Sesame 2025;
 transformers' ``csm``.
@@ -49,7 +49,7 @@ class DepthDecoder(CodePredictor):
 
     Args:
         embedding: ``(num_codebooks, codes, width)``.
-        num_sounds: codes below this are of sound; others are never drawn.
+        num_sounds: number of audio codes; codes from here on are never drawn.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class DepthDecoder(CodePredictor):
         self.heads = empty_parameter(further, hidden, config.vocab_size, **options)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """See :meth:`CodePredictor.targets`; the embedding is not among them."""
+        """See :meth:`CodePredictor.targets`; does not include the embedding."""
         yield from super().targets(prefix)
         yield from self.projection.targets(f"{prefix}model.")
         yield f"{prefix}codebooks_head.weight", self.heads.data
@@ -87,7 +87,7 @@ class DepthDecoder(CodePredictor):
 
 
 class ReferenceTower(MimiEncoder, FeatureTaker):
-    """Hears how someone has spoken: samples to frames of codes."""
+    """Encodes reference recordings: samples to frames of codes."""
 
     feature_names = ("input_values",)
 
@@ -101,15 +101,15 @@ class ReferenceTower(MimiEncoder, FeatureTaker):
 
 
 class CsmBackbone(DecoderModel, ItemSide):
-    """A decoder over text and frames of sound; see the module's note.
+    """A decoder over text and frames of audio; see the module docstring.
 
     Raises:
-        ValueError: the config asks for something that is not supported.
+        ValueError: something in the config is not supported.
     """
 
     def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
         config: Any = checkpoint.config
-        # The ties that it states are those of codes; text has a matrix of its own.
+        # The config's tie refers to codes; text has a separate matrix.
         decoder = replace(llama_config(config), tie_word_embeddings=False)
         rotary = build_rotary(config, settings)
         text = config.text_vocab_size
@@ -138,12 +138,12 @@ class CsmBackbone(DecoderModel, ItemSide):
         stored = checkpoint.weight_files
         self._tables = {_CODES: tables[0], _DEPTH_CODES: tables[-1]}
         if config.tie_codebooks_embeddings and not self._tables.keys() <= stored.keys():
-            # As a rule files have the second alone.
+            # Files usually contain only the second.
             self._tables.pop(_DEPTH_CODES if _CODES in stored else _CODES)
         self.ignored_weights = names_of_half("decoder", stored, "codec_model.")
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
+        """Yield checkpoint names and targets; see :meth:`CausalModel.targets`."""
         for name, target in super().targets("backbone_model."):
             yield name.replace("backbone_model.embed_tokens", "embed_text_tokens"), target
         yield from self.depth_decoder.targets("depth_decoder.")
@@ -152,13 +152,13 @@ class CsmBackbone(DecoderModel, ItemSide):
             yield name, table.data.flatten(0, 1)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Token ids ``(n,)`` to embeddings ``(n, hidden_size)``."""
+        """Map token ids ``(n,)`` to embeddings ``(n, hidden_size)``."""
         embeds = super().embed(input_ids)
         end = self.code_embedding[:, self._end_code].sum(dim=0)
         return torch.where((input_ids == self._sound_end_id)[:, None], end, embeds)
 
     def embed_frames(self, codes: Tensor) -> Tensor:
-        """Frames ``(n, num_codebooks)`` to embeddings ``(n, hidden_size)``."""
+        """Map frames ``(n, num_codebooks)`` to embeddings ``(n, hidden_size)``."""
         return self.code_embedding[
             torch.arange(self.num_codebooks, device=codes.device), codes
         ].sum(dim=1)
@@ -168,7 +168,7 @@ class CsmBackbone(DecoderModel, ItemSide):
         return [self.embed_frames(self.tower(each.features["input_values"])) for each in inputs]
 
     def add_codes(self, embeds: Tensor, codes: Tensor) -> None:
-        """See :meth:`CausalModel.add_codes`; a frame's embedding takes the place of its token's."""
+        """See :meth:`CausalModel.add_codes`; a frame's embedding replaces its token's."""
         drawn = codes[:, 0] >= 0
         if bool(drawn.any()):
             embeds[drawn] = self.embed_frames(codes[drawn])
@@ -184,20 +184,20 @@ class CsmBackbone(DecoderModel, ItemSide):
 
 
 def _depth_sampling(checkpoint: Checkpoint) -> SamplingParams:
-    """By what further codes are drawn: ``depth_decoder_...`` of ``generation_config.json``."""
+    """Read the sampling of further codes: ``depth_decoder_...`` in ``generation_config.json``."""
     names = ("temperature", "top_k", "top_p")
     stated = {
         name: getattr(checkpoint.generation_config, f"depth_decoder_{name}", None) for name in names
     }
-    # What transformers takes where nothing is stated.
+    # The defaults of transformers.
     given = {name: value for name, value in stated.items() if value is not None}
     return SamplingParams(**{"temperature": 1.0, "top_k": 50} | given)
 
 
 class CsmPrompts(MultiModalPromptProcessor):
-    """Names who speaks, by the numbers that the model knows: a ``user`` is 0, and so is plain text.
+    """Maps roles to the model's speaker numbers: a ``user`` and plain text are speaker 0.
 
-    Messages with a text and its sound are what was said before; the last one is to be said.
+    Messages with text and audio are the previous context; the last one is to be spoken.
     """
 
     def __init__(self, sources: PromptSources) -> None:
@@ -205,12 +205,12 @@ class CsmPrompts(MultiModalPromptProcessor):
         config: Any = sources.checkpoint.config
         end = config.codebook_pad_token_id
         self.stop_token_ids = frozenset({end})
-        # Of no sound, all others: the codec's codebooks are smaller than the model's.
+        # Codes that are not audio: the codec's codebooks are smaller than the model's.
         codes = range(config.codec_config.codebook_size, config.vocab_size)
         self.suppress_token_ids = tuple(code for code in codes if code != end)
 
     def as_message(self, prompt: Prompt) -> Prompt:
-        """A text is a message; roles are numbers of speakers, and the last one has no sound yet."""
+        """Convert text to a message and roles to speaker numbers; reject audio in the last one."""
         if isinstance(prompt, str):
             prompt = TextPrompt(prompt)
         if isinstance(prompt, TextPrompt) and not re.match(r"\[\d+\]", prompt.prompt):

@@ -1,11 +1,11 @@
-"""CSM's codec, Mimi: frames of codes to sound, from chunk to chunk, and sound to frames.
+"""CSM's codec, Mimi: frames of codes to audio, chunk by chunk, and audio to frames.
 
-The halves share the codebooks, and each is loaded where it is needed. At the published config::
+The halves share the codebooks, and are loaded separately where needed. At the published config::
 
     MimiEncoder   24,000 samples ─► convolutions ─► decoder, 25 places ─► 12.5 frames of codes
     MimiCodec     24,000 samples ◄─ convolutions ◄─ decoder, 25 places ◄─ 12.5 frames of codes
 
-The published names of weights do not tell halves by a prefix, as transformers' modules do::
+Unlike in transformers' modules, the stored names of weights do not identify a half by prefix::
 
     stored      encoder.layers.0...           encoder_transformer...           downsample...
     module      encoder.encoder_seanet.la...  encoder.encoder_transformer...   encoder.downsample...
@@ -47,7 +47,7 @@ class MimiCodec(CausalVocoder):
         checkpoint: opened at its part ``mimi``.
 
     Raises:
-        ValueError: the config is not supported, or the weights do not fit it.
+        ValueError: the config is not supported, or the weights do not match it.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
@@ -78,10 +78,10 @@ class MimiEncoder(nn.Module):
 
     Args:
         config: the codec's.
-        num_codebooks: the first ones, of which codes are made.
+        num_codebooks: number of codebooks used, from the first.
 
     Attributes:
-        samples_per_frame: of sound, for each frame of codes.
+        samples_per_frame: audio samples per frame of codes.
 
     Raises:
         ValueError: the config is not supported.
@@ -92,40 +92,40 @@ class MimiEncoder(nn.Module):
         _check(config, num_codebooks)
         self.num_codebooks = num_codebooks
         self.samples_per_frame = samples_per_frame(config)
-        # Codes are choices among near ones, which a shorter type would make otherwise.
+        # In a shorter type, other codes of similar distance might be selected.
         settings = replace(settings, dtype=torch.float32)
         self.module = build_empty(without("decoder", MimiModel), config, settings)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""
         return _targets(self.module, prefix)
 
     def num_frames(self, num_samples: int) -> int:
-        """Frames of so many samples; the last one is filled up with silence."""
+        """Return the number of frames for a number of samples; the last is padded with silence."""
         return -(-num_samples // self.samples_per_frame)
 
     @torch.no_grad()
     def forward(self, samples: Tensor) -> Tensor:
-        """Sound ``(num_samples,)`` to codes ``(num_frames, num_codebooks)`` int64."""
+        """Map audio ``(num_samples,)`` to codes ``(num_frames, num_codebooks)`` int64."""
         samples = samples.to(self.module.device, torch.float32)
         encoded = self.module.encode(samples[None, None], num_quantizers=self.num_codebooks)
         return encoded.audio_codes[0].T
 
 
 def samples_per_frame(config: Any) -> int:
-    """Samples of sound that one frame of codes stands for."""
+    """Return the number of audio samples per frame of codes."""
     return int(prod(config.upsampling_ratios) * config.latent_stride)
 
 
 def names_of_half(half: Half, stored: Collection[str], prefix: str = "") -> list[str]:
-    """The stored names of one half's weights, without those of the codebooks, which both need."""
+    """Return the stored names of one half's weights, without those of the shared codebooks."""
     rate = {"encoder": "downsample", "decoder": "upsample"}[half]
     starts = tuple(f"{prefix}{name}." for name in (half, f"{half}_transformer", rate))
     return [name for name in stored if name.startswith(starts)]
 
 
 def without(half: Half, codec: Callable[[Any], ModelT]) -> Callable[[Any], ModelT]:
-    """Makes the networks of a config, which is its own, less one half."""
+    """Return a factory that builds a codec without one half; it changes the given config."""
 
     def make(config: Any) -> ModelT:
         setattr(config, f"{half}_config", None)
@@ -135,7 +135,7 @@ def without(half: Half, codec: Callable[[Any], ModelT]) -> Callable[[Any], Model
 
 
 def _targets(network: MimiModel, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Names as checkpoints have them, each with the tensor that receives it; see the note."""
+    """Yield stored names, each with the tensor to load it into; see the module docstring."""
     for name, tensor in network.state_dict().items():
         stored = name.removeprefix("encoder.").removeprefix("decoder.").replace("_seanet.", ".")
         yield f"{prefix}{stored}", tensor
@@ -151,7 +151,7 @@ def _check(config: Any, num_codebooks: int) -> None:
 
 
 def check_codec(config: Any) -> None:
-    """Raise ``ValueError`` for what would be computed wrongly."""
+    """Raise ``ValueError`` for a config whose results would be wrong."""
     for name, expected in _SUPPORTED.items():
         if getattr(config, name) != expected:
             raise ValueError(

@@ -1,1 +1,1 @@
-"""Decoder-only families of attention layers. Imports the contracts in engine.models, and layers."""
+"""Decoder-only families of attention layers. Imports interfaces of engine.models, and layers."""

@@ -1,11 +1,11 @@
-"""Draws the codes of further codebooks that belong to a token which was just chosen.
+"""Prediction of the further codebooks of a token that was just sampled.
 
 ::
 
     [ the token's row ][ first code ][ second ] ... ──► the next
 
-A small decoder over the codes of one token: it sees nothing else, so that it keeps nothing from
-step to step. Its tokens are few, and all those of a step run together.
+A small decoder runs over the codes of one token. It sees nothing else, so no state is kept from
+step to step. Its sequences are short, and those of all tokens in a step run as one batch.
 
 Source: the depth transformer of Lee et al., "Autoregressive Image Generation using Residual
 Quantization", 2022.
@@ -33,14 +33,14 @@ from engine.sampling.sampler import FurtherDraws
 
 
 class PredictorLayer(DecoderLayer):
-    """A layer over the few codes of one token, for all tokens of a step together."""
+    """A layer over the few codes of one token, batched over all tokens of a step."""
 
     def run(
         self, x: Tensor, rotation: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Run over ``(n, places, hidden_size)``, which follow on the past's places.
+        """Run over ``(n, positions, hidden_size)``, which follow the past's positions.
 
-        Returns the same shape, and keys and values ``(n, heads, places, head_dim)`` of all places.
+        Returns the same shape, and all keys and values, ``(n, heads, positions, head_dim)``.
         """
         attention, (n, places, _) = self.mixer, x.shape
         assert isinstance(attention, SelfAttention)
@@ -71,7 +71,7 @@ class PredictorLayer(DecoderLayer):
 
 
 class CodePredictor(nn.Module):
-    """Draws the codes behind the first, of each token by itself; see the module's note."""
+    """Draws the codes after the first, separately for each token; see the module docstring."""
 
     def __init__(
         self,
@@ -87,29 +87,29 @@ class CodePredictor(nn.Module):
         self.norm = build_norm(decoder, settings)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""
         for index, layer in enumerate(self._layers):
             yield from layer.targets(f"{prefix}model.layers.{index}.")
         yield f"{prefix}model.norm.weight", self.norm.weight.data
 
     @abstractmethod
     def embed_code(self, codes: Tensor, codebook: int) -> Tensor:
-        """Codes ``(n,)`` of a codebook, 1 or more, to rows ``(n, width)`` as the first's are."""
+        """Map codes ``(n,)`` of a codebook, 1 or more, to rows ``(n, width)`` like the first's."""
 
     @abstractmethod
     def logits(self, rows: Tensor, codebook: int) -> Tensor:
-        """Normed rows ``(n, hidden_size)`` to the logits ``(n, codes)`` of a codebook."""
+        """Map normed rows ``(n, hidden_size)`` to the logits ``(n, codes)`` of a codebook."""
 
     def enter(self, rows: Tensor) -> Tensor:
-        """Rows ``(n, places, width)`` to what the layers take; by default they are."""
+        """Map rows ``(n, positions, width)`` to the layers' inputs; the identity by default."""
         return rows
 
     def forward(self, rows: Tensor, first: Tensor, draws: FurtherDraws) -> Tensor:
         """Draw ``(n, num_further)`` codes.
 
         Args:
-            rows: ``(n, width)`` that the first codes were chosen from.
-            first: ``(n, width)`` embeddings of these.
+            rows: ``(n, width)``, from which the first codes were sampled.
+            first: ``(n, width)`` embeddings of the first codes.
             draws: see :meth:`CausalModel.draw_codes`.
         """
         x, begin = self.enter(torch.stack((rows, first), dim=1)), 0

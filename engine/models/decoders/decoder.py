@@ -1,16 +1,14 @@
-"""The decoder that the attention-only families share, written once over packed tokens.
+"""The decoder over packed tokens shared by the attention-only families.
 
-One layer of the decoders that are attention and gated MLP, for tokens of all requests together.
-
-::
+One layer of attention and gated MLP, run over the tokens of all requests together::
 
     residual ──norm──► qkv ──► [norm per head] ──► rotate Q and K in place ──► attention ──► o ─┐
         └──────────────────────────────── + ◄──────────────────────────────────────[norm]───────┘
         └──norm──► gate|up ──► act(gate) * up ──► down ──► [norm] ──► + (added by the next layer's
                                                                          norm)
 
-What stands in brackets is there in some families only. Few operations per layer matter here: with
-16 tokens in a decode step on a CPU, the time between the products is a good part of the step.
+Parts in brackets exist only in some families. The number of operations per layer matters: with 16
+tokens in a decode step on a CPU, the time between the products is a large part of the step.
 """
 
 from __future__ import annotations
@@ -55,12 +53,12 @@ StateMixer: TypeAlias = MambaMixer | Mamba2Mixer | DeltaRuleMixer
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What is particular to one layer.
+    """Properties that may differ between layers.
 
     Attributes:
-        window: how many positions a token sees, itself included; None: all before it.
-        rope: which of :attr:`DecoderConfig.ropes` turns its heads; None: none does.
-        experts: what its MLP is a mixture of; None: it is one MLP.
+        window: number of positions that a token sees, including itself; None: all before it.
+        rope: index in :attr:`DecoderConfig.ropes` of its rotation; None: heads are not rotated.
+        experts: the experts of its MLP; None: a single MLP.
     """
 
     window: int | None = None
@@ -73,28 +71,28 @@ class DecoderConfig:
     """A Hugging Face config, normalised: every family's defaults are filled in.
 
     Attributes:
-        layers: what is particular to each layer; as many as there are layers.
+        layers: properties of each layer.
         num_kv_heads: key and value heads; divides ``num_heads``.
         activation: of the MLP, by transformers' name.
-        tie_word_embeddings: whether the head is the embedding matrix.
+        tie_word_embeddings: True if the head is the embedding matrix.
         attention_scale: factor on the scores before the softmax.
-        attention_softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
+        attention_softcap: scores become ``softcap * tanh(score / softcap)``; None: unchanged.
         logit_softcap: the same for the logits.
-        embedding_scale: factor on the embeddings of tokens, rounded to their type; None: none.
-        norm_offset: what the checkpoint's norm weights lack: Gemma's scale by ``1 + weight``.
-        output_norms: whether attention and MLP are normalised once more before they are added
-            to the residual.
-        qkv_bias: whether the Q, K and V projections have biases.
-        output_bias: whether the attention's output projection has one.
-        mlp_bias: whether the MLP's projections have biases.
-        layer_norm: whether norms are :class:`LayerNorm`; else :class:`RMSNorm`.
-        plain_mlp: names of the two projections of an MLP without a gate; None where there is one.
-        qk_norm: whether each head of Q and K is normalised before the rotation.
-        attention_gate: whether Q brings a gate for what its heads have attended to.
-        ropes: the config's sets of rope parameters, by layer type; None where it has only one.
-        mlp_name: what checkpoints call a layer's MLP.
-        mlp_norm_name: and the norm before it, where there are no ``output_norms``.
-        final_norm_name: and the norm behind the last layer.
+        embedding_scale: factor on the embeddings of tokens, rounded to their type; None: unscaled.
+        norm_offset: added to the checkpoint's norm weights: Gemma scales by ``1 + weight``.
+        output_norms: True if the outputs of attention and MLP are also normalised before they are
+            added to the residual.
+        qkv_bias: True if the Q, K and V projections have biases.
+        output_bias: True if the attention's output projection has one.
+        mlp_bias: True if the MLP's projections have biases.
+        layer_norm: True if norms are :class:`LayerNorm`, False for :class:`RMSNorm`.
+        plain_mlp: names of the two projections of an MLP without a gate; None: the MLP is gated.
+        qk_norm: True if each head of Q and K is normalised before the rotation.
+        attention_gate: True if the Q projection also computes a gate for each head's output.
+        ropes: layer types of the config's sets of rope parameters; None if there is only one.
+        mlp_name: checkpoint name of a layer's MLP.
+        mlp_norm_name: that of the norm before it, without ``output_norms``.
+        final_norm_name: that of the norm after the last layer.
     """
 
     hidden_size: int
@@ -135,11 +133,11 @@ class DecoderConfig:
 
     @classmethod
     def from_transformers(cls, config: PreTrainedConfig) -> DecoderConfig:
-        """Read what all families name alike; a family's file replaces the rest."""
+        """Read the fields that all families name alike; a family replaces the rest."""
         head_dim = (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
-        # Where every layer has experts, there is no other size.
+        # If every layer has experts, this is the only size.
         size = (
             "intermediate_size" if hasattr(config, "intermediate_size") else "moe_intermediate_size"
         )
@@ -154,7 +152,7 @@ class DecoderConfig:
             max_position_embeddings=config.max_position_embeddings,
             activation=getattr(config, "hidden_activation", None) or config.hidden_act,
             rms_norm_eps=getattr(config, "rms_norm_eps", None) or config.layer_norm_eps,
-            # The text parts of some larger models leave it to the whole.
+            # Text configs inside some larger configs omit this field.
             tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
             attention_scale=head_dim**-0.5,
         )
@@ -165,16 +163,16 @@ def layer_kinds(
 ) -> tuple[LayerKind, ...]:
     """Read ``layer_types`` and ``sliding_window``.
 
-    ``sliding_window`` alone decides nothing: configs state it also where no layer slides.
+    ``sliding_window`` alone is not sufficient: configs also set it if no layer uses it.
 
     Args:
-        config: of a family whose ``layer_types`` transformers fills in and obeys; without any, all
-            layers attend to all.
-        ropes: layer types that have rope parameters of their own, in the order in which the
-            model holds them; others take the first.
+        config: of a family whose ``layer_types`` transformers fills in and obeys; without the
+            field, all layers have full attention.
+        ropes: layer types with separate rope parameters, in the model's order; other types use
+            the first.
 
     Raises:
-        ValueError: a layer type other than full and sliding attention, or no window to slide.
+        ValueError: a layer type is neither full nor sliding attention, or the window is missing.
     """
     kinds = []
     full = ["full_attention"] * config.num_hidden_layers
@@ -229,15 +227,15 @@ class SelfAttention(nn.Module):
         page = (settings.block_size, num_kv_heads, config.head_dim, settings.page_dtype)
         window = config.layers[index].window
         spec: AttentionSpec = FullAttentionSpec(*page)
-        # What no sequence outgrows is full attention: such layers share pages and tables with
-        # others, instead of forming a group that never gives a page back.
+        # A window that no sequence exceeds is full attention: the layer then shares pages and
+        # tables with others, instead of forming a group that never frees a page.
         if window is not None and window < settings.max_model_len:
             spec = SlidingWindowSpec(*page, window)
         scale, softcap = config.attention_scale, config.attention_softcap
         self.attention = Attention(f"layers.{index}.self_attn", spec, scale, softcap)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""
         yield from self.qkv.targets(prefix)
         if self.head_norm is not None:
             yield from self.head_norm.targets(prefix)
@@ -246,15 +244,15 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, step: AttentionStep
     ) -> Tensor:
-        """Attend with ``(num_tokens, hidden_size)``; the result has the same shape.
+        """Map ``(num_tokens, hidden_size)`` to the same shape.
 
         Args:
-            rotation: cosines and sines of their positions; None for models without positions.
+            rotation: cosines and sines of the positions; None for models without positions.
         """
         num_tokens = x.shape[0]
         qkv, gate = self.qkv(x), None
         if self.has_gate:
-            # A head of Q and its gate lie together.
+            # Each head of Q is followed by its gate.
             size = 2 * self.num_heads * self.head_dim
             query, gate = qkv[:, :size].view(num_tokens, self.num_heads, -1).chunk(2, dim=-1)
             qkv = torch.cat([query.flatten(1), qkv[:, size:]], dim=1)
@@ -272,7 +270,7 @@ class SelfAttention(nn.Module):
 
 
 def build_norm(config: DecoderConfig, settings: ModelSettings) -> RMSNorm:
-    """A norm of the residual stream."""
+    """Build a norm of the residual stream."""
     options, offset = settings.tensor_options, config.norm_offset
     norm_eps, ops = config.rms_norm_eps, settings.ops
     make = LayerNorm if config.layer_norm else RMSNorm
@@ -282,7 +280,7 @@ def build_norm(config: DecoderConfig, settings: ModelSettings) -> RMSNorm:
 def build_mlp(
     config: DecoderConfig, settings: ModelSettings, experts: ExpertsConfig | None = None
 ) -> PlainMLP | SparseMoE:
-    """The MLP of a layer, which may be a mixture of experts."""
+    """Build the MLP of a layer, which may be a mixture of experts."""
     hidden, options = config.hidden_size, settings.tensor_options
     ops, shards = settings.ops, settings.shards
     if experts is not None:
@@ -295,10 +293,10 @@ def build_mlp(
 
 
 class DecoderLayer(nn.Module):
-    """A mixer of tokens and an MLP with their norms; see the module's picture.
+    """A token mixer and an MLP with their norms; see the module docstring.
 
     Args:
-        mixer: a recurrence in the place of :class:`SelfAttention`, behind its name in checkpoints.
+        mixer: checkpoint name and module of a recurrence that replaces :class:`SelfAttention`.
     """
 
     def __init__(
@@ -326,7 +324,7 @@ class DecoderLayer(nn.Module):
             self.mlp_output_norm = build_norm(config, settings)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""
         yield from self.mixer.targets(f"{prefix}{self.mixer_name}.")
         yield from self.mlp.targets(f"{prefix}{self.mlp_name}.")
         for name, norm in self._named_norms():
@@ -335,7 +333,7 @@ class DecoderLayer(nn.Module):
     def _named_norms(self) -> Iterator[tuple[str, RMSNorm]]:
         yield "input_layernorm", self.input_norm
         if self.attention_output_norm is None or self.mlp_output_norm is None:
-            # As a rule by the name that stands for another norm below.
+            # Usually the same name as that of the attention output norm below.
             yield self.mlp_norm_name, self.mlp_norm
             return
         yield "post_attention_layernorm", self.attention_output_norm
@@ -352,13 +350,13 @@ class DecoderLayer(nn.Module):
         """Run the layer; ``residual`` is changed in place.
 
         Args:
-            x: what the layer below has still to add; None in the first layer.
+            x: output of the previous layer, not yet added to ``residual``; None in the first layer.
             residual: ``(num_tokens, hidden_size)``.
             rotation: cosines and sines of every token's position, by this layer's rope parameters;
                 None for a layer without.
 
         Returns:
-            What this layer has still to add to ``residual``.
+            The output of this layer, not yet added to ``residual``.
         """
         normed = self.input_norm(residual) if x is None else self.input_norm.add(x, residual)
         if isinstance(self.mixer, SelfAttention):
@@ -378,13 +376,13 @@ class DecoderModel(CausalModel):
         rotaries: cosines and sines up to the longest sequence that will run, for each of the
             config's ``ropes``.
         has_head: False for a headless checkpoint (an embedding model): ``vocab_size`` is then 0.
-        layers: of families that have others than :class:`DecoderLayer`.
-        num_embeddings: rows of the embedding, where there are more of them than logits.
-        kept_layer: after so many layers the stream is emitted too, as ``layer_states``, before an
-            item's features are added; None: it is not.
+        layers: for families with other layers than :class:`DecoderLayer`.
+        num_embeddings: rows of the embedding, if there are more of them than logits.
+        kept_layer: number of layers after which the residual stream is also emitted, as
+            ``layer_states``, before an item's features are added; None: not emitted.
 
     Raises:
-        ValueError: there are fewer layers.
+        ValueError: ``kept_layer`` exceeds the number of layers.
     """
 
     head_name = "lm_head"
@@ -413,7 +411,7 @@ class DecoderModel(CausalModel):
         self.embedding = empty_parameter(*shape, dtype=dtype, device=settings.device)
         self.embedding_scale: float | None = None
         if config.embedding_scale is not None:
-            # Rounded as transformers rounds it: the scale of 3072 channels is 55.5 in bfloat16.
+            # Rounded as in transformers: the scale for 3072 channels is 55.5 in bfloat16.
             self.embedding_scale = torch.tensor(config.embedding_scale, dtype=settings.dtype).item()
         self.rotaries = nn.ModuleList(rotaries)
         if layers is None:
@@ -435,7 +433,7 @@ class DecoderModel(CausalModel):
             self.head = Linear(config.hidden_size, parts, weight=shared, **options)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
+        """Yield checkpoint names and targets; see :meth:`CausalModel.targets`."""
         embedding: Target = self.embedding.data
         tied = self.head if self.config.tie_word_embeddings else None
         if tied is not None and tied.is_quantized and len(self.embedding) == self.vocab_size:
@@ -452,18 +450,18 @@ class DecoderModel(CausalModel):
         self.embedding, self.head = nn.Parameter(self.embedding.new_empty(0), False), None
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Token ids ``(n,)`` to embeddings ``(n, hidden_size)``."""
+        """Map token ids ``(n,)`` to embeddings ``(n, hidden_size)``."""
         embeds = self.embedding.index_select(0, input_ids).to(self.dtype)
         return embeds if self.embedding_scale is None else embeds.mul_(self.embedding_scale)
 
     def forward(
         self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
     ) -> dict[str, Tensor]:
-        """Run the layers; see the base class. Emits what :meth:`drawn_rows` makes of codes, too."""
+        """Run the layers; see the base class. Also emits :meth:`drawn_rows` of codes."""
         rotations = [rotary(positions) for rotary in self.rotaries]
         items = step.item_features
         features = () if items is None else items.split(self.hidden_size, dim=-1)
-        # Layers add to the residual in place; the caller's embeddings are not ours to change.
+        # Layers add to the residual in place, and must not change the caller's embeddings.
         residual = inputs_embeds.clone()
         x: Tensor | None = None
         kept = inputs_embeds
@@ -477,7 +475,7 @@ class DecoderModel(CausalModel):
         normed = self.final_norm(residual) if x is None else self.final_norm.add(x, residual)
         tensors = {"hidden_states": normed}
         if self.kept_layer is not None:
-            # transformers has the normed stream in the place of the last layer's.
+            # transformers returns the normed stream instead of the last layer's output.
             is_last = self.kept_layer == len(self.layers)
             tensors["layer_states"] = normed if is_last else kept
         if step.codes is not None:
@@ -485,7 +483,7 @@ class DecoderModel(CausalModel):
         return tensors
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Rows of hidden states to float32 logits; see :meth:`CausalModel.compute_logits`."""
+        """Map hidden states to float32 logits; see :meth:`CausalModel.compute_logits`."""
         if self.head is None:
             raise ValueError("this checkpoint has no language-model head: it cannot make logits")
         logits: Tensor = self.head(hidden_states).float()
@@ -499,7 +497,7 @@ def build_rotary(
     layer_type: str | None = None,
     make_rotary: Callable[..., RotaryEmbedding] = RotaryEmbedding,
 ) -> RotaryEmbedding:
-    """Cosines and sines up to the longest sequence; see :func:`rope_frequencies`."""
+    """Build cosines and sines up to the longest sequence; see :func:`rope_frequencies`."""
     inv_freq, scaling = rope_frequencies(config, settings.max_model_len, layer_type)
     return make_rotary(inv_freq, scaling, settings.max_model_len, **settings.tensor_options)
 
@@ -511,14 +509,14 @@ def build_multi_axis_rotary(
     interleaved: bool = False,
     usual: Sequence[int] = (24, 20, 20),
 ) -> RotaryEmbedding:
-    """Cosines and sines of three numbers to a place.
+    """Build cosines and sines for three position axes.
 
     Args:
-        interleaved: whether the numbers take turns at every frequency.
-        usual: how many frequencies each number then has, where the config leaves it out.
+        interleaved: if true, the axes alternate at every frequency.
+        usual: number of frequencies per axis if interleaved and not given in the config.
 
     Raises:
-        ValueError: nothing says which channels each of them turns.
+        ValueError: the config does not assign channels to axes.
     """
     sections = (config.rope_parameters or {}).get("mrope_section")
     sections = sections or (usual if interleaved else None)
@@ -541,8 +539,7 @@ def build_decoder(
         has_head: False for a headless checkpoint.
 
     Raises:
-        ValueError: the config asks for something that is not supported, or a window is smaller
-            than a block.
+        ValueError: something in the config is not supported, or a window is smaller than a block.
     """
     decoder_config = read_config(config)
     rotaries = [build_rotary(config, settings, layer_type) for layer_type in decoder_config.ropes]
@@ -561,10 +558,10 @@ def decoder_family(
 
     Args:
         architectures: with a head (``...ForCausalLM``) and without.
-        read_config: all that the family differs in.
-        is_base: whether other families may build on it, with rows in the place of embeddings:
-            the embeddings of tokens must not be scaled.
-        **declared: what else a :class:`ModelFamily` may say.
+        read_config: normalises the family's config.
+        is_base: if true, other families may build on it, with rows in place of embeddings: the
+            embeddings of tokens must not be scaled.
+        **declared: further fields of :class:`ModelFamily`.
     """
 
     def build(checkpoint: Checkpoint, settings: ModelSettings) -> DecoderModel:

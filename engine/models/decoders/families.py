@@ -1,4 +1,4 @@
-"""The plain decoders: what each family's config asks of :mod:`engine.models.decoders.decoder`.
+"""The plain decoders: mapping of each family's config to :mod:`engine.models.decoders.decoder`.
 
 Sources: Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", 2024, and
 "Gemma 3 Technical Report", 2025; Jiang et al., "Mixtral of Experts", 2024.
@@ -16,7 +16,7 @@ from engine.models.decoders.decoder import DecoderConfig, LayerKind, layer_kinds
 
 
 def llama_config(config: PreTrainedConfig) -> DecoderConfig:
-    """Llama: the plain decoder; ``attention_bias`` covers all four projections."""
+    """Read a Llama config: the plain decoder; ``attention_bias`` covers all four projections."""
     return replace(_biased(config), mlp_bias=config.mlp_bias)
 
 
@@ -26,18 +26,18 @@ def _biased(config: PreTrainedConfig) -> DecoderConfig:
 
 
 def mistral_config(config: PreTrainedConfig) -> DecoderConfig:
-    """Mistral: no biases, and one window for all layers; ``layer_types`` says nothing about it."""
+    """Read a Mistral config: no biases, one window for all layers, whatever ``layer_types`` is."""
     plain = DecoderConfig.from_transformers(config)
     return replace(plain, layers=(LayerKind(config.sliding_window),) * len(plain.layers))
 
 
 def ministral_config(config: PreTrainedConfig) -> DecoderConfig:
-    """Ministral: ``layer_types`` says what slides; no biases, although it is built on Qwen2."""
+    """Read a Ministral config: sliding layers by ``layer_types``; no biases, unlike Qwen2."""
     return replace(DecoderConfig.from_transformers(config), layers=layer_kinds(config))
 
 
 def mixtral_config(config: PreTrainedConfig) -> DecoderConfig:
-    """Mixtral: Mistral whose layers all have experts, and the window if there is one."""
+    """Read a Mixtral config: Mistral with experts in all layers, and an optional window."""
     plain = DecoderConfig.from_transformers(config)
     experts = ExpertsConfig(
         config.num_local_experts,
@@ -51,20 +51,20 @@ def mixtral_config(config: PreTrainedConfig) -> DecoderConfig:
 
 
 def qwen2_config(config: PreTrainedConfig) -> DecoderConfig:
-    """Qwen2 and Qwen2.5: biases on Q, K and V alone, whatever the config says."""
+    """Read a Qwen2 or Qwen2.5 config: biases on Q, K and V only, always."""
     return replace(ministral_config(config), qkv_bias=True)
 
 
 def qwen3_config(config: PreTrainedConfig) -> DecoderConfig:
-    """Qwen3: normalised heads of Q and K, and a head size of its own."""
+    """Read a Qwen3 config: normalised heads of Q and K, and an explicit head size."""
     return replace(_biased(config), layers=layer_kinds(config), qk_norm=True)
 
 
 def qwen3_moe_config(config: PreTrainedConfig, **declared: Any) -> DecoderConfig:
-    """Qwen3 with experts; layers without are named, or left between those of a step.
+    """Read a Qwen3-MoE config: experts by ``mlp_only_layers`` and ``decoder_sparse_step``.
 
     Args:
-        **declared: what else an :class:`ExpertsConfig` may say.
+        **declared: further fields of :class:`ExpertsConfig`.
     """
     plain, window = _biased(config), getattr(config, "sliding_window", None)
     experts = None
@@ -73,7 +73,7 @@ def qwen3_moe_config(config: PreTrainedConfig, **declared: Any) -> DecoderConfig
             config.num_experts,
             config.num_experts_per_tok,
             config.moe_intermediate_size,
-            # Where it is no setting, they are.
+            # Configs without this setting normalise.
             normalize=getattr(config, "norm_topk_prob", True),
             **declared,
         )
@@ -87,10 +87,10 @@ def qwen3_moe_config(config: PreTrainedConfig, **declared: Any) -> DecoderConfig
 
 
 def _gemma_config(config: PreTrainedConfig) -> DecoderConfig:
-    """What Gemma-2 and Gemma-3 have in common.
+    """Read what Gemma-2 and Gemma-3 have in common.
 
     Raises:
-        ValueError: tokens attend to later ones too, as in embedding models made of Gemma.
+        ValueError: attention is bidirectional, as in embedding models based on Gemma.
     """
     if config.use_bidirectional_attention:
         raise ValueError(
@@ -108,15 +108,15 @@ def _gemma_config(config: PreTrainedConfig) -> DecoderConfig:
 
 
 def gemma2_config(config: PreTrainedConfig) -> DecoderConfig:
-    """Gemma-2: windows on every second layer, soft caps on scores and logits."""
+    """Read a Gemma-2 config: windows on every second layer, soft caps on scores and logits."""
     softcap = config.attn_logit_softcapping
     return replace(_gemma_config(config), layers=layer_kinds(config), attention_softcap=softcap)
 
 
 def gemma3_config(config: PreTrainedConfig) -> DecoderConfig:
-    """Gemma-3: normalised heads for soft caps on scores, rope parameters per layer type.
+    """Read a Gemma-3 config: normalised heads, no soft caps on scores, rope per layer type.
 
-    ``attn_logit_softcapping`` says nothing: transformers does not read it either.
+    ``attn_logit_softcapping`` is ignored, as in transformers.
     """
     ropes = ("sliding_attention", "full_attention")
     layers = layer_kinds(config, ropes)

@@ -1,1 +1,1 @@
-"""Gemma-3 with images: a decoder that sees. Imports another such room, and those below it."""
+"""Gemma-3 with image input. Imports llava, decoders and the packages below."""

@@ -1,14 +1,14 @@
 """Gemma-3 with images: a SigLIP tower whose patches are averaged, and Gemma-3's decoder.
 
-Tokens of an image see each other, those behind them too, as far as the layer's window reaches back.
-An image runs in one step, so that a block of it always holds what has seen the whole image. A
-prefix hit may end inside it: the rest then runs in one step, and sees what is cached::
+Tokens of an image see each other, including later ones, as far back as the layer's window reaches.
+An image runs in one step, so that its cached blocks always depend on the whole image. A prefix hit
+may end inside it: the rest then runs in one step, and sees the cached part::
 
     prompt     a  b  \n\n  begin  *  *  *  *  end  \n\n  c         * = one row of the image
     *  sees    x  x    x      x    x  q  x  x
 
-A prompt's text shows an image by the token that begins it, and the line breaks and the end come by
-themselves. Source: Gemma Team, "Gemma 3 Technical Report", 2025; transformers' ``gemma3``.
+A prompt's text marks an image only by its begin token; the line breaks and the end are inserted.
+Source: Gemma Team, "Gemma 3 Technical Report", 2025; transformers' ``gemma3``.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from engine.requests.encoder_input import Modality, MultiModalInput
 
 
 class AveragedTower(LlavaTower):
-    """One image of a fixed size to one row for every square of patches."""
+    """Encodes an image of fixed size to one row per square of patches."""
 
     known_weight = "multi_modal_projector.mm_input_projection_weight"
     tower_type = "siglip_vision_model"
     make = Gemma3Model
 
     def rows_of(self, config: PreTrainedConfig) -> tuple[int, dict[str, Any]]:
-        """See :meth:`LlavaTower.rows_of`; there is nothing to choose."""
+        """See :meth:`LlavaTower.rows_of`; there are no options."""
         return int(config.mm_tokens_per_image), {}
 
 
 class WholeImagePrompts(MultiModalPromptProcessor):
-    """Writes what stands around an image, and has each image run whole.
+    """Inserts the tokens around an image, and schedules each image as a whole.
 
     Raises:
-        ValueError: the checkpoint's processor cuts images.
+        ValueError: the checkpoint's processor crops images.
     """
 
     def __init__(self, sources: PromptSources) -> None:
@@ -89,10 +89,10 @@ class WholeImagePrompts(MultiModalPromptProcessor):
 
 
 def build_gemma3(checkpoint: Checkpoint, settings: ModelSettings) -> MultiModalModel:
-    """Build a Gemma-3 that sees, its weights not yet loaded; see :data:`Builder`."""
+    """Build a Gemma-3 with image input, its weights not yet loaded; see :data:`Builder`."""
     config = checkpoint.config
     return MultiModalModel(
-        # Where there are images, transformers caps no logits.
+        # transformers does not cap logits in the multimodal model.
         build_decoder(
             lambda text: replace(gemma3_config(text), logit_softcap=None),
             config.text_config,

@@ -1,1 +1,1 @@
-"""Decoders that mix attention with recurrent layers. Imports decoders and the rooms below it."""
+"""Decoders with attention and recurrent layers. Imports decoders and the packages below it."""

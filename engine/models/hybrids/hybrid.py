@@ -1,9 +1,9 @@
-"""Decoders whose layers mix tokens by attention or by a recurrence.
+"""Hybrid decoders whose layers mix tokens by attention or by a recurrence.
 
-Jamba has Mamba-1 layers, attention without positions among them, and experts in some of the MLPs;
-Bamba has Mamba-2 layers, and attention layers that rotate half of each head's channels; Qwen3-Next
-and Qwen3.5 have layers of the gated delta rule, gated attention, and experts with a shared one, or
-none. One layer::
+Jamba has Mamba-1 layers, attention layers without positions, and experts in some of the MLPs.
+Bamba has Mamba-2 layers, and attention layers that rotate half of each head's channels. Qwen3-Next
+and Qwen3.5 have gated delta rule layers, gated attention, and optionally experts with a shared one.
+One layer::
 
     residual ──norm──► attention or a state ──► + ──norm──► MLP or experts ──► + (next layer's norm)
 
@@ -76,17 +76,17 @@ def build_qwen3_next(checkpoint: Checkpoint, settings: ModelSettings) -> Decoder
 
 
 def build_qwen3_5(checkpoint: Checkpoint, settings: ModelSettings) -> DecoderModel:
-    """Build a Qwen3.5 without its tower, its weights not yet loaded; see :data:`Builder`."""
+    """Build a text-only Qwen3.5, its weights not yet loaded; see :data:`Builder`."""
     config, head = checkpoint.config, has_head(checkpoint)
     rotary, decoder = build_rotary(config, settings), delta_config(config)
     return build_delta(config, settings, decoder, rotary, has_head=head, interleaved=False)
 
 
 def delta_config(config: PreTrainedConfig, **declared: Any) -> DecoderConfig:
-    """Read what a decoder of gated delta rules and gated attention is like.
+    """Read the config of a decoder with gated delta rules and gated attention.
 
     Args:
-        **declared: what else its experts may say, if it has any.
+        **declared: further fields of its :class:`ExpertsConfig`, if it has experts.
     """
     shared_size = getattr(config, "shared_expert_intermediate_size", 0)
     decoder = qwen3_moe_config(config, shared_size=shared_size, **declared)
@@ -102,7 +102,7 @@ def build_delta(
     has_head: bool,
     interleaved: bool = True,
 ) -> DecoderModel:
-    """Build a decoder of gated delta rules, its weights not yet loaded.
+    """Build a decoder with gated delta rules, its weights not yet loaded.
 
     Args:
         interleaved: see :class:`~engine.layers.DeltaRuleMixer`.
@@ -126,7 +126,7 @@ def _build_layers(
     name: str,
     make_mixer: Callable[..., StateMixer],
 ) -> list[DecoderLayer]:
-    """Build the layers, of which those without attention have a mixer that goes by a name."""
+    """Build the layers; those without attention get a mixer with this checkpoint name."""
     layers = []
     for index, layer_type in enumerate(config.layer_types):
         mixer = None

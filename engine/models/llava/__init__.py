@@ -1,1 +1,1 @@
-"""LLaVA: a decoder that sees pictures. Imports decoders and the rooms below it."""
+"""LLaVA: a decoder with image input. Imports decoders and the packages below it."""

@@ -1,4 +1,4 @@
-"""LLaVA: a CLIP tower, a projector of two layers, and any plain decoder.
+"""LLaVA: a CLIP tower, a two-layer projector, and any plain decoder.
 
 Source: Liu et al., "Visual Instruction Tuning", 2023; transformers' ``llava``.
 """
@@ -27,10 +27,10 @@ _PIXELS = "pixel_values"
 
 
 class LlavaTower(ItemTower):
-    """One image of a fixed size to one row per patch, after the class's if the config wants that.
+    """Encodes an image of fixed size to one row per patch, after the class row if configured.
 
     Raises:
-        ValueError: the tower is of a type that is not supported.
+        ValueError: the tower's type is not supported.
     """
 
     feature_names = (_PIXELS,)
@@ -51,17 +51,17 @@ class LlavaTower(ItemTower):
         self.rows, self.choices = self.rows_of(config)
 
     def rows_of(self, config: PreTrainedConfig) -> tuple[int, dict[str, Any]]:
-        """Rows of an image, and by what they are chosen among those of the tower."""
+        """Return the number of rows of an image, and the options that select them in the tower."""
         vision = config.vision_config
         names = ("vision_feature_layer", "vision_feature_select_strategy")
-        # The tower's first row is that of its class.
+        # The tower's first row is the class row.
         rows = (vision.image_size // vision.patch_size) ** 2
         rows += config.vision_feature_select_strategy == "full"
         return rows, {name: getattr(config, name) for name in names}
 
     def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Target]]:
         """See :meth:`ItemTower.targets`."""
-        # Some exports put the tower in a module of its own, and all in one of theirs.
+        # Some exports nest the tower in another module, or everything in a root module.
         root = unique_prefix(stored, self.known_weight)
         outer, inner = f"{root}vision_tower.", f"{root}vision_tower.vision_model."
         is_nested = any(name.startswith(inner) for name in stored)
@@ -96,7 +96,7 @@ def build_llava(checkpoint: Checkpoint, settings: ModelSettings) -> MultiModalMo
 
 
 def without_decoder(make: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """The tower and the projector; transformers need not know the decoder, of which it has none."""
+    """Create the tower and the projector only; the decoder's type need not be known."""
     towers = copy(config)
     width = config.get_text_config().hidden_size
     towers.text_config = LlamaConfig(

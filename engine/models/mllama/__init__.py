@@ -1,1 +1,1 @@
-"""Mllama: a decoder with cross-attention to pictures. Imports decoders and the rooms below it."""
+"""Mllama: a decoder with cross-attention to images. Imports decoders and the packages below it."""

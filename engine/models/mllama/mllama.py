@@ -1,18 +1,16 @@
-"""Mllama (Llama 3.2 Vision): layers of Llama, and among them layers that attend to an image alone.
+"""Mllama (Llama 3.2 Vision): layers of Llama interleaved with layers that attend only to an image.
 
-Supported is one image per request, whose place the decoder's prompt marks by the image token, or
-none. What a token sees is what transformers lets it see:
+At most one image per request is supported; the decoder's prompt marks its position by the image
+token. As in transformers, a token sees:
 
 - from the image token on, the rows of the image's own tiles;
-- before it, all rows, padding tiles included: there the mask hides every row, and transformers
-  lifts a mask that hides everything. The MLPs of the image layers leave these tokens alone;
-- without an image, nothing: the image layers leave the token as it is.
+- before it, all rows including padding tiles: the mask hides every row there, and transformers
+  ignores a mask that hides everything. The MLPs of the image layers skip these tokens;
+- without an image, nothing: the image layers leave the token unchanged.
 
 Sources: Grattafiori et al., "The Llama 3 Herd of Models", 2024; transformers' ``mllama``.
 
-A layer of Mllama's decoder that attends to the image in place of the text.
-
-::
+A layer of Mllama's decoder that attends to the image instead of the text::
 
     residual ──norm──► q, norm per head ──► attention to the image ──► o ──► * gate ──┐
         └───────────────────────────────── + ◄────────────────────────────────────────┘
@@ -50,7 +48,7 @@ from prefix_cache import CrossAttentionSpec
 
 
 class ImageLayer(nn.Module):
-    """Gated cross-attention and gated MLP; see the module's picture."""
+    """Gated cross-attention and gated MLP; see the module docstring."""
 
     def __init__(self, index: int, config: DecoderConfig, settings: ModelSettings) -> None:
         super().__init__()
@@ -73,7 +71,7 @@ class ImageLayer(nn.Module):
         self.attention = Attention(f"layers.{index}.cross_attn", spec, config.attention_scale)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""
         for linear in (self.query, self.key_value, self.output):
             yield from linear.targets(f"{prefix}cross_attn.")
         yield from self.mlp.targets(f"{prefix}mlp.")
@@ -88,11 +86,11 @@ class ImageLayer(nn.Module):
         yield f"{prefix}cross_attn_mlp_gate", self.gates.data[1]
 
     def finish_loading(self) -> None:
-        """Turn the stored gates into factors; call once."""
+        """Convert the stored gates to factors; call once."""
         self.gates.data.tanh_()
 
     def attend(self, x: Tensor, step: AttentionStep) -> Tensor:
-        """Attention of normed ``x`` ``(num_tokens, hidden_size)``, projected back to its shape."""
+        """Attend with normed ``x`` ``(num_tokens, hidden_size)`` and project back to its shape."""
         num_tokens = x.shape[0]
         query = self._normed_heads(self.query(x), self.query_norm)
         key: Tensor | None = None
@@ -115,7 +113,7 @@ class ImageLayer(nn.Module):
         rotation: tuple[Tensor, Tensor],
         step: AttentionStep,
     ) -> Tensor:
-        """As :meth:`DecoderLayer.forward`; rows of an image have no positions to rotate by."""
+        """See :meth:`DecoderLayer.forward`; unrotated, because image rows have no positions."""
         normed = self.input_norm(residual) if x is None else self.input_norm.add(x, residual)
         attended = self.attend(normed, step).mul_(self.gates[0])
         output: Tensor = self.mlp(self.mlp_norm.add(attended, residual)).mul_(self.gates[1])
@@ -125,17 +123,17 @@ class ImageLayer(nn.Module):
 
 
 FEATURE_NAMES = _PIXELS, _RATIO, _TILES = "pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"
-"""What the encoder takes, by the names of transformers' processor."""
+"""Inputs of the encoder, named as by transformers' processor."""
 
 
 class ImageEncoder(EncoderModule):
-    """One image's tiles to rows, padding tiles included and last::
+    """Encodes an image's tiles to rows, including trailing padding tiles::
 
         | tile 0: class, patches | tile 1 | ... | padding tile | padding tile |
-        └──────── what tokens see from the image on ──┘
+        └──── seen by tokens from the image on ───────┘
 
-    The vision tower lets tiles and padding tiles see each other, and tokens before the image see
-    all of them: none can be left out.
+    Tiles and padding tiles attend to each other in the vision tower, and tokens before the image
+    see all of them, so none can be left out.
     """
 
     def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
@@ -146,7 +144,7 @@ class ImageEncoder(EncoderModule):
         self.projector = Linear(
             vision.vision_output_dim, projector, bias=True, **settings.tensor_options
         )
-        # The patches of a tile, and one row for its class.
+        # The patches of a tile, and one class row.
         self.rows_per_tile: int = (vision.image_size // vision.patch_size) ** 2 + 1
         self.max_len = vision.max_num_tiles * self.rows_per_tile
         self.num_ratios = len(vision.supported_aspect_ratios)
@@ -157,12 +155,12 @@ class ImageEncoder(EncoderModule):
         }
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """The tower's and the projection's weights."""
+        """Yield the targets of the tower and the projection."""
         yield from super().targets(f"{prefix}vision_model.")
         yield from self.projector.targets(prefix)
 
     def check_input(self, entry: EncoderInput) -> None:
-        """The features of one image, as transformers' processor makes them."""
+        """Require the features of one image, as computed by transformers' processor."""
         if entry.token_ids or entry.features.keys() != self.shapes.keys():
             given = ", ".join(sorted(entry.features)) or "none"
             raise ValueError(
@@ -182,7 +180,7 @@ class ImageEncoder(EncoderModule):
         self.check_num_tokens(entry, self.max_len)
 
     def num_image_rows(self, entry: EncoderInput) -> int:
-        """Rows of the tiles that are no padding."""
+        """Return the number of rows of the tiles that are not padding."""
         return int(entry.features[_TILES].sum()) * self.rows_per_tile
 
     def forward(self, inputs: Sequence[EncoderInput]) -> Tensor:
@@ -191,12 +189,12 @@ class ImageEncoder(EncoderModule):
         return self.projector(self.module(**features).last_hidden_state.flatten(0, 3))
 
 
-# Rows of the embedding beyond the logits': the image token's and room for others.
+# Embedding rows without a logit: that of the image token, and spare ones.
 _EXTRA_EMBEDDINGS = 8
 
 
 class MllamaModel(EncoderDecoderModel, DecoderModel):
-    """A Llama with image layers, beside a vision encoder; see :data:`Builder`."""
+    """A Llama with image layers, and a vision encoder; see :data:`Builder`."""
 
     encoder: ImageEncoder
     head_name = "language_model.lm_head"
@@ -204,7 +202,7 @@ class MllamaModel(EncoderDecoderModel, DecoderModel):
     def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
         config: Any = checkpoint.config
         text = config.text_config
-        # The head is a matrix of its own, whatever the config says.
+        # The head is a separate matrix, regardless of the config.
         decoder_config = replace(DecoderConfig.from_transformers(text), tie_word_embeddings=False)
         image_layers = set(text.cross_attention_layers)
         layers = [
@@ -222,16 +220,16 @@ class MllamaModel(EncoderDecoderModel, DecoderModel):
         self.image_token_id = int(config.image_token_index)
         self.encoder_hidden_size = self.hidden_size
         self.encoder = ImageEncoder(config, settings)
-        # Behind those of the text, whose group is the first one.
+        # After those of the text, whose group must be the first one.
         self.attention_layers += [x.attention for x in layers if isinstance(x, ImageLayer)]
 
     def targets(self, prefix: str = "") -> Iterator[tuple[str, Target]]:
-        """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
+        """Yield checkpoint names and targets; see :meth:`CausalModel.targets`."""
         yield from self.encoder.targets(prefix)
         yield from super().targets(f"{prefix}language_model.model.")
 
     def encoder_view(self, entry: EncoderInput | None, decoder_ids: Sequence[int]) -> EncoderView:
-        """See :meth:`EncoderDecoderModel.encoder_view`, and the module's list."""
+        """See :meth:`EncoderDecoderModel.encoder_view`, and the list in the module docstring."""
         num_places = list(decoder_ids).count(self.image_token_id)
         if num_places != (entry is not None):
             raise ValueError(
@@ -247,15 +245,15 @@ class MllamaModel(EncoderDecoderModel, DecoderModel):
 
 
 class MllamaPromptRule(DecoderPromptRule):
-    """Decoder prompts as they are: the model began as a text model, and has no start token.
+    """Unchanged decoder prompts: derived from a text model, Mllama has no start token.
 
-    The image is seen from its token on. Alone, an image has ``<|image|> <BOS>`` for a prompt.
+    The image is seen from its token on. An image without text has the prompt ``<|image|> <BOS>``.
     """
 
     _names_of_start = ("bos_token_id",)
 
     def prompt_ids(self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None) -> list[int]:
-        """Ids that the decoder goes on from; see :class:`DecoderPromptRule`."""
+        """Return the ids of the decoder's prompt; see :class:`DecoderPromptRule`."""
         if decoder is None:
             return [self._config.image_token_id, self.start_token_id]
         return self._given(decoder)

@@ -1,7 +1,7 @@
-"""Pocket TTS's codec: latents to sound, from chunk to chunk, and sound to latents.
+"""Pocket TTS's codec: latents to audio, chunk by chunk, and audio to latents.
 
-Mimi without codebooks: a place is ``latent_dim`` numbers. Where codes are expected, each number
-stands as the 32 bits of its float32, so that nothing is rounded on the way.
+Mimi without codebooks: a position has ``latent_dim`` numbers. Where codes are expected, each number
+is represented by the 32 bits of its float32, so that nothing is rounded.
 
 Source: Rouard et al., "Continuous Audio Language Models", 2025; transformers'
 ``pocket_tts_audio_tokenizer``.
@@ -26,16 +26,16 @@ from engine.models.encoder_module import load_network
 
 _CAUSAL = (PocketTTSAudioTokenizerConv1d, PocketTTSAudioTokenizerConvTranspose1d)
 _FADE_IN_S = 0.005
-"""A decoder without a past begins with a step, which would be heard as a click."""
+"""A decoder without history begins with a step, which would be audible as a click."""
 
 
 def bits_of(latents: Tensor) -> Tensor:
-    """Latents to the bits of their numbers in float32, int64 from 0 to 2**32 - 1."""
+    """Convert latents to the bits of their float32 values, int64 from 0 to 2**32 - 1."""
     return latents.float().contiguous().view(torch.int32).to(torch.int64) & 0xFFFF_FFFF
 
 
 def latents_of(bits: Tensor) -> Tensor:
-    """The inverse of :func:`bits_of`."""
+    """Invert :func:`bits_of`."""
     return bits.to(torch.int32).view(torch.float32)
 
 
@@ -43,7 +43,7 @@ class PocketCodec(CausalVocoder):
     """The decoding half of a codec; see :class:`CausalVocoder`.
 
     Raises:
-        ValueError: the config is not supported, or the weights do not fit it.
+        ValueError: the config is not supported, or the weights do not match it.
     """
 
     num_codes = 2**32
@@ -53,7 +53,7 @@ class PocketCodec(CausalVocoder):
         super().__init__(device, config.sliding_window)
         self.num_codebooks: int = config.latent_dim
         self.sampling_rate, self.samples_per_code = config.sampling_rate, config.frame_size
-        self.max_codes = 2**20  # places are seen by a window, and none is learnt
+        self.max_codes = 2**20  # no learned positions, and sliding-window attention
         self.network = load_half("decoder", checkpoint, device)
         self.stream_convolutions(self.network, _CAUSAL)
         fade = torch.linspace(0, 1, int(_FADE_IN_S * self.sampling_rate))
@@ -76,7 +76,7 @@ def load_half(
     """Load one half of a codec, in float32.
 
     Raises:
-        ValueError: the config is not supported, or the weights do not fit it.
+        ValueError: the config is not supported, or the weights do not match it.
     """
     check_codec(checkpoint.config)
     other: Half = "decoder" if half == "encoder" else "encoder"

@@ -1,15 +1,15 @@
 """Pocket TTS's decoder: text to speech, in the voice of a recording.
 
-A frame of sound is a latent of 32 numbers, and one token here::
+A frame of audio is a latent of 32 numbers, and one token here::
 
     prompt   | <voice> | ~ ~ ~ ~ ~ ~ ~ ~ | H e l l o . | <begin> |
-                        frames of a voice                 a learnt latent
+                        frames of a voice                 a learned latent
     output   | frame | frame | ... | tail | tail | tail | end |
 
-A flow head turns noise, and the hidden state behind a token, into the next frame, which is drawn in
-the same step, and embedded in the next. Of a greedy request the noise is 0, and else the
-temperature is its variance. A head of one number says when the speech is over: then some more
-frames come, the tail, and a token that is no sound.
+A flow head maps noise and a token's hidden state to the next frame, which is drawn in the same step
+and embedded in the next. The noise of a greedy request is 0; otherwise its variance is the
+temperature. A head with a single output predicts the end of speech, after which some more frames
+follow (the tail), and a token without audio.
 
 Source: Rouard et al., "Continuous Audio Language Models", 2025; transformers' ``pocket_tts``.
 """
@@ -41,11 +41,11 @@ from engine.sampling.sampler import FurtherDraws
 
 _IGNORED = ("loss_weighting.", "latent_stats_num_updates")
 _RARELY = -1e4
-"""The logit of what comes only if nothing else may."""
+"""Logit of a token that is sampled only if no other is allowed."""
 
 
 class VoiceTower(FeatureTaker):
-    """Hears a voice, by the codec that the checkpoint's processor names."""
+    """Encodes a voice with the codec that the checkpoint's processor names."""
 
     feature_names = ("input_values",)
 
@@ -62,7 +62,7 @@ class VoiceTower(FeatureTaker):
         return int(self._extractor.get_num_frames(mask))
 
     def load(self, latent_dim: int) -> None:
-        """Load the encoder; ``ValueError`` if there is none, or it does not fit."""
+        """Load the encoder; ``ValueError`` if it is missing or does not match."""
         codec = Checkpoint.open(self._codec)
         config: Any = codec.config
         if config.latent_dim != latent_dim:
@@ -74,22 +74,22 @@ class VoiceTower(FeatureTaker):
 
     @torch.no_grad()
     def latents(self, features: Mapping[str, Tensor]) -> Tensor:
-        """A sound's ``input_values`` ``(num_samples,)`` to latents ``(num_rows, latent_dim)``."""
+        """Map ``input_values`` ``(num_samples,)`` to latents ``(num_rows, latent_dim)``."""
         extracted = self._extracted(features).to(self._device)
         encoded = self._network.encode(extracted["input_values"], extracted["padding_mask"])
         num_rows = int(self._extractor.get_num_frames(extracted["padding_mask"]))
         return encoded.latents[0, :num_rows]
 
     def _extracted(self, features: Mapping[str, Tensor]) -> Any:
-        """The samples that end on a pause, ``(1, 1, num_samples)``, and their mask."""
+        """Return samples that end in a pause, ``(1, 1, num_samples)``, and their mask."""
         return self._extractor(features["input_values"].numpy(), self.sampling_rate)
 
 
 class PocketTTS(DecoderModel, ItemSide):
-    """A decoder over text and latents; see the module's note.
+    """A decoder over text and latents; see the module docstring.
 
     Raises:
-        ValueError: the config asks for something that is not supported.
+        ValueError: something in the config is not supported.
     """
 
     def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
@@ -117,7 +117,7 @@ class PocketTTS(DecoderModel, ItemSide):
         self.latent_mean, self.latent_std = (empty_parameter(width, **options) for _ in range(2))
         with torch.device("meta"):
             flow = PocketTTSFlowHead(config.flow_head_config)
-        for parameter in flow.parameters():  # but no buffers: frequencies stay in float32
+        for parameter in flow.parameters():  # not buffers: frequencies stay in float32
             parameter.data = parameter.data.to(settings.dtype)
         self.flow = flow.to_empty(device=settings.device).requires_grad_(False)
         has_times = config.flow_head_config.flow_type == "lsd"
@@ -133,7 +133,7 @@ class PocketTTS(DecoderModel, ItemSide):
         self.ignored_weights = [name for name in stored if name.startswith(_IGNORED)]
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
+        """Yield checkpoint names and targets; see :meth:`CausalModel.targets`."""
         yield from super().targets("model.")
         yield from self.voice_projection.targets("model.")
         yield from self.latent_projection.targets("model.")
@@ -145,13 +145,13 @@ class PocketTTS(DecoderModel, ItemSide):
             yield f"flow_head.{name}", tensor
 
     def finish_loading(self, *, pack_weights: bool) -> None:
-        """See :meth:`CausalModel.finish_loading`; loads what hears voices, too."""
+        """See :meth:`CausalModel.finish_loading`; also loads the voice encoder."""
         super().finish_loading(pack_weights=pack_weights)
         if self._tower is not None and self.begin.device.type != "meta":
             self._tower.load(self.num_codebooks - 1)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Token ids ``(n,)`` to embeddings ``(n, hidden_size)``."""
+        """Map token ids ``(n,)`` to embeddings ``(n, hidden_size)``."""
         begin = self.latent_projection(self.begin[None])
         return torch.where((input_ids == self._begin_id)[:, None], begin, super().embed(input_ids))
 
@@ -162,19 +162,19 @@ class PocketTTS(DecoderModel, ItemSide):
         return [self.voice_projection(each.to(self.dtype)) for each in latents]
 
     def add_codes(self, embeds: Tensor, codes: Tensor) -> None:
-        """See :meth:`CausalModel.add_codes`; a frame's embedding takes the place of its token's."""
+        """See :meth:`CausalModel.add_codes`; a frame's embedding replaces its token's."""
         drawn = codes[:, 0] >= 0
         if bool(drawn.any()):
             latents = latents_of(codes[drawn, 1:])
             embeds[drawn] = self.latent_projection(latents.to(self.dtype))
 
     def drawn_rows(self, codes: Tensor) -> dict[str, Tensor]:
-        """``latents`` ``(num_tokens, latent_dim)``, 0 where there is none."""
+        """Return ``latents`` ``(num_tokens, latent_dim)``, 0 for tokens without one."""
         latents = latents_of(codes[:, 1:]) * self.latent_std + self.latent_mean
         return {"latents": latents.masked_fill(codes[:, :1] < 0, 0)}
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """By how much the head's number is above where speech is over; see :class:`SpeechEnd`."""
+        """Return the end head's margin over its threshold as a logit; see :class:`SpeechEnd`."""
         logits = hidden_states.new_full(
             (len(hidden_states), self.vocab_size), -torch.inf, dtype=torch.float32
         )
@@ -187,7 +187,7 @@ class PocketTTS(DecoderModel, ItemSide):
         latents = draws.normal(self.num_codebooks - 1).to(hidden_states)
         if not self._num_steps:
             latents = self.flow(latents, hidden_states)
-        for step in range(self._num_steps):  # of Euler's method
+        for step in range(self._num_steps):  # Euler's method
             times = [latents.new_full((1,), at / self._num_steps) for at in (step, step + 1)]
             latents = latents + self.flow(latents, hidden_states, times) / self._num_steps
         return torch.cat((first[:, None], bits_of(latents)), dim=1)
@@ -195,13 +195,13 @@ class PocketTTS(DecoderModel, ItemSide):
 
 @dataclass(frozen=True, slots=True)
 class SpeechEnd:
-    """What tokens come as speech ends: none is chosen by chance.
+    """Deterministic choice of tokens at the end of speech.
 
     Attributes:
-        frame, tail, end: ids of a frame, of one from where speech is over on, and of the last
-            token, whose logit is above 0 where speech is over.
-        min_frames: before which it never is.
-        num_after: frames of the tail behind the first one.
+        frame, tail, end: ids of a frame, of a frame after the end of speech, and of the last
+            token, whose logit is above 0 if speech has ended.
+        min_frames: minimum number of frames before the end.
+        num_after: number of tail frames after the first one.
     """
 
     frame: int
@@ -212,7 +212,7 @@ class SpeechEnd:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> SpeechEnd:
-        """Read a checkpoint's ids; padding is the last token, since it stands in no prompt."""
+        """Read a checkpoint's ids; the last token is padding, because no prompt contains it."""
         config: Any = checkpoint.config
         ids = (config.audio_latent_token_id, config.audio_bos_token_id, config.pad_token_id)
         return cls(*ids, int(_stated(checkpoint, "min_frames_before_eos", 6)))
@@ -230,7 +230,7 @@ class SpeechEnd:
 
 
 class PocketPrompts(MultiModalPromptProcessor):
-    """A text is a message, which the checkpoint's template writes; its sound is the voice."""
+    """Converts text to a message for the checkpoint's chat template; its audio is the voice."""
 
     def __init__(self, sources: PromptSources) -> None:
         super().__init__(sources)
@@ -242,7 +242,7 @@ class PocketPrompts(MultiModalPromptProcessor):
         self._after = int(stated.get("frames_after_eos", 2))
 
     def as_message(self, prompt: Prompt) -> Prompt:
-        """A text is a message, and what is to be said the only one."""
+        """Convert text to a message, and require a single user message."""
         if isinstance(prompt, str):
             prompt = TextPrompt(prompt)
         if isinstance(prompt, TextPrompt):
@@ -275,6 +275,6 @@ def _processor_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def _stated(checkpoint: Checkpoint, name: str, usual: float) -> float:
-    """A figure of ``generation_config.json``, or what transformers takes without it."""
+    """Return a number from ``generation_config.json``, or transformers' default ``usual``."""
     stated = getattr(checkpoint.generation_config, name, None)
     return usual if stated is None else stated

@@ -1,1 +1,1 @@
-"""Qwen2.5-Omni: thinker, talker, code2wav. Imports qwen2_5_vl, decoders and what is below."""
+"""Qwen2.5-Omni: thinker, talker, code2wav. Imports qwen2_5_vl, decoders and the packages below."""

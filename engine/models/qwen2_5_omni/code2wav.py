@@ -1,8 +1,8 @@
-"""Qwen2.5-Omni's vocoder: codec tokens to a spectrogram by a flow (DiT), to sound by BigVGAN.
+"""Qwen2.5-Omni's vocoder: codec tokens to a spectrogram by a flow (DiT), to audio by BigVGAN.
 
-The networks are transformers'. What is ours around them keeps their arithmetic: noise comes from
-a request's own seed, requests of equal length run in one batch, a voice is encoded once instead
-of in every pass, and attention skips the blocks that its mask would have hidden."""
+The networks are transformers'. Our changes preserve their arithmetic: noise comes from a request's
+own seed, requests of equal length run in one batch, a voice is encoded once instead of in every
+pass, and attention skips the blocks that its mask would have hidden."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _RATIO, _TAPS = 2, 12
 
 
 class NativeSnake(nn.Module):
-    """Two samples for one, the snake, and one for two, in one pass over memory; for inference.
+    """Upsampling by two, snake activation and downsampling in one pass over memory; inference only.
 
     Args:
-        original: of transformers; what it computes from its parameters is read now.
+        original: transformers' module; values derived from its parameters are computed now.
     """
 
     def __init__(
@@ -50,27 +50,27 @@ class NativeSnake(nn.Module):
         self.up = nn.Buffer(_taps(original.upsample.filter), persistent=False)
         self.down = nn.Buffer(_taps(original.downsample.filter), persistent=False)
         with torch.no_grad():
-            # Parameters, since they stand for the checkpoint's: they count as its weights.
+            # Parameters, because they replace the checkpoint's and count as its weights.
             self.rates = nn.Parameter(snake.alpha.exp(), requires_grad=False)
             scales = 1.0 / (snake.beta.exp() + snake.no_div_by_zero)
             self.scales = nn.Parameter(scales, requires_grad=False)
 
     def forward(self, samples: Tensor) -> Tensor:
-        """``(B, channels, n)`` to the same shape."""
+        """Map ``(B, channels, n)`` to the same shape."""
         return self._kernels.snake(
             samples.contiguous(), self.up, self.down, self.rates, self.scales
         )
 
 
 def use_native_snakes(network: nn.Module) -> None:
-    """Put the C kernel in the place of every snake of a network in float32 on a CPU.
+    """Replace every snake of a network in float32 on a CPU by the C kernel.
 
-    Without a compiler, and where a snake is of another kind, transformers' own stays.
+    Without a compiler, and for other kinds of snakes, transformers' own modules stay.
     """
     try:
         kernels = load_kernels()
     except NativeBuildError:
-        return  # logged once, when they could not be had
+        return  # logged once by load_kernels
     for module in list(network.modules()):
         for name, child in module.named_children():
             if isinstance(child, Qwen2_5OmniAntiAliasedActivation1d) and _fits(child):
@@ -93,34 +93,34 @@ def _taps(filters: Tensor) -> Tensor:
 
 
 NEIGHBOUR_ATTENTION = "omni_neighbour_blocks"
-"""The name by which configs of transformers choose :func:`neighbour_attention`."""
+"""Name by which transformers' configs select :func:`neighbour_attention`."""
 
 NEIGHBOURS = (-1, 0, 1)
-"""Blocks that a block may see, counted from itself."""
+"""Offsets of the blocks that a block may see."""
 
 _ITSELF = (NEIGHBOURS.index(0),)
-# To lay out a block's keys takes a CPU about as long as to score them once more.
+# On a CPU, laying out a block's keys takes about as long as scoring them once more.
 _COST_OF_CUTTING = 2
-# All layers and passes over one length share their masks; streams have few lengths.
+# All layers and passes over one length share masks; streams have few different lengths.
 _KEPT_MASKS = 32
 
 
 def neighbour_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_: Any
 ) -> tuple[Tensor, None]:
-    """What masked attention gives, at a cost that grows with the length, not with its square.
+    """Compute masked attention between neighbouring blocks in time linear in the length.
 
     The sequence is cut into blocks, the last of which may be short. Each is a row of a batch::
 
         query   [ block 0 ]   [ block 1 ]   [ block 2 ]
-        keys    [ - | 0 | 1 ] [ 0 | 1 | 2 ] [ 1 | 2 | - ]     where both neighbours are seen
+        keys    [ - | 0 | 1 ] [ 0 | 1 | 2 ] [ 1 | 2 | - ]     if both neighbours are seen
 
-    Where there are few blocks, all their scores under a mask cost less.
+    For few blocks, computing all scores with a mask is cheaper.
 
     Args:
         query: ``(B, heads, n, head_dim)``.
-        attention_mask: ``(3,)`` bool on the CPU, whether a block sees each of ``NEIGHBOURS``;
-            itself it always does.
+        attention_mask: ``(3,)`` bool on the CPU, true if a block sees that one of ``NEIGHBOURS``;
+            it always sees itself.
 
     Returns:
         ``(B, n, heads, head_dim)``, and None for the weights, as transformers expects.
@@ -138,7 +138,7 @@ def neighbour_attention(
 def _by_blocks(
     tensors: tuple[Tensor, Tensor, Tensor], block_size: int, seen: tuple[int, ...]
 ) -> Tensor:
-    """Query, key and value to ``(B, n, heads, head_dim)``, without scores that are not seen."""
+    """Attend to seen blocks only: query, key and value to ``(B, n, heads, head_dim)``."""
     query, key, value = (each.transpose(1, 2) for each in tensors)
     batch, length = query.shape[:2]
     mask = None
@@ -155,9 +155,9 @@ def _by_blocks(
 
 
 def _cut(rows: Tensor, block_size: int, seen: tuple[int, ...]) -> Tensor:
-    """``(B, n, ...)`` to ``(B * blocks, len(seen) * block_size, ...)``: what each block sees.
+    """Gather seen blocks: ``(B, n, ...)`` to ``(B * blocks, len(seen) * block_size, ...)``.
 
-    Zeros stand for what is before the first block, and behind the last row.
+    Zeros are used before the first block and after the last row.
     """
     fill = -rows.shape[1] % block_size
     around = 0 if seen == _ITSELF else block_size
@@ -174,7 +174,7 @@ def _cut(rows: Tensor, block_size: int, seen: tuple[int, ...]) -> Tensor:
 def _seen_pairs(
     length: int, block_size: int, seen: tuple[int, ...], device: torch.device
 ) -> Tensor:
-    """Which keys each query sees, ``(length, length)``."""
+    """Return the mask of the keys that each query sees, ``(length, length)``."""
     blocks = torch.arange(length, device=device) // block_size
     distances = torch.tensor([NEIGHBOURS[place] for place in seen], device=device)
     return torch.isin(blocks - blocks[:, None], distances)
@@ -184,7 +184,7 @@ def _seen_pairs(
 def _existing_keys(
     batch: int, length: int, block_size: int, seen: tuple[int, ...], device: torch.device
 ) -> Tensor:
-    """Which keys of a cut are of the sequence, ``(batch * blocks, 1, 1, keys)``."""
+    """Return the mask of cut keys inside the sequence, ``(batch * blocks, 1, 1, keys)``."""
     rows = torch.ones(batch, length, dtype=torch.bool, device=device)
     return _cut(rows, block_size, seen)[:, None, None]
 
@@ -192,10 +192,10 @@ def _existing_keys(
 AttentionInterface.register(NEIGHBOUR_ATTENTION, neighbour_attention)
 
 
-# Samples per second of this family; its configs do not tell. The published model makes 480 samples
-# of a codec token, and its codec has 50 tokens a second.
+# Samples per second of this family, which its configs do not contain. The published model generates
+# 480 samples per codec token, and its codec has 50 tokens a second.
 _SAMPLING_RATE = 24_000
-# Below this, transformers makes no pass without conditions.
+# Below this scale, transformers skips the unconditional pass.
 _NO_GUIDANCE = 1e-5
 
 
@@ -206,10 +206,10 @@ class Code2Wav(GeneratorModel):
         checkpoint: opened at its part ``code2wav``.
 
     Attributes:
-        frames_per_code: rows of the spectrogram that a code becomes.
+        frames_per_code: spectrogram rows per code.
 
     Raises:
-        ValueError: the weights do not fit the config, or the voices are missing or do not fit.
+        ValueError: the weights do not match the config, or voices are missing or do not match.
     """
 
     sampling_rate = _SAMPLING_RATE
@@ -229,7 +229,7 @@ class Code2Wav(GeneratorModel):
         self.mel_dim = dit.mel_dim
         dit._attn_implementation = NEIGHBOUR_ATTENTION
 
-        made = cache(lambda: _Networks(checkpoint.config))  # takes longer than to load them
+        made = cache(lambda: _Networks(checkpoint.config))  # slower than loading the weights
         networks = load_checked(
             checkpoint,
             device,
@@ -244,7 +244,7 @@ class Code2Wav(GeneratorModel):
         embedding: nn.Module = self.dit.input_embed
         self._voices = _Voices(self.dit.input_embed.spk_encoder)
         embedding.spk_encoder = self._voices
-        # What depends on the codes or on their number alone is alike in all evaluations of a pass.
+        # Outputs that depend only on codes or their number are equal in all evaluations of a pass.
         self._kept = _OncePerPass(self.dit.text_embed), _OncePerPass(self.dit.rotary_embed)
         flow: nn.Module = self.dit
         flow.text_embed, flow.rotary_embed = self._kept
@@ -259,7 +259,7 @@ class Code2Wav(GeneratorModel):
         return find_speaker(self._speakers, name).name
 
     def check_speaker(self, speaker: Speaker) -> None:
-        """Raise ``ValueError`` if a voice does not fit this model."""
+        """Raise ``ValueError`` if a voice does not match this model."""
         dit = self.dit.config
         found = speaker.conditioning.shape[-1], speaker.reference_mel.shape[-1]
         if found != (dit.enc_emb_dim, dit.mel_dim):
@@ -286,12 +286,12 @@ class Code2Wav(GeneratorModel):
         samples: Tensor = self(codes, torch.stack(noise), speakers, params)
         return samples, [None] * len(chunks)
 
-    # Not inference_mode: users may go on with the samples as they like.
+    # Not inference_mode, so that users may process the samples further without restrictions.
     @torch.no_grad()
     def forward(
         self, codes: Tensor, noise: Tensor, speakers: Sequence[Speaker], params: GenerationParams
     ) -> Tensor:
-        """Make sound.
+        """Generate audio.
 
         Args:
             codes: ``(B, n)`` int64.
@@ -308,7 +308,7 @@ class Code2Wav(GeneratorModel):
     def _flow(
         self, codes: Tensor, noise: Tensor, speakers: Sequence[Speaker], params: GenerationParams
     ) -> Tensor:
-        """Noise to spectrogram, ``(B, frames, mel_dim)``, as ``sample`` of transformers does."""
+        """Integrate noise to spectrograms ``(B, frames, mel_dim)``, as transformers' ``sample``."""
         scale = params.guidance_scale
         guided = scale >= _NO_GUIDANCE
         self._voices.choose(speakers, with_silence=guided)
@@ -317,7 +317,7 @@ class Code2Wav(GeneratorModel):
         conditions = {
             "quantized_code": codes,
             "speaker_embedding": conditioning[:, None].expand(-1, noise.shape[1], -1),
-            # What the encoder of voices would read; it has read it already.
+            # Unused: _Voices has already encoded the voices.
             "condition_vector": conditioning,
         }
 
@@ -343,7 +343,7 @@ class Code2Wav(GeneratorModel):
 
 
 class _Networks(nn.Module):
-    """Both networks, by the names that checkpoints have for them."""
+    """Both networks, under their checkpoint names."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -353,26 +353,26 @@ class _Networks(nn.Module):
         )
 
     def placed(self, settings: ModelSettings) -> _Networks:
-        """These, with memory of their own, or without any still."""
+        """Allocate both networks on the settings' device, which may be ``meta``."""
         place(self.code2wav_dit_model, settings)
         place(self.code2wav_bigvgan_model, settings)
         return self
 
 
 class _NeighbourDiT(Qwen2_5OmniToken2WavDiTModel):
-    """The DiT, whose layers ask for neighbouring blocks and not for a mask of all pairs."""
+    """The DiT, whose layers select neighbouring blocks instead of a mask over all pairs."""
 
     def _create_block_diff(self, hidden_states: Tensor) -> Tensor:
-        # A layer compares these distances to those it looks: its "mask" says which it sees.
+        # A layer compares these offsets with its look-ahead and look-back, which gives the mask.
         return torch.tensor(NEIGHBOURS)
 
 
 class _OncePerPass(nn.Module):
-    """Stands in for a module that transformers runs again, on equal tensors, in every evaluation.
+    """Caches a module that transformers runs again, on equal tensors, in every evaluation.
 
     Args:
-        module: what it does must depend on nothing else that changes within a pass than on the
-            options that it is given by name.
+        module: must depend on nothing that changes within a pass, except on the options that are
+            passed by name.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -381,11 +381,11 @@ class _OncePerPass(nn.Module):
         self._made: dict[tuple[tuple[str, Any], ...], Any] = {}
 
     def forget(self) -> None:
-        """Let go of what was made: the pass is over."""
+        """Clear the cache at the end of a pass."""
         self._made = {}
 
     def forward(self, *tensors: Tensor, **options: Any) -> Any:
-        """What the module makes of the pass's tensors and these options."""
+        """Return the module's output for the pass's tensors and these options."""
         key = tuple(options.items())
         if key not in self._made:
             self._made[key] = self.module(*tensors, **options)
@@ -393,7 +393,7 @@ class _OncePerPass(nn.Module):
 
 
 class _Voices(nn.Module):
-    """Stands in for the encoder of voices, which transformers runs again in every pass.
+    """Caching replacement of the voice encoder, which transformers runs again in every pass.
 
     Args:
         encoder: ``(B, T, mel_dim)`` to ``(B, enc_dim)``.
@@ -406,18 +406,18 @@ class _Voices(nn.Module):
         self._chosen: Tensor | None = None
 
     def choose(self, speakers: Sequence[Speaker], *, with_silence: bool) -> None:
-        """Say whose voices the rows have; with silence, rows come again without conditions."""
+        """Set the voice of each row; with silence, the unconditional rows of guidance follow."""
         voices, silences = zip(*map(self._encode, speakers), strict=True)
         self._chosen = torch.cat([*voices, *silences] if with_silence else voices)
 
     def forward(self, condition_vector: Tensor) -> Tensor:
-        """The chosen voices, ``(B, enc_dim)``."""
+        """Return the chosen voices, ``(B, enc_dim)``."""
         if self._chosen is None or len(self._chosen) != len(condition_vector):
             raise RuntimeError("voices must be chosen for the batch that runs")
         return self._chosen
 
     def _encode(self, speaker: Speaker) -> tuple[Tensor, Tensor]:
-        """A voice, and silence of the same length, which is what takes its place in guidance."""
+        """Encode a voice, and silence of equal length for the unconditional pass of guidance."""
         if speaker.name not in self._known:
             mel = speaker.reference_mel.to(next(self.encoder.parameters()).device)
             voice, silence = self.encoder(torch.cat([mel, torch.zeros_like(mel)])).split(1)
@@ -426,12 +426,12 @@ class _Voices(nn.Module):
 
 
 def initial_noise(seed: int, start: int, stop: int, mel_dim: int) -> Tensor:
-    """Rows ``start`` to ``stop`` of the noise that becomes a spectrogram of ``mel_dim`` channels.
+    """Draw rows ``start`` to ``stop`` of the initial noise of a spectrogram.
 
-    It is that of transformers after ``torch.manual_seed(seed)`` on a CPU, and it is drawn there
-    wherever the model runs, so that a seed means the same everywhere. Frames have the same noise
-    whichever window they are drawn for, as torch draws 16 numbers at a time and ``mel_dim`` is a
-    multiple of that in published models.
+    It equals that of transformers after ``torch.manual_seed(seed)`` on a CPU, and is always drawn
+    on the CPU, so that a seed gives the same result on any device. A frame's noise does not depend
+    on the window for which it is drawn, because torch draws 16 numbers at a time and ``mel_dim`` is
+    a multiple of 16 in published models.
 
     Returns:
         ``(stop - start, mel_dim)`` float32.
@@ -441,7 +441,7 @@ def initial_noise(seed: int, start: int, stop: int, mel_dim: int) -> Tensor:
 
 
 def flow_times(params: GenerationParams, device: torch.device) -> Tensor:
-    """``(num_steps,)`` times from 0 to 1, swayed to one end as in F5-TTS (arXiv 2410.06885)."""
+    """Return ``(num_steps,)`` times from 0 to 1, with F5-TTS's sway sampling (arXiv 2410.06885)."""
     times = torch.linspace(0, 1, params.num_steps, device=device)
     if params.sway_coefficient is None:
         return times
@@ -449,7 +449,7 @@ def flow_times(params: GenerationParams, device: torch.device) -> Tensor:
 
 
 def _check_lengths(rates: Sequence[int], kernel_sizes: Sequence[int]) -> None:
-    """Each upsampling must give exactly ``rate`` times as many samples, or codes have no place."""
+    """Require that each upsampling multiplies the length exactly by its rate, to align codes."""
     if any((size - rate) % 2 for rate, size in zip(rates, kernel_sizes, strict=True)):
         raise ValueError(
             f"bigvgan_config: upsample_kernel_sizes {tuple(kernel_sizes)} and upsample_rates "

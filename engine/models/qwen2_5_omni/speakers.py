@@ -1,18 +1,17 @@
-"""The voices that a speaking checkpoint brings.
+"""Voices of a checkpoint, and the layout of a talker's inputs.
 
-What a talker reads: a thinker's rows, laid beside codec tokens.
-
-With n prompt rows and a reply ``r``, and E a token of the thinker's vocabulary, embedded::
+A talker reads a thinker's rows together with codec tokens. With n prompt rows, a reply ``r``, and
+E the embedding of a token of the thinker's vocabulary::
 
     position   0 ... n-1      n             n+1           n+2 .......... n+2+j
     token      mask           pad           bos           first codec    codec j
     row        prompt_rows    E(speaker)    s[0]          s[1]           s[j+1]
-               alone          |<- added to the token's own embedding ---------->|
+               only           |<- added to the token's own embedding ---------->|
 
     s = r[0] ... r[last], E(text end), E(text pad), E(text pad), ...
 
-Source: ``Qwen2_5OmniForConditionalGeneration.generate`` of transformers, whose result this is.
-There the reply of a single token, which has no rows, raises; here it is s without any r.
+Source: ``Qwen2_5OmniForConditionalGeneration.generate`` of transformers, with equal results, except
+that it fails for a reply of a single token, which has no rows: here s then contains no r.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ from engine.requests.request import Request
 _TEXT_EMBEDDING = "thinker.model.embed_tokens.weight"
 _NUM_AXES = 3
 _NUM_FOLLOWING = 2
-"""Tokens of a talker's prompt after those of the thinker's: pad and bos."""
+"""Tokens in a talker's prompt after the thinker's tokens: pad and bos."""
 
 
 class SpeechPromptProcessor(PromptProcessor):
     """Lays out speech prompts.
 
-    It reads the voices, and of the thinker's weights one row for each and two more.
+    It loads the voices, and from the thinker's weights one row per voice and two more.
 
     Raises:
-        ValueError: the checkpoint has no voices, or not these rows.
+        ValueError: the checkpoint lacks voices or these rows.
     """
 
     takes_chunks = True
@@ -66,10 +65,10 @@ class SpeechPromptProcessor(PromptProcessor):
         *starts, self._end_row, self._pad_row = rows.split(1)
         self._speaker_rows = dict(zip(self.speakers, starts, strict=True))
         self._block_size = sources.limits.block_size
-        # The mask stands where the thinker's prompt does, and pad follows it.
+        # The mask stands in for the thinker's prompt, and pad follows it.
         self._mask, self._pad = config.tts_codec_mask_token_id, config.tts_codec_pad_token_id
         self._bos = config.tts_codec_start_token_id
-        # Where pad is generated, the speech has ended; bos begins it, and is never generated.
+        # Pad ends the speech if generated; bos begins it, and is never generated.
         self.stop_token_ids = frozenset({self._pad, config.tts_codec_end_token_id})
         self.suppress_token_ids = (self._bos,)
 
@@ -103,7 +102,7 @@ class SpeechPromptProcessor(PromptProcessor):
         return PromptContent(codes, spans, positions=positions, streamed_rows=streamed_rows)
 
     def _read(self, prompt: Prompt) -> tuple[SpeechPrompt, Tensor, Tensor]:
-        """A prompt, or the first chunk of one, and its checked rows."""
+        """Return a prompt, or its first chunk, and its checked rows."""
         refuse_items(prompt)
         if not isinstance(prompt, SpeechPrompt):
             raise ValueError(
@@ -116,7 +115,7 @@ class SpeechPromptProcessor(PromptProcessor):
         return prompt, rows, reply
 
     def extend(self, request: Request, prompt: Prompt) -> None:
-        """Take a later chunk. Its speaker counts for nothing: the first chunk's speaks."""
+        """Append a later chunk. Its speaker is ignored in favour of the first chunk's."""
         streamed_rows = request.streamed_rows
         if streamed_rows is None:
             raise ValueError(f"request {request.request_id!r} has no rows that could go on")
@@ -143,7 +142,7 @@ class SpeechPromptProcessor(PromptProcessor):
 
 
 def embeddings(sources: PromptSources, token_ids: Sequence[int], width: int) -> Tensor:
-    """A thinker's embeddings of some tokens, checked: ``(n, width)``."""
+    """Read and check a thinker's embeddings of some tokens, ``(n, width)``."""
     rows = WeightFiles(sources.checkpoint.path).rows(_TEXT_EMBEDDING, token_ids)
     return check_rows(rows, _TEXT_EMBEDDING, width, sources.limits.dtype)
 
@@ -168,7 +167,7 @@ def _keys(keys: object, num_rows: int) -> Tensor | None:
 
 
 def check_positions(positions: object, num_rows: int) -> Tensor:
-    """Places of a speech prompt's rows, ``(3, num_rows)`` on the CPU; ``ValueError`` if not."""
+    """Return positions on the CPU; raise ``ValueError`` if they are not ``(3, num_rows)`` int64."""
     table = _int64(positions, "positions")
     if table.shape != (_NUM_AXES, num_rows):
         raise ValueError(
@@ -181,22 +180,22 @@ def check_positions(positions: object, num_rows: int) -> Tensor:
 
 
 def positions_before(table: Tensor, num_following: int) -> PromptPositions | None:
-    """Places ``(3, n)``, and of tokens of text that follow; None if all are their indices."""
+    """Append positions of text tokens to ``(3, n)``; return None if all equal their indices."""
     follow = table[:, -1].max() + torch.arange(1, num_following + 1)
     table = torch.cat([table, follow.expand(_NUM_AXES, -1)], dim=1)
     if torch.equal(table, torch.arange(table.shape[1]).expand_as(table)):
         return None
     placed = PromptPositions.of(table)
-    # Transformers' talker goes on after the largest of all, unlike its thinker.
+    # Unlike its thinker, transformers' talker continues after the largest position of all.
     return replace(placed, shift=placed.largest + 1 - table.shape[1])
 
 
 SPEAKERS_FILE = "spk_dict.pt"
-"""Where a checkpoint of the Qwen Omni family keeps its voices. Not pickled code: it is read with
-``weights_only=True``, which builds tensors and plain containers and refuses everything else."""
+"""File with the voices of a Qwen Omni checkpoint. No pickled code is run: it is loaded with
+``weights_only=True``, which builds tensors and plain containers and rejects everything else."""
 
 _MOST_BYTES = 2**26
-# What the family itself falls back to (``generate(speaker="Chelsie")`` in transformers).
+# The family's own default (``generate(speaker="Chelsie")`` in transformers).
 _PREFERRED = "Chelsie"
 
 
@@ -207,7 +206,7 @@ class Speaker:
     Attributes:
         bos_token: text token whose embedding opens a reply in this voice.
         conditioning: ``(1, D)`` float32 embedding of the voice.
-        reference_mel: ``(1, T, mel_dim)`` float32 spectrogram of a sample of it.
+        reference_mel: ``(1, T, mel_dim)`` float32 spectrogram of a sample of the voice.
     """
 
     name: str
@@ -217,15 +216,15 @@ class Speaker:
 
 
 def find_speaker(speakers: Mapping[str, Speaker], name: str | None) -> Speaker:
-    """One of a checkpoint's voices; see :func:`choose_voice`."""
+    """Return one of a checkpoint's voices; see :func:`choose_voice`."""
     return speakers[choose_voice(name, tuple(speakers), _PREFERRED)]
 
 
 def choose_voice(name: object, names: Sequence[str], preferred: str) -> str:
-    """The name of a voice; where none was chosen the preferred if it is there, else the first.
+    """Return the name of a voice; for None, the preferred one if it exists, else the first.
 
     Raises:
-        ValueError: no voice has this name; says which there are.
+        ValueError: no voice has this name; the message lists the voices.
     """
     if name is None:
         return preferred if preferred in names else names[0]
@@ -245,17 +244,17 @@ def load_speakers(path: Path) -> dict[str, Speaker]:
         path: a checkpoint's folder, or its ``spk_dict.pt``.
 
     Raises:
-        ValueError: the file is not there, cannot be read, or holds something else.
+        ValueError: the file is missing, cannot be read, or has other contents.
     """
     file = path / SPEAKERS_FILE if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"{file} is missing: the checkpoint brings no voices, so it cannot speak")
     try:
         _check_archive(file)
-        # Mapped, so that no tensor can lie outside of the file, whatever it says of itself.
+        # Mapped, so that no tensor can lie outside the file, whatever its metadata claims.
         content = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        # Damaged files raise whatever the archive, the unpickler or torch stumbled over.
+        # Damaged files make the archive, the unpickler or torch raise any exception.
         raise ValueError(f"{file} cannot be read as a dictionary of speakers: {error}") from error
     if not isinstance(content, Mapping) or not content:
         raise ValueError(f"{file} must map names to speakers, it holds a {type(content).__name__}")
@@ -263,7 +262,7 @@ def load_speakers(path: Path) -> dict[str, Speaker]:
 
 
 def _check_archive(file: Path) -> None:
-    """Archives that ``torch.save`` writes are not compressed: one that is may be of any size."""
+    """Reject large or compressed archives; ``torch.save`` never compresses."""
     size = file.stat().st_size
     if size > _MOST_BYTES:
         raise ValueError(f"it has {size} bytes; voices have at most {_MOST_BYTES}")
@@ -294,7 +293,7 @@ def _rows(where: str, value: object, num_dims: int) -> Tensor:
         raise ValueError(f"{where} must be a tensor of {num_dims} dimensions, 1 first, got {got}")
     if value.layout != torch.strided or value.is_meta or not value.is_floating_point():
         raise ValueError(f"{where} must hold plain floating-point numbers")
-    # A few bytes can be spread over any shape, for which there is no memory.
+    # Strides can expand a few bytes to any shape, which might not fit into memory.
     if value.nbytes > value.untyped_storage().nbytes():
         raise ValueError(f"{where} has the shape {tuple(value.shape)}, but not as many numbers")
     if not value.numel() or not value.isfinite().all():

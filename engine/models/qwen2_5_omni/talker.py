@@ -1,11 +1,11 @@
-"""Qwen2.5-Omni's talker: Qwen2 over codec tokens, whose inputs are as wide as its thinker.
+"""Qwen2.5-Omni's talker: Qwen2 over codec tokens, with inputs as wide as its thinker's rows.
 
 ::
 
     codec embedding + thinker's row  ──►  projection  ──►  layers  ──►  head
          (n, embedding_size)            (n, hidden_size)              (n, codec vocabulary)
 
-A file of its own: the thinker's imports transformers' modelling code for its towers.
+A separate file, because the thinker's imports transformers' modelling code for its towers.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from engine.models.decoders.families import qwen2_config
 
 
 class Qwen2_5OmniTalker(DecoderModel):
-    """A decoder that projects its inputs; see the module's note.
+    """A decoder that projects its inputs; see the module docstring.
 
     Source: "Qwen2.5-Omni Technical Report", 2025, section 2.3.
 
     Raises:
-        ValueError: the config asks for something that is not supported.
+        ValueError: something in the config is not supported.
 
     Attributes:
-        embedding_size: width of embeddings, and of the rows beside them.
+        embedding_size: width of embeddings, and of the thinker's rows added to them.
     """
 
     head_name = "codec_head"
@@ -49,7 +49,7 @@ class Qwen2_5OmniTalker(DecoderModel):
         self.projection = Linear(config.embedding_size, projection, bias=True, **options)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
+        """Yield checkpoint names and targets; see :meth:`CausalModel.targets`."""
         yield from super().targets(prefix)
         yield from self.projection.targets("")
 

@@ -1,24 +1,22 @@
-"""The thinker of Qwen2.5-Omni: text from text, images, sound and videos.
+"""The thinker of Qwen2.5-Omni: generates text from text, images, audio and videos.
 
-Tokens lie in time, height and width, and time is that of the world: a row of sound takes a place
-(1/25 s), and a video's grids lie as many places apart as 25ths of a second pass between them::
+Tokens have positions in time, height and width, and time is real time: a row of audio advances it
+by one (1/25 s), and a video's grids by the number of 25ths of a second between them::
 
-    token    | a | ~ | ~ | ~ | b | v   v | v   v | c |     sound, and a video of 2 grids, 1 x 2
+    token    | a | ~ | ~ | ~ | b | v   v | v   v | c |     audio, and a video of 2 grids, 1 x 2
     time       0   1   2   3   4   5   5   55  55  56      rows each, 2 s apart
     height     0   1   2   3   4   5   5   5   5   56
     width      0   1   2   3   4   5   6   5   6   56
 
-Beside its hidden states it hands on what a talker needs to speak: each token's own embedding and
-its place. Videos are tensors. One may have its own sound, the two in step (``use_audio_in_video``):
+In addition to hidden states it emits what a talker needs: each token's embedding and position.
+Videos are tensors. A video may be synchronised with its audio (``use_audio_in_video``):
 see :mod:`engine.inputs.multimodal_inputs`.
 
-The audio tower: log-mel frames in, a row for every four of them out.
-
-::
+The audio tower maps every four log-mel frames to one row::
 
     frames  | 0 1 2 3 4 5 6 7 8 9 | ...    10 ms each, any number of them
-    conv    | .   .   .   .   .   |        every second frame, within pieces of 2 s that do not
-    rows    | +       +           |        see each other; two make a row, a single one makes none
+    conv    | .   .   .   .   .   |        every second frame, within independent pieces of 2 s
+    rows    | +       +           |        one per two outputs; a single remaining one is dropped
 
 Source: Xu et al., "Qwen2.5-Omni Technical Report", 2025; transformers' ``qwen2_5_omni``.
 """
@@ -56,10 +54,10 @@ _FRAMES = "input_features"
 
 
 class AudioTower(ItemTower):
-    """Sound of any length to rows; ``input_features`` are ``(mel bins, frames)``, none padding.
+    """Encodes audio of any length to rows; ``input_features`` ``(mel bins, frames)`` are unpadded.
 
     Args:
-        config: of the tower, or of a module that has it beside other parts.
+        config: of the tower, or of a module that contains it.
     """
 
     feature_names = (_FRAMES,)
@@ -88,7 +86,7 @@ class AudioTower(ItemTower):
         return self.rows_of(num_frames)
 
     def rows_of(self, num_frames: int) -> int:
-        """Rows that so many frames give."""
+        """Return the number of rows for a number of frames."""
         return ((num_frames - 1) // 2 + 1) // 2
 
     def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
@@ -101,10 +99,10 @@ class AudioTower(ItemTower):
 
 
 class Qwen2_5OmniThinker(MultiAxisModel):
-    """A decoder that also emits what it was given; see the module's note.
+    """A decoder that also emits its inputs; see the module docstring.
 
     Args:
-        chunk: places of a video, and of its sound, that come after each other; None: one by one.
+        chunk: time positions per chunk in which video and its audio alternate; None: row by row.
     """
 
     def __init__(
@@ -135,7 +133,7 @@ class Qwen2_5OmniThinker(MultiAxisModel):
     def for_talker(
         self, tensors: dict[str, Tensor], inputs_embeds: Tensor, step: AttentionStep
     ) -> dict[str, Tensor]:
-        """What a talker reads beside places and the decoder's tensors; nothing without a talker."""
+        """Return further tensors for a talker, in addition to positions; empty without a talker."""
         if step.shows_item is None:
             return {"token_embeds": inputs_embeds}
         return {"token_embeds": inputs_embeds.masked_fill(step.shows_item.unsqueeze(1), 0)}

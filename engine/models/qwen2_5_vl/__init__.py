@@ -1,1 +1,1 @@
-"""Qwen2.5-VL: a decoder that sees pictures and videos. Imports decoders and the rooms below it."""
+"""Qwen2.5-VL: a decoder with image and video input. Imports decoders and the packages below it."""

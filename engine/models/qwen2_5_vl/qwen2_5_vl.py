@@ -1,40 +1,38 @@
-"""Qwen2.5-VL: images of any size and videos, and tokens placed in time, height and width.
+"""Qwen2.5-VL: images of any size, videos, and token positions in time, height and width.
 
-What follows a video has the places after all of it, as the model was trained (Wang et al.,
-"Qwen2-VL", section 2.1), and as in transformers up to 5.2. Newer versions go on after its height or
-width, whichever is more: the same where a video ends sooner than that, and otherwise a text that is
-placed among the video's grids, from which their ``generate`` then jumps away.
+Positions after a video continue after its largest one, as the model was trained (Wang et al.,
+"Qwen2-VL", section 2.1), and as in transformers up to 5.2. Newer versions continue after its height
+or width, whichever is larger. The result is the same if a video's duration is smaller than that;
+otherwise they place text among the video's grids, from which their ``generate`` then jumps away.
 
 Source: Bai et al., "Qwen2.5-VL Technical Report", 2025; transformers' ``qwen2_5_vl``.
 
-The vision tower of Qwen2.5-VL and Qwen2.5-Omni: patches of any number in, a row per square out.
-
-::
+The vision tower of Qwen2.5-VL and Qwen2.5-Omni maps any number of patches to one row per square::
 
     patches, 4 x 6     a a b b c c       rows, 2 x 3     A B C
                        a a b b c c                       D E F
                        d d e e f f
                        d d e e f f
 
-A video has one such grid for every two of its frames; within a layer, patches of different grids
-never see each other.
+A video has one such grid for every two of its frames; patches of different grids never attend to
+each other.
 
-Decoders that place each token by three numbers: time, height and width.
+Each token has three positions: time, height and width.
 
-Text counts all three up together. An item lies where its tower says, from the place on at which
-it begins, and what follows goes on after the largest number that it has::
+For text, all three increase together. An item's tower returns positions relative to its beginning,
+and the following text continues after the largest of them::
 
     token    | a | b | * | * | * | * | * | * | c |      an image of 2 x 3
     time       0   1   2   2   2   2   2   2   5
     height     0   1   2   2   2   3   3   3   5
     width      0   1   2   3   4   2   3   4   5
 
-A video and the sound that is in step with it begin at one place. What follows goes on after the
-largest number of the last piece, be it or not the largest of all, and the tokens around the two lie
-at one place with their neighbours outside, as transformers has it::
+A video and its synchronised audio begin at the same position. The following text continues after
+the largest position of the last piece, even if not the largest of all. The tokens around the two
+share positions with their outer neighbours, as in transformers::
 
     token    | a | [ | ( | v | v | ~ | ~ | ) | ] | b |      "[", "]" around a video,
-    time       0   1   1   2  27   2   3   4   4   5        "(", ")" around it and its sound
+    time       0   1   1   2  27   2   3   4   4   5        "(", ")" around it and its audio
 
 Source: Wang et al., "Qwen2-VL", 2024, section 2.1.
 """
@@ -65,13 +63,13 @@ _MOST_PLACES = 2**31
 
 
 class ImageTower(ItemTower):
-    """Patches of images to rows, each with the features of earlier layers behind it, if any.
+    """Encodes image patches to rows, each followed by features of earlier layers, if any.
 
     ``pixel_values`` are ``(patches, values of a patch)``, ``image_grid_thw`` ``(3,)``: 1, and the
     height and width in patches.
 
     Args:
-        module: transformers' tower; several of these may share one.
+        module: transformers' tower; several instances may share one.
     """
 
     feature_names: tuple[str, ...] = ("pixel_values", "image_grid_thw")
@@ -87,7 +85,7 @@ class ImageTower(ItemTower):
         self.patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
 
     def sides(self, features: Mapping[str, Tensor]) -> tuple[int, int, int]:
-        """Time, height and width of one item, in rows of the output.
+        """Return time, height and width of one item, in rows of the output.
 
         Raises:
             ValueError: the features are not those of one item.
@@ -120,13 +118,13 @@ class ImageTower(ItemTower):
         return time * height * width
 
     def places(self, features: Mapping[str, Tensor]) -> Tensor:
-        """See :meth:`ItemTower.places`; heights and widths count up, and so do times."""
+        """See :meth:`ItemTower.places`; times, heights and widths count up."""
         time, height, width = self.sides(features)
         times = self.times(time, features)
         return torch.cartesian_prod(times, torch.arange(height), torch.arange(width)).T
 
     def times(self, count: int, features: Mapping[str, Tensor]) -> Tensor:
-        """Places of grids in time, ``(count,)`` int64."""
+        """Return time positions of grids, ``(count,)`` int64."""
         return torch.arange(count)
 
     def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
@@ -140,13 +138,13 @@ class ImageTower(ItemTower):
 
 
 class VideoTower(ImageTower):
-    """Patches of videos to rows, placed by the time at which they are shown.
+    """Encodes video patches to rows, with time positions that follow presentation time.
 
-    ``pixel_values_videos`` are ``(patches, values of a patch)``, ``video_grid_thw`` ``(3,)``: how
-    many grids, and their height and width in patches; ``video_second_per_grid`` is a number.
+    ``pixel_values_videos`` are ``(patches, values of a patch)``, ``video_grid_thw`` ``(3,)``: the
+    number of grids, and their height and width in patches; ``video_second_per_grid`` is a number.
 
     Args:
-        places_per_second: how far two grids that are a second apart are placed.
+        places_per_second: difference of time positions of grids that are a second apart.
     """
 
     feature_names = ("pixel_values_videos", "video_grid_thw", "video_second_per_grid")
@@ -160,7 +158,7 @@ class VideoTower(ImageTower):
         self.places_per_second = places_per_second
 
     def times(self, count: int, features: Mapping[str, Tensor]) -> Tensor:
-        """See :meth:`ImageTower.times`; in float32 and cut off, as transformers has it."""
+        """See :meth:`ImageTower.times`; in float32 and truncated, as in transformers."""
         seconds = torch.arange(count) * features["video_second_per_grid"].float()
         places = seconds * self.places_per_second
         if places[-1] >= _MOST_PLACES:
@@ -171,10 +169,10 @@ class VideoTower(ImageTower):
 
 
 class MultiAxisModel(MultiModalModel):
-    """A decoder with three numbers to a place; see the module's note.
+    """A decoder with three positions per token; see the module docstring.
 
     Attributes:
-        pair_step: how far the tokens around a video with its sound lie from their neighbours.
+        pair_step: position step between the tokens around a video with audio and their neighbours.
     """
 
     num_position_axes = MultiAxisRotaryEmbedding.num_axes
@@ -183,7 +181,7 @@ class MultiAxisModel(MultiModalModel):
     def position_ids(
         self, prompt_ids: Sequence[int], multimodal_inputs: Sequence[MultiModalInput]
     ) -> Tensor | None:
-        """``(3, len(prompt_ids))`` places; see :meth:`MultiModalModel.position_ids`."""
+        """Return positions ``(3, len(prompt_ids))``; see :meth:`MultiModalModel.position_ids`."""
         steps = _steps(len(prompt_ids), multimodal_inputs, self.pair_step)
         table = torch.empty(self.num_position_axes, len(prompt_ids), dtype=torch.int64)
         begin = place = done = 0
@@ -201,7 +199,7 @@ class MultiAxisModel(MultiModalModel):
 
 
 def _steps(num_tokens: int, multimodal_inputs: Sequence[MultiModalInput], pair_step: int) -> Tensor:
-    """How far each token of text lies from the one before it, ``(num_tokens,)``."""
+    """Return the position difference of each text token to the one before it, ``(num_tokens,)``."""
     steps = torch.ones(num_tokens, dtype=torch.int64)
     for item in multimodal_inputs:
         if item.whole is not None:
@@ -211,10 +209,10 @@ def _steps(num_tokens: int, multimodal_inputs: Sequence[MultiModalInput], pair_s
 
 
 def _place_text(columns: Tensor, steps: Tensor, start: int) -> int:
-    """Place tokens of text between two items, ``(axes, n)``; return the place after them."""
+    """Fill positions ``(axes, n)`` of text between two items; return the next position."""
     if not len(steps):
         return start
-    # Nothing says how far the first lies from an item.
+    # The step of the first token does not apply after an item.
     columns[:] = start + steps.cumsum(0) - steps[0]
     return int(columns[0, -1]) + 1
 
@@ -227,12 +225,12 @@ def build_multi_axis_decoder(
     interleaved: bool = False,
     kept_layer: int | None = None,
 ) -> DecoderModel:
-    """Build a decoder that turns its channels by three numbers, its weights not yet loaded.
+    """Build a decoder with multi-axis rotary positions, its weights not yet loaded.
 
-    ``decoder`` is read of the text's part in ``config``; for the others, and errors, see
+    ``decoder`` was read from the text part of ``config``; for the other arguments, and errors, see
     :func:`build_multi_axis_rotary` and :class:`DecoderModel`.
     """
-    # Whether the head is the embedding is a matter of the whole, not of its text part.
+    # The whole config, not its text part, determines if the head is tied to the embedding.
     decoder = replace(decoder, tie_word_embeddings=bool(config.tie_word_embeddings))
     rotary = build_multi_axis_rotary(config.text_config, settings, interleaved=interleaved)
     return DecoderModel(decoder, [rotary], settings, kept_layer=kept_layer)

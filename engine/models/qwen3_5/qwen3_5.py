@@ -1,6 +1,6 @@
-"""Qwen3.5, dense and with experts: a decoder of gated delta rules that sees images and videos.
+"""Qwen3.5, dense and with experts: a decoder of gated delta rules with image and video input.
 
-Videos come as in Qwen3-VL, frame by frame in words; no features of earlier layers are added.
+Videos are timestamped per frame in text as in Qwen3-VL, without features of earlier layers.
 Source: transformers' ``qwen3_5`` and ``qwen3_5_moe``.
 """
 

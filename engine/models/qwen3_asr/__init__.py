@@ -1,1 +1,1 @@
-"""Qwen3-ASR: a decoder that hears. Imports two rooms of other families, and those below them."""
+"""Qwen3-ASR: a decoder with audio input. Imports qwen3_omni, llava and the packages below them."""

@@ -1,7 +1,7 @@
-"""Qwen3-ASR: Qwen3-Omni's audio tower with a projector, and Qwen3's decoder, which writes it down.
+"""Qwen3-ASR: Qwen3-Omni's audio tower with a projector, and Qwen3's decoder, for transcription.
 
-A sound alone asks for a transcription. The model first says which language it heard; one that the
-prompt names stands there already, and the words alone follow::
+Audio without text requests a transcription. The model first generates the detected language; if the
+request gives one, it is part of the prompt, and only the words follow::
 
     <|im_start|>assistant\\n | language English<asr_text> | It was a bright cold day ...
 
@@ -40,14 +40,14 @@ from engine.requests.encoder_input import MultiModalInput
 
 
 class ProjectedAudioTower(Qwen3AudioTower):
-    """Sound of any length to rows, 13 for a second, through the projector."""
+    """Encodes audio of any length to projected rows, 13 per second."""
 
     encoder = partial(without_decoder, Qwen3ASRModel)
     known_weight = "multi_modal_projector.linear_1.weight"
     module: Any
 
     def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
-        """One sound by itself, filled up to whole pieces; see :meth:`ItemTower.forward`."""
+        """Encode recordings one by one, padded to whole pieces; see :meth:`ItemTower.forward`."""
         rows, piece = [], 2 * self.audio.n_window
         for item in inputs:
             frames = item.features["input_features"]
@@ -60,13 +60,13 @@ class ProjectedAudioTower(Qwen3AudioTower):
 
 
 def known_language(language: str, names: Mapping[str, str]) -> tuple[str, str]:
-    """The code and the name of a language that is given by either, in any case.
+    """Return code and name of a language given by either, case-insensitively.
 
     Args:
-        names: of the languages that a model knows, by their codes.
+        names: names of the supported languages, by code.
 
     Raises:
-        ValueError: the model does not know it.
+        ValueError: the model does not support the language.
     """
     for code, name in names.items():
         if language.lower() in (code.lower(), name.lower()):
@@ -76,18 +76,18 @@ def known_language(language: str, names: Mapping[str, str]) -> tuple[str, str]:
 
 
 class TranscriptionPrompts(MultiModalPromptProcessor):
-    """Asks for the words of a sound that comes alone, as the model was trained."""
+    """Requests the transcription of audio without text, as the model was trained."""
 
     def asked(self, chat: ChatPrompt, language: str | None, names: str | None) -> str:
-        """The text that asks for the words of a sound.
+        """Return the prompt text that requests a transcription.
 
         Args:
-            chat: shows the sound alone.
-            language: that is spoken, by its code or in English; None: the model finds out.
-            names: to be spelled so; None: there are none.
+            chat: contains only the audio.
+            language: spoken language, as code or English name; None: detected by the model.
+            names: names with the desired spelling; None: none.
 
         Raises:
-            ValueError: the model cannot be asked so.
+            ValueError: the model does not support the request.
         """
         if names is not None:
             said = {"role": "system", "content": [{"type": "text", "text": names}]}
@@ -99,7 +99,7 @@ class TranscriptionPrompts(MultiModalPromptProcessor):
         return f"{text}language {name}<asr_text>"
 
     def as_message(self, prompt: Prompt) -> Prompt:
-        """A sound alone is to be written down, as the checkpoint's processor asks for it."""
+        """Convert audio without text to the checkpoint processor's transcription prompt."""
         chat = super().as_message(prompt)
         if chat is prompt or not isinstance(chat, ChatPrompt):
             return prompt
@@ -107,7 +107,7 @@ class TranscriptionPrompts(MultiModalPromptProcessor):
         assert isinstance(sound, AudioPrompt)
         options = sound.transcription or TranscriptionOptions()
         text = self.asked(chat, sound.language, options.prompt)
-        # One temperature is that of the sampling parameters; of several, further ones are refused.
+        # A single temperature is a sampling parameter; several are passed on, to be rejected.
         one = options.temperature is not None and len(options.temperature) == 1
         left = replace(options, prompt=None, temperature=None if one else options.temperature)
         sound = replace(sound, language=None, transcription=left if left.given else None)
@@ -118,7 +118,7 @@ def build_qwen3_asr(checkpoint: Checkpoint, settings: ModelSettings) -> MultiMod
     """Build a Qwen3-ASR, its weights not yet loaded; see :data:`Builder`."""
     config = checkpoint.config
     text = copy(config.text_config)
-    # Whether the head is the embedding is a matter of the whole, not of its text part.
+    # The whole config, not its text part, determines if the head is tied to the embedding.
     text.tie_word_embeddings = config.tie_word_embeddings
     return MultiModalModel(
         build_decoder(settings.decoder_config_of(text), text, settings),

@@ -1,4 +1,4 @@
-"""Qwen3-Omni's vocoder: codes of several codebooks to sound, from chunk to chunk.
+"""Qwen3-Omni's vocoder: codes of several codebooks to audio, chunk by chunk.
 
 Its transposed convolutions begin late; see :mod:`engine.models.causal_vocoder`.
 
@@ -23,7 +23,7 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.models.causal_vocoder import CausalVocoder
 from engine.models.encoder_module import load_network
 
-# Samples per second of this family; its configs do not tell.
+# Samples per second of this family, which its configs do not contain.
 _SAMPLING_RATE = 24_000
 _CAUSAL = (Qwen3OmniMoeCausalConvNet, Qwen3OmniMoeCausalTransConvNet)
 
@@ -35,7 +35,7 @@ class Qwen3Code2Wav(CausalVocoder):
         checkpoint: opened at its part ``code2wav``.
 
     Raises:
-        ValueError: the weights do not fit the config.
+        ValueError: the weights do not match the config.
     """
 
     sampling_rate = _SAMPLING_RATE
@@ -47,7 +47,7 @@ class Qwen3Code2Wav(CausalVocoder):
         self.max_codes = config.max_position_embeddings
         rates = (*config.upsampling_ratios, *config.upsample_rates)
         self.samples_per_code = prod(rates)
-        # Each of the last rates loses an input's samples, which the rates behind it multiply.
+        # Each of the last rates drops the samples of one input, multiplied by the later rates.
         behind = [prod(config.upsample_rates[n:]) for n in range(len(config.upsample_rates))]
         self.num_missing = sum(behind)
         self.network = load_network(checkpoint, device, Qwen3OmniMoeCode2Wav)

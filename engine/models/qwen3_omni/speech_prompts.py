@@ -1,19 +1,19 @@
-"""What a talker reads: a thinker's rows of users' turns and of its reply, laid beside codes.
+"""Layout of a talker's inputs: a thinker's rows of user turns and of its reply, added to codes.
 
-Turns are recognized by the sign that begins them and the role behind it; the system's and earlier
-replies are left out. With the reply ``r``, and E a token of the thinker's vocabulary, embedded::
+Turns are recognized by their start token and the role after it; system turns and earlier replies
+are left out. With the reply ``r``, and E the embedding of a token of the thinker's vocabulary::
 
     row    users' turns | <start> assistant \\n | E(tts pad) x 4 ............... | E(tts bos) | s[0]
     code       -        |          -           | no think, think, /think, voice | pad        | bos
 
-    then s[1], s[2], ... beside the codes that are drawn;   s = r[0] ... r[last], E(tts end),
+    then s[1], s[2], ... added to the sampled codes;        s = r[0] ... r[last], E(tts end),
                                                                 E(tts pad), E(tts pad), ...
 
-Places of users' turns are those that they have in the thinker's prompt, moved together.
+Positions of user turns are those in the thinker's prompt, shifted to close the gaps.
 
-Source: ``Qwen3OmniMoeForConditionalGeneration.generate`` of transformers, whose result this is.
-There the reply of a single token, which has no rows, raises; here it is s without any r. Positions
-of a video with its own sound are the thinker's here; transformers' talker leaves its sound out.
+Source: ``Qwen3OmniMoeForConditionalGeneration.generate`` of transformers, with equal results except
+that it fails for a reply of a single token, which has no rows: here s then contains no r; and that
+its talker omits a video's own audio from positions: here they are the thinker's.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from engine.models.qwen2_5_omni.speakers import (
 )
 from engine.requests.encoder_input import PromptPositions, StreamedRows
 
-# Tokens of the last turn that begin it: its sign, the role, the end of the line.
+# Tokens that open the last turn: start token, role, end of line.
 _NUM_OPENING = 3
-# Of codes that stand for a speech model's thoughts, and before them none.
+# Codes after the opening: no-think, think, /think, voice, pad, bos.
 _NUM_SIGNS = 6
 _NUM_OTHER_CODES = 1024
-"""The last ids of a talker's vocabulary, none of them codes of sound, as transformers has it."""
+"""Number of last ids in a talker's vocabulary that are not audio codes, as in transformers."""
 
 _PREFERRED = "Ethan"
 
 
 def speakers_of(path: Path) -> tuple[str, ...]:
-    """Names of a checkpoint's voices, as people write them."""
+    """Return the capitalized names of a checkpoint's voices."""
     talker: Any = read_config_file(path).get("talker_config")
     voices = talker.get("speaker_id") if isinstance(talker, dict) else None
     return tuple(name.capitalize() for name in voices or ())
 
 
 class Qwen3SpeechPrompts(SpeechPromptProcessor):
-    """Lays out speech prompts; of the thinker's weights it reads three rows.
+    """Lays out speech prompts; loads three rows of the thinker's weights.
 
     Raises:
-        ValueError: the checkpoint has no voices, or not these rows.
+        ValueError: the checkpoint lacks voices or these rows.
     """
 
     def __init__(self, sources: PromptSources) -> None:
@@ -112,7 +112,7 @@ class Qwen3SpeechPrompts(SpeechPromptProcessor):
         return _words(check_rows(rows, name, width, dtype).cpu())
 
     def _turns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Places of users' turns, and those that begin the reply."""
+        """Return the indices of user turns, and of the tokens that open the reply."""
         starts = ids == self._whole.im_start_token_id
         number = starts.cumsum(0) - 1
         begins = starts.nonzero().flatten()
@@ -135,12 +135,12 @@ class Qwen3SpeechPrompts(SpeechPromptProcessor):
         table, moved, place = check_positions(table, num_rows), [], 0
         ends = (kept.diff() != 1).nonzero().flatten() + 1
         for turn in kept.tensor_split(ends):
-            # A turn begins with text, whose place is one number.
+            # A turn begins with text, whose positions are equal on all axes.
             moved.append(table[:, turn] - table[0, turn[0]] + place)
             place = int(moved[-1][:, -1].max()) + 1
         return positions_before(torch.cat(moved, dim=1), _NUM_OPENING + _NUM_SIGNS)
 
 
 def _words(rows: Tensor) -> Tensor:
-    """Rows of words: their last number says that they show nothing."""
+    """Append the zero that marks rows of text."""
     return torch.nn.functional.pad(rows, (0, 1))

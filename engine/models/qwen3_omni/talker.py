@@ -1,4 +1,4 @@
-"""Qwen3-Omni's talker: experts over codes of several codebooks, beside the rows of its thinker.
+"""Qwen3-Omni's talker: experts over codes of several codebooks and its thinker's rows.
 
 ::
 
@@ -6,12 +6,12 @@
                                                                                       │         │
     code predictor: [ the token's row ][ first code ][ second ] ... ──► the next  ◄───┴─────────┘
 
-The first code is sampled as tokens are; a small decoder draws the others from the row that it was
-sampled from, one after the other, in the same step. It sees nothing but this token, so it keeps
-nothing from step to step.
+The first code is sampled like a token. In the same step, a small decoder draws the others one after
+the other, starting from the row that the first was sampled from. It sees only this token, so it
+keeps no state from step to step.
 
-Rows of words and of what is seen or heard are projected by matrices of their own. Which one it is
-stands behind a row, in a number of its own: 0 or 1.
+Rows of text and of multimodal items are projected by separate matrices. A row's last element, 0 or
+1, selects the matrix.
 
 Source: Xu et al., "Qwen3-Omni Technical Report", 2025; transformers' ``qwen3_omni_moe``.
 """
@@ -40,7 +40,7 @@ from engine.sampling.sampler import FurtherDraws
 
 
 class _Predictor(CodePredictor):
-    """Codebooks behind the first, each with an embedding and a head of its own."""
+    """Predictor of the codebooks after the first, each with a separate embedding and head."""
 
     def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
         options, num_further = settings.tensor_options, config.num_code_groups - 1
@@ -71,16 +71,16 @@ class _Predictor(CodePredictor):
         return self._heads[codebook - 1](rows)
 
     def embed(self, codes: Tensor) -> Tensor:
-        """Sums of the embeddings of further codes ``(n, num_further)``: ``(n, hidden_size)``."""
+        """Sum the embeddings of further codes ``(n, num_further)`` to ``(n, hidden_size)``."""
         places = torch.arange(self.num_further, device=codes.device)
         return self.embedding[places, codes].sum(dim=1)
 
 
 class Qwen3OmniTalker(DecoderModel):
-    """A decoder whose inputs are embeddings of codes beside rows; see the module's note.
+    """A decoder over embeddings of codes and thinker rows; see the module docstring.
 
     Raises:
-        ValueError: the config asks for something that is not supported.
+        ValueError: something in the config is not supported.
     """
 
     head_name = "codec_head"
@@ -116,7 +116,7 @@ class Qwen3OmniTalker(DecoderModel):
         )
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
+        """Yield checkpoint names and targets; see :meth:`CausalModel.targets`."""
         for name, target in super().targets("model."):
             yield name.replace("embed_tokens", "codec_embedding"), target
         yield from self.text_projection.targets("text_projection.")
@@ -124,7 +124,7 @@ class Qwen3OmniTalker(DecoderModel):
         yield from self.predictor.targets("code_predictor.")
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Codes ``(n,)`` to ``(n, hidden_size + row_width)``, with room for a row behind each."""
+        """Map codes ``(n,)`` to ``(n, hidden_size + row_width)``, with zeros in place of rows."""
         return F.pad(super().embed(input_ids), (0, self.row_width))
 
     def add_codes(self, embeds: Tensor, codes: Tensor) -> None:
@@ -145,7 +145,7 @@ class Qwen3OmniTalker(DecoderModel):
     def forward(
         self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
     ) -> dict[str, Tensor]:
-        """Run the layers over what :meth:`embed` and rows make."""
+        """Run the layers over embeddings from :meth:`embed` with rows."""
         embeds = inputs_embeds[:, : self.hidden_size]
         rows = inputs_embeds[:, self.hidden_size : -1].contiguous()
         is_shown = inputs_embeds[:, -1:] > 0

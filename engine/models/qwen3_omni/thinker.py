@@ -1,20 +1,20 @@
-"""The thinker of Qwen3-Omni: text from text, images, sound and videos, by a mixture of experts.
+"""The thinker of Qwen3-Omni: text from text, images, audio and videos, with a mixture of experts.
 
-Tokens lie in time, height and width, and time is that of the world, as in Qwen2.5-Omni; a place is
-as long as a row of sound, 1/13 s in published models. A video and its sound come in the order in
-which they are seen and heard, row by row.
+Tokens have positions in time, height and width, and time is real time, as in Qwen2.5-Omni; a time
+position is as long as a row of audio, 1/13 s in published models. Rows of a video and its audio are
+interleaved in order of time.
 
-Beside its hidden states it hands on what a talker needs to speak, of each token: its id, its place
-and a row, of a word its embedding, of what is seen or heard the stream after a middle layer.
+In addition to hidden states it emits what a talker needs for each token: its id, its position, and
+a row: the embedding of a text token, or the stream after a middle layer for multimodal items.
 
 Source: Xu et al., "Qwen3-Omni Technical Report", 2025; transformers' ``qwen3_omni_moe``.
 
-The audio tower: log-mel frames in, a row for every eight of them out::
+The audio tower maps every eight log-mel frames to one row::
 
-    frames  | 0 1 2 3 4 5 6 7 | 8 ...    10 ms each, in pieces of 1 s (two windows), each of
-    rows    | +               | +        which has 13 rows; a last one that is shorter has fewer
+    frames  | 0 1 2 3 4 5 6 7 | 8 ...    10 ms each, in pieces of 1 s (two windows) with
+    rows    | +               | +        13 rows each; a shorter last piece has fewer
 
-Rows of images bring features of several depths: see :mod:`engine.models.qwen3_vl.qwen3_vl`.
+Rows of images contain features of several depths: see :mod:`engine.models.qwen3_vl.qwen3_vl`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from engine.requests.encoder_input import MultiModalInput
 
 
 class Qwen3AudioTower(AudioTower):
-    """Sound of any length to rows; see the module's note."""
+    """Encodes audio of any length to rows; see the module docstring."""
 
     encoder = Qwen3OmniMoeAudioEncoder
     known_weight = "conv2d1.weight"
@@ -57,13 +57,13 @@ class Qwen3AudioTower(AudioTower):
         return pieces * -(-piece // 8) + -(-rest // 8)
 
     def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
-        """One sound by itself: what a last piece's convolutions see depends on what else ran."""
+        """Encode recordings one by one: in a batch, the last piece's convolutions would differ."""
         encode = super().forward
         return [rows for item in inputs for rows in encode([item])]
 
 
 class Qwen3OmniThinker(Qwen2_5OmniThinker):
-    """A decoder that also emits what a talker reads; see the module's note."""
+    """A decoder that also emits what a talker reads; see the module docstring."""
 
     pair_step = 1
 
@@ -83,7 +83,7 @@ class Qwen3OmniThinker(Qwen2_5OmniThinker):
 def build_qwen3_omni_thinker(checkpoint: Checkpoint, settings: ModelSettings) -> Qwen3OmniThinker:
     """Build a thinker, its weights not yet loaded; see :data:`Builder`.
 
-    One whose checkpoint has no talker emits nothing for it.
+    Without a talker in the checkpoint, it emits nothing for one.
     """
     config, vision = checkpoint.config, checkpoint.config.vision_config
     decoder, whole = qwen3_moe_config(config.text_config), checkpoint.whole_config

@@ -1,1 +1,1 @@
-"""Qwen3-VL: a decoder that sees pictures and dated videos. Imports qwen2_5_vl and those below."""
+"""Qwen3-VL: a decoder with image and timestamped video input. Imports qwen2_5_vl and below."""

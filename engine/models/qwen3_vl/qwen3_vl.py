@@ -1,18 +1,18 @@
-"""Qwen3-VL, dense and with experts: images, and videos whose frames are dated in words.
+"""Qwen3-VL, dense and with experts: images, and videos with textual timestamps.
 
-A video comes as one image for every two of its frames, each behind the time at which it is shown;
-of all that, the prompt holds one placeholder, which a chat template puts between ``[`` and ``]``::
+A video is expanded to one image for every two frames, each preceded by its timestamp. The prompt
+holds a single placeholder for it, which a chat template puts between ``[`` and ``]``::
 
     prompt      | a | [ | * | ] | b |               "[", "]" are <|vision_start|>, <|vision_end|>
     expanded    | a | [ | <0.2 seconds> [ v v v v ] | <1.2 seconds> [ v v v v ] | ] | b |
 
-So each grid of patches is an item of its own, which lies in height and width where an image would:
-its tower may run for one after the other, and videos that begin alike share what is cached of it.
+Each grid of patches is a separate item, with the same height and width positions as an image: the
+tower may run for one at a time, and videos with a common beginning share its cached blocks.
 Source: Bai et al., "Qwen3-VL Technical Report", 2025; transformers' ``qwen3_vl``.
 
-A row of an image replaces a placeholder's embedding, as elsewhere, and brings features of earlier
-layers of the tower, which are added behind the decoder's first layers (Meng et al., "DeepStack",
-2024, arXiv:2406.04334)::
+A row of an image replaces a placeholder's embedding, as elsewhere. It also contains features of
+earlier layers of the tower, which are added after the decoder's first layers (Meng et al.,
+"DeepStack", 2024, arXiv:2406.04334)::
 
     tower     layer 8 ──► features 0 ─┐   layer 16 ──► features 1 ─┐      last layer ──► embedding
     decoder   embedding ──► layer 0 ─ + ──────────────► layer 1 ─── + ──► layer 2 ──► ...
@@ -48,20 +48,20 @@ from engine.requests.encoder_input import Modality, MultiModalInput
 
 @dataclass(frozen=True, slots=True)
 class SpreadSampling(VideoSampling):
-    """Frames from the first to the last one; all of them share the pixels of a video."""
+    """Samples frames evenly from first to last; the pixel budget is per video, not per frame."""
 
     min_pixels: int = 128 * 32**2
     max_pixels: int = 768 * 32**2
     usual_video_tokens: ClassVar[int] = 768
 
     def choose(self, info: VideoInfo, temporal_patch_size: int) -> list[int]:
-        """See :meth:`VideoSampling.choose`; the last one of an odd number is repeated."""
+        """See :meth:`VideoSampling.choose`; with an odd number, the last frame is repeated."""
         wanted = max(int(info.num_frames / info.fps * (self.fps or 0)), self.min_frames)
         count = min(self.num_frames or min(wanted, self.max_frames), info.num_frames)
         return np.linspace(0, info.num_frames - 1, count).round().astype(int).tolist()
 
     def size(self, num_frames: int, temporal_patch_size: int, side: int) -> dict[str, int]:
-        """See :meth:`VideoSampling.size`; an image processor takes whole numbers."""
+        """See :meth:`VideoSampling.size`; image processors require integers."""
         most = self.max_pixels // num_frames
         if self.max_video_tokens is not None:
             least = int(self.min_pixels * 1.05)
@@ -70,7 +70,7 @@ class SpreadSampling(VideoSampling):
 
 
 class DatedVideoTower(ImageTower):
-    """Patches of videos to rows, or of one of their grids: ``pixel_values_videos`` and its grid."""
+    """Encodes patches of whole videos or single grids: ``pixel_values_videos`` and their grid."""
 
     feature_names = ("pixel_values_videos", "video_grid_thw")
     kind = "video"
@@ -78,7 +78,7 @@ class DatedVideoTower(ImageTower):
     sampling = SpreadSampling
 
     def seconds(self, video: VideoFeatures, count: int) -> list[float]:
-        """When each grid is shown, halfway through it; ``ValueError`` if times are not theirs."""
+        """Return the time halfway through each grid; ``ValueError`` for invalid timestamps."""
         halfway = (1 - 1 / self.module.config.temporal_patch_size) / 2
         times: Sequence[Any] | None = video.timestamps
         if times is None:
@@ -90,7 +90,7 @@ class DatedVideoTower(ImageTower):
 
 
 class DatedVideoPrompts(MultiModalPromptProcessor):
-    """Puts the grids of a video behind each other, each behind its time; see the module's note."""
+    """Expands a video to its grids, each preceded by its timestamp; see the module docstring."""
 
     def __init__(self, sources: PromptSources) -> None:
         super().__init__(sources)

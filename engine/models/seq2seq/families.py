@@ -1,7 +1,7 @@
 """BART and T5: encoder-decoders that read text.
 
-BART has learned positions and a norm after every part. T5, gated and plain, has relative positions,
-RMS norms, no biases and no factor on the scores.
+BART has learned positions and a norm after every part. T5, with or without a gated MLP, has
+relative positions, RMS norms, no biases and no factor on the scores.
 
 Sources: Lewis et al., "BART: Denoising Sequence-to-Sequence Pre-training for Natural Language
 Generation, Translation, and Comprehension", 2019; Raffel et al., "Exploring the Limits of Transfer
@@ -44,12 +44,12 @@ _BART_NAMES = replace(
     logits_bias="final_logits_bias",
     ignored=("model.encoder.version", "model.decoder.version"),
 )
-# The rows of the position table before that of position 0 are a remnant of fairseq.
+# Unused rows before position 0 in the position table, a remnant of fairseq.
 _POSITION_OFFSET = 2
 
 
 def bart_config(config: PreTrainedConfig) -> Seq2SeqConfig:
-    """The decoder's part of a config."""
+    """Read the decoder's part of a config."""
     return Seq2SeqConfig.of_fairseq(
         config,
         config.max_position_embeddings,
@@ -89,21 +89,21 @@ _T5_NAMES = Seq2SeqNames(
     projections=("q", "k", "v", "o"),
     mlp_projections=("wi", "wo"),
     final_norm="final_layer_norm",
-    # The first checkpoints hold one for cross-attention too, which nothing ever used.
+    # The first checkpoints also have a bias for cross-attention, which was never used.
     ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
 )
 _GATED = ("wi_0", "wi_1", "wo")
-# What all published models were trained on. Relative positions themselves know no limit.
+# Length that all published models were trained on. Relative positions themselves have no limit.
 TRAINED_LENGTH = 512
 
 
 def trained_length(config: PreTrainedConfig) -> int:
-    """Positions of the longest sequence that a model was trained on, by its config."""
+    """Return the longest sequence that a model was trained on, according to its config."""
     return getattr(config, "n_positions", None) or TRAINED_LENGTH
 
 
 def t5_config(config: PreTrainedConfig) -> Seq2SeqConfig:
-    """The decoder's part of a config."""
+    """Read the decoder's part of a config."""
     names = replace(_T5_NAMES, mlp_projections=_GATED) if config.is_gated_act else _T5_NAMES
     max_len = trained_length(config)
     return Seq2SeqConfig(
@@ -124,7 +124,7 @@ def t5_config(config: PreTrainedConfig) -> Seq2SeqConfig:
         attention_scale=1.0,
         relative_buckets=config.relative_attention_num_buckets,
         max_distance=config.relative_attention_max_distance,
-        # A tied head would give logits of the embedding's scale.
+        # With a tied head, logits would have the embedding's scale.
         hidden_scale=config.d_model**-0.5 if config.scale_decoder_outputs else 1.0,
         names=names,
     )
@@ -138,7 +138,7 @@ def build_t5(checkpoint: Checkpoint, settings: ModelSettings) -> Seq2SeqModel:
 
 
 class T5PromptRule(DecoderPromptRule):
-    """T5 begins with its padding token and has no BOS."""
+    """Decoder prompts of T5, which start with the padding token and have no BOS."""
 
     _names_of_start = ("decoder_start_token_id", "pad_token_id")
 
@@ -147,7 +147,7 @@ class T5PromptRule(DecoderPromptRule):
 
 
 def _encoder_stack(config: T5Config) -> T5Stack:
-    """One class is both stacks; what its config says makes it an encoder."""
+    """Create an encoder from the class of both stacks, which the config distinguishes."""
     config.is_decoder = False
     config.use_cache = False
     return T5Stack(config)

@@ -1,16 +1,13 @@
-"""The encoder-decoder for text out, whatever its encoder reads.
+"""Encoder-decoder that generates text, for any kind of encoder input.
 
-One layer of a text decoder that also attends to an encoder's output.
-
-::
+One layer of the text decoder, which also attends to the encoder's output::
 
     x ──► self-attention ──► + ──► cross-attention ──► + ──► MLP ──► +
                                         ▲
-    encoder's rows, in the step in which the encoder ran; from then on their keys and values
+    encoder's rows, in the step in which the encoder ran; in later steps their keys and values
     are in the pages
 
-Each part has a norm: before it, inside the residual branch, or after its result was added to the
-stream.
+Each part has a norm: before it, inside the residual branch, or after the residual addition.
 """
 
 from __future__ import annotations
@@ -35,19 +32,19 @@ from prefix_cache import AttentionSpec, CrossAttentionSpec, FullAttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class Seq2SeqNames:
-    """How a family's checkpoints name the decoder's weights.
+    """Names of the decoder's weights in a family's checkpoints.
 
     Attributes:
-        embeddings: under which of these the token embedding may be stored, the usual one first.
-        head: the head's matrix, stored where it is not the embedding.
+        embeddings: possible names of the token embedding, the usual one first.
+        head: the head's matrix, stored if it is not the embedding.
         layers: prefix of the layers' weights, under ``decoder``, up to the layer's number.
-        self_attention: prefixes of its weights, and of the norm that belongs to it.
+        self_attention: prefixes of its weights, and of its norm.
         projections: of an attention: query, key, value and output.
-        mlp_projections: in the order in which the data passes; three where the MLP is gated.
-        embedding_norm: after the embeddings, under ``decoder``; None where there is none.
-        final_norm: after the layers, under ``decoder``; None where there is none.
+        mlp_projections: in the order of computation; three if the MLP is gated.
+        embedding_norm: after the embeddings, under ``decoder``; None: no such norm.
+        final_norm: after the layers, under ``decoder``; None: no such norm.
         logits_bias: added to the logits, stored by some checkpoints; None in other families.
-        ignored: names that checkpoints may hold although nothing needs them.
+        ignored: names that checkpoints may contain but the model does not use.
     """
 
     embeddings: tuple[str, ...]
@@ -78,7 +75,7 @@ FAIRSEQ_NAMES = Seq2SeqNames(
     projections=("q_proj", "k_proj", "v_proj", "out_proj"),
     mlp_projections=("fc1", "fc2"),
 )
-"""What the models that began in fairseq have in common."""
+"""Names shared by the models that originate in fairseq."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +86,16 @@ class Seq2SeqConfig:
         hidden_size: width of the decoder's stream and of the encoder's rows.
         num_heads: of the decoder's attention, self and cross.
         activation: of the MLP, by transformers' name.
-        rms_norm: whether norms neither shift nor centre.
-        norm_first: whether a part's norm comes before it, or after its result was added.
+        rms_norm: True if norms neither shift nor centre.
+        norm_first: True if a part's norm precedes it, False if it follows the residual addition.
         projection_biases: names of the attention's projections that have biases.
-        mlp_bias: whether the MLP's projections have biases.
+        mlp_bias: True if the MLP's projections have biases.
         attention_scale: factor on the scores before the softmax.
         embedding_scale: factor on the embeddings of tokens.
-        position_offset: row of the position table that position 0 takes; None: no such table.
-        relative_buckets: learned biases per head on the scores of self-attention, by how far back
-            a key lies: half of them for one distance each, others for ranges that grow; 0 of a
-            family without.
+        position_offset: row of position 0 in the position table; None: no such table.
+        relative_buckets: number of learned biases per head on the scores of self-attention, by
+            distance to the key: half of them for one distance each, the others for growing
+            ranges; 0 for a family without.
         max_distance: all distances from here on share the last of these.
         hidden_scale: factor on hidden states before the head.
     """
@@ -129,7 +126,7 @@ class Seq2SeqConfig:
     def of_fairseq(
         cls, config: PreTrainedConfig, max_positions: int, max_encoder_len: int, **others: Any
     ) -> Seq2SeqConfig:
-        """Read what the models that began in fairseq name alike."""
+        """Read the fields that models originating in fairseq name alike."""
         head_dim = config.d_model // config.decoder_attention_heads
         return cls(
             hidden_size=config.d_model,
@@ -150,7 +147,7 @@ class Seq2SeqConfig:
 
 
 def build_norm(config: Seq2SeqConfig, settings: ModelSettings) -> nn.LayerNorm | RMSNorm:
-    """A norm of the family's kind."""
+    """Build a norm of the family's kind."""
     options = settings.tensor_options
     if config.rms_norm:
         return RMSNorm(config.hidden_size, config.norm_eps, ops=settings.ops, **options)
@@ -158,7 +155,7 @@ def build_norm(config: Seq2SeqConfig, settings: ModelSettings) -> nn.LayerNorm |
 
 
 class DecoderAttention(nn.Module):
-    """What both attentions of a layer have."""
+    """Base of both attentions of a layer."""
 
     spec_type: type[AttentionSpec]
 
@@ -175,13 +172,13 @@ class DecoderAttention(nn.Module):
     def projection(
         self, names: Sequence[str], config: Seq2SeqConfig, settings: ModelSettings
     ) -> Linear:
-        """The projections to heads that go by these names, in one product."""
+        """Build the projections with these names, fused into one product."""
         sizes, options = dict.fromkeys(names, self.inner_size), settings.tensor_options
         bias = [name for name in names if name in config.projection_biases]
         return Linear(config.hidden_size, sizes, bias=bias, **options)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""
         for module in self.children():
             if isinstance(module, Linear):
                 yield from module.targets(prefix)
@@ -197,7 +194,7 @@ class DecoderSelfAttention(DecoderAttention):
         self.qkv = self.projection(config.names.projections[:3], config, settings)
 
     def forward(self, x: Tensor, step: AttentionStep, bias: Tensor | None) -> Tensor:
-        """Attend with ``(num_tokens, hidden_size)``; the result has the same shape."""
+        """Map ``(num_tokens, hidden_size)`` to the same shape."""
         qkv = self.qkv(x).view(x.shape[0], 3, self.num_heads, self.head_dim)
         query, key, value = qkv.unbind(1)
         attended = self.attention(query, key, value, step, bias=bias)
@@ -216,9 +213,9 @@ class DecoderCrossAttention(DecoderAttention):
         self.key_value = self.projection([key, value], config, settings)
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
-        """Attend with ``(num_tokens, hidden_size)``; the result has the same shape.
+        """Map ``(num_tokens, hidden_size)`` to the same shape.
 
-        Keys and values are made and written in the step in which the encoder ran, once.
+        Keys and values are computed and written once, in the step in which the encoder ran.
         """
         query = self.query(x).view(x.shape[0], self.num_heads, self.head_dim)
         key: Tensor | None = None
@@ -231,7 +228,7 @@ class DecoderCrossAttention(DecoderAttention):
 
 
 class Seq2SeqLayer(nn.Module):
-    """Self-attention, cross-attention and MLP with their norms; see the module's picture."""
+    """Self-attention, cross-attention and MLP with their norms; see the module docstring."""
 
     def __init__(self, index: int, config: Seq2SeqConfig, settings: ModelSettings) -> None:
         super().__init__()
@@ -246,7 +243,7 @@ class Seq2SeqLayer(nn.Module):
         self.mlp_norm = build_norm(config, settings)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""
         names = self.names
         for (own, of_norm), part, norm in (
             (names.self_attention, self.self_attention, self.self_norm),
@@ -258,7 +255,7 @@ class Seq2SeqLayer(nn.Module):
                 yield f"{prefix}{of_norm}{name}", tensor
 
     def forward(self, x: Tensor, step: AttentionStep, bias: Tensor | None) -> Tensor:
-        """Run the layer over ``(num_tokens, hidden_size)``; the result has the same shape."""
+        """Map ``(num_tokens, hidden_size)`` to the same shape."""
         if self.norm_first:
             x = x + self.self_attention(self.self_norm(x), step, bias)
             x = x + self.cross_attention(self.cross_norm(x), step)
@@ -276,12 +273,12 @@ def _build_mlp(config: Seq2SeqConfig, settings: ModelSettings) -> PlainMLP:
 
 
 class Seq2SeqModel(EncoderDecoderModel):
-    """A stack of :class:`Seq2SeqLayer` between an embedding and a head, beside an encoder.
+    """An encoder, and a stack of :class:`Seq2SeqLayer` between an embedding and a head.
 
     Args:
-        build_encoder: makes the encoder; gets the embedding, which it may share.
-        stored: names of the checkpoint's weights. They say whether the head is a matrix of its
-            own: configs of T5 do not.
+        build_encoder: builds the encoder, given the embedding, which it may share.
+        stored: names of the checkpoint's weights. They determine if the head is a separate
+            matrix: configs of T5 do not.
     """
 
     def __init__(
@@ -325,7 +322,7 @@ class Seq2SeqModel(EncoderDecoderModel):
             self.logits_bias = empty_parameter(1, config.vocab_size, **options)
 
     def _name_embedding_and_head(self, stored: Collection[str]) -> None:
-        """Find the shared matrix, which exporters store under any of its names."""
+        """Find the name of the shared matrix, which exporters store under any of its names."""
         names = self.config.names
         places = [name for name in names.embeddings if name in stored]
         self.has_own_head = bool(places) and names.head in stored
@@ -335,7 +332,7 @@ class Seq2SeqModel(EncoderDecoderModel):
         self.ignored_weights = {*names.embeddings, *names.ignored}
 
     def targets(self, prefix: str = "") -> Iterator[tuple[str, Target]]:
-        """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
+        """Yield checkpoint names and targets; see :meth:`CausalModel.targets`."""
         names = self.config.names
         yield f"{prefix}{self.embedding_name}", self.embedding.data
         yield from self.encoder.targets(f"{prefix}{names.encoder}")
@@ -360,7 +357,7 @@ class Seq2SeqModel(EncoderDecoderModel):
             yield f"{prefix}{names.logits_bias}", self.logits_bias.data
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Token ids ``(n,)`` to embeddings ``(n, hidden_size)``."""
+        """Map token ids ``(n,)`` to embeddings ``(n, hidden_size)``."""
         embeds = F.embedding(input_ids, self.embedding)
         scale = self.config.embedding_scale
         return embeds if scale == 1.0 else embeds.mul_(scale)
@@ -379,7 +376,7 @@ class Seq2SeqModel(EncoderDecoderModel):
         return {"hidden_states": self.final_norm(x)}
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Rows of hidden states to float32 logits; see :meth:`CausalModel.compute_logits`."""
+        """Map hidden states to float32 logits; see :meth:`CausalModel.compute_logits`."""
         scale = self.config.hidden_scale
         logits: Tensor = self.head(hidden_states if scale == 1.0 else hidden_states * scale)
         return (logits if self.logits_bias is None else logits + self.logits_bias).float()
@@ -392,8 +389,8 @@ class RelativeBiasTable(nn.Module):
     Transformer", 2020.
 
     Attributes:
-        by_distance: ``(num_heads, max_distance + 1)`` float32, the value of every distance from
-            a query back to a key; the last column stands for all beyond. Made by
+        by_distance: ``(num_heads, max_distance + 1)`` float32, the value for every distance from
+            a query back to a key; the last column covers all larger ones. Set by
             :meth:`finish_loading`.
     """
 
@@ -407,7 +404,7 @@ class RelativeBiasTable(nn.Module):
         )
 
     def finish_loading(self) -> None:
-        """Spread the loaded values over the distances."""
+        """Expand the loaded values to all distances."""
         most = self.config.max_distance
         buckets = T5Attention._relative_position_bucket(
             -torch.arange(most + 1), False, self.config.relative_buckets, most

@@ -1,1 +1,1 @@
-"""Voxtral: a decoder that hears. Imports rooms of other families, and those below them."""
+"""Voxtral: a decoder with audio input. Imports other families, and the packages below them."""

@@ -1,16 +1,16 @@
-"""Voxtral: an encoder of speech with a projector, and a decoder, which answers or writes down.
+"""Voxtral: a speech encoder with a projector, and a decoder that answers or transcribes.
 
-Silence fills up a sound to whole windows of 30 s, each of which is heard by itself::
+Audio is padded with silence to whole windows of 30 s, which are encoded separately::
 
-    sound   | window 0        | window 1   ~~~~ |    3,000 frames each
+    audio   | window 0        | window 1   ~~~~ |    3,000 frames each
     rows    | 375             | 375             |    one for eight frames
 
-A sound alone asks for a transcription, in the words that the model was trained with::
+Audio without text requests a transcription, with the prompt that the model was trained on::
 
     <s>[INST][BEGIN_AUDIO] | rows | [/INST]lang:en[TRANSCRIBE]
 
 Source: Liu et al., "Voxtral", 2025; transformers' ``voxtral``; for prompts, the tokenizer package
-of the model's maker.
+of the model's publisher.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ CHAT_TEMPLATE = """\
 {% elif message.role == 'system' %}[SYSTEM_PROMPT]{{ parts(message.content) }}[/SYSTEM_PROMPT]\
 {% else %}{{ raise_exception('this model reads no messages of the role ' ~ message.role) }}\
 {% endif %}{% endfor %}"""
-"""What a published folder, whose template is in another package, leaves out."""
+"""Chat template missing in published folders, where it is part of another package."""
 
 
 class VoxtralTower(AudioTower):
-    """Windows of sound to rows, through the projector; see the module's note."""
+    """Encodes windows of audio to projected rows; see the module docstring."""
 
     encoder = partial(without_decoder, VoxtralModel)
     known_weight = "multi_modal_projector.linear_1.weight"
@@ -60,12 +60,12 @@ class VoxtralTower(AudioTower):
 
     def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
         super().__init__(config, settings)
-        # Two convolutions, of which one halves; then rows side by side are made one.
+        # Of two convolutions one halves the length; then adjacent rows are merged.
         self.window = 2 * int(self.audio.max_source_positions)
         self.frames_per_row: int = 2 * self.audio.intermediate_size // self.audio.hidden_size
 
     def rows_of(self, num_frames: int) -> int:
-        """See :meth:`AudioTower.rows_of`; ``ValueError`` unless they are whole windows."""
+        """See :meth:`AudioTower.rows_of`; raises ``ValueError`` for partial windows."""
         if num_frames % self.window:
             raise ValueError(
                 f"input_features must be whole windows of {self.window} frames, got {num_frames}"
@@ -73,7 +73,7 @@ class VoxtralTower(AudioTower):
         return num_frames // self.frames_per_row
 
     def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
-        """One window after the other; see :meth:`ItemTower.forward`."""
+        """Encode one window after the other; see :meth:`ItemTower.forward`."""
         hear, device, dtype = self.module.get_audio_features, self.module.device, self.module.dtype
         return [
             torch.cat(
@@ -87,7 +87,7 @@ class VoxtralTower(AudioTower):
 
 
 class VoxtralPrompts(TranscriptionPrompts):
-    """Asks for the words of a sound that comes alone, as the model was trained."""
+    """Requests the transcription of audio without text, as the model was trained."""
 
     def asked(self, chat: ChatPrompt, language: str | None, names: str | None) -> str:
         """See :meth:`TranscriptionPrompts.asked`."""

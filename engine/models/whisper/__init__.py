@@ -1,1 +1,1 @@
-"""Whisper: an encoder-decoder that reads sound. Imports seq2seq and the rooms below it."""
+"""Whisper: an encoder-decoder with audio input. Imports seq2seq and the packages below it."""

@@ -1,10 +1,10 @@
-"""Makes a checkpoint folder of a CTranslate2 Whisper, such as faster-whisper's.
+"""Conversion of CTranslate2 Whisper models, such as faster-whisper's, to a checkpoint folder.
 
-``model.bin`` as ``ModelSpec.save`` writes it, little-endian; a text ends in a zero, which counts::
+``model.bin`` as ``ModelSpec.save`` writes it, little-endian; text lengths count the final zero::
 
-    version u32 · spec text · revision u32                   text: length u16 · the bytes
-    count u32 · { name text · rank u8 · sizes u32... · type u8 · length u32 · the bytes }...
-    names of tensors that are the same, which is known
+    version u32 · spec text · revision u32                   text: length u16 · bytes
+    count u32 · { name text · rank u8 · sizes u32... · type u8 · length u32 · bytes }...
+    aliases of tensors, which are not read
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ _MODULES = {
     "ffn/linear_0": "fc1",
     "ffn/linear_1": "fc2",
 }
-"""What transformers calls a module that it has by another name; a fused one is several."""
+"""Names of modules in transformers, if different; a fused module maps to several."""
 
 
 def convert(folder: Path, out: Path) -> None:
-    """Write a checkpoint folder of transformers, in the floats that the weights are stored in.
+    """Write a checkpoint folder of transformers, in the stored float type of the weights.
 
     Weights in int8 or int16 become float32.
 
     Args:
-        folder: with ``config.json``, ``tokenizer.json`` and ``model.bin``, or its parts,
+        folder: contains ``config.json``, ``tokenizer.json`` and ``model.bin``, or its parts
             ``model.bin.part1`` and so on, in the order of their names.
-        out: a folder that does not exist, or an empty one.
+        out: a folder that does not exist or is empty.
 
     Raises:
-        ValueError: there is something in ``out``, or ``folder`` holds no whole Whisper.
+        ValueError: ``out`` is not empty, or ``folder`` contains no complete Whisper.
         OSError: a file cannot be read or written.
     """
     if out.exists() and any(out.iterdir()):
@@ -97,7 +97,7 @@ def convert(folder: Path, out: Path) -> None:
 
 
 def _read(content: bytes) -> Arrays:
-    """The tensors of a ``model.bin`` by name, those in whole numbers multiplied out."""
+    """Read the tensors of a ``model.bin`` by name; integer tensors are dequantized."""
     place, arrays = 0, Arrays()
 
     def number(form: str) -> int:
@@ -133,7 +133,7 @@ def _read(content: bytes) -> Arrays:
 
 
 def _renamed(arrays: Arrays) -> dict[str, torch.Tensor]:
-    """The weights by transformers' names; numbers beside them, such as of heads, are left out."""
+    """Rename weights to transformers' names; scalars, such as the number of heads, are left out."""
     weights, stored = {}, arrays["decoder/embeddings/weight"].dtype
     for name, values in arrays.items():
         found = re.fullmatch(r"(encoder|decoder)/(?:layer_(\d+)/)?(.+)/(\w+)", name)
@@ -165,7 +165,7 @@ def _config(arrays: Arrays, generation: dict[str, Any]) -> WhisperConfig:
 
 
 def _generation(config: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
-    """What OpenAI's checkpoints have in ``generation_config.json``."""
+    """Build ``generation_config.json`` as in OpenAI's checkpoints."""
     start, no_times, before, *tasks = [ids[f"<|{mark}|>"] for mark in _MARKS]
     settings: dict[str, Any] = {
         "begin_suppress_tokens": config["suppress_ids_begin"],
@@ -178,7 +178,7 @@ def _generation(config: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
         "prev_sot_token_id": before,
         "is_multilingual": "<|zh|>" in ids,
     }
-    if "alignment_heads" in config:  # else there are no times of words
+    if "alignment_heads" in config:  # otherwise word timestamps are not available
         settings["alignment_heads"] = config["alignment_heads"]
     if settings["is_multilingual"]:
         languages = set(config["lang_ids"])

@@ -1,4 +1,4 @@
-"""Whisper: an encoder over the spectrogram of a window of fixed length, learned positions.
+"""Whisper: an encoder-decoder over spectrograms of fixed-length windows, with learned positions.
 
 Source: Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervision", 2022;
 transformers' ``generation_whisper``.
@@ -46,7 +46,7 @@ from engine.sampling.sampler import LogitsProcessor
 
 
 class TimestampRule:
-    """Keeps timestamps in order and in pairs: one where a segment begins, one where it ends.
+    """Keeps timestamps ordered and paired: one at the beginning and one at the end of a segment.
 
     ::
 
@@ -54,18 +54,18 @@ class TimestampRule:
          first token, and    end and next begin: only text follows a pair,
          not too late        only a timestamp or the end follows a single one
 
-    Beside that, a timestamp is written wherever all timestamps together are likelier than the
-    likeliest text. It is transformers' own processor that masks, over the generated ids alone.
+    In addition, a timestamp is generated whenever all timestamps together are more probable than
+    the most probable text token. transformers' own processor masks, given only the generated ids.
 
     Args:
         no_timestamps_token_id: the last id before those of the timestamps; never generated.
-        max_first: the latest that the first timestamp may be, as its number; None for any.
+        max_first: maximum index of the first timestamp; None: no limit.
     """
 
     def __init__(
         self, no_timestamps_token_id: int, end_token_id: int, max_first: int | None = None
     ) -> None:
-        # What the processor looks up in a generation config, where an end may also be a list.
+        # The fields that the processor reads from a generation config, where eos may be a list.
         config: Any = SimpleNamespace(
             no_timestamps_token_id=no_timestamps_token_id,
             eos_token_id=end_token_id,
@@ -75,11 +75,11 @@ class TimestampRule:
         self._processor = WhisperTimeStampLogitsProcessor(config, begin_index=0)
 
     def apply(self, logits: Tensor, generated: Sequence[int]) -> None:
-        """Mask what must not come next, in place.
+        """Mask invalid next tokens in place.
 
         Args:
             logits: ``(vocab,)`` of the next token.
-            generated: the ids so far, without the prompt.
+            generated: ids generated so far, without the prompt.
         """
         ids = torch.tensor([list(generated)], dtype=torch.int64)
         logits.copy_(self._processor(ids, logits[None])[0])
@@ -92,29 +92,29 @@ _OF_CHECKPOINTS = (
     "no_speech_threshold",
     "condition_on_prev_tokens",
 )
-"""Options that a generation config may have."""
+"""Options that may be set in a generation config."""
 _MOST_INITIAL = 4
-"""Tokens with which a window's prompt ends: start, language, task, no timestamps."""
+"""Maximum number of tokens that end a window's prompt: start, language, task, no timestamps."""
 
 
 class WhisperPromptRule(DecoderPromptRule):
-    """The tokens that say what is wanted, from the request or from the generation config.
+    """Decoder prompts that select language, task and timestamps, by request or generation config.
 
     ::
 
         <|startoftranscript|> <|fr|> <|transcribe|> <|notimestamps|>
-         always                multilingual models   unless timestamps are wanted
+         always                multilingual models   unless timestamps are requested
 
-    They are those of transformers' ``WhisperForConditionalGeneration.generate``. Where no
-    language is named, the model itself chooses its token: the likeliest behind the first. Where
-    the checkpoint names no task either, it is ``transcribe``: without a task token, which
-    ``generate`` leaves out, models write nonsense.
+    They match transformers' ``WhisperForConditionalGeneration.generate``. If no language is given,
+    the model detects it: the most probable language token after the first. If the checkpoint sets
+    no task either, it is ``transcribe``: without a task token, as in ``generate``, models write
+    nonsense.
     """
 
     def resolved(
         self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
     ) -> EncoderPrompt | None:
-        """A recording with all its options: the request's, the engine's, the checkpoint's."""
+        """Fill in a recording's options from the request, the engine and the checkpoint."""
         if not isinstance(encoder, AudioPrompt):
             return encoder
         if decoder is not None:
@@ -133,7 +133,7 @@ class WhisperPromptRule(DecoderPromptRule):
     def prompt_choice(
         self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
     ) -> PromptChoice | None:
-        """The language, where none is named, and what follows it."""
+        """Return the candidate languages if none is given, and the ids that follow."""
         if decoder is not None:
             return None
         ids, detects = self._plan(encoder)
@@ -142,7 +142,7 @@ class WhisperPromptRule(DecoderPromptRule):
         return PromptChoice(tuple(self._setting("lang_to_id").values()), ids[1:])
 
     def logits_processor(self, encoder: EncoderPrompt | None) -> LogitsProcessor | None:
-        """The order of timestamps, where they are wanted."""
+        """Return the rule for timestamps, if they are requested."""
         without = self._setting("no_timestamps_token_id")
         if without is None or not self._wants_timestamps(encoder):
             return None
@@ -152,7 +152,7 @@ class WhisperPromptRule(DecoderPromptRule):
     def across(
         self, windows: InputWindows, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
     ) -> tuple[EncoderPrompt | None, Continuation]:
-        """Window after window, each from where the text before ended; with timestamps."""
+        """Return prompt and continuation of a transcription by windows, which uses timestamps."""
         is_long = windows.num_frames > windows.window
         if decoder is not None or not isinstance(encoder, AudioPrompt):
             raise ValueError(
@@ -166,7 +166,7 @@ class WhisperPromptRule(DecoderPromptRule):
             )
         without = self._setting("no_timestamps_token_id")
         asked = replace(encoder, timestamps=True) if is_long else encoder
-        self._with_timestamps([self.start_token_id], is_long)  # says so if there are none
+        self._with_timestamps([self.start_token_id], is_long)  # raises if there are none
         options = encoder.transcription or TranscriptionOptions()
         most = self._limits.max_model_len // 2 - 1
         prompt_ids = () if options.prompt is None else self._prompt_tokens(options.prompt, most)
@@ -189,7 +189,7 @@ class WhisperPromptRule(DecoderPromptRule):
             begin=windows.next_begin(0),
             options=options,
             temperature=(options.temperature or (None,))[0],
-            # The token for silence stands before that for no timestamps.
+            # The no-speech token directly precedes the no-timestamps token.
             judged_id=None if least is None else (without or 1) - 1,
             is_aligned=bool(options.return_token_timestamps),
             longest_prompt=longest,
@@ -211,7 +211,7 @@ class WhisperPromptRule(DecoderPromptRule):
                 raise ValueError(f"{option}: the checkpoint's generation config has no {name}")
 
     def _prompt_tokens(self, text: str, most: int) -> tuple[int, ...]:
-        """The last tokens of an initial prompt, as transformers' ``get_prompt_ids`` makes them."""
+        """Return the last tokens of an initial prompt, as transformers' ``get_prompt_ids``."""
         written = TextPrompt(f" {text.strip()}", add_special_tokens=False)
         ids = tokenize(written, self._tokenizer, self._limits, as_it_is=True)
         added = {} if self._tokenizer is None else self._tokenizer.get_added_vocab()
@@ -234,12 +234,12 @@ class WhisperPromptRule(DecoderPromptRule):
 
     @property
     def _first_ids(self) -> tuple[int, ...]:
-        # A prompt may begin with what was said before: <|startofprev|> ... <|startoftranscript|>
+        # A prompt may begin with previous text: <|startofprev|> ... <|startoftranscript|>
         previous = self._named("prev_sot_token_id")
         return (self.start_token_id,) if previous is None else (self.start_token_id, previous)
 
     def _tokenize(self, decoder: WrittenPrompt) -> list[int]:
-        """Text as it is: the tokenizer would put its own choice of language and task before it."""
+        """Tokenize text unchanged: the tokenizer would prepend its own language and task."""
         return tokenize(decoder, self._tokenizer, self._limits, as_it_is=True)
 
     def _default(self, encoder: EncoderPrompt | None) -> list[int]:
@@ -247,7 +247,7 @@ class WhisperPromptRule(DecoderPromptRule):
         return ids[:1] if detects else ids
 
     def _plan(self, encoder: EncoderPrompt | None) -> tuple[list[int], bool]:
-        """The prompt, and whether a language that the model detects belongs behind its first id."""
+        """Return the prompt, and True if a detected language belongs after its first id."""
         asked = encoder if isinstance(encoder, AudioPrompt) else AudioPrompt("")
         chosen = asked.language is not None or asked.task is not None
         if chosen and self._setting("is_multilingual") is False:
@@ -271,7 +271,7 @@ class WhisperPromptRule(DecoderPromptRule):
                 )
             ids.append(tasks[task])
         elif (language is not None or detects) and tasks and not set(ids) & set(tasks.values()):
-            # Behind the language, whose place may still be empty.
+            # After the language, whose position may still be empty.
             ids[2:2] = [tasks["transcribe"]]
         wanted = self._wants_timestamps(encoder)
         return self._with_timestamps([i for i in ids if i is not None], wanted), detects
@@ -301,7 +301,7 @@ class WhisperPromptRule(DecoderPromptRule):
         return known[token]
 
     def _forced_ids(self) -> list[int | None]:
-        """What older checkpoints say in the place of a language and a task."""
+        """Return the forced ids that older checkpoints set instead of a language and a task."""
         forced = self._setting("forced_decoder_ids") or []
         positions = [position for position, _ in forced]
         if positions != list(range(1, len(forced) + 1)):
@@ -319,12 +319,12 @@ class WhisperPromptRule(DecoderPromptRule):
 
 _NAMES = replace(FAIRSEQ_NAMES, head="proj_out.weight", final_norm="layer_norm")
 _FEATURES = "input_features"
-# Frames of the spectrogram per row: the second convolution takes every second one.
+# Frames of the spectrogram per row: the second convolution has stride 2.
 _FRAMES_PER_ROW = 2
 
 
 class SpeechEncoder(EncoderModule):
-    """Spectrograms to hidden states, always of the whole window."""
+    """Encodes spectrograms of whole windows to hidden states."""
 
     def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ class SpeechEncoder(EncoderModule):
         self.feature_shape = (config.num_mel_bins, self.max_len * _FRAMES_PER_ROW)
 
     def check_input(self, entry: EncoderInput) -> None:
-        """One spectrogram, padded or cut to the window."""
+        """Require one spectrogram, padded or cut to the window."""
         features = entry.features.get(_FEATURES)
         if features is None or entry.token_ids:
             raise ValueError(f"Whisper's encoder takes {_FEATURES} (a spectrogram) and no tokens")
@@ -352,7 +352,7 @@ class SpeechEncoder(EncoderModule):
 
 
 def whisper_config(config: PreTrainedConfig) -> Seq2SeqConfig:
-    """The decoder's part of a config."""
+    """Read the decoder's part of a config."""
     query, _, value, output = _NAMES.projections
     return Seq2SeqConfig.of_fairseq(
         config,
@@ -366,7 +366,7 @@ def whisper_config(config: PreTrainedConfig) -> Seq2SeqConfig:
 
 
 def longest_text(config: PreTrainedConfig) -> int:
-    """Positions that a config allows the decoder."""
+    """Return the number of positions that a config allows the decoder."""
     return config.max_target_positions
 
 
@@ -382,7 +382,7 @@ def build_whisper(checkpoint: Checkpoint, settings: ModelSettings) -> Seq2SeqMod
     for layer, head in getattr(checkpoint.generation_config, "alignment_heads", None) or ():
         if not (0 <= layer < config.decoder_layers and 0 <= head < config.decoder_attention_heads):
             raise ValueError(f"alignment_heads: the decoder has no head {head} in layer {layer}")
-        # Those of cross-attention stand behind those of self-attention.
+        # The cross-attention layers follow the self-attention layers.
         model.attention_layers[config.decoder_layers + layer].aligned_heads.append(head)
     return model
 

@@ -1,17 +1,17 @@
-"""A recording is transcribed a window at a time.
+"""Window-by-window transcription of a recording.
 
 ::
 
     recording  |<------- window ------->|
-    written    <0.00> a b <1.80> <1.80> c d      ends in the middle of what is said: cut off
+    generated  <0.00> a b <1.80> <1.80> c d      ends in the middle of a segment: cut off
     kept       <0.00> a b <1.80> <1.80>
                                 |<------- window ------->|       begins at 1.80 s
-                                <0.00> c d e <1.50>              says where the speech ended:
-                                                         |<--    the next begins behind it
+                                <0.00> c d e <1.50>              speech ended here:
+                                                         |<--    the next window follows this one
 
-Timestamps count from the beginning of their window. The rules are those of transformers' sequential
-long-form transcription with the options of ``TranscriptionOptions``. A text that they find poor is
-written once more, as a sequence of its own, and no sign of it is left in the output.
+Timestamps are relative to the beginning of their window. The rules are those of transformers'
+sequential long-form transcription with the options of ``TranscriptionOptions``. Text that fails
+their quality checks is discarded and generated again as a separate sequence.
 
 Source: Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervision", 2022, section
 3.8; transformers' ``generation_whisper``.
@@ -42,17 +42,17 @@ from engine.requests.request import Continuation, Request, Sequel
 _FRAMES_PER_TIMESTAMP = 2
 _TIMESTAMP_S = 0.02
 _HOT = 0.5
-"""Text that was written at this temperature, or above, is none to go on from."""
+"""Text generated at this temperature or above is not used as context for the next window."""
 
 
 def warp(costs: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Where the cheapest way through a table, from its first to its last cell, enters each row.
+    """Return the column at which the cheapest path through a table enters each row.
 
-    Dynamic time warping, a diagonal at a time, with the sums in float32 and the choice between
-    equal ones as in transformers.
+    Dynamic time warping from the first to the last cell, by diagonals; sums are float32 and ties
+    are resolved as in transformers.
 
     Args:
-        costs: ``(rows, columns)``, one at least of both.
+        costs: ``(rows, columns)``, at least one of each.
     """
     num_rows, num_columns = costs.shape
     sums = np.full((num_rows + 1, num_columns + 1), np.inf, dtype=np.float32)
@@ -75,11 +75,11 @@ def warp(costs: NDArray[np.float64]) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Aligner:
-    """Says when tokens and words are spoken.
+    """Computes the times of tokens and words.
 
     Attributes:
-        filter_width: of a median over encoder rows that are next to each other; odd.
-        languages: their names, by the ids of their tokens.
+        filter_width: width of the median filter over adjacent encoder rows; odd.
+        languages: names of languages, by token id.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -87,11 +87,11 @@ class Aligner:
     languages: Mapping[int, str]
 
     def times(self, attention: Tensor, num_rows: int) -> list[float]:
-        """When tokens end, in seconds: the last, which no step has run, with the one before it.
+        """Return the end times of tokens in seconds; the last, which no step ran, repeats its time.
 
         Args:
-            attention: ``(heads, tokens but the last, encoder rows)``.
-            num_rows: rows of the encoder that are no padding.
+            attention: ``(heads, tokens except the last, encoder rows)``.
+            num_rows: encoder rows that are not padding.
         """
         weights = attention[:, :, : max(1, num_rows)]
         std, mean = torch.std_mean(weights, dim=-2, keepdim=True, correction=0)
@@ -102,10 +102,10 @@ class Aligner:
     def words(
         self, all_ids: Sequence[int], kept: Sequence[int], times: Sequence[float], end: int
     ) -> list[TimedWord]:
-        """The words between timestamps, whose ids are ``end`` and above.
+        """Return the words between timestamps, whose ids are ``end`` and above.
 
         Args:
-            all_ids: with the prompt, which names a language.
+            all_ids: including the prompt, which contains a language.
         """
         special = set(self.tokenizer.all_special_ids)
         language = next((self.languages[x] for x in all_ids if x in self.languages), "english")
@@ -123,19 +123,19 @@ class Aligner:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SpeechWindows(Continuation):
-    """How a transcription goes on after a window; see ``Continuation``.
+    """Continuation of a transcription after a window; see ``Continuation``.
 
     Attributes:
-        begin: frame at which the present window begins.
+        begin: frame at which the current window begins.
         first_timestamp_id: the id of ``<|0.00|>``; all larger ids are later times.
-        end_token_id: ends a window's text, and is no part of it.
-        start_token_id: where the prompt begins; what was said before stands before it.
-        previous_id: begins what was said before; None where nothing ever is.
-        prompt_ids: what was said before the first window, as the user has it.
-        said: the last tokens of what was said before the present one.
-        most_said: so many of them.
-        attempt: how many texts of the window were poor.
-        aligner: None if no times are asked for.
+        end_token_id: ends a window's text, without being part of it.
+        start_token_id: first token of the prompt, after any previous text.
+        previous_id: token that begins previous text; None: previous text is never used.
+        prompt_ids: the user's initial prompt: text before the first window.
+        said: last tokens of the text before the current window.
+        most_said: maximum length of ``said``.
+        attempt: number of texts of the window that failed quality checks.
+        aligner: None if no word times are requested.
     """
 
     windows: InputWindows
@@ -156,12 +156,12 @@ class SpeechWindows(Continuation):
     def opening(
         self, prompt_ids: Sequence[int], choice: PromptChoice | None = None
     ) -> tuple[list[int], PromptChoice | None]:
-        """See ``Continuation``: silence is judged at the start token."""
+        """See ``Continuation``; the no-speech probability is read at the start token."""
         goes_on = self.options.condition_on_prev_tokens and not self.is_hot
         before = self.said if goes_on else self.prompt_ids
         own = list(prompt_ids[prompt_ids.index(self.start_token_id) :])
         if choice is not None:
-            # As in transformers, the language is found out without what was said before.
+            # As in transformers, the language is detected without previous text.
             found = choice.candidates, choice.then
             return own, PromptChoice(*found, judged_id=self.judged_id, is_alone=bool(before))
         if before and self.previous_id is not None:
@@ -190,10 +190,10 @@ class SpeechWindows(Continuation):
         num_kept = len(tokens) if ends else sum(map(len, segments))
         window = self._window(request, num_kept, attention)
         begin = self.windows.next_begin(self.begin + num_frames)
-        if ends or begin >= self.windows.end:  # a stop token of the user's ends all of it
+        if ends or begin >= self.windows.end:  # a stop token of the user ends the transcription
             return Sequel(num_kept, window)
         said = list(self.said)
-        for segment in segments:  # without the second of two timestamps at its end
+        for segment in segments:  # without the second of two timestamps at the end
             ends_twice = len(segment) > 2 and segment[-2] >= self.first_timestamp_id
             said += segment[:-1] if ends_twice else segment
         following = replace(
@@ -207,7 +207,7 @@ class SpeechWindows(Continuation):
         return Sequel(num_kept, window, self.windows.at(begin), following)
 
     def _judged(self, request: Request) -> tuple[bool, bool]:
-        """Whether a window is silent, and whether its text is poor."""
+        """Return two flags: the window is silent; its text fails the quality checks."""
         options, is_poor = self.options, False
         if options.compression_ratio_threshold is not None:
             width = int(math.log2(self.vocab_size) / 8) + 1
@@ -220,13 +220,13 @@ class SpeechWindows(Continuation):
         return most is not None and request.judgements[0].probability > most, True
 
     def _window(self, request: Request, num: int, attention: Tensor | None) -> TranscriptionWindow:
-        """What the output says of a window, of whose tokens ``num`` are kept."""
+        """Build the output's description of a window with ``num`` kept tokens."""
         begin_s = round(self.begin / _FRAMES_PER_TIMESTAMP * _TIMESTAMP_S, 3)
         times: list[float] = []
         words: list[TimedWord] = []
         if self.aligner is not None:
             num_rows = (self.windows.end - self.begin) // _FRAMES_PER_TIMESTAMP
-            # A text of one token, which no step has run, has none.
+            # There is no attention for a text of one token, which no step has run.
             found = [0.0] if attention is None else self.aligner.times(attention, num_rows)
             times = [round(begin_s + each, 3) for each in found[:num]]
             kept = request.output_token_ids[:num]
@@ -237,7 +237,7 @@ class SpeechWindows(Continuation):
         return TranscriptionWindow(0, begin_s, temperature, silence, tuple(times), tuple(words))
 
     def _split(self, tokens: Sequence[int], rest: int) -> tuple[list[Sequence[int]], int]:
-        """The segments that are kept, and how many frames they tell of."""
+        """Return the kept segments, and the number of frames that they cover."""
         times = [token >= self.first_timestamp_id for token in tokens]
         pairs = [place for place in range(1, len(times)) if times[place - 1] and times[place]]
         if not pairs or times[-2:] == [False, True]:
@@ -245,6 +245,6 @@ class SpeechWindows(Continuation):
         else:
             ends = [*pairs[:-1], pairs[-1] + 1]
             spoken = tokens[pairs[-1] - 1] - self.first_timestamp_id
-            # Always ahead, also where a window had to begin with a pair.
+            # Always advance, even if a window begins with a pair of timestamps.
             num_frames = spoken * _FRAMES_PER_TIMESTAMP or rest
         return [tokens[begin:end] for begin, end in pairwise([0, *ends])], num_frames
