@@ -1,7 +1,7 @@
-"""Remembers what was computed: blocks, their content, and the outputs mirrored beside them.
+"""Prefix cache: KV-cache blocks, their content hashes, and stage outputs mirrored by block id.
 
-Imports torch and nothing of the project: it knows ids, hashes, sizes and tensors, but no model, no
-tokenizer and no request queue.
+Imports torch and nothing from the rest of the project: it handles ids, hashes, sizes and tensors,
+but no model, no tokenizer and no request queue.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Blocks, hashes, pages, the order of eviction; the integrity error. Imports specs."""
+"""Blocks, hashes, pages, eviction order and the integrity error. Imports specs."""

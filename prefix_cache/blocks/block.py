@@ -1,6 +1,6 @@
-"""One block (a small page), and the large page that it is part of.
+"""Blocks (small pages), the large pages that contain them, and block hashes.
 
-What identifies a block: everything that determines its content, chained from the first token.
+A block's hash covers everything that determines its content, chained from the first token.
 
 ::
 
@@ -29,12 +29,12 @@ BlockHash = NewType("BlockHash", bytes)
 
 @dataclass(frozen=True, slots=True)
 class ContentSpan:
-    """Positions of a sequence whose content their token ids do not state.
+    """Positions of a sequence whose content is not determined by their token ids.
 
     Attributes:
-        kind: what lies there ("image", "audio", "prompt_embeds", ...).
+        kind: kind of content ("image", "audio", "prompt_embeds", ...).
         offset: first position of the span in the sequence, in tokens.
-        content_hash: digest of the whole content, see :func:`content_hash`.
+        content_hash: digest of the whole content; see :func:`content_hash`.
     """
 
     kind: str
@@ -55,12 +55,12 @@ class ContentSpan:
 
 
 def content_hash(data: Tensor) -> bytes:
-    """SHA-256 over dtype, shape and bytes of a dense tensor of any type and device (32 bytes)."""
+    """Return the SHA-256 of a dense tensor's dtype, shape and bytes (any dtype, any device)."""
     flat = data.detach().cpu().contiguous().reshape(-1)
     digest = hashlib.sha256()
     digest.update(_length_prefixed(str(data.dtype).encode()))
     digest.update(struct.pack(f"<Q{data.dim()}q", data.dim(), *data.shape))
-    # Seen as bytes because numpy has no bfloat16.
+    # Viewed as bytes because numpy has no bfloat16.
     digest.update(flat.view(torch.uint8).numpy().data)
     return digest.digest()
 
@@ -74,17 +74,17 @@ def extend_block_hashes(
     salt: str | None = None,
     lora_name: str | None = None,
 ) -> None:
-    """Append the hashes of the blocks that became full; the work is that of the new blocks only.
+    """Append the hashes of blocks that became full; the cost depends on the new blocks only.
 
     Args:
-        hashes: of the leading blocks of the same sequence; extended in place.
-        token_ids: the whole sequence so far, ``(num_tokens,)``. Token ids count everywhere, under
-            a span too: give placeholders a fixed id.
-        spans: all content of the sequence that is not tokens, in any order. A block covers each
-            span that overlaps it with the span's place relative to the block, so the second half
-            of an image differs from its first half, and from the same image one token later.
+        hashes: hashes of the leading blocks of the same sequence; extended in place.
+        token_ids: the whole sequence so far, ``(num_tokens,)``. Token ids are hashed everywhere,
+            including under a span, so placeholders need a fixed id.
+        spans: all non-token content of the sequence, in any order. A block's hash includes each
+            overlapping span with its offset relative to the block, so the second half of an
+            image differs from its first half, and from the same image one token later.
         salt: requests share blocks only under the same salt; ``None`` and ``""`` differ.
-        lora_name: the adapter that computed the blocks, if any.
+        lora_name: adapter that computed the blocks, if any.
 
     Raises:
         ValueError: if ``block_size`` is below 1, or ``hashes`` covers more than ``token_ids``.
@@ -124,16 +124,16 @@ def partial_block_hash(
     salt: str | None = None,
     lora_name: str | None = None,
 ) -> BlockHash:
-    """Hash of the last block of a sequence that ends inside of it; that of no full block.
+    """Return the hash of a sequence's partial last block; never equal to that of a full block.
 
     Args:
-        hashes: of the sequence's full blocks; more are ignored.
-        token_ids: all of the sequence.
+        hashes: hashes of the sequence's full blocks; additional ones are ignored.
+        token_ids: the whole sequence.
 
     The others are as for :func:`extend_block_hashes`.
 
     Raises:
-        ValueError: if the sequence ends with a block, or the hash of one before is not given.
+        ValueError: if the last block is full, or the hash of an earlier block is missing.
     """
     num_full, num_rest = divmod(len(token_ids), block_size)
     if not num_rest or len(hashes) < num_full:
@@ -153,7 +153,7 @@ def partial_block_hash(
 
 
 def _span_order(span: ContentSpan) -> tuple[int, int, str, bytes]:
-    """The order in which spans are listed says nothing about the content."""
+    """Sort key that makes hashes independent of the order in which spans are listed."""
     return span.offset, span.length, span.kind, span.content_hash
 
 
@@ -165,7 +165,7 @@ def _hash_of(
     start: int,
     num_tokens: int,
 ) -> BlockHash:
-    """Every field has a fixed size or its length before it, so no two contents encode alike."""
+    """Hash one block; fields have fixed size or a length prefix, so the encoding is unambiguous."""
     fields = [kind, parent, struct.pack("<QQ", num_tokens, len(spans)), own_ids]
     for span in spans:
         fields += _length_prefixed(span.kind.encode()), _length_prefixed(span.content_hash)
@@ -179,7 +179,7 @@ def whole_input_hash(
     spans: Sequence[ContentSpan] = (),
     salt: str | None = None,
 ) -> BlockHash:
-    """Hash of a whole input, as if it were one block: the key for bidirectional encoders.
+    """Return the hash of a whole input as a single block: the key for bidirectional encoders.
 
     Raises:
         ValueError: for an empty input.
@@ -194,9 +194,9 @@ def whole_input_hash(
 def whole_input_block_hashes(
     input_hash: BlockHash, num_tokens: int, block_size: int
 ) -> Iterator[BlockHash]:
-    """One key per block of a whole input, its partial last block included.
+    """Yield one key per block of a whole input, including its partial last block.
 
-    Made as they are asked for: a miss shows at the first.
+    Keys are computed lazily, because a miss is detected at the first one.
 
     Args:
         input_hash: see :func:`whole_input_hash`.
@@ -209,7 +209,7 @@ def whole_input_block_hashes(
 def _root_hash(salt: str | None, lora_name: str | None) -> BlockHash:
     digest = hashlib.sha256(b"root")
     for given in (salt, lora_name):
-        # Any str is a salt, half of a surrogate pair too.
+        # Any str is a valid salt, even a lone surrogate.
         name = None if given is None else given.encode("utf-8", "surrogatepass")
         digest.update(b"\0" if name is None else b"\1" + _length_prefixed(name))
     return BlockHash(digest.digest())
@@ -220,27 +220,27 @@ def _length_prefixed(data: bytes) -> bytes:
 
 
 class IntegrityError(RuntimeError):
-    """Two records of the same fact differ; the message prints both with their numbers."""
+    """Two records of the same fact disagree; the message contains both values."""
 
 
 EvictionKey = tuple[int, int]
-"""Priority and time of last use: of one priority, what compares smaller is evicted first."""
+"""Priority and time of last use; within a priority, the smaller key is evicted first."""
 
 
 @dataclass(slots=True, eq=False)
 class KVCacheBlock:
-    """Bookkeeping of one block. Compared by identity; changed by the :class:`BlockPool` only.
+    """Bookkeeping of one block. Compared by identity; modified by the :class:`BlockPool` only.
 
     Attributes:
-        block_id: the block's place among its group's; ``slot = block_id * block_size + offset``.
-        group_id: the KV-cache group it serves for as long as its large page does.
-        large_page: the page it is part of; None for the null block.
-        ref_cnt: block tables that hold the block. At 0 it waits in a queue of the pool.
+        block_id: index of the block in its group; ``slot = block_id * block_size + offset``.
+        group_id: KV-cache group of the block, which is the group of its large page.
+        large_page: page that contains the block; None for the null block.
+        ref_cnt: number of block tables that hold the block. At 0 it is in a queue of the pool.
         block_hash: set while the block can be found by its content.
-        generation: how often the block id was handed out; 0 means never. What was written for an
+        generation: how often the block id was allocated; 0 means never. Data written for an
             earlier generation is not this block's content.
-        key: when it was last given back; meaningful while no table holds it.
-        is_reused: whether its content was found since, or is computed a second time.
+        key: priority and time of the last release; meaningful while no table holds the block.
+        is_reused: true if its content had a prefix hit since, or was computed a second time.
     """
 
     block_id: int
@@ -255,14 +255,14 @@ class KVCacheBlock:
 
 @dataclass(slots=True, eq=False)
 class LargePage:
-    """A large page: free, or cut into the blocks of one group.
+    """Large page, either free or divided into the blocks of one group.
 
     Attributes:
-        group_id: whom it serves; None while it is free.
+        group_id: group that uses it; None while it is free.
         blocks: all its blocks, in order; empty while it is free.
-        free: those among them that are neither held nor hold content; the last is next.
-        num_held: those among them that tables hold.
-        key: highest priority of its content, and when it came to be held by no table.
+        free: its blocks that are not held and have no content; allocated from the end.
+        num_held: number of its blocks that tables hold.
+        key: highest priority of its content, and the time at which it became unheld.
     """
 
     page_id: int
@@ -274,5 +274,5 @@ class LargePage:
 
     @property
     def cached(self) -> Iterator[KVCacheBlock]:
-        """Blocks that no table holds but that can be found by their content."""
+        """Blocks that no table holds and that can be found by their content."""
         return (b for b in self.blocks if b.ref_cnt == 0 and b.block_hash is not None)

@@ -1,4 +1,4 @@
-"""How often each block is held, which can be found by their content, and which is evicted next.
+"""Block pool: reference counts, lookup by content hash, and eviction order.
 
 A block is in exactly one state::
 
@@ -7,26 +7,25 @@ A block is in exactly one state::
       │                 └─────touch────────┘ │
       └──── allocate evicts the LRU one ─────┘
 
-Two requests may compute the same content, each in a block of its own. The newest is the one found,
-because a block is computed again only when something was missing from the older one. The older ones
-stay while requests hold them, and are found again when the newest is evicted::
+Two requests may compute the same content, each in a separate block. Lookup returns the newest,
+because a block is recomputed only when something was missing from the older one. Older blocks
+stay while requests hold them, and lookup returns them again after the newest is evicted::
 
-    hash ──► newest (held, or cached)      content that no table holds is kept once: an older block
-      └────► older ones (all held)         that is given back is free, the newest counts as used now
+    hash ──► newest (held or cached)       unheld content is kept once: when an older block is
+      └────► older ones (all held)         released it becomes free, and the newest is renewed
 
-What is evicted next? Cached content is of three kinds, each in order of its last use::
+Eviction order: cached content has one of three priorities, each in LRU order::
 
-    low      inside of a sequence: windows and states that a hit needs only if it ends just there
-    high     what any request that begins alike can use
-    reused   the same, if it was found before, or computed again
+    low      inside a sequence: windows and states used only by a hit that ends exactly there
+    high     usable by any request with the same prefix
+    reused   the same, after a hit or a second computation
 
-The kind goes first that has most pages for its share of the arena. Shares are equal at the start;
-when a request misses what was evicted within the last turnover of the pool, its kind gets a larger
-share. A long scan fills and empties ``high`` only, and what is hot stays in ``reused``.
+The priority with the most pages relative to its share of the arena is evicted first. Shares start
+equal; when a request misses a block that was evicted within the last turnover of the pool, the
+share of that block's priority grows. A long scan fills and empties ``high`` only, and hot content
+stays in ``reused``.
 
-Large pages of one memory, shared by the groups that have pages there.
-
-A large page goes through these states; blocks follow inside of it::
+Large pages of one memory are shared by the groups that have pages there. Their states::
 
     free ──split for a group──► held (a table holds a block of it)
       ▲                          │   ▲
@@ -35,8 +34,8 @@ A large page goes through these states; blocks follow inside of it::
       ▲                                │
       └───────── evicted whole ◄───────┘ for another group
 
-What can a group take? Its own *spare* blocks (free or cached, in held pages), one by one; and any
-free or unheld page, whole. So ``needs[g]`` blocks for every group g can be had exactly if ::
+A group can allocate its own *spare* blocks (free or cached, in held pages) one by one, and any free
+or unheld page as a whole. So ``needs[g]`` blocks for every group g can be allocated exactly if ::
 
     sum over g of ceil(max(0, needs[g] - spare[g]) / blocks per page[g])  <=  free + unheld pages
 """
@@ -55,11 +54,11 @@ from prefix_cache.blocks.block import BlockHash, EvictionKey, KVCacheBlock, Larg
 from prefix_cache.specs.kv_cache_spec import KVCacheConfig
 
 LOW_PRIORITY = 0
-"""For content inside of a sequence that a hit needs only if it ends just there."""
+"""Content inside a sequence, used only by a hit that ends exactly there."""
 HIGH_PRIORITY = 1
-"""For content that any request which begins alike can use."""
+"""Content usable by any request with the same prefix."""
 REUSED_PRIORITY = 2
-"""For content of high priority that was of use before."""
+"""Content of high priority that was used before."""
 _NUM_PRIORITIES = 3
 
 _PAGES_OF_REWARD = 4
@@ -74,12 +73,12 @@ T = TypeVar("T", bound=_Evictable)
 
 
 class EvictionQueue(Generic[T]):
-    """Members by their key. Keys must grow within a priority from one ``append`` to the next.
+    """Queue ordered by key. Within a priority, each appended key must be larger than the last.
 
-    Every operation is O(1), removal from the middle, as by a hit, included.
+    Every operation is O(1), including removal from the middle (by a prefix hit).
 
     Args:
-        order: all priorities, those evicted first before others; read at each call.
+        order: all priorities in eviction order; read at each call.
     """
 
     def __init__(self, order: Sequence[int] = tuple(range(_NUM_PRIORITIES))) -> None:
@@ -92,7 +91,7 @@ class EvictionQueue(Generic[T]):
         return sum(map(len, self._queues))
 
     def __iter__(self) -> Iterator[T]:
-        """From what is evicted first to what is evicted last."""
+        """Iterate in eviction order."""
         for priority in self._order:
             yield from self._queues[priority].values()
 
@@ -101,33 +100,33 @@ class EvictionQueue(Generic[T]):
 
     @property
     def first(self) -> T | None:
-        """What is evicted next, or None."""
+        """Next member to evict, or None."""
         for priority in self._order:
             if queue := self._queues[priority]:
                 return next(iter(queue.values()))
         return None
 
     def count(self, priority: int) -> int:
-        """Members of a priority."""
+        """Return the number of members of a priority."""
         return len(self._queues[priority])
 
     def append(self, member: T) -> None:
-        """Put a member last in its priority."""
+        """Append a member to the end of its priority."""
         self._queues[member.key[0]][id(member)] = member
 
     def remove(self, member: T) -> None:
-        """Take a member from wherever it is. ``KeyError`` when it is not here."""
+        """Remove a member from any position. Raises ``KeyError`` if it is not in the queue."""
         del self._queues[member.key[0]][id(member)]
 
 
 @dataclass(slots=True)
 class GroupPages:
-    """What one group has in an arena.
+    """Pages and blocks of one group in an arena.
 
     Attributes:
-        blocks_per_page: blocks that a large page is cut into.
-        generations: ``(num_blocks,)`` int64 on the CPU: how often each block was handed out.
-        null_block: block 0: it pads block tables and belongs to no request.
+        blocks_per_page: blocks per large page.
+        generations: ``(num_blocks,)`` int64 on the CPU: how often each block was allocated.
+        null_block: block 0, which pads block tables and belongs to no request.
         cached: blocks with content that no table holds.
         num_spare: free and cached blocks in held pages.
     """
@@ -143,28 +142,28 @@ class GroupPages:
     num_held: int = 0
 
     def pages_needed(self, num_blocks: int) -> int:
-        """Large pages without which ``num_blocks`` cannot be had."""
+        """Return how many large pages an allocation of ``num_blocks`` blocks consumes."""
         return max(0, -(-(num_blocks - self.num_spare) // self.blocks_per_page))
 
 
 class PageArena:
-    """Hands out blocks, evicts, and takes large pages back when they come free whole.
+    """Allocator of blocks: evicts content, and frees large pages that become entirely free.
 
-    It keeps no hash table: it says which blocks lose their content.
+    It has no hash table, but reports which blocks lose their content.
 
     Args:
-        num_pages: large pages, the null page included.
-        blocks_per_page: per group that lives here, blocks that a large page is cut into.
+        num_pages: number of large pages, including the null page.
+        blocks_per_page: blocks per large page for each group in this arena.
 
     Attributes:
         free_pages: large pages of no group; the last is next, so that untouched memory stays so.
-        unheld: large pages with content that no table holds a block of.
-        shares: per priority, how much of the arena its content may have before it goes first.
+        unheld: large pages with content of which no table holds a block.
+        shares: per priority, the share of the arena beyond which its content is evicted first.
 
-    Attributes are for reading; only the methods change them.
+    Attributes are read-only; only the methods change them.
 
     Raises:
-        ValueError: if there is no page beside the null page.
+        ValueError: if there is no page besides the null page.
     """
 
     def __init__(self, num_pages: int, blocks_per_page: Mapping[int, int]) -> None:
@@ -187,24 +186,24 @@ class PageArena:
             )
             for group_id, ratio in blocks_per_page.items()
         }
-        # The same memory; element access through numpy is an order of magnitude cheaper.
+        # Numpy views of the same memory, because element access is an order of magnitude cheaper.
         self._generations = {g: pages.generations.numpy() for g, pages in self.groups.items()}
         self._time = 0
 
     @property
     def num_available(self) -> int:
-        """Large pages that any group could have now."""
+        """Number of large pages that any group could allocate now."""
         return len(self.free_pages) + len(self.unheld)
 
     def can_allocate(self, needs: Mapping[int, int], num_reserved: int = 0) -> bool:
-        """Whether the groups could have ``needs`` blocks and leave ``num_reserved`` pages."""
+        """Return True if ``needs`` blocks per group fit and leave ``num_reserved`` pages."""
         pages = sum(self.groups[g].pages_needed(count) for g, count in needs.items())
         return pages + num_reserved <= self.num_available
 
     def pages_for(self, counts: Mapping[int, int]) -> int:
-        """Large pages that so many blocks of each group can lie in.
+        """Return the maximum number of large pages that ``counts`` blocks per group occupy.
 
-        Where pages are cut up, a group's blocks may lie across one page more than they fill.
+        If a page holds several blocks, a group may occupy one page more than its blocks fill.
         """
         num_pages = 0
         for group_id, group in self.groups.items():
@@ -216,18 +215,18 @@ class PageArena:
     def take(
         self, group_id: int, near: LargePage | None, may_take_page: bool
     ) -> tuple[KVCacheBlock, list[KVCacheBlock]]:
-        """One block for a group, the cheapest to give up first.
+        """Allocate one block for a group, at the lowest cost.
 
-        Free blocks go before content, those near the request's last block before others, and
-        content goes by :data:`EvictionKey` over all groups: the group's own oldest block, or the
-        page of any group that was held least recently.
+        Free blocks are used before cached ones, and those near the request's last block before
+        others. Content is evicted by :data:`EvictionKey` over all groups: the group's own oldest
+        block, or the least recently held page of any group.
 
         Args:
             near: the large page of the request's last block.
-            may_take_page: whether a large page may be used up; if not, ``num_spare`` must be > 0.
+            may_take_page: if true, a large page may be consumed; else ``num_spare`` must be > 0.
 
         Returns:
-            The block, held once, and the blocks whose content was given up for it.
+            The block, held once, and the blocks whose content was evicted for it.
         """
         group = self.groups[group_id]
         page = self._page_with_free(group, near, may_take_page)
@@ -235,7 +234,7 @@ class PageArena:
         if page is None and may_take_page and self.free_pages:
             page = self._split(self.free_pages.pop(), group)
         if page is None:
-            # First of the priority that has most in proportion to its share.
+            # The priority with the most pages relative to its share comes first.
             self._order.sort(key=lambda each: (-self.unheld.count(each) / self.shares[each], each))
             of_group = (b for b in group.cached if may_take_page or _page_of(b).num_held)
             block = next(of_group, None)
@@ -259,7 +258,7 @@ class PageArena:
         return block, evicted
 
     def take_free_pages(self, group_id: int, count: int) -> list[KVCacheBlock]:
-        """The same as :meth:`take` as often, of free pages that are one block of the group each."""
+        """Call :meth:`take` ``count`` times in bulk, for free pages of one block each."""
         group, generations = self.groups[group_id], self._generations[group_id]
         blocks: list[KVCacheBlock] = []
         if not count:
@@ -276,7 +275,7 @@ class PageArena:
         return blocks
 
     def hold(self, block: KVCacheBlock) -> None:
-        """A block that no table holds is held once."""
+        """Set the reference count of an unheld block to 1."""
         page, group = _page_of(block), self.groups[block.group_id]
         group.num_held += 1
         if page.num_held:
@@ -297,7 +296,7 @@ class PageArena:
                 group.held_with_free.pop(page.page_id, None)
 
     def release(self, block: KVCacheBlock, priority: int) -> None:
-        """A block that is held once is held no more; with a hash it waits to be evicted."""
+        """Release a block that is held once; with a hash it stays cached until evicted."""
         page, group = block.large_page, self.groups[block.group_id]
         if page is None:
             raise ValueError(f"the null block of group {block.group_id} is never held")
@@ -324,14 +323,14 @@ class PageArena:
         if len(page.free) == group.blocks_per_page:
             self._clear(page, group)
             return
-        # The time at which it came to wait, not that of its content: the queue goes by time.
+        # The time at which the page is queued, not that of its content: the queue is in time order.
         page.key = (max([block.key[0] for block in page.cached]), self._time)
         self.unheld.append(page)
         if page.free:
             group.unheld_with_free[page.page_id] = page
 
     def requeue(self, block: KVCacheBlock, priority: int) -> None:
-        """A cached block waits with a priority, last in it."""
+        """Move a cached block to the end of a priority."""
         page, group = _page_of(block), self.groups[block.group_id]
         is_renewed = block.key[0] == priority
         self._time += 1
@@ -342,7 +341,7 @@ class PageArena:
             self._update_priority(page, renew=is_renewed)
 
     def drop_content(self, block: KVCacheBlock) -> None:
-        """A cached block lost its hash: it becomes free, and its page with it if that was all."""
+        """Free a cached block that lost its hash, and its page if nothing else is in it."""
         page, group = _page_of(block), self.groups[block.group_id]
         group.cached.remove(block)
         page.free.append(block)
@@ -356,7 +355,7 @@ class PageArena:
             self._update_priority(page)
 
     def reward(self, priority: int, weight: float) -> None:
-        """Content of a priority was evicted too early: let it have more of the arena."""
+        """Increase the share of a priority whose content was evicted too early."""
         self.shares[priority] += _PAGES_OF_REWARD * weight / len(self.pages)
         total = sum(self.shares)
         self.shares = [max(share / total, _LEAST_SHARE) for share in self.shares]
@@ -366,7 +365,7 @@ class PageArena:
         return self._order.index(priority), time
 
     def _update_priority(self, page: LargePage, *, renew: bool = False) -> None:
-        """An unheld page waits with the highest priority of its content, in its place if it can."""
+        """Give an unheld page the highest priority of its content; if equal, keep its position."""
         priority = max(block.key[0] for block in page.cached)
         if renew or priority != page.key[0]:
             self.unheld.remove(page)
@@ -386,7 +385,7 @@ class PageArena:
         return None
 
     def _split(self, page: LargePage, group: GroupPages) -> LargePage:
-        """Cut a free page into blocks of a group; the first is next."""
+        """Divide a free page into blocks of a group; the first is allocated next."""
         ratio, generations = group.blocks_per_page, self._generations[group.group_id]
         first = page.page_id * ratio
         page.group_id = group.group_id
@@ -400,7 +399,7 @@ class PageArena:
         return page
 
     def _take_back(self, page: LargePage) -> None:
-        """Give up an unheld page's content."""
+        """Evict an unheld page's content and free the page."""
         group = self.groups[page.blocks[0].group_id]
         for block in page.cached:
             group.cached.remove(block)
@@ -422,29 +421,29 @@ def _page_of(block: KVCacheBlock) -> LargePage:
 
 
 _MOST_EVICTED = 2**16
-"""Evicted blocks that are remembered, those of about a million tokens."""
+"""Number of evicted blocks to remember, which covers about a million tokens."""
 
 
 class BlockPool:
     """All blocks of one engine.
 
-    Block 0 of every group is its null block: it pads block tables and is never handed out.
+    Block 0 of every group is its null block, which pads block tables and is never allocated.
 
     Args:
-        arenas: where the pages are; every group lives in one of them.
+        arenas: owners of the pages; every group belongs to one of them.
 
     Attributes:
-        hash_tables: per group, hash to the block found by it: the newest of that content.
+        hash_tables: per group, a map from hash to the newest block of that content.
         older: (group id, hash) to held blocks of that content, the newest last; never empty.
-        evictions: per group, cached blocks whose content was given up for a new one.
+        evictions: per group, number of cached blocks evicted for a new one.
 
-    Attributes are for reading; only the methods change them.
+    Attributes are read-only; only the methods change them.
     """
 
     def __init__(self, arenas: Sequence[PageArena]) -> None:
         self.arenas = tuple(arenas)
         self.older: dict[tuple[int, BlockHash], list[KVCacheBlock]] = {}
-        # The priority that each had, and the count of evictions then.
+        # The priority of each evicted block, and the number of evictions at that time.
         self._evicted: OrderedDict[tuple[int, BlockHash], tuple[int, int]] = OrderedDict()
         self._arena_of = {g: arena for arena in self.arenas for g in arena.groups}
         self.evictions = dict.fromkeys(self._arena_of, 0)
@@ -452,19 +451,19 @@ class BlockPool:
 
     @classmethod
     def uniform(cls, num_blocks: int) -> BlockPool:
-        """A pool of one group, number 0.
+        """Create a pool of one group, number 0.
 
         Args:
-            num_blocks: the null block included.
+            num_blocks: number of blocks, including the null block.
 
         Raises:
-            ValueError: if there is no block beside the null block.
+            ValueError: if there is no block besides the null block.
         """
         return cls([PageArena(num_blocks, {0: 1})])
 
     @classmethod
     def for_config(cls, config: KVCacheConfig) -> BlockPool:
-        """One arena for the groups on the device, one for each on the host."""
+        """Create a pool with one arena for all device groups and one for each host group."""
         groups = range(len(config.groups))
         on_device = {
             g: config.pages_per_large_page(g) for g in groups if config.groups[g].on_device
@@ -482,43 +481,43 @@ class BlockPool:
 
     @property
     def num_evictions(self) -> int:
-        """Cached blocks of all groups whose content was given up for a new one."""
+        """Number of cached blocks of all groups evicted for a new one."""
         return sum(self.evictions.values())
 
     def null_block(self, group_id: int) -> KVCacheBlock:
-        """Block 0 of a group."""
+        """Return block 0 of a group."""
         return self._arena_of[group_id].groups[group_id].null_block
 
     def generations(self, group_id: int) -> Tensor:
-        """``(num_blocks,)`` int64 on the CPU: how often each block of a group was handed out."""
+        """Return how often each block of a group was allocated: ``(num_blocks,)`` int64, CPU."""
         return self._arena_of[group_id].groups[group_id].generations
 
     def num_free(self, group_id: int = 0) -> int:
-        """Blocks that the group could have now if no other group took any."""
+        """Return how many blocks the group could allocate now if no other group did."""
         arena = self._arena_of[group_id]
         group = arena.groups[group_id]
         return group.num_spare + arena.num_available * group.blocks_per_page
 
     def num_held(self, group_id: int) -> int:
-        """Blocks of the group that are held."""
+        """Return the number of held blocks of the group."""
         return self._arena_of[group_id].groups[group_id].num_held
 
     def num_cached(self, group_id: int) -> int:
-        """Blocks of the group that are not held, with content."""
+        """Return the number of unheld blocks of the group that have content."""
         return len(self._arena_of[group_id].groups[group_id].cached)
 
     def fits(self, counts: Mapping[int, int]) -> bool:
-        """Whether the groups could hold so many blocks if all were free."""
+        """Return True if an empty pool could hold ``counts`` blocks per group."""
         return all(arena.pages_for(counts) < len(arena.pages) for arena in self.arenas)
 
     def lookup(self, group_id: int, block_hash: BlockHash) -> KVCacheBlock | None:
-        """Find a block by content. No reference is taken: valid until the next allocation."""
+        """Find a block by content. Adds no reference: valid until the next allocation."""
         return self.hash_tables[group_id].get(block_hash)
 
     def lookup_all(
         self, group_id: int, block_hashes: Iterable[BlockHash]
     ) -> list[KVCacheBlock] | None:
-        """Find all blocks of a whole, or None, which shows at the first that is not there."""
+        """Find all blocks by content, or return None at the first that is missing."""
         blocks: list[KVCacheBlock] = []
         for block_hash in block_hashes:
             block = self.lookup(group_id, block_hash)
@@ -528,11 +527,11 @@ class BlockPool:
         return blocks
 
     def was_evicted(self, group_id: int, block_hash: BlockHash) -> bool:
-        """Whether a block of this content is known to have been evicted; one may be there again."""
+        """Return True if this content is known to have been evicted; it may be cached again."""
         return (group_id, block_hash) in self._evicted
 
     def miss(self, group_id: int, block_hash: BlockHash, weight: float) -> None:
-        """Note that a block, perhaps one that was evicted, would have made a hit longer."""
+        """Record that a block, possibly an evicted one, would have made a hit longer."""
         evicted = self._evicted.get((group_id, block_hash))
         if evicted is not None:
             arena = self._arena_of[group_id]
@@ -542,16 +541,16 @@ class BlockPool:
     def can_allocate(
         self, needs: Mapping[int, int], prefix: Sequence[Sequence[KVCacheBlock]] = ()
     ) -> bool:
-        """Whether :meth:`allocate` would succeed. Changes nothing.
+        """Return True if :meth:`allocate` would succeed. Changes nothing.
 
         Args:
-            prefix: per group, blocks of a hit that would be touched first. Those that no table
-                holds count as free, yet touching them is what uses them up.
+            prefix: per group, blocks of a hit that would be touched first. Unheld ones count as
+                free until then, but touching consumes them.
         """
         unheld = [block for blocks in prefix for block in blocks if block.ref_cnt == 0]
         num_wanted = sum(needs.values()) + len(unheld)
         for arena in self.arenas:
-            # As a rule there is plenty: no block takes more than a page.
+            # Fast path: no block consumes more than one page.
             if num_wanted <= len(arena.free_pages):
                 continue
             demand = {g: needs.get(g, 0) for g in arena.groups}
@@ -562,7 +561,7 @@ class BlockPool:
                 page = block.large_page
                 demand[block.group_id] += 1
                 if not page.num_held and page.page_id not in pages:
-                    # The page comes with its other blocks, which the group may then use.
+                    # The group may then use the other blocks of the page too.
                     pages.add(page.page_id)
                     demand[block.group_id] -= arena.groups[block.group_id].blocks_per_page
             if not arena.can_allocate(demand, len(pages)):
@@ -575,12 +574,12 @@ class BlockPool:
         near: Mapping[int, LargePage | None] | None = None,
         keep: Mapping[int, int] | None = None,
     ) -> dict[int, list[KVCacheBlock]]:
-        """Hand out blocks with one reference each; content goes as the evictions' order says.
+        """Allocate blocks with one reference each, evicting content in eviction order.
 
         Args:
             needs: new blocks per group.
-            near: per group, the large page that new blocks should lie in.
-            keep: blocks of other groups that :meth:`allocate` must be able to give afterwards.
+            near: per group, the preferred large page of new blocks.
+            keep: blocks of other groups that must remain allocatable afterwards.
 
         Raises:
             ValueError: if there are too few blocks; nothing has changed then.
@@ -593,7 +592,7 @@ class BlockPool:
         blocks: dict[int, list[KVCacheBlock]] = {group_id: [] for group_id in needs}
         for group_id, count in needs.items():
             page, arena = near.get(group_id) if near else None, self._arena_of[group_id]
-            is_plenty = sum(rest.values()) < arena.num_available  # no block takes more than a page
+            is_plenty = sum(rest.values()) < arena.num_available  # at most one page per block
             if is_plenty and arena.groups[group_id].blocks_per_page == 1:
                 num_free = min(count, len(arena.free_pages))
                 blocks[group_id] += arena.take_free_pages(group_id, num_free)
@@ -610,10 +609,10 @@ class BlockPool:
         return blocks
 
     def touch(self, block: KVCacheBlock) -> None:
-        """Take one more reference to a block that was found by its content.
+        """Add a reference to a block that was found by its content.
 
         Raises:
-            ValueError: for the null block, and for a block whose content is gone.
+            ValueError: for the null block, and for a block without content.
         """
         if block.large_page is None:
             raise ValueError("the null block cannot be held")
@@ -626,12 +625,12 @@ class BlockPool:
         self._arena_of[block.group_id].hold(block)
 
     def release(self, blocks: Iterable[KVCacheBlock], priority: int = HIGH_PRIORITY) -> None:
-        """Give back one reference per block; null blocks are passed over.
+        """Drop one reference per block; null blocks are skipped.
 
         Args:
-            blocks: in the order in which they should be evicted: give a table in reverse, so that
-                the tail goes before the prefix others may still share.
-            priority: of their content, where they have any and no other table holds them.
+            blocks: blocks in eviction order: pass a table in reverse, so that the tail is evicted
+                before the prefix, which others may still share.
+            priority: priority of their content, if they have any and no other table holds them.
 
         Raises:
             ValueError: for a block that no table holds.
@@ -652,13 +651,13 @@ class BlockPool:
                 self._arena_of[block.group_id].release(block, own_priority)
 
     def demote(self, block: KVCacheBlock) -> None:
-        """Let a cached block be evicted before others; one that is held, or free, is left alone."""
+        """Lower a cached block to low priority; held and free blocks are left unchanged."""
         cached = block.ref_cnt == 0 and block.block_hash is not None
         if cached and block.key[0] != LOW_PRIORITY:
             self._arena_of[block.group_id].requeue(block, LOW_PRIORITY)
 
     def evict(self, group_id: int) -> None:
-        """Give up the content of that cached block of a group whose turn it is."""
+        """Evict the content of a group's next cached block in eviction order."""
         arena = self._arena_of[group_id]
         block = arena.groups[group_id].cached.first
         if block is None:
@@ -667,26 +666,26 @@ class BlockPool:
         arena.drop_content(block)
 
     def renew(self, block: KVCacheBlock, block_hash: BlockHash) -> None:
-        """Let a block count as given back now, if it still waits with this content."""
+        """Mark a block as just released, if it is still cached with this content."""
         if block.ref_cnt == 0 and block.block_hash == block_hash:
             self._arena_of[block.group_id].requeue(block, block.key[0])
 
     def forget(self, block: KVCacheBlock, block_hash: BlockHash) -> None:
-        """Let a block be free, if it still waits with this content."""
+        """Free a block, if it is still cached with this content."""
         if block.ref_cnt == 0 and block.block_hash == block_hash:
             self._forget_newest(block.group_id, block_hash)
             block.block_hash = None
             self._arena_of[block.group_id].drop_content(block)
 
     def publish(self, block: KVCacheBlock, block_hash: BlockHash) -> None:
-        """Let a held block be found by its content. Call it after its rows are written.
+        """Make a held block findable by its content. Call it after its rows are written.
 
-        The newest block wins, because a block is computed again only when something was missing
-        from the older one. That one is free now if no table holds it; if one does, it is found
-        again once the newest is gone.
+        The newest block wins, because a block is recomputed only when something was missing from
+        the older one. The older one becomes free if no table holds it; otherwise lookup returns
+        it again after the newest is evicted.
 
         Raises:
-            ValueError: for a block that no table holds, or that has another hash already.
+            ValueError: for a block that no table holds, or that already has another hash.
         """
         if block.ref_cnt == 0:
             raise ValueError(f"block {block.block_id} is published, but not held")
@@ -707,7 +706,7 @@ class BlockPool:
         found[block_hash] = block
 
     def reset(self) -> None:
-        """Forget all content: no block can be found any more. References stay as they are."""
+        """Forget all content, so that no block can be found. References are unchanged."""
         for found in self.hash_tables.values():
             for block in found.values():
                 block.block_hash = None
@@ -723,7 +722,7 @@ class BlockPool:
     def _release_one_of_several(
         self, block: KVCacheBlock, block_hash: BlockHash, priority: int
     ) -> None:
-        """Give a block back that may be one of several of equal content: the newest is kept."""
+        """Release a block that may have duplicates with equal content; only the newest is kept."""
         key = (block.group_id, block_hash)
         arena = self._arena_of[block.group_id]
         newest = self.hash_tables[block.group_id][block_hash]
@@ -736,13 +735,13 @@ class BlockPool:
         block.block_hash = None
         arena.release(block, priority)
         if newest.ref_cnt == 0:
-            # The content was in use until now, so it waits as what was given back now.
+            # The content was in use until now, so it is queued as just released.
             priority = max(priority, newest.key[0])
             arena.hold(newest)
             arena.release(newest, priority)
 
     def _may_take_page(self, arena: PageArena, group_id: int, rest: Mapping[int, int]) -> bool:
-        """Whether a block may use up a page: enough must be left for the rest of an allocation."""
+        """Return True if a block may consume a page and the rest of the allocation still fits."""
         return (
             sum(rest.values()) < arena.num_available
             or arena.groups[group_id].pages_needed(rest[group_id]) > 0
@@ -751,7 +750,7 @@ class BlockPool:
         )
 
     def _forget_evicted(self, evicted: Sequence[KVCacheBlock]) -> None:
-        """Let blocks whose content was given up no longer be found."""
+        """Remove evicted blocks from the hash tables and remember their hashes."""
         for old in evicted:
             if old.block_hash is not None:
                 self._forget_newest(old.group_id, old.block_hash)
@@ -762,9 +761,9 @@ class BlockPool:
                 self.evictions[old.group_id] += 1
 
     def _forget_newest(self, group_id: int, block_hash: BlockHash) -> None:
-        """The newest block of a content is evicted; an older one that is held is found from now on.
+        """Remove the evicted newest block of a content; lookup then returns a held older one.
 
-        No table holds what is evicted, and of what no table holds only the newest has a hash.
+        Evicted blocks are unheld, and among unheld blocks only the newest has a hash.
         """
         others = self.older.get((group_id, block_hash))
         if others is None:

@@ -1,1 +1,1 @@
-"""The manager that an engine talks to, and its helpers. Imports every other room of the cache."""
+"""KV-cache manager, the interface to the engine, and its helpers. Imports all other rooms here."""

@@ -1,9 +1,9 @@
-"""Checks that the bookkeeping of a cache agrees with itself, and says which equation does not.
+"""Consistency checks of a cache's bookkeeping, which report the equation that fails.
 
-What pages cost: what a request needs, what it holds, and what pages of one size would hold.
+Also the memory cost of pages: bytes that a request needs, holds, and would hold with one page size.
 
 A request of 4 text tokens and 6 image tokens, one cross-attention and two self-attention layers,
-block size 1. Each letter is a token of a layer; a dot is memory in vain::
+block size 1. Each letter is a token of a layer; a dot is wasted memory::
 
     needed, and held by pages per group      held by pages of one size
     cross   i i i i i i                      cross   i i i i i i . . . .
@@ -33,10 +33,10 @@ from prefix_cache.specs.kv_cache_spec import (
 def needed_bytes(
     groups: Sequence[KVCacheGroup], num_tokens: int, num_encoder_tokens: int = 0
 ) -> int:
-    """Bytes that a request's last token, of ``num_tokens``, works with if nothing is rounded."""
+    """Return the bytes that the last of ``num_tokens`` tokens needs, without rounding to blocks."""
     total = 0
     for group in groups:
-        spec, by_layer = group.spec, group.spec.layer_page_bytes  # one state, or nothing
+        spec, by_layer = group.spec, group.spec.layer_page_bytes  # one state or nothing
         if isinstance(spec, AttentionSpec):
             num_needed = spec.num_needed(num_tokens, num_encoder_tokens)
             by_layer = num_needed * (spec.layer_page_bytes // spec.block_size)
@@ -45,13 +45,13 @@ def needed_bytes(
 
 
 def request_bytes(manager: KVCacheManager, num_tokens: int, num_encoder_tokens: int = 0) -> int:
-    """Bytes of the pages that one request holds while its last token alone runs.
+    """Return the bytes of the pages that one request holds while only its last token runs.
 
-    Prefill holds more for a step: windows keep what the first token of a chunk sees.
+    A prefill step holds more: sliding windows keep the window of the chunk's first token.
 
     Args:
-        manager: says which blocks the layers can still need; its state plays no part.
-        num_tokens: of the request, the last one included.
+        manager: manager that knows which blocks the layers still need; its state is not used.
+        num_tokens: tokens of the request, including the last one.
     """
     total = 0
     for group, tables in zip(manager.config.groups, manager.coordinator.managers, strict=True):
@@ -65,14 +65,14 @@ def request_bytes(manager: KVCacheManager, num_tokens: int, num_encoder_tokens: 
 
 
 def one_size_groups(groups: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
-    """The same layers under an allocator whose pages all have one size.
+    """Return the groups of the same layers under an allocator with a single page size.
 
-    Every token, and every encoder token, takes a slot in every attention layer, windows and
-    cross-attention included; layers of several widths take the widest. A page holds one block of
-    all attention layers. Where there are recurrent layers too, blocks are so long that an attention
-    layer's share of a page holds a state, and states are padded to it, as many layers to a page.
+    Every token and every encoder token occupies a slot in every attention layer, including windows
+    and cross-attention; layers of several widths use the widest. A page holds one block of all
+    attention layers. With recurrent layers too, blocks are so long that an attention layer's share
+    of a page holds a state, and states are padded to it, equally many layers per page.
 
-    Groups without attention layers are of one size already (and stay as they are).
+    Groups without attention layers have a single size already and are returned unchanged.
     """
     attention = [group.spec for group in groups if isinstance(group.spec, AttentionSpec)]
     states = [(group, group.spec) for group in groups if isinstance(group.spec, MambaSpec)]
@@ -101,10 +101,10 @@ def one_size_groups(groups: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
 
 
 def check_integrity(manager: KVCacheManager, items: Iterable[Sequence[KVCacheBlock]] = ()) -> None:
-    """Check a manager and its pool; meant for tests and for ``verify`` runs, not for every step.
+    """Check a manager and its pool; for tests and ``verify`` runs, too slow for every step.
 
     Args:
-        items: pages of towers' rows, as requests hold them.
+        items: pages of tower rows, as requests hold them.
 
     Raises:
         IntegrityError: with the equation that failed.
@@ -117,12 +117,12 @@ def check_integrity(manager: KVCacheManager, items: Iterable[Sequence[KVCacheBlo
 
 
 def check_pool_integrity(pool: BlockPool, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
-    """Check a pool against all tables; ``IntegrityError``: with the equation that failed."""
+    """Check a pool against all tables. Raises ``IntegrityError`` with the equation that failed."""
     holders = Counter(block for table in tables for block in table if block.large_page)
     for arena in pool.arenas:
         _check_conservation(arena)
         free = {page.page_id for page in arena.free_pages}
-        # As lists: of a tensor each number would take longer than all else that is checked.
+        # As lists, because reading tensor elements would take longer than all other checks.
         generations = {g: pages.generations.tolist() for g, pages in arena.groups.items()}
         for page in arena.pages:
             _check_page(arena, page, holders, generations, is_free=page.page_id in free)
@@ -276,7 +276,7 @@ def _check_hash_table(pool: BlockPool) -> None:
 def _check_older(
     key: tuple[int, BlockHash], blocks: Sequence[KVCacheBlock], newest: KVCacheBlock | None
 ) -> None:
-    """Blocks beside the one that is found: each another, held, and of the same content."""
+    """Check that older blocks of a hash are distinct, held, and of the same content."""
     group_id, block_hash = key
     name = f"older blocks of group {group_id}, {_short(block_hash)}"
     distinct = {*blocks, newest}

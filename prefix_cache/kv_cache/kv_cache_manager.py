@@ -1,4 +1,4 @@
-"""What the scheduler talks to: find a prefix, take blocks, publish what was computed, give back."""
+"""The scheduler's interface to the cache: find prefixes; allocate, publish and free blocks."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from prefix_cache.stores.stage_output_cache import StageOutputCache
 from prefix_cache.stores.whole_input_cache import WholeInputCache
 
 ENCODER_HIDDEN_STATES = "encoder_hidden_states"
-"""An output with a row per encoder token; kept only where it is asked for by name."""
+"""Name of an output with one row per encoder token; stored only if it is requested by name."""
 
 
 SavedRows: TypeAlias = Mapping[int, Mapping[str, Tensor]]
-"""One request's rows in memory of their own, by the group that mirrors them and by name."""
+"""Copies of one request's rows, by the group that mirrors them and by name."""
 
 
 class MirroredOutputs:
-    """What a model puts out per token, by the slots of the block tables that requests hold.
+    """Per-token outputs of a model, stored by the slots of the requests' block tables.
 
     Args:
-        config: the groups; one must keep all tokens (full attention, or host-only), since its
-            blocks are those that outputs are mirrored by.
+        config: the groups; one must keep all tokens (full attention or host-only), because outputs
+            are mirrored by its blocks.
         names: mirror these tensors only; ``None`` mirrors all that are per token.
 
     Attributes:
-        group_id: the group by whose slots ``stage_outputs`` has its rows.
-        by_group: all rows, by the group whose slots they have.
+        group_id: group whose slots index the rows of ``stage_outputs``.
+        by_group: all rows, by the group whose slots index them.
         encoder_outputs: rows of ``encoder_hidden_states`` by slot of the cross-attention group;
-            None if there is no such group, or the name is not asked for.
+            None if there is no such group, or the name is not requested.
 
     Raises:
         ValueError: without a group that keeps all tokens.
@@ -77,7 +77,7 @@ class MirroredOutputs:
 
     @property
     def nbytes_by_name(self) -> dict[str, int]:
-        """Bytes reserved for rows, the encoder's included, per mirrored name."""
+        """Bytes reserved for rows, including the encoder's, per mirrored name."""
         found = [cache.nbytes_by_name for cache in self.by_group.values()]
         return {name: nbytes for each in found for name, nbytes in each.items()}
 
@@ -87,25 +87,25 @@ class MirroredOutputs:
         return sum(self.nbytes_by_name.values())
 
     def num_valid_blocks(self, hit: Sequence[Sequence[KVCacheBlock]]) -> int:
-        """Leading blocks of a hit, given per group, of which every wanted row is there."""
+        """Return the number of leading blocks of a hit whose wanted rows are all valid."""
         return self.stage_outputs.num_valid_blocks([block.block_id for block in hit[self.group_id]])
 
     def has_encoder_rows(self, hit: Sequence[Sequence[KVCacheBlock]], num_tokens: int) -> bool:
-        """Whether all ``num_tokens`` rows of an encoder sequence are there, or none are wanted."""
+        """Return True if all ``num_tokens`` encoder rows are valid, or none are wanted."""
         if self.encoder_outputs is None:
             return True
         block_ids = [block.block_id for block in hit[self._encoder_group_id]]
         return self.encoder_outputs.num_valid_rows(block_ids) >= num_tokens
 
     def blocks_found(self, block_hashes: Set[BlockHash]) -> set[BlockHash]:
-        """Those blocks that can be found in the group, which keeps all tokens.
+        """Return the hashes that are cached in the mirrored group, which keeps all tokens.
 
-        No prefix is found that ends with one of the others, or behind it.
+        No cached prefix includes a block of any other hash.
         """
         return block_hashes & self._coordinator.pool.hash_tables[self.group_id].keys()
 
     def num_blocks_found(self, block_hashes: Sequence[BlockHash]) -> int:
-        """How many of the first blocks can be found in the group."""
+        """Return the number of leading blocks that are cached in the mirrored group."""
         found = self._coordinator.pool.hash_tables[self.group_id]
         return next(
             (i for i, key in enumerate(block_hashes) if key not in found), len(block_hashes)
@@ -114,7 +114,7 @@ class MirroredOutputs:
     def gather(
         self, request_id: str, num_tokens: int, start: int = 0, names: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        """Rows ``[start, num_tokens)`` of a request, cached or computed."""
+        """Return rows ``[start, num_tokens)`` of a request, cached or computed."""
         manager, size = self._coordinator.managers[self.group_id], self.stage_outputs.block_size
         num_held = len(manager.table(request_id)) * size
         if not 0 <= start <= num_tokens <= num_held:
@@ -129,14 +129,14 @@ class MirroredOutputs:
         )
 
     def gather_encoder(self, request_id: str, num_tokens: int) -> dict[str, Tensor]:
-        """Rows of the request's encoder sequence, ``(num_tokens, width)``, if wanted."""
+        """Return the rows of the request's encoder sequence, ``(num_tokens, width)``, if wanted."""
         if self.encoder_outputs is None:
             return {}
         block_ids = self._block_ids(request_id, self._encoder_group_id)
         return self.encoder_outputs.gather(block_ids, num_tokens)
 
     def save(self, request_id: str, num_tokens: int) -> SavedRows:
-        """Copy the rows of a request's first tokens, and those there are of its encoder."""
+        """Copy the rows of a request's first tokens, and the valid rows of its encoder."""
         saved = {self.group_id: self.gather(request_id, num_tokens)}
         if self.encoder_outputs is not None:
             block_ids = self._block_ids(request_id, self._encoder_group_id)
@@ -169,11 +169,11 @@ def _first_complete_group(config: KVCacheConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EncoderBlocks:
-    """The encoder sequence of a request, as cross-attention keeps it.
+    """Encoder sequence of a request, as cross-attention stores it.
 
     Attributes:
-        num_tokens: of the encoder's output.
-        hashes: one per block, the partial last one included.
+        num_tokens: length of the encoder's output.
+        hashes: one hash per block, including a partial last one.
     """
 
     num_tokens: int
@@ -181,26 +181,26 @@ class EncoderBlocks:
 
     @classmethod
     def of(cls, content_hash: BlockHash, num_tokens: int, block_size: int) -> EncoderBlocks:
-        """The blocks of an encoder input whose output has ``num_tokens`` rows."""
+        """Create the blocks of an encoder input whose output has ``num_tokens`` rows."""
         hashes = whole_input_block_hashes(content_hash, num_tokens, block_size)
         return cls(num_tokens, tuple(hashes))
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """What of a prompt is computed already. No reference is held: valid until the next change.
+    """Cached prefix of a prompt. Holds no reference: valid until the next change.
 
     Attributes:
-        blocks: per group, what holds the prefix; of cross-attention all the encoder's, or none.
-        num_tokens: its length, at most one token less than the prompt; whole blocks, and those of
+        blocks: per group, the blocks of the prefix; in cross-attention all encoder blocks or none.
+        num_tokens: length of the prefix, shorter than the prompt: whole blocks, and the tokens of
             ``partial``.
-        in_flight: a running request computes the next block, or the encoder's, now: wait a step.
-        stops: where the rest of the prefill should end its chunks.
-        encoder_cached: whether all that is wanted of the encoder sequence, if any, is there.
-        miss: why it is no longer; None if all that can be hit of these tokens is.
-        lacking_group: whose blocks ended it, if ``miss`` is ``group``.
-        num_seen_tokens: how much the prompt has in common with what is, or was lately, cached.
-        partial: the block that it ends in, to be copied; None: it ends with a block.
+        in_flight: true if a running request is computing the next or the encoder's block: wait.
+        stops: chunk ends of the rest of the prefill.
+        encoder_cached: true if everything wanted of the encoder sequence, if any, is cached.
+        miss: the reason why it is not longer; None if these tokens are hit as far as possible.
+        lacking_group: group whose blocks ended the prefix, if ``miss`` is ``group``.
+        num_seen_tokens: tokens shared with prompts that are, or recently were, cached.
+        partial: the block in which the prefix ends, to be copied; None: it ends with a block.
     """
 
     blocks: tuple[tuple[KVCacheBlock, ...], ...]
@@ -215,18 +215,18 @@ class CachedPrefix:
 
     @property
     def sources(self) -> Mapping[int, KVCacheBlock]:
-        """Per group, the block to be copied."""
+        """Block to copy, per group."""
         return self.partial.sources if self.partial is not None else {}
 
 
 class PendingBlocks:
-    """Which hashes are being computed, and by whom.
+    """Hashes of blocks that requests are computing.
 
-    A request that needs such a block does better to wait a step than to compute it again.
+    A request that needs such a block should wait a step instead of computing it again.
 
     Attributes:
-        counts: hash to the number of requests that compute it, never 0; for reading only.
-        hashes: request id to what it computes, in order; for reading only.
+        counts: hash to the number of requests that compute it, never 0; read-only.
+        hashes: request id to the hashes that it computes, in order; read-only.
     """
 
     def __init__(self) -> None:
@@ -237,7 +237,7 @@ class PendingBlocks:
         return block_hash in self.counts
 
     def add(self, request_id: str, block_hashes: Iterable[BlockHash]) -> None:
-        """Note that a request computes these blocks."""
+        """Record that a request computes these blocks."""
         hashes, counts = self.hashes.setdefault(request_id, {}), self.counts
         for block_hash in block_hashes:
             if block_hash not in hashes:
@@ -245,7 +245,7 @@ class PendingBlocks:
                 counts[block_hash] = counts.get(block_hash, 0) + 1
 
     def remove(self, request_id: str, block_hashes: Iterable[BlockHash]) -> None:
-        """Note that a request has computed these blocks; unknown ones are passed over."""
+        """Record that a request has computed these blocks; unknown ones are ignored."""
         hashes, counts = self.hashes.get(request_id), self.counts
         if not hashes:
             return
@@ -257,7 +257,7 @@ class PendingBlocks:
                     del counts[block_hash]
 
     def drop_request(self, request_id: str) -> None:
-        """Note that a request will compute nothing more."""
+        """Record that a request will compute nothing more."""
         self.remove(request_id, tuple(self.hashes.get(request_id, ())))
         self.hashes.pop(request_id, None)
 
@@ -268,10 +268,10 @@ class PendingBlocks:
 
 
 class PrefixFinder:
-    """Looks for prefixes; changes and counts nothing, and takes no reference.
+    """Search for cached prefixes; changes and counts nothing, and adds no reference.
 
     Args:
-        outputs: the rows beside them; a hit whose wanted rows are not there is shortened.
+        outputs: the mirrored rows; a hit is shortened to where all wanted rows are valid.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class PrefixFinder:
         self._block_size = coordinator.block_size
 
     def nothing(self, miss: PrefixMiss, *, encoder_cached: bool) -> CachedPrefix:
-        """The prefix of a request of which nothing is found."""
+        """Return an empty prefix."""
         blocks = ((),) * len(self._coordinator.managers)
         return CachedPrefix(blocks, 0, in_flight=False, encoder_cached=encoder_cached, miss=miss)
 
@@ -308,7 +308,7 @@ class PrefixFinder:
     def check(
         self, prefix: CachedPrefix, num_tokens: int, block_hashes: Sequence[BlockHash]
     ) -> None:
-        """Raise ``ValueError`` unless a prefix fits these tokens and is cached still."""
+        """Raise ``ValueError`` unless a prefix fits these tokens and is still cached."""
         if prefix.num_tokens > num_tokens:
             raise ValueError(
                 f"a prefix of {prefix.num_tokens} tokens does not fit into {num_tokens} tokens"
@@ -335,7 +335,7 @@ class PrefixFinder:
         num_valid = self._outputs.num_valid_blocks(blocks)
         lacks_rows = num_valid < len(blocks[self._outputs.group_id])
         if lacks_rows:
-            # Asked again, not cut: other groups may have no hit of just this length.
+            # Search again instead of truncating: other groups may have no hit of this length.
             blocks = self._coordinator.find_longest_cache_hit(
                 block_hashes, num_valid * self._block_size
             )
@@ -362,7 +362,7 @@ class PrefixFinder:
     def _miss(
         self, block_hashes: Sequence[BlockHash], num_hit_blocks: int, end: int, *, lacks_rows: bool
     ) -> PrefixMiss | None:
-        """Why a hit ends before a block; ``end`` is that before which hits end at the latest."""
+        """Return why a hit is ``num_hit_blocks`` long; ``end`` is the maximum length in blocks."""
         pool = self._coordinator.pool
         following = block_hashes[num_hit_blocks : num_hit_blocks + 1]
         is_cached = self._outputs.num_blocks_found(following) > 0
@@ -379,7 +379,7 @@ class PrefixFinder:
         num_tokens: int,
         partial_hash: PartialHash,
     ) -> CachedPrefix:
-        """The same, or a longer one that ends inside of a block."""
+        """Return the prefix, or a longer one that ends inside a block."""
         hit = self._partial_blocks.find(block_hashes, prefix.num_tokens, num_tokens, partial_hash)
         if hit is None:
             return prefix
@@ -412,9 +412,9 @@ class PrefixFinder:
         return replace(prefix, in_flight=in_flight, encoder_cached=False)
 
     def _num_seen(self, block_hashes: Sequence[BlockHash], first: int, end: int) -> int:
-        """Blocks, ``first`` at least, that are cached or remembered as evicted.
+        """Return how many leading blocks are cached or remembered as evicted, at least ``first``.
 
-        So much an earlier request had in common with this one, so others may too.
+        An earlier request shared these with this one, so others may too.
         """
         pool, group_id = self._coordinator.pool, self._outputs.group_id
         found = pool.hash_tables[group_id]
@@ -431,7 +431,7 @@ class PrefixFinder:
     def _plan_stops(
         self, num_tokens: int, num_hit_tokens: int, num_seen_tokens: int
     ) -> ChunkStops | None:
-        """Where states of this request are worth keeping: none without recurrent layers."""
+        """Return the chunk ends at which to keep states; None without recurrent layers."""
         if not self._coordinator.state_managers:
             return None
         last = (num_tokens - 1) // self._block_size * self._block_size
@@ -443,35 +443,34 @@ _NO_LIMIT = 2**40
 
 
 class KVCacheManager:
-    """Blocks, their content, and the outputs mirrored beside them, for the requests of one engine.
+    """Manager of blocks, their content and the mirrored outputs, for the requests of one engine.
 
-    The life of a request::
+    Life cycle of a request::
 
         find_cached_prefix ─► allocate_slots(prefix) ─► step ─► write outputs ─► publish ─► free
                                      ▲                                             │
                                      └────────────── allocate_slots ◄──────────────┘
 
-    Publishing comes after the step that computed a block *and* after its output rows are written:
-    no request can hit what is still to come. The rows come first:
-    ``stage_outputs.write(slot_mapping, tensors)``.
+    Publish a block after the step that computed it *and* after its output rows are written with
+    ``stage_outputs.write(slot_mapping, tensors)``, so that no request can hit missing rows.
 
     Args:
-        config: pages and groups; one group must keep all tokens (full attention, or host-only),
-            since its blocks are those that outputs are mirrored by.
-        enable_prefix_caching: whether prefixes are found and published; all else is the same.
+        config: pages and groups; one group must keep all tokens (full attention or host-only),
+            because outputs are mirrored by its blocks.
+        enable_prefix_caching: if true, prefixes are found and published; all else is the same.
         output_names: mirror these output tensors only; ``None`` mirrors all that are per token.
-        max_num_batched_tokens: most tokens of a request that a step runs; None: no limit.
-        memory: the pages, of which partial blocks are copied; None where no model runs.
+        max_num_batched_tokens: maximum number of tokens of a request per step; None: no limit.
+        memory: pages in which partial blocks are copied; None if no model runs.
 
     Attributes:
         pool: all blocks.
-        outputs: the rows beside the blocks; its ``stage_outputs`` and ``encoder_outputs``, and its
-            ``group_id`` as ``mirrored_group_id``, are attributes here too.
+        outputs: mirrored output rows; its ``stage_outputs`` and ``encoder_outputs``, and its
+            ``group_id`` as ``mirrored_group_id``, are attributes of the manager too.
         pending: blocks that running requests compute.
-        item_rows: pages of the pool with what towers made; None for a model without towers.
+        item_rows: pages of tower rows in the pool; None for a model without towers.
         num_resets: how often all content was forgotten.
-        misses: how often a prefix was not hit further, by its reason.
-        group_misses: of these, whose blocks were lacking.
+        misses: how often a prefix hit ended early, by reason.
+        group_misses: misses of reason ``group``, by the group that lacked blocks.
 
     Raises:
         ValueError: without a group that keeps all tokens.
@@ -499,7 +498,7 @@ class KVCacheManager:
         self.clear()
 
     def clear(self) -> None:
-        """Forget requests, content and rows, in whatever state an interrupted call left them."""
+        """Forget requests, content and rows, even if an interrupted call left them inconsistent."""
         self.pool = BlockPool.for_config(self.config)
         self.coordinator = KVCacheCoordinator(self.config, self.pool, self._max_chunk)
         self.block_size = self.coordinator.block_size
@@ -518,12 +517,12 @@ class KVCacheManager:
         self._finder = PrefixFinder(
             self.coordinator, self.outputs, self.pending, self._partial_blocks
         )
-        # Requests that live, each with the number of resets that came before its content.
+        # Live requests, each with the number of resets before its content was computed.
         self._resets_before: dict[str, int] = {}
 
     @property
     def enable_prefix_caching(self) -> bool:
-        """Whether prefixes are found and published; ``ValueError`` if set while blocks are held."""
+        """True if prefixes are found and published. ``ValueError`` if set while blocks are held."""
         return self._enable_prefix_caching
 
     @enable_prefix_caching.setter
@@ -541,7 +540,7 @@ class KVCacheManager:
         return frozenset(self._resets_before)
 
     def fits(self, num_tokens: int, num_encoder_tokens: int = 0) -> bool:
-        """Whether one request of ``num_tokens`` could run to its end if it had the pool alone."""
+        """Return True if a request of ``num_tokens`` could finish with the whole pool to itself."""
         return self.pool.fits(self.coordinator.max_blocks(num_tokens, num_encoder_tokens))
 
     def pages_for(
@@ -551,9 +550,9 @@ class KVCacheManager:
         num_requests: int = 1,
         num_item_pages: int = 0,
     ) -> int:
-        """Large pages of the device that requests of ``num_tokens`` each can take up at most.
+        """Return the maximum number of device pages that requests of ``num_tokens`` each occupy.
 
-        One of them is in the middle of an item that has ``num_item_pages``.
+        One of them is computing an item that has ``num_item_pages``.
         """
         counts = self.coordinator.max_blocks(num_tokens, num_encoder_tokens)
         counts = {g: n * num_requests for g, n in counts.items()}
@@ -561,7 +560,7 @@ class KVCacheManager:
         return self.pool.arenas[0].pages_for(counts)
 
     def longest_sequence(self, limit: int) -> int:
-        """Tokens of the longest request that :meth:`fits`, at most ``limit``."""
+        """Return the length of the longest request that :meth:`fits`, at most ``limit``."""
         return bisect_left(range(limit), True, key=lambda n: not self.fits(n + 1))
 
     def find_cached_prefix(
@@ -571,22 +570,22 @@ class KVCacheManager:
         encoder: EncoderBlocks | None = None,
         partial_hash: PartialHash | None = None,
     ) -> CachedPrefix:
-        """The longest prefix whose state *and* whose wanted output rows are cached.
+        """Find the longest prefix whose state *and* whose wanted output rows are cached.
 
-        Changes and counts nothing, and takes no reference.
+        Changes and counts nothing, and adds no reference.
 
         Args:
-            num_tokens: of the sequence. At least its last token is left to compute, because
+            num_tokens: length of the sequence. At least its last token is left to compute, because
                 sampling needs that token's logits.
             encoder: the request's encoder sequence; found whole or not at all.
-            partial_hash: of the sequence; None finds whole blocks only.
+            partial_hash: partial hashes of the sequence; None finds whole blocks only.
         """
         if not self._enable_prefix_caching:
             return self._finder.nothing("off", encoder_cached=encoder is None)
         return self._finder.find(block_hashes, num_tokens, encoder, partial_hash)
 
     def clip_chunk(self, request_id: str, start: int, num_tokens: int, total: int) -> int:
-        """How many of ``num_tokens`` tokens a living request should run; :class:`ChunkStops`."""
+        """Return how many of ``num_tokens`` tokens to run now; see :class:`ChunkStops`."""
         stops = self.coordinator.stops.get(request_id) if num_tokens > 1 else None
         return num_tokens if stops is None else stops.clip(start, num_tokens, total)
 
@@ -599,13 +598,13 @@ class KVCacheManager:
         headroom: int = 0,
         num_item_pages: int = 0,
     ) -> bool:
-        """Whether a new request could grow to ``num_tokens`` if no other took a block.
+        """Return True if a new request could grow to ``num_tokens`` if no other allocated a block.
 
         Changes nothing.
 
         Args:
-            headroom: blocks that must be left over in every group that grows.
-            num_item_pages: of the largest item that it shows; it need hold no two at once.
+            headroom: blocks that must remain free in every group that grows.
+            num_item_pages: pages of the largest item of the request, which holds one at a time.
         """
         config, blocks = self.config, prefix.blocks if prefix is not None else ()
         needs = {config.item_group_id: num_item_pages} if num_item_pages else {}
@@ -630,23 +629,23 @@ class KVCacheManager:
         prefix: CachedPrefix | None = None,
         block_hashes: Sequence[BlockHash] = (),
     ) -> bool:
-        """Grow the request's block tables to hold ``num_tokens``, or take nothing: False.
+        """Grow the request's block tables to ``num_tokens``, or allocate nothing and return False.
 
-        The partial block of a prefix is copied at once, with its rows: pages that requests have
-        left must not be waiting to be copied themselves.
+        The partial block of a prefix is copied immediately, with its rows, so the swap copies of
+        released pages must not still be pending.
 
         Args:
-            request_id: an unknown one begins to live here.
-            num_tokens: in all, computed ones included; a table never shrinks.
-            num_computed_tokens: blocks that only tokens before these can see are given back.
+            request_id: an unknown id starts a new request.
+            num_tokens: total number of tokens, including computed ones; a table never shrinks.
+            num_computed_tokens: blocks that only tokens before these need are released.
             encoder: the request's encoder sequence, if it has one; the same in every call.
-            prefix: on the first call, the hit to build on: a fresh answer of
+            prefix: on the first call, the hit to build on: a fresh result of
                 :meth:`find_cached_prefix`.
             block_hashes: on the first call, the request's hashes from its start. Those after the
-                prefix are noted as in flight until the request publishes or frees them.
+                prefix are recorded as in flight until the request publishes or frees them.
 
         Raises:
-            ValueError: for a prefix given to a request that lives already, one longer than
+            ValueError: for a prefix of a request that already holds blocks, one longer than
                 ``num_tokens``, or one that is out of date.
         """
         is_new = request_id not in self._resets_before
@@ -680,7 +679,7 @@ class KVCacheManager:
         block_hashes: Sequence[BlockHash],
         encoder: EncoderBlocks | None,
     ) -> None:
-        """Note what a new request has found, and what it computes now."""
+        """Record the prefix hit of a new request, and the blocks that it computes now."""
         num_hit_tokens = prefix.num_tokens if prefix is not None else 0
         if prefix is not None and prefix.num_seen_tokens > num_hit_tokens:
             self.coordinator.keep_parting(
@@ -693,7 +692,7 @@ class KVCacheManager:
         self._queried_tokens += max(len(block_hashes) * self.block_size, num_hit_tokens)
 
     def _copy(self, request_id: str, hit: PartialHit) -> None:
-        """Fill the block behind a request's prefix with the partial block that was found."""
+        """Copy a partial block that was found to the block after the request's full ones."""
         num_full, num_rest = divmod(hit.num_tokens, self.block_size)
         for group_id, source in hit.sources.items():
             (target,) = self.block_ids(request_id, group_id, num_full)[:1]
@@ -708,13 +707,13 @@ class KVCacheManager:
     def publish(
         self, request_id: str, block_hashes: Sequence[BlockHash], num_computed_tokens: int
     ) -> None:
-        """Let the blocks that are full now be found, after the step that computed them.
+        """Make the blocks that are full now findable, after the step that computed them.
 
         Call it when state and output rows of the first ``num_computed_tokens`` tokens are written.
 
         Args:
-            block_hashes: of its full blocks, from its start.
-            num_computed_tokens: tokens whose forward pass has run, cached ones included.
+            block_hashes: hashes of the request's full blocks, from its start.
+            num_computed_tokens: tokens whose forward pass has run, including cached ones.
 
         Raises:
             ValueError: if the request holds no blocks.
@@ -733,9 +732,9 @@ class KVCacheManager:
         partial_hash: PartialHash,
         num_computed_tokens: int,
     ) -> None:
-        """Let the block that a request has ended in be found; it is to be freed next.
+        """Make the partial last block of a finished request findable, before it is freed.
 
-        Arguments are as for :meth:`publish`, which comes first.
+        Arguments are as for :meth:`publish`, which must be called first.
         """
         is_current = self.resets_before(request_id) == self.num_resets
         if not (is_current and self._enable_prefix_caching):
@@ -745,7 +744,7 @@ class KVCacheManager:
             self._partial_blocks.publish(request_id, block_hashes, block_hash, num_computed_tokens)
 
     def publish_encoder(self, request_id: str, encoder: EncoderBlocks) -> None:
-        """Let a request's encoder sequence be found, after its keys and values are written."""
+        """Make a request's encoder sequence findable, after its keys and values are written."""
         is_current = self.resets_before(request_id) == self.num_resets
         if not (is_current and self._enable_prefix_caching):
             return
@@ -754,7 +753,7 @@ class KVCacheManager:
         self.pending.remove(request_id, encoder.hashes)
 
     def free(self, request_id: str) -> None:
-        """Give back all blocks of a request that finished, failed, was aborted or preempted.
+        """Release all blocks of a request that finished, failed, was aborted or preempted.
 
         Raises:
             ValueError: if the request holds no blocks.
@@ -773,18 +772,18 @@ class KVCacheManager:
         *,
         resets_before: int,
     ) -> None:
-        """Let a request live again with blocks held for it, one table per group.
+        """Resume a request with blocks held for it, one table per group.
 
         Args:
-            request_id: one that does not live.
-            tables: its blocks, null blocks where it needs none.
-            num_computed_tokens: tokens whose content is, or is about to be, in them.
-            block_hashes: of its full blocks; those not computed are in flight from now on.
-            stops: where its prefill should end its chunks.
-            resets_before: see :meth:`resets_before`, of when it lived last.
+            request_id: a request that holds no blocks here.
+            tables: its blocks, with null blocks where it needs none.
+            num_computed_tokens: tokens whose content is, or is about to be, in the blocks.
+            block_hashes: hashes of its full blocks; those not computed are in flight from now on.
+            stops: chunk ends of its prefill.
+            resets_before: result of :meth:`resets_before` when the request was last live.
 
         Raises:
-            ValueError: if the request lives.
+            ValueError: if the request already holds blocks.
         """
         for manager, blocks in zip(self.coordinator.managers, tables, strict=True):
             manager.restore(request_id, blocks)
@@ -794,42 +793,42 @@ class KVCacheManager:
             self.pending.add(request_id, block_hashes[num_computed_tokens // self.block_size :])
 
     def block_ids(self, request_id: str, group_id: int = 0, first: int = 0) -> list[int]:
-        """A request's block table in a group, from a block on. ``ValueError`` if it has none."""
+        """Return a request's block table in a group from ``first`` on. ``ValueError`` if none."""
         return self.coordinator.managers[group_id].block_ids(request_id, first)
 
     def gather_outputs(
         self, request_id: str, num_tokens: int, start: int = 0, names: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        """Output rows ``[start, num_tokens)`` of a request; see :meth:`MirroredOutputs.gather`."""
+        """Return output rows ``[start, num_tokens)``; see :meth:`MirroredOutputs.gather`."""
         return self.outputs.gather(request_id, num_tokens, start, names)
 
     def reset_prefix_cache(self) -> None:
-        """Forget everything computed so far, what running requests compute included.
+        """Forget all computed content, including blocks that running requests are computing.
 
-        For a change that makes old content wrong, such as new weights. Requests that live go on
-        with what they hold, but publish nothing more: it builds on the forgotten.
+        For a change that invalidates old content, such as new weights. Live requests continue with
+        the blocks they hold, but publish nothing more, because it depends on forgotten content.
         """
         self.pool.reset()
         self.pending.clear()
         self.num_resets += 1
 
     def resets_before(self, request_id: str) -> int:
-        """How many resets came before what a request holds. ``ValueError`` if it holds no blocks.
+        """Return the number of resets before a request's content. ``ValueError`` if none is held.
 
-        Fewer than ``num_resets``: it builds on what was forgotten.
+        If it is less than ``num_resets``, the content depends on forgotten content.
         """
         if request_id not in self._resets_before:
             raise ValueError(f"request {request_id!r} holds no blocks")
         return self._resets_before[request_id]
 
     def stats(self) -> KVCacheStats:
-        """Where the blocks are, and how many tokens were found."""
+        """Return counts of blocks by state, hit tokens and misses."""
         found = KVCacheStats.of_pool(self.pool, self._hit_tokens, self._queried_tokens)
         found = replace(found, misses=dict(self.misses))
         return found.in_groups(self.pool, self.config, self.outputs.nbytes, self.group_misses)
 
     def count_miss(self, miss: PrefixMiss, lacking_group: int | None) -> None:
-        """Note why the prefix of a request that was admitted was not hit further."""
+        """Count the reason why the prefix hit of an admitted request was not longer."""
         self.misses[miss] += 1
         if lacking_group is not None:
             self.group_misses[lacking_group] += 1

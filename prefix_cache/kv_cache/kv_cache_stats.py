@@ -1,4 +1,4 @@
-"""Counters of a KV-cache manager: where the pages are, how much was found, and why no more."""
+"""Counters of a KV-cache manager: pages by state, hit tokens, and reasons of misses."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from prefix_cache.blocks.block_pool import BlockPool
 from prefix_cache.specs.kv_cache_spec import KVCacheConfig, spec_in_words
 
 ITEM_ROWS = "rows of items"
-"""The kind of the group of pages that towers' rows lie in, behind those of layers."""
+"""Kind of the page group of tower rows, which follows the layer groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStats:
-    """What one group of layers has of the pool.
+    """Usage of the pool by one group of layers.
 
     Attributes:
-        kind: what its layers keep, in words.
-        held: blocks that are in at least one request's table.
+        kind: description of the group's layer type.
+        held: blocks in at least one request's table.
         cached: blocks that no request holds, findable by content until they are evicted.
-        block_bytes: of one block on the device; 0 for a group of the host.
-        evictions: cached blocks given up for others, since the start.
-        misses: prefixes of admitted requests that ended because the group lacked what it needs to
-            go on, while the tokens' own block was cached.
+        block_bytes: size of one block on the device; 0 for a host group.
+        evictions: cached blocks evicted for others, since the start.
+        misses: prefix hits of admitted requests that ended because the group lacked the blocks to
+            continue, while the tokens' own block was cached.
     """
 
     kind: str
@@ -36,30 +36,30 @@ class GroupStats:
     misses: int = 0
 
     def beside(self, other: GroupStats) -> GroupStats:
-        """Both together, of pools for the same model."""
+        """Return the sum of both, for pools of the same model."""
         counts = ("held", "cached", "evictions", "misses")
         return replace(self, **{n: getattr(self, n) + getattr(other, n) for n in counts})
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheStats:
-    """A snapshot. ``free + held + cached + 1 (null) == num_blocks``.
+    """Snapshot of a pool. ``free + held + cached + 1 (null) == num_blocks``.
 
     These count large pages of the device; with one group of layers those are its blocks.
 
     Attributes:
-        num_blocks: of the pool, the null block included.
+        num_blocks: pages of the pool, including the null block.
         free: pages without content.
-        held: pages of which a block is in at least one request's table.
+        held: pages with a block in at least one request's table.
         cached: pages that no request holds, with blocks findable by content until they are evicted.
-        evictions: cached blocks given up for others, since the start.
-        hit_tokens: tokens that admitted requests found cached, since the start.
+        evictions: cached blocks evicted for others, since the start.
+        hit_tokens: cached tokens that admitted requests hit, since the start.
         queried_tokens: tokens in full blocks of admitted requests, since the start.
-        nbytes: reserved for the pool on the device; 0 for a pool without memory of its own.
-        output_bytes: reserved on the host for the outputs that are mirrored.
-        groups: what each group of layers has of it, in their order, and behind them the pages of
-            rows of items; none for such a pool.
-        misses: how often a request's prefix was not hit further, by :data:`PrefixMiss`.
+        nbytes: device bytes reserved for the pool; 0 for a pool without its own memory.
+        output_bytes: host bytes reserved for mirrored outputs.
+        groups: usage per group of layers, in their order, followed by the pages of item rows; empty
+            for a pool without its own memory.
+        misses: how often a request's prefix hit ended early, by :data:`PrefixMiss`.
     """
 
     num_blocks: int
@@ -76,12 +76,12 @@ class KVCacheStats:
 
     @property
     def items(self) -> GroupStats | None:
-        """The pages of rows of images, sounds and videos; None for a model without towers."""
+        """Pages of rows of images, audio and videos; None for a model without towers."""
         return next((group for group in self.groups if group.kind == ITEM_ROWS), None)
 
     @classmethod
     def of_pool(cls, pool: BlockPool, hit_tokens: int, queried_tokens: int) -> KVCacheStats:
-        """Where the pages are now; the counts of tokens are the caller's."""
+        """Count the pages by state; the caller provides the token counts."""
         device = pool.arenas[0]
         return cls(
             num_blocks=len(device.pages),
@@ -100,7 +100,7 @@ class KVCacheStats:
         output_bytes: int,
         group_misses: Mapping[int, int],
     ) -> KVCacheStats:
-        """The same with what each group of layers has of the pool, and the outputs' bytes."""
+        """Return a copy with the usage per group of layers and the size of the outputs."""
         of_pool = {g: pages for arena in pool.arenas for g, pages in arena.groups.items()}
         kinds = [
             (spec_in_words(group.spec), group.page_bytes if group.on_device else 0)
@@ -123,7 +123,7 @@ class KVCacheStats:
         return replace(self, nbytes=nbytes, output_bytes=output_bytes, groups=groups)
 
     def beside(self, other: KVCacheStats) -> KVCacheStats:
-        """Both pools together, of engines that run the same model."""
+        """Return the sum of both, for engines that run the same model."""
         counts = [each.name for each in fields(self) if each.name not in ("groups", "misses")]
         pairs = zip(self.groups, other.groups, strict=True)
         return KVCacheStats(
@@ -136,14 +136,14 @@ class KVCacheStats:
 PrefixMiss: TypeAlias = Literal[
     "off", "short", "last_token", "salt", "unseen", "evicted", "group", "rows"
 ]
-"""Why a prefix was not hit further, by the block at which the hit ended.
+"""Reason why a prefix hit was not longer, determined by the block at which it ended.
 
-- ``off``: prefix caching is switched off.
+- ``off``: prefix caching is disabled.
 - ``short``: the prompt has no full block before its last token.
 - ``last_token``: the block is cached, but ends with the prompt's last token, which is always run.
-- ``salt``: nothing begins like the prompt under its ``cache_salt``; other salts are not searched.
-- ``unseen``: the block is not cached, nor known to have been.
-- ``evicted``: it was cached, and gave way to others.
-- ``group``: it is cached, but not what another group of layers (windows, states) needs to go on.
-- ``rows``: it is cached without rows of an output that is wanted.
+- ``salt``: no cached prefix under the prompt's ``cache_salt``; other salts are not searched.
+- ``unseen``: the block is not cached, and not known to have been.
+- ``evicted``: it was cached, but has been evicted.
+- ``group``: it is cached, but another group of layers (windows, states) lacks what it needs.
+- ``rows``: it is cached, but rows of a wanted output are missing.
 """

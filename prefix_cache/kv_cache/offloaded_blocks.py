@@ -1,17 +1,16 @@
-"""Blocks below the pool: what it may evict is also in host memory or on disk, and comes back.
+"""Offloading of blocks that the pool may evict to host memory or disk, and loading them back.
 
 ::
 
     publish ──► store:  page and rows of the block, copied once, to the tiers
-    admission ─► fetch: blocks that the pool lacks and the tiers have become blocks of the pool that
-                        no request holds, as if they had never been evicted; then the prefix is
-                        looked for again
+    admission ─► fetch: blocks that the pool lacks and the tiers have become unheld blocks of the
+                        pool, as if they had never been evicted; then the prefix is searched again
 
-So hits, groups and evictions know nothing of tiers: a prefix is found in the pool or not at all. A
-block that is fetched is published only when its page and all of its rows are written.
+So hits, groups and evictions do not depend on tiers: a prefix is found in the pool or not at all. A
+fetched block is published only when its page and all of its rows are written.
 
-A block's bytes are its page, without padding, and behind it the mirrored rows of each tensor, by
-name. Rows are kept beside the pages of the groups by which they are mirrored.
+A block's bytes are its page without padding, followed by the mirrored rows of each tensor, in order
+of their names. Rows are stored with the pages of the groups by which they are mirrored.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from prefix_cache.stores.offload_tiers import DiskTier, HostTier, OffloadStats, 
 from prefix_cache.stores.paged_memory import PagedMemory
 from prefix_cache.stores.stage_output_cache import StageOutputCache
 
-# Padded, so that what follows is aligned.
+# Padded, so that the data after it is aligned.
 _NUM_ROWS = struct.Struct("<Q8x")
 
 
 class _PoolAndTiers(BlockPool):
-    """What the pool or the tiers have, as a pool to look blocks up in; nothing else works.
+    """Union of the pool and the tiers as a lookup-only pool; other operations do not work.
 
     A block that only the tiers have has the id -1 and no page.
     """
@@ -53,7 +52,7 @@ class _PoolAndTiers(BlockPool):
         self._pool = pool
 
     def lookup(self, group_id: int, block_hash: BlockHash) -> KVCacheBlock | None:
-        """Find a block; rows that are wanted beside it are there as well."""
+        """Find a block whose wanted rows are present too."""
         block = self._pool.lookup(group_id, block_hash)
         if block is not None and self._offloaded.has_rows(block):
             return block
@@ -70,15 +69,15 @@ class OffloadedBlocks:
     memory: PagedMemory
     host: HostTier | None = None
     disk: DiskTier | None = None
-    # What a reset has made unfindable is under another salt.
+    # Content from before a reset has another salt.
     _salt: bytes = b""
     _unusable: set[TierKey] = field(default_factory=set)
     _counts: OffloadStats = field(default_factory=OffloadStats)
 
     def store(self, request_id: str, first_block: int) -> None:
-        """Keep what a request has published of its blocks from one on; its rows are written.
+        """Store a request's published blocks from ``first_block`` on; their rows must be written.
 
-        States are kept only where a prefill was to end a chunk: there are too many others.
+        States are stored only at chunk ends of a prefill, because there are too many others.
         """
         stops = self.manager.coordinator.stops.get(request_id)
         for manager in self.manager.coordinator.managers:
@@ -94,7 +93,7 @@ class OffloadedBlocks:
             self._store(manager, table)
 
     def store_encoder(self, request_id: str, num_tokens: int) -> None:
-        """Keep the blocks that a request has published of its encoder sequence."""
+        """Store the published blocks of a request's encoder sequence."""
         for manager in self.manager.coordinator.encoder_managers:
             self._store(manager, manager.table(request_id), num_tokens)
 
@@ -107,15 +106,15 @@ class OffloadedBlocks:
         *,
         headroom: int = 0,
     ) -> bool:
-        """Bring back blocks with which a longer prefix than one that was found can be found.
+        """Load blocks from the tiers that make a longer prefix available.
 
         Args:
-            prefix: what the pool alone has, as just found; the other arguments are those with
-                which it was. Nothing is fetched for a request that would not fit.
+            prefix: the prefix just found in the pool alone, with the same other arguments. Nothing
+                is fetched for a request that would not fit.
             headroom: see :meth:`KVCacheManager.can_finish`.
 
         Returns:
-            Whether blocks were fetched, so that the prefix is to be found again.
+            True if blocks were fetched, so that the prefix must be searched again.
         """
         self._unusable.clear()
         while True:
@@ -133,7 +132,7 @@ class OffloadedBlocks:
                 return fetched
 
     def has(self, group_id: int, block_hash: BlockHash) -> bool:
-        """Whether a tier seems to have a block."""
+        """Return True if a tier appears to have a block."""
         key = self._key(group_id, block_hash)
         if key in self._unusable:
             return False
@@ -142,26 +141,26 @@ class OffloadedBlocks:
         )
 
     def has_rows(self, block: KVCacheBlock) -> bool:
-        """Whether the pool has all rows of a block that are wanted; those of encoders it may lack.
+        """Return True if the pool has all wanted rows of a block, not counting encoder rows.
 
-        An encoder's rows count for all blocks of its sequence together.
+        Encoder rows are checked for all blocks of their sequence together.
         """
         if block.group_id != self.manager.mirrored_group_id:
             return True
         return self.manager.stage_outputs.num_valid_blocks([block.block_id]) == 1
 
     def forget(self) -> None:
-        """Find nothing any more of what was stored so far."""
+        """Make everything stored so far unfindable."""
         self._salt = os.urandom(16)
         self.host = None if self.host is None else HostTier(self.host.capacity_bytes)
 
     def close(self) -> None:
-        """Write what waits to be written."""
+        """Write the queued blocks to disk and stop the background thread."""
         if self.disk is not None:
             self.disk.close()
 
     def stats(self) -> OffloadStats:
-        """Counters, and what the tiers hold."""
+        """Return the counters and the sizes of the tiers."""
         found = self._counts
         if self.host is not None:
             found = replace(found, host_bytes=self.host.nbytes)
@@ -187,7 +186,7 @@ class OffloadedBlocks:
         table: Sequence[KVCacheBlock],
         num_tokens: int | None = None,
     ) -> None:
-        """Keep the published ones of some blocks, which hold so many rows; None: all are full."""
+        """Store the published blocks of a table of ``num_tokens`` rows (None: all are full)."""
         size = manager.block_size
         blocks = [
             (block, block.block_hash, size if num_tokens is None else num_tokens - index * size)
@@ -206,7 +205,7 @@ class OffloadedBlocks:
             num_rows = min(rest, size)
             rows = self._read_rows(group_id, block, num_rows)
             if rows is None:
-                continue  # without them it would be found in vain
+                continue  # a hit would be useless without them
             data = bytearray().join(
                 [_NUM_ROWS.pack(num_rows), _as_bytes(page), *map(_as_bytes, rows)]
             )
@@ -232,9 +231,9 @@ class OffloadedBlocks:
         num_tokens: int,
         encoder: EncoderBlocks | None,
     ) -> list[KVCacheBlock]:
-        """The blocks of the longest hit of pool and tiers; none if it is no longer than the pool's.
+        """Return the blocks of the longest hit in pool and tiers, if longer than the pool's alone.
 
-        In the order in which they are given back, so that the last are kept longest.
+        They are in release order, so that the last ones are evicted last.
         """
         size = self.manager.block_size
         num_blocks = num_hit = prefix.num_tokens // size
@@ -251,7 +250,7 @@ class OffloadedBlocks:
                 found = [b for blocks in hit for b in reversed(blocks) if b.block_hash is not None]
         if encoder is not None and not prefix.encoder_cached:
             for manager in self.manager.coordinator.encoder_managers:
-                # From the tiers even if the pool has the block: it may lack its rows.
+                # From the tiers even if the pool has the block, because its rows may be missing.
                 blocks = [
                     KVCacheBlock(-1, manager.group_id, None, block_hash=key)
                     if self.has(manager.group_id, key)
@@ -264,7 +263,7 @@ class OffloadedBlocks:
         return found
 
     def _fetch(self, found: Sequence[KVCacheBlock], lacking: Sequence[KVCacheBlock]) -> bool | None:
-        """Fetch what lacks of a hit; None if one of it could not be read, and is not there now."""
+        """Fetch the missing blocks of a hit; None if one was unreadable, which is now unusable."""
         pool = self.manager.pool
         held = [block for block in found if block.block_id >= 0]
         for block in held:
@@ -275,7 +274,7 @@ class OffloadedBlocks:
             return False
         taken = {group_id: iter(blocks) for group_id, blocks in pool.allocate(needs).items()}
         pairs = [(next(taken[block.group_id]), block) for block in lacking]
-        # Without one of them the others are not read.
+        # Reading stops at the first failure.
         tiers = list(takewhile(bool, (self._read(block, wanted) for block, wanted in pairs)))
         is_whole = len(tiers) == len(pairs)
         if is_whole:
@@ -288,7 +287,7 @@ class OffloadedBlocks:
         return True if is_whole else None
 
     def _read(self, block: KVCacheBlock, wanted: KVCacheBlock) -> Literal["host", "disk"] | None:
-        """Fill a block of the pool with what a tier has; None, once for all, if it has it not."""
+        """Fill a pool block from a tier; on failure, mark its key unusable and return None."""
         if wanted.block_hash is None:
             return None
         key = self._key(wanted.group_id, wanted.block_hash)
@@ -304,7 +303,7 @@ class OffloadedBlocks:
         return None
 
     def _fill(self, block: KVCacheBlock, data: bytearray) -> bool:
-        """Write page and rows of a block; False if these are not the bytes of such a block."""
+        """Write page and rows of a block; return False if the data does not match its layout."""
         group = self.manager.config.groups[block.group_id]
         rows_of = self.manager.outputs.by_group.get(block.group_id)
         page_bytes = group.content_bytes if group.on_device else 0
@@ -345,7 +344,7 @@ class OffloadedBlocks:
 
 
 def _types(rows_of: StageOutputCache | None) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Type and shape of the rows that are wanted, by name and in the order of names."""
+    """Return dtype and shape of the wanted rows by name, sorted by name."""
     if rows_of is None:
         return {}
     types = rows_of.row_types

@@ -1,18 +1,18 @@
-"""Blocks inside of which a sequence ended: found whole, and copied for who goes on from there.
+"""Partial last blocks of finished sequences, found as a whole and copied to continue from there.
 
-A request that ends leaves its last block, which is full as a rule only by chance, under a hash of
-all of its tokens. A sequence that begins with just these goes on behind the last of them::
+A finished request leaves its last block, which is rarely full, under a hash of all its tokens. A
+sequence that starts with exactly these tokens continues after the last of them::
 
     turn 1    | a a a a | b b b b | c c . . |          found by hash(a a a a, b b b b, c c)
     turn 2    | a a a a | b b b b | c c d d | d d . .
-                                    a copy: what is cached stays as it is, for others
+                                    a copy: the cached block is unchanged, for others
 
-What is found is what every group had when the turn ended: keys and values of ``c c``, and in
-recurrent layers the state after the last token. That state is of use at no other length, so a
-partial block is found by a sequence that has all of its tokens and more, or not at all.
+A hit consists of every group's content at the end of the turn: keys and values of ``c c``, and in
+recurrent layers the state after the last token. That state is useless at any other length, so a
+sequence hits a partial block only if it has all of its tokens and more.
 
-A page for half a block's tokens is dear, and most requests are not gone on with. So of a full pool
-only a small part keeps partial blocks, those of the requests that ended last.
+A page for a fraction of a block's tokens is expensive, and most requests are never continued. So
+only a small part of a full pool holds partial blocks, those of the most recently finished requests.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from prefix_cache.layer_types.coordinator import KVCacheCoordinator
 from prefix_cache.stores.stage_output_cache import StageOutputCache
 
 PartialHash: TypeAlias = Callable[[int], BlockHash | None]
-"""Hash of a sequence's first tokens, so many, that end inside of a block; None: not known yet."""
+"""Maps a number of leading tokens that ends inside a block to its hash; None: not known yet."""
 
 _MOST_PARENTS = 2**16
 _SHARE = 32
-"""One page of so many may hold a partial block."""
+"""One of this many pages may hold a partial block."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartialHit:
-    """A prefix that ends inside of a block. No reference is held.
+    """Prefix that ends inside a block. Holds no reference.
 
     Attributes:
-        blocks: per group, its full blocks, as those of any hit.
-        sources: per group that follows the tokens, the partial block, which is to be copied.
+        blocks: full blocks per group, as in any hit.
+        sources: partial block to copy, per group that follows the tokens.
     """
 
     num_tokens: int
@@ -50,16 +50,16 @@ class PartialHit:
 
     @property
     def is_current(self) -> bool:
-        """Whether the partial block is cached still."""
+        """True if the partial block is still cached."""
         return all(block.block_hash == self.block_hash for block in self.sources.values())
 
 
 class PartialBlocks:
-    """The partial blocks of one pool, by what comes before them.
+    """Partial blocks of one pool, indexed by the full block before them.
 
     Args:
-        rows: mirrored beside the blocks of a group; a hit must have all that are wanted.
-        rows_group_id: that group, which keeps all tokens.
+        rows: mirrored rows; a hit must have all wanted ones.
+        rows_group_id: group by whose blocks they are mirrored, which keeps all tokens.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PartialBlocks:
         self._coordinator = coordinator
         self._rows = rows
         self._rows_group_id = rows_group_id
-        # By the hash of the last full block, how many tokens there may be behind it.
+        # By the hash of the last full block, possible numbers of tokens after it.
         self._lengths: OrderedDict[bytes, set[int]] = OrderedDict()
         self._blocks: deque[tuple[KVCacheBlock, BlockHash]] = deque()
         num_pages = len(coordinator.pool.arenas[0].pages)
@@ -81,9 +81,9 @@ class PartialBlocks:
         block_hash: BlockHash,
         num_tokens: int,
     ) -> None:
-        """Let the block that a request's ``num_tokens`` computed tokens end in be found.
+        """Make the block findable in which a request's ``num_tokens`` computed tokens end.
 
-        The request is to compute nothing more.
+        The request must compute nothing more.
         """
         num_full, num_rest = divmod(num_tokens, self._coordinator.block_size)
         pool = self._coordinator.pool
@@ -106,10 +106,10 @@ class PartialBlocks:
         num_tokens: int,
         partial_hash: PartialHash,
     ) -> PartialHit | None:
-        """The longest prefix, shorter than ``num_tokens``, that ends inside of a block.
+        """Find the longest prefix, shorter than ``num_tokens``, that ends inside a block.
 
         Args:
-            num_hit_tokens: whole blocks that are found anyway; None that is shorter is looked for.
+            num_hit_tokens: length of the hit in whole blocks; shorter prefixes are not searched.
         """
         size = self._coordinator.block_size
         found = self._coordinator.pool.hash_tables[self._rows_group_id]
@@ -129,7 +129,7 @@ class PartialBlocks:
         return None
 
     def _hit(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> PartialHit | None:
-        """The hit of just these blocks, the last of them partial, if every group has it."""
+        """Return the hit of exactly these blocks, the last one partial, if every group has it."""
         hits: dict[int, list[KVCacheBlock]] = {}
         for manager in self._coordinator.token_managers:
             first = manager.first_needed_block(num_tokens)

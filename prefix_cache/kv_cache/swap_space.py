@@ -1,14 +1,14 @@
-"""Pages in host memory to which a request's pages can move, and from which they come back.
+"""Host memory to which a request's pages are swapped out, and from which they are swapped in.
 
-Swapping moves whole tables, every group's, and the output rows beside them::
+Swapping moves the whole tables of every group, and the mirrored output rows::
 
     device pages   | A A B B B . |  swap out A   | . . B B B . |  swap in A    | . A B B B A |
     host pages     | . . . .     |  ──────────►  | A A . .     |  ──────────►  | . . . .     |
 
-Pages are free as soon as the decision is made, the device's by a swap out and the host's by a swap
-in, so the bytes must be copied before anything else is written, and in the order of the decisions:
-what goes out may take host pages from which a request before it has come back, and what comes in,
-device pages that one before it has left.
+Pages are freed as soon as the decision is made: device pages by a swap-out, host pages by a
+swap-in. So the bytes must be copied before anything else is written, and in order of the decisions:
+a swap-out may reuse host pages of an earlier swap-in, and a swap-in may reuse device pages of an
+earlier swap-out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from prefix_cache.stores.paged_memory import PageCopy
 
 @dataclass(frozen=True, slots=True)
 class _Swapped:
-    """One request's tables on the host; None where a table held the null block.
+    """Host tables of one request; None where a table had the null block.
 
     Attributes:
         rows: output rows of its computed tokens and of its encoder sequence.
@@ -40,13 +40,13 @@ class _Swapped:
 
 
 class SwapSpace:
-    """Host pages beside a manager's device pages.
+    """Host pages to which the requests of a manager can be swapped out.
 
     Args:
-        num_pages: large pages on the host, the null page included.
+        num_pages: number of large pages on the host, including the null page.
 
     Raises:
-        ValueError: if there is no page beside the null page.
+        ValueError: if there is no page besides the null page.
     """
 
     def __init__(self, manager: KVCacheManager, num_pages: int) -> None:
@@ -55,24 +55,24 @@ class SwapSpace:
         self.clear()
 
     def clear(self) -> None:
-        """Forget every request, in whatever state an interrupted call left them."""
+        """Forget every request, even if an interrupted call left them inconsistent."""
         self.pool = BlockPool.for_config(self.config)
         self._swapped: dict[str, _Swapped] = {}
 
     @property
     def request_ids(self) -> frozenset[str]:
-        """Requests whose pages are here."""
+        """Ids of requests that are swapped out."""
         return frozenset(self._swapped)
 
     def swap_out(self, request_id: str, num_computed_tokens: int) -> tuple[PageCopy, ...] | None:
-        """Give a request's device blocks back and take host blocks for their content.
+        """Free a request's device blocks and allocate host blocks for their content.
 
         Args:
-            request_id: one that holds device blocks.
-            num_computed_tokens: tokens whose state and rows are worth keeping.
+            request_id: a request that holds device blocks.
+            num_computed_tokens: tokens whose state and rows to keep.
 
         Returns:
-            What to copy from device to host; None, and nothing has changed, if it does not fit.
+            Copies to make from device to host; None, with nothing changed, if it does not fit.
 
         Raises:
             ValueError: if the request holds no blocks.
@@ -97,15 +97,15 @@ class SwapSpace:
     def swap_in(
         self, request_id: str, block_hashes: Sequence[BlockHash] = (), *, headroom: int = 0
     ) -> tuple[PageCopy, ...] | None:
-        """Take device blocks for a swapped request and give its host blocks back.
+        """Allocate device blocks for a swapped-out request and free its host blocks.
 
         Args:
-            request_id: one that was swapped out.
-            block_hashes: of its full blocks; those not computed yet are in flight again.
-            headroom: blocks that must be left over in every group of the device.
+            request_id: a request that is swapped out.
+            block_hashes: hashes of its full blocks; those not computed yet are in flight again.
+            headroom: blocks that must remain free in every group of the device.
 
         Returns:
-            What to copy from host to device; None, and nothing has changed, if it does not fit.
+            Copies to make from host to device; None, with nothing changed, if it does not fit.
 
         Raises:
             ValueError: if the request is not swapped out.
@@ -137,14 +137,14 @@ class SwapSpace:
         return copies
 
     def free(self, request_id: str) -> None:
-        """Give back the host blocks of a request. ``ValueError`` if it is not swapped out."""
+        """Free the host blocks of a request. ``ValueError`` if it is not swapped out."""
         swapped = self._get(request_id)
         del self._swapped[request_id]
         for table in swapped.tables:
             self.pool.release(block for block in reversed(table) if block is not None)
 
     def tables(self) -> list[list[KVCacheBlock]]:
-        """All host tables without their gaps, for integrity checks."""
+        """Return all host tables without their gaps, for integrity checks."""
         return [
             [block for block in table if block is not None]
             for swapped in self._swapped.values()
@@ -174,7 +174,7 @@ class SwapSpace:
 def _like(
     table: Sequence[KVCacheBlock | None], blocks: Sequence[KVCacheBlock]
 ) -> tuple[KVCacheBlock | None, ...]:
-    """A table of other blocks with the same gaps."""
+    """Return a table of ``blocks`` with the gaps of ``table``."""
     rest = iter(blocks)
     return tuple(
         next(rest) if old is not None and old.large_page is not None else None for old in table

@@ -1,1 +1,1 @@
-"""What each type of layer keeps, and what all can serve together. Imports blocks, specs."""
+"""Cache managers per layer type, and the coordinator of all of them. Imports blocks, specs."""

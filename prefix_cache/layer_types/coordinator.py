@@ -1,4 +1,4 @@
-"""One manager per KV-cache group, moved in step: a request has all its tables or none."""
+"""Managers of the KV-cache groups, kept in step: a request has block tables in all or none."""
 
 from __future__ import annotations
 
@@ -23,26 +23,25 @@ from prefix_cache.specs.kv_cache_spec import (
 _NONE: Mapping[int, KVCacheBlock] = MappingProxyType({})
 
 NEVER = 2**62
-"""More tokens than any request has."""
+"""Number of tokens that no request reaches."""
 
 
 class SingleTypeKVCacheManager(ABC):
-    """Keeps one block table per request, for the layers of one group.
+    """Manager of one block table per request, for the layers of one group.
 
-    Index ``position // block_size`` of a table is the block of a position; where the layers need
-    none (any more), the null block stands in its place. Which blocks a hit needs, which a request
-    still needs (all of them, unless a subclass says otherwise), and what is evicted first depends
-    on the layer type: that is what subclasses answer.
+    Index ``position // block_size`` of a table is the block of a position; the null block fills
+    positions whose block is not needed (any more). Subclasses, one per layer type, define which
+    blocks a hit needs, which a request still needs (all by default), and what is evicted first.
 
     Args:
-        max_num_batched_tokens: most tokens of a request that a step runs.
+        max_num_batched_tokens: maximum number of tokens of a request in one step.
 
     Attributes:
-        block_tables: request id to its blocks; for reading only.
-        follows_tokens: whether the group's blocks are those of the request's tokens; if not
-            (cross-attention), token prefixes are none of its business.
-        keeps_all: whether a hit needs all blocks from the start.
-        keeps_states: whether a hit needs a state that is kept at its very end (recurrent layers).
+        block_tables: request id to its blocks; read-only.
+        follows_tokens: true if the group's blocks hold the request's tokens; if false
+            (cross-attention), token prefixes do not apply to it.
+        keeps_all: true if a hit needs all blocks from the start.
+        keeps_states: true if a hit needs a state stored exactly at its end (recurrent layers).
     """
 
     follows_tokens: ClassVar[bool] = True
@@ -59,80 +58,80 @@ class SingleTypeKVCacheManager(ABC):
         self.max_num_batched_tokens = max_num_batched_tokens
         self.null_block = pool.null_block(group_id)
         self.block_tables: dict[str, list[KVCacheBlock]] = {}
-        # Leading blocks per request whose content is settled: adopted, or already published.
+        # Leading blocks per request whose content is final: adopted or already published.
         self._num_published: dict[str, int] = {}
-        # Leading blocks per request that came from a hit: others are likely to want them again.
+        # Leading blocks per request that came from a hit: other requests likely need them again.
         self._num_adopted: dict[str, int] = {}
-        # Per request, the blocks with which others can go on where it parts from them.
+        # Per request, range of blocks that others need to continue where it diverges from them.
         self.parting: dict[str, tuple[int, int]] = {}
-        # What requests have given back of these and of their hits, with the hashes of then.
+        # Released blocks of these ranges and of hits, with their hashes at that time.
         self._shared: dict[str, list[tuple[KVCacheBlock, BlockHash]]] = {}
-        # Leading blocks per request that were given back already, or were never held.
+        # Leading blocks per request that were already released or never held.
         self._num_released: dict[str, int] = {}
 
     @abstractmethod
     def find_longest_cache_hit(
         self, block_hashes: Sequence[BlockHash], max_num_tokens: int
     ) -> list[KVCacheBlock]:
-        """The blocks of the longest cached prefix this group can serve alone.
+        """Find the blocks of the longest cached prefix that this group alone can serve.
 
-        Changes nothing and takes no reference: valid until the next allocation, publication, reset.
+        Changes nothing and adds no reference: valid until the next allocation, publication, reset.
 
         Args:
-            block_hashes: of the sequence's full blocks, from its start.
-            max_num_tokens: the hit is at most this long (rounded down to whole blocks).
+            block_hashes: hashes of the sequence's full blocks, from its start.
+            max_num_tokens: maximum length of the hit (rounded down to whole blocks).
 
         Returns:
             One block per ``block_size`` tokens of the hit; the null block where none is needed.
         """
 
     def max_blocks(self, num_tokens: int) -> int:
-        """Most blocks that a request of ``num_tokens`` ever holds at once. Changes nothing."""
+        """Return the maximum number of blocks that a request of ``num_tokens`` holds at once."""
         return -(-num_tokens // self.block_size)
 
     def first_needed_block(self, num_computed_tokens: int) -> int:
-        """Index of the first block that the tokens from ``num_computed_tokens`` on can need."""
+        """Return the index of the first block that the remaining tokens can need."""
         return 0
 
     def next_release(self, num_computed_tokens: int) -> int:
-        """Computed tokens, more than these, up to which :meth:`first_needed_block` stays as it is.
+        """Return the number of computed tokens at which :meth:`first_needed_block` next changes.
 
-        ``NEVER`` if it always does.
+        ``NEVER`` if it does not change.
         """
         return NEVER
 
     def num_blocks_needed(
         self, request_id: str, num_tokens: int, num_prefix_blocks: int = 0
     ) -> int:
-        """New blocks the request's table lacks to hold ``num_tokens`` in all. Changes nothing.
+        """Return how many blocks the request's table lacks for ``num_tokens``. Changes nothing.
 
         Args:
-            request_id: an unknown one has an empty table.
-            num_tokens: in all, computed ones included.
-            num_prefix_blocks: of a hit that the request would adopt first.
+            request_id: an unknown request has an empty table.
+            num_tokens: total number of tokens, including computed ones.
+            num_prefix_blocks: blocks of a hit that the request would adopt first.
         """
         num_held = len(self.block_tables.get(request_id, ())) + num_prefix_blocks
         return max(0, -(-num_tokens // self.block_size) - num_held)
 
     def num_blocks_to_finish(self, num_tokens: int, num_prefix_tokens: int) -> int:
-        """Most new blocks held at once on the way from a cached prefix to ``num_tokens``."""
+        """Return the maximum number of new blocks held at once between prefix and end."""
         num_new = -(-num_tokens // self.block_size) - num_prefix_tokens // self.block_size
         return max(0, min(num_new, self.max_blocks(num_tokens)))
 
     def extend(self, request_id: str, blocks: Sequence[KVCacheBlock], num_tokens: int) -> None:
-        """Put new blocks, as many as :meth:`num_blocks_needed` said, behind the table."""
+        """Append new blocks, as many as :meth:`num_blocks_needed` returned, to the table."""
         self._begin(request_id)
         self.block_tables[request_id].extend(blocks)
 
     def publish(
         self, request_id: str, block_hashes: Sequence[BlockHash], num_computed_tokens: int
     ) -> None:
-        """Let blocks that are full and computed be found. Call it after the step that wrote them.
+        """Make full, computed blocks findable. Call it after the step that wrote them.
 
         Each block is published once, when its last token is computed.
 
         Args:
-            block_hashes: of the request's full blocks, from its start; may be longer than needed.
+            block_hashes: hashes of the request's full blocks, from its start; extra ones are fine.
         """
         table = self.table(request_id)
         first = self._num_published[request_id]
@@ -143,10 +142,10 @@ class SingleTypeKVCacheManager(ABC):
         self._num_published[request_id] = max(first, end)
 
     def release_unneeded(self, request_id: str, num_computed_tokens: int) -> None:
-        """Give back the blocks that no later token of the request can need.
+        """Release the blocks that no later token of the request can need.
 
-        Their content has low priority, as only a request that ends where they do could use it; but
-        for what was found by a hit, or is where the request parts from others.
+        Their content gets low priority, because only a hit that ends at the same position could
+        use it. Exceptions are blocks from a hit and blocks where the request diverges from others.
         """
         table = self.block_tables.get(request_id)
         if table is None:
@@ -166,9 +165,9 @@ class SingleTypeKVCacheManager(ABC):
         self._num_released[request_id] = end
 
     def _release_shared(self, request_id: str, block: KVCacheBlock) -> None:
-        """Give back a block that others need beside what the request still holds.
+        """Release a block that others need in addition to those that the request still holds.
 
-        It counts as used until the request ends: the one is worth nothing without the other.
+        It counts as used until the request ends, because neither is useful without the other.
         """
         if block is self.null_block:
             return
@@ -177,10 +176,10 @@ class SingleTypeKVCacheManager(ABC):
         self.pool.release([block], HIGH_PRIORITY)
 
     def adopt(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
-        """Begin a request's table with the blocks of a hit, taking one reference to each.
+        """Start a request's table with the blocks of a hit, adding one reference to each.
 
         Raises:
-            ValueError: if the request has a table already, or a block's content is gone.
+            ValueError: if the request already has a table, or a block has lost its content.
         """
         if request_id in self.block_tables:
             raise ValueError(f"request {request_id!r} has a block table already")
@@ -192,7 +191,7 @@ class SingleTypeKVCacheManager(ABC):
         self._num_released[request_id] = 0
 
     def free(self, request_id: str) -> None:
-        """Give back all blocks of a request, tail first, and forget it. ``ValueError`` if unknown.
+        """Release all blocks of a request, tail first, and forget it. ``ValueError`` if unknown.
 
         Published blocks stay findable until they are evicted.
         """
@@ -206,16 +205,16 @@ class SingleTypeKVCacheManager(ABC):
             self.pool.renew(block, block_hash)
 
     def block_ids(self, request_id: str, first: int = 0, end: int | None = None) -> list[int]:
-        """Ids of the blocks ``[first, end)`` of a request's table. ``ValueError`` if unknown."""
+        """Return the ids of blocks ``[first, end)`` of a request. ``ValueError`` if unknown."""
         return [block.block_id for block in self.table(request_id)[first:end]]
 
     def restore(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
-        """Begin a request's table with blocks held for it whose content was brought back.
+        """Start a request's table with blocks held for it whose content was restored.
 
-        They cannot be found yet: the next call of :meth:`publish` lets them.
+        They become findable with the next call of :meth:`publish`.
 
         Raises:
-            ValueError: if the request has a table already.
+            ValueError: if the request already has a table.
         """
         if request_id in self.block_tables:
             raise ValueError(f"request {request_id!r} has a block table already")
@@ -223,7 +222,7 @@ class SingleTypeKVCacheManager(ABC):
         self.block_tables[request_id] = list(blocks)
 
     def last_page(self, request_id: str) -> LargePage | None:
-        """The large page of the request's last block, near which new ones should lie."""
+        """Return the large page of the request's last block, preferred for new blocks."""
         table = self.block_tables.get(request_id)
         return table[-1].large_page if table else None
 
@@ -234,7 +233,7 @@ class SingleTypeKVCacheManager(ABC):
             self._num_released[request_id] = 0
 
     def table(self, request_id: str) -> Sequence[KVCacheBlock]:
-        """The request's blocks, null blocks included; for reading. ``ValueError`` if unknown."""
+        """Return the blocks of a request, null blocks too; read-only. ``ValueError`` if unknown."""
         table = self.block_tables.get(request_id)
         if table is None:
             raise ValueError(f"request {request_id!r} holds no blocks")
@@ -242,9 +241,9 @@ class SingleTypeKVCacheManager(ABC):
 
 
 class FullAttentionManager(SingleTypeKVCacheManager):
-    """Keeps every block of a request. Hits are closed downward: a shorter one is always a hit.
+    """Manager that keeps every block of a request; every prefix of a hit is a hit.
 
-    It also serves host-only groups, whose block ids place the outputs of every token.
+    It also serves host-only groups, whose block ids locate the outputs of every token.
     """
 
     keeps_all = True
@@ -263,7 +262,7 @@ class FullAttentionManager(SingleTypeKVCacheManager):
 
 
 class CrossAttentionManager(SingleTypeKVCacheManager):
-    """Static tables over encoder tokens, filled once; token prefixes do not concern them.
+    """Manager of static tables over encoder tokens, filled once, without token prefixes.
 
     ``num_tokens`` means encoder tokens in all methods of this class.
     """
@@ -273,11 +272,11 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
     def find_longest_cache_hit(
         self, block_hashes: Sequence[BlockHash], max_num_tokens: int
     ) -> list[KVCacheBlock]:
-        """All blocks or none: half an encoder's output is useless.
+        """Find all blocks or none, because a partial encoder output is useless.
 
         Args:
-            block_hashes: of all blocks of the encoder's input, its partial last one included.
-            max_num_tokens: encoder tokens.
+            block_hashes: hashes of all blocks of the encoder's input, including a partial last one.
+            max_num_tokens: number of encoder tokens.
         """
         blocks = self.pool.lookup_all(self.group_id, block_hashes) or []
         return blocks if len(blocks) == self.max_blocks(max_num_tokens) else []
@@ -285,7 +284,7 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
     def publish(
         self, request_id: str, block_hashes: Sequence[BlockHash], num_computed_tokens: int
     ) -> None:
-        """Let the whole table be found, its partial last block included."""
+        """Make the whole table findable, including its partial last block."""
         table = self.table(request_id)
         if self._num_published[request_id] or len(block_hashes) != len(table):
             return
@@ -295,12 +294,12 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
 
 
 class SlidingWindowManager(SingleTypeKVCacheManager):
-    """Keeps the blocks that the next token can see, and gives the others back as it moves on.
+    """Manager that keeps the blocks in the next token's window and releases earlier ones.
 
-    A token sees the last ``spec.window`` tokens, itself included.
+    A token attends to the last ``spec.window`` tokens, itself included.
 
-    A hit needs only the blocks that the token after it sees. Window 6, blocks of 4, a hit of 12
-    tokens: token 12 sees 7 to 12, which lie in blocks 1 and 2::
+    A hit needs only the blocks in the window of the token after it. With window 6, blocks of 4 and
+    a hit of 12 tokens, token 12 attends to 7 to 12, which are in blocks 1 and 2::
 
         block   | 0       | 1       | 2       |
         tokens  | 0 1 2 3 | 4 5 6 7 | 8 9 . . | 12
@@ -312,7 +311,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
     def find_longest_cache_hit(
         self, block_hashes: Sequence[BlockHash], max_num_tokens: int
     ) -> list[KVCacheBlock]:
-        """Look for the last blocks first; a gap ends every hit that reaches over it."""
+        """Search from the end; a missing block rules out every hit whose window includes it."""
         end = min(max_num_tokens // self.block_size, len(block_hashes))
         while end > 0:
             first = self.first_needed_block(end * self.block_size)
@@ -324,42 +323,42 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
                 hit.append(block)
             if len(hit) == end - first:
                 return [self.null_block] * first + hit[::-1]
-            # The block before those found is missing: no hit can hold it.
+            # The block before those found is missing, so no hit can include it.
             end -= len(hit) + 1
         return []
 
     def max_blocks(self, num_tokens: int) -> int:
-        """What a step's tokens and all that the first of them sees can spread over."""
+        """Return how many blocks a step's tokens and the first one's window can span."""
         span = self.spec.window - 1 + self.max_num_batched_tokens
         spread = (span + self.block_size - 2) // self.block_size + 1
         return min(-(-num_tokens // self.block_size), spread)
 
     def first_needed_block(self, num_computed_tokens: int) -> int:
-        """The block of the first token that the next one sees."""
+        """Return the block of the first token in the next token's window."""
         return max(0, num_computed_tokens - self.spec.window + 1) // self.block_size
 
     def next_release(self, num_computed_tokens: int) -> int:
-        """When the window's first token is that of the next block."""
+        """Return the number of computed tokens at which the window leaves its first block."""
         next_block = self.first_needed_block(num_computed_tokens) + 1
         return next_block * self.block_size + self.spec.window - 1
 
 
 class MambaManager(SingleTypeKVCacheManager):
-    """A page is the state after some token; the table holds it at that token's block.
+    """Manager of recurrent states: a page holds the state after a token, in that token's block.
 
-    While a request runs inside of a block, its state is overwritten in place. A step that ends
-    beyond that block writes to a new page, and the old one can be given back: if its block was
-    full, it is the state after the block's last token and stays findable under the block's hash.
-    Blocks of 4, steps of 6, 2, 1 and 4 tokens::
+    Within a block, the state is overwritten in place. A step that ends beyond that block writes
+    to a new page, and the old one can be released: if its block was full, it is the state after
+    the block's last token and stays findable under the block's hash. Blocks of 4, steps of 6, 2, 1
+    and 4 tokens::
 
         after token   table              findable
-        6             -  A               nothing (the step ended inside of block 1)
+        6             -  A               nothing (the step ended inside block 1)
         8             -  A               A, for a prefix of 8 tokens
-        9             -  A  B            A; given back by the next step
-        13            -  -  B  C         A; B is lost, it never was the state after a full block
+        9             -  A  B            A; released by the next step
+        13            -  -  B  C         A; B is lost, as it never was the state after a full block
 
-    A hit is a state kept at its very end, so steps of a prefill should end where hits are likely;
-    see :meth:`keep`. Other states have low priority, but for the request's latest.
+    A hit needs a state stored exactly at its end, so prefill steps should end where hits are
+    likely; see :meth:`keep`. Other states have low priority, except the request's latest.
     """
 
     keeps_states = True
@@ -368,25 +367,25 @@ class MambaManager(SingleTypeKVCacheManager):
         self, spec: KVCacheSpec, pool: BlockPool, group_id: int, max_num_batched_tokens: int
     ) -> None:
         super().__init__(spec, pool, group_id, max_num_batched_tokens)
-        # Per request, indices of blocks whose state is worth more than an intermediate one.
+        # Per request, indices of blocks whose state is more valuable than an intermediate one.
         self._kept: dict[str, frozenset[int]] = {}
-        # Per request, its last state that was given back, with the hash that it had then.
+        # Per request, the last released state, with its hash at that time.
         self._latest: dict[str, tuple[KVCacheBlock, BlockHash]] = {}
 
     def keep(self, request_id: str, ends: Sequence[int]) -> None:
-        """Say where a request's states are worth keeping: after so many tokens, whole blocks."""
+        """Mark the numbers of tokens (whole blocks) after which to keep a request's states."""
         kept = {end // self.block_size - 1 for end in ends}
         self._kept[request_id] = self._kept.get(request_id, frozenset()) | kept
 
     def adopt(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
-        """See the base class; the state of a hit is kept: what was shared once may be again."""
+        """See the base class; keeps the state of a hit, because it is likely to be shared again."""
         super().adopt(request_id, blocks)
         self._kept[request_id] = frozenset({len(blocks) - 1})
 
     def find_longest_cache_hit(
         self, block_hashes: Sequence[BlockHash], max_num_tokens: int
     ) -> list[KVCacheBlock]:
-        """The last block whose state is kept; those before it are not needed."""
+        """Find the last block with a stored state; earlier ones are not needed."""
         end = min(max_num_tokens // self.block_size, len(block_hashes))
         for index in reversed(range(end)):
             block = self.pool.lookup(self.group_id, block_hashes[index])
@@ -395,25 +394,25 @@ class MambaManager(SingleTypeKVCacheManager):
         return []
 
     def max_blocks(self, num_tokens: int) -> int:
-        """The state that a step reads, and the one that it writes."""
+        """Return at most 2: the state that a step reads and the one that it writes."""
         return min(-(-num_tokens // self.block_size), 2)
 
     def first_needed_block(self, num_computed_tokens: int) -> int:
-        """The block of the last token computed: its state is what goes on."""
+        """Return the block of the last computed token, whose state the request continues from."""
         return max(0, num_computed_tokens - 1) // self.block_size
 
     def next_release(self, num_computed_tokens: int) -> int:
-        """The first token of the next block."""
+        """Return the number of computed tokens after the first token of the next block."""
         return (self.first_needed_block(num_computed_tokens) + 1) * self.block_size + 1
 
     def num_blocks_needed(
         self, request_id: str, num_tokens: int, num_prefix_blocks: int = 0
     ) -> int:
-        """One, if the last token lies beyond the table."""
+        """Return 1 if the last token is beyond the table, else 0."""
         return min(1, super().num_blocks_needed(request_id, num_tokens, num_prefix_blocks))
 
     def extend(self, request_id: str, blocks: Sequence[KVCacheBlock], num_tokens: int) -> None:
-        """The new page stands for the last token's block; blocks in between have no state."""
+        """Append the new page as the last token's block; blocks in between have no state."""
         self._begin(request_id)
         if blocks:
             table = self.block_tables[request_id]
@@ -424,7 +423,7 @@ class MambaManager(SingleTypeKVCacheManager):
     def publish(
         self, request_id: str, block_hashes: Sequence[BlockHash], num_computed_tokens: int
     ) -> None:
-        """Publish the state if the step ended with its block; others are not states of a hit."""
+        """Publish the state if the step ended at a block boundary; others cannot serve a hit."""
         end, rest = divmod(num_computed_tokens, self.block_size)
         table = self.table(request_id)
         is_new = self._num_published[request_id] < end <= min(len(block_hashes), len(table))
@@ -433,18 +432,18 @@ class MambaManager(SingleTypeKVCacheManager):
         self._num_published[request_id] = max(self._num_published[request_id], end)
 
     def free(self, request_id: str) -> None:
-        """See the base class; the last state is what the next turn of a conversation continues."""
+        """See the base class; the next turn of a conversation continues from the last state."""
         if any(block.block_hash is not None for block in self.table(request_id)):
-            self._demote_latest(request_id)  # there is a later one in the table
+            self._demote_latest(request_id)  # the table has a later one
         super().free(request_id)
         self._kept.pop(request_id, None)
         self._latest.pop(request_id, None)
 
     def release_unneeded(self, request_id: str, num_computed_tokens: int) -> None:
-        """Give back the state that the request has moved on from.
+        """Release the states that the request no longer needs.
 
-        While it is the last one at the end of a block it is what the next turn of a conversation
-        would continue; once there is a later one its priority is low, unless it was to be kept.
+        The last state at the end of a block is where the next turn of a conversation would
+        continue. Once there is a later one its priority is low, unless it is marked to be kept.
         """
         table = self.block_tables.get(request_id)
         if table is None:
@@ -475,30 +474,30 @@ class MambaManager(SingleTypeKVCacheManager):
 
 @dataclass(frozen=True, slots=True)
 class ChunkStops:
-    """Ends of chunks for models whose layers keep states.
+    """Chunk ends for models whose layers keep states.
 
-    A state is known only after the last token of a step. A request of 20 tokens in blocks of 4,
-    whose first 12 another request has in common, with a budget of 10 tokens a step::
+    A state is available only after the last token of a step. A request of 20 tokens in blocks of
+    4, which shares its first 12 with another request, with a budget of 10 tokens per step::
 
         tokens  | 0 . . . . . . . | 8 . . . | 12 . . . | 16 . . . |
         chunks  | 8               | 4       | 4        | 4        |
                   whole blocks      shared    last whole block that leaves a token to run
 
     Attributes:
-        block_size: tokens per block; states are found at the ends of blocks.
-        ends: numbers of tokens, whole blocks, after which a chunk must end.
+        block_size: tokens per block; states are stored at the ends of blocks.
+        ends: numbers of tokens (whole blocks) after which a chunk must end.
     """
 
     block_size: int
     ends: tuple[int, ...]
 
     def clip(self, start: int, num_tokens: int, total: int) -> int:
-        """How many of ``num_tokens`` tokens from ``start`` on to run now, at least 1.
+        """Return how many of ``num_tokens`` tokens from ``start`` on to run now, at least 1.
 
         Args:
-            start: tokens computed.
-            num_tokens: that the budget allows.
-            total: tokens of the sequence so far; a chunk that does not reach it ends with a block.
+            start: number of computed tokens.
+            num_tokens: number of tokens that the budget allows.
+            total: tokens of the sequence so far; a chunk that ends before it ends with a block.
         """
         end = start + num_tokens
         if end < total:
@@ -514,20 +513,20 @@ MANAGER_TYPES: dict[type[KVCacheSpec], type[SingleTypeKVCacheManager]] = {
     CrossAttentionSpec: CrossAttentionManager,
     HostOnlySpec: FullAttentionManager,
 }
-"""Which manager keeps the tables of which kind of layer."""
+"""Manager type per spec type."""
 
 Hit = tuple[tuple[KVCacheBlock, ...], ...]
 
 
 class KVCacheCoordinator:
-    """The groups of one engine.
+    """Coordinator of the managers of one engine's KV-cache groups.
 
     Args:
-        config: the groups; all must have the same block size, to which hashes belong.
+        config: the groups, all with the same block size, because hashes depend on it.
 
     Attributes:
-        token_managers: of the groups that follow the tokens.
-        stops: per request whose states are kept, where its prefill should end its chunks.
+        token_managers: managers of the groups that follow the tokens.
+        stops: chunk ends of the prefill, per request whose states are kept.
 
     Raises:
         NotImplementedError: for a spec without a manager, or block sizes that differ.
@@ -548,20 +547,20 @@ class KVCacheCoordinator:
         self.state_managers = [m for m in self.managers if isinstance(m, MambaManager)]
         self.encoder_managers = [m for m in self.managers if not m.follows_tokens]
         self.token_managers = [m for m in self.managers if m.follows_tokens]
-        # Per request, tokens that its tables hold, and computed tokens at which blocks can be
-        # given back: below both there is nothing to do, which is so in most decode steps.
+        # Per request, the capacity of its tables in tokens, and the number of computed tokens at
+        # which blocks can be released. Below both, as in most decode steps, there is nothing to do.
         self._settled: dict[str, tuple[int, int]] = {}
         self.stops: dict[str, ChunkStops] = {}
 
     def find_longest_cache_hit(self, block_hashes: Sequence[BlockHash], max_num_tokens: int) -> Hit:
-        """The longest prefix that every group can serve: one tuple of blocks per group.
+        """Find the longest prefix that every group can serve.
 
-        Groups are asked again with the shortest answer as the cap until all agree, since a
-        group's hit at one length says nothing about a shorter one (a sliding window needs its
-        last blocks only). Changes nothing; valid as long as the managers' answers are.
+        The search repeats with the shortest hit as the limit until all groups agree, because a
+        group's hit at one length does not imply one at a shorter length (a sliding window needs
+        its last blocks only). Changes nothing; valid as long as the managers' results are.
 
         Returns:
-            As many blocks for every group that follows the tokens, null ones where it needs none.
+            Equally many blocks per group that follows the tokens; null where none is needed.
         """
         hits: dict[int, list[KVCacheBlock]] = {}
         while self.token_managers:
@@ -576,7 +575,7 @@ class KVCacheCoordinator:
         return tuple([tuple(hits.get(m.group_id, ())) for m in self.managers])
 
     def lacking_group(self, block_hashes: Sequence[BlockHash]) -> int | None:
-        """A group without which all these blocks would be a hit, if it lacks any itself."""
+        """Return the first group that prevents a hit of all these blocks, or None."""
         num_tokens = len(block_hashes) * self.block_size
         for manager in self.token_managers:
             hit = manager.find_longest_cache_hit(block_hashes, num_tokens)
@@ -594,7 +593,7 @@ class KVCacheCoordinator:
         num_computed_tokens: int = 0,
         num_encoder_tokens: int = 0,
     ) -> dict[int, int]:
-        """What :meth:`allocate` would take of every group; what it would give back goes back."""
+        """Return how many blocks :meth:`allocate` would allocate per group; frees unneeded ones."""
         needs: dict[int, int] = {}
         for manager in self.managers:
             manager.release_unneeded(request_id, num_computed_tokens)
@@ -617,9 +616,9 @@ class KVCacheCoordinator:
     ) -> bool:
         """Adopt the prefix and grow all tables to ``num_tokens``, or change no table's length.
 
-        False if there are too few blocks. Either way, those that later tokens than the computed
-        ones cannot need go back first. Per group, ``sources`` has the block to be copied to the one
-        behind the prefix.
+        Returns False if there are too few blocks. In either case, blocks that no token after the
+        computed ones can need are released first. ``sources`` maps a group to the block that is to
+        be copied to the one after the prefix.
         """
         num_held, next_release = self._settled.get(request_id, (-1, 0))
         if num_computed_tokens >= next_release:
@@ -639,14 +638,14 @@ class KVCacheCoordinator:
         )
         if not self.pool.can_allocate(needs, (*prefix_blocks, tuple(sources.values()))):
             return False
-        # Adopt in every group first: a new block for one must not evict the prefix of another.
+        # Adopt in every group first: a new block of one must not evict the prefix of another.
         for manager, blocks in zip(self.managers, prefix_blocks, strict=False):
             manager.adopt(request_id, blocks)
         for source in sources.values():
             self.pool.touch(source)
         near = {m.group_id: m.last_page(request_id) for m in self.managers if needs[m.group_id]}
         blocks_of = self.pool.allocate(needs, near) if near else {}
-        # Whoever goes on from the copy later finds its full block.
+        # Low priority: requests that continue from the copy later find its full block.
         self.pool.release(sources.values(), LOW_PRIORITY)
         for manager in self.managers:
             blocks = blocks_of.get(manager.group_id, [])
@@ -662,12 +661,12 @@ class KVCacheCoordinator:
     def keep_parting(
         self, request_id: str, block_hashes: Sequence[BlockHash], hit_tokens: int, seen_tokens: int
     ) -> None:
-        """Note how much a request has in common with earlier ones, if it did not hit all of it.
+        """Record how much a request shares with earlier ones, if the hit does not cover all of it.
 
-        What was missing gets a weight: by how many blocks it made the hit shorter.
+        Each missing block is weighted by the number of blocks that it made the hit shorter.
 
         Args:
-            seen_tokens: that are cached in the groups that keep all, or were lately.
+            seen_tokens: tokens that are, or recently were, cached in the groups that keep all.
         """
         num_hit, num_seen = hit_tokens // self.block_size, seen_tokens // self.block_size
         num_found = num_seen
@@ -694,7 +693,7 @@ class KVCacheCoordinator:
         return [index for index in at if self.pool.lookup(group_id, block_hashes[index]) is None]
 
     def keep_stops(self, request_id: str, stops: ChunkStops | None) -> None:
-        """Note where a request's prefill should end its chunks; states are kept there."""
+        """Store the chunk ends of a request's prefill, where states are kept."""
         if stops is None:
             return
         self.stops[request_id] = stops
@@ -702,7 +701,7 @@ class KVCacheCoordinator:
             manager.keep(request_id, stops.ends)
 
     def max_blocks(self, num_tokens: int, num_encoder_tokens: int = 0) -> dict[int, int]:
-        """Per group, most blocks that one request of ``num_tokens`` ever holds at once."""
+        """Return, per group, the maximum blocks that a request of ``num_tokens`` holds at once."""
         return {
             m.group_id: m.max_blocks(num_tokens if m.follows_tokens else num_encoder_tokens)
             for m in self.managers
@@ -711,12 +710,12 @@ class KVCacheCoordinator:
     def publish(
         self, request_id: str, block_hashes: Sequence[BlockHash], num_computed_tokens: int
     ) -> None:
-        """Let full and computed blocks be found, in every group that follows the tokens."""
+        """Make full, computed blocks findable in every group that follows the tokens."""
         for manager in self.token_managers:
             manager.publish(request_id, block_hashes, num_computed_tokens)
 
     def free(self, request_id: str) -> None:
-        """Give back the request's blocks in every group. ``ValueError`` if it is unknown."""
+        """Release the request's blocks in every group. ``ValueError`` if it is unknown."""
         self._settled.pop(request_id, None)
         self.stops.pop(request_id, None)
         for manager in self.managers:

@@ -1,1 +1,1 @@
-"""What layers keep: specs of cached state, grouped into a config. Imports no other room."""
+"""Specs of the state that layers cache, grouped into a config. Imports no other room."""

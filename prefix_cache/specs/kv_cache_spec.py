@@ -1,10 +1,10 @@
-"""What one layer keeps per token (or per sequence), one spec per layer type.
+"""Specs of the state that a layer caches per token (or per sequence), one per layer type.
 
-Groups of layers, and the page sizes that let all groups share one buffer.
+Also layer groups, and the page sizes that let all groups share one buffer.
 
-Every group has pages of its own size; the buffer is cut into large pages of their least common
-multiple, so that a large page serves any group whole. Two cross-attention and three
-self-attention layers whose keys and values of one token take 128 bytes (block size 1)::
+Each group has its own page size. The buffer is divided into large pages whose size is the least
+common multiple, so any group can use a whole large page. Two cross-attention and three
+self-attention layers with 128 bytes of keys and values per token (block size 1)::
 
     cross-attention page   2 layers * 128 = 256 bytes
     self-attention page    3 layers * 128 = 384 bytes
@@ -14,13 +14,13 @@ self-attention layers whose keys and values of one token take 128 bytes (block s
     owner     | null              | cross-attention   | self-attention    | free              |
     page ids  | 0                 | 3  .  4  .  5     | 4     .     5     |                   |
 
-``page id = large page * pages per large page + place in it``, so that a group's pages are the
-buffer cut evenly into pages of its size, and ``slot = page id * block_size + offset`` holds in
-every group. Large page 0 is the null page of all groups.
+``page id = large page * pages per large page + index in it``, so a group's pages divide the buffer
+evenly into pages of its size, and ``slot = page id * block_size + offset`` holds in every group.
+Large page 0 is the null page of all groups.
 
-Rows that towers make of images and the like lie in the same buffer, in a group of their own behind
-those of the layers. A row need not fit a page: an item's rows are one string of bytes, cut into
-pages, so that a large page is no larger for them::
+Rows that towers compute from images and other media are stored in the same buffer, in a separate
+group after the layer groups. A row need not fit a page: an item's rows are one byte string, split
+into pages, so they do not increase the large page size::
 
     item of 5 rows    | row 0 | row 1 | row 2 | row 3 | row 4 |
     its pages         |   page 6    |   page 7    |  page 9 ..|
@@ -34,13 +34,13 @@ from math import lcm, prod
 
 import torch
 
-# States of different types lie side by side in a page; each begins at a multiple of this.
+# Alignment in bytes of each state in a page, because states of different dtypes share a page.
 _STATE_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """What every layer of a group keeps: the base of one spec per layer type.
+    """State that every layer of a group caches; base class of one spec per layer type.
 
     Attributes:
         block_size: tokens per block (and per small page).
@@ -54,21 +54,21 @@ class KVCacheSpec:
 
     @property
     def layer_page_bytes(self) -> int:
-        """Bytes that one layer needs for one block."""
+        """Bytes per block and layer."""
         raise NotImplementedError(f"{type(self).__name__} states no page size")
 
     @property
     def page_unit_bytes(self) -> int:
-        """A padded page is a multiple of this, so that views of it stay whole."""
+        """Granularity of padding in bytes, which keeps views of a padded page integral."""
         raise NotImplementedError(f"{type(self).__name__} states no page size")
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec(KVCacheSpec):
-    """Keys and values per token; which of them a layer can still need is the subclass's matter.
+    """Keys and values per token; subclasses define which of them a layer can still need.
 
     Attributes:
-        num_kv_heads: heads of K and V after grouping (GQA).
+        num_kv_heads: number of K and V heads after grouping (GQA).
     """
 
     num_kv_heads: int
@@ -77,7 +77,7 @@ class AttentionSpec(KVCacheSpec):
 
     @property
     def page_unit_bytes(self) -> int:
-        """One chunk: keys, or values, of a block: ``block_size * num_kv_heads * head_dim``."""
+        """Bytes of one chunk: a block's keys, or its values."""
         return self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
@@ -86,21 +86,21 @@ class AttentionSpec(KVCacheSpec):
         return 2 * self.page_unit_bytes
 
     def num_needed(self, num_tokens: int, num_encoder_tokens: int) -> int:
-        """Tokens, of the encoder in cross-attention, that a request's last one works with."""
+        """Return how many tokens (encoder tokens in cross-attention) the last token attends to."""
         return num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class FullAttentionSpec(AttentionSpec):
-    """Causal attention over everything before: keys and values of all tokens are kept."""
+    """Causal attention over the whole prefix; keys and values of all tokens are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindowSpec(AttentionSpec):
-    """Causal attention over the last tokens: what lies before the window is given back.
+    """Causal attention over the most recent tokens; blocks before the window are freed.
 
     Attributes:
-        window: positions that a token sees, itself included; at least one block.
+        window: positions that a token attends to, itself included; at least one block.
     """
 
     window: int
@@ -114,7 +114,7 @@ class SlidingWindowSpec(AttentionSpec):
             )
 
     def num_needed(self, num_tokens: int, num_encoder_tokens: int) -> int:
-        """The window, or what there is of it."""
+        """Return the window size, limited to the tokens that exist."""
         return min(num_tokens, self.window)
 
 
@@ -123,7 +123,7 @@ class CrossAttentionSpec(AttentionSpec):
     """Attention over an encoder's output: one table per request, filled once."""
 
     def num_needed(self, num_tokens: int, num_encoder_tokens: int) -> int:
-        """The whole encoder sequence."""
+        """Return the length of the encoder sequence."""
         return num_encoder_tokens
 
 
@@ -132,8 +132,8 @@ class StateTensor:
     """One tensor of a recurrent layer's state, for one sequence.
 
     Attributes:
-        shape: without a batch dimension.
-        dtype: its element type, which need not be the model's.
+        shape: shape without a batch dimension.
+        dtype: element type, which may differ from the model's.
     """
 
     shape: tuple[int, ...]
@@ -141,51 +141,51 @@ class StateTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes, rounded up so that whatever follows is aligned."""
+        """Size in bytes, rounded up so that the next tensor is aligned."""
         nbytes = prod(self.shape) * self.dtype.itemsize
         return -(-nbytes // _STATE_ALIGNMENT) * _STATE_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class MambaSpec(KVCacheSpec):
-    """A recurrent layer: a page is the state after some token, whatever the block size."""
+    """State of a recurrent layer: a page holds the state after one token, for any block size."""
 
     states: tuple[StateTensor, ...]
 
     @property
     def page_unit_bytes(self) -> int:
-        """States are read through strided views, so any aligned page size will do."""
+        """The alignment: states are read through strided views, so any aligned page size works."""
         return _STATE_ALIGNMENT
 
     @property
     def layer_page_bytes(self) -> int:
-        """All tensors of one state."""
+        """Total size in bytes of all tensors of one state."""
         return sum(state.nbytes for state in self.states)
 
 
 @dataclass(frozen=True, slots=True)
 class HostOnlySpec(KVCacheSpec):
-    """No layer's state: block ids for every token, which outputs on the host are mirrored by.
+    """Block ids for every token without any layer state; outputs mirrored on the host use them.
 
-    For models without a full-attention layer, whose own groups let go of early tokens.
+    For models without a full-attention layer, whose own groups free early tokens.
     """
 
     @property
     def page_unit_bytes(self) -> int:
-        """Nothing on the device."""
+        """Placeholder granularity, since there are no pages on the device."""
         return 1
 
     @property
     def layer_page_bytes(self) -> int:
-        """Nothing on the device."""
+        """Zero, since nothing is stored on the device."""
         return 0
 
 
 def spec_in_words(spec: KVCacheSpec) -> str:
-    """What layers of a spec keep, such as ``sliding window of 4096``.
+    """Describe a spec in words, for example ``sliding window of 4096``.
 
     Raises:
-        NotImplementedError: there are no words for such a spec here yet.
+        NotImplementedError: for a spec type without a description.
     """
     match spec:
         case SlidingWindowSpec():
@@ -201,18 +201,18 @@ def spec_in_words(spec: KVCacheSpec) -> str:
     raise NotImplementedError(f"no words for {type(spec).__name__}")
 
 
-# A large page is at most this many of the largest small page; beyond it pages are padded.
+# Maximum ratio of the large page to the largest small page; pages are padded to stay within it.
 _MAX_LARGE_PAGE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers of one spec: they share one block table, and one small page holds all of them.
+    """Layers of equal spec, which share one block table and are all stored in one small page.
 
     Attributes:
-        layer_names: in the order in which the layers lie inside a page.
-        spec: what each of these layers keeps.
-        padding_bytes: at the end of each page, unused; see :func:`pad_pages`.
+        layer_names: layers in the order in which they are stored in a page.
+        spec: state that each of these layers caches.
+        padding_bytes: unused bytes at the end of each page; see :func:`pad_pages`.
     """
 
     layer_names: tuple[str, ...]
@@ -221,34 +221,34 @@ class KVCacheGroup:
 
     @property
     def content_bytes(self) -> int:
-        """Bytes of one small page that are used."""
+        """Used bytes of one small page."""
         return len(self.layer_names) * self.spec.layer_page_bytes
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one small page: ``block_size`` tokens of all layers of the group."""
+        """Size of one small page: ``block_size`` tokens of all layers of the group."""
         return self.content_bytes + self.padding_bytes
 
     @property
     def on_device(self) -> bool:
-        """Whether the group has pages in the buffer at all."""
+        """True if the group has pages in the device buffer."""
         return not isinstance(self.spec, HostOnlySpec)
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """The geometry of one engine's cache.
+    """Geometry of one engine's cache.
 
     Attributes:
-        num_large_pages: of the buffer, the null page included; of one group they are its pages.
-        groups: one entry per layer type; their index is the ``group_id`` everywhere.
-        num_host_blocks: ids of a group without pages on the device, the null block included.
-        item_page_bytes: of a page of towers' rows; 0 for a model without towers.
-        max_item_pages: most of these, held and cached; None: as many as there is room for.
+        num_large_pages: including the null page; with a single group, these are its pages.
+        groups: one entry per layer type; the index is the ``group_id`` everywhere.
+        num_host_blocks: block ids of a group without device pages, including the null block.
+        item_page_bytes: size of a page of tower rows; 0 for a model without towers.
+        max_item_pages: maximum number of held and cached item pages; None: limited by space only.
 
     Raises:
-        ValueError: no pages beside the null page, no groups, or only host-only ones; or pages of
-            towers' rows do not fill a large page.
+        ValueError: no pages except the null page, no groups on the device, or a large page that is
+            not a multiple of ``item_page_bytes``.
     """
 
     num_large_pages: int
@@ -278,16 +278,16 @@ class KVCacheConfig:
 
     @property
     def item_group_id(self) -> int:
-        """The group of towers' rows, behind those of layers."""
+        """Group id of the tower rows, after those of the layer groups."""
         return len(self.groups)
 
     def with_item_pages(self, num_bytes: int, most_bytes: int | None = None) -> KVCacheConfig:
-        """The same with pages for towers' rows: the smallest that hold so many bytes.
+        """Return a copy with the smallest aligned item pages of at least ``num_bytes`` bytes.
 
-        No larger than a large page, and not so small that rows would not be aligned.
+        An item page is never larger than a large page.
 
         Args:
-            most_bytes: of all such pages together, in whole pages; None: no limit.
+            most_bytes: limit on all item pages together, rounded up to whole pages; None: no limit.
         """
         whole, count = self.large_page_bytes, 1
         for each in range(2, whole // num_bytes + 1):
@@ -298,30 +298,30 @@ class KVCacheConfig:
         return replace(self, item_page_bytes=size, max_item_pages=most)
 
     def item_pages(self, num_bytes: int) -> int:
-        """Pages that an item's rows take."""
+        """Return the number of pages for an item's rows of ``num_bytes`` bytes."""
         return -(-num_bytes // self.item_page_bytes) if num_bytes else 0
 
     @property
     def large_page_bytes(self) -> int:
-        """Bytes of a large page."""
+        """Size of a large page in bytes."""
         return lcm(*(group.page_bytes for group in self.groups if group.on_device))
 
     def pages_per_large_page(self, group_id: int) -> int:
-        """Pages of a group that a large page is cut into."""
+        """Return how many pages of a group one large page is divided into."""
         if group_id == self.item_group_id:
             return self.large_page_bytes // self.item_page_bytes
         group = self.groups[group_id]
         return self.large_page_bytes // group.page_bytes if group.on_device else 1
 
     def num_blocks(self, group_id: int) -> int:
-        """Block ids of a group, those of the null page included."""
+        """Return the number of block ids of a group, including those of the null page."""
         if group_id < len(self.groups) and not self.groups[group_id].on_device:
             return self.num_host_blocks
         return self.num_large_pages * self.pages_per_large_page(group_id)
 
 
 def group_layers(layer_specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
-    """Group layers of equal spec, given by name in the model's order, and pad odd pages."""
+    """Group layers of equal spec, given by name in model order, and pad page sizes."""
     by_spec: dict[KVCacheSpec, list[str]] = {}
     for name, spec in layer_specs.items():
         by_spec.setdefault(spec, []).append(name)
@@ -329,10 +329,10 @@ def group_layers(layer_specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, 
 
 
 def pad_pages(groups: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
-    """Pad odd pages until the large page is at most 64 of the largest page.
+    """Pad pages until the large page is at most 64 times the largest page.
 
-    States of recurrent layers come last, because they may be padded to any size: an odd one is
-    padded to suit the others. Among others, the larger page stays.
+    Recurrent groups come last, because their states may be padded to any size and so can match the
+    others. Among the others, smaller pages are padded to match larger ones.
     """
     order = sorted(
         (index for index, group in enumerate(groups) if group.on_device),
@@ -348,7 +348,7 @@ def pad_pages(groups: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
 
 
 def _pad_to_suit(group: KVCacheGroup, large: int, largest: int) -> KVCacheGroup:
-    """The least padding with which a large page of the groups so far takes this one in."""
+    """Add the minimum padding that keeps the combined large page within the limit."""
     unit = group.spec.page_unit_bytes
     size = group.page_bytes
     while lcm(large, size) > _MAX_LARGE_PAGE * max(largest, size):

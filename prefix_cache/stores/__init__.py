@@ -1,1 +1,1 @@
-"""The bytes behind block ids: pages, mirrored and encoder outputs. Imports blocks, specs."""
+"""Storage behind block ids: pages, mirrored and encoder outputs. Imports blocks, specs."""

@@ -1,16 +1,16 @@
-"""Where the bytes of blocks are kept that the pool may evict: host memory, and files on disk.
+"""Offload tiers for the bytes of blocks that the pool may evict: host memory and files on disk.
 
-A file holds one block of one group, under a name made of all that determines its bytes::
+A file holds one block of one group; its name is derived from everything that determines its bytes::
 
     path/omni-blocks-1/                closed to other users
         <fingerprint>/                 of weights, types, layout and code
-            3f/3f9a...64.block         SHA-256 of the key and what follows | length | bytes
+            3f/3f9a...64.block         SHA-256 of the key and the bytes | length | bytes
 
-There is no index that could differ from the files: what is there is found by its name, and what is
-damaged, cut short or of another key does not match its checksum and is removed. A file is written
-under another name and then renamed, so several processes can share a folder, and one that is killed
-leaves nothing that could be read. Nothing is synced: after a loss of power a file may be damaged,
-which is a miss.
+There is no index that could disagree with the files: a block is found by file name, and a file that
+is damaged, truncated or of another key fails its checksum and is removed. A file is written under
+a temporary name and then renamed, so several processes can share a folder, and a killed process
+leaves no readable partial file. Nothing is synced: after a power loss a file may be damaged, which
+is a miss.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from pathlib import Path
 logger = getLogger(f"omni.{__name__}")
 
 TierKey = bytes
-"""A SHA-256 digest of all that determines a block's bytes."""
+"""SHA-256 digest of everything that determines a block's bytes."""
 
 _FOLDER = "omni-blocks-1"
 _SUFFIX = ".block"
-# Padded, so that what follows is aligned.
+# Padded, so that the data after it is aligned.
 _HEADER = struct.Struct("<32sQ8x")
-# Bytes that wait for the io thread, beyond which blocks are not kept: a step never waits for it.
+# Maximum bytes queued for the I/O thread; further blocks are dropped, so that no step waits.
 _MOST_PENDING = 256 * 2**20
-# Shares of the capacity: what is written between two looks at the folder, and what a look leaves.
+# Fractions of the capacity: 1/32 is written between two scans, and a scan trims to 7/8.
 _BETWEEN_SCANS, _LEFT_BY_SCAN = 32, 7 / 8
 _PAUSE_AFTER_ERROR_S = 10.0
 _OLD_S = 3600.0
@@ -48,18 +48,18 @@ _LONGEST_CLOSE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class OffloadStats:
-    """Counters of the tiers below a pool since they were made, and what they hold now.
+    """Counters of the tiers below a pool since their creation, and their current sizes.
 
     Attributes:
-        host_hit_tokens: tokens whose blocks came back from host memory.
-        disk_hit_tokens: tokens whose blocks came back from disk.
-        stored: blocks handed to the tiers.
-        dropped: blocks not written, since the io thread was behind or writing has failed.
-        damaged: files that were removed, as their checksum did not match.
-        errors: reads and writes that failed, on a full disk say.
-        host_bytes: of blocks in host memory.
-        disk_bytes: of all files in the folder, those of other processes included, when it was last
-            looked through, and what this process has written since.
+        host_hit_tokens: tokens whose blocks were loaded from host memory.
+        disk_hit_tokens: tokens whose blocks were loaded from disk.
+        stored: blocks passed to the tiers.
+        dropped: blocks not written because the I/O thread was behind or writing failed.
+        damaged: files removed because their checksum did not match.
+        errors: failed reads and writes, for example on a full disk.
+        host_bytes: bytes of blocks in host memory.
+        disk_bytes: bytes of all files in the folder, including those of other processes, as of the
+            last scan, plus the bytes that this process has written since.
     """
 
     host_hit_tokens: int = 0
@@ -72,13 +72,13 @@ class OffloadStats:
     disk_bytes: int = 0
 
     def beside(self, other: OffloadStats) -> OffloadStats:
-        """Both together; replicas may share a folder, whose bytes are those that one sees."""
+        """Return the sum of both; ``disk_bytes`` is the maximum, as replicas may share a folder."""
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         return OffloadStats(**sums | {"disk_bytes": max(self.disk_bytes, other.disk_bytes)})
 
 
 class HostTier:
-    """Bytes by key in this process, ``capacity_bytes`` at most, least recently used given up."""
+    """LRU cache of bytes by key in this process, limited to ``capacity_bytes``."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -89,7 +89,7 @@ class HostTier:
         return key in self._entries
 
     def put(self, key: TierKey, data: bytearray) -> None:
-        """Keep bytes, unless they are there or more than fit."""
+        """Store bytes unless they are already stored or exceed the capacity."""
         if key in self._entries or len(data) > self.capacity_bytes:
             return
         while self.nbytes + len(data) > self.capacity_bytes:
@@ -99,7 +99,7 @@ class HostTier:
         self.nbytes += len(data)
 
     def get(self, key: TierKey) -> bytearray | None:
-        """The bytes of a key, which count as used now."""
+        """Return the bytes of a key, or None, and mark them as used."""
         data = self._entries.get(key)
         if data is not None:
             self._entries.move_to_end(key)
@@ -107,22 +107,22 @@ class HostTier:
 
 
 class DiskTier:
-    """Bytes by key in files, which other processes and later ones find.
+    """Bytes by key in files, which concurrent and later processes can use.
 
-    The caller's thread reads; a thread of its own writes, and removes the least recently used files
-    when the folder holds too much. Every failure is a miss, or a block that is not kept.
+    The caller's thread reads. A background thread writes, and removes the least recently used files
+    when the folder exceeds its capacity. Every failure is a miss or a dropped block.
 
     Args:
-        path: of the folder that is shared; made if it is not there.
-        capacity_bytes: of all files together. Processes that share the folder look at it from time
-            to time: more than four of them may exceed this by a 32nd each.
-        fingerprint: of everything that determines bytes beside their keys.
+        path: path of the shared folder; created if it does not exist.
+        capacity_bytes: limit on all files together. Processes that share the folder scan it
+            periodically: more than four of them may exceed the limit by 1/32 each.
+        fingerprint: digest of everything besides the keys that determines the bytes.
 
     Attributes:
         num_dropped, num_damaged, num_errors: see :class:`OffloadStats`.
 
     Raises:
-        ValueError: the folder cannot be made, or other users can write to it.
+        ValueError: if the folder cannot be created, or other users can write to it.
     """
 
     def __init__(self, path: str | Path, capacity_bytes: int, fingerprint: bytes) -> None:
@@ -131,7 +131,7 @@ class DiskTier:
         self._root = Path(path).expanduser() / _FOLDER
         self.fingerprint = fingerprint
         self._folder = self._root / fingerprint.hex()[:32]
-        # What waits to be written, oldest first; changed only under the condition.
+        # Blocks queued for writing, oldest first; modified only under the condition.
         self._pending: dict[TierKey, bytearray] = {}
         self._pending_bytes = 0
         self._changed = threading.Condition()
@@ -151,7 +151,7 @@ class DiskTier:
         return key in self._pending or os.path.exists(self._file(key))
 
     def put(self, key: TierKey, data: bytearray) -> None:
-        """Have bytes written, unless they are there, or too much waits already."""
+        """Queue bytes for writing unless they are already queued, or the queue is full."""
         size = len(data) + _HEADER.size
         if key in self._pending or size > self.capacity_bytes:
             return
@@ -169,7 +169,7 @@ class DiskTier:
             self._thread.start()
 
     def get(self, key: TierKey) -> bytearray | None:
-        """The bytes of a key, whole and as they were written; None if they are not there."""
+        """Return the bytes of a key exactly as they were written, or None if there are none."""
         pending = self._pending.get(key)
         if pending is not None:
             return pending
@@ -179,7 +179,7 @@ class DiskTier:
                 data = bytearray(max(0, os.fstat(opened.fileno()).st_size - _HEADER.size))
                 header = opened.read(_HEADER.size)
                 opened.readinto(data)
-            os.utime(file)  # which file was used last
+            os.utime(file)  # the LRU order
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -194,12 +194,12 @@ class DiskTier:
         return None
 
     def flush(self, timeout_s: float = _LONGEST_CLOSE_S) -> bool:
-        """Wait until all that was put is written or dropped; False if it takes longer."""
+        """Wait until everything queued is written or dropped; return False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, timeout_s)
 
     def close(self) -> None:
-        """Write what waits, and end the thread; what takes too long is not kept."""
+        """Write the queued blocks and stop the thread; blocks beyond the timeout are lost."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -228,7 +228,7 @@ class DiskTier:
                 self._changed.notify_all()
 
     def _note_failure(self, error: OSError) -> None:
-        """After one, writing pauses: a full disk is not asked for every block."""
+        """Pause writing after an error, so that a full disk is not retried for every block."""
         self.num_errors += 1
         self.num_dropped += 1
         self._paused_until = time.monotonic() + _PAUSE_AFTER_ERROR_S
@@ -257,7 +257,7 @@ class DiskTier:
         self.nbytes += size
 
     def _trim(self) -> None:
-        """Look through the folder, and remove what was used least recently if it is too much."""
+        """Scan the folder, and remove the least recently used files if they are too large."""
         found: list[tuple[float, int, str]] = []
         now = time.time()
         for path in iglob(f"{escape(str(self._root))}/*/*/*"):
@@ -268,7 +268,7 @@ class DiskTier:
             if path.endswith(_SUFFIX):
                 found.append((status.st_mtime, status.st_size, path))
             elif path.endswith("~") and now - status.st_mtime > _OLD_S:
-                _remove(path)  # of a process that was killed
+                _remove(path)  # left by a killed process
         total = sum(size for _, size, _ in found)
         for _, size, path in sorted(found) if total > self.capacity_bytes * _LEFT_BY_SCAN else ():
             if total <= self.capacity_bytes * _LEFT_BY_SCAN:
@@ -286,13 +286,13 @@ def _header(key: TierKey, data: bytearray) -> bytes:
 
 
 def _remove(path: str) -> None:
-    # What is gone already is as well; what cannot be removed is a miss the next time, too.
+    # A file that another process removed is fine, and one that cannot be removed is a miss again.
     with suppress(OSError):
         os.unlink(path)
 
 
 def _check_owner(folder: Path) -> None:
-    """Refuse a folder into which another user could put other rows."""
+    """Reject a folder into which another user could write different rows."""
     status = folder.stat()
     if not hasattr(os, "getuid"):
         return

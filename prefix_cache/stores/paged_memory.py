@@ -1,6 +1,6 @@
-"""The byte buffer that holds every layer's keys and values, and the views attention reads it by.
+"""Byte buffer that holds every layer's keys and values, and the views through which it is read.
 
-Layout of one small page of a group of ``L`` layers (house name: block-major)::
+Layout of one small page of a group of ``L`` layers ("block-major" in this project)::
 
     page p
     ┌ layer 0 ────────────┬ layer 1 ────────────┬ ... ┬ layer L-1 ──────────┐
@@ -14,8 +14,8 @@ so the buffer is also one flat tensor of rows, and one index per token serves al
     row(p, t; layer l, V) = p * 2L * bs + t  +  (2l + 1) * bs
                             └ row_mapping ─┘    └ a shifted view ┘
 
-(where pages are padded, a page has more than ``2L`` chunks). A page of a recurrent group holds
-one state: layer after layer, tensor after tensor, each aligned.
+(a padded page has more than ``2L`` chunks). A page of a recurrent group holds one state: layer
+after layer, tensor after tensor, each aligned.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ SlotsT = TypeVar("SlotsT", Tensor, npt.NDArray[np.int64])
 
 @dataclass(frozen=True, slots=True)
 class LayerKVCache:
-    """One layer's keys and values inside the shared buffer. Views only; nothing is owned.
+    """Views of one layer's keys and values inside the shared buffer.
 
     Attributes:
         keys: ``(rows, num_kv_heads, head_dim)``; row ``row_mapping[i]`` is token i's key.
-        values: the same, shifted by one page slice, so that it takes the same index.
+        values: the same, shifted by one chunk, so that the same index applies.
         chunks: ``(num_blocks * chunks_per_page, block_size, num_kv_heads, head_dim)``: the buffer
-            cut into one chunk per (page, layer, K or V). This layer's key chunk of page p is
+            divided into one chunk per (page, layer, K or V). This layer's key chunk of page p is
             ``p * chunks_per_page + 2 * layer_index``, its value chunk the one after.
-        layer_index: the layer's place in its group.
-        chunks_per_page: ``2L``, or more where pages are padded.
+        layer_index: index of the layer in its group.
+        chunks_per_page: ``2L``, or more if pages are padded.
     """
 
     keys: Tensor
@@ -57,11 +57,11 @@ class LayerKVCache:
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Pages of one group to be copied, in order.
+    """Pages of one group to copy, in order.
 
     Attributes:
-        sources: page ids where they are.
-        targets: page ids where they go; as many.
+        sources: page ids to copy from.
+        targets: page ids to copy to, equally many.
     """
 
     group_id: int
@@ -70,10 +70,10 @@ class PageCopy:
 
 
 class PagedMemory:
-    """One buffer of bytes on one device, divided into pages of ``KVCacheConfig.groups``.
+    """One byte buffer on one device, divided into pages of ``KVCacheConfig.groups``.
 
-    Every group sees the whole buffer as pages of its own size; which pages are whose is the
-    :class:`prefix_cache.BlockPool`'s matter.
+    Every group views the whole buffer as pages of its own size; the
+    :class:`prefix_cache.BlockPool` assigns pages to groups.
     """
 
     def __init__(self, config: KVCacheConfig, device: torch.device | str = "cpu") -> None:
@@ -81,11 +81,11 @@ class PagedMemory:
         self.nbytes = config.num_large_pages * config.large_page_bytes
         # Zeros, not empty: kernels may read the null block, and NaN * 0 is not 0.
         self.buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
-        # Per group, the block size, and rows between the end of a block and the next page.
+        # Per group, the block size, and the rows between the end of a block and the next page.
         self._extra_rows: dict[int, tuple[int, int]] = {}
 
     def layer(self, group_id: int, layer_index: int) -> LayerKVCache:
-        """The views of the ``layer_index``-th layer of an attention group."""
+        """Return the views of the ``layer_index``-th layer of an attention group."""
         spec = self._attention_spec(group_id)
         row_shape = (spec.num_kv_heads, spec.head_dim)
         rows = self.buffer.view(spec.dtype).view(-1, *row_shape)
@@ -99,9 +99,9 @@ class PagedMemory:
         )
 
     def state(self, group_id: int, layer_index: int) -> tuple[Tensor, ...]:
-        """The states of the ``layer_index``-th layer of a recurrent group.
+        """Return the states of the ``layer_index``-th layer of a recurrent group.
 
-        Per tensor of the spec a view ``(num_blocks, *shape)``, pages a stride apart.
+        Each tensor of the spec is a view ``(num_blocks, *shape)`` with a stride of one page.
         """
         group = self.config.groups[group_id]
         if not isinstance(group.spec, MambaSpec):
@@ -125,8 +125,8 @@ class PagedMemory:
     def clear_page(self, group_id: int, page_id: int) -> None:
         """Fill a page with zeros.
 
-        For a page that a step fills in part: kernels may read it to its end, and although they give
-        no weight to what lies behind the sequence, NaN left there earlier would spoil the sum.
+        For a page that a step fills in part: kernels may read it to its end. They give no weight
+        to rows after the sequence, but an old NaN there would still corrupt the sum.
         """
         page_bytes = self.config.groups[group_id].page_bytes
         self.buffer[page_id * page_bytes : (page_id + 1) * page_bytes].zero_()
@@ -141,9 +141,9 @@ class PagedMemory:
         target.buffer.view(-1, page_bytes).index_copy_(0, targets, moved)
 
     def read_pages(self, group_id: int, page_ids: Sequence[int]) -> Sequence[Tensor]:
-        """Content of pages, ``(content_bytes,)`` uint8 each: views on a CPU, else copied to it.
+        """Return the content of pages, ``(content_bytes,)`` uint8 each: CPU views, or copies.
 
-        Torch would copy them by several threads, and wait for those that others keep from a core.
+        On a CPU, torch would copy with several threads and wait for those that get no core.
         """
         group = self.config.groups[group_id]
         pages = self.buffer.view(-1, group.page_bytes)[:, : group.content_bytes]
@@ -153,12 +153,12 @@ class PagedMemory:
         return list(pages.index_select(0, index).cpu())
 
     def write_page(self, group_id: int, page_id: int, content: Tensor) -> None:
-        """Fill a page with the content of one."""
+        """Write the content of a page, as returned by :meth:`read_pages`."""
         group = self.config.groups[group_id]
         self.buffer.view(-1, group.page_bytes)[page_id, : group.content_bytes] = content
 
     def write_rows(self, page_ids: Sequence[int], rows: Tensor) -> None:
-        """Write an item's rows, ``(num_rows, width)``, to its pages, as one string of bytes."""
+        """Write an item's rows, ``(num_rows, width)``, to its pages, as one byte string."""
         size = self.config.item_page_bytes
         pages, flat = self.buffer.view(-1, size), rows.contiguous().view(-1).view(torch.uint8)
         num_full, rest = divmod(len(flat), size)
@@ -170,7 +170,7 @@ class PagedMemory:
     def read_rows(
         self, page_ids: Sequence[int], rows: slice, width: int, dtype: torch.dtype
     ) -> Tensor:
-        """Copy some of an item's rows, ``(num_rows, width)``, from its pages."""
+        """Copy a slice of an item's rows, ``(num_rows, width)``, from its pages."""
         size, row_bytes = self.config.item_page_bytes, width * dtype.itemsize
         first, stop = rows.start * row_bytes, rows.stop * row_bytes
         begin = first // size
@@ -184,10 +184,10 @@ class PagedMemory:
         self.buffer[: self.config.large_page_bytes].zero_()
 
     def row_mapping(self, group_id: int, slot_mapping: SlotsT) -> SlotsT:
-        """Turn slots (``block_id * block_size + offset``) into row indices of layer 0's keys.
+        """Convert slots (``block_id * block_size + offset``) to row indices of layer 0's keys.
 
         Args:
-            group_id: of an attention group.
+            group_id: id of an attention group.
             slot_mapping: ``(num_tokens,)`` integers, in numpy or a tensor.
 
         Returns:

@@ -1,16 +1,16 @@
-"""Per-token outputs of a stage, kept on the CPU beside the KV blocks of the same tokens.
+"""Per-token outputs of a stage, stored on the CPU under the KV block ids of the same tokens.
 
 A tensor of feature size D is mirrored in a store of ``(num_blocks, block_size, D)``. Flattened to
-rows, it takes the slots of the KV cache as they are, so a block table finds a token's outputs as
-it finds its keys::
+rows, it uses the slots of the KV cache unchanged, so a block table locates a token's outputs the
+same way as its keys::
 
     block 0 (null)      block 1                 block 2
     [ 0   1   2   3 ]   [ 4   5   6   7  ]      [ 8   9  10  11 ]   slot = block * block_size + t
       └ padding           └ row of token 0        └ row of token 4
 
-Eviction needs no policy here: a block that is handed out again gets a new generation, and rows
-carry the generation of the block they were written for, so what is left of the old content does
-not count as this block's::
+Eviction needs no policy here. A block gets a new generation each time it is allocated, and each row
+is tagged with the generation of the block it was written for, so leftover rows of the old content
+are invalid::
 
     generations   block 1: 7                 tag == generation: the row is this block's
     tags          [ 7   7   3   0 ]          3: an earlier owner's;  0: never written
@@ -45,20 +45,20 @@ class _TokenStore:
 
 
 class StageOutputCache:
-    """Mirrors every per-token tensor that is written to it.
+    """Mirror of every per-token tensor that is written to it.
 
-    Tensors are discovered: what has as many rows as the step has tokens is taken to be per token.
-    A tensor of another length is not, and its name is then dropped for good, stored rows included:
-    a tensor of one row per *request* has as many rows as tokens in a step that only decodes.
+    Tensors are discovered: one with as many rows as the step has tokens is assumed to be per token.
+    A tensor of another length is not, and its name is then dropped permanently with its stored
+    rows, because a tensor with one row per *request* matches in a step that only decodes.
 
     Args:
-        num_blocks: blocks mirrored, the null block included.
-        generations: ``(num_blocks,)`` int64 on the CPU, how often each block was handed out; read
-            at each call, changed by its owner (:class:`~prefix_cache.blocks.block_pool.BlockPool`).
+        num_blocks: number of mirrored blocks, including the null block.
+        generations: ``(num_blocks,)`` int64 on the CPU, how often each block was allocated; read at
+            each call, changed by its owner (:class:`~prefix_cache.blocks.block_pool.BlockPool`).
         names: mirror these only; ``None`` mirrors all.
 
     Raises:
-        ValueError: if ``generations`` is not of the stated form.
+        ValueError: if ``generations`` has another shape or dtype.
     """
 
     def __init__(
@@ -83,16 +83,16 @@ class StageOutputCache:
 
     @property
     def wanted(self) -> frozenset[str]:
-        """Names a hit must deliver: those it is restricted to, else all discovered ones.
+        """Names that a hit must provide: the configured ones, else all discovered ones.
 
-        Names found not to be per-token tensors are left out: those cannot be cached.
+        Names of tensors that turned out not to be per token are excluded, as they cannot be cached.
         """
         if self._restriction is None:
             return frozenset(self._stores)
         return self._restriction - self._dropped
 
     def mirrors(self, name: str) -> bool:
-        """Whether a tensor of this name would be kept, as far as is known of it."""
+        """Return True if a tensor of this name would be stored, as far as known so far."""
         if name in self._dropped:
             return False
         return self._restriction is None or name in self._restriction
@@ -125,17 +125,17 @@ class StageOutputCache:
 
     @torch.no_grad()
     def write(self, slot_mapping: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Store one step's rows: one scatter per tensor.
+        """Store one step's rows, with one scatter per tensor.
 
         Args:
             slot_mapping: ``(num_tokens,)`` int64 on the CPU, each token's slot. Tokens in the null
                 block (padding) are written but never valid.
-            tensors: outputs of the step by name, on the CPU; those of ``num_tokens`` rows,
+            tensors: outputs of the step by name, on the CPU; those with ``num_tokens`` rows,
                 ``(num_tokens, *tail)``, are mirrored.
 
         Raises:
-            ValueError: if a tensor's row shape or dtype is not what its name had before. Nothing
-                is written then.
+            ValueError: if a tensor's row shape or dtype differs from earlier ones of its name.
+                Nothing is written then.
         """
         num_tokens = slot_mapping.shape[0]
         if num_tokens == 0:
@@ -149,7 +149,7 @@ class StageOutputCache:
             store.tags.view(-1).index_copy_(0, slot_mapping, tags)
 
     def slots(self, blocks: Tensor) -> Tensor:
-        """The slots of all rows of some blocks, ``(len(blocks) * block_size,)`` int64."""
+        """Return the slots of all rows of some blocks, ``(len(blocks) * block_size,)`` int64."""
         return (blocks[:, None] * self.block_size + self._offsets).view(-1)
 
     def gather(
@@ -160,16 +160,16 @@ class StageOutputCache:
         start: int = 0,
         names: Collection[str] | None = None,
     ) -> dict[str, Tensor]:
-        """Rows ``[start, num_tokens)`` of a sequence, by its block table.
+        """Gather rows ``[start, num_tokens)`` of a sequence by its block table.
 
         Args:
             block_ids: the sequence's block table from position 0; may be longer than needed.
-            names: tensors wanted; ``None`` means all.
+            names: names of the tensors to gather; ``None`` means all.
 
         Returns:
-            ``(num_tokens - start, *tail)`` per name, in memory of its own. Only tensors every row
-            of which was written for the block that now holds it: a tensor with a stale or missing
-            row is absent, never filled up.
+            ``(num_tokens - start, *tail)`` per name, newly allocated. Contains only tensors whose
+            every row was written for the current owner of its block: a tensor with a stale or
+            missing row is absent, never padded.
 
         Raises:
             ValueError: if the rows are not within the block table.
@@ -196,7 +196,7 @@ class StageOutputCache:
         return gathered
 
     def num_valid_rows(self, block_ids: Sequence[int]) -> int:
-        """Leading rows of a sequence that are valid in every wanted tensor; none of one unseen."""
+        """Return the number of leading rows valid in every wanted tensor; 0 if one is unseen."""
         if not block_ids:
             return 0
         num_valid = len(block_ids) * self.block_size
@@ -205,27 +205,27 @@ class StageOutputCache:
             if store is None:
                 return 0
             valid = self._are_valid(store, block_ids)
-            if not valid.all():  # as a rule it is
+            if not valid.all():  # usually all are
                 num_valid = min(num_valid, int(valid.argmin()))
         return num_valid
 
     def num_valid_blocks(self, block_ids: Sequence[int]) -> int:
-        """Leading blocks in which every row is valid; see :meth:`num_valid_rows`."""
+        """Return the number of leading blocks with valid rows only; see :meth:`num_valid_rows`."""
         return self.num_valid_rows(block_ids) // self.block_size
 
     def _are_valid(self, store: _TokenStore, block_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Which rows belong to what their blocks hold now, ``(len(block_ids) * block_size,)``."""
-        # The same memory; for so few elements numpy is several times cheaper.
+        """Return a mask of rows of the current generation, ``(len(block_ids) * block_size,)``."""
+        # A numpy view, because numpy is several times cheaper for so few elements.
         current = self._generations.numpy()[block_ids][:, None]
-        # A block never handed out, the null block among them, has generation 0, like the tag of
-        # a row never written: equal, but no block's row.
+        # A block that was never allocated, such as the null block, has generation 0, which equals
+        # the tag of a row that was never written, but is not valid.
         valid: npt.NDArray[np.bool_] = (store.tags.numpy()[block_ids] == current) & (current > 0)
         return valid.reshape(-1)
 
     def _match_stores(
         self, num_tokens: int, tensors: Mapping[str, Tensor]
     ) -> list[tuple[_TokenStore, Tensor]]:
-        """Pair each per-token tensor with its store; checks all before any is written."""
+        """Pair each per-token tensor with its store; check all before any is written."""
         matched: list[tuple[_TokenStore, Tensor]] = []
         for name, tensor in tensors.items():
             if not self.mirrors(name):
@@ -248,10 +248,10 @@ class StageOutputCache:
 
     def _new_store(self, like: Tensor) -> _TokenStore:
         num_slots = self.num_blocks * self.block_size
-        # A tensor born in inference mode could not be written outside of it later.
+        # A tensor created in inference mode could not be written outside of it later.
         with torch.inference_mode(False):
-            # Not zeros: that would touch all of it at once. No row is read before its tag says
-            # that it was written.
+            # Not zeros, which would touch all of the memory at once. No row is read before its tag
+            # marks it as written.
             rows = torch.empty((num_slots, *like.shape[1:]), dtype=like.dtype)
             tags = torch.zeros((self.num_blocks, self.block_size), dtype=torch.int64)
         return _TokenStore(rows, tags)

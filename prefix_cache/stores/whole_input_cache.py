@@ -1,13 +1,13 @@
-"""What encoders made, found by the whole of their input.
+"""Cache of encoder outputs, keyed by the whole input.
 
-Every row of an encoder depends on all of its input, so a prefix says nothing: a hit is the whole
-input or none of it. Its blocks live in a pool beside those of prefixes; only keys differ::
+Every row of an encoder depends on its entire input, so prefixes are useless: a hit is the whole
+input or nothing. Its blocks share a pool with those of prefixes; only the keys differ::
 
     input of length 10, block_size 4     [ b0: 4 rows ] [ b1: 4 rows ] [ b2: 2 rows, rest unused ]
                                      key: (whole, 0, 10) (whole, 1, 10) (whole, 2, 10)
 
-The last block may be partly filled: it is shared only by inputs that are equal in whole. Texts of
-an encoder engine and items of towers are kept here, and cross-attention finds its blocks by the
+The last block may be partly filled, because only inputs that are entirely equal share it. This
+cache holds texts of an encoder engine and items of towers; cross-attention finds its blocks by the
 same keys.
 """
 
@@ -23,19 +23,19 @@ from prefix_cache.stores.stage_output_cache import StageOutputCache
 
 @dataclass(eq=False)
 class WholeInputCache:
-    """Blocks of whole inputs, in one group of a pool.
+    """Cache of whole inputs in one group of a pool.
 
-    The life of an input: :meth:`find`; on a miss :meth:`allocate`, run the encoder, write what it
-    made, :meth:`publish`; in either case read, then :meth:`release`.
+    Life cycle of an input: :meth:`find`; on a miss :meth:`allocate`, run the encoder, write its
+    output, :meth:`publish`; in either case read, then :meth:`release`.
 
     Attributes:
-        pool: where blocks come from.
-        stage_outputs: the rows beside the blocks, of which those that are wanted must be there;
-            None where blocks are all there is.
-        block_size: how much of an input's length a block holds: tokens, or bytes.
-        group_id: the group these blocks are handed out for.
-        max_blocks: most blocks, held and cached ones together, as far as :meth:`has_room` is asked
-            before more are taken; None: what the pool gives.
+        pool: pool that allocates the blocks.
+        stage_outputs: mirrored rows of the blocks, of which a hit requires all wanted ones; None if
+            there are only blocks.
+        block_size: length of input per block, in tokens or bytes.
+        group_id: group of the blocks.
+        max_blocks: maximum number of held and cached blocks together, enforced by :meth:`has_room`
+            only; None: limited by the pool.
     """
 
     pool: BlockPool
@@ -45,15 +45,15 @@ class WholeInputCache:
     max_blocks: int | None = None
 
     def num_blocks_for(self, length: int) -> int:
-        """Blocks that an input takes. ``ValueError`` if it is empty."""
+        """Return the number of blocks for an input. ``ValueError`` if it is empty."""
         if length < 1:
             raise ValueError(f"an input has a length of at least 1, got {length}")
         return -(-length // self.block_size)
 
     def has_room(self, num_blocks: int, beside: Mapping[int, int]) -> bool:
-        """Whether so many more blocks may be held, together with so many of other groups.
+        """Return True if ``num_blocks`` more blocks fit, together with ``beside`` of other groups.
 
-        Others of this group are evicted for them as ``max_blocks`` demands.
+        Evicts cached blocks of this group as ``max_blocks`` requires.
         """
         if not self.pool.can_allocate({**beside, self.group_id: num_blocks}):
             return False
@@ -65,9 +65,9 @@ class WholeInputCache:
         return room >= 0
 
     def find(self, input_hash: BlockHash, length: int) -> list[KVCacheBlock] | None:
-        """The blocks of an input of which every wanted row is there, or None.
+        """Find the blocks of an input whose wanted rows are all cached, or return None.
 
-        Takes a reference to each block: give them back with :meth:`release`.
+        Adds a reference to each block: free them with :meth:`release`.
 
         Args:
             input_hash: see :func:`prefix_cache.blocks.block.whole_input_hash`.
@@ -84,18 +84,18 @@ class WholeInputCache:
         return blocks
 
     def hold(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Take one more reference to blocks that are held or cached."""
+        """Add a reference to each of some held or cached blocks."""
         for block in blocks:
             self.pool.touch(block)
 
     def allocate(self, length: int, keep: Mapping[int, int] | None = None) -> list[KVCacheBlock]:
-        """New blocks for an input, one reference each.
+        """Allocate new blocks for an input, with one reference each.
 
         Args:
             keep: see :meth:`BlockPool.allocate`.
 
         Raises:
-            ValueError: empty, or fewer blocks are free than it takes; nothing has changed.
+            ValueError: if the input is empty or too few blocks are free; nothing has changed then.
         """
         num_blocks = self.num_blocks_for(length)
         free = self.pool.num_free(self.group_id)
@@ -107,10 +107,10 @@ class WholeInputCache:
         return self.pool.allocate({self.group_id: num_blocks}, keep=keep)[self.group_id]
 
     def publish(self, input_hash: BlockHash, length: int, blocks: Sequence[KVCacheBlock]) -> None:
-        """Let an input be found, after its rows are written.
+        """Make an input findable. Call it after its rows are written.
 
         Raises:
-            ValueError: if the blocks are not as many as the input takes.
+            ValueError: if the number of blocks does not match the input.
         """
         keys = list(whole_input_block_hashes(input_hash, length, self.block_size))
         if len(blocks) != len(keys):
@@ -121,5 +121,5 @@ class WholeInputCache:
             self.pool.publish(block, key)
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Give back one reference per block; what was published stays until it is evicted."""
+        """Drop one reference per block; published blocks stay cached until they are evicted."""
         self.pool.release(reversed(blocks))
