@@ -1,4 +1,4 @@
-"""What a sequence carries on its way through an engine.
+"""Requests: the state of sequences in an engine.
 
 Imports prefix_cache, sampling, text, interface.
 """

@@ -1,13 +1,11 @@
-"""What the encoder of an encoder-decoder takes in for one request.
+"""Inputs of a request besides its tokens: encoder input, multimodal items, streamed rows.
 
-Rows that come beside a sequence's tokens, some of them while it already runs.
-
-::
+Streamed rows accompany a sequence's tokens, and some of them arrive while it is running::
 
     position    0 ......... n-1 | n | n+1 | ...        | last known | not known yet
-    input       row alone       | embedding of the token + row      | must not run
-                |<- replaced -->|                                   (or, once complete, the
-                                                                     filler row for ever)
+    input       row only        | embedding of the token + row      | must not run
+                |<- replaced -->|                                   (or, once complete, always
+                                                                     the filler row)
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ from engine.sampling.sampler import SamplingState
 from prefix_cache import BlockHash, ContentSpan, content_hash
 
 Modality: TypeAlias = Literal["image", "audio", "video"]
-"""What a prompt can show beside its text."""
+"""Modality of a prompt's non-text content."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MultiModalInput:
-    """What a tower gets for one image or the like, and the placeholders that its rows replace.
+    """Tower input of one image, audio or video, and the placeholders that its rows replace.
 
     ::
 
@@ -37,22 +35,22 @@ class MultiModalInput:
                            |<-- length -->|          row i of the tower's output goes to
                            offset                    position offset + i
 
-    Rows of a video with its sound come in turns. Each piece is an input, with the features of the
-    whole; pieces of one item share its hash, so that its tower runs once for all of them::
+    Rows of a video and its audio alternate. Each piece is an input with the features of the whole;
+    pieces of one item share its hash, so its tower runs once for all of them::
 
         tower's output  | rows_before | length | rows_after |      num_rows of them
 
     Attributes:
         offset: first placeholder position in the expanded prompt.
-        length: placeholder tokens, one for each of its rows.
+        length: number of placeholder tokens, one per row.
         content_hash: digest of everything that the tower's output depends on.
-        features: what the tower gets, by transformers' argument names, for this one item.
-        rows_before: rows of the tower's output that lie in earlier pieces.
-        rows_after: those that lie in later ones.
-        whole: of a piece, what it is a piece of, with the tokens around it.
-        row_parts: how many times as wide as an embedding a row is.
-        bidirectional: whether the decoder lets its rows see those behind them; a chunk then has
-            all of them, or all that no cached block has.
+        features: tower inputs for this one item, by transformers' argument names.
+        rows_before: rows of the tower's output in earlier pieces.
+        rows_after: rows of the tower's output in later pieces.
+        whole: for a piece, the span of the whole item, including the tokens around it.
+        row_parts: width of a row as a multiple of the embedding width.
+        bidirectional: if true, its rows attend to later ones in the decoder; a chunk then contains
+            all of them, or all that are not cached.
     """
 
     modality: Modality
@@ -68,7 +66,7 @@ class MultiModalInput:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the tower's output."""
+        """Number of rows of the tower's output."""
         return self.rows_before + self.length + self.rows_after
 
     @property
@@ -78,11 +76,11 @@ class MultiModalInput:
 
     @property
     def span(self) -> ContentSpan:
-        """The content that keys the blocks of the item."""
+        """Content span that block hashes of the item cover."""
         return self.whole or ContentSpan(self.modality, self.offset, self.length, self.content_hash)
 
     def piece(self, rows: range, offset: int, whole: ContentSpan) -> MultiModalInput:
-        """Some of the rows of a whole item, at another place."""
+        """Return a piece of a whole item with some of its rows, at another offset."""
         rows_after = self.num_rows - rows.stop
         return replace(
             self,
@@ -94,18 +92,18 @@ class MultiModalInput:
         )
 
     def rows_in(self, start: int, stop: int) -> slice:
-        """The rows of the tower's output for the item's positions in ``[start, stop)``."""
+        """Return the rows of the tower's output for the item's positions in ``[start, stop)``."""
         shift = self.rows_before - self.offset
         return slice(max(start, self.offset) + shift, min(stop, self.end) + shift)
 
     def overlaps(self, start: int, stop: int) -> bool:
-        """Whether any of the item's rows lie in ``[start, stop)``."""
+        """Return True if any of the item's rows are in ``[start, stop)``."""
         return self.offset < stop and self.end > start
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPositions:
-    """Where the tokens of one request lie on each axis.
+    """Positions of one request's tokens on each axis.
 
     ::
 
@@ -116,7 +114,7 @@ class PromptPositions:
 
     Attributes:
         table: ``(axes, num_prompt_tokens)`` int64 on the host.
-        shift: what generated tokens' places in the sequence are off by.
+        shift: difference between a generated token's position and its index in the sequence.
     """
 
     table: Tensor
@@ -124,16 +122,16 @@ class PromptPositions:
 
     @classmethod
     def of(cls, table: Tensor) -> PromptPositions:
-        """Work out the shift from a prompt's table: what was generated may be prompt next time."""
+        """Derive the shift from a prompt's table; generated tokens may be prompt the next time."""
         return cls(table, int(table[:, -1].max()) + 1 - table.shape[1])
 
     @property
     def largest(self) -> int:
-        """Largest place of a prompt token on any axis."""
+        """Largest position of a prompt token on any axis."""
         return int(self.table.max())
 
     def cut(self, start: int, stop: int) -> Tensor:
-        """Positions ``(axes, stop - start)`` of the tokens from ``start`` on."""
+        """Return the positions ``(axes, stop - start)`` of the tokens from ``start`` on."""
         axes, num_prompt_tokens = self.table.shape
         prompt = self.table[:, start:stop]
         generated = torch.arange(max(start, num_prompt_tokens), max(stop, num_prompt_tokens))
@@ -141,10 +139,10 @@ class PromptPositions:
 
 
 def embeds_spans(prompt_embeds: Tensor, block_size: int) -> tuple[ContentSpan, ...]:
-    """One span per block, so that two prompts share the blocks in which their rows agree.
+    """Return one span per block, so that two prompts share the blocks whose rows are equal.
 
     Args:
-        prompt_embeds: ``(num_tokens, hidden_size)``, in the type the model will see.
+        prompt_embeds: ``(num_tokens, hidden_size)``, in the model's dtype.
     """
     rows = prompt_embeds.detach().to("cpu")
     return tuple(
@@ -159,9 +157,9 @@ def embeds_spans(prompt_embeds: Tensor, block_size: int) -> tuple[ContentSpan, .
 
 
 def position_spans(positions: PromptPositions, block_size: int) -> tuple[ContentSpan, ...]:
-    """One span per block of a prompt whose places nothing else of its content states.
+    """Return one span per block whose positions are not implied by the rest of its content.
 
-    None for blocks whose places are indices: those are the same as of a prompt without a table.
+    Blocks whose positions are plain indices get no span, as in a prompt without a table.
     """
     table = positions.table
     moved = table - torch.arange(table.shape[1])
@@ -173,32 +171,32 @@ def position_spans(positions: PromptPositions, block_size: int) -> tuple[Content
 
 
 def item_spans(items: Sequence[MultiModalInput]) -> tuple[ContentSpan, ...]:
-    """Distinguishes placeholders of one image from those of another."""
-    # Pieces of one video with its sound have one span together.
+    """Return the spans that distinguish placeholders of different items."""
+    # Pieces of a video with audio share one span.
     return tuple(dict.fromkeys(item.span for item in items))
 
 
 def encoder_spans(encoder_input: EncoderInput) -> tuple[ContentSpan, ...]:
-    """What keys a decoder's blocks by the encoder's input, on which all of them depend.
+    """Return the span that makes the decoder's block hashes depend on the encoder's input.
 
-    At the first position only: the hash of every later block covers that of the first.
+    It covers the first position only, because every later block's hash includes the first one's.
     """
     return (ContentSpan("encoder_input", 0, 1, encoder_input.content_hash),)
 
 
 class PromptChoice:
-    """How a prompt goes on: by the likeliest of some tokens, and then by given ones.
+    """Continuation of a prompt by the most likely of some tokens, followed by given ones.
 
-    So a speech model finds out which language is spoken. The prompt begins with what is known, the
-    first step chooses, and what follows then is prompt as well::
+    A speech model detects the spoken language this way. The prompt starts with the known tokens,
+    the first step chooses, and the tokens after the choice belong to the prompt as well::
 
         <|startoftranscript|> | ?                | <|transcribe|> <|notimestamps|> | generated ...
          known                  of ``candidates``  ``then``
         |<- the first step --------------------->|<- the next goes on from here
 
     Attributes:
-        sampling: makes the sampler take the likeliest, whatever the request's own parameters say.
-        is_alone: whether more comes before all of it, once the token is chosen without.
+        sampling: makes the sampler choose the most likely token, ignoring the request's parameters.
+        is_alone: true if the token is chosen without a prefix that is prepended afterwards.
     """
 
     def __init__(
@@ -224,7 +222,7 @@ class PromptChoice:
 
     @property
     def num_tokens(self) -> int:
-        """How much longer the prompt gets."""
+        """Number of tokens by which the prompt grows."""
         return 1 + len(self.then)
 
     def apply(self, logits: Tensor, generated: Sequence[int]) -> None:
@@ -236,7 +234,7 @@ class PromptChoice:
 
 
 def _keyed_spans(keys: Tensor) -> tuple[ContentSpan, ...]:
-    """A span for all leading rows of one key after the other, up to the first that has none."""
+    """Return one span per run of equal keys, up to the first row without a key."""
     table = keys.numpy()
     num_keyed = int(table.any(axis=1).cumprod().sum())
     if not num_keyed:
@@ -250,20 +248,20 @@ def _keyed_spans(keys: Tensor) -> tuple[ContentSpan, ...]:
 
 
 class StreamedRows:
-    """One row per position; several completions of one prompt share them.
+    """Rows by position, shared by several completions of one prompt.
 
     Args:
         rows: ``(num_rows, width)`` of the positions from 0 on, on the host; copied.
-        num_replaced: positions whose token counts for nothing: their row is all the input. At
-            later positions row and token embedding are added up.
-        keys: ``(num_replaced, n)`` of these; leading ones that are not 0 stand for their rows in
-            hashes, those of several rows in turn that are equal for all of them together.
+        num_replaced: number of leading positions whose token is ignored: the row is the whole
+            input. At later positions, row and token embedding are added.
+        keys: ``(num_replaced, n)``; leading nonzero keys replace their rows in hashes, and a run of
+            equal keys stands for all of its rows together.
     """
 
     def __init__(self, rows: Tensor, num_replaced: int, keys: Tensor | None = None) -> None:
         self.num_replaced = num_replaced
         self._num_rows = rows.shape[0]
-        self._rows = rows.clone()  # with room to grow behind the known rows
+        self._rows = rows.clone()  # later with spare capacity after the known rows
         self._keyed = () if keys is None else _keyed_spans(keys[:num_replaced])
         self._num_keyed = self._keyed[-1].end if self._keyed else 0
         self._filler: Tensor | None = None
@@ -271,24 +269,24 @@ class StreamedRows:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every row is known, however long the sequence gets."""
+        """True if every row is known, for any length of the sequence."""
         return self._filler is not None
 
     def num_known(self, limit: int) -> int:
-        """Leading positions, of ``limit``, whose row is known."""
+        """Return how many of the first ``limit`` positions have a known row."""
         return limit if self.is_complete else min(limit, self._num_rows)
 
     def extend(self, rows: Tensor) -> None:
-        """Add the next positions' rows, ``(n, width)`` in the type of the others.
+        """Append the next positions' rows, ``(n, width)``, in the same dtype.
 
         Raises:
-            ValueError: all rows are known already.
+            ValueError: if all rows are already known.
         """
         if self.is_complete:
             raise ValueError("the rows had ended, but more came")
         num_rows = self._num_rows + rows.shape[0]
         if num_rows > self._rows.shape[0]:
-            # Doubled, so that many small chunks do not copy all rows each time.
+            # Double the capacity, so that many small chunks do not copy all rows each time.
             grown = self._rows.new_empty(max(num_rows, 2 * self._num_rows), self._rows.shape[1])
             grown[: self._num_rows] = self._rows[: self._num_rows]
             self._rows = grown
@@ -296,14 +294,14 @@ class StreamedRows:
         self._num_rows = num_rows
 
     def complete(self, filler: Tensor) -> None:
-        """Give later positions the row ``filler``, ``(width,)``; ``ValueError``: they have one."""
+        """Use the row ``filler``, ``(width,)``, at all later positions. ``ValueError`` if set."""
         if self.is_complete:
             raise ValueError("the rows had ended already")
         self._filler = filler.clone()
         self._filler_hash = content_hash(filler)
 
     def cut(self, start: int, stop: int) -> Tensor:
-        """Rows ``(stop - start, width)`` of known positions; ``ValueError``: some are not known."""
+        """Return rows ``(stop - start, width)``. ``ValueError`` if some are not known."""
         if self.num_known(stop) < stop:
             raise ValueError(f"rows [{start}, {stop}) were asked for, {self._num_rows} are known")
         rows = self._rows[min(start, self._num_rows) : min(stop, self._num_rows)]
@@ -312,9 +310,9 @@ class StreamedRows:
         return torch.cat([rows, self._filler.expand(stop - start - len(rows), -1)])
 
     def apply(self, embeds: Tensor, start: int) -> None:
-        """Turn token embeddings ``(n, width)`` of positions from ``start`` on into inputs.
+        """Convert token embeddings ``(n, width)`` of positions from ``start`` on to inputs.
 
-        Where they are wider, rows are added to their last numbers.
+        If embeddings are wider, rows are added to their last elements.
         """
         rows = self.cut(start, start + embeds.shape[0]).to(embeds.device)
         num_replaced = min(max(0, self.num_replaced - start), embeds.shape[0])
@@ -322,10 +320,10 @@ class StreamedRows:
         embeds[:, -rows.shape[1] :] += rows
 
     def spans(self, start: int, stop: int, block_size: int) -> tuple[ContentSpan, ...]:
-        """What keys the blocks in ``[start, stop)``, all of it known; ``start`` is that of one.
+        """Return the spans of blocks in ``[start, stop)`` of known rows; ``start`` begins a block.
 
-        One span for each use of rows in a block: its hash must not depend on chunks, nor on what
-        follows.
+        There is one span per use of rows in a block, because its hash must not depend on chunks
+        or on later content.
         """
         spans = [span for span in self._keyed if span.offset < stop and span.end > start]
         for first in range(start, stop, block_size):
@@ -346,15 +344,15 @@ class StreamedRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderInput:
-    """One request's input to the encoder of an encoder-decoder, static from its arrival on.
+    """Input of a request to the encoder of an encoder-decoder, fixed on arrival.
 
     Attributes:
-        num_tokens: rows that the encoder will give, and slots that cross-attention needs.
-        content_hash: of all that the encoder's output depends on.
-        token_ids: of a text encoder; empty for others.
-        features: of other encoders, by the name of transformers' argument (``input_features``,
+        num_tokens: number of rows of the encoder's output, and of slots for cross-attention.
+        content_hash: digest of everything that the encoder's output depends on.
+        token_ids: input of a text encoder; empty for others.
+        features: inputs of other encoders, by transformers' argument name (``input_features``,
             ``pixel_values``, ...), each without a batch dimension.
-        text: what the token ids were made of, if that is known.
+        text: source text of the token ids, if known.
     """
 
     num_tokens: int
@@ -366,18 +364,18 @@ class EncoderInput:
 
 @dataclass(frozen=True, slots=True)
 class EncoderView:
-    """Which rows of the encoder's output the tokens of one decoder sequence see.
+    """Rows of the encoder's output to which the tokens of a decoder sequence attend.
 
-    Almost always all see all. They differ where the decoder's prompt holds the place of the image,
-    and the image's last tiles may be padding::
+    Almost always all tokens attend to all rows. They differ if the decoder's prompt contains the
+    image placeholder, and the image's last tiles may be padding::
 
         decoder   BOS  Look  <image>  what  is  this ...
                   └ see rows_before ┘└ see rows ...          start = 2
 
     Attributes:
-        start: the first decoder position that follows the encoder's input.
-        rows_before: tokens before ``start`` see the first ``rows_before`` rows.
-        rows: tokens from ``start`` on see the first ``rows`` rows.
+        start: first decoder position after the encoder's input.
+        rows_before: number of leading rows visible to tokens before ``start``.
+        rows: number of leading rows visible to tokens from ``start`` on.
     """
 
     start: int

@@ -1,4 +1,4 @@
-"""One sequence on its way through an engine."""
+"""State of one sequence in an engine, and of the user request that it belongs to."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from prefix_cache import (
 
 
 class RequestStatus(Enum):
-    """Where a request is. A preempted request waits again, its tokens kept, or is swapped out."""
+    """State of a request. A preempted one waits again with its tokens, or is swapped out."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -54,7 +54,7 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Clock readings of one request, in seconds of ``time.monotonic``."""
+    """Timestamps of one request, in seconds of ``time.monotonic``."""
 
     arrival: float = field(default_factory=time.monotonic)
     first_scheduled: float | None = None
@@ -64,7 +64,7 @@ class RequestTimes:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence: its tokens, how far they are computed, and what it needs to go on.
+    """Sequence with its tokens, its progress, and the inputs it needs to continue.
 
     ::
 
@@ -74,27 +74,28 @@ class Request:
         the last token is the input of the next forward pass
 
     Attributes:
-        request_id: unique among the engine's live requests.
-        token_ids: prompt and output. Positions that ``prompt_embeds`` covers hold 0.
-        prompt_embeds: ``(num_prompt_tokens, hidden_size)`` in the model's type, or None.
-        max_num_tokens: prompt and output together stop here.
+        request_id: id that is unique among the engine's live requests.
+        token_ids: prompt and output. Positions covered by ``prompt_embeds`` hold 0.
+        prompt_embeds: ``(num_prompt_tokens, hidden_size)`` in the model's dtype, or None.
+        max_num_tokens: maximum length of prompt and output together.
         queue_key: sort key of the queues: priority, lower first, then order of arrival.
         text: the output as text, and the rule that ends it.
-        spans: what block hashes cover beside the token ids.
-        encoder_input: an encoder-decoder's encoder gets it; ``token_ids`` are then the decoder's.
-        multimodal_inputs: images and the like, in the order of their places in the prompt.
-        positions: on several axes, where tokens are placed so; None where places are indices.
-        streamed_rows: rows beside the tokens, in models that want them. They may come while the
-            request runs, which it does only as far as they are known.
-        is_paused: whether it rests, with what it holds, until its caller lets it go on.
-        continuation: what follows when the sequence has ended; None: the completion ends with it.
-        prompt_choice: how the prompt goes on, until the model has chosen; None: it is known whole.
-        alone_until: it shares no step before so many tokens are computed: a shared one failed.
-        block_hashes: of the blocks whose tokens and rows are all known; extended on demand.
-        prefix_miss: why no more of it was cached when it was first let in.
-        further_codes: of models of several codebooks, what was drawn with each generated token.
-        judgements: of a text that is judged, of each token that was chosen, the prompt's included.
-        queries: of a text that is aligned, of cross-attention's heads, by the tokens' positions.
+        spans: content besides the token ids that block hashes cover.
+        encoder_input: encoder input of an encoder-decoder; ``token_ids`` are then the decoder's.
+        multimodal_inputs: multimodal items, in prompt order.
+        positions: positions on several axes; None if positions are indices.
+        streamed_rows: rows that accompany the tokens in models that need them. They may arrive
+            while the request is running, which it does only as far as they are known.
+        is_paused: true if it rests, keeping what it holds, until its caller resumes it.
+        continuation: what follows the end of the sequence; None: the completion ends with it.
+        prompt_choice: pending continuation of the prompt; None if the prompt is complete.
+        alone_until: number of computed tokens before which it runs alone, after a shared step
+            failed.
+        block_hashes: hashes of blocks whose tokens and rows are all known; extended on demand.
+        prefix_miss: reason why no longer prefix was cached on first admission.
+        further_codes: in models with several codebooks, codes sampled with each generated token.
+        judgements: for judged text, judgements of all chosen tokens, including the prompt's.
+        queries: for aligned text, queries of cross-attention heads by token position.
     """
 
     request_id: str
@@ -132,52 +133,52 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known so far."""
+        """Number of tokens known so far."""
         return len(self.token_ids)
 
     @property
     def num_known_tokens(self) -> int:
-        """Leading tokens that can run: those that need no row which is still to come."""
+        """Number of leading tokens that can run, because their rows have arrived."""
         num_tokens, rows = len(self.token_ids), self.streamed_rows
         return num_tokens if rows is None else rows.num_known(num_tokens)
 
     @property
     def needs_input(self) -> bool:
-        """Whether it cannot get past its newest token before more rows come."""
+        """True if its newest token cannot run before more rows arrive."""
         return self.num_known_tokens < self.num_tokens
 
     @property
     def is_isolated(self) -> bool:
-        """Whether it has to run alone, because it may be what made a step fail."""
+        """True if it must run alone, because it may have caused a step to fail."""
         return self.num_computed_tokens < self.alone_until
 
     def can_run_from(self, num_computed_tokens: int) -> bool:
-        """Whether it has a token to run, if so many are computed."""
+        """Return True if it has a token to run after ``num_computed_tokens`` computed ones."""
         return not self.is_paused and num_computed_tokens < self.num_known_tokens
 
     @property
     def next_sampling(self) -> SamplingState:
-        """What the sampler goes by for the next token."""
+        """Sampling state for the next token."""
         return self.sampling if self.prompt_choice is None else self.prompt_choice.sampling
 
     @property
     def output_token_ids(self) -> Sequence[int]:
-        """Generated ids."""
+        """Ids of the generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def num_visible_encoder_tokens(self) -> int:
-        """Rows of the encoder's output that this step's tokens see."""
+        """Number of rows of the encoder's output that are visible to this step's tokens."""
         view = self.encoder_view
         if view is None:
             return 0
         return view.rows_before if self.num_computed_tokens < view.start else view.rows
 
     def clip_chunk(self, num_tokens: int) -> int:
-        """How many of the next ``num_tokens`` tokens may run together; maybe none.
+        """Return how many of the next ``num_tokens`` tokens may run together, possibly 0.
 
-        They see the same rows of the encoder's output, and do not end inside a bidirectional item:
-        what is cached of that has seen all of it.
+        They attend to the same encoder rows, and do not end inside a bidirectional item, because
+        cached blocks of such an item must have attended to all of it.
         """
         first, view = self.num_computed_tokens, self.encoder_view
         if view is not None and first < view.start:
@@ -188,10 +189,10 @@ class Request:
         return num_tokens
 
     def complete_prompt(self, token_id: int) -> tuple[int, ...]:
-        """Let the prompt go on by a token that the model chose; returns all that came to it.
+        """Extend the prompt by the token that the model chose; return all added tokens.
 
         Raises:
-            RuntimeError: the prompt is known whole.
+            RuntimeError: if the prompt is already complete.
         """
         if self.prompt_choice is None:
             raise RuntimeError(f"the prompt of request {self.request_id!r} is known whole")
@@ -204,7 +205,7 @@ class Request:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether its cross-attention is asked for."""
+        """True if its cross-attention is needed."""
         return self.continuation is not None and self.continuation.is_aligned
 
     @property
@@ -214,14 +215,14 @@ class Request:
         return sum(scores) / len(scores)
 
     def restart(self) -> None:
-        """Forget what was computed; what was generated and emitted is kept."""
+        """Forget what was computed, but keep generated and emitted tokens."""
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.alone_until = 0
         self.block_hashes.clear()
 
     def codes_of(self, start: int, stop: int) -> list[tuple[int, ...]]:
-        """All codes of generated tokens in ``[start, stop)``; none of models of one codebook."""
+        """Return all codes of generated tokens in ``[start, stop)``; empty with one codebook."""
         if not self.further_codes:
             return []
         first = self.num_prompt_tokens
@@ -232,7 +233,7 @@ class Request:
     def append(
         self, token_id: int, logprobs: TokenLogprobs | None, codes: tuple[int, ...] = ()
     ) -> None:
-        """Take a sampled token, and the codes that were drawn with it."""
+        """Append a sampled token, and the codes that were sampled with it."""
         self.token_ids.append(token_id)
         if codes:
             self.further_codes.append(codes)
@@ -255,9 +256,9 @@ class Request:
         )
 
     def partial_hash(self, block_size: int, num_tokens: int) -> BlockHash | None:
-        """Hash of its first tokens, which end inside of a block; None if they are not known.
+        """Return the hash of the first ``num_tokens`` tokens, which end inside a block.
 
-        Those that end with a block have none of this kind.
+        Returns None if they end with a block, or are not all known.
         """
         first = num_tokens // block_size * block_size
         if first == num_tokens or num_tokens > self.num_known_tokens:
@@ -272,7 +273,7 @@ class Request:
         )
 
     def _spans(self, first: int, stop: int, block_size: int) -> tuple[ContentSpan, ...]:
-        """What hashes of the blocks from a block's first token on cover beside the token ids."""
+        """Return the content besides token ids that hashes of blocks in ``[first, stop)`` cover."""
         beside, begin = self.streamed_rows, max(first, self.num_prompt_tokens)
         rows = () if beside is None else beside.spans(first, stop, block_size)
         drawn = enumerate(self.codes_of(begin, stop), begin)
@@ -282,13 +283,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Sequel:
-    """How a request goes on after one of its sequences.
+    """Continuation of a request after one of its sequences.
 
     Attributes:
-        num_kept: how many of the generated tokens, from the first on, are part of the output.
-        window: what the output says of the sequence; None: the output leaves the sequence out.
-        encoder_input: what the encoder gets for the next sequence; None if there is none.
-        continuation: what follows on the next one.
+        num_kept: number of leading generated tokens that are part of the output.
+        window: description of the sequence in the output; None: the output omits the sequence.
+        encoder_input: encoder input of the next sequence; None if there is none.
+        continuation: what follows the next sequence.
     """
 
     num_kept: int
@@ -299,23 +300,23 @@ class Sequel:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Continuation(ABC):
-    """Goes through an encoder's input that is longer than its window, a sequence for each window.
+    """Processing of an encoder input that is longer than the window, one sequence per window.
 
     ::
 
         input     |<---- window ---->|
-                          |<---- window ---->|           begins where the first one's text ended
+                          |<---- window ---->|           starts where the first one's text ended
         output    | kept  | dropped  |
                           | kept .......     |
 
-    Which of a sequence's tokens are kept is known when it has ended, and the request puts out no
-    others. A sequence may also be written once more, at another temperature.
+    The kept tokens of a sequence are known when it has ended, and the request emits no others. A
+    sequence may also be generated again, at another temperature.
 
     Attributes:
-        temperature: of the sequence; None: as the request has it.
+        temperature: temperature of the sequence; None: that of the request.
         judged_id: see ``SamplingState``.
-        is_aligned: whether its cross-attention is asked for.
-        longest_prompt: tokens that the prompt of any sequence has at most.
+        is_aligned: true if its cross-attention is needed.
+        longest_prompt: maximum number of prompt tokens of any sequence.
     """
 
     temperature: float | None = None
@@ -327,24 +328,24 @@ class Continuation(ABC):
     def opening(
         self, prompt_ids: Sequence[int], choice: PromptChoice | None = None
     ) -> tuple[list[int], PromptChoice | None]:
-        """The known part of the sequence's prompt, and how that goes on.
+        """Return the known part of the sequence's prompt, and its continuation.
 
         Args:
-            prompt_ids: of the usual prompt, or of the sequence before.
+            prompt_ids: ids of the usual prompt, or of the previous sequence.
         """
 
     @abstractmethod
     def follow(self, request: Request, reason: FinishReason, attention: Tensor | None) -> Sequel:
-        """Say how the request goes on after a sequence that has generated one token at least.
+        """Return the sequel of a sequence that has generated at least one token.
 
         Args:
-            attention: ``(heads, tokens but the last, encoder rows)``, where it is asked for.
+            attention: ``(heads, tokens except the last, encoder rows)``, if it is needed.
         """
 
 
 @dataclass(slots=True)
 class EndedSequences:
-    """The kept tokens of the sequences that have ended, one after the other."""
+    """Kept tokens of the sequences that have ended, concatenated."""
 
     first: Request
     text: CompletionText
@@ -361,7 +362,7 @@ class EndedSequences:
         rows: Mapping[str, Tensor],
         encoder_rows: Mapping[str, Tensor],
     ) -> None:
-        """Take what a sequence has come to."""
+        """Append the result of a sequence."""
         kept = request.output_token_ids[:num_kept]
         self.windows.append(window._replace(first_token=len(self.token_ids)))
         self.token_ids += kept
@@ -375,18 +376,17 @@ class EndedSequences:
             self._rows.setdefault(name, []).append(tensor)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The rows of all sequences, one after the other."""
+        """Return the rows of all sequences, concatenated."""
         return {name: torch.cat(parts) for name, parts in self._rows.items()}
 
 
 @dataclass(slots=True)
 class CompletionState:
-    """One of a request's ``n`` completions.
+    """State of one of a request's ``n`` completions.
 
     Attributes:
-        ended: what those before it have come to, where it takes several: no other tokens are
-            emitted.
-        finish_reason: None while it runs.
+        ended: results of its earlier sequences, if it has several; no other tokens are emitted.
+        finish_reason: None while it is running.
     """
 
     request: Request
@@ -397,18 +397,18 @@ class CompletionState:
 
     @classmethod
     def of(cls, request: Request) -> CompletionState:
-        """By its first sequence."""
+        """Create a completion from its first sequence."""
         if request.continuation is None:
             return cls(request)
         return cls(request, EndedSequences(request, request.text.without_end()))
 
     @property
     def first(self) -> Request:
-        """Its first sequence."""
+        """First sequence of the completion."""
         return self.request if self.ended is None else self.ended.first
 
     def output(self, index: int) -> CompletionOutput:
-        """All of it now; takes the text's growth since the last call."""
+        """Return the whole output so far; consumes the text delta since the last call."""
         now, ended = self.request, self.ended
         source = ended or now
         delta = source.text.take_delta()
@@ -424,7 +424,7 @@ class CompletionState:
         )
 
     def delta(self, index: int) -> CompletionDelta:
-        """What is new since the last call."""
+        """Return the output since the last call."""
         now, emitted = self.request, self.num_emitted
         source = self.ended or now
         begin = emitted + (now.num_prompt_tokens if source is now else 0)
@@ -436,13 +436,13 @@ class CompletionState:
 
     @property
     def windows(self) -> tuple[TranscriptionWindow, ...]:
-        """Of a recording that takes several, those that have ended."""
+        """Finished windows of a recording that needs several."""
         return () if self.ended is None else tuple(self.ended.windows)
 
 
 @dataclass(slots=True)
 class RequestGroup:
-    """A user's request: its completions run as sequences of their own and share a prompt."""
+    """User request whose completions run as separate sequences and share a prompt."""
 
     request_id: str
     completions: tuple[CompletionState, ...]
@@ -454,7 +454,7 @@ class RequestGroup:
 
     @classmethod
     def of(cls, request_id: str, requests: Sequence[Request]) -> RequestGroup:
-        """Group the sequences that :class:`InputProcessor` made of one request."""
+        """Group the sequences that :class:`InputProcessor` created for one request."""
         return cls(
             request_id,
             tuple(map(CompletionState.of, requests)),
@@ -471,14 +471,14 @@ class RequestGroup:
         request.times.finished = time.monotonic()
 
     def completion_of(self, request: Request) -> CompletionState:
-        """The completion that a sequence computes now."""
+        """Return the completion that a sequence belongs to."""
         for each in self.completions:
             if each.request is request:
                 return each
         raise ValueError(f"request {request.request_id!r} computes no completion of this one")
 
     def output(self) -> RequestOutput:
-        """All of it now."""
+        """Return the whole output so far."""
         first = self.completions[0].first
         encoder = first.encoder_input
         return RequestOutput(
@@ -495,7 +495,7 @@ class RequestGroup:
         )
 
     def delta(self) -> OutputDelta:
-        """What is new since the last call."""
+        """Return the output since the last call."""
         lead, finished = self.completions[0], self.finished
         first = lead.first
         new = lead.delta(0)
@@ -534,7 +534,7 @@ class RequestGroup:
         return self._prompt_ids
 
     def _metrics(self) -> RequestMetrics:
-        """Of the completion that ends last; of those that run, the first. From the arrival on."""
+        """Return times since arrival, of the first running or else the last finished completion."""
         num_preemptions, slowest = 0, self.completions[0]
         for each in self.completions:
             num_preemptions += each.request.num_preemptions

@@ -1,1 +1,1 @@
-"""Which tokens run next, which requests hold which blocks. Imports requests and below; no model."""
+"""Scheduler and request queues: tokens per step, and blocks per request. Imports no model."""

@@ -1,10 +1,10 @@
-"""Where live requests stand, and what they hold there.
+"""Queues of live requests, and the resources that requests hold.
 
-Waiting requests in the order of their turn, of which many can be left out at once.
+The waiting queue is ordered, and can skip many requests at once.
 
-Requests that wait for the same block need not be looked at one by one. The queue is a tree of their
-block hashes, in which those that begin alike lie under one branch, and every branch knows which of
-its requests comes first::
+Requests that wait for the same block need not be checked one by one. The queue is a tree of their
+block hashes, in which requests with a common prefix share a branch, and every branch knows the
+first of its requests::
 
     hashes                              tree                    first of the branch
     r1   a b c d                        a b ── c d ── e   r4    r1
@@ -12,8 +12,8 @@ its requests comes first::
     r3   k                               └──── x  (r2)          r2
     r4   a b c d e                      k  (r3)                 r3
 
-Leaving out all that begin with ``a b c`` is to close one branch. Whatever is added, taken out or
-left out changes the firsts on the way up from there only, so no step costs more for a longer queue.
+Skipping all that begin with ``a b c`` means closing one branch. Adding, removing or skipping a
+request only updates the branches above it, so a longer queue does not make steps more expensive.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ from prefix_cache import (
 
 @dataclass(frozen=True, slots=True)
 class EncodingBudget:
-    """Rows that towers or an encoder-decoder's encoder may still give in a step; None: no limit."""
+    """Rows that towers or an encoder may still compute in a step; None: no limit."""
 
     num_tokens: int | None
     is_untouched: bool = True
 
     def allows(self, num_tokens: int) -> bool:
-        """Whether an input of so many rows may run; one that is too long may if it runs alone."""
+        """Return True if an input of ``num_tokens`` rows may run; a longer one may run alone."""
         return self.num_tokens is None or num_tokens <= self.num_tokens or self.is_untouched
 
     def less(self, num_tokens: int) -> EncodingBudget:
-        """What is left after an input of so many rows."""
+        """Return the budget that remains after an input of ``num_tokens`` rows."""
         left = None if self.num_tokens is None else self.num_tokens - num_tokens
         return EncodingBudget(left, is_untouched=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ItemShare:
-    """A chunk, cut to the items whose rows it can have.
+    """Chunk that is clipped to the items whose rows are available.
 
     Attributes:
-        to_encode: items that towers have to encode for them.
-        lacks_room: whether nothing is left of it for want of room for an item.
+        to_encode: items that towers must encode for the chunk.
+        lacks_room: true if the chunk is empty because there is no room for an item.
     """
 
     num_tokens: int
@@ -74,30 +74,29 @@ class ItemShare:
 
 
 class EncoderCacheManager:
-    """Holds rows that towers made, in pages of the pool, for requests that are in their middle.
+    """Manager of tower rows, in pages of the pool, for requests that are computing an item.
 
-    An item is held from the step that computes its first placeholder which the prefix cache does
-    not have, to the step that computes its last one; so an item that a prefix hit covers is never
-    held nor encoded. A request that stands before an item for which there is no room holds no
-    item. Given back, an item's pages wait to be evicted like any others, and are found again by
-    its content::
+    A request holds an item from the step that computes the first placeholder without a prefix hit
+    to the step that computes the last one, so an item that a prefix hit covers is never held nor
+    encoded. A request that is stopped before an item for which there is no room holds no item.
+    Released pages of an item are evicted like any others, and can be found again by content::
 
         item      |<----- 6 rows ----->|
-        step 1    |#########|               held: by every request that has begun and not ended it
-        step 2              |##########|    given back: cached, until others need its pages
+        step 1    |#########|               held: by every request that has started but not ended it
+        step 2              |##########|    released: cached, until others need its pages
 
-    Pieces of an item are held one by one, each as the whole: were it held from the first to the
-    last, a video could wait for room for its sound, and hold it. What others push out between two
-    pieces is encoded again.
+    Pieces of an item are held one by one, each as the whole item. If it were held from the first to
+    the last piece, a video could wait for room for its audio while holding that room. An item that
+    is evicted between two pieces is encoded again.
 
     Args:
-        kv_cache_manager: of a config with pages for rows of items.
-        memory: where the pages are.
-        row: ``(hidden_size,)``, of the type of the rows; a tensor on ``meta`` will do.
+        kv_cache_manager: manager of a config with pages for item rows.
+        memory: memory of the pages.
+        row: ``(hidden_size,)``, with the dtype of the rows; may be a tensor on ``meta``.
 
     Attributes:
-        num_hits: how often an item was held that was there, or about to be.
-        num_encoded: items that were run through a tower.
+        num_hits: how often a held item was cached or about to be encoded.
+        num_encoded: number of items that towers encoded.
     """
 
     def __init__(self, kv_cache_manager: KVCacheManager, memory: PagedMemory, row: Tensor) -> None:
@@ -107,13 +106,13 @@ class EncoderCacheManager:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all rows and who holds them; the pool forgets them as well, or has already."""
+        """Forget all rows and their holders; the caller clears the pool too."""
         self._held: dict[str, dict[MultiModalInput, list[KVCacheBlock]]] = {}
-        # Held pages that cannot be found in the pool: to be encoded in this step, or not published.
+        # Held pages that the pool cannot find: to be encoded in this step, or not published.
         self._unpublished: dict[bytes, list[KVCacheBlock]] = {}
 
     def forget(self) -> None:
-        """Let nothing that was encoded so far be found; who holds it keeps it."""
+        """Make everything encoded so far unfindable; current holders keep it."""
         self._unpublished.clear()
 
     def take(
@@ -123,19 +122,19 @@ class EncoderCacheManager:
         budget: EncodingBudget,
         prefix: CachedPrefix | None = None,
     ) -> ItemShare:
-        """Hold the items that lie in a request's next ``num_tokens`` tokens, as far as they fit.
+        """Hold the items in a request's next ``num_tokens`` tokens, as far as they fit.
 
-        The chunk ends before the first item that neither is there nor can be encoded. There is room
-        for the pages of new items together with the blocks of its tokens.
+        The chunk ends before the first item that is neither cached nor can be encoded. The pages
+        of new items fit together with the blocks of the chunk's tokens.
 
         Args:
-            prefix: of a waiting request, what it would begin with.
+            prefix: cached prefix with which a waiting request would start.
         """
         start = request.num_computed_tokens
         stop = start + num_tokens
         to_encode: list[MultiModalInput] = []
         lacks_room = False
-        # What a request would begin with must not make room for what it is shown.
+        # The request's own prefix must not be evicted to make room for its items.
         tables = (*prefix.blocks, tuple(prefix.sources.values())) if prefix is not None else ()
         adopted = [b for table in tables for b in reversed(table) if b.large_page is not None]
         self._rows.hold(adopted)
@@ -144,7 +143,7 @@ class EncoderCacheManager:
             if not item.overlaps(start, stop) or item in held:
                 continue
             same = (x for other, x in held.items() if other.content_hash == item.content_hash)
-            if (blocks := next(same, None)) is not None:  # another piece, or shown twice
+            if (blocks := next(same, None)) is not None:  # another piece, or the same item again
                 held[item] = blocks
                 continue
             blocks = self._find(item)
@@ -169,15 +168,15 @@ class EncoderCacheManager:
         return ItemShare(stop - start, tuple(to_encode), budget, lacks_room and stop == start)
 
     def largest_item(self, request: Request, num_computed_tokens: int) -> int:
-        """Pages of the largest item that a request has still to hold."""
+        """Return the number of pages of the largest item that a request must still hold."""
         items = (x for x in request.multimodal_inputs if x.end > num_computed_tokens)
         return max(map(self._num_pages, items), default=0)
 
     def fill(self, item: MultiModalInput, rows: Tensor) -> None:
-        """Keep what a tower made of an item that is held; from now on others may find it.
+        """Store the tower's output for a held item, and make it findable.
 
         Raises:
-            ValueError: there is no page for it, or the rows are not of the form that was expected.
+            ValueError: if no pages wait for it, or the rows have an unexpected shape or dtype.
         """
         blocks = self._unpublished.get(item.content_hash)
         if blocks is None:
@@ -195,13 +194,13 @@ class EncoderCacheManager:
             del self._unpublished[item.content_hash]
 
     def rows(self, request_id: str, item: MultiModalInput, wanted: slice) -> Tensor:
-        """Some rows of an item that a request holds, in memory of their own."""
+        """Copy the wanted rows of an item that a request holds."""
         block_ids = [block.block_id for block in self._held[request_id][item]]
         width = item.row_parts * len(self._row)
         return self._memory.read_rows(block_ids, wanted, width, self._row.dtype)
 
     def release(self, request: Request, *, passed_only: bool = False) -> None:
-        """Give back what a request holds, or what of it is computed to its end."""
+        """Release the items that a request holds, or only those that are fully computed."""
         held = self._held.get(request.request_id, {})
         for item in list(held):
             if not passed_only or item.end <= request.num_computed_tokens:
@@ -212,7 +211,7 @@ class EncoderCacheManager:
             self._held.pop(request.request_id, None)
 
     def tables(self) -> list[list[KVCacheBlock]]:
-        """The pages of each item that a request holds, for integrity checks."""
+        """Return the pages of each held item, for integrity checks."""
         return [
             blocks
             for held in self._held.values()
@@ -232,7 +231,7 @@ class EncoderCacheManager:
         return self._rows.num_blocks_for(self._nbytes(item))
 
     def _find(self, item: MultiModalInput) -> list[KVCacheBlock] | None:
-        """Hold an item that is there, or about to be."""
+        """Find and hold an item that is cached or about to be encoded."""
         blocks = self._unpublished.get(item.content_hash)
         if blocks is None:
             return self._rows.find(BlockHash(item.content_hash), self._nbytes(item))
@@ -240,7 +239,7 @@ class EncoderCacheManager:
         return blocks
 
     def _needs(self, request: Request, stop: int, prefix: CachedPrefix | None) -> dict[int, int]:
-        """Blocks of every group that a request's tokens before ``stop`` lack."""
+        """Return how many blocks of each group a request lacks for its tokens before ``stop``."""
         encoder = request.encoder_blocks
         return self._kv.coordinator.needs(
             request.request_id,
@@ -268,18 +267,18 @@ _BY_KEY = attrgetter("queue_key")
 
 @dataclass(slots=True, eq=False)
 class _Branch:
-    """Requests whose hashes begin alike.
+    """Requests with a common prefix of hashes.
 
     Attributes:
-        parent: the branch that it leaves; None for the root, and for one that is gone.
-        hashes: of any of its requests; the first ``depth`` are those of all.
-        children: what goes on from here, by the next hash.
-        num_own: requests that have no hashes beyond ``depth``.
-        heap: the own requests and the children, each with its key; stale entries are left until
-            they come first, or are many.
-        posted: key of the first request here, as the parent's heap has it; None: none is open.
-        ticket: number of that entry; entries of other numbers are stale.
-        but: None while it is open. Else all is left out but these children.
+        parent: parent branch; None for the root, and for a removed branch.
+        hashes: hashes of any of its requests; the first ``depth`` are common to all.
+        children: branches that continue from here, by the next hash.
+        num_own: requests without hashes beyond ``depth``.
+        heap: own requests and children, each with its key; stale entries stay until they come
+            first, or there are many.
+        posted: key of the first request here, as in the parent's heap; None: none is open.
+        ticket: number of that entry; entries with other numbers are stale.
+        but: None while it is open. Otherwise everything except these children is skipped.
     """
 
     parent: _Branch | None
@@ -295,7 +294,7 @@ class _Branch:
 
 
 class WaitingQueue:
-    """Requests by ``Request.queue_key``."""
+    """Waiting requests in order of ``Request.queue_key``."""
 
     def __init__(self) -> None:
         self._root = _Branch(None, (), 0)
@@ -308,14 +307,14 @@ class WaitingQueue:
         return len(self._places)
 
     def __iter__(self) -> Iterator[Request]:
-        """All requests, in no particular order."""
+        """Iterate over all requests, in no particular order."""
         return (request for _, _, request in self._places.values())
 
     def add(self, request: Request, hashes: Sequence[BlockHash]) -> None:
-        """Put a request in.
+        """Add a request.
 
         Args:
-            hashes: of the blocks that it could find; each stands for those before it as well.
+            hashes: hashes of the blocks that it could hit; each covers those before it as well.
         """
         branch = self._root
         while branch.depth < len(hashes):
@@ -333,14 +332,14 @@ class WaitingQueue:
         self._enter(branch, request)
 
     def remove(self, request: Request) -> None:
-        """Take a request out. ``KeyError`` if it is not here."""
+        """Remove a request. Raises ``KeyError`` if it is not in the queue."""
         branch, _, _ = self._places.pop(request.request_id)
         branch.num_own -= 1
         self._outdate(branch)
         self._tidy(branch)
 
     def first(self) -> Request | None:
-        """The first request that is not left out."""
+        """Return the first request that is not skipped, or None."""
         branch = self._root
         while True:
             item = self._first_of(branch)
@@ -349,7 +348,7 @@ class WaitingQueue:
             branch = item
 
     def pass_over(self, request: Request) -> None:
-        """Leave a request out until :meth:`reopen`."""
+        """Skip a request until :meth:`reopen`."""
         branch, _, _ = self._places[request.request_id]
         self._places[request.request_id] = (branch, -1, request)
         self._outdate(branch)
@@ -359,15 +358,15 @@ class WaitingQueue:
     def pass_over_alike(
         self, request: Request, num_hashes: int, but: _Choice | None = None
     ) -> None:
-        """Leave out, until :meth:`reopen`, all whose first hashes are those of a request.
+        """Skip all requests with the same leading hashes as ``request`` until :meth:`reopen`.
 
         Args:
-            request: it is left out in any case.
-            num_hashes: how many hashes count, at least 1.
-            but: of the hashes with which others go on, those of which none is to be left out.
+            request: it is skipped in any case.
+            num_hashes: number of leading hashes to compare, at least 1.
+            but: selects, from the hashes with which others continue, those not to skip.
         """
         branch, _, _ = self._places[request.request_id]
-        if branch.depth < num_hashes:  # it has got more of them since it came
+        if branch.depth < num_hashes:  # it has more hashes than when it was added
             self.pass_over(request)
             return
         own_child = branch
@@ -383,7 +382,7 @@ class WaitingQueue:
         self._post(branch)
 
     def reopen(self) -> None:
-        """Let all requests be found again."""
+        """Stop skipping requests."""
         closed, self._closed = self._closed, []
         for branch in closed:
             branch.but = None
@@ -402,7 +401,7 @@ class WaitingQueue:
         self._post(branch)
 
     def _post(self, branch: _Branch) -> None:
-        """Tell the branches above which request is now the first here."""
+        """Propagate the key of the first request here to the branches above."""
         while branch.parent is not None:
             parent, key = branch.parent, self._first_key(branch)
             if key == branch.posted:
@@ -423,7 +422,7 @@ class WaitingQueue:
         return item.posted if isinstance(item, _Branch) else item.queue_key
 
     def _first_of(self, branch: _Branch) -> Request | _Branch | None:
-        """What comes first among a branch's children and own requests, as far as they are open."""
+        """Return the first open child or own request of a branch, or None."""
         if branch.but is not None:
             opened = [(child.posted, child) for child in branch.but if child.posted is not None]
             return min(opened, key=lambda pair: pair[0])[1] if opened else None
@@ -434,7 +433,7 @@ class WaitingQueue:
         return heap[0][2] if heap else None
 
     def _outdate(self, branch: _Branch) -> None:
-        """One more entry of a branch's heap is stale; when most are, they are thrown away."""
+        """Count a stale entry of a branch's heap; drop stale entries when they are the majority."""
         branch.num_stale += 1
         if branch.num_stale > _FEW + len(branch.heap) // 2:
             branch.heap = [entry for entry in branch.heap if self._is_current(entry)]
@@ -449,7 +448,7 @@ class WaitingQueue:
         return place is not None and place[1] == ticket
 
     def _split(self, branch: _Branch, depth: int) -> _Branch:
-        """Put a new branch of this depth between a branch and its parent."""
+        """Insert a new branch of this depth between a branch and its parent."""
         parent = branch.parent
         if parent is None:
             raise ValueError("the root has no parent")
@@ -459,7 +458,7 @@ class WaitingQueue:
         return new
 
     def _tidy(self, branch: _Branch) -> None:
-        """Take away branches that are empty, or do nothing but go on in one way."""
+        """Remove branches that are empty or have only one child."""
         while (
             branch.parent is not None
             and branch.but is None
@@ -475,7 +474,7 @@ class WaitingQueue:
         self._post(branch)
 
     def _replace(self, parent: _Branch, old: _Branch, new: _Branch | None) -> None:
-        """Let a parent have another branch, or none, where it had an old one."""
+        """Replace a child of a parent by another branch, or remove it."""
         key = old.hashes[parent.depth]
         if new is None:
             del parent.children[key]
@@ -489,7 +488,7 @@ class WaitingQueue:
             self._outdate(parent)
 
     def _hang(self, branch: _Branch, parent: _Branch) -> None:
-        """Let a branch go on from another one, of whose heap it is not yet part."""
+        """Attach a branch to a parent whose heap does not contain it yet."""
         branch.parent = parent
         parent.children[branch.hashes[parent.depth]] = branch
         branch.posted = None
@@ -497,13 +496,13 @@ class WaitingQueue:
 
 
 def _num_alike(a: Sequence[BlockHash], b: Sequence[BlockHash], start: int, end: int) -> int:
-    """How many hashes are equal: ``start`` at least; each stands for those before it as well."""
+    """Return the number of equal leading hashes, at least ``start``; each covers earlier ones."""
     return start + bisect_left(range(start, end), True, key=lambda index: a[index] != b[index])
 
 
 @dataclass(slots=True)
 class RequestQueues:
-    """The waiting, running and swapped requests, each queue in order of ``Request.queue_key``. ::
+    """Waiting, running and swapped requests, each queue in order of ``Request.queue_key``. ::
 
         add ──► waiting ──── start ────► running ──► finish
                    ▲                     │  │  ▲
@@ -511,18 +510,17 @@ class RequestQueues:
                    │                preempt ▼  │
                    └────── restart ───────  swapped
 
-    A running request holds blocks and rows of the encoder cache, a swapped one pages of the host,
-    a waiting one nothing. One that cannot go on rests where it is, beside its queue, until it can:
-    ``rest`` and ``wake``. So the queues hold what a step may have to look at, and no more.
+    A running request holds blocks and rows of the encoder cache, a swapped one host pages, a
+    waiting one nothing. A request that cannot continue rests outside its queue until it can: see
+    ``rest`` and ``wake``. So the queues hold only requests that a step may have to check.
 
     Attributes:
-        encoder_cache_manager: holds the rows of images and the like; None for a model that takes
-            none.
-        waiting: requests that have to be computed from the start, or from a cached prefix.
-        swapped: requests that go on where they were as soon as their pages are back.
-        holders: paused requests that hold blocks, in order; the last is the first to be preempted.
+        encoder_cache_manager: manager of rows of images and other items; None for a model without.
+        waiting: requests to compute from the start, or from a cached prefix.
+        swapped: requests that continue where they were once their pages are swapped in.
+        holders: paused requests that hold blocks, in order; the last is preempted first.
         resting: waiting and swapped requests that have nothing to run, by id.
-        swaps_out: whether preempted requests go to the swap space, if there is one.
+        swaps_out: true if preempted requests go to the swap space, if there is one.
     """
 
     kv_cache_manager: KVCacheManager
@@ -544,18 +542,18 @@ class RequestQueues:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold blocks, paused ones included."""
+        """Number of requests that hold blocks, including paused ones."""
         return len(self.running) + len(self.holders)
 
     def add(self, request: Request) -> None:
-        """Queue a request that has been validated."""
+        """Queue a validated request."""
         if request.is_paused:
             self.resting[request.request_id] = request
             return
         self.waiting.add(request, self._hashes_to_find(request))
 
     def _hashes_to_find(self, request: Request) -> Sequence[BlockHash]:
-        """What says which waiting requests begin alike: the encoder's input, then the blocks."""
+        """Return the hashes that sort a request in the queue: the encoder's input, then blocks."""
         if not self.kv_cache_manager.enable_prefix_caching:
             return ()
         block_size = self.kv_cache_manager.block_size
@@ -566,7 +564,7 @@ class RequestQueues:
         return hashes if encoder is None else (*encoder.hashes[:1], *hashes)
 
     def clear(self) -> None:
-        """Forget every request and all that is held, whatever an interrupted call left of it."""
+        """Forget all requests and what they hold, even after an interrupted call."""
         self.waiting = WaitingQueue()
         for queue in (self.running, self.swapped, self.holders, self.resting):
             queue.clear()
@@ -577,9 +575,9 @@ class RequestQueues:
             self.encoder_cache_manager.clear()
 
     def rest(self, request: Request) -> None:
-        """Leave a request out of its queue, with what it holds, until it is woken.
+        """Take a request out of its queue, without releasing anything, until it is woken.
 
-        A running one is only if it is paused: one that lacks a row is soon to go on.
+        A running request rests only if it is paused: one that lacks a row will soon continue.
         """
         if request.request_id in self.resting:
             return
@@ -594,7 +592,7 @@ class RequestQueues:
             self.resting[request.request_id] = request
 
     def wake(self, request: Request) -> None:
-        """Put a request back into its queue, if it rests and is not paused."""
+        """Put a resting request back into its queue, unless it is paused."""
         if request.is_paused:
             return
         if _remove(self.holders, request):
@@ -606,18 +604,18 @@ class RequestQueues:
                 self.add(request)
 
     def start(self, request: Request) -> None:
-        """Let a waiting request run; its blocks have been allocated."""
+        """Move a waiting request with allocated blocks to the running queue."""
         self.waiting.remove(request)
         self._run(request)
 
     def swap_in(self, request: Request) -> tuple[PageCopy, ...] | None:
-        """Let a swapped request run by these copies; None without room for its pages.
+        """Move a swapped request to the running queue and return the copies to make.
 
-        Room for a block of each running request is left.
+        Returns None if its pages and one block per running request do not fit.
         """
         if self.swap_space is None:
             return None
-        headroom = len(self.running)  # those that rest do not grow
+        headroom = len(self.running)  # resting requests do not grow
         copies = self.swap_space.swap_in(
             request.request_id, request.block_hashes, headroom=headroom
         )
@@ -627,7 +625,7 @@ class RequestQueues:
         return copies
 
     def preempt(self, request: Request) -> tuple[PageCopy, ...]:
-        """Take a running request's blocks; returns the copies that save its pages, if they are.
+        """Free a running request's blocks; return the copies that save its pages, if swapped out.
 
         A request that is isolated after a fault is always recomputed.
         """
@@ -647,19 +645,19 @@ class RequestQueues:
         return ()
 
     def restart(self, request: Request) -> None:
-        """Let a request wait to be recomputed, from the start or from its own cached blocks."""
+        """Queue a request for recomputation, from the start or from its own cached blocks."""
         self._take_out(request)
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
         self.add(request)
 
     def finish(self, request: Request) -> None:
-        """Take a request out for good, wherever it is."""
+        """Remove a request permanently from any queue."""
         self._take_out(request)
         request.status = RequestStatus.FINISHED
 
     def chunk(self, request: Request, budget: int) -> int:
-        """How many of a running request's tokens to run; none while it is idle."""
+        """Return how many of a running request's tokens to run; 0 while it is idle."""
         start = request.num_computed_tokens
         num_tokens = min(request.num_known_tokens - start, budget)
         if request.is_paused or num_tokens <= 0:
@@ -670,7 +668,7 @@ class RequestQueues:
         return request.clip_chunk(num_tokens)
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Get blocks for a running request's next tokens; False if too few are free."""
+        """Allocate blocks for a running request's next tokens; False if too few are free."""
         return self.kv_cache_manager.allocate_slots(
             request.request_id,
             request.num_computed_tokens + num_tokens,
@@ -685,19 +683,19 @@ class RequestQueues:
         budget: EncodingBudget,
         prefix: CachedPrefix | None = None,
     ) -> ItemShare:
-        """Cut a chunk to the images and the like whose rows it can have, and hold these."""
+        """Clip a chunk to the items whose rows are available, and hold those items."""
         manager = self.encoder_cache_manager
         if manager is None or not request.multimodal_inputs or not num_tokens:
             return ItemShare(num_tokens, (), budget)
         return manager.take(request, num_tokens, budget, prefix)
 
     def largest_item(self, request: Request, num_computed_tokens: int) -> int:
-        """Pages of the largest item that a request has still to hold."""
+        """Return the number of pages of the largest item that a request must still hold."""
         manager = self.encoder_cache_manager
         return 0 if manager is None else manager.largest_item(request, num_computed_tokens)
 
     def release_items(self, request: Request, *, passed_only: bool = False) -> None:
-        """Give back the rows that a request holds, or those of items that it has computed."""
+        """Release the items that a request holds, or only those that are fully computed."""
         if self.encoder_cache_manager is not None and request.multimodal_inputs:
             self.encoder_cache_manager.release(request, passed_only=passed_only)
 
@@ -706,7 +704,7 @@ class RequestQueues:
         request.status = RequestStatus.RUNNING
 
     def _take_out(self, request: Request) -> None:
-        """Take a request out of its queue, and give back what it holds."""
+        """Remove a request from its queue, and release what it holds."""
         self.release_items(request)
         is_resting = self.resting.pop(request.request_id, None) is not None
         if request.status is RequestStatus.RUNNING:
@@ -725,7 +723,7 @@ def _insert(queue: list[Request], request: Request) -> None:
 
 
 def _remove(queue: list[Request], request: Request) -> bool:
-    """Take a request out; False if it is not there."""
+    """Remove a request; return False if it is not in the queue."""
     index = bisect_left(queue, request.queue_key, key=_BY_KEY)
     while index < len(queue) and queue[index].queue_key == request.queue_key:
         if queue[index] is request:

@@ -1,4 +1,4 @@
-"""Decides for each step which requests run how many tokens, and which wait."""
+"""Scheduler: chooses for each step which requests run how many tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prefix_cache import CachedPrefix, KVCacheManager, OffloadedBlocks, PageCopy
 
 @dataclass(frozen=True, slots=True)
 class PageMove:
-    """One request's pages, to be copied to the host, or else from there to the device."""
+    """Copies of one request's pages, to the host or from the host to the device."""
 
     copies: tuple[PageCopy, ...]
     to_host: bool
@@ -32,9 +32,9 @@ class ScheduledRequest:
     """One request's share of a step: the ``num_tokens`` after its computed ones.
 
     Attributes:
-        request: the request; its ``num_computed_tokens`` is still that of before the step.
-        runs_encoder: whether the request's encoder input is encoded in this step.
-        items_to_encode: its images and the like that towers encode in this step.
+        request: the request; its ``num_computed_tokens`` does not include this step yet.
+        runs_encoder: true if the request's encoder input is encoded in this step.
+        items_to_encode: its multimodal items that towers encode in this step.
     """
 
     request: Request
@@ -44,7 +44,7 @@ class ScheduledRequest:
 
     @property
     def samples(self) -> bool:
-        """Whether this step computes the newest token, and chooses the next one."""
+        """True if this step computes the newest token and samples the next one."""
         request = self.request
         stop = request.num_computed_tokens + self.num_tokens
         return stop == len(request.token_ids) < request.max_num_tokens
@@ -52,14 +52,14 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """What the scheduler decided for one step.
+    """Scheduling decisions for one step.
 
     Attributes:
-        scheduled: which requests run how many tokens, in order of these numbers.
-        preempted: requests that gave their blocks back to make room.
-        page_moves: what is copied before anything is written, in this order: each may go to where
-            one before it came from, on the device as on the host.
-        restored: requests whose pages come in, but that run in a later step.
+        scheduled: requests with their numbers of tokens, in order of these numbers.
+        preempted: requests whose blocks were freed to make room.
+        page_moves: copies to make before anything is written, in this order: each may overwrite
+            the source of an earlier one, on the device and on the host.
+        restored: requests that are swapped in, but run in a later step.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
@@ -69,18 +69,18 @@ class SchedulerOutput:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the step over all requests."""
+        """Total number of tokens in the step."""
         return sum(item.num_tokens for item in self.scheduled)
 
     def without(self, failed: Collection[Request]) -> SchedulerOutput:
-        """The step as if requests that failed in it had not run: nothing of theirs is complete."""
+        """Return the step without requests that failed in it, so that they are not completed."""
         sound = (item for item in self.scheduled if item.request not in failed)
         return replace(self, scheduled=tuple(sound))
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step in the making; see :class:`SchedulerOutput`."""
+    """Builder of one step; see :class:`SchedulerOutput`."""
 
     num_tokens: int
     encoding_budget: EncodingBudget
@@ -90,7 +90,7 @@ class StepPlan:
     restored: list[Request] = field(default_factory=list)
 
     def add(self, request: Request, share: ItemShare, *, runs_encoder: bool = False) -> None:
-        """Take a request in."""
+        """Add a request's share to the step."""
         self.scheduled.append(
             ScheduledRequest(request, share.num_tokens, runs_encoder, share.to_encode)
         )
@@ -100,7 +100,7 @@ class StepPlan:
             self.encoding_budget = share.budget.less(request.encoder_blocks.num_tokens)
 
     def output(self) -> SchedulerOutput:
-        """The step, shortest shares first."""
+        """Return the finished step, smallest shares first."""
         return SchedulerOutput(
             tuple(sorted(self.scheduled, key=attrgetter("num_tokens"))),
             tuple(self.preempted),
@@ -111,11 +111,11 @@ class StepPlan:
 
 @dataclass(slots=True)
 class Admission:
-    """Lets requests in, in their order, as long as a step has tokens, seats and blocks for them.
+    """Admission of requests in order, while a step has tokens, seats and blocks for them.
 
     Attributes:
-        max_num_seqs: requests that run at once, paused ones that hold blocks included.
-        num_preemptions: how often a request had to give its blocks back.
+        max_num_seqs: maximum number of running requests, including paused ones that hold blocks.
+        num_preemptions: number of preemptions so far.
     """
 
     kv_cache_manager: KVCacheManager
@@ -126,7 +126,7 @@ class Admission:
     num_preemptions: int = 0
 
     def preempt(self, victim: Request, step: StepPlan) -> None:
-        """Take back the blocks of a running or paused request."""
+        """Free the blocks of a running or paused request."""
         self.num_preemptions += 1
         step.preempted.append(victim)
         if copies := self.queues.preempt(victim):
@@ -134,16 +134,16 @@ class Admission:
 
     @property
     def may_have_seat(self) -> bool:
-        """Whether one more request can run, if a paused one gives up its seat for it."""
+        """True if one more request can run, possibly by preempting a paused one."""
         return len(self.queues.running) < self.max_num_seqs
 
     def _take_seat(self, step: StepPlan) -> None:
-        """See to it that a seat is free; :attr:`may_have_seat`."""
+        """Free a seat by preempting a paused request if necessary; see :attr:`may_have_seat`."""
         if self.queues.num_running == self.max_num_seqs:
             self.preempt(self.queues.holders[-1], step)
 
     def swap_in(self, step: StepPlan) -> None:
-        """Bring swapped requests back, in order, before any new one is let in."""
+        """Swap requests in, in order, before any new one is admitted."""
         for request in tuple(self.queues.swapped):
             if not step.num_tokens or not self.may_have_seat:
                 return
@@ -158,18 +158,18 @@ class Admission:
             num_tokens = self.queues.chunk(request, step.num_tokens)
             share = self.queues.hold_items(request, num_tokens, step.encoding_budget)
             if share.num_tokens and not self.queues.grow(request, share.num_tokens):
-                # It would go out again at once; its pages are better made again later.
+                # It would be preempted again at once, so recompute it later instead.
                 self.queues.restart(request)
                 continue
             step.page_moves.append(PageMove(copies, to_host=False))
             if share.num_tokens:
                 step.add(request, share)
-            else:  # it waits for an image, for which others have used up the budget
+            else:  # it waits for an item, because others have used up the encoding budget
                 step.restored.append(request)
                 self.queues.release_items(request)
 
     def admit_waiting(self, step: StepPlan) -> None:
-        """Let waiting requests in, in order, up to the first that could run and finds no room."""
+        """Admit waiting requests in order, up to the first one that could run but does not fit."""
         waiting = self.queues.waiting
         while step.num_tokens and self.may_have_seat:
             request = waiting.first()
@@ -179,16 +179,16 @@ class Admission:
             if prefix.in_flight:
                 self._pass_over_alike(request, prefix)
             elif not request.can_run_from(prefix.num_tokens):
-                self.queues.rest(request)  # until more of it is known
+                self.queues.rest(request)  # until more of its input arrives
             elif request.is_isolated or not self._let_in(request, prefix, step):
-                break  # one that is isolated comes before those behind it, in a step of its own
+                break  # an isolated request runs before later ones, in a separate step
         waiting.reopen()
 
     def _pass_over_alike(self, request: Request, prefix: CachedPrefix) -> None:
-        """Pass over all waiting requests that wait for the same as this one.
+        """Skip all waiting requests that wait for the same block as this one.
 
-        They begin alike up to the block that is in flight. Where some layers lack an earlier block
-        than others, a request may begin behind it: one whose next block is there as well.
+        They share the prefix up to the block in flight. If some layers lack an earlier block than
+        others, a request whose next block is cached as well may start after it.
         """
         waiting, kv = self.queues.waiting, self.kv_cache_manager
         encoder = request.encoder_blocks
@@ -205,7 +205,7 @@ class Admission:
             waiting.pass_over_alike(request, num_before + num_found, kv.outputs.blocks_found)
 
     def _find_prefix(self, request: Request, *, whole_blocks: bool = False) -> CachedPrefix:
-        """What a waiting request would begin with."""
+        """Find the cached prefix of a waiting request."""
         if self.kv_cache_manager.enable_prefix_caching:
             request.extend_hashes(self.block_size)
         return self.kv_cache_manager.find_cached_prefix(
@@ -216,14 +216,14 @@ class Admission:
         )
 
     def consider(self, request: Request, step: StepPlan) -> bool:
-        """Let a waiting request in if it can run now; whether those behind it may be considered."""
+        """Admit a waiting request if it can run; return True if later ones may be considered."""
         prefix = self._find_prefix(request)
         if prefix.in_flight or not request.can_run_from(prefix.num_tokens):
             return True
         return self._let_in(request, prefix, step)
 
     def _let_in(self, request: Request, prefix: CachedPrefix, step: StepPlan) -> bool:
-        """Let a waiting request run, if it is given a seat and blocks."""
+        """Admit a waiting request if there are a seat and blocks; return True if admitted."""
         prefix = self._fetch(request, prefix, step)
         to_encode = None if prefix.encoder_cached else request.encoder_blocks
         if to_encode is not None and not step.encoding_budget.allows(to_encode.num_tokens):
@@ -240,15 +240,15 @@ class Admission:
             return True
         if self.queues.num_running:
             return False
-        # It fits into an empty pool, but not beside the content that it would build on.
+        # It fits into an empty pool, but not together with its own cached prefix.
         self.kv_cache_manager.reset_prefix_cache()
         return self._admit(request, self._find_prefix(request), step)
 
     def _fetch(self, request: Request, prefix: CachedPrefix, step: StepPlan) -> CachedPrefix:
-        """Find a longer prefix with blocks that the pool has evicted.
+        """Find a longer prefix by loading blocks that the pool has evicted.
 
-        Not in a step that moves pages: what is fetched is written at once, and a page that a
-        request has left is still to be copied.
+        Not in a step that moves pages: fetched blocks are written immediately, but pages that
+        requests have released may still have to be copied.
         """
         if self.offloaded is None or step.page_moves or prefix.miss == "off":
             return prefix
@@ -262,11 +262,11 @@ class Admission:
         return self._find_prefix(request) if is_fetched else prefix
 
     def _admit(self, request: Request, prefix: CachedPrefix, step: StepPlan) -> bool:
-        """Let a request in if all of its tokens fit, and a block stays for each running request.
+        """Admit a request if all its tokens fit and leave one block for each running request.
 
-        Otherwise it would be preempted right away. A partial block is not copied where it would
-            lack room, nor in a step that moves pages: a copy is written at once, and a page that a
-            request has left is still to be copied.
+        Otherwise it would be preempted right away. A partial block is not used if the request would
+        not fit with it, nor in a step that moves pages: it is copied immediately, but pages that
+        requests have released may still have to be copied.
         """
         can_finish = self._can_finish(request, prefix)
         if prefix.partial is not None and (step.page_moves or not can_finish):
@@ -299,7 +299,7 @@ class Admission:
         return True
 
     def _first_chunk(self, request: Request, prefix: CachedPrefix, step: StepPlan) -> int:
-        """How many tokens a request would run first; none if its image does not fit the step."""
+        """Return how many tokens a request would run first; 0 if its item does not fit the step."""
         num_tokens = min(request.num_known_tokens - prefix.num_tokens, step.num_tokens)
         if prefix.stops is not None:
             num_tokens = prefix.stops.clip(prefix.num_tokens, num_tokens, request.num_tokens)
@@ -322,17 +322,17 @@ logger = package_logger(__name__)
 
 @dataclass(slots=True)
 class FaultIsolation:
-    """Recovers from steps that failed.
+    """Recovery from failed steps.
 
-    When a step of several requests fails, the error does not tell whose fault it is. They begin
-    again, as after a preemption, and are *isolated*: each runs alone until it is past the tokens of
-    that step. A request that fails alone is the culprit, and the others go on together. Steps of
-    one isolated request take turns with steps of all others, and a request that came later does
-    not begin before an isolated one that could. A fault that many requests make together, and none
-    alone, costs all of them their steps again and again, but fails none of them.
+    When a step of several requests fails, the error does not identify the request that caused it.
+    The requests restart, as after a preemption, and are *isolated*: each runs alone until it is
+    past the tokens of that step. A request that fails alone is the cause, and the others continue
+    together. Steps of one isolated request alternate with steps of all others, and a later request
+    does not start before an isolated one that could. A fault that occurs only when several requests
+    run together repeats for all of them, but fails none of them.
 
     Attributes:
-        has_turn: whether the next step is an isolated request's, if one can run.
+        has_turn: true if the next step belongs to an isolated request, if one can run.
     """
 
     queues: RequestQueues
@@ -340,12 +340,12 @@ class FaultIsolation:
     _isolated: dict[str, Request] = field(default_factory=dict)
 
     def isolate(self, request: Request, num_tokens: int) -> None:
-        """Have a request run alone until so many of its tokens are computed."""
+        """Make a request run alone until ``num_tokens`` of its tokens are computed."""
         request.alone_until = num_tokens
         self._isolated[request.request_id] = request
 
     def isolated(self) -> list[Request]:
-        """The isolated requests that wait or run, in the order of their turn."""
+        """Return the isolated requests that wait or run, in queue order."""
         if not self._isolated:
             return []
         live = (RequestStatus.WAITING, RequestStatus.RUNNING)
@@ -357,13 +357,13 @@ class FaultIsolation:
         return sorted(self._isolated.values(), key=attrgetter("queue_key"))
 
     def clear(self) -> None:
-        """Forget which requests are isolated, whatever an interrupted call left of it."""
+        """Forget all isolated requests, even after an interrupted call."""
         self._isolated = {}
 
     def recover(self, output: SchedulerOutput, *, swap_failed: bool = False) -> tuple[Request, ...]:
-        """After a step that failed: restart its requests.
+        """Restart the requests of a failed step; return those to fail, because they ran alone.
 
-        It is not known which pages were copied, so requests that the step swapped out, or in
+        It is unknown which pages were copied, so requests that the step swapped out, or swapped in
         without running them, are recomputed.
         """
         swapped = [r for r in output.preempted if r.status is RequestStatus.SWAPPED]
@@ -389,39 +389,39 @@ class Scheduler:
     A step serves, in order of ``Request.queue_key``:
 
     1. every running request: one token if it decodes, else the next chunk of its prompt. A chunk
-    leaves one token of budget for each running request behind it: a prompt never stalls decoding,
-    unless it shows an image that has to run whole and takes more of the budget;
-    2. requests that were swapped out, before any new one; 3. waiting requests, as long as budget,
-    seats and blocks last.
+    leaves one token of budget for each running request after it: a prompt never stalls decoding,
+    unless it contains an image that must run whole and exceeds that budget;
+    2. requests that were swapped out, before any new one; 3. waiting requests, while budget, seats
+    and blocks last.
 
-    When a running request finds no free block, the last running request in the order is
-    preempted: its blocks go back, its tokens stay, and it waits to be recomputed (or to hit its
-    own blocks, if they are still cached). With swap space its pages move to the host instead, as
-    long as there is room, and it goes on where it was; once copying them has failed, requests are
-    recomputed instead. The first request in the order can therefore always finish, because
-    what could never fit alone is refused before, see :mod:`engine.inputs.prompt_tokens`.
+    When a running request finds no free block, the last running request in the order is preempted:
+    its blocks are freed, its tokens are kept, and it waits to be recomputed (or to hit its own
+    blocks, if they are still cached). With swap space its pages move to the host instead, if there
+    is room, and it continues where it was; after a failed copy, requests are recomputed instead.
+    The first request in the order can therefore always finish, because requests that could never
+    fit alone are rejected earlier, see :mod:`engine.inputs.prompt_tokens`.
 
-    Items that have to be encoded, images say, cut chunks: a chunk ends before an item for which the
-    encoding budget, or the pool, has no room in this step. Empty ones are left out.
+    Items to encode, such as images, clip chunks: a chunk ends before an item for which the encoding
+    budget or the pool has no room in this step. Empty chunks are omitted.
 
     A waiting request whose next uncached block is being computed by a running request waits for
-    that block to be published rather than compute it a second time. All that begin alike up to that
-    block are passed over together, so a step does not cost more for a longer queue.
+    that block to be published instead of computing it again. All requests with the same prefix up
+    to that block are skipped together, so a longer queue does not make a step more expensive.
 
-    A request that is idle, because its caller paused it or its next row has not come yet, stays
-    where it is with what it holds, is left out of the steps, and may be preempted like any other.
-    What waits behind it is served meanwhile: where blocks or seats run short, paused requests give
-    theirs back before any other does, the last in the order first.
+    An idle request, which is paused or whose next row has not arrived, keeps what it holds, is left
+    out of steps, and may be preempted like any other. Requests after it are served meanwhile: when
+    blocks or seats run short, paused requests are preempted first, the last in the order before
+    others.
 
     Args:
-        max_num_encoder_tokens: rows that towers, or the encoder of an encoder-decoder, give in a
-            step at most; a longer input runs alone.
-        swap_space: where preempted requests go; None recomputes them.
-        offloaded: blocks below the pool, or None.
-        encoder_cache_manager: holds rows of images and the like; None for a model without.
+        max_num_encoder_tokens: maximum number of rows that towers, or the encoder of an
+            encoder-decoder, compute per step; a longer input runs alone.
+        swap_space: swap space for preempted requests; None recomputes them.
+        offloaded: blocks in tiers below the pool, or None.
+        encoder_cache_manager: manager of rows of multimodal items; None for a model without.
 
     Attributes:
-        fault_isolation: what to ask after a step that failed.
+        fault_isolation: recovery after a failed step.
     """
 
     def __init__(
@@ -450,32 +450,32 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue, swapped ones and those that rest included."""
+        """Number of queued requests, including swapped and resting ones."""
         return len(self._queues.waiting) + len(self._queues.swapped) + len(self._queues.resting)
 
     @property
     def num_running(self) -> int:
-        """Requests that hold blocks."""
+        """Number of requests that hold blocks."""
         return self._queues.num_running
 
     @property
     def num_preemptions(self) -> int:
-        """How often a request had to give its blocks back."""
+        """Number of preemptions so far."""
         return self._admission.num_preemptions
 
     @property
     def has_idle_requests(self) -> bool:
-        """Whether a request waits for its caller: to be resumed, or for its next row."""
+        """True if a request waits for its caller to resume it or to send its next row."""
         if self._queues.holders or self._queues.resting:
             return True
         return any(request.is_paused or request.needs_input for request in self._queues)
 
     def add(self, request: Request) -> None:
-        """Queue a request that has been validated."""
+        """Queue a validated request."""
         self._queues.add(request)
 
     def publish_partial(self, request: Request) -> None:
-        """Let the block that a running request has ended in be found; it is to finish next."""
+        """Make the partial last block of a running request findable, before it finishes."""
         self._kv.publish_partial(
             request.request_id,
             request.block_hashes,
@@ -484,33 +484,33 @@ class Scheduler:
         )
 
     def finish(self, request: Request) -> None:
-        """Take a request out, wherever it is, and give back what it holds."""
+        """Remove a request from any queue, and release what it holds."""
         self._queues.finish(request)
 
     def clear(self) -> None:
-        """Forget every request and all that is held, whatever an interrupted call left of it."""
+        """Forget all requests and what they hold, even after an interrupted call."""
         self._queues.clear()
         self.fault_isolation.clear()
 
     def pause(self, request: Request) -> None:
-        """Leave a request out of the steps until it is resumed."""
+        """Exclude a request from steps until it is resumed."""
         request.is_paused = True
-        # Other requests are not to wait for blocks that it does not compute now.
+        # Other requests must not wait for blocks that it does not compute now.
         self._kv.pending.drop_request(request.request_id)
         self._queues.rest(request)
 
     def resume(self, request: Request) -> None:
-        """Let a paused request go on."""
+        """Resume a paused request."""
         request.is_paused = False
         self._queues.wake(request)
 
     def wake(self, requests: Iterable[Request]) -> None:
-        """Consider requests again of which more has become known; a paused one rests on."""
+        """Reconsider requests whose input has grown; paused ones keep resting."""
         for request in requests:
             self._queues.wake(request)
 
     def schedule(self) -> SchedulerOutput:
-        """Choose the next step. Blocks for its tokens are held when this returns."""
+        """Choose the next step, with blocks for all its tokens allocated."""
         step = StepPlan(self._max_num_batched_tokens, EncodingBudget(self._max_num_encoder_tokens))
         for alone in (True, False) if self.fault_isolation.has_turn else (False, True):
             if alone:
@@ -523,9 +523,9 @@ class Scheduler:
         return step.output()
 
     def _schedule_together(self, step: StepPlan) -> None:
-        """Serve all but isolated requests."""
+        """Serve all requests except isolated ones."""
         self._schedule_running(step)
-        # After a preemption none is let in, lest the two take turns; unless none is left to run.
+        # Admit none after a preemption, lest the two alternate, unless none is left to run.
         if not step.scheduled or all(request.is_paused for request in step.preempted):
             swapped = self._queues.swapped
             if swapped:
@@ -534,7 +534,7 @@ class Scheduler:
                 self._admission.admit_waiting(step)
 
     def _schedule_isolated(self, step: StepPlan) -> None:
-        """Let the first isolated request that can run have the step to itself."""
+        """Give the whole step to the first isolated request that can run."""
         is_blocked = False
         for request in self.fault_isolation.isolated():
             if request.status is RequestStatus.RUNNING:
@@ -556,11 +556,11 @@ class Scheduler:
             num_served += self._serve(request, num_tokens, step)
 
     def _serve(self, request: Request, num_tokens: int, step: StepPlan) -> bool:
-        """Hold items and blocks for a running request's next tokens, and take it in.
+        """Hold items and blocks for a running request's next tokens, and add it to the step.
 
-        Where there are too few pages, others are preempted. One that lacks room for an item waits
-        as long as another goes on, though: what that one holds comes free. False if the request
-        itself had to go.
+        If there are too few pages, others are preempted. But a request that lacks room for an item
+        waits while another one runs, because that one will release its items. Returns False if the
+        request itself was preempted.
         """
         share = self._queues.hold_items(request, num_tokens, step.encoding_budget)
         while share.lacks_room and not step.scheduled:
@@ -576,16 +576,16 @@ class Scheduler:
         return True
 
     def _preempt_for(self, request: Request, step: StepPlan) -> bool:
-        """Make room by preempting from the end of the order; False if it was the request itself.
+        """Preempt the last request in the order; return False if it was ``request`` itself.
 
-        Victims are never scheduled already, because requests are served in the same order.
+        Victims are never already scheduled, because requests are served in the same order.
         """
         victim = (self._queues.holders or self._running)[-1]
         self._admission.preempt(victim, step)
         if victim is not request:
             return True
         if not self._running:
-            # It has the pool alone: what is in its way is content scattered over pages.
+            # It has the pool to itself, so only cached content scattered over pages is in its way.
             self._kv.reset_prefix_cache()
         return False
 
