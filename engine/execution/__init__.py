@@ -1,1 +1,1 @@
-"""Runs a scheduled step, from tables to samples. Imports scheduling, models and what is below."""
+"""Execution of a scheduled step, from input tables to samples. Imports scheduling and models."""

@@ -1,15 +1,15 @@
-"""Steps of decodes in static buffers: recorded once for each size as a CUDA graph, then replayed.
+"""Decode steps in static buffers, recorded once per batch size as a CUDA graph, then replayed.
 
-A step of decodes is hundreds of small kernels, whose launches take the host longer than the device
-needs to run them. A graph launches them all at once, but always with the same shapes, from and to
-the same memory. So that one does for all steps of up to its size:
+A decode step consists of hundreds of small kernels, whose launches take the host longer than the
+device needs to run them. A graph launches them all at once, but always with the same shapes and
+memory addresses. So that one graph serves all steps of up to its size:
 
-- the step is padded: rows that are no request's read and write the null page, and block tables are
-  as wide as they get;
-- all that comes from the host lies in one buffer, at places that the size determines;
-- tokens are embedded before. Ids, prompts of embeddings and rows of other stages share a graph.
+- the step is padded: padding rows read and write the null page, and block tables have their maximum
+  width;
+- all host data is in one buffer, at offsets that the size determines;
+- tokens are embedded before. Ids, prompt embeddings and rows of other stages share a graph.
 
-Prefills, and steps that mix both, run as they come.
+Prefills and mixed steps run without graphs.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from engine.execution.input_batch import InputBatch, ModelInputs, StepInputs
 
 Forward: TypeAlias = Callable[[ModelInputs], Mapping[str, Tensor]]
 Recorder: TypeAlias = Callable[[Forward, ModelInputs], Forward]
-"""Makes of a model, and inputs, what does with their memory the same once more."""
+"""Records a forward pass on inputs; the result replays it with their memory."""
 
 
 class DecodeGraphs:
-    """Pads steps of decodes, and records and replays what a model does in them.
+    """Padding, recording and replay of decode steps.
 
     Args:
         forward: runs the model.
-        record: makes a callable of the model and inputs, as :class:`CudaGraphs` do.
+        record: creates a replay callable from the model and inputs, like :class:`CudaGraphs`.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class DecodeGraphs:
         self._recorded: dict[tuple[torch.Size, ...], tuple[Tensor, Forward]] = {}
 
     def pad(self, step: StepInputs, size: int = 1) -> StepInputs | None:
-        """The step for the next larger size, which is no less than ``size``.
+        """Pad a step to the next graph size, which is at least ``size``.
 
-        None if a request has several tokens.
+        Returns None if a request has several tokens.
         """
         num_reqs = len(step.seq_lens)
         if len(step.token_ids) > num_reqs:
@@ -64,16 +64,16 @@ class DecodeGraphs:
         return self._batch.pad(step, size)
 
     def place(self, nbytes: int) -> Tensor:
-        """The buffer of what comes from the host; a larger one is a new one, for new graphs."""
+        """Return the buffer for host data; growing it discards all recorded graphs."""
         if len(self._buffer) < nbytes:
             self._buffer = torch.empty(2 * nbytes, dtype=torch.uint8, device=self._device)
             self._recorded.clear()
         return self._buffer[:nbytes]
 
     def run(self, inputs: ModelInputs) -> Mapping[str, Tensor]:
-        """What the model gives for a padded step, whose arrays lie in the buffer.
+        """Return the model's output for a padded step whose arrays are in the buffer.
 
-        Valid until the next step. A last token of a prompt that shows an image runs as it comes.
+        Valid until the next step. Steps with encoder input or item rows run without a graph.
         """
         step = inputs.step
         others = step.encoder_hidden_states, step.follows_encoder, step.shows_item
@@ -89,13 +89,13 @@ class DecodeGraphs:
 
 
 class CudaGraphs:
-    """Records CUDA graphs, which share their memory: one of them runs at a time."""
+    """Recorder of CUDA graphs, which share their memory, as only one runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, forward: Forward, inputs: ModelInputs) -> Forward:
-        """Record what a model does with inputs; the result does so again with their memory."""
+        """Record a forward pass on inputs; the result replays it with their memory."""
         metadata = [
             replace(each, seq_lens=torch.full_like(each.seq_lens, _longest(each)))
             if isinstance(each, AttentionMetadata)
@@ -103,7 +103,7 @@ class CudaGraphs:
             for each in inputs.step.metadata
         ]
         inputs = replace(inputs, step=replace(inputs.step, metadata=metadata))
-        forward(inputs)  # compiles kernels and takes workspaces, which a recording must not
+        forward(inputs)  # compiles kernels and allocates workspaces, which a recording must not
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             tensors = forward(inputs)
@@ -116,5 +116,5 @@ class CudaGraphs:
 
 
 def _longest(metadata: AttentionMetadata) -> int:
-    """The host plans launches for it, whatever the lengths on the device are."""
+    """Return the sequence length for which the host plans launches, at its maximum."""
     return metadata.block_table.shape[1] * metadata.block_size

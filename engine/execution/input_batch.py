@@ -1,14 +1,14 @@
-"""The persistent tables of running requests, and how a step's inputs are cut from them.
+"""Persistent tables of running requests, and the inputs of a step, which are gathered from them.
 
-Two requests-by-something tables outlive the steps::
+Two tables with one row per request persist across steps::
 
     token ids      (max_num_seqs, max_model_len)       block table    (max_num_seqs, K)
     row 0 | t t t t . . . . |                          row 0 | 1 2 0 0 |   0 = null block
     row 1 | t t . . . . . . |                          row 1 | 3 7 0 0 |
     row 2 | t t t t t t t t |                          row 2 | 4 5 6 8 |
 
-A step schedules some tokens of some rows. Everything a model needs is then an indexed read,
-without a loop over tokens::
+A step schedules some tokens of some rows. Every model input is then an indexed read, without a
+loop over tokens::
 
     request_indices      row of each token                 [0, 0, 0, 1, 1, 2, ...]
     positions            num_computed[row] + 0, 1, 2, ...  [0, 1, 2, 0, 1, 0, ...]
@@ -46,11 +46,11 @@ from prefix_cache import (
 )
 
 GroupMetadata = AttentionMetadata | StateMetadata | None
-"""None for a group without layers."""
+"""Metadata of a KV-cache group; None for a group without layers."""
 
 
 def step_arrays(inputs: StepInputs, memory: PagedMemory) -> dict[str, npt.NDArray[Any]]:
-    """What the layers of all groups read on the device, for :func:`build_step_metadata`."""
+    """Return the arrays that layers read on the device, for :func:`build_step_metadata`."""
     arrays: dict[str, npt.NDArray[Any]] = {
         "query_start_loc": inputs.query_start_loc.astype(np.int32),
         "seq_lens": inputs.seq_lens.astype(np.int32),
@@ -70,7 +70,7 @@ def step_arrays(inputs: StepInputs, memory: PagedMemory) -> dict[str, npt.NDArra
 def build_step_metadata(
     memory: PagedMemory, arrays: Mapping[str, npt.NDArray[Any]], tensors: Mapping[str, Tensor]
 ) -> list[GroupMetadata]:
-    """One entry per group of ``memory``'s config, of :func:`step_arrays` and their upload."""
+    """Build the metadata of each group from :func:`step_arrays` and their uploaded tensors."""
     starts = torch.from_numpy(arrays["query_start_loc"])
     ends = arrays.get("visible_ends")
     num_decodes = int(np.count_nonzero(np.diff(arrays["query_start_loc"]) == 1))
@@ -108,7 +108,7 @@ def build_step_metadata(
 def _state_pages(
     inputs: StepInputs, group: GroupInputs, spec: MambaSpec
 ) -> dict[str, npt.NDArray[Any]]:
-    """The pages of each request's last computed token, and of this step's last token."""
+    """Return the pages of each request's last computed token and of this step's last token."""
     computed, seq_lens = inputs.num_computed_tokens, inputs.seq_lens
     has_state = computed > 0
     requests = np.arange(len(seq_lens))
@@ -126,8 +126,8 @@ class ModelInputs:
     Attributes:
         embeds: ``(num_tokens, hidden_size)``.
         positions: int64, ``(num_tokens,)`` or ``(axes, num_tokens)``.
-        arrays: all that came from the host with the step, by name.
-        uploaded: the same on the device.
+        arrays: all host arrays of the step, by name.
+        uploaded: the same arrays on the device.
     """
 
     embeds: Tensor
@@ -139,12 +139,12 @@ class ModelInputs:
 
 @dataclass(frozen=True, slots=True)
 class ModelInputBuilder:
-    """Makes a step's inputs from the scheduled requests.
+    """Builder of a step's inputs from the scheduled requests.
 
     Attributes:
-        memory: the pages; new ones that are read before they are full are cleared.
-        items: rows of images and the like; None for a model that takes none.
-        backends: one per group of the memory; None where it has no attention.
+        memory: the pages; new pages that are read before they are full are cleared.
+        items: rows of multimodal items; None for a model that accepts none.
+        backends: one per group of the memory; None for a group without attention.
     """
 
     model: CausalModel
@@ -156,7 +156,7 @@ class ModelInputBuilder:
     device: torch.device
 
     def cut(self, scheduled: Sequence[ScheduledRequest]) -> StepInputs:
-        """Bring the persistent tables up to date, and cut the step's inputs from them."""
+        """Update the persistent tables, and gather the step's inputs from them."""
         ids: list[str] = []
         computed: list[int] = []
         counts: list[int] = []
@@ -180,13 +180,13 @@ class ModelInputBuilder:
         extra: Mapping[str, npt.NDArray[Any]] | None = None,
         place: Callable[[int], Tensor] | None = None,
     ) -> ModelInputs:
-        """Make what the model gets; the towers' rows that the step shows are in their pages.
+        """Build the model inputs; the tower rows of the step must be in their pages.
 
-        All that comes of the host's tables goes to the device in one copy.
+        All host arrays are uploaded in one copy.
 
         Args:
-            extra: arrays for which the caller has a use on the device; they are copied last.
-            place: where the copy goes; see :func:`upload`.
+            extra: further arrays that the caller needs on the device; they are copied last.
+            place: provides the target buffer; see :func:`upload`.
         """
         arrays = step_arrays(step, self.memory) | {
             "token_ids": step.token_ids,
@@ -237,13 +237,13 @@ class ModelInputBuilder:
                 continue
             block_ids = self.kv_cache_manager.block_ids(request_id, group_id, known)
             self.batch.append_blocks(request_id, block_ids, group_id)
-            # Of a new last block the first tokens come now; the rest is read, masked, too.
+            # This step writes the first tokens of a new last block; the rest is read too, masked.
             is_new = item.runs_encoder if is_cross else end // size * size >= first
             if is_new and end % size and isinstance(group.spec, AttentionSpec):
                 self.memory.clear_page(group_id, block_ids[-1])
 
     def _codes(self, step: StepInputs, scheduled: Sequence[ScheduledRequest]) -> IntArray:
-        """What was drawn for each token, ``(num_tokens, num_codebooks)``."""
+        """Return the codes of each token, ``(num_tokens, num_codebooks)``; -1 without codes."""
         codes = np.full((len(step.token_ids), self.model.num_codebooks), -1, dtype=np.int64)
         for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
             request, first = item.request, item.request.num_computed_tokens
@@ -261,11 +261,10 @@ class ModelInputBuilder:
         step: StepInputs,
         scheduled: Sequence[ScheduledRequest],
     ) -> Tensor:
-        """Embeddings of the step's tokens, ``(num_tokens, hidden_size)``.
+        """Return the embeddings of the step's tokens, ``(num_tokens, hidden_size)``.
 
-        Token ids and given embeddings meet here: every position is looked up, then the positions
-        that a prompt gave as embeddings are overwritten, and rows that come beside the tokens are
-        added. So all kinds share a batch.
+        All token ids are looked up, then prompt embeddings overwrite their positions, and streamed
+        rows are added. So requests of all kinds share a batch.
         """
         embeds = self.model.embed(token_ids)
         if codes is not None:
@@ -287,11 +286,11 @@ class ModelInputBuilder:
     def _merge_items(
         self, embeds: Tensor, shown: Sequence[ShownItem], manager: EncoderCacheManager
     ) -> Tensor | None:
-        """Overwrite embeddings by the rows of items that a step shows.
+        """Overwrite embeddings by the rows of the step's items.
 
         Returns:
-            What items' rows hold behind the embedding, for layers behind the first; None if no row
-            of the step does.
+            The part of item rows after the embedding, which is for layers after the first; None if
+            no row of the step has one.
         """
         hidden, features = self.model.hidden_size, None
         for request, item, tokens, wanted in shown:
@@ -305,9 +304,9 @@ class ModelInputBuilder:
 
 
 def _positions(step: StepInputs, scheduled: Sequence[ScheduledRequest]) -> IntArray:
-    """Where tokens lie: ``(num_tokens,)``, or ``(axes, num_tokens)``.
+    """Return the tokens' positions: ``(num_tokens,)``, or ``(axes, num_tokens)``.
 
-    On several axes, a token that nothing else is said of has its index on each of them.
+    With several axes, a request without its own positions uses the token index on each axis.
     """
     positions = step.positions
     for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
@@ -324,7 +323,7 @@ def _positions(step: StepInputs, scheduled: Sequence[ScheduledRequest]) -> IntAr
 def _follows_encoder(
     step: StepInputs, scheduled: Sequence[ScheduledRequest]
 ) -> npt.NDArray[np.bool_] | None:
-    """Per token, whether it comes after its request's encoder input; None if all do."""
+    """Return a mask of tokens after their request's encoder input; None if all are."""
     starts = np.zeros_like(step.seq_lens)
     for place, item in enumerate(scheduled):
         view = item.request.encoder_view
@@ -334,16 +333,16 @@ def _follows_encoder(
 
 
 ShownItem: TypeAlias = tuple[Request, MultiModalInput, slice, slice]
-"""An item of a request, the tokens of a step in whose place its rows stand, and which rows."""
+"""Request, item, the step's tokens that its rows replace, and the slice of those rows."""
 
 
 def _shown_items(step: StepInputs, scheduled: Sequence[ScheduledRequest]) -> Iterator[ShownItem]:
-    """What a step shows.
+    """Yield the items of a step.
 
     ::
 
         item               |<- offset ....... end ->|
-        chunk     |<- first ......... stop ->|         rows [0, stop - offset) come now
+        chunk     |<- first ......... stop ->|         rows [0, stop - offset) in this step
     """
     for share, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
         first = share.request.num_computed_tokens
@@ -356,9 +355,9 @@ def _shown_items(step: StepInputs, scheduled: Sequence[ScheduledRequest]) -> Ite
 
 
 def _item_arrays(step: StepInputs, shown: Sequence[ShownItem]) -> dict[str, npt.NDArray[Any]]:
-    """Per token, whether an item's row stands in its place, and where what it sees ends.
+    """Return per token whether an item's row replaces it, and the end of its visible range.
 
-    Nothing where no row does; no ends where no rows see those behind them.
+    Empty without item rows; the ends are omitted without bidirectional items.
     """
     arrays: dict[str, npt.NDArray[Any]] = {}
     for _, item, tokens, _ in shown:
@@ -366,7 +365,7 @@ def _item_arrays(step: StepInputs, shown: Sequence[ShownItem]) -> dict[str, npt.
         marks[tokens] = True
         if item.bidirectional:
             own = (step.positions + 1).astype(np.int32)
-            # All of them, or all that no cached block has: it ends in the step.
+            # The step contains all rows that are not cached, so the item ends in this step.
             arrays.setdefault("visible_ends", own)[tokens] = item.end
     return arrays
 
@@ -376,13 +375,13 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class GroupInputs:
-    """What one KV-cache group adds to a step's inputs.
+    """Step inputs of one KV-cache group.
 
     Attributes:
-        block_table: ``(num_reqs, K)`` int32 of the scheduled requests, in the step's order; cut
-            to the longest of them.
-        slot_mapping: ``(num_tokens,)`` where each token's entry is written; of cross-attention
-            groups per encoder token that this step brings.
+        block_table: ``(num_reqs, K)`` int32 of the scheduled requests, in the step's order; as wide
+            as the longest of them.
+        slot_mapping: ``(num_tokens,)`` slot to which each token is written; for cross-attention
+            groups, one per encoder token that this step encodes.
     """
 
     block_table: npt.NDArray[np.int32]
@@ -394,12 +393,12 @@ class StepInputs:
     """One step's inputs, on the host.
 
     Attributes:
-        positions: ``(num_tokens,)`` place of each token in its own sequence.
+        positions: ``(num_tokens,)`` index of each token in its own sequence.
         token_ids: ``(num_tokens,)`` input ids.
-        query_start_loc: ``(num_reqs + 1,)`` where each request's tokens start.
+        query_start_loc: ``(num_reqs + 1,)`` start of each request's tokens.
         seq_lens: ``(num_reqs,)`` computed tokens plus this step's.
         num_computed_tokens: ``(num_reqs,)``.
-        encoder_lens: ``(num_reqs,)`` encoder tokens that each request's tokens see.
+        encoder_lens: ``(num_reqs,)`` encoder tokens visible to each request's tokens.
     """
 
     positions: IntArray
@@ -414,11 +413,11 @@ class StepInputs:
 class InputBatch:
     """Token ids and block tables of the running requests, one row each.
 
-    A row is taken when a request starts to run and given back when it stops; rows never move.
+    A row is allocated when a request starts to run and freed when it stops; rows never move.
 
     Args:
         block_sizes: tokens per block of each KV-cache group.
-        max_encoder_lens: longest encoder sequence of each group that is cross-attention.
+        max_encoder_lens: longest encoder sequence of each cross-attention group.
     """
 
     def __init__(
@@ -445,7 +444,7 @@ class InputBatch:
         self.clear()
 
     def clear(self) -> None:
-        """Give every row back, in whatever state an interrupted call left them."""
+        """Free every row, even if an interrupted call left them inconsistent."""
         max_num_seqs = len(self._num_tokens)
         for table in self._block_tables:
             table.fill(0)
@@ -457,10 +456,10 @@ class InputBatch:
         return request_id in self._row_of
 
     def add(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Take a row for a request and fill in all tokens known so far.
+        """Allocate a row for a request and write all tokens known so far.
 
         Raises:
-            ValueError: the request has a row, or all rows are taken.
+            ValueError: if the request already has a row, or no row is free.
         """
         if request_id in self._row_of:
             raise ValueError(f"request {request_id!r} already has a row")
@@ -472,7 +471,7 @@ class InputBatch:
         self._num_tokens[row] = len(token_ids)
 
     def remove(self, request_id: str) -> None:
-        """Give a request's row back; an id without a row is ignored."""
+        """Free a request's row; an id without a row is ignored."""
         row = self._row_of.pop(request_id, None)
         if row is None:
             return
@@ -482,17 +481,17 @@ class InputBatch:
         self._free_rows.append(row)
 
     def append_token(self, request_id: str, token_id: int) -> None:
-        """Write the token that was just sampled behind the others."""
+        """Append the token that was just sampled."""
         row = self._row_of[request_id]
         self._token_ids[row, self._num_tokens[row]] = token_id
         self._num_tokens[row] += 1
 
     def num_blocks(self, request_id: str, group_id: int = 0) -> int:
-        """How many blocks of a request the table knows."""
+        """Return the number of a request's blocks in the table."""
         return self._num_blocks[group_id][self._row_of[request_id]]
 
     def append_blocks(self, request_id: str, block_ids: Sequence[int], group_id: int = 0) -> None:
-        """Write a request's new blocks behind the known ones."""
+        """Append a request's new blocks."""
         row = self._row_of[request_id]
         known = self._num_blocks[group_id][row]
         self._block_tables[group_id][row, known : known + len(block_ids)] = block_ids
@@ -506,12 +505,12 @@ class InputBatch:
         encoder_lens: Sequence[int] = (),
         num_arriving: Sequence[int] = (),
     ) -> StepInputs:
-        """Cut one step's inputs from the tables.
+        """Gather one step's inputs from the tables.
 
         Args:
-            request_ids: the requests that run, in the order in which their tokens are packed.
-            encoder_lens: per request, the encoder tokens that it sees; empty if none sees any.
-            num_arriving: per request, encoder tokens that come with this step; empty if none do.
+            request_ids: the running requests, in the order in which their tokens are packed.
+            encoder_lens: visible encoder tokens per request; empty if there are none.
+            num_arriving: encoder tokens encoded in this step per request; empty if there are none.
         """
         rows = np.array(list(map(self._row_of.__getitem__, request_ids)), dtype=np.int64)
         computed = np.asarray(num_computed_tokens, dtype=np.int64)
@@ -520,7 +519,7 @@ class InputBatch:
         query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
         scheduled.cumsum(out=query_start_loc[1:])
         request_indices = rows.repeat(scheduled)
-        # arange over all tokens, less each request's start, plus what it has computed
+        # arange over all tokens, minus each request's start, plus its computed tokens
         positions = np.arange(query_start_loc[-1]) + (computed - query_start_loc[:-1]).repeat(
             scheduled
         )
@@ -546,9 +545,9 @@ class InputBatch:
         )
 
     def pad(self, step: StepInputs, size: int) -> StepInputs:
-        """A step of decodes with rows for ``size`` requests, and tables as wide as they get.
+        """Pad a decode step to ``size`` requests, and its tables to their maximum width.
 
-        The rows that are no request's begin, and keep their token in the null page.
+        Padding rows are sequences of one token, which is written to the null page.
         """
         rest = size - len(step.seq_lens)
 
@@ -580,7 +579,7 @@ class InputBatch:
     def _prepare_cross_group(
         self, group_id: int, rows: IntArray, encoder_lens: IntArray, arriving: IntArray
     ) -> GroupInputs:
-        """Tables of whole encoder sequences, and slots of those that come with this step."""
+        """Return tables of whole encoder sequences, and slots of those encoded in this step."""
         starts = np.cumsum(arriving) - arriving
         positions = np.arange(int(arriving.sum())) - np.repeat(starts, arriving)
         return self._prepare_group(

@@ -1,18 +1,18 @@
-"""Runs one step of the model: inputs in, sampled tokens out, rows written.
+"""Model runner: executes one step, from inputs to sampled tokens and written rows.
 
-Finds the requests for which a step made NaN or infinity, before anything of it is published.
+It detects the requests for which a step computed NaN or infinity, before anything is published.
 
-Looked at are the rows of every request (the last layer's, and what else is mirrored), and the keys
-and values of every block that the step has filled. That is all that others can ever hit:
+It checks the rows of every request (the last layer's and other mirrored ones), and the keys and
+values of every block that the step has filled. That covers everything that others can ever hit:
 
-- keys and values themselves, because a kernel may pass over a bad key: one of minus infinity has no
-  weight, and some give zeros where no key has any;
-- states of recurrent layers through the rows: no softmax stands between them, and sums, products
-  and norms make NaN or infinity of every number that is not finite, up to the last layer;
-- blocks of earlier steps were looked at in theirs.
+- keys and values directly, because a kernel may ignore a bad key: one of minus infinity has no
+  weight, and some kernels return zeros if no key has any;
+- states of recurrent layers through the rows: there is no softmax between them, and sums, products
+  and norms propagate every non-finite value as NaN or infinity to the last layer;
+- blocks of earlier steps were checked in those steps.
 
-A block that is not full yet is looked at when it is, or when its request ends inside of it and
-leaves it to others; until then its request alone reads it.
+A partial block is checked when it becomes full, or when its request ends inside it and leaves it to
+others; until then only its own request reads it.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from prefix_cache import (
     PagedMemory,
 )
 
-# Names of what goes to the device, and comes from it, beside what models take and give.
+# Names of arrays uploaded to and copied from the device, besides the model's inputs and outputs.
 _SAMPLED, _FINITE = "rows to sample", "sum of what was made"
 _FILLED = "pages filled in group "
 
 
 class HostCopy:
-    """Copies named tensors to the host, through pinned memory when they come from CUDA.
+    """Asynchronous copy of named tensors to the host, through pinned memory from CUDA.
 
-    ``start`` queues the copies on the current stream; ``finish`` waits for them. Between the two
-    the caller queues the sampler, whose own read-back waits for the same stream, so the copies cost
-    no wait of their own. What ``finish`` returns is valid until the next ``start``.
+    ``start`` queues the copies on the current stream; ``finish`` waits for them. In between, the
+    caller queues the sampler, whose own read-back waits for the same stream, so the copies add no
+    wait. The result of ``finish`` is valid until the next ``start``.
     """
 
     def __init__(self, device: torch.device, max_rows: int) -> None:
@@ -73,7 +73,7 @@ class HostCopy:
         self._pending: dict[str, Tensor] = {}
 
     def start(self, tensors: Mapping[str, Tensor]) -> None:
-        """Queue copies of ``name -> (rows, ...)``; on a CPU the tensors are taken as they are."""
+        """Queue copies of ``name -> (rows, ...)``; on a CPU the tensors are not copied."""
         if self._device.type != "cuda":
             self._pending = dict(tensors)
             return
@@ -99,7 +99,7 @@ class HostCopy:
 
 @dataclass(frozen=True, slots=True)
 class FilledPage:
-    """A page that a step has filled to its end."""
+    """Page that a step has filled completely."""
 
     place: int
     group_id: int
@@ -107,7 +107,7 @@ class FilledPage:
 
 
 class PageContents:
-    """The pages of attention groups as what is in them, without what pads them."""
+    """Contents of the pages of attention groups, without padding."""
 
     def __init__(self, memory: PagedMemory) -> None:
         self._followers = followers_of(memory)
@@ -122,11 +122,11 @@ class PageContents:
 
     @property
     def token_groups(self) -> list[int]:
-        """The groups whose pages are those of a request's tokens."""
+        """Ids of the groups whose pages hold a request's tokens."""
         return [g for g, spec in self._specs.items() if not isinstance(spec, CrossAttentionSpec)]
 
     def filled(self, step: StepInputs, runs_encoder: Sequence[bool]) -> list[FilledPage]:
-        """The pages that a step fills; those of an encoder's input, where it runs, all at once."""
+        """Return the pages that a step fills, including all encoder pages if the encoder runs."""
         found = []
         for group_id, spec in self._specs.items():
             size, table = spec.block_size, step.groups[group_id].block_table
@@ -143,10 +143,10 @@ class PageContents:
     def numbers(
         self, pages: Sequence[FilledPage], indices: Mapping[str, Tensor] | None = None
     ) -> list[Tensor]:
-        """Keys and values of pages: views on a CPU; on other devices few kernels gather them.
+        """Return keys and values of pages: views on a CPU, else gathered by one kernel per group.
 
         Args:
-            indices: the pages' :func:`page_indices`, where they are on the device already.
+            indices: the pages' :func:`page_indices` on the device, if uploaded already.
         """
         if not pages:
             return []
@@ -162,7 +162,7 @@ class PageContents:
         ]
 
     def are_finite(self, pages: Sequence[FilledPage]) -> bool:
-        """Whether all keys and values of pages are."""
+        """Return True if all keys and values of pages are finite."""
         mine = are_finite(self.numbers(pages))
         if self._followers is None:
             return mine
@@ -174,7 +174,7 @@ class PageContents:
         filled: Sequence[FilledPage],
         query_start_loc: Sequence[int],
     ) -> dict[int, str]:
-        """What is wrong with the requests of which something that a step made is not finite.
+        """Return an error message for each request with non-finite results in a step.
 
         Args:
             rows: ``name -> (num_tokens, ...)``.
@@ -195,7 +195,7 @@ class PageContents:
 
 
 def page_indices(pages: Sequence[FilledPage]) -> dict[str, NDArray[np.int64]]:
-    """The ids of pages, per group that has any."""
+    """Return the ids of pages, per group that has any."""
     return {
         _filled(group_id): np.array(
             [page.page_id for page in pages if page.group_id == group_id], dtype=np.int64
@@ -205,7 +205,7 @@ def page_indices(pages: Sequence[FilledPage]) -> dict[str, NDArray[np.int64]]:
 
 
 def pages_of(arrays: Mapping[str, NDArray[np.int64]]) -> list[FilledPage]:
-    """The pages of a step's :func:`page_indices`, by group and id alone."""
+    """Return the pages of a step's :func:`page_indices`, with group and id only."""
     return [
         FilledPage(0, int(name.removeprefix(_FILLED)), page_id)
         for name, page_ids in arrays.items()
@@ -219,7 +219,7 @@ def _filled(group_id: int) -> str:
 
 
 def bind_layers(model: CausalModel, memory: PagedMemory) -> None:
-    """Give every layer that keeps something its part of the memory."""
+    """Bind every layer that caches something to its part of the memory."""
     attention = {layer.layer_name: layer for layer in model.attention_layers}
     states = {layer.layer_name: layer for layer in model.state_layers}
     for group_id, group in enumerate(memory.config.groups):
@@ -247,13 +247,13 @@ class SwapError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """What a step chose for one request, or why the request failed in it.
+    """Token that a step sampled for one request, or the error of the request.
 
     Attributes:
         token_id: the chosen token; None if the request failed.
-        error: why it failed: no token could be chosen, or its rows are not finite.
-        codes: of models of several codebooks, what was drawn behind the token in the same step.
-        judgement: how likely it is, of a request that asks.
+        error: reason of a failure: no token could be chosen, or its rows are not finite.
+        codes: in models with several codebooks, codes sampled after the token in the same step.
+        judgement: likelihood of the token, if the request needs it.
     """
 
     request: Request
@@ -265,18 +265,18 @@ class SampledToken:
 
 
 class ModelRunner:
-    """Holds the model, its paged memory and the persistent input tables.
+    """Owner of the model, its paged memory and the persistent input tables.
 
     Args:
-        model: already on ``device``; its attention layers are bound here.
-        kv_cache_manager: gives block ids; its stage-output cache receives every step's rows.
-        swap_memory: the host's pages of swapped requests, or None.
-        backends: one per KV-cache group; None where it has no attention.
-        items: rows of images and the like; None for a model that takes none.
-        row_dtype: of mirrored rows that are no integers; None: as the model makes them.
-        record: how steps of decodes are recorded, to be replayed; None: they run as they come.
-        deterministic: run what rounds by how much of it runs together (encoders, towers, further
-            codebooks) for one input, item or token at a time.
+        model: model on ``device``; its attention layers are bound here.
+        kv_cache_manager: provides block ids; its stage-output cache receives every step's rows.
+        swap_memory: host pages of swapped requests, or None.
+        backends: one per KV-cache group; None for a group without attention.
+        items: rows of multimodal items; None for a model that accepts none.
+        row_dtype: dtype of mirrored floating-point rows; None: the model's.
+        record: recorder of decode steps for replay; None: run them without graphs.
+        deterministic: if true, run components whose rounding depends on the batch (encoders,
+            towers, further codebooks) for one input, item or token at a time.
     """
 
     def __init__(
@@ -318,14 +318,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
-        """Run the scheduled tokens, write their output rows, sample where a prompt has ended.
+        """Run the scheduled tokens, write their output rows, and sample after complete prompts.
 
         Returns:
-            One entry for each request that samples, and for each that failed alone.
+            One entry for each request that samples, and for each that failed individually.
 
         Raises:
-            ValueError: an encoder or a tower gave rows that are not finite.
-            Exception: whatever the model raises.
+            ValueError: if an encoder or a tower returned rows that are not finite.
+            Exception: any error of the model.
         """
         with on_device(self._device):
             return self._execute(output)
@@ -351,7 +351,7 @@ class ModelRunner:
             inputs, tensors = self._run(step, output.scheduled, encoded, extra)
             mirrored = self._mirrored(tensors)
             rows = mirrored | {"hidden_states": tensors["hidden_states"]}
-            # Whether all that the step made is finite is asked now, and the answer read at the end.
+            # Queue the check that all results are finite; its result is read at the end.
             made = total([*rows.values(), *self._contents.numbers(filled, inputs.uploaded)])[None]
             if self._followers is not None and filled:
                 self._followers.shards.add_up(made)
@@ -360,7 +360,7 @@ class ModelRunner:
         self._host_copy.start(mirrored | {_FINITE: made})
         sampling = [output.scheduled[place].request for place in samples]
         sampled = self._sample(tensors["hidden_states"], inputs.uploaded[_SAMPLED], sampling)
-        # Asked for only now that the sampler has waited for the device anyway.
+        # Wait only now, because the sampler has waited for the device anyway.
         on_host = self._host_copy.finish()
         is_finite = math.isfinite(on_host.pop(_FINITE).item())
         self._write_outputs(step, on_host)
@@ -374,7 +374,7 @@ class ModelRunner:
         ]
 
     def _keep_queries(self, step: StepInputs, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Of requests whose text is aligned when it is whole."""
+        """Store the queries of requests whose text will be aligned."""
         for place, item in enumerate(scheduled):
             if item.request.is_aligned:
                 start, stop = step.query_start_loc[place : place + 2].tolist()
@@ -384,9 +384,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def alignment(self, request: Request) -> Tensor | None:
-        """Which of the encoder's rows the generated tokens of a running request are about.
+        """Return the cross-attention of a running request's generated tokens to encoder rows.
 
-        ``(heads, generated tokens but the last, encoder rows)``; None if nothing was kept.
+        ``(heads, generated tokens except the last, encoder rows)``; None if nothing was stored.
         """
         encoder, first = request.encoder_blocks, request.num_prompt_tokens
         queries = [request.queries[place] for place in sorted(request.queries) if place >= first]
@@ -400,20 +400,20 @@ class ModelRunner:
         return torch.cat([x.shares(part, block_ids, encoder.num_tokens) for x, part in found])
 
     def _swap_pages(self, output: SchedulerOutput, swap_memory: PagedMemory) -> None:
-        """In the order in which it was decided; see :class:`SchedulerOutput`."""
+        """Copy pages in the order of the decisions; see :class:`SchedulerOutput`."""
         try:
             for move in output.page_moves:
                 places = self._memory, swap_memory
                 source, target = places if move.to_host else reversed(places)
                 for copy in move.copies:
                     source.copy_pages(copy, target)
-        except Exception as error:  # the host's or the device's memory, whatever it is
+        except Exception as error:  # any error of host or device memory
             raise SwapError(f"swapping failed: {type(error).__name__}: {error}") from error
 
     def _run_encoder(
         self, step: StepInputs, scheduled: Sequence[ScheduledRequest]
     ) -> Tensor | None:
-        """Rows of the encoder inputs that come with this step, packed in its order, or None."""
+        """Encode the encoder inputs of this step; return the rows packed in its order, or None."""
         entries = [
             item.request.encoder_input
             for item in scheduled
@@ -439,28 +439,28 @@ class ModelRunner:
         return self._as_rows({name: rows for name, rows in tensors.items() if mirrors(name)})
 
     def _as_rows(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """In the type that mirrored rows are kept in; integers stay."""
+        """Convert floating-point rows to the dtype of mirrored rows."""
         dtype = self._row_dtype
         if dtype is None:
             return tensors
         return {n: x.to(dtype) if x.is_floating_point() else x for n, x in tensors.items()}
 
     def _write_outputs(self, step: StepInputs, rows: Mapping[str, Tensor]) -> None:
-        """Mirror tensors that are on the host. Publishing comes after this."""
+        """Mirror tensors that are on the host. Publish only after this."""
         slot_mapping = torch.from_numpy(step.groups[self._kv.mirrored_group_id].slot_mapping)
         self._kv.stage_outputs.write(slot_mapping, rows)
 
     def drawn_rows(self, request: Request) -> dict[str, Tensor]:
-        """The newest token's row in each output that its codes make by themselves."""
+        """Return the newest token's row in each output that depends on its codes only."""
         codes = request.codes_of(request.num_tokens - 1, request.num_tokens)
         return self._model.drawn_rows(torch.tensor(codes, device=self._device)) if codes else {}
 
     @torch.inference_mode()
     def warm_up(self) -> tuple[str, ...]:
-        """Run two made-up requests in the null block, so that output tensors are discovered.
+        """Run two dummy requests in the null block, to discover output tensors.
 
-        Of different lengths, so that a row per request cannot be taken for one per token. Returns
-        the names of all that the model emits.
+        They differ in length, so that a row per request is not mistaken for a row per token.
+        Returns the names of all outputs of the model.
         """
         self._batch.add("warm-up 0", [0] * 3)
         self._batch.add("warm-up 1", [0] * 2)
@@ -469,7 +469,7 @@ class ModelRunner:
             with on_device(self._device):
                 _, tensors = self._run(step)
                 if self._device.type == "cuda":
-                    # Steps of decodes alone have kernels of their own, compiled on first use.
+                    # Pure decode steps use separate kernels, compiled on first use.
                     decodes = self._batch.prepare(["warm-up 0"], [2], [1])
                     for size in reversed((1,) if self._graphs is None else self._graphs.sizes):
                         self._run(decodes, size=size)
@@ -478,7 +478,7 @@ class ModelRunner:
             self._host_copy.start(self._mirrored(tensors))
             self._write_outputs(step, self._host_copy.finish())
             if self._kv.encoder_outputs is not None:
-                # The store is made now, by a row in the null block, so that it is known.
+                # Create the store now by writing a row to the null block, so that it is known.
                 row = tensors["hidden_states"].new_zeros(1, self._model.encoder_hidden_size).cpu()
                 slot = torch.zeros(1, dtype=torch.int64)
                 self._kv.encoder_outputs.write(slot, self._as_rows({ENCODER_HIDDEN_STATES: row}))
@@ -489,13 +489,13 @@ class ModelRunner:
         return tuple(tensors)
 
     def clear(self) -> None:
-        """Forget every request, and find again the outputs that the manager is to mirror."""
+        """Forget every request, and rediscover the outputs that the manager mirrors."""
         self._batch.clear()
         self.warm_up()
 
     @torch.inference_mode()
     def is_finite(self, request: Request) -> bool:
-        """Whether the keys and values in the block that a running request has ended in are."""
+        """Return True if the keys and values in a running request's partial block are finite."""
         index, num_rest = divmod(request.num_computed_tokens, self._kv.block_size)
         if not num_rest:
             return True
@@ -507,15 +507,15 @@ class ModelRunner:
             return self._contents.are_finite(pages)
 
     def append_token(self, request: Request, token_id: int) -> None:
-        """Tell the tables the token that was accepted for a request."""
+        """Write the token that was accepted for a request to the tables."""
         self._batch.append_token(request.request_id, token_id)
 
     def forget(self, request: Request) -> None:
-        """Give back a request's row; one that has none is ignored."""
+        """Free a request's row; a request without one is ignored."""
         self._batch.remove(request.request_id)
 
     def forget_all(self) -> None:
-        """Give all rows back after a step that failed, maybe while it took one.
+        """Free all rows after a failed step, which may have failed while allocating one.
 
         Requests that hold blocks are written to the tables again when they run next.
         """
@@ -524,15 +524,15 @@ class ModelRunner:
     def _run_towers(
         self, scheduled: Sequence[ScheduledRequest], manager: EncoderCacheManager
     ) -> None:
-        """Run the towers for images and the like that this step begins and the pool lacks."""
+        """Run the towers for items that this step starts and the pool lacks."""
         items = [entry for item in scheduled for entry in item.items_to_encode]
         if not items:
             return
         at_once = [[entry] for entry in items] if self._deterministic else [items]
         encoded = [rows for some in at_once for rows in self._model.encode_multimodal(some)]
         if not are_finite(encoded):
-            # Towers may run several items as one sequence, so that it is not known whose fault it
-            # is: each request tries again by itself.
+            # Towers may run several items as one sequence, so the cause is unknown: each request
+            # is retried alone.
             kinds = " or ".join(sorted({entry.modality for entry in items}))
             raise ValueError(f"the tower gave rows of {kinds} that are NaN or infinite")
         for entry, rows in zip(items, encoded, strict=True):
@@ -546,12 +546,12 @@ class ModelRunner:
         extra: Mapping[str, NDArray[np.int64]] | None = None,
         size: int = 1,
     ) -> tuple[ModelInputs, Mapping[str, Tensor]]:
-        """What the model gets, and what it gives for each token; as a graph, if that can be.
+        """Run the model, with a graph if possible; return its inputs and its outputs per token.
 
         Args:
-            size: the smallest of a graph.
+            size: minimum size of a graph.
         """
-        # What is kept beside the outputs is no part of a graph.
+        # Graphs do not return the queries needed for alignment.
         aligns = self._aligned and any(item.request.is_aligned for item in scheduled)
         graphs = None if aligns else self._graphs
         padded = None if graphs is None else graphs.pad(step, size)
@@ -563,7 +563,7 @@ class ModelRunner:
         return inputs, {name: rows[:num_tokens] for name, rows in tensors.items()}
 
     def _decode(self, inputs: ModelInputs) -> dict[str, Tensor]:
-        """Run a padded step; what its padding has left in the null page is removed."""
+        """Run a padded step, and clear the null page, to which padding rows write."""
         tensors = self._forward(inputs)
         self._memory.clear_null_page()
         return tensors
@@ -575,13 +575,13 @@ class ModelRunner:
             return run_layers(self._model, inputs.embeds, inputs.positions, inputs.step)
 
     def _together(self) -> AbstractContextManager[None]:
-        """What followers take part in, if there are any."""
+        """Return the context of joint operations with followers, if there are any."""
         return nullcontext() if self._followers is None else self._followers.together()
 
     def _sample(
         self, hidden_states: Tensor, rows: Tensor, sampling: Sequence[Request]
     ) -> list[SampledToken]:
-        """Logits only for the rows that are sampled; on a CPU they are what costs most."""
+        """Sample; logits are computed for sampled rows only, as they dominate the cost on a CPU."""
         if not sampling:
             return []
         ends = hidden_states.index_select(0, rows)
@@ -597,7 +597,7 @@ class ModelRunner:
     def _draw_codes(
         self, rows: Tensor, token_ids: Sequence[int | None], states: Sequence[SamplingState]
     ) -> tuple[list[int | None], list[tuple[int, ...]]]:
-        """The tokens and their codes of further codebooks, each drawn behind those before it."""
+        """Sample the codes of further codebooks in sequence; return tokens and codes."""
         first = torch.tensor([token_id or 0 for token_id in token_ids], device=self._device)
         size = 1 if self._deterministic else len(rows)
         codes: list[list[int]] = []

@@ -1,20 +1,20 @@
-"""Several processes compute one model, each its share of every layer; the first one leads.
+"""Tensor parallelism: several processes compute one model, each its shard of every layer.
 
-::
+The first process is the leader::
 
     leader       schedule ─► tables ─► forward ─► sample ─► rows and tokens
-                               │          ║ sums behind every attention and MLP
-    followers                  └► Step ─► forward, over heads and pages of their own
+                               │          ║ all-reduce after every attention and MLP
+    followers                  └► Step ─► forward, over their own heads and pages
 
-A follower knows no requests. It repeats what the leader does to its pages, in the same order, so
-that the same ids stand for the same tokens in all processes: whatever the scheduler and the prefix
-cache decide holds for all. Messages go through a follower's standard input; what is on the device
-goes the way of the sums.
+A follower has no requests. It repeats the leader's page operations in the same order, so page ids
+refer to the same tokens in all processes, and decisions of the scheduler and the prefix cache apply
+to all. Messages are sent through a follower's standard input; device tensors are sent through the
+process group.
 
-A process that leaves a step in the middle leaves the others in a sum that never ends. So an
-interrupted step ends the followers, and the engine is broken, as it is when a follower has ended:
-the next message is an error then, and on a CPU the next sum. Followers end when their standard
-input does.
+A process that leaves a step in the middle would leave the others in an all-reduce that never ends.
+So an interrupted step kills the followers and breaks the engine, as does the exit of a follower:
+the next message then fails, and on a CPU the next all-reduce. Followers exit when their standard
+input is closed.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from engine.interface.placed_error import described
 from engine.layers import WHOLE, Shards
 from prefix_cache import KVCacheConfig, PageCopy, PagedMemory
 
-# One that is alive is waited for: it may compute, or be stopped, for any time.
+# A live process is waited for, because it may compute, or be stopped, for any length of time.
 _MEETING: Final = timedelta(minutes=10)
 _PATIENCE: Final = timedelta(days=365)
 
 
 class FollowerSetup(msgspec.Struct, frozen=True):
-    """The first message: what to build, an ``EngineConfig`` as JSON, and where to meet."""
+    """First message: the engine's ``EngineConfig`` as JSON, and the rendezvous folder."""
 
     config: str
     rank: int
@@ -60,16 +60,16 @@ class FollowerSetup(msgspec.Struct, frozen=True):
 
 
 class FollowerPages(msgspec.Struct, frozen=True):
-    """The second: how many (large) pages to hold."""
+    """Second message: the number of (large) pages to allocate."""
 
     num_pages: int
 
 
 class StepMessage(msgspec.Struct, frozen=True, tag="step"):
-    """Run the model on these arrays (type, shape, bytes), by the names of ``ModelInputs.arrays``.
+    """Run the model on arrays (dtype, shape, bytes), by the names of ``ModelInputs.arrays``.
 
-    Embeddings, of a width, follow through the group, and what items have for further layers, if
-    that is wider than 0.
+    Embeddings of the given width follow through the process group, then the items' features for
+    deeper layers, if their width is not 0.
     """
 
     arrays: dict[str, tuple[str, tuple[int, ...], bytes]]
@@ -77,7 +77,7 @@ class StepMessage(msgspec.Struct, frozen=True, tag="step"):
     features_width: int
 
     def unpacked(self) -> dict[str, NDArray[Any]]:
-        """The arrays."""
+        """Return the arrays as numpy arrays."""
         return {
             name: np.frombuffer(bytearray(content), dtype).reshape(shape)
             for name, (dtype, shape, content) in self.arrays.items()
@@ -93,14 +93,14 @@ class CopyMessage(msgspec.Struct, frozen=True, tag="copy"):
 
 
 class ClearMessage(msgspec.Struct, frozen=True, tag="clear"):
-    """Fill a page with zeros; without a group the null page."""
+    """Fill a page with zeros; the null page if there is no group."""
 
     group_id: int | None = None
     page_id: int = 0
 
 
 class CheckMessage(msgspec.Struct, frozen=True, tag="check"):
-    """Add up whether anything in pages, each a group and an id, is not finite."""
+    """All-reduce whether anything in pages, given as (group, id), is not finite."""
 
     pages: tuple[tuple[int, int], ...]
 
@@ -109,7 +109,7 @@ FollowerMessage: TypeAlias = StepMessage | CopyMessage | ClearMessage | CheckMes
 
 
 def read_message(pipe: IO[bytes], kind: Any) -> Any:
-    """The next message, which is of a kind; ``EOFError`` where there is none."""
+    """Read the next message, which must be of a kind. ``EOFError`` if the pipe is closed."""
     size = pipe.read(8)
     content = pipe.read(int.from_bytes(size, "little")) if len(size) == 8 else b""
     if not content:
@@ -118,10 +118,10 @@ def read_message(pipe: IO[bytes], kind: Any) -> Any:
 
 
 def join_group(folder: str, rank: int, size: int, device: torch.device) -> Shards:
-    """Meet the other processes in a folder of their own; on a CPU they talk over loopback.
+    """Join the process group through a private folder; CPU processes communicate over loopback.
 
     Raises:
-        RuntimeError: they do not come.
+        RuntimeError: if the other processes do not join in time.
     """
     store = FileStore(str(Path(folder, "store")), size)
     group: ProcessGroupGloo | torch.distributed.ProcessGroupNCCL
@@ -138,7 +138,7 @@ def join_group(folder: str, rank: int, size: int, device: torch.device) -> Shard
 
 
 class FollowerError(RuntimeError):
-    """A follower could not be started, or has ended."""
+    """A follower could not be started, or has exited."""
 
 
 _PROGRAM = """
@@ -152,16 +152,16 @@ sys.exit(main(answers))
 
 
 class Followers:
-    """The processes that compute the other shares, as the leader sees them.
+    """Leader's handle of the processes that compute the other shards.
 
     Args:
-        config_of: from a rank to the settings of its engine, as JSON.
+        config_of: returns the engine settings of a rank, as JSON.
 
     Raises:
-        FollowerError: one of them does not start; what it printed is on standard error.
+        FollowerError: if one of them does not start; its output is on standard error.
 
     Attributes:
-        shards: the leader's.
+        shards: the leader's shards.
     """
 
     def __init__(self, size: int, config_of: Callable[[int], str], device: torch.device) -> None:
@@ -173,7 +173,7 @@ class Followers:
                 program,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                start_new_session=True,  # signals of the terminal are not for it
+                start_new_session=True,  # so that terminal signals do not reach it
             )
             for _ in range(1, size)
         ]
@@ -188,18 +188,18 @@ class Followers:
             self.shards = join_group(folder, 0, size, device)
 
     def renew_locks(self) -> None:
-        """Leave the processes to the parent, in a child of a fork."""
+        """Leave the processes to the parent, in a forked child."""
         self.close.detach()
-        # Its destructor would wait for threads that only the parent has.
+        # The group's destructor would wait for threads that only the parent has.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.shards.group))
 
     @property
     def is_closed(self) -> bool:
-        """Whether the processes have been ended."""
+        """True if the processes have been killed."""
         return not self.close.alive
 
     def await_all(self, answer: str) -> None:
-        """Wait for an answer of each; ``FollowerError`` where another comes, or none."""
+        """Wait for ``answer`` from each process. ``FollowerError`` if one sends another or none."""
         with self.together():
             for process in self._processes:
                 assert process.stdout is not None
@@ -210,7 +210,7 @@ class Followers:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What others take part in: they are ended if it is interrupted."""
+        """Context of a joint operation: kills the followers if it is interrupted."""
         try:
             yield
         except BaseException as error:
@@ -219,10 +219,10 @@ class Followers:
             raise
 
     def send(self, message: msgspec.Struct) -> None:
-        """Have every follower do something, after all that it was sent before.
+        """Send a message to every follower, which processes messages in order.
 
         Raises:
-            FollowerError: one of them has ended, which ends the others.
+            FollowerError: if one of them has exited; the others are then killed.
         """
         if self.is_closed:
             raise FollowerError(f"the processes of tensor_parallel have ended: {self._ended_by}")
@@ -232,7 +232,7 @@ class Followers:
                 _write(process, content)
 
     def send_step(self, inputs: ModelInputs) -> None:
-        """Have every follower run the model; the caller does so at once."""
+        """Make every follower run the model; the caller must do so immediately."""
         features = inputs.step.item_features
         arrays = {
             name: (array.dtype.str, array.shape, array.tobytes())
@@ -245,7 +245,7 @@ class Followers:
             self.shards.broadcast(features)
 
     def are_finite(self, pages: Sequence[tuple[int, int]], mine: bool) -> bool:
-        """Whether pages are finite in all processes, where they are in this one."""
+        """Return True if pages are finite in all processes; ``mine`` is this one's result."""
         with self.together():
             self.send(CheckMessage(tuple(pages)))
             bad = torch.tensor([0.0 if mine else 1.0], device=self._device)
@@ -265,7 +265,7 @@ def _write(process: subprocess.Popen[bytes], content: bytes) -> None:
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], folder: str) -> None:
     for process in processes:
-        process.kill()  # it keeps nothing, and may be in a sum that does not end
+        process.kill()  # it has nothing to save, and may be in an all-reduce that never ends
     for process in processes:
         process.wait()
         for pipe in (process.stdin, process.stdout):
@@ -276,7 +276,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], folder: str) -> None:
 
 
 class LeaderMemory(PagedMemory):
-    """Pages of the leader: what is done to them, followers do to theirs."""
+    """Pages of the leader; operations on them are repeated by the followers."""
 
     def __init__(self, config: KVCacheConfig, device: torch.device, followers: Followers) -> None:
         super().__init__(config, device)
@@ -299,5 +299,5 @@ class LeaderMemory(PagedMemory):
 
 
 def followers_of(memory: PagedMemory) -> Followers | None:
-    """Who has the other heads of these pages; None where all are here."""
+    """Return the followers with the other heads of these pages; None if all heads are here."""
     return memory.followers if isinstance(memory, LeaderMemory) else None

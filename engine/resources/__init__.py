@@ -1,4 +1,4 @@
-"""Devices and memory: what an engine reserves, and what it says of it.
+"""Devices, and the plan and report of the memory that an engine reserves.
 
 Imports prefix_cache, interface.
 """

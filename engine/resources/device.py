@@ -1,4 +1,4 @@
-"""Where an engine computes, and in which type of numbers."""
+"""Devices and dtypes of an engine, uploads, and checks for finite values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.interface.log_fields import package_logger
 
-_ALIGNMENT = 16  # of what is packed into one copy
+_ALIGNMENT = 16  # bytes, of each array packed into one copy
 
 
 def upload(
@@ -25,12 +25,12 @@ def upload(
     device: torch.device,
     place: Callable[[int], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Arrays as tensors on a device, by one asynchronous copy through pinned memory.
+    """Copy arrays to a device as tensors, by one asynchronous copy through pinned memory.
 
-    On a CPU they are taken as they are, unless they have a place.
+    On a CPU, the tensors share the arrays' memory unless ``place`` is given.
 
     Args:
-        place: from a number of bytes to those of the device that take them; None: new ones.
+        place: returns a device buffer of a given number of bytes; None: allocate a new one.
     """
     if device.type == "cpu" and place is None:
         return dict(zip(arrays, map(torch.from_numpy, arrays.values()), strict=True))
@@ -54,7 +54,7 @@ def upload(
 
 
 def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on a device, by an asynchronous copy through pinned memory."""
+    """Copy a CPU tensor to a device, asynchronously through pinned memory."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -66,23 +66,23 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def total(tensors: Iterable[Tensor]) -> Tensor:
-    """The sum of all numbers, a float32 scalar on the device of the first; integers are left out.
+    """Return the sum of all floating-point elements, a float32 scalar on the first one's device.
 
-    It is finite only if each of them is. It may overflow where all are finite, so that it rules a
-    doubt out and confirms none.
+    It is finite only if all elements are. It may overflow although all elements are finite, so a
+    non-finite sum proves nothing.
     """
     sums = [each.sum(dtype=torch.float32) for each in tensors if each.is_floating_point()]
     return reduce(torch.add, sums) if sums else torch.zeros(())
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether there is no NaN and no infinity in any of them; integers are finite."""
+    """Return True if no tensor contains NaN or infinity; integers are finite."""
     tensors = list(tensors)
     return math.isfinite(total(tensors).item()) or all(bool(x.isfinite().all()) for x in tensors)
 
 
 def require_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Raise ``ValueError`` that names the tensors that hold NaN or infinity, if any do."""
+    """Raise ``ValueError`` with the names of tensors that contain NaN or infinity, if any do."""
     if not are_finite(tensors.values()):
         names = [name for name, tensor in tensors.items() if not are_finite([tensor])]
         raise ValueError(f"its {' and '.join(sorted(names))} are NaN or infinite")
@@ -92,14 +92,14 @@ def require_finite(tensors: Mapping[str, Tensor]) -> None:
 def keep_freed_memory() -> None:
     """Keep large freed tensors in the process, on Linux with glibc; once per process.
 
-    A step's activations are tens of megabytes that are freed and allocated again at once. glibc
-    returns blocks of this size to the operating system, which has to map and zero every page of
-    the next one: 4 to 6 % more CPU for prefills on CPUs. The thresholds hold for the whole
-    process, so that memory which anything else in it frees is kept too.
+    A step's activations are tens of megabytes that are freed and soon allocated again. glibc
+    returns blocks of this size to the operating system, which must map and zero every page of the
+    next one: 4 to 6 % more CPU time for prefills on CPUs. The thresholds apply to the whole
+    process, so memory freed by other code is kept too.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, the largest that glibc takes
+        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, the maximum that glibc accepts
         mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
 
 
@@ -107,7 +107,7 @@ logger = package_logger(__name__)
 
 
 def resolve_device(name: str) -> torch.device:
-    """``auto`` takes CUDA when there is one; ``ValueError`` for a device that is not there."""
+    """Return a device by name; ``auto`` prefers CUDA. ``ValueError`` if it is not available."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -124,16 +124,16 @@ def resolve_device(name: str) -> torch.device:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device the current one, on which Triton launches its kernels."""
+    """Make a CUDA device the current one, because Triton launches its kernels there."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def resolve_dtype(
     name: str, checkpoint_dtype: torch.dtype | None, device: torch.device
 ) -> torch.dtype:
-    """``auto`` is the checkpoint's type on CUDA, float32 on a CPU.
+    """Return a dtype by name; ``auto`` is the checkpoint's on CUDA, float32 on a CPU.
 
-    A half type that was asked for on a CPU without instructions for it gets a warning.
+    Warns about a half-precision type on a CPU without instructions for it.
     """
     if name != "auto":
         if device.type == "cpu":
@@ -146,11 +146,11 @@ def resolve_dtype(
 
 @cache
 def _warn_of_slow(dtype_name: str) -> None:
-    """Warn once in a process of a type that torch multiplies more slowly than float32."""
+    """Warn once per process about a dtype that torch multiplies more slowly than float32."""
     suffix = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype_name)
     if suffix is None:
         return
-    # Such as avx512_bf16 and amx_bf16; older versions of torch cannot say.
+    # Such as avx512_bf16 and amx_bf16; older versions of torch do not report them.
     capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     if capabilities and not any(capabilities[x] for x in capabilities if x.endswith(suffix)):
         logger.warning(

@@ -1,4 +1,4 @@
-"""What an engine reserves, worked out before it is reserved, and reported."""
+"""Memory plan: sizes of an engine's reservations, computed in advance and reported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from prefix_cache import (
 
 
 def format_bytes(size: int) -> str:
-    """Bytes for people: ``1536`` is ``1.5 KiB``."""
+    """Format a number of bytes: ``1536`` is ``1.5 KiB``."""
     if size < 1024:
         return f"{size} B"
     value, unit = size / 1024, "KiB"
@@ -38,7 +38,7 @@ def format_bytes(size: int) -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can be taken now."""
+    """Return the bytes that are currently available on a device."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
@@ -46,7 +46,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 class MemoryEstimate(NamedTuple):
-    """Bytes that a stage would hold; ``least`` is what must be free for it to start."""
+    """Bytes that a stage would use; ``least`` is the minimum that must be free for it to start."""
 
     weights: int
     pages: int
@@ -56,14 +56,14 @@ class MemoryEstimate(NamedTuple):
 
 
 def require_memory(tensors: Iterable[Any], device: torch.device, owner: str) -> None:
-    """See to it that there is room for tensors before any is made.
+    """Check that there is enough memory for tensors before any is allocated.
 
     Args:
-        tensors: of the sizes and types that will be made; on ``meta``, for they need no memory.
-        owner: whose they are, for the message.
+        tensors: ``meta`` tensors, which need no memory, of the sizes and dtypes to allocate.
+        owner: owner of the tensors, for the message.
 
     Raises:
-        ValueError: there is not enough.
+        ValueError: if there is not enough.
     """
     needed = sum(tensor.nbytes for tensor in tensors)
     free = free_bytes(device)
@@ -75,19 +75,19 @@ def require_memory(tensors: Iterable[Any], device: torch.device, owner: str) -> 
 
 
 _SHORT_ROWS = dict.fromkeys(("position_ids", "row_keys", "token_ids", "codes"), 32)
-# Tokens of a short context; or an eighth of the longest, where that is less.
+# Tokens of a short context, or an eighth of the longest if that is less.
 _SHORT_CONTEXT = 1024
 _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class ContextCost:
-    """What one request holds at one length, while its last token runs.
+    """Memory that one request holds at one length, while its last token runs.
 
     Attributes:
-        needed_bytes: of the keys, values and states that this token works with.
-        held_bytes: of the pages that these lie in.
-        one_size_bytes: of the pages that an allocator with pages of one size would hold.
+        needed_bytes: bytes of the keys, values and states that this token uses.
+        held_bytes: bytes of the pages that contain them.
+        one_size_bytes: bytes of the pages that an allocator with one page size would hold.
     """
 
     num_tokens: int
@@ -97,29 +97,29 @@ class ContextCost:
 
     @property
     def waste(self) -> float:
-        """Share of what is held that is not needed."""
+        """Fraction of the held bytes that is not needed."""
         return 1 - self.needed_bytes / self.held_bytes
 
     @property
     def one_size_waste(self) -> float:
-        """The same for pages of one size."""
+        """Fraction of the bytes held with one page size that is not needed."""
         return 1 - self.needed_bytes / self.one_size_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheReport:
-    """The groups of a cache, and what they cost against pages of one size."""
+    """Groups of a cache, and their cost compared with a single page size."""
 
     config: KVCacheConfig
     costs: tuple[ContextCost, ...]
 
     @property
     def is_uniform(self) -> bool:
-        """Whether there is nothing but full attention in one group."""
+        """True if the only group is one of full attention."""
         return [type(group.spec) for group in self.config.groups] == [FullAttentionSpec]
 
     def lines(self) -> list[str]:
-        """The report, a line for each group and what follows from them."""
+        """Format the report: one line per group, and the resulting costs."""
         if self.is_uniform:
             group = self.config.groups[0]
             page_bytes, block_size = group.page_bytes, group.spec.block_size
@@ -164,11 +164,11 @@ class KVCacheReport:
 def report_kv_cache(
     config: KVCacheConfig, max_model_len: int, num_encoder_tokens: int = 0
 ) -> KVCacheReport:
-    """Work out what requests will hold; reserves nothing.
+    """Compute how much memory requests will hold; reserves nothing.
 
     Args:
-        max_model_len: longest sequence; costs are stated for it, and for a short one.
-        num_encoder_tokens: that each request brings along, for cross-attention.
+        max_model_len: longest sequence; costs are reported for it and for a short one.
+        num_encoder_tokens: encoder tokens of each request, for cross-attention.
     """
     ours = _probe(config.groups)
     one_size = _probe(one_size_groups(config.groups))
@@ -196,20 +196,20 @@ def _layers(group: KVCacheGroup) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What an engine reserves.
+    """Reservations of an engine.
 
     Attributes:
-        num_blocks: blocks of the pool (with several groups, large pages), the null block included.
-        page_bytes: one of these blocks (or large pages).
+        num_blocks: blocks of the pool (large pages with several groups), including the null block.
+        page_bytes: size of one block (or large page).
         stage_output_bytes: per mirrored tensor, the host's ``(num_blocks, block_size, D)`` store.
-        attention: the backend that computes attention; None in an engine without a KV cache.
-        kv_cache: the groups of layers, and what they cost; None likewise.
-        item_pages: what towers' rows may take of the pool, in words; None for a model without.
+        attention: name of the attention backend; None in an engine without a KV cache.
+        kv_cache: groups of layers and their cost; None in an engine without a KV cache.
+        item_pages: share of the pool for tower rows, in words; None for a model without towers.
         swap_bytes: host memory for pages of swapped requests.
-        offload: where blocks go that the pool may evict, with their most bytes; None for nowhere.
-        stored: how the checkpoint's weights are stored, in words, where that is not how they are
-            held.
-        num_processes: each of which holds such weights and pages, of its share of the heads.
+        offload: tiers for blocks that the pool may evict, with their capacities; None if disabled.
+        stored: storage format of the checkpoint's weights, in words, if it differs from that in
+            memory.
+        num_processes: number of processes, each with these weights and pages for its heads.
     """
 
     device: str
@@ -230,16 +230,16 @@ class MemoryPlan:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """The whole pool."""
+        """Size of the whole pool."""
         return self.num_blocks * self.page_bytes
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the pool holds if all layers keep all tokens; the null block holds none."""
+        """Token capacity of the pool if all layers keep all tokens, without the null block."""
         return (self.num_blocks - 1) * self.block_size
 
     def describe(self, hidden_size: int, enable_prefix_caching: bool) -> Mapping[str, Any]:
-        """The plan for people, beside what else its engine resolved."""
+        """Return the formatted plan together with other settings that the engine resolved."""
         return {
             "hidden_size": hidden_size,
             "dtype": self.dtype,
@@ -250,7 +250,7 @@ class MemoryPlan:
         }
 
     def lines(self) -> list[str]:
-        """The plan for people, a line per reservation."""
+        """Format the plan, one line per reservation."""
         return [
             f"weights        {format_bytes(self.weights_bytes)} ({self.dtype} on {self.device})",
             *([f"  stored as    {self.stored}"] if self.stored else []),
@@ -306,20 +306,20 @@ def resolve_num_blocks(
     device: torch.device,
     step_bytes: int = 0,
 ) -> int:
-    """Enough for every seat at full length, within the share of free memory that is allowed.
+    """Return enough blocks for every seat at full length, within the allowed share of free memory.
 
-    On a GPU no less than what a step takes stays free; a CPU's memory is not only this program's.
+    On a GPU, at least a step's memory stays free; a CPU's memory is shared with other programs.
 
     Args:
-        config: what the user set; a ``num_blocks`` of his is taken as it is, if it fits.
-        page_bytes: of a (large) page.
-        pages_for: pages that sequences of so many tokens, and so many of them, can take up.
+        config: the user's settings; an explicit ``num_blocks`` is used unchanged, if it fits.
+        page_bytes: size of a (large) page.
+        pages_for: maximum number of pages for a length in tokens and a number of sequences.
 
     Raises:
-        ValueError: the blocks take more memory than is free, or not even one sequence of
-            ``max_model_len`` would fit; says what would. Where the user stated ``num_blocks`` and
-            no length, the checkpoint's may be too long: requests that do not fit are refused one by
-            one then, as long as there is room for any.
+        ValueError: if the blocks exceed the free memory, or not even one sequence of
+            ``max_model_len`` would fit; the message suggests what would. If the user set
+            ``num_blocks`` but no length, the checkpoint's may be too long: requests that do not
+            fit are then rejected one by one, as long as there is room for any.
     """
     per_sequence = pages_for(max_model_len, 1)
     # Processes that share a CPU take as much each.
@@ -357,7 +357,7 @@ def resolve_num_blocks(
 def _check_free(
     num_pages: int, page_bytes: int, memory_fraction: float, device: torch.device, free: int
 ) -> None:
-    """Before anything is made for each of them: a machine may come down by as much as that."""
+    """Check the free memory before allocating anything per page, which could crash the machine."""
     if num_pages * page_bytes > free:
         raise ValueError(
             f"num_blocks {num_pages} of {format_bytes(page_bytes)} each take "
@@ -369,13 +369,13 @@ def _check_free(
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """What a loaded model asks of the memory.
+    """Memory requirements of a loaded model.
 
     Attributes:
-        max_encoder_len: most encoder tokens that a sequence may bring.
-        step_bytes: what a step takes beside weights and pages; see :func:`step_bytes`.
-        row_bytes: of a token's hidden state.
-        item_row_bytes: of a row of images and the like; 0 for a model without towers.
+        max_encoder_len: maximum number of encoder tokens per sequence.
+        step_bytes: memory of a step besides weights and pages; see :func:`step_bytes`.
+        row_bytes: size of a token's hidden state.
+        item_row_bytes: size of a row of a multimodal item; 0 for a model without towers.
     """
 
     groups: tuple[KVCacheGroup, ...]
@@ -388,14 +388,14 @@ class ModelNeeds:
     step_bytes: int = 0
 
     def with_item_pages(self, kv_config: KVCacheConfig, config: EngineConfig) -> KVCacheConfig:
-        """The same config with pages for towers' rows, if the model has towers."""
+        """Return the config with pages for tower rows, if the model has towers."""
         if not self.item_row_bytes:
             return kv_config
         nbytes = config.block_size * self.item_row_bytes
         return kv_config.with_item_pages(nbytes, config.encoder_cache_bytes)
 
     def page_costs(self, config: EngineConfig) -> tuple[int, Callable[[int, int], int]]:
-        """Bytes of a (large) page, and how many so many tokens of so many requests take up."""
+        """Return the size of a (large) page, and a function from (tokens, requests) to pages."""
         probe = KVCacheManager(
             self.with_item_pages(KVCacheConfig(2, self.groups, num_host_blocks=2), config),
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -412,7 +412,7 @@ class ModelNeeds:
         return probe.config.large_page_bytes, pages_for
 
     def estimate(self, config: EngineConfig, outputs: Collection[str]) -> MemoryEstimate:
-        """What all seats take at full length, and what one needs; ids and places are short rows."""
+        """Estimate the memory of all seats at full length, and the minimum for one of them."""
         page_bytes, pages_for = self.page_costs(config)
         stated, length, num_seqs = config.num_blocks, self.max_model_len, config.max_num_seqs
         first, pages = (page_bytes * (stated or pages_for(length, n) + 1) for n in (1, num_seqs))
@@ -427,15 +427,15 @@ class ModelNeeds:
         )
 
 
-# Rows of the hidden size that lie beside each other in a layer at most: the residual, what was
-# normalized, a fused gate and up of some five times the width each, and their product.
+# Maximum number of rows of the hidden size that coexist in a layer: the residual, the normalized
+# input, a fused gate and up projection of about five times the width each, and their product.
 _ROWS_PER_TOKEN = 24
-# Per logit: the model's, a copy that penalties change, and four of float64 to draw from.
+# Per logit: the model's, a copy that penalties change, and four float64 copies for sampling.
 _BYTES_PER_LOGIT = 4 + 4 + 4 * 8
 
 
 def step_bytes(config: EngineConfig, hidden_size: int, vocab_size: int, dtype: torch.dtype) -> int:
-    """What the largest step takes on a device beside weights and pages, by rule of thumb."""
+    """Estimate the device memory of the largest step besides weights and pages."""
     per_token = _ROWS_PER_TOKEN * hidden_size * dtype.itemsize
     per_request = _BYTES_PER_LOGIT * vocab_size
     return config.max_num_batched_tokens * per_token + config.max_num_seqs * per_request
@@ -446,18 +446,18 @@ def plan_memory(
 ) -> tuple[KVCacheConfig, MemoryPlan]:
     """Size the pool; ``attention`` is the backend's name, for the plan.
 
-    A pool that the user sized himself need not hold ``needs.max_encoder_len`` encoder tokens for
-    every sequence, nor the longest item: requests that do not fit are refused one by one.
+    A pool of user-defined size need not hold ``needs.max_encoder_len`` encoder tokens for every
+    sequence, nor the longest item: requests that do not fit are rejected one by one.
 
     Raises:
-        ValueError: the memory that may be used does not hold one sequence; says what would fit.
+        ValueError: if not even one sequence fits; the message suggests what would.
     """
     max_model_len = needs.max_model_len
     page_bytes, pages_for = needs.page_costs(config)
     kv_config = KVCacheConfig(
         resolve_num_blocks(config, page_bytes, pages_for, max_model_len, device, needs.step_bytes),
         needs.groups,
-        # Host memory is taken as it is written to, so there is room for every seat.
+        # Host memory is committed only when it is written, so reserve enough for every seat.
         num_host_blocks=-(-max_model_len // config.block_size) * config.max_num_seqs + 1,
     )
     kv_config = needs.with_item_pages(kv_config, config)
