@@ -62,7 +62,7 @@ REUSED_PRIORITY = 2
 _NUM_PRIORITIES = 3
 
 _PAGES_OF_REWARD = 4
-_LEAST_SHARE = 1e-3
+_MIN_SHARE = 1e-3
 
 
 class _Evictable(Protocol):
@@ -243,7 +243,7 @@ class PageArena:
                 if oldest_page is None:
                     raise RuntimeError(f"group {group_id} has no block to give: check first")
                 evicted = list(oldest_page.cached)
-                self._take_back(oldest_page)
+                self._evict_page(oldest_page)
                 page = self._split(self.free_pages.pop(), group)
             else:
                 evicted = [block]
@@ -358,7 +358,7 @@ class PageArena:
         """Increase the share of a priority whose content was evicted too early."""
         self.shares[priority] += _PAGES_OF_REWARD * weight / len(self.pages)
         total = sum(self.shares)
-        self.shares = [max(share / total, _LEAST_SHARE) for share in self.shares]
+        self.shares = [max(share / total, _MIN_SHARE) for share in self.shares]
 
     def _rank(self, member: _Evictable) -> EvictionKey:
         priority, time = member.key
@@ -398,7 +398,7 @@ class PageArena:
             group.unheld_with_free[page.page_id] = page
         return page
 
-    def _take_back(self, page: LargePage) -> None:
+    def _evict_page(self, page: LargePage) -> None:
         """Evict an unheld page's content and free the page."""
         group = self.groups[page.blocks[0].group_id]
         for block in page.cached:
@@ -420,7 +420,7 @@ def _page_of(block: KVCacheBlock) -> LargePage:
     return block.large_page
 
 
-_MOST_EVICTED = 2**16
+_MAX_EVICTED = 2**16
 """Number of evicted blocks to remember, which covers about a million tokens."""
 
 
@@ -646,7 +646,7 @@ class BlockPool:
             is_reused = priority == HIGH_PRIORITY and block.is_reused
             own_priority = REUSED_PRIORITY if is_reused else priority
             if self.older and block.block_hash is not None:
-                self._release_one_of_several(block, block.block_hash, own_priority)
+                self._release_duplicate(block, block.block_hash, own_priority)
             else:
                 self._arena_of[block.group_id].release(block, own_priority)
 
@@ -719,9 +719,7 @@ class BlockPool:
         self.older.clear()
         self._evicted.clear()
 
-    def _release_one_of_several(
-        self, block: KVCacheBlock, block_hash: BlockHash, priority: int
-    ) -> None:
+    def _release_duplicate(self, block: KVCacheBlock, block_hash: BlockHash, priority: int) -> None:
         """Release a block that may have duplicates with equal content; only the newest is kept."""
         key = (block.group_id, block_hash)
         arena = self._arena_of[block.group_id]
@@ -755,7 +753,7 @@ class BlockPool:
             if old.block_hash is not None:
                 self._forget_newest(old.group_id, old.block_hash)
                 self._evicted[old.group_id, old.block_hash] = (old.key[0], self.num_evictions)
-                if len(self._evicted) > _MOST_EVICTED:
+                if len(self._evicted) > _MAX_EVICTED:
                     self._evicted.popitem(last=False)
                 old.block_hash = None
                 self.evictions[old.group_id] += 1

@@ -669,10 +669,10 @@ class KVCacheManager:
             self._resets_before[request_id] = self.num_resets
             self.coordinator.keep_stops(request_id, prefix.stops if prefix is not None else None)
             if self._enable_prefix_caching:
-                self._note_prefix(request_id, prefix, block_hashes, encoder)
+                self._record_prefix(request_id, prefix, block_hashes, encoder)
         return True
 
-    def _note_prefix(
+    def _record_prefix(
         self,
         request_id: str,
         prefix: CachedPrefix | None,
@@ -682,7 +682,7 @@ class KVCacheManager:
         """Record the prefix hit of a new request, and the blocks that it computes now."""
         num_hit_tokens = prefix.num_tokens if prefix is not None else 0
         if prefix is not None and prefix.num_seen_tokens > num_hit_tokens:
-            self.coordinator.keep_parting(
+            self.coordinator.record_divergence(
                 request_id, block_hashes, num_hit_tokens, prefix.num_seen_tokens
             )
         self.pending.add(request_id, block_hashes[num_hit_tokens // self.block_size :])
@@ -718,12 +718,10 @@ class KVCacheManager:
         Raises:
             ValueError: if the request holds no blocks.
         """
-        is_current = self.resets_before(request_id) == self.num_resets
-        if not (is_current and self._enable_prefix_caching):
-            return
-        self.coordinator.publish(request_id, block_hashes, num_computed_tokens)
-        num_full_blocks = num_computed_tokens // self.block_size
-        self.pending.remove(request_id, islice(block_hashes, num_full_blocks))
+        if self._can_publish(request_id):
+            self.coordinator.publish(request_id, block_hashes, num_computed_tokens)
+            num_full_blocks = num_computed_tokens // self.block_size
+            self.pending.remove(request_id, islice(block_hashes, num_full_blocks))
 
     def publish_partial(
         self,
@@ -736,21 +734,20 @@ class KVCacheManager:
 
         Arguments are as for :meth:`publish`, which must be called first.
         """
-        is_current = self.resets_before(request_id) == self.num_resets
-        if not (is_current and self._enable_prefix_caching):
-            return
-        block_hash = partial_hash(num_computed_tokens)
+        block_hash = partial_hash(num_computed_tokens) if self._can_publish(request_id) else None
         if block_hash is not None:
             self._partial_blocks.publish(request_id, block_hashes, block_hash, num_computed_tokens)
 
     def publish_encoder(self, request_id: str, encoder: EncoderBlocks) -> None:
         """Make a request's encoder sequence findable, after its keys and values are written."""
-        is_current = self.resets_before(request_id) == self.num_resets
-        if not (is_current and self._enable_prefix_caching):
+        if not self._can_publish(request_id):
             return
         for manager in self.coordinator.encoder_managers:
             manager.publish(request_id, encoder.hashes, encoder.num_tokens)
         self.pending.remove(request_id, encoder.hashes)
+
+    def _can_publish(self, request_id: str) -> bool:
+        return self.resets_before(request_id) == self.num_resets and self._enable_prefix_caching
 
     def free(self, request_id: str) -> None:
         """Release all blocks of a request that finished, failed, was aborted or preempted.

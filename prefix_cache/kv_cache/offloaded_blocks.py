@@ -282,8 +282,8 @@ class OffloadedBlocks:
                 if wanted.block_hash is not None:
                     pool.publish(block, wanted.block_hash)
             self._count_hits(tiers, lacking)
-        brought = iter(pairs)
-        pool.release(b if b.block_id >= 0 else next(brought)[0] for b in found)
+        fetched = iter(pairs)
+        pool.release(b if b.block_id >= 0 else next(fetched)[0] for b in found)
         return True if is_whole else None
 
     def _read(self, block: KVCacheBlock, wanted: KVCacheBlock) -> Literal["host", "disk"] | None:

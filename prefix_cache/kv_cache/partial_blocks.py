@@ -29,8 +29,8 @@ from prefix_cache.stores.stage_output_cache import StageOutputCache
 PartialHash: TypeAlias = Callable[[int], BlockHash | None]
 """Maps a number of leading tokens that ends inside a block to its hash; None: not known yet."""
 
-_MOST_PARENTS = 2**16
-_SHARE = 32
+_MAX_PARENTS = 2**16
+_PAGE_RATIO = 32
 """One of this many pages may hold a partial block."""
 
 
@@ -72,7 +72,7 @@ class PartialBlocks:
         self._lengths: OrderedDict[bytes, set[int]] = OrderedDict()
         self._blocks: deque[tuple[KVCacheBlock, BlockHash]] = deque()
         num_pages = len(coordinator.pool.arenas[0].pages)
-        self._most_blocks = max(num_pages // _SHARE, 2 * len(coordinator.token_managers))
+        self._max_blocks = max(num_pages // _PAGE_RATIO, 2 * len(coordinator.token_managers))
 
     def publish(
         self,
@@ -91,12 +91,12 @@ class PartialBlocks:
             block = manager.table(request_id)[num_full]
             pool.publish(block, block_hash)
             self._blocks.append((block, block_hash))
-        while len(self._blocks) > self._most_blocks:
+        while len(self._blocks) > self._max_blocks:
             pool.forget(*self._blocks.popleft())
         parent = block_hashes[num_full - 1] if num_full else b""
         self._lengths.setdefault(parent, set()).add(num_rest)
         self._lengths.move_to_end(parent)
-        if len(self._lengths) > _MOST_PARENTS:
+        if len(self._lengths) > _MAX_PARENTS:
             self._lengths.popitem(last=False)
 
     def find(

@@ -63,7 +63,7 @@ class SingleTypeKVCacheManager(ABC):
         # Leading blocks per request that came from a hit: other requests likely need them again.
         self._num_adopted: dict[str, int] = {}
         # Per request, range of blocks that others need to continue where it diverges from them.
-        self.parting: dict[str, tuple[int, int]] = {}
+        self.divergence: dict[str, tuple[int, int]] = {}
         # Released blocks of these ranges and of hits, with their hashes at that time.
         self._shared: dict[str, list[tuple[KVCacheBlock, BlockHash]]] = {}
         # Leading blocks per request that were already released or never held.
@@ -154,7 +154,7 @@ class SingleTypeKVCacheManager(ABC):
         first = self._num_released[request_id]
         if end <= first:
             return
-        begin, stop = self.parting.get(request_id, (0, 0))
+        begin, stop = self.divergence.get(request_id, (0, 0))
         adopted = self._num_adopted.get(request_id, 0)
         for index in range(first, end):
             if index < adopted or begin <= index < stop:
@@ -199,7 +199,7 @@ class SingleTypeKVCacheManager(ABC):
         del self.block_tables[request_id]
         del self._num_published[request_id], self._num_released[request_id]
         self._num_adopted.pop(request_id, None)
-        self.parting.pop(request_id, None)
+        self.divergence.pop(request_id, None)
         self.pool.release(reversed(table))
         for block, block_hash in self._shared.pop(request_id, ()):
             self.pool.renew(block, block_hash)
@@ -658,7 +658,7 @@ class KVCacheCoordinator:
         self._settled[request_id] = (num_held, next_release)
         return True
 
-    def keep_parting(
+    def record_divergence(
         self, request_id: str, block_hashes: Sequence[BlockHash], hit_tokens: int, seen_tokens: int
     ) -> None:
         """Record how much a request shares with earlier ones, if the hit does not cover all of it.
@@ -672,7 +672,7 @@ class KVCacheCoordinator:
         num_found = num_seen
         for manager in self.token_managers:
             first = manager.first_needed_block(num_seen * self.block_size)
-            manager.parting[request_id] = first, num_seen
+            manager.divergence[request_id] = first, num_seen
             if not manager.keeps_all:
                 continue
             missing = self._missing(manager.group_id, block_hashes, range(num_hit, num_seen))

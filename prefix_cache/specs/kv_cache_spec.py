@@ -341,13 +341,13 @@ def pad_pages(groups: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
     padded = list(groups)
     large = largest = 1
     for index in order:
-        padded[index] = _pad_to_suit(groups[index], large, largest)
+        padded[index] = _pad_to_fit(groups[index], large, largest)
         large = lcm(large, padded[index].page_bytes)
         largest = max(largest, padded[index].page_bytes)
     return tuple(padded)
 
 
-def _pad_to_suit(group: KVCacheGroup, large: int, largest: int) -> KVCacheGroup:
+def _pad_to_fit(group: KVCacheGroup, large: int, largest: int) -> KVCacheGroup:
     """Add the minimum padding that keeps the combined large page within the limit."""
     unit = group.spec.page_unit_bytes
     size = group.page_bytes

@@ -38,12 +38,12 @@ _SUFFIX = ".block"
 # Padded, so that the data after it is aligned.
 _HEADER = struct.Struct("<32sQ8x")
 # Maximum bytes queued for the I/O thread; further blocks are dropped, so that no step waits.
-_MOST_PENDING = 256 * 2**20
+_MAX_PENDING_BYTES = 256 * 2**20
 # Fractions of the capacity: 1/32 is written between two scans, and a scan trims to 7/8.
-_BETWEEN_SCANS, _LEFT_BY_SCAN = 32, 7 / 8
+_SCANS_PER_CAPACITY, _TRIMMED_FRACTION = 32, 7 / 8
 _PAUSE_AFTER_ERROR_S = 10.0
-_OLD_S = 3600.0
-_LONGEST_CLOSE_S = 30.0
+_STALE_AFTER_S = 3600.0
+_CLOSE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class DiskTier:
         size = len(data) + _HEADER.size
         if key in self._pending or size > self.capacity_bytes:
             return
-        if time.monotonic() < self._paused_until or self._pending_bytes + size > _MOST_PENDING:
+        if time.monotonic() < self._paused_until or self._pending_bytes + size > _MAX_PENDING_BYTES:
             self.num_dropped += 1
             return
         with self._changed:
@@ -193,7 +193,7 @@ class DiskTier:
         _remove(file)
         return None
 
-    def flush(self, timeout_s: float = _LONGEST_CLOSE_S) -> bool:
+    def flush(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> bool:
         """Wait until everything queued is written or dropped; return False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, timeout_s)
@@ -204,7 +204,7 @@ class DiskTier:
             self._is_closed = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(_LONGEST_CLOSE_S)
+            self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _file(self, key: TierKey) -> str:
         name = key.hex()
@@ -221,13 +221,13 @@ class DiskTier:
                 self._write(key, data)
                 self._is_failing = False
             except OSError as error:
-                self._note_failure(error)
+                self._pause(error)
             with self._changed:
                 self._pending_bytes -= len(data) + _HEADER.size
                 del self._pending[key]
                 self._changed.notify_all()
 
-    def _note_failure(self, error: OSError) -> None:
+    def _pause(self, error: OSError) -> None:
         """Pause writing after an error, so that a full disk is not retried for every block."""
         self.num_errors += 1
         self.num_dropped += 1
@@ -243,15 +243,15 @@ class DiskTier:
             return
         if self._until_scan < size:
             self._trim()
-        aside = f"{file}.{os.getpid()}-{threading.get_ident()}~"
+        temporary = f"{file}.{os.getpid()}-{threading.get_ident()}~"
         try:
             os.makedirs(os.path.dirname(file), mode=0o700, exist_ok=True)
-            with open(aside, "wb") as opened:
+            with open(temporary, "wb") as opened:
                 opened.write(_header(key, data))
                 opened.write(data)
-            os.replace(aside, file)
+            os.replace(temporary, file)
         except OSError:
-            _remove(aside)
+            _remove(temporary)
             raise
         self._until_scan -= size
         self.nbytes += size
@@ -267,16 +267,16 @@ class DiskTier:
                 continue  # another process has removed it
             if path.endswith(_SUFFIX):
                 found.append((status.st_mtime, status.st_size, path))
-            elif path.endswith("~") and now - status.st_mtime > _OLD_S:
+            elif path.endswith("~") and now - status.st_mtime > _STALE_AFTER_S:
                 _remove(path)  # left by a killed process
-        total = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found) if total > self.capacity_bytes * _LEFT_BY_SCAN else ():
-            if total <= self.capacity_bytes * _LEFT_BY_SCAN:
+        total, limit = sum(size for _, size, _ in found), self.capacity_bytes * _TRIMMED_FRACTION
+        for _, size, path in sorted(found) if total > limit else ():
+            if total <= limit:
                 break
             _remove(path)
             total -= size
         self.nbytes = total
-        self._until_scan = max(self.capacity_bytes // _BETWEEN_SCANS, 1)
+        self._until_scan = max(self.capacity_bytes // _SCANS_PER_CAPACITY, 1)
 
 
 def _header(key: TierKey, data: bytearray) -> bytes:

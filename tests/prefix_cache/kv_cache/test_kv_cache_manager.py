@@ -268,7 +268,7 @@ def test_what_was_cached_and_gave_way_was_evicted():
 
 
 def test_evictions_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("prefix_cache.blocks.block_pool._MOST_EVICTED", 3)
+    monkeypatch.setattr("prefix_cache.blocks.block_pool._MAX_EVICTED", 3)
     manager = new_manager(num_blocks=5)
     for number in range(5):
         run(manager, "a", range(100 * number, 100 * number + 16))

@@ -245,7 +245,7 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
 def test_what_waits_for_the_disk_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiers, "_MOST_PENDING", 5000)
+    monkeypatch.setattr(tiers, "_MAX_PENDING_BYTES", 5000)
     monkeypatch.setattr(DiskTier, "_write_all", lambda self: None)  # a disk that hangs
     tier = DiskTier(tmp_path, CAPACITY, b"f" * 32)
     for number in range(10):
