@@ -1,13 +1,13 @@
-"""Times what a request costs the prefix cache beside the model.
+"""Time that a request spends in the prefix cache, without a model.
 
 Run it from a checkout::
 
     python -m benchmarks.admission                     # prompts of 16, 256 and 2048 tokens
     python -m benchmarks.admission --num-tokens 256
 
-A pool of 16-token blocks and one group of full attention, without rows beside it, as one request
-after the other finds it: prompts that nothing has in common, and one that is cached whole. Printed
-is the least of several rounds, in microseconds a request. ``admission`` is hashing, finding and
+A pool of 16-token blocks and one group of full attention, without mirrored rows. Requests run one
+after the other: prompts that share nothing, or one that is completely cached. The output shows the
+minimum of several rounds, in microseconds per request. ``admission`` is hashing, finding and
 allocating together.
 """
 
@@ -35,14 +35,14 @@ REQUESTS = 100
 
 
 def new_manager() -> KVCacheManager:
-    """A pool of one group."""
+    """Create a manager of one group."""
     spec = FullAttentionSpec(BLOCK_SIZE, 8, 64, torch.float16)
     config = KVCacheConfig(NUM_BLOCKS, (KVCacheGroup(("layer",), spec),))
     return KVCacheManager(config, output_names=())
 
 
 def run_requests(prompts: list[list[int]], spent: dict[str, float]) -> None:
-    """Take requests in and out again, in a pool that holds what earlier ones left."""
+    """Admit and free requests one by one, in a pool that caches the earlier ones."""
     manager = new_manager()
     clock = time.perf_counter
     for index, prompt in enumerate(prompts):
@@ -72,7 +72,7 @@ def run_requests(prompts: list[list[int]], spent: dict[str, float]) -> None:
 
 
 def measure(num_tokens: int, *, cached: bool) -> dict[str, float]:
-    """Microseconds of each part a request, the least of several rounds."""
+    """Measure microseconds of each part per request, the minimum of several rounds."""
     prompts = [
         [(0 if cached else index) * num_tokens + place for place in range(num_tokens)]
         for index in range(REQUESTS)
@@ -86,7 +86,7 @@ def measure(num_tokens: int, *, cached: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print a row per kind of prompt."""
+    """Print a row for each kind of prompt."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--num-tokens", type=int, nargs="*", default=[16, 256, 2048])
     for num_tokens in parser.parse_args().num_tokens:

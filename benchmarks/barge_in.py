@@ -1,13 +1,13 @@
-"""How soon an answer ends that is spoken over, at ``/v1/realtime``.
+"""Latency of barge-in at ``/v1/realtime``: the end of an answer that a user interrupts.
 
     python -m benchmarks.barge_in --rounds 20 --clients 1 5
 
-Every client has a long answer spoken and, as soon as it hears the first of it, speaks in pieces
-of 20 ms at the speed of speech, beginning with a loud sample. Milliseconds from that sample until::
+Every client requests a long spoken answer and, as soon as its first audio arrives, speaks in chunks
+of 20 ms in real time, beginning with a loud sample. Milliseconds from that sample until::
 
-    speech_started   the server says that somebody speaks
-    last sound       the last piece of the answer's sound comes in; 0 if none does after that
-    cancelled        the server says that the answer has ended
+    speech_started   the server reports speech
+    last sound       the last chunk of the answer's audio arrives; 0 if none does after that sample
+    cancelled        the server reports the end of the answer
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def spoken_words(url: str) -> bytes:
-    """Words without the silence before them, in 24,000 samples of 16 bits a second."""
+    """Synthesize words without leading silence, in 24,000 samples of 16 bits per second."""
     body = {"model": "spoken_sums", "voice": "alloy", "input": "twelve plus thirty"}
     asked = urllib.request.Request(
         f"{url}/v1/audio/speech",
@@ -65,13 +65,13 @@ def spoken_words(url: str) -> bytes:
 
 
 async def all_clients(url: str, speech: bytes, clients: int, rounds: int) -> list[dict[str, float]]:
-    """What each round of each client measured, in seconds."""
+    """Run all clients; return the measurements of each of their rounds, in seconds."""
     asked = (one_client(url, speech, rounds) for _ in range(clients))
     return [each for one in await asyncio.gather(*asked) for each in one]
 
 
 async def one_client(url: str, speech: bytes, rounds: int) -> list[dict[str, float]]:
-    """Have answers spoken, and speak over each."""
+    """Request spoken answers, and interrupt each."""
     address = f"{url.replace('http', 'ws')}/v1/realtime?model=spoken_sums"
     measured = []
     for _ in range(rounds):
@@ -90,7 +90,7 @@ async def one_client(url: str, speech: bytes, rounds: int) -> list[dict[str, flo
 
 
 async def ended(socket: ClientConnection, begun: float) -> dict[str, float]:
-    """When what is measured comes, in seconds since the speech began."""
+    """Wait for the measured events; return their times in seconds since the speech began."""
     times = {"last sound": 0.0}
     while True:
         event = json.loads(await socket.recv())
@@ -109,7 +109,7 @@ async def ended(socket: ClientConnection, begun: float) -> dict[str, float]:
 
 
 async def speak(socket: ClientConnection, speech: bytes) -> None:
-    """Send sound, each piece when it would have been spoken."""
+    """Send audio in real time."""
     begun = time.monotonic()
     for number, place in enumerate(range(0, len(speech), 2 * PIECE)):
         piece = b64encode(speech[place : place + 2 * PIECE]).decode()

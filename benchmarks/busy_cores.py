@@ -1,20 +1,20 @@
-"""A job beside other programs: what busy cores make of its time.
+"""Run time of a job next to other programs that keep the cores busy.
 
     python -m benchmarks.busy_cores [--rounds 3] [--before ../before] [--beside none loop ...]
 
 The job is that of ``engine_cpu``: 16 requests of 256 + 64 tokens on a Qwen2 of 0.1 B, whose prompts
-share none or 192 of their tokens, as a pipeline of one stage. Sides are a runtime each (``inline``,
-``processes``), and the same of another checkout with ``--before``. Each side is a process that
-loads its model once, then does a job when asked. Beside it run
+share none or 192 of their tokens, as a pipeline of one stage. Each side is a runtime (``inline``,
+``processes``), or with ``--before`` the same of another checkout. Each side is a process that
+loads its model once, then runs jobs on request. The concurrent load is one of
 
 * ``none``: nothing;
-* ``loop``, ``loops``: one busy loop, or two, that yield to nobody;
+* ``loop``, ``loops``: one or two busy loops;
 * ``background``: a program of two threads at a lower priority (nice 10);
-* ``quota``: nothing, but the side's cgroup allows it 1.5 cores of time. It needs the right to make
-  a cgroup, and is left out with its reason elsewhere.
+* ``quota``: nothing, but the side's cgroup limits it to 1.5 cores. It needs permission to create a
+  cgroup; without it, it is skipped with the reason.
 
-A round asks each side once. Printed are medians of seconds, and their ratio to the same side's
-with nothing beside it. Goals on two cores: 1.6 beside one loop, 2.3 beside two.
+A round runs each side once. The output shows median seconds, and their ratio to those of the same
+side without load. Goals on two cores: 1.6 with one loop, 2.3 with two.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PROGRAMS = {"loop": [_LOOP], "loops": [_LOOP] * 2, "background": [_BACKGROUND]}
 
 
 def serve_jobs(runtime: str, model: str) -> None:
-    """Read a count of shared tokens a line; do the job, and write its seconds."""
+    """For each line read, a number of shared tokens, run the job and print its seconds."""
     import torch
 
     from omni import Omni, TokensPrompt
@@ -95,11 +95,11 @@ def serve_jobs(runtime: str, model: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One way of doing the job.
+    """One way of running the job.
 
     Attributes:
-        name: what the table calls it.
-        checkout: where its code is.
+        name: name in the table.
+        checkout: folder of its code.
         runtime: as ``runtime: {kind}``.
     """
 
@@ -109,7 +109,7 @@ class Side:
 
     @contextmanager
     def started(self, cgroup: Path | None) -> Iterator[subprocess.Popen[str]]:
-        """Its process, warm."""
+        """Start its process and warm it up."""
         join = f"echo $$ > {cgroup}/cgroup.procs; " if cgroup is not None else ""
         here = str(Path(__file__).resolve())
         from benchmarks.models import benchmark_model
@@ -131,7 +131,7 @@ class Side:
 
 
 def seconds_of(process: subprocess.Popen[str], num_shared: int) -> float:
-    """Of one job."""
+    """Run one job in the process and return its seconds."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(f"{num_shared}\n")
     process.stdin.flush()
@@ -143,7 +143,7 @@ def seconds_of(process: subprocess.Popen[str], num_shared: int) -> float:
 
 @contextmanager
 def programs_beside(kind: str) -> Iterator[None]:
-    """Run them for as long as this lasts."""
+    """Run the programs of this kind of load within the context."""
     running = [
         subprocess.Popen([sys.executable, "-c", source]) for source in _PROGRAMS.get(kind, [])
     ]
@@ -157,10 +157,10 @@ def programs_beside(kind: str) -> Iterator[None]:
 
 @contextmanager
 def quota_group() -> Iterator[Path]:
-    """A cgroup with a quota.
+    """Create a cgroup with a quota.
 
     Raises:
-        OSError: this process may make none.
+        OSError: this process may not create cgroups.
     """
     is_v2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()
     folder = Path("/sys/fs/cgroup" if is_v2 else "/sys/fs/cgroup/cpu", f"busy_cores_{os.getpid()}")
@@ -178,7 +178,7 @@ def quota_group() -> Iterator[Path]:
 
 
 def measure(sides: Sequence[Side], kind: str, rounds: int) -> dict[tuple[str, int], float]:
-    """Median seconds, by the side's name and shared tokens."""
+    """Measure median seconds, by the side's name and shared tokens."""
     with ExitStack() as stack:
         cgroup = stack.enter_context(quota_group()) if kind == "quota" else None
         processes = {side.name: stack.enter_context(side.started(cgroup)) for side in sides}

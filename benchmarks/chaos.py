@@ -1,4 +1,4 @@
-"""Whatever happens to workers: every request ends, and says what it would have said undisturbed.
+"""Fault injection into workers: every request must end with the same output as without faults.
 
     python -m benchmarks.chaos [--config omni_speech] [--requests 2000] [--faults 100] [--seed 0]
     python -m benchmarks.chaos --runtime ray --faults 10 --kinds sigkill
@@ -7,20 +7,20 @@
 
 Several callers stream requests through a pipeline in processes, or in the actors of a Ray cluster,
 while its workers get SIGKILL, SIGSTOP, exceptions in the middle of their steps, and exceptions that
-leave a stage of no use, spread evenly over the requests. Every output is compared with that of the
-same prompt undisturbed and inline. Token ids, texts, finish reasons and lengths have to be equal,
-and what was told piece by piece has to add up. Tensors and sound may differ by 1e-5, a third of a
-step of 16-bit samples: a run again meets others in its batches and its cache, and floating point
-sums come out differently in another order, by some 2e-7. With ``--exact`` each stage runs one
-request at a time, by one thread and without a cache: then nothing is summed in another order, and
-sound has to be equal to the last bit. With ``--shared`` all stages share one worker.
+break a stage permanently, spread evenly over the requests. Every output is compared with that of
+the same prompt without faults and inline. Token ids, texts, finish reasons and lengths must be
+equal, and deltas must add up to the whole. Tensors and audio may differ by 1e-5, a third of a
+step of 16-bit samples: a retried request has other requests in its batches and cache entries, and
+floating point sums in another order differ by some 2e-7. With ``--exact`` each stage runs one
+request at a time, with one thread and without a cache: then sums have a fixed order, and audio must
+be equal to the last bit. With ``--shared`` all stages share one worker.
 
-Now and then, and in the end, every worker checks that it has lost nothing. Counted before and
+Periodically, and at the end, every worker checks the integrity of its cache. Counted before and
 after: processes, threads, descriptors, and names in /dev/shm.
 
-A request may be run again as often as it takes: with few requests many faults meet the same one.
-``tests/omni/runtime/test_chaos.py`` runs a small part of it, with the workers' own undisturbed
-outputs to compare with (``--reference workers``), which takes less to build.
+Retries are practically unlimited: with few requests many faults hit the same one.
+``tests/omni/runtime/test_chaos.py`` runs a small part of it, compared with outputs of the workers
+without faults (``--reference workers``), which takes less time to build.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _SHORT = {
     "stages.talker.sampling.max_tokens": 20,
     "stages.code2wav.generation.num_steps": 2,
 }
-"""What lets thousands of requests of the default pipeline end within minutes."""
+"""Overrides with which thousands of requests of the default pipeline end within minutes."""
 
 _ALONE: dict[str, dict[str, Any]] = {
     "autoregressive": {"engine.max_num_seqs": 1, "engine.enable_prefix_caching": False},
     "generator": {"engine.max_batch_size": 1},
 }
-"""By kind of stage, what makes each request compute the same sums whoever is beside it."""
+"""Overrides by kind of stage with which each request's sums do not depend on other requests."""
 
 _CALLERS, _AT_ONCE = 4, 4
 _DIFFERENT = 160
@@ -65,7 +65,7 @@ _KINDS = {kind.lower(): kind for kind in _FAULTS}
 
 
 def prompts(count: int, seed: int) -> list[str]:
-    """Prompts of which many share their beginnings."""
+    """Generate prompts, many of which share a prefix."""
     rng = random.Random(seed)
     beginnings = [" ".join(rng.choices(_WORDS, k=6)) for _ in range(8)]
     different = [
@@ -81,9 +81,9 @@ def run(
     seen: Outcome,
     disturber: Disturber | None = None,
 ) -> None:
-    """Stream all requests, by several callers at once, and compare what comes of them."""
+    """Stream all requests, by several callers at once, and compare their outputs."""
     counting = threading.Lock()
-    # A caller of few requests has few at once, or most would be under way before the first fault.
+    # With few requests a caller sends few at once, or most would run before the first fault.
     at_once = max(1, min(_AT_ONCE, len(asked) // (8 * _CALLERS)))
 
     def call(start: int) -> None:
@@ -106,7 +106,7 @@ def run(
 
 
 def streamed(omni: Omni, asked: Sequence[str], start: int) -> Iterator[list[OmniOutput]]:
-    """The outputs of some requests, of each as it ends."""
+    """Yield the outputs of each request when it ends."""
     batch = [OmniRequest(prompt, f"r{start + at}") for at, prompt in enumerate(asked)]
     outputs: dict[str, list[OmniOutput]] = {str(each.request_id): [] for each in batch}
     for output in omni.stream(batch):
@@ -116,7 +116,7 @@ def streamed(omni: Omni, asked: Sequence[str], start: int) -> Iterator[list[Omni
 
 
 def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
-    """What the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--config", default="omni_speech")
     parser.add_argument("--requests", type=int, default=2000)
@@ -131,7 +131,7 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def overrides_of(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the pipeline's file is changed by: inline, and in workers beside that."""
+    """Return the overrides of the pipeline: those inline, and the additional ones in workers."""
     inline = dict(_SHORT if arguments.config == "omni_speech" else {})
     workers = {
         "runtime.kind": arguments.runtime,
@@ -150,7 +150,7 @@ def overrides_of(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[st
 
 
 def faults_of(arguments: argparse.Namespace) -> list[str]:
-    """The faults, of each kind as many, in an order that the seed determines."""
+    """Return the faults, equally many of each kind, in an order determined by the seed."""
     kinds = [_KINDS[kind] for kind in arguments.kinds] if arguments.kinds else _FAULTS
     faults = [kinds[number % len(kinds)] for number in range(arguments.faults)]
     random.Random(arguments.seed).shuffle(faults)
@@ -160,7 +160,7 @@ def faults_of(arguments: argparse.Namespace) -> list[str]:
 def undisturbed(
     arguments: argparse.Namespace, asked: Sequence[str], inline: PipelineConfig, config: Any
 ) -> Undisturbed:
-    """What every prompt says; the process that workers are forked from runs from then on."""
+    """Run every prompt without faults; also starts the process that workers are forked from."""
     different = list(dict.fromkeys(asked))
     with Omni(config) as omni:
         outputs = omni.generate(different if arguments.reference == "workers" else different[:1])
@@ -172,7 +172,7 @@ def undisturbed(
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run from the command line; 0 if every request ended and equals, and nothing is left."""
+    """Run from the command line; return 0 if all outputs are equal and nothing was leaked."""
     arguments = arguments_of(words)
     asked, faults = prompts(arguments.requests, arguments.seed), faults_of(arguments)
     plain, in_workers = overrides_of(arguments)
@@ -189,8 +189,8 @@ def main(words: Sequence[str] | None = None) -> int:
         run(omni, asked[:1], expected, again)  # until every worker is up again
         check(omni, again)
         num_stages = len(omni.pipeline.order)
-    # Ray keeps one or two closed sockets of every cluster that a process has been in, also where
-    # nothing but ray.init and ray.shutdown was called.
+    # Ray leaks one or two closed sockets of every cluster that a process has joined, even if only
+    # ray.init and ray.shutdown were called.
     spared = 2 if arguments.runtime == "ray" else 0
     after = Leftovers.settled(before, spared)
     left = after.more_than(before, spared)

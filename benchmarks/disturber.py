@@ -1,4 +1,4 @@
-"""Faults that come over the workers of a pipeline while requests run."""
+"""Injection of faults into the workers of a pipeline while requests run."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from omni import Omni
 from stages.remote.remote_stage import RemoteStage
 
 EXCEPTION, RUIN = "exception", "ruin"
-"""No signals: a step raises; a step raises, and the stage is of no use from then on."""
+"""Faults other than signals: a step raises; a step raises, and the stage is broken afterwards."""
 
 _CHECK_EVERY = 5
 
 
 @dataclass
 class Outcome:
-    """What came of the requests.
+    """Results of the requests.
 
     Attributes:
-        kinds: how many were equal, failed, or differed.
-        errors: of those that failed, how often each was told.
-        faults: how often each was sent.
-        lost: what workers said that have lost something.
-        num_checks: how often they found that they had not.
+        kinds: number of requests that were equal, failed, or differed.
+        errors: number of failed requests by error.
+        faults: number of injected faults by kind.
+        lost: errors of workers whose integrity check failed.
+        num_checks: number of integrity checks that passed.
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
@@ -42,19 +42,19 @@ class Outcome:
 
     @property
     def num_ended(self) -> int:
-        """Requests that came to an end."""
+        """Number of requests that ended."""
         return sum(self.kinds.values())
 
 
 class Disturber:
-    """Does things to workers while requests run, spread evenly over them.
+    """Injects faults into workers, spread evenly over the run of the requests.
 
     Args:
-        omni: runs them.
-        faults: names of signals, :data:`EXCEPTION` or :data:`RUIN`, in that order.
-        num_requests: how many there are.
-        seen: says how many have ended, and is told what is done.
-        seed: of what happens to whom, and when.
+        omni: runs the requests.
+        faults: names of signals, :data:`EXCEPTION` or :data:`RUIN`, in the order of injection.
+        num_requests: number of requests.
+        seen: reports the number of ended requests, and counts the faults.
+        seed: seed of the choice of workers and times.
     """
 
     def __init__(
@@ -69,31 +69,31 @@ class Disturber:
         self._thread = threading.Thread(target=self._run, name="disturber", daemon=True)
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Wait for the last faults, unless the requests did not come through."""
+        """Wait for the last faults, unless the requests raised."""
         if kind is None:
             self.keep_pace()
         self._is_over.set()
         self._thread.join()
 
     def keep_pace(self) -> None:
-        """Wait until all faults have come that are due: nobody begins more requests before."""
+        """Wait until all due faults are injected: callers start no more requests before that."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_done or self._num_sent >= self._num_due())
 
     def _num_due(self) -> int:
-        """The first one comes at once, the last one while there are requests left."""
+        """Return the number of due faults: one at once, the last while requests are left."""
         count = len(self._faults)
         return min(count, 1 + self._seen.num_ended * (count + 1) // self._num_requests)
 
     def _run(self) -> None:
         try:
             self._send_all()
-        finally:  # whatever it fails of, nobody waits for more
+        finally:  # on any error, release the waiting callers
             with self._changed:
                 self._is_done = True
                 self._changed.notify_all()
@@ -117,9 +117,9 @@ class Disturber:
             assert isinstance(stage, RemoteStage)
             worker = self._rng.choice(stage.workers)
             pid = worker.pid
-            # One that stands still before its first word is waited for half a minute.
+            # A worker that is stopped while starting is only declared dead after half a minute.
             if pid is not None and (worker.is_up or fault != "SIGSTOP"):
-                with suppress(ProcessLookupError):  # it has just ended, or has not begun yet
+                with suppress(ProcessLookupError):  # it has just ended, or is still starting
                     if fault in (EXCEPTION, RUIN):
                         throw(pid, ruins=fault == RUIN)
                     else:
@@ -130,12 +130,12 @@ class Disturber:
 
 
 def check(omni: Omni, seen: Outcome) -> None:
-    """Let the workers that are up look whether they have lost anything."""
+    """Check the integrity of all running workers."""
     for stage in omni.pipeline.stages.values():
         try:
             stage.check_integrity()
             seen.num_checks += 1
         except RuntimeError as error:
-            # One that ends meanwhile has nothing to lose.
+            # A worker that ends meanwhile is no failure.
             if "its worker" not in str(error):
                 seen.lost.append(str(error))

@@ -1,4 +1,4 @@
-"""This engine against transformers on the same encoder-decoder, in turns.
+"""This engine compared with transformers on the same encoder-decoder, alternating.
 
     python -m benchmarks.encoder_decoder_cpu [--rounds 3] [--requests 16] [--encoder 128]
 
@@ -8,13 +8,13 @@ The model is a seeded BART of about 50 M parameters (hidden 512, 6 + 6 layers, 8
 * ``generate``: transformers, all requests in one padded batch;
 * ``cache off``: this engine without prefix caching;
 * ``cache on``: this engine, its cache emptied before every run;
-* ``encoded``: as ``cache on``, but the encoder's output is cached, and its decoder's is not;
+* ``encoded``: as ``cache on``, but the encoder's output is cached, and the decoder's is not;
 * ``torch only``: as ``cache on``, without the native kernels;
-* ``ctranslate2``: a converted copy of the weights in fp32, in a process of its own, where that
+* ``ctranslate2``: a converted copy of the weights in fp32, in a separate process, if that
   package is installed.
 
-Every round runs every side once, so that a drift of the machine meets all of them. Tokens of all
-sides are compared; where they differ, the run says how near the two likeliest tokens were.
+Every round runs every side once, so that a drift of the machine affects all of them. Tokens of all
+sides are compared; where they differ, the gap between the two most likely tokens is printed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from engine import (
 )
 
 START = (2, 0)
-"""What the decoder begins with, on every side."""
+"""Start of the decoder's prompt, on every side."""
 
 Side = Callable[[TokenIds], TokenIds]
 
@@ -125,7 +125,7 @@ def generate_side(model: Any, num_tokens: int) -> Side:
 def ctranslate2_side(
     checkpoint: str, folder: str, num_tokens: int, num_threads: int
 ) -> Iterator[Side]:
-    """CTranslate2 in a process of its own: its threads would slow down the other sides' here."""
+    """Run CTranslate2 in a separate process: its threads would slow down the other sides here."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(
@@ -148,12 +148,12 @@ def ctranslate2_side(
 def serve_ctranslate2(
     pipe: Connection, checkpoint: str, folder: str, num_tokens: int, num_threads: int
 ) -> None:
-    """Convert a copy, and answer until the other end is closed. Ids are written as words, because
-    its interface takes words."""
+    """Convert a copy, and answer until the other end is closed. Ids are sent as words, because
+    its interface only accepts words."""
     ctranslate2: Any = importlib.import_module("ctranslate2")
     loaders = importlib.import_module("ctranslate2.converters.transformers")
     model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint, dtype=torch.float32)
-    # Its converter asks for a field that transformers has dropped: BART's norms come behind.
+    # Its converter reads a field that transformers has removed: BART uses post-norm.
     model.config.normalize_before = False
     spec = loaders.BartLoader().get_model_spec(model)
     words = [str(number) for number in range(model.config.vocab_size)]
@@ -167,7 +167,7 @@ def serve_ctranslate2(
     translator = ctranslate2.Translator(
         folder, device="cpu", compute_type="float32", intra_threads=num_threads
     )
-    skipped = len(START) - 1  # of its answers, which hold the prompt but for the start token
+    skipped = len(START) - 1  # answers contain the prompt except for the start token
     while True:
         try:
             inputs: TokenIds = pipe.recv()
@@ -185,7 +185,7 @@ def serve_ctranslate2(
 
 @torch.inference_mode()
 def describe_difference(model: Any, encoder: list[int], a: list[int], b: list[int]) -> str:
-    """Where two answers part, and how near the two likeliest tokens were there."""
+    """Describe where two answers diverge, and the gap between the two most likely tokens there."""
     position = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
     if position is None:
         return f"lengths {len(a)} and {len(b)}"

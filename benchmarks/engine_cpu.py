@@ -1,27 +1,27 @@
-"""This engine against transformers on the same weights, in one process, in turns.
+"""This engine compared with transformers on the same weights, in one process, alternating.
 
     python benchmarks/engine_cpu.py [--rounds 3] [--requests 16] [--prompt 256] [--generate 64]
         [--model qwen2 | qwen3_moe | qwen3_next]
         [--sides "cache on" ...]
 
-The model is a seeded Qwen2 of about 0.1 B parameters (hidden 768, 12 layers, 12 heads over 4,
+The model is a seeded Qwen2 of about 0.1 B parameters (hidden 768, 12 layers, 12 heads, 4 KV heads,
 intermediate 2048, vocabulary 32,000, fp32, tied), or a Qwen3 of 0.3 B with 64 experts of width 256
-in each of 12 layers, 8 of which a token uses (hidden 512), or a Qwen3-Next of four layers,
+in each of 12 layers, 8 active per token (hidden 512), or a Qwen3-Next of four layers,
 three with eight states of 128 by 128, and four experts in each. Sides:
 
 * ``generate``: transformers, all requests in one padded batch;
 * ``continuous``: transformers' continuous batching (skip it with ``--no-continuous``);
 * ``cache off``: this engine without prefix caching;
 * ``cache on``: this engine, its cache emptied before every run;
-* ``no mirror``: as ``cache on``, mirroring no stage outputs: what the mirror costs;
+* ``no mirror``: as ``cache on``, without mirroring stage outputs: shows the cost of the mirror;
 * ``torch only``: as ``cache on``, without the native kernels;
-* ``deterministic``: as ``cache on``, with the same bits whatever runs beside a request.
+* ``deterministic``: as ``cache on``, with the same bits whatever else is in the batch.
 
-Every round runs every side once, so that a drift of the machine meets all of them. Tokens of all
-sides are compared; where they differ, the run says how near the two likeliest tokens were.
+Every round runs every side once, so that a drift of the machine affects all of them. Tokens of all
+sides are compared; where they differ, the gap between the two most likely tokens is printed.
 
-A last table says what caching costs a stream that never hits: milliseconds per step inside the
-cache's own methods, and their share of the step.
+A last table shows the cost of caching for a stream that never hits: milliseconds per step inside
+the cache's own methods, and their share of the step.
 
 Building an engine raises glibc's malloc thresholds for the whole process, which speeds transformers
 up a little too.
@@ -146,7 +146,7 @@ def continuous_side(model: Any, num_tokens: int) -> Callable[[TokenIds], TokenId
 def describe_difference(
     model: Any, prompt: Sequence[int], a: Sequence[int], b: Sequence[int]
 ) -> str:
-    """Where two answers part, and how near the two likeliest tokens were there."""
+    """Describe where two answers diverge, and the gap between the two most likely tokens there."""
     position = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
     if position is None:
         return f"lengths {len(a)} and {len(b)}"
@@ -186,7 +186,7 @@ def report(
     console.print(table)
 
 
-# Class and method of all that caching adds to a step.
+# Classes and methods of the work that caching adds to a step.
 CACHE_METHODS: tuple[tuple[type, str], ...] = (
     (Request, "extend_hashes"),
     (KVCacheManager, "find_cached_prefix"),
@@ -198,7 +198,7 @@ CACHE_METHODS: tuple[tuple[type, str], ...] = (
 
 @contextmanager
 def timed(methods: Iterable[tuple[type, str]], seconds: dict[str, float]) -> Iterator[None]:
-    """Add up the time inside of methods; none of them may call another."""
+    """Accumulate the time inside methods; none of them may call another."""
     with ExitStack() as stack:
         for owner, name in methods:
             label = f"{owner.__name__}.{name}"
@@ -218,7 +218,7 @@ def timed(methods: Iterable[tuple[type, str]], seconds: dict[str, float]) -> Ite
 
 
 def report_equality(console: Console, name: str, num_rows: int, parted: Sequence[str]) -> None:
-    """How many of a side's answers are those of generate, and a line for each other one."""
+    """Print how many of a side's answers equal those of generate, and each difference."""
     console.print(
         f"{name}: tokens equal to generate in {num_rows - len(parted)} of {num_rows}"
         + "".join(f"\n    {line}" for line in parted)

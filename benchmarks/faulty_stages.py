@@ -1,4 +1,4 @@
-"""Kinds of stages whose steps raise when their process is told to, for ``benchmarks.chaos``."""
+"""Stage kinds whose steps raise on request from another process, for ``benchmarks.chaos``."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _RAISE, _RUIN = b"raise", b"ruin"
 
 
 class InjectedError(Exception):
-    """What no stage expects."""
+    """Exception that no stage expects."""
 
 
 def throw(pid: int, *, ruins: bool = False) -> None:
-    """Make a step raise: the present one at whatever line it has come to, or the next one.
+    """Make a step raise: the current one at its current line, or else the next one.
 
     Args:
-        pid: of a process on this machine that has built a faulty stage.
-        ruins: whether it is the next one, after which the stage can neither let go of a request nor
-            be rebuilt.
+        pid: id of a process on this machine that has built a faulty stage.
+        ruins: if true, the next step raises, and afterwards the stage can neither abort requests
+            nor be rebuilt.
 
     Raises:
-        ProcessLookupError: there is no such process, or it has not come so far.
+        ProcessLookupError: there is no such process, or it is not ready yet.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         try:
@@ -43,13 +43,13 @@ def throw(pid: int, *, ruins: bool = False) -> None:
 
 
 def _address(pid: int) -> str:
-    """Linux keeps such names by itself: no file is left. Others hear by no signal: in an actor
-    the main thread, which alone hears of them in Python, is Ray's."""
+    """Return the name of an abstract Linux socket, which leaves no file. Signals are unsuitable:
+    Python handles them only in the main thread, which in an actor belongs to Ray."""
     return f"\0omni-faulty-stage-{pid}"
 
 
 class _Breaker:
-    """Stands before a stage's steps.
+    """Wraps a stage's steps to raise on request.
 
     Args:
         stage: its ``step`` is replaced.
@@ -89,7 +89,7 @@ class _Breaker:
         try:
             return self._step()
         finally:
-            with self._lock:  # what comes too late comes to nothing
+            with self._lock:  # cancel an exception that arrives too late
                 _raise_in(ctypes.c_ulong(threading.get_ident()), None)
                 self._inside = None
 
@@ -128,10 +128,10 @@ _KINDS: dict[str, type[StageConfig]] = {
 
 
 def faulty(config: PipelineConfig) -> PipelineConfig:
-    """The same pipeline, of stages whose steps raise when told to.
+    """Return the pipeline with stages whose steps raise on request.
 
     Raises:
-        KeyError: a stage is of another kind than those that there are here.
+        KeyError: there is no faulty version of a stage's kind.
     """
     stages = {
         name: _KINDS[stage.kind].model_validate(dict(stage) | {"kind": f"faulty_{stage.kind}"})

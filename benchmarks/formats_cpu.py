@@ -1,12 +1,12 @@
-"""Formats of weights and pages side by side on a CPU, in one process, in turns.
+"""Formats of weights and pages compared on a CPU, in one process, alternating.
 
     python benchmarks/formats_cpu.py [--rounds 5] [--requests 1 4] [--threads 1 --clock cpu]
 
 The model is that of ``engine_cpu.py``, of about 0.1 B parameters. Each round prefills and decodes
 the same prompts once in every format. ``decode`` is the median time of a step with all requests,
-``prefill`` that of the step that takes their prompts, ``job`` all of it; the ratios are float32's
-time by the format's, as medians over rounds. Bytes are those that the engine states. With one
-thread, the process's own time (``--clock cpu``) leaves out what other programs take.
+``prefill`` that of the step that computes their prompts, ``job`` the total; the ratios are those of
+float32's time to the format's, as medians over rounds. Bytes are those reported by the engine. With
+one thread, the process's CPU time (``--clock cpu``) excludes the effect of other programs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PARTS = ("prefill", "decode", "job")
 def run_once(
     engine: LLMEngine, prompts: TokenIds, num_tokens: int, clock: Callable[[], float]
 ) -> dict[str, float]:
-    """Seconds of the first step, of a usual later one, and of all."""
+    """Measure seconds of the first step, the median later one, and in total."""
     engine.reset_prefix_cache()
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     for index, prompt in enumerate(prompts):

@@ -1,17 +1,17 @@
-"""This engine beside llama.cpp on the same GGUF file, in turns; and what formats cost in accuracy.
+"""This engine compared with llama.cpp on the same GGUF file; and the accuracy of formats.
 
     python -m benchmarks.gguf_cpu FILE.gguf --llama-cpp ../llamacpp/bin/python [--rounds 3]
         [--threads 2] [--prompt 256] [--generate 64]
     python -m benchmarks.gguf_cpu FILE.gguf --formats [--text README.md] [--tokens 512]
 
-The first needs a Python that has PyPI's ``xllamacpp``, in an environment of its own. It runs in a
-process beside this one, which waits while the other one works. Each round runs every job on both:
+The first needs a Python with PyPI's ``xllamacpp``, in a separate environment. It runs in another
+process; only one of the two works at a time. Each round runs every job on both:
 1 and 8 requests of the same token ids at once, greedy, once for 1 token, which is the prefill, and
-once for ``--generate``; the difference is the decode. Ratios are medians of the rounds' own.
+once for ``--generate``; the difference is the decode. Ratios are medians of the rounds' ratios.
 
-``--formats`` writes the file's weights in other formats and prints how far the next tokens'
-distributions over a text are from those of the file's dequantized weights in float32: the mean of
-their Kullback-Leibler divergence, and how often the likeliest token is the same.
+``--formats`` converts the file's weights to other formats and compares the next-token
+distributions over a text with those of the dequantized weights in float32: the mean
+Kullback-Leibler divergence, and how often the most likely token is the same.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ for line in sys.stdin:
 
 
 class LlamaCpp:
-    """llama.cpp in another Python, which works only while it is asked."""
+    """llama.cpp in another Python process, idle between requests."""
 
     def __init__(self, python: str, file: Path, threads: int, length: int) -> None:
         self._process = subprocess.Popen(
@@ -78,7 +78,7 @@ class LlamaCpp:
         self._process.stdin.flush()
 
     def _until(self, word: str) -> str:
-        """The next line that is the word, or a number where it is none; others are its log."""
+        """Return the next line that is the word, or for "" a number; skip other log lines."""
         assert self._process.stderr is not None
         for line in self._process.stderr:
             if line.strip() == word or (not word and line.strip().replace(".", "").isdigit()):
@@ -86,13 +86,13 @@ class LlamaCpp:
         raise RuntimeError("llama.cpp ended")
 
     def seconds(self, prompts: Sequence[Sequence[int]], count: int) -> float:
-        """Run prompts at once."""
+        """Run prompts at once and return the seconds."""
         self._send({"prompts": prompts, "count": count})
         return float(self._until(""))
 
 
 def ours(engine: LLMEngine, prompts: Sequence[Sequence[int]], count: int) -> float:
-    """The same with this engine, its cache emptied before."""
+    """Do the same with this engine, its cache emptied before."""
     engine.reset_prefix_cache()
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
     started = time.perf_counter()
@@ -101,7 +101,7 @@ def ours(engine: LLMEngine, prompts: Sequence[Sequence[int]], count: int) -> flo
 
 
 def compare(args: argparse.Namespace, console: Console) -> None:
-    """Print tokens a second of both sides, and their ratios."""
+    """Print tokens per second of both sides, and their ratios."""
     torch.set_num_threads(args.threads)
     length = args.prompt + args.generate
     config = EngineConfig(model=str(args.file), num_blocks=8 * -(-length // 16) + 9)
@@ -133,7 +133,7 @@ def compare(args: argparse.Namespace, console: Console) -> None:
 
 
 def rewrite(source: Path, target: Path, kind: GGMLQuantizationType) -> Path:
-    """Write a file again with all its matrices in one format."""
+    """Rewrite a file with all its matrices in one format."""
     reader = GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
     writer = GGUFWriter(target, architecture)
@@ -153,7 +153,7 @@ def rewrite(source: Path, target: Path, kind: GGMLQuantizationType) -> Path:
 
 
 def log_probs(config: EngineConfig, text: str, num_tokens: int) -> Tensor:
-    """Of the next token at every place of a text, ``(tokens, vocabulary)``."""
+    """Compute next-token log-probabilities at every position, ``(tokens, vocabulary)``."""
     with closing(LLMEngine(config, output_names=["hidden_states"])) as engine:
         assert engine.tokenizer is not None
         ids = engine.tokenizer(text)["input_ids"][:num_tokens]

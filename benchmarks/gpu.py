@@ -1,15 +1,15 @@
-"""The first hour on a GPU: all that can only be learnt there, in nine minutes and one report.
+"""All measurements and checks that need a GPU, in nine minutes and one report.
 
     python -m benchmarks.gpu --out DIR [--minutes 9] [--device cuda:0] [--parts device tests ...]
     python -m benchmarks.gpu --out DIR --small --device cpu     the same on a CPU, in a small form
 
-Nothing is fetched: models are seeded, or random weights made on the device. Each part runs in a
-process of its own, for a bounded time; what fails, hangs or crashes is recorded, and the next part
-goes on. What the parts are, and what they print, is in :mod:`benchmarks.gpu_parts`.
+Nothing is downloaded: models are seeded, or have random weights made on the device. Each part runs
+in a separate process with a time limit; failures, hangs and crashes are recorded, and the next
+part continues. :mod:`benchmarks.gpu_parts` describes the parts and their results.
 
-``DIR/report.md`` and ``DIR/report.json`` are written again whenever a part has found something, so
-that a stop in the middle loses nothing; ``DIR/PART.jsonl`` and ``DIR/PART.log`` hold what a part
-found and printed. The exit status is 1 if a part did not come to its end.
+``DIR/report.md`` and ``DIR/report.json`` are rewritten whenever a part has a new result, so that
+an interruption loses nothing; ``DIR/PART.jsonl`` and ``DIR/PART.log`` contain the results and the
+output of a part. The exit status is 1 if a part did not finish.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PARTS: dict[str, float] = {
     "verify": 100,
     "throughput-7b": 150,
 }
-"""The parts in their order, with the most seconds that each may take."""
+"""The parts in order, each with its maximum seconds."""
 
 _POLL_S = 0.2
 _LOG_LINES = 12
@@ -44,12 +44,12 @@ _LOG_LINES = 12
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a part.
+    """The result of a part.
 
     Attributes:
         status: ``running``, ``ok``, ``failed``, ``stopped`` (it took too long) or ``not begun``.
-        rows: what it found, in its order; each names its table.
-        log: the last lines of what it printed, where it did not come to its end.
+        rows: its results in order; each names its table.
+        log: the last lines of its output, if it did not finish.
     """
 
     status: str = "not begun"
@@ -66,7 +66,7 @@ class Report:
         self.parts = {name: Outcome() for name in parts}
 
     def write(self) -> None:
-        """Write both forms anew, each in one move."""
+        """Write both files atomically."""
         content = {name: asdict(outcome) for name, outcome in self.parts.items()}
         self._replace("report.json", json.dumps({"title": self.title, "parts": content}, indent=1))
         self._replace("report.md", self.markdown())
@@ -77,7 +77,7 @@ class Report:
         new.replace(self.folder / name)
 
     def markdown(self) -> str:
-        """A section for every part, a table for each kind of row in it."""
+        """Format a section for every part, with a table for each kind of row in it."""
         lines = [f"# {self.title}"]
         for name, outcome in self.parts.items():
             lines += ["", f"## {name}: {outcome.status}, {outcome.seconds:.0f} s"]
@@ -102,7 +102,7 @@ def _cell(value: Any) -> str:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The whole lines of a part's file; one that is being written is left for the next time."""
+    """Read the complete lines of a part's file; an incomplete one is left for the next time."""
     if not file.exists():
         return []
     text = file.read_text("utf-8")
@@ -110,11 +110,11 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def run_part(report: Report, name: str, command: Sequence[str], limit_s: float) -> None:
-    """Run a part's command, and write what it finds while it runs.
+    """Run a part's command, and update the report while it runs.
 
     Args:
         command: writes its rows to ``name.jsonl`` in the report's folder.
-        limit_s: after which it is killed, with all the processes that it has started.
+        limit_s: timeout after which it is killed, with all processes that it has started.
     """
     outcome, rows = report.parts[name], report.folder / f"{name}.jsonl"
     rows.unlink(missing_ok=True)

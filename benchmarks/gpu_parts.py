@@ -1,17 +1,17 @@
-"""The parts of :mod:`benchmarks.gpu`, each run in a process of its own.
+"""The parts of :mod:`benchmarks.gpu`, each run in a separate process.
 
     python -m benchmarks.gpu_parts PART DEVICE FOLDER SECONDS [--small]
 
-* ``device``: versions, and the ceilings: a copy (bytes read and written), and products;
+* ``device``: versions, and the ceilings: a copy (bytes read and written), and matrix products;
 * ``throughput-0.5b``, ``throughput-7b``: random weights, made on the device, in the shapes of
-  Qwen2.5: decodes, prefills, prompts of which half is cached, with and without mirrored rows,
-  beside transformers' ``generate`` and ``forward`` on its own random weights, and the ceilings;
-* ``profile``: a step of decodes: its kernels, how long the device idled, what the host waited for;
+  Qwen2.5: decodes, prefills, half-cached prompts, with and without mirrored rows, compared with
+  transformers' ``generate`` and ``forward`` on other random weights, and with the ceilings;
+* ``profile``: a decode step: its kernels, idle time of the device, synchronizations of the host;
 * ``parity``: hidden states and greedy tokens of this engine and of transformers, on the device in
-  float32 and bfloat16, against transformers on the CPU in float32;
-* ``families``: every seeded family on the device against the CPU, in float32;
-* ``tests``: those marked ``gpu``;
-* ``verify``: cached against uncached pipelines.
+  float32 and bfloat16, compared with transformers on the CPU in float32;
+* ``families``: every seeded family on the device compared with the CPU, in float32;
+* ``tests``: the tests marked ``gpu``;
+* ``verify``: cached pipelines compared with uncached ones.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Where a part runs, and where its rows go."""
+    """The device of a part, its deadline, and the file of its rows."""
 
     device: torch.device
     file: Path
@@ -71,16 +71,16 @@ class Run:
     small: bool = False
 
     def row(self, table: str, **cells: Any) -> None:
-        """Add a row to a table of the report; it is on the disk at once."""
+        """Append a row of a table of the report to the file."""
         print(table, cells, flush=True)
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"table": table, **cells}) + "\n")
 
     @contextmanager
     def case(self, table: str, **names: Any) -> Iterator[None]:
-        """One of several cases: what fails becomes a row, and the next one goes on.
+        """Run one of several cases: a failure becomes a row, and the next case continues.
 
-        Out of time, none begins.
+        After the deadline no case starts.
         """
         if time.monotonic() > self.deadline:
             raise TimeoutError("the part's time is over")
@@ -93,7 +93,7 @@ class Run:
             self.row(table, **names, error=f"{type(error).__name__}: {str(error)[:300]}")
 
     def seconds(self, work: Callable[[], object], repeat: int = 10, warm_up: int = 3) -> float:
-        """The median time of some work that the device does."""
+        """Measure the median time of work on the device."""
         taken = []
         for index in range(warm_up + repeat):
             self.synchronize()
@@ -105,13 +105,13 @@ class Run:
         return statistics.median(taken)
 
     def synchronize(self) -> None:
-        """Wait for all that the device has to do."""
+        """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is served on a device like this."""
+        """The usual dtype of this kind of device."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
 
@@ -133,14 +133,14 @@ def versions(run: Run) -> None:
 
 
 def copy_rate(run: Run) -> float:
-    """Bytes a second, read and written."""
+    """Measure bytes per second, read and written."""
     source = torch.ones(2**20 if run.small else 2**30, dtype=torch.uint8, device=run.device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / run.seconds(lambda: target.copy_(source))
 
 
 def product_rate(run: Run, dtype: torch.dtype) -> float:
-    """Operations a second of a square product of random numbers."""
+    """Measure FLOP per second of a square product of random numbers."""
     size = 128 if run.small else 8192
     left, right = (torch.randn(size, size, device=run.device).to(dtype) for _ in range(2))
     return 2 * size**3 / run.seconds(lambda: left @ right)
@@ -166,7 +166,7 @@ _SHAPES = {
 
 
 def config_of(shape: str) -> Qwen2Config:
-    """Of Qwen2.5-0.5B or 7B, or one for tests."""
+    """Return the config of Qwen2.5-0.5B or 7B, or a tiny one for tests."""
     sizes: dict[str, Any] = dict(zip(_KEYS, _SHAPES[shape], strict=True))
     names = ["Qwen2ForCausalLM"]
     return Qwen2Config(architectures=names, max_position_embeddings=16_384, **sizes)
@@ -175,7 +175,7 @@ def config_of(shape: str) -> Qwen2Config:
 def _random_weights(
     checkpoint: Checkpoint, device: torch.device, build: Any, places_of: Callable[[Any], Any]
 ) -> Any:
-    """In the place of reading a checkpoint: the model with random weights, made on its device."""
+    """Build the model with random weights on its device, instead of loading a checkpoint."""
     model = build(device)
     for name, target in places_of(model).targets.items():
         target.fill_(1.0) if "norm" in name else target.normal_(0.0, 0.02)
@@ -184,7 +184,7 @@ def _random_weights(
 
 @contextmanager
 def random_engine(run: Run, shape: str, **changes: Any) -> Iterator[LLMEngine]:
-    """An engine on random weights; of a checkpoint there is no more than its config."""
+    """Create an engine on random weights; its checkpoint consists only of a config."""
     mirrors = changes.pop("mirrors", True)
     with TemporaryDirectory() as folder:
         config_of(shape).save_pretrained(folder)
@@ -221,7 +221,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 def decode_seconds(engine: LLMEngine, prompts: Sequence[TokensPrompt], steps: int) -> float:
-    """The median time of a step in which all prompts decode."""
+    """Measure the median time of a step in which all prompts decode."""
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, greedy(steps + len(prompts) + 8))
     waiting = {str(index) for index in range(len(prompts))}
@@ -240,7 +240,7 @@ def decode_seconds(engine: LLMEngine, prompts: Sequence[TokensPrompt], steps: in
 
 
 def _generated(model: Any, ids: Tensor, num_tokens: int) -> Tensor:
-    """What transformers writes behind prompts of one length, greedily."""
+    """Generate greedily with transformers, for prompts of one length."""
     mask, ends = torch.ones_like(ids), {"eos_token_id": None, "pad_token_id": 0}
     options = {"do_sample": False, "max_new_tokens": num_tokens, **ends}
     written: Tensor = model.generate(ids, attention_mask=mask, **options)
@@ -248,7 +248,7 @@ def _generated(model: Any, ids: Tensor, num_tokens: int) -> Tensor:
 
 
 class Throughput:
-    """One shape's measurements, beside the ceilings of the device."""
+    """Measurements of one shape, compared with the ceilings of the device."""
 
     def __init__(self, run: Run, shape: str) -> None:
         self.run, self.shape, self.config = run, shape, config_of(shape)
@@ -261,7 +261,7 @@ class Throughput:
         self.forward_ms: dict[int, float] = {}
 
     def of_transformers(self) -> None:
-        """Its forward pass and its steps, on other random weights of the shape."""
+        """Measure transformers' forward pass and decode steps, on other random weights."""
         run = self.run
         with torch.device(run.device):
             model: Any = AutoModelForCausalLM.from_config(self.config, dtype=run.dtype).eval()
@@ -290,10 +290,10 @@ class Throughput:
         return _since(started)
 
     def decodes(self, engine: LLMEngine, side: str, seats: Sequence[int]) -> None:
-        """Steps of decodes, beside what reading the weights and the pages takes at least."""
+        """Measure decode steps, compared with the minimum time to read weights and pages."""
         config, weights = self.config, engine.memory_plan.weights_bytes
         if not config.tie_word_embeddings:
-            # Of the embedding a step reads some rows; of a tied one all, as the head.
+            # A step reads some rows of the embedding, but all of a tied one, as the head.
             weights -= config.vocab_size * config.hidden_size * self.run.dtype.itemsize
         page = engine.memory_plan.page_bytes / engine.memory_plan.block_size
         for count in seats:
@@ -308,14 +308,14 @@ class Throughput:
                 self.run.row(f"decodes, {self.shape}", side=side, requests=count, **cells)
 
     def prefills(self, engine: LLMEngine, side: str, lengths: Sequence[int]) -> None:
-        """Prompts to their first token, new ones and such of which the first half is cached."""
+        """Measure the time to the first token, of new prompts and of half-cached ones."""
         config, hidden, layers = self.config, self.config.hidden_size, self.config.num_hidden_layers
         kv = hidden * _SHAPES[self.shape][4] // _SHAPES[self.shape][3]
         per_layer = hidden * (2 * hidden + 2 * kv + 3 * config.intermediate_size)
         for length in lengths:
             with self.run.case(f"prefills, {self.shape}", side=side, prompt=length):
                 new, half = self._prefill_seconds(engine, length)
-                # Products of every token, and the scores and sums of causal attention.
+                # Matrix products of every token, and the two of causal attention.
                 work = layers * (2 * length * per_layer + 2 * length * length * hidden)
                 ms, other = 1e3 * new, self.forward_ms.get(length, 0.0)
                 cells = {"ms": ms, "tokens_per_s": length / new, "half_cached_ms": 1e3 * half}
@@ -324,7 +324,7 @@ class Throughput:
                 self.run.row(f"prefills, {self.shape}", side=side, prompt=length, **cells)
 
     def _prefill_seconds(self, engine: LLMEngine, length: int) -> tuple[float, float]:
-        """Of a new prompt, and of one whose first half is cached."""
+        """Measure seconds of a new prompt, and of one whose first half is cached."""
         first, second = list[float](), list[float]()
         for seed in range(4):
             prompt, other = random_prompts(2, length, self.shape, 100 + seed)
@@ -360,7 +360,7 @@ def throughput(run: Run, shape: str) -> None:
 
 
 def profile(run: Run) -> None:
-    """One step of 64 decodes of the smaller shape."""
+    """Profile one step of 64 decodes of the smaller shape."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
@@ -388,7 +388,7 @@ def _since(started: float) -> float:
 
 
 def _count_waits(run: Run, engine: LLMEngine) -> int:
-    """How often a step waits for the device, by torch's own account."""
+    """Count the device synchronizations of a step that torch reports."""
     if run.device.type != "cuda":
         engine.step()
         return 0
@@ -432,7 +432,7 @@ def _answers(engine: LLMEngine, prompts: Sequence[Prompt], num_tokens: int) -> l
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
-    """Relative, of all numbers together."""
+    """Return the relative distance over all elements."""
     ours, theirs = ours.double().cpu(), theirs.double().cpu()
     return float((ours - theirs).norm() / theirs.norm())
 
@@ -477,7 +477,7 @@ def families(run: Run) -> None:
     for name in names:
         trial = TRIALS[name]
         if trial.prompt is None:
-            continue  # a talker speaks of a thinker's rows: the part verify runs it
+            continue  # a talker needs a thinker's rows: the part verify runs it
         with run.case("families", family=name):
             here, there = (_trial_rows(trial, place) for place in ("cpu", str(run.device)))
             apart = max((_distance(there[1][k], here[1][k]) for k in here[1]), default=0.0)
@@ -486,7 +486,7 @@ def families(run: Run) -> None:
 
 
 def _trial_rows(trial: Trial, place: str) -> tuple[list[Any], dict[str, Tensor], float]:
-    """Tokens, tensors and the time of what a family answers on a device."""
+    """Run a family's trial on a device; return its tokens, tensors and seconds."""
     started = time.perf_counter()
     assert trial.prompt is not None
     prompt = trial.prompt()
@@ -511,7 +511,7 @@ def _trial_rows(trial: Trial, place: str) -> tuple[list[Any], dict[str, Tensor],
 
 
 def tests(run: Run) -> None:
-    """What is marked ``gpu``, with as many workers as a device serves."""
+    """Run the tests marked ``gpu``, with at most 8 workers."""
     if run.device.type != "cuda":
         run.row("tests", name="all", outcome="skipped: they need a CUDA device")
         return
@@ -522,7 +522,7 @@ def tests(run: Run) -> None:
     ]
     results = run.file.with_suffix(".xml")
     workers = str(min(8, os.cpu_count() or 1))
-    # Of another version of Python or torch, warnings are not what is to be learnt here.
+    # Warnings of other versions of Python or torch are not of interest here.
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-W", "default", *files]
     command += ["-n", workers, "-p", "no:cacheprovider", f"--junitxml={results}"]
     subprocess.run(command, cwd=ROOT, check=False)
@@ -530,7 +530,7 @@ def tests(run: Run) -> None:
 
 
 def report_tests(run: Run, results: Path) -> None:
-    """The counts of a file of pytest's, and what failed."""
+    """Report the counts and failures of pytest's JUnit file."""
     cases = list(ElementTree.parse(results).iter("testcase"))
     failed = [(case, case.find(kind)) for case in cases for kind in ("failure", "error")]
     failed = [(case, said) for case, said in failed if said is not None]
@@ -546,8 +546,8 @@ _PIPELINES = ("two_step", "encode_then_generate", "omni_speech", "qwen3_omni_see
 
 
 def verify_pipelines(run: Run) -> None:
-    """Cached against uncached, on the shipped pipelines that say ``device: cpu``."""
-    # Of 16 tokens and more, so that there is something to hit.
+    """Verify caching on the shipped pipelines with ``device: cpu``, on the given device."""
+    # At least 16 tokens, so that there is a block to hit.
     texts = [f"Once upon a time, in a {place} by the sea, a clock told" for place in ("hut", "inn")]
     chats = [ChatPrompt(({"role": "user", "content": text},)) for text in texts]
     for name in _PIPELINES[: 1 if run.small else None]:

@@ -1,21 +1,21 @@
-"""How many prompt tokens are found in the cache: ours, plain LRU, and one that knows the future.
+"""Prefix hit rates of the engine's cache, of plain LRU, and of an optimum that knows the future.
 
     python -m benchmarks.hit_rates [--traces 12] [--only NAME] [--vllm]
 
 The KV-cache manager is the engine's; there is no model, and tokens are numbers. Every side runs the
-same traces under the same continuous batching: first come, first served, a limit of seats, prompts
-in chunks, outputs token by token, preemption from the end. Hits count at a request's first
-admission.
+same traces under the same continuous batching: first come, first served, a maximum of running
+requests, chunked prefill, outputs token by token, preemption from the end. Hits count at a
+request's first admission.
 
-* *random*: requests that begin like a random piece of an earlier one, in a pool so small that
-  little of it stays, over several kinds of groups of layers. Every group's page has the same size.
+* *random*: requests that begin like a random prefix of an earlier one, in a pool so small that
+  little stays cached, over several kinds of layer groups. Every group's page has the same size.
 * *realistic*: conversations, shared system prompts, agents' trees, retrieval with shuffled
-  documents, a hot set beside a long scan.
-* *plain LRU* is our manager with one order of eviction: what was given back first goes first.
-* *optimum* is a clairvoyant that evicts whatever is needed last in the future (Belady), whole
-  prefixes with the windows and states that their continuations need, and nothing of no use. It is
-  exact for full attention alone, where a block is worth a block, and good for others.
-* ``--vllm`` adds vLLM's ``KVCacheManager``, where that is installed.
+  documents, a hot set next to a long scan.
+* *plain LRU* is our manager with a single eviction order: blocks freed first are evicted first.
+* *optimum* is a clairvoyant that evicts the blocks whose next use is furthest in the future
+  (Belady), and keeps whole prefixes with the windows and states that their continuations need. It
+  is exact for full attention alone, where all blocks are equal, and good for others.
+* ``--vllm`` adds vLLM's ``KVCacheManager``, if installed.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Job:
     """One request of a trace.
 
     Attributes:
-        index: its place in the trace, the order of arrival.
+        index: its position in the trace, in order of arrival.
         tokens: prompt and output.
-        hashes: of all full blocks of ``tokens``.
+        hashes: hashes of all full blocks of ``tokens``.
     """
 
     index: int
@@ -79,16 +79,16 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Its id at a manager."""
+        """Its request id."""
         return str(self.index)
 
     @property
     def has_ended(self) -> bool:
-        """Whether all its output is known."""
+        """True if its whole output has been generated."""
         return self.num_known > len(self.tokens)
 
     def partial_hash(self, block_size: int, num_tokens: int) -> BlockHash | None:
-        """Hash of its first tokens, if they end inside of a block."""
+        """Return the hash of its first tokens if they end within a block, else None."""
         if num_tokens % block_size == 0:
             return None
         return partial_block_hash(self.hashes, self.tokens[:num_tokens], block_size)
@@ -96,11 +96,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests, and the pool that they run in.
+    """Requests, and the pool in which they run.
 
     Attributes:
         jobs: prompts and outputs.
-        windows: reach of the layers "window" and "wide", in tokens.
+        windows: window of the layers "window" and "wide", in tokens.
     """
 
     jobs: tuple[tuple[list[int], list[int]], ...]
@@ -111,7 +111,7 @@ class Trace:
     windows: tuple[int, int] = (128, 512)
 
     def spec(self, kind: str) -> KVCacheSpec:
-        """Layers of a kind; a page of each has the same size."""
+        """Create the spec of a layer type; pages of all types have the same size."""
         heads = (1, 8, torch.float32)
         match kind:
             case "full":
@@ -122,7 +122,7 @@ class Trace:
         return SlidingWindowSpec(self.block_size, *heads, self.windows[kind == "wide"])
 
     def new_jobs(self) -> list[Job]:
-        """The requests, not begun."""
+        """Create the requests, not started."""
         jobs = []
         for index, (prompt, output) in enumerate(self.jobs):
             job = Job(index, prompt + output, len(prompt))
@@ -132,22 +132,22 @@ class Trace:
 
 
 class Cache(Protocol):
-    """One side: what the batching asks of a manager of blocks."""
+    """One side: the interface of a block manager that batching needs."""
 
     def admit(self, job: Job, chunk: int) -> int | None:
-        """Begin a job with what is cached and return the end of its first chunk.
+        """Start a job after its prefix hit and return the end of its first chunk.
 
-        None if it does not fit, -1 if it should wait for a block that another computes.
+        None if it does not fit, -1 if it should wait for a block that another job computes.
         """
 
     def grow(self, job: Job, chunk: int) -> int | None:
-        """Take blocks for the next chunk and return its end; None if there are none."""
+        """Allocate blocks for the next chunk and return its end; None if there are none."""
 
     def computed(self, job: Job) -> None:
-        """The step that computed ``job.num_computed`` tokens has run."""
+        """Handle the end of the step that computed ``job.num_computed`` tokens."""
 
     def free(self, job: Job) -> None:
-        """Give everything back."""
+        """Free all blocks of a job."""
 
 
 class Ours:
@@ -210,7 +210,7 @@ class Ours:
 
 
 class PlainLRU(Ours):
-    """The same, where what was given back first is evicted first."""
+    """The same manager with plain LRU: blocks freed first are evicted first."""
 
     def __init__(self, trace: Trace, kinds: Sequence[str], jobs: Sequence[Job]) -> None:
         super().__init__(trace, kinds, jobs)
@@ -225,9 +225,9 @@ NEVER = 2**60
 
 
 class Clairvoyant:
-    """Knows the trace: it keeps what later jobs begin with, and evicts what is needed last.
+    """Optimal cache that knows the trace: evicts the blocks whose next use is furthest away.
 
-    Jobs that run at once share the blocks that they have in common.
+    Jobs that run at once share their common blocks.
     """
 
     def __init__(self, trace: Trace, kinds: Sequence[str], jobs: Sequence[Job]) -> None:
@@ -249,7 +249,7 @@ class Clairvoyant:
             seen.update(job.hashes[: (len(job.tokens) - 1) // self.size])
 
     def needed(self, job: Job, length: int) -> list[Key]:
-        """What a job has to find to begin after so many blocks."""
+        """Return the cached blocks that a job needs to start after ``length`` blocks."""
         keys: list[Key] = []
         for group, kind in enumerate(self.kinds):
             first = self.first(group, kind, length * self.size) if length else 0
@@ -257,7 +257,7 @@ class Clairvoyant:
         return keys
 
     def first(self, group: int, kind: str, num_computed: int) -> int:
-        """The first block that a group needs to go on."""
+        """Return the first block that a group needs to continue."""
         match kind:
             case "full":
                 return 0
@@ -266,7 +266,7 @@ class Clairvoyant:
         return max(0, num_computed - self.reach[group] + 1) // self.size
 
     def table(self, job: Job, start: int, end: int) -> set[Key]:
-        """What a job holds while it computes the tokens from ``start`` to ``end``."""
+        """Return the blocks that a job holds while it computes tokens ``start`` to ``end``."""
         keys: set[Key] = set()
         last = -(-end // self.size)
         for group, kind in enumerate(self.kinds):
@@ -281,7 +281,7 @@ class Clairvoyant:
         return keys
 
     def next_use(self, key: Key) -> int:
-        """The next job that wants a block."""
+        """Return the index of the next job that needs a block."""
         uses = self.uses.get(key, ())
         index = bisect_right(uses, self.now)
         return uses[index] if index < len(uses) else NEVER
@@ -316,15 +316,15 @@ class Clairvoyant:
         return end
 
     def fits(self, job: Job, start: int, end: int) -> bool:
-        """Whether a job could run to the end of what is known of it."""
+        """Return True if a job's known tokens fit."""
         new = self.table(job, max(start, end - self.trace.chunk), end)
         room = self.trace.num_pages - len(self.held) - self.num_running * len(self.kinds)
         return len(new - self.held.keys()) <= room
 
     def move(self, job: Job, start: int, end: int) -> None:
-        """Hold what the next chunk needs; keep what it does not, if a later job does."""
+        """Hold the blocks of the next chunk; cache released ones that a later job needs."""
         new, old = self.table(job, start, end), self.tables[job.index]
-        # States and windows in the middle of a chunk are written on the way, if they are wanted.
+        # States and windows in the middle of a chunk are cached if a later job needs them.
         for index in range(start // self.size, end // self.size):
             for group, kind in enumerate(self.kinds):
                 key = (group, job.hashes[index])
@@ -338,7 +338,7 @@ class Clairvoyant:
         self.shrink()
 
     def release(self, job: Job, keys: set[Key], num_computed: int) -> None:
-        """Give back blocks, of which those that are full and computed may be kept."""
+        """Release blocks; full and computed ones may stay cached."""
         depth = {h: i for i, h in enumerate(job.hashes[: num_computed // self.size])}
         for key in keys:
             self.held[key] -= 1
@@ -348,14 +348,14 @@ class Clairvoyant:
                     self.keep(key, depth[key[1]])
 
     def keep(self, key: Key, depth: int) -> None:
-        """Keep a block if a later job wants it."""
+        """Cache a block if a later job needs it."""
         use = self.next_use(key)
         if key not in self.held and use < NEVER:
             self.cached[key] = use
             heapq.heappush(self.queue, (-use, -depth, key))
 
     def shrink(self) -> None:
-        """Evict until all fits, the blocks furthest from the start first among equals."""
+        """Evict until all blocks fit; among equals those furthest from the start first."""
         while len(self.held) + len(self.cached) > self.trace.num_pages:
             use, depth, key = heapq.heappop(self.queue)
             if self.cached.get(key) != -use:
@@ -367,7 +367,7 @@ class Clairvoyant:
                 heapq.heappush(self.queue, (-now, depth, key))
 
     def computed(self, job: Job) -> None:
-        """Nothing is published before it is freed."""
+        """Do nothing: blocks are published when they are freed."""
 
     def free(self, job: Job) -> None:
         """See :class:`Cache`."""
@@ -377,7 +377,7 @@ class Clairvoyant:
 
 
 class OfVLLM:
-    """vLLM's manager, used as its scheduler does; states are kept where chunks end."""
+    """vLLM's manager, used as its scheduler does; states are cached at the ends of chunks."""
 
     def __init__(self, trace: Trace, kinds: Sequence[str], jobs: Sequence[Job]) -> None:
         def of_vllm(module: str) -> Any:
@@ -426,7 +426,7 @@ class OfVLLM:
         self.junctions: dict[int, int] = {}
 
     def clip(self, job: Job, start: int, num_tokens: int) -> int:
-        """As ``Scheduler._mamba_block_aligned_split`` does it."""
+        """Clip a chunk like ``Scheduler._mamba_block_aligned_split``."""
         request = self.requests[job.index]
         prefill_end = max(job.num_prompt_tokens, job.num_known - 1)
         if not self.has_states or start >= prefill_end:
@@ -470,7 +470,7 @@ class OfVLLM:
         return None if new is None else job.num_computed + num_tokens
 
     def computed(self, job: Job) -> None:
-        """It has published them already; what it found in this step can be held in the next."""
+        """Start a new step: blocks are already published, and may be used in the next step."""
         self.manager.new_step_starts()
 
     def free(self, job: Job) -> None:
@@ -483,7 +483,7 @@ Side = Callable[[Trace, Sequence[str], Sequence[Job]], Cache]
 
 
 def play(trace: Trace, kinds: Sequence[str], side: Side) -> list[Job]:
-    """Run a trace to its end; the jobs know then what they hit."""
+    """Run a trace to its end; return the jobs with their hits."""
     jobs = trace.new_jobs()
     cache = side(trace, kinds, jobs)
     waiting, running = deque(jobs), list[Job]()
@@ -527,24 +527,24 @@ def play(trace: Trace, kinds: Sequence[str], side: Side) -> list[Job]:
 
 
 class Words:
-    """A source of text in which no two pieces are alike."""
+    """Source of unique tokens."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.next = 0
 
     def new(self, count: int) -> list[int]:
-        """So many new words."""
+        """Return ``count`` new words."""
         self.next += count
         return list(range(self.next - count, self.next))
 
     def about(self, count: int) -> list[int]:
-        """About so many, now and then several times as many."""
+        """Return about ``count`` new words, sometimes several times as many (log-normal)."""
         return self.new(max(1, round(self.random.lognormvariate(0, 0.6) * count)))
 
 
 def random_trace(seed: int) -> Trace:
-    """Requests that begin like some earlier one, up to any of its tokens."""
+    """Create requests that begin with a random prefix of an earlier one."""
     words, jobs = Words(seed), list[tuple[list[int], list[int]]]()
     source = words.random
     for _ in range(130):
@@ -562,13 +562,13 @@ def random_trace(seed: int) -> Trace:
 
 
 def conversations(seed: int) -> Trace:
-    """Forty at a time, of some six turns; a new one begins where one has ended."""
+    """Create 40 concurrent conversations of about six turns; a new one follows each that ends."""
     words, jobs = Words(seed), list[tuple[list[int], list[int]]]()
     source, system = words.random, Words(seed).new(200)
     words.next = 200
     live = [list(system) for _ in range(40)]
     for _ in range(600):
-        # The one who spoke last is likelier to speak next.
+        # The conversation that was active last is more likely to continue.
         index = min(int(source.expovariate(0.12)), len(live) - 1)
         talk = live.pop(index)
         prompt = talk + words.about(60)
@@ -582,7 +582,7 @@ def conversations(seed: int) -> Trace:
 
 
 def system_prompts(seed: int) -> Trace:
-    """Sixty long system prompts, some far more popular than others, each with a short question."""
+    """Create short questions after one of 60 long system prompts of very unequal popularity."""
     words, jobs = Words(seed), list[tuple[list[int], list[int]]]()
     systems = [words.about(600) for _ in range(60)]
     weights = [1 / (rank + 1) for rank in range(60)]
@@ -593,7 +593,7 @@ def system_prompts(seed: int) -> Trace:
 
 
 def agents(seed: int) -> Trace:
-    """Tasks whose steps extend one another; some steps try several ways to go on."""
+    """Create tasks whose steps extend one another; some steps have several continuations."""
     words, jobs = Words(seed), list[tuple[list[int], list[int]]]()
     source = words.random
     tools = words.new(800)
@@ -603,7 +603,7 @@ def agents(seed: int) -> Trace:
             tasks.append([tools + words.about(150)])
             tasks = tasks[-14:]
         steps = source.choice(tasks)
-        # Mostly from the newest step, now and then from one before it.
+        # Mostly from the newest step, sometimes from an earlier one.
         begin = steps[-1] if source.random() < 0.7 else source.choice(steps)
         prompt, output = begin + words.about(120), words.about(60)
         jobs.append((prompt, output))
@@ -614,7 +614,7 @@ def agents(seed: int) -> Trace:
 
 
 def retrieval(seed: int) -> Trace:
-    """Three of eighty documents in any order, behind one instruction, before a question."""
+    """Create prompts of an instruction, three of 80 documents in any order, and a question."""
     words, jobs = Words(seed), list[tuple[list[int], list[int]]]()
     instruction = words.new(160)
     documents = [words.about(250) for _ in range(80)]
@@ -631,7 +631,7 @@ def retrieval(seed: int) -> Trace:
 
 
 def scan(seed: int) -> Trace:
-    """A hot set of half the pool, while texts of ten times the pool are read once between."""
+    """Create a hot set of half the pool, interrupted by one scan of ten times the pool."""
     words, jobs = Words(seed), list[tuple[list[int], list[int]]]()
     pages, size = 1000, 16
     hot = [words.new(400) for _ in range(pages * size // 2 // 400)]
@@ -647,7 +647,7 @@ def scan(seed: int) -> Trace:
 
 
 def hot_and_scan(seed: int) -> Trace:
-    """The same with a request of the hot set after every third text of the scan."""
+    """Create the same with a request of the hot set after every third text of the scan."""
     words, jobs = Words(seed), list[tuple[list[int], list[int]]]()
     hot = [words.new(400) for _ in range(20)]
     for index in range(500):

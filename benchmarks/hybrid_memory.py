@@ -1,20 +1,20 @@
-"""Pages per kind of layer against pages of one size: capacity, steps, and bookkeeping.
+"""Pages per layer type compared with pages of one size: capacity, steps and bookkeeping.
 
     python benchmarks/hybrid_memory.py [--requests 128] [--rounds 9] [--steps 256]
 
 The scheduler and the KV-cache manager are the engine's; there is no model, since only page ids are
-handed out: the geometries are those of models far larger than this machine could run. Both sides
-are the same code, with the groups of :func:`prefix_cache.one_size_groups` on one of them.
+allocated: the geometries are those of models far larger than this machine could run. Both sides
+run the same code, one of them with the groups of :func:`prefix_cache.one_size_groups`.
 
-* *capacity*: requests of one length that are held at once, each prefilled in chunks. The budget is
-  what 32 of them take in pages of one size.
-* *mixed lengths*: a seeded trace, all of it queued at the start. Prompts are spread evenly by their
-  logarithm. Throughput is in scheduler steps, not in seconds: a step with more requests in it
-  takes a real model longer, though less than in proportion while weights are what it waits for.
-  Images have a quarter of the geometry's tokens up to all of them; they take room, but no tokens
-  of a step's budget, on both sides.
+* *capacity*: maximum concurrent requests of one length, each prefilled in chunks. The budget is
+  the memory of 32 of them in pages of one size.
+* *mixed lengths*: a seeded trace, queued at the start. Prompt lengths are distributed uniformly in
+  the logarithm. Throughput is in scheduler steps, not in seconds: a step with more requests takes
+  a real model longer, but less than proportionally while it is bound by loading weights.
+  Images have from a quarter to all of the geometry's tokens; they use memory, but no tokens of a
+  step's budget, on both sides.
 * *bookkeeping*: ``Scheduler.schedule`` and ``Scheduler.complete`` with 64 decoding requests, with
-  caching on; microseconds for each request of a step.
+  caching on; microseconds per request and step.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ HEADS = (8, 128, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a model keeps, and the lengths it is tried with.
+    """The cached layers of a model, and the request lengths of its measurements.
 
     Attributes:
-        layers: a period of layers, and how often it comes.
-        num_tokens: of a request, in the table of capacities.
+        layers: a period of layers, and the number of its repetitions.
+        num_tokens: tokens of a request in the table of capacities.
         prompts: shortest and longest prompt of the trace.
-        num_image_tokens: that each request brings along.
-        goal: capacity against pages of one size, at least; None if there is none.
+        num_image_tokens: image tokens of each request.
+        goal: minimum capacity relative to pages of one size, if any.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Geometry:
 
     @property
     def groups(self) -> tuple[KVCacheGroup, ...]:
-        """Pages for each kind of layer."""
+        """Groups with separate pages for each layer type."""
         period, times = self.layers
         return group_layers({f"layer.{i}": spec for i, spec in enumerate(period * times)})
 
@@ -124,7 +124,7 @@ def one_size_request_bytes(geometry: Geometry) -> int:
 
 
 def capacity(geometry: Geometry, groups: tuple[KVCacheGroup, ...], num_bytes: int) -> int:
-    """Requests that are held at once, each at its full length."""
+    """Count the requests that fit at once, each at its full length."""
     manager = manager_of(groups, num_bytes)
     image = EncoderBlocks(geometry.num_image_tokens, ())
     count = 0
@@ -132,7 +132,7 @@ def capacity(geometry: Geometry, groups: tuple[KVCacheGroup, ...], num_bytes: in
         computed = 0
         while computed < geometry.num_tokens:
             rest = geometry.num_tokens - computed
-            # The last token runs alone, as when it is decoded.
+            # The last token runs separately, as in decoding.
             end = computed + min(CHUNK, max(1, rest - 1))
             if not manager.allocate_slots(
                 f"r{count}", end, num_computed_tokens=computed, encoder=image
@@ -146,7 +146,7 @@ def make_request(
     index: int, num_prompt_tokens: int, num_output_tokens: int, num_image_tokens: int = 0
 ) -> Request:
     params = SamplingParams(temperature=0.0, max_tokens=num_output_tokens)
-    # Prompts have nothing in common.
+    # Prompts share no tokens.
     prompt = [index] * num_prompt_tokens
     return Request(
         request_id=f"r{index}",
@@ -188,7 +188,7 @@ def scheduler_of(manager: KVCacheManager, num_seats: int, chunk: int) -> Schedul
 
 
 def sample(scheduler: Scheduler, sampling: list[Request]) -> None:
-    """Every request that ran to its last token gets another, until it has all."""
+    """Append a token to every request that sampled; finish those that are complete."""
     for request in sampling:
         request.token_ids.append(0)
         if request.num_tokens == request.max_num_tokens:
@@ -197,7 +197,7 @@ def sample(scheduler: Scheduler, sampling: list[Request]) -> None:
 
 @dataclass(frozen=True)
 class TraceRun:
-    """How a trace went."""
+    """Result of a trace."""
 
     num_steps: int
     mean_running: float
@@ -224,7 +224,7 @@ def run_trace(
 
 
 def decode_seconds(groups: tuple[KVCacheGroup, ...], num_running: int, num_steps: int) -> float:
-    """Seconds of bookkeeping for each request of a decode step."""
+    """Measure seconds of bookkeeping per request of a decode step."""
     prompt = 512
     held = request_bytes(KVCacheManager(KVCacheConfig(2, groups)), prompt + num_steps)
     manager = manager_of(groups, 2 * num_running * held, caching=True)

@@ -1,7 +1,7 @@
-"""A sender of HTTP that costs little: its own delay must not be taken for the server's.
+"""A minimal HTTP sender, whose own delay does not distort measurements of the server.
 
-A client library takes some milliseconds of CPU for a request. At hundreds a second that is a whole
-core, and on a machine of two the half of what the server has.
+A client library needs some milliseconds of CPU per request. At hundreds per second that is a whole
+core, and on a machine with two cores half of the server's.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _STATUS = re.compile(rb"HTTP/1\.1 (\d+)")
 
 
 class LeanSender:
-    """Sends requests with streamed answers, each by a connection of its own.
+    """Sends requests with streamed answers, each on a separate connection.
 
     Args:
-        url: of the server; its host is an address, not a name.
+        url: URL of the server; its host is an address, not a name.
     """
 
     def __init__(self, url: str) -> None:
@@ -32,7 +32,7 @@ class LeanSender:
         self._host, self._port = where.hostname, where.port
 
     def prepare(self, path: str, body: dict[str, Any]) -> Send:
-        """Make a request ready to be sent, any number of times."""
+        """Prepare a request that can be sent any number of times."""
         content = json.dumps({**body, "stream": True}).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"
@@ -55,7 +55,7 @@ class LeanSender:
 
 
 class _Answer(asyncio.Protocol):
-    """Reads an answer as it comes; what is no stream is read to its end, by its status."""
+    """Reads a streamed answer as it arrives; any other status than 200 is a failure."""
 
     def __init__(self, request: bytes, record: MeasuredRequest, text: asyncio.Future[str]) -> None:
         self.text = text
@@ -89,7 +89,7 @@ class _Answer(asyncio.Protocol):
         self._end(RequestFailure("cut off", f"the connection ended: {error}"))
 
     def _read(self, data: bytes) -> None:
-        """Lengths of chunks stand on lines of their own, which are no fields of events."""
+        """Read the events; chunk lengths are on separate lines, which are not event fields."""
         assert self._events is not None
         *lines, self._rest = (self._rest + data).split(b"\n")
         try:

@@ -1,4 +1,4 @@
-"""What a run of workers could leave behind, counted before and after."""
+"""Resources that a run of workers could leak, counted before and after."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _SETTLING_S = 10.0
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What there is of this process, and below it.
+    """Resources of this process and its descendants.
 
     Attributes:
-        processes: below this one that have not ended.
-        threads: of this one.
-        descriptors: that this one has open; memory that it shares with workers is known by one.
+        processes: number of living descendants.
+        threads: number of threads of this process.
+        descriptors: number of its open descriptors; memory shared with workers has one each.
         shared: names in ``/dev/shm``.
     """
 
@@ -29,7 +29,7 @@ class Leftovers:
 
     @classmethod
     def now(cls) -> Leftovers:
-        """Count."""
+        """Count the current resources."""
         return cls(
             processes=len(_below(os.getpid())),
             threads=threading.active_count(),
@@ -38,11 +38,11 @@ class Leftovers:
         )
 
     def more_than(self, before: Leftovers, spared: int = 0) -> dict[str, object]:
-        """What there is that was not there before, or how many; empty if there is nothing.
+        """Return the resources that did not exist before, by kind; empty if there are none.
 
         Args:
-            before: what there was.
-            spared: descriptors that are not counted.
+            before: earlier counts.
+            spared: number of descriptors that are ignored.
         """
         more = {
             "processes": self.processes - before.processes,
@@ -55,9 +55,9 @@ class Leftovers:
 
     @classmethod
     def settled(cls, before: Leftovers, spared: int = 0) -> Leftovers:
-        """Count once nothing is left that was not there before, or after a while.
+        """Count as soon as nothing new is left, or after a timeout.
 
-        Others on this machine make names in ``/dev/shm`` as well, and take them away again.
+        Other programs on this machine create and remove names in ``/dev/shm`` as well.
         """
         until_s = time.monotonic() + _SETTLING_S
         while (now := cls.now()).more_than(before, spared) and time.monotonic() < until_s:
@@ -65,7 +65,7 @@ class Leftovers:
         return now
 
     def __str__(self) -> str:
-        """In a line."""
+        """Format the counts in one line."""
         return (
             f"{self.processes} processes, {self.threads} threads, {self.descriptors} descriptors, "
             f"{len(self.shared)} names in /dev/shm"
@@ -73,7 +73,7 @@ class Leftovers:
 
 
 def _below(pid: int) -> set[int]:
-    """The living processes that a process has started, and those that they have."""
+    """Return the living descendants of a process."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,4 +1,4 @@
-"""Seeded models as large as benchmarks need: the arithmetic outweighs the fixed cost of a step."""
+"""Seeded models for benchmarks, large enough that compute outweighs the fixed cost of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _QWEN2: Mapping[str, Any] = {
     "with_tokenizer": False,
 }
 """About 0.1 B parameters, fp32 and tied; without a tokenizer, so that both sides of a benchmark
-turn ids into ids and no more."""
+only process ids."""
 
 _QWEN3_MOE: Mapping[str, Any] = {
     **_QWEN2,
@@ -35,7 +35,7 @@ _QWEN3_MOE: Mapping[str, Any] = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 256,
 }
-"""About 0.3 B parameters, an eighth of whose experts a token uses."""
+"""About 0.3 B parameters; an eighth of the experts are active per token."""
 
 _QWEN3_NEXT: Mapping[str, Any] = {
     **_QWEN2,
@@ -47,7 +47,7 @@ _QWEN3_NEXT: Mapping[str, Any] = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
-"""States as wide as published ones in three of four layers, and few experts beside them."""
+"""States as wide as in published models in three of four layers, and few experts."""
 
 _BART: Mapping[str, Any] = {
     "hidden_size": 512,
@@ -100,7 +100,7 @@ _OMNI: Mapping[str, Any] = {
         "num_attention_heads": 2,
         "head_dim": 64,
         "emb_dim": 64,
-        # As in the published model: 12 codes to a block, and windows of the same reach.
+        # As in the published model: 12 codes per block, and equally wide windows.
         "block_size": 24,
         "look_ahead_layers": [2],
         "look_backward_layers": [0, 5],
@@ -113,7 +113,7 @@ _OMNI: Mapping[str, Any] = {
         "upsample_kernel_sizes": [11, 7, 4, 4, 4, 4],
     },
 }
-"""The differences in a model of about 100 M parameters, of which the vocoder has 2 %."""
+"""Overrides for a model of about 100 M parameters, 2 % of them in the vocoder."""
 
 _CODEBOOKS = {"num_code_groups": 16}
 _QWEN3_OMNI: Mapping[str, Any] = {
@@ -172,11 +172,11 @@ _QWEN3_OMNI: Mapping[str, Any] = {
         "head_dim": 64,
         "sliding_window": 72,
         "decoder_dim": 128,
-        # As in the published model: 12.5 codes a second.
+        # As in the published model: 12.5 codes per second.
         "upsample_rates": [8, 5, 4, 3],
     },
 }
-"""Likewise; a token takes one of 16 codes from the talker and 15 from the predictor behind it."""
+"""Likewise; each token has 16 codes, one from the talker and 15 from the predictor after it."""
 
 _POCKET_TTS: Mapping[str, Any] = {
     "hidden_size": 1024,
@@ -197,11 +197,11 @@ _POCKET_TTS: Mapping[str, Any] = {
         "latent_dim": 32,
     },
 }
-"""The figures of the published model, which are transformers' own."""
+"""Sizes of the published model, which are transformers' defaults."""
 
 
 def _build_pocket_tts(folder: Path) -> Path:
-    """One whose speech is never over: a limit ends it, the same on all sides."""
+    """Build a model whose speech never ends by itself: all sides have the same length limit."""
     build_pocket_tts(folder, **_POCKET_TTS)
     (folder / "generation_config.json").write_text('{"eos_threshold": 1e9}')
     return folder

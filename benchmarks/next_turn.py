@@ -1,17 +1,17 @@
-"""How many tokens of a conversation are computed again at its next turn, with and without copies.
+"""Number of tokens of a conversation recomputed at its next turn, with and without copies.
 
     python -m benchmarks.next_turn [--turns 6] [--talks 6]
 
-Several conversations at once, on tiny checkpoints with random weights: counts, the same on every
-machine. A turn's prompt is the last turn's, its answer and some new words. Counted is what is
-computed of it beyond the new words: *before*, where only full blocks are found, and *now*, where a
-turn goes on from a copy of the block that the last one ended in. One token has to be: the last one
-of an answer is chosen, but not run.
+Several conversations at once, on tiny checkpoints with random weights: counts are the same on every
+machine. A turn's prompt is the last turn's, its answer and some new words. Counted are the tokens
+computed beyond the new words: *before*, where only full blocks are found, and *now*, where a
+turn continues from a copy of the last turn's last block. One token is unavoidable: the last one
+of an answer is sampled, but not computed.
 
-* *answers* end at their limit, in the middle of a block as a rule;
+* *answers* end at their limit, usually in the middle of a block;
 * *stops* end by a stop token;
-* *streams* are left by their reader, who goes on with what has come;
-* *completions* are three per turn, of which one is gone on with.
+* *streams* are aborted by their reader, who continues with the received part;
+* *completions* are three per turn, one of which is continued.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Talk = tuple[int, ...]
 
 
 def answers(engine: LLMEngine, talks: list[Talk], source: random.Random) -> list[RequestOutput]:
-    """Every talk's next answer, of 5 to 40 tokens."""
+    """Generate every conversation's next answer, of 5 to 40 tokens."""
     params = [
         SamplingParams(temperature=0.0, max_tokens=source.randint(5, 40), ignore_eos=True)
         for _ in talks
@@ -42,7 +42,7 @@ def answers(engine: LLMEngine, talks: list[Talk], source: random.Random) -> list
 
 
 def stops(engine: LLMEngine, talks: list[Talk], source: random.Random) -> list[RequestOutput]:
-    """The same, ended by one of a quarter of all tokens."""
+    """Generate answers that end by one of many stop tokens, a quarter of the vocabulary."""
     stop = tuple(source.sample(range(2, 700), 170))
     params = SamplingParams(
         temperature=1.0, seed=source.randint(0, 99), max_tokens=60, stop_token_ids=stop
@@ -51,7 +51,7 @@ def stops(engine: LLMEngine, talks: list[Talk], source: random.Random) -> list[R
 
 
 def streams(engine: LLMEngine, talks: list[Talk], source: random.Random) -> list[RequestOutput]:
-    """One after the other, left after 5 to 40 tokens."""
+    """Stream the answers one after the other, each aborted after 5 to 40 tokens."""
     outputs = []
     for talk in talks:
         params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
@@ -64,7 +64,7 @@ def streams(engine: LLMEngine, talks: list[Talk], source: random.Random) -> list
 
 
 def completions(engine: LLMEngine, talks: list[Talk], source: random.Random) -> list[RequestOutput]:
-    """Three for each."""
+    """Generate three completions for each conversation."""
     params = SamplingParams(
         temperature=1.0, seed=source.randint(0, 99), n=3, max_tokens=30, ignore_eos=True
     )
@@ -77,7 +77,7 @@ KINDS = (answers, stops, streams, completions)
 def computed_again(
     engine: LLMEngine, kind: Callable[..., list[RequestOutput]], num_talks: int, num_turns: int
 ) -> float:
-    """Tokens per turn that are computed beyond its new words, on average over all but the first."""
+    """Return the mean tokens computed per turn beyond its new words, over all but the first."""
     source = random.Random(0)
     talks: list[Talk] = [
         tuple(source.randint(2, 700) for _ in range(source.randint(3, 60)))

@@ -1,13 +1,13 @@
-"""What blocks on disk save, and what keeping them costs.
+"""Savings of blocks on disk, and the cost of storing them.
 
     python benchmarks/offload.py [--rounds 7] [--prompt 2000] [--requests 16] [--path FOLDER]
 
-The model is that of ``engine_cpu``. Two comparisons, each by turns in one process:
+The model is that of ``engine_cpu``. Two comparisons, alternating in one process:
 
 * reading: the first token of a long prompt that is computed, hit on disk (with its files in the
   system's page cache, and dropped from it) and hit in the pool;
 * writing: requests of 256 + 64 tokens that share nothing, by an engine with ``offload`` and by one
-  without. Every block that is computed is written. Beside the seconds, which say little on a busy
+  without. Every computed block is written. In addition to the seconds, which are noisy on a busy
   machine, the share of the process's CPU time that steps and the io thread spend on it.
 """
 
@@ -51,7 +51,7 @@ def build(args: argparse.Namespace, path: str | None) -> LLMEngine:
 
 
 def seconds(engine: LLMEngine, prompts: TokenIds, max_tokens: int) -> tuple[float, int]:
-    """How long prompts take, and how many of their tokens are hits."""
+    """Run prompts; return the seconds, and how many of their tokens were hits."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     started = time.perf_counter()
     outputs = engine.generate([TokensPrompt(tuple(prompt)) for prompt in prompts], params)
@@ -59,7 +59,7 @@ def seconds(engine: LLMEngine, prompts: TokenIds, max_tokens: int) -> tuple[floa
 
 
 def timed(owner: type, name: str, cpu: dict[str, float]) -> None:
-    """Add up the CPU time of whichever thread is in a method."""
+    """Accumulate the CPU time that threads spend in a method."""
     method = getattr(owner, name)
 
     def wrapper(*args: Any) -> Any:
@@ -73,7 +73,7 @@ def timed(owner: type, name: str, cpu: dict[str, float]) -> None:
 
 
 def drop_pages(path: str) -> None:
-    """Have the system forget what it holds of files, as far as it does so when asked."""
+    """Advise the system to drop the block files from its page cache."""
     for file in Path(path).rglob("*.block"):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())

@@ -1,22 +1,22 @@
-"""A voice pipeline against transformers on the same weights, in one process, in turns.
+"""A voice pipeline compared with transformers on the same weights, in one process, alternating.
 
     python -m benchmarks.omni_pipeline_cpu [--model qwen3] [--rounds 3] [--requests 8]
     python -m benchmarks.omni_pipeline_cpu --model pocket_tts    # see benchmarks/pocket_tts.py
 
 The model is a seeded Qwen2.5-Omni or Qwen3-Omni of about 100 M parameters in fp32
-(of :mod:`benchmarks.models`). Every request has the same system prompt and a recording of its
-own; greedy, lengths fixed. Sides:
+(of :mod:`benchmarks.models`). All requests have the same system prompt and different recordings;
+greedy, lengths fixed. Sides:
 
 * ``transformers``: its ``generate`` for this model, one request after another;
 * ``cache off``: this pipeline without prefix caching, all requests at once;
 * ``cache on``: this pipeline, its caches emptied before every run: the prompt is shared within it;
 * ``streaming``: as ``cache on``, with chunks between the stages;
-* ``served``: the same by the shipped file, its stages in one worker, as ``omni serve`` runs them;
-* ``thinker alone``: the first stage as a pipeline of its own, its caches emptied before every run.
+* ``served``: the same with the shipped file, its stages in one worker, as in ``omni serve``;
+* ``thinker alone``: the first stage as a separate pipeline, its caches emptied before every run.
 
-Told are the seconds of the two autoregressive stages, of the vocoder, and of the whole; and from
-the start of the run to the first text and the first sound of each request. Every round runs every
-side once, so that a drift of the machine meets all of them. Tokens and waveforms are compared.
+Reported are the seconds of the two autoregressive stages, of the vocoder, and in total; and from
+the start of the run to the first text and the first audio of each request. Every round runs every
+side once, so that a drift of the machine affects all of them. Tokens and waveforms are compared.
 """
 
 from __future__ import annotations
@@ -74,24 +74,24 @@ NEVER = [10**6]
 
 @dataclass(frozen=True)
 class Family:
-    """What differs between the models.
+    """The differences between the models.
 
     Attributes:
-        name: of the one in :mod:`benchmarks.models`.
+        name: name in :mod:`benchmarks.models`.
         reference: transformers' class.
-        decode: its vocoder and the method of it that turns codes into sound.
-        padding: of a recording, before features are extracted.
-        num_rows: how many placeholders so many frames of features take.
-        codec_signs: ids behind the codes, which the talker shall not draw, of a config.
-        drops_mask: whether its ``generate`` needs :func:`give_mask_back`.
-        transforms: what the names of the stages' transforms begin with.
-        hidden: what the thinker hands on to the talker.
-        drawn: what the talker hands on to the vocoder beside its tokens.
-        codes: tokens of the talker for 3.84 s of sound.
-        shipped: the pipeline whose file has the stages.
-        code_chunk: how many of them streaming hands on at a time, as the shipped pipelines do.
-        goals: for the autoregressive stages and the whole, as shares of transformers' time; and
-            for the first sound when streaming, as a share of that without.
+        decode: its vocoder and the vocoder's method that decodes codes to audio.
+        padding: padding of a recording for feature extraction.
+        num_rows: number of placeholders for a number of feature frames.
+        codec_signs: special ids after the codes, which the talker must not sample, of a config.
+        drops_mask: true if its ``generate`` needs :func:`give_mask_back`.
+        transforms: prefix of the names of the stages' transforms.
+        hidden: outputs that the thinker passes to the talker.
+        drawn: outputs that the talker passes to the vocoder in addition to its tokens.
+        codes: tokens of the talker for 3.84 s of audio.
+        shipped: the shipped pipeline with these stages.
+        code_chunk: chunk size of the codes when streaming, as in the shipped pipelines.
+        goals: for the autoregressive stages and the total, relative to transformers' time; and
+            for the first audio when streaming, relative to that without streaming.
     """
 
     name: str
@@ -153,13 +153,13 @@ class Run:
     """Seconds and answers of one side in one round.
 
     Attributes:
-        autoregressive_s: in the thinker and the talker.
-        vocoder_s: in code2wav.
-        whole_s: of all requests, on the clock.
-        first_text_s: per request, from the start.
-        first_audio_s: likewise.
+        autoregressive_s: seconds in the thinker and the talker.
+        vocoder_s: seconds in code2wav.
+        whole_s: wall-clock seconds of all requests.
+        first_text_s: per request, seconds from the start to its first text.
+        first_audio_s: per request, seconds from the start to its first audio.
         text: per request, the thinker's tokens.
-        codes: per request, the talker's, token by token.
+        codes: per request, the talker's codes, token by token.
         audio: per request, the samples.
     """
 
@@ -178,7 +178,7 @@ Side = Callable[[Sequence[Recording]], Run]
 
 
 def make_recordings(count: int, seconds: float) -> list[Recording]:
-    """Tones that glide, each its own way, with a little noise."""
+    """Generate different gliding tones, with a little noise."""
     times = np.arange(int(seconds * 16_000)) / 16_000
     random = np.random.default_rng(0)
     return [
@@ -196,10 +196,10 @@ def messages() -> list[dict[str, Any]]:
 def give_mask_back(
     talker: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Undo that ``generate`` of transformers 5.23 drops a mask of ones.
+    """Restore the mask of ones that ``generate`` of transformers 5.23 drops.
 
-    Its talker takes the mask as the sign to add the embeddings of the codec's pad and bos, and
-    would generate other tokens for a request alone than for the same one in a padded batch.
+    Its talker only adds the embeddings of the codec's pad and bos if there is a mask, and
+    would generate different tokens for a request alone than for the same one in a padded batch.
     """
     if kwargs.get("attention_mask") is None:
         cache, embeds = kwargs.get("past_key_values"), kwargs.get("inputs_embeds")
@@ -237,7 +237,7 @@ class TransformersSide:
 
     @torch.inference_mode()
     def __call__(self, recordings: Sequence[Recording]) -> Run:
-        """Answer them all."""
+        """Run all requests."""
         run = Run()
         started = time.perf_counter()
         for recording in recordings:
@@ -377,7 +377,7 @@ def build_pipeline(
 def served_pipeline(
     folder: str, family: Family, args: argparse.Namespace, suppressed: Sequence[int]
 ) -> Omni:
-    """The shipped pipeline on the same weights, at the same settings."""
+    """Open the shipped pipeline on the same weights, with the same settings."""
     signs = list(family.codec_signs(AutoConfig.from_pretrained(folder)))
     fixed: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
     overrides: dict[str, Any] = {}
@@ -409,7 +409,7 @@ def served_pipeline(
 
 
 def codes_of(talker: StageOutput) -> tuple[int, ...]:
-    """What the vocoder gets: the tokens, or the codes of all codebooks for all but the last."""
+    """Return the vocoder's input: the tokens, or codes of all codebooks for all but the last."""
     drawn = talker.tensors.get("codes")
     if drawn is None:
         return talker.token_ids
@@ -466,7 +466,7 @@ def median(runs: Sequence[Run], value: Callable[[Run], float]) -> float:
 def report(
     console: Console, title: str, runs: Mapping[str, Sequence[Run]], goals: tuple[float, ...]
 ) -> None:
-    """Print a table of medians, and the ratios that have goals, as :class:`Family` says them."""
+    """Print a table of medians, and the ratios with goals; see :class:`Family`."""
     table = Table(title=title)
     for column in ("side", "two AR stages s", "vocoder s", "whole s", "AR", "whole"):
         table.add_column(column, justify="left" if column == "side" else "right")
@@ -513,7 +513,7 @@ def report(
 
 
 def compare(console: Console, runs: Mapping[str, Sequence[Run]]) -> None:
-    """How many requests' tokens equal transformers', and how far waveforms are from its."""
+    """Print how many requests' tokens equal transformers', and the difference of waveforms."""
     base = runs["transformers"][0]
     for name, each in runs.items():
         run = each[0]
@@ -542,7 +542,7 @@ def main() -> None:
     parser.add_argument("--code-chunk", type=int, help="by default 5, or 1 with Qwen3")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
-    if args.model == "pocket_tts":  # of two stages, and other sides
+    if args.model == "pocket_tts":  # two stages, and other sides
         pocket_tts.compare(args.rounds, [1, args.requests], args.threads)
         return
     family = FAMILIES[args.model]
@@ -554,7 +554,7 @@ def main() -> None:
 
     folder = benchmark_model(family.name)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    # Random weights do write placeholders, which transformers' talker cannot take.
+    # Random weights generate placeholders, which transformers' talker does not support.
     suppressed = [i for i in tokenizer.all_special_ids if i != tokenizer.eos_token_id]
     pipelines = {
         "cache off": build_pipeline(folder, family, args, suppressed, caching=False),

@@ -1,22 +1,22 @@
-"""A server that is asked for far more than it can do, and clients that leave whenever they like.
+"""A server under heavy overload, and clients that disconnect at random points.
 
 Run it on a quiet machine::
 
     python -m benchmarks.overload --seconds 60 --clients 500
 
-A server in a process of its own; the sender, in this process, is a plain one: a client library
-would take a core for itself. Both share the machine's cores, unless ``--apart`` gives each its own:
-what is late then is late by the server alone.
+The server runs in a separate process. The sender in this process is minimal: a client library
+would need a core of its own. Both share the machine's cores, unless ``--apart`` separates them:
+then all delays are those of the server.
 
-1. A closed loop finds what the server can do, with the answer to every prompt.
-2. Requests arrive at eight times that rate. Every one that is accepted must be answered with the
-   same text as before; the others must get status 429, within 50 ms; the server's memory must stay
-   flat; and afterwards the first request must be as fast as before.
-3. 500 clients disconnect at random points: before all is sent, before anything comes, and in the
+1. A closed loop measures the server's capacity, and records the answer to every prompt.
+2. Requests arrive at eight times that rate. Every accepted one must get the same answer as before;
+   the others must get status 429 within 50 ms; the server's memory must stay flat; and afterwards
+   the first request must be as fast as before.
+3. 500 clients disconnect at random points: before all is sent, before anything arrives, and in the
    middle of streams. Nothing may be left of them: no request, no block, no open descriptor.
 
-The exit status is 1 if a count is wrong. Times are judged by who reads them: each is printed with
-its goal, and with how late the sender's own event loop was, which holds every time up by as much.
+The exit status is 1 if a count is wrong. Times do not affect it: each is printed with its goal,
+and with the lag of the sender's own event loop, which delays every measurement.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main() -> None:
         if given.apart:
             os.sched_setaffinity(0, cores[1:])
         gc.collect()
-        gc.freeze()  # a collection of all that is loaded would hold the sender up
+        gc.freeze()  # a full collection would delay the sender
         asyncio.run(_overload(served, given, wrong))
         if given.clients:
             asyncio.run(_leave(served, given, wrong))
@@ -153,13 +153,13 @@ async def _run(
 
 
 async def _first_token(sends: Sequence[Send]) -> float:
-    """Median seconds of the first token of requests that run alone."""
+    """Measure the median seconds to the first token of requests that run alone."""
     report = await _run(sends, LoadLevel(concurrency=1), 16)
     return report.latencies["first_token"].p50
 
 
 async def _leave(served: Served, given: argparse.Namespace, wrong: list[str]) -> None:
-    """Disconnect at random points, many at a time."""
+    """Run many clients that disconnect at random points."""
     chance = random.Random(given.seed)
     descriptors = served.process.num_fds()
     body = {"model": "overloaded", "stream": True, "max_tokens": 200, "n": 2}
@@ -187,7 +187,7 @@ async def _one_that_leaves(url: str, body: dict[str, Any], chance: random.Random
     request = head.encode() + content
     reader, writer = await asyncio.open_connection(where.hostname, where.port)
     try:
-        # A fifth leaves before all is said, the others while they wait or read.
+        # A fifth disconnects before all is sent, the others while they wait or read.
         has_said_all = chance.random() < 0.8
         writer.write(request if has_said_all else request[: chance.randrange(len(request))])
         await writer.drain()
@@ -198,12 +198,12 @@ async def _one_that_leaves(url: str, body: dict[str, Any], chance: random.Random
         pass
     finally:
         if chance.random() < 0.5:
-            writer.transport.abort()  # a reset, not a farewell
+            writer.transport.abort()  # RST instead of FIN
         writer.close()
 
 
 def _check_idle(served: Served, wrong: list[str]) -> None:
-    """Nothing runs, waits or is held, a little later."""
+    """Check that within 10 s no request runs or waits and no block is held."""
     end = time.monotonic() + 10
     names = ("omni_requests_running", "omni_requests_waiting")
     while True:

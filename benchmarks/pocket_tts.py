@@ -1,13 +1,13 @@
-"""Pocket TTS at its published shape against transformers, in one process, in turns, on a CPU.
+"""Pocket TTS at its published shape compared with transformers, alternating, on a CPU.
 
     python -m benchmarks.pocket_tts [--rounds 3] [--frames 50] [--requests 1 8]
 
 Random weights of 100 M parameters, a text, and a voice of 4 s; the noise is 0, and the length is
-fixed. ``transformers`` runs one request after another, its processor and decoder included; ours
-takes all at once, caches emptied before every run, streamed, so that its first sound is known.
-``warm`` finds the voice and the text in its caches. A real-time factor is seconds for each second
-of sound. The floor is the time in which the backbone's weights are read once for each frame, at
-the rate at which this machine sums numbers.
+fixed. ``transformers`` runs one request after another, including its processor and decoder; ours
+runs all at once with empty caches, streamed, so that the time to its first audio is known.
+``warm`` has the voice and the text in its caches. A real-time factor is seconds per second
+of audio. The floor is the time to read the backbone's weights once per frame, at the rate at which
+this machine sums numbers.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ FORMATS: Mapping[str, Mapping[str, Any]] = {
 }
 PARTS = [{"type": "audio"}, {"type": "text", "text": TEXT}]
 Run = Callable[[int], tuple[float, float]]
-"""Of a number of requests: seconds until the first sound of the last one, and of all."""
+"""Runs a number of requests; returns seconds until all have their first audio, and in total."""
 
 
 def voice() -> np.ndarray:
-    """Noise that swells and fades."""
+    """Generate noise that swells and fades."""
     noise = np.random.default_rng(0).standard_normal(4 * RATE)
     return (0.1 * noise * np.sin(np.arange(4 * RATE) / 4000)).astype(np.float32)
 
 
 def reference(folder: str, frames: int) -> Run:
-    """Transformers' way, from a text and samples to samples."""
+    """Create transformers' side, from a text and samples to samples."""
     model = PocketTTSForConditionalGeneration.from_pretrained(folder).eval()
     codec = PocketTTSAudioTokenizerModel.from_pretrained(f"{folder}/codec").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -77,7 +77,7 @@ def reference(folder: str, frames: int) -> Run:
 
 
 def pipeline(folder: str, frames: int, settings: Mapping[str, Any]) -> Omni:
-    """The shipped pipeline on the same weights."""
+    """Open the shipped pipeline on the same weights."""
     engine = {"device": "cpu", "dtype": "float32", "num_blocks": 256, **settings}
     stated = {f"stages.backbone.engine.{name}": value for name, value in engine.items()}
     return Omni(
@@ -86,7 +86,7 @@ def pipeline(folder: str, frames: int, settings: Mapping[str, Any]) -> Omni:
             "stages.backbone.model": folder,
             "stages.codec.model": f"{folder}/codec",
             "stages.codec.engine.device": "cpu",
-            # The last one is not sounded.
+            # The last token produces no audio.
             "stages.backbone.sampling": {"temperature": 0.0, "max_tokens": frames},
             **stated,
         },
@@ -94,7 +94,7 @@ def pipeline(folder: str, frames: int, settings: Mapping[str, Any]) -> Omni:
 
 
 def ours(omni: Omni, frames: int, *, warm: bool) -> Run:
-    """All requests at once, streamed."""
+    """Create this project's side: all requests at once, streamed."""
     prompt = ChatPrompt(
         ({"role": "user", "content": PARTS},), {"audio": [AudioPrompt(voice(), RATE)]}
     )
@@ -119,7 +119,7 @@ def ours(omni: Omni, frames: int, *, warm: bool) -> Run:
 
 
 def bytes_per_second() -> float:
-    """How fast numbers are read that no cache holds."""
+    """Measure the memory bandwidth of reading uncached numbers."""
     numbers = torch.ones(2**27)
     times = []
     for _ in range(5):

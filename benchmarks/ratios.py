@@ -1,4 +1,4 @@
-"""How much longer one way takes than another, by rounds of both."""
+"""Relative cost of one way over another, from rounds of both."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _RESAMPLED = 2000
 
 
 class Ratios:
-    """Rounds' ratios of one way to another, printed as percent more.
+    """Rounds' ratios of one way to another, printed as additional percent.
 
-    That is their median, with the range in which nine in ten of the medians lie of rounds that are
-    drawn anew from these.
+    Printed are their median, and the range that contains 90 % of the medians of resampled rounds
+    (bootstrap).
     """
 
     def __init__(self, ratios: Sequence[float]) -> None:

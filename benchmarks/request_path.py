@@ -1,19 +1,19 @@
-"""Counts the lines and files of the packages, and what one request of two tokens runs of them.
+"""Lines and files of the packages, and the code that one request of two tokens runs.
 
 Run it from a checkout::
 
     python -m benchmarks.request_path
     python -m benchmarks.request_path --show "http, processes"    # the files that it crosses
 
-A request of two tokens (one that is warm: two like it ran before) is followed through ``Omni`` in
-this process, and through ``omni serve`` over HTTP with the stage in a process of its own. Counted
-are Python calls into the four packages, the files that they are in, and how often two calls in a
-row are of different files, in all threads of all processes, by ``sys.setprofile``. A worker's
-heartbeats may come in between: the least of several requests counts.
+A request of two tokens (warm: two like it ran before) is traced through ``Omni`` in this process,
+and through ``omni serve`` over HTTP with the stage in a separate process. ``sys.setprofile`` counts
+Python calls into the four packages, their files, and how often two consecutive calls are in
+different files, in all threads of all processes. A worker's heartbeats may add calls: the minimum
+over several requests counts.
 
 ::
 
-    request_path ── flag: on ──► shared bytes ◄── every profiled process looks here
+    request_path ── flag: on ──► shared bytes ◄── polled by every profiled process
                  ── request
                  ── flag: off        calls of each thread ──► one file each ──► counted here
 """
@@ -44,7 +44,7 @@ stages:
 """
 WAYS = {"in process": "inline", "http, processes": "processes"}
 
-# Python imports it at the start of every process that has its folder on the path.
+# Imported by Python at the start of every process that has its folder on the path.
 _SITE = """\
 import sys
 sys.path.insert(0, {root!r})
@@ -54,7 +54,7 @@ profile_calls({folder!r})
 
 
 def shared_flag(folder: Path) -> mmap.mmap:
-    """A byte that all processes see: whether calls are noted."""
+    """Map a byte shared by all processes: non-zero if calls are recorded."""
     with (folder / "flag").open("r+b") as file:
         return mmap.mmap(file.fileno(), 1)
 
@@ -83,7 +83,7 @@ def profile_calls(folder: str) -> None:
 
 
 def ask(url: str) -> None:
-    """Ask a server for two tokens."""
+    """Request two tokens from a server."""
     body = {"model": "writer", "max_tokens": 2, "messages": [{"role": "user", "content": "Hi."}]}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(
@@ -94,7 +94,7 @@ def ask(url: str) -> None:
 
 
 def in_process(config: str, ask_often: Callable[[Callable[[], object]], None]) -> None:
-    """Ask a pipeline of this process."""
+    """Send requests to a pipeline of this process."""
     from omni import Omni, OmniRequest, SamplingParams
 
     with Omni(config) as pipeline:
@@ -103,7 +103,7 @@ def in_process(config: str, ask_often: Callable[[Callable[[], object]], None]) -
 
 
 def over_http(config: str, ask_often: Callable[[Callable[[], object]], None]) -> None:
-    """Ask a server whose stage is in a process of its own."""
+    """Send requests to a server whose stage is in a separate process."""
     from benchmarks.served import Served
 
     with Served(config, ["--runtime", "processes"]) as server:
@@ -111,7 +111,7 @@ def over_http(config: str, ask_often: Callable[[Callable[[], object]], None]) ->
 
 
 def measure(way: str, folder: Path) -> list[list[str]]:
-    """Ask a few times; the calls of the shortest run, in order, as ``file, name``."""
+    """Send a few requests; return the calls of the shortest run, in order, as ``file, name``."""
     runs: list[list[str]] = []
     flag = shared_flag(folder)
 
@@ -135,7 +135,7 @@ def measure(way: str, folder: Path) -> list[list[str]]:
 
 
 def show(way: str, calls: list[list[str]], names_files: bool) -> None:
-    """Print what was counted of a request."""
+    """Print the counts of a request."""
     files = Counter(str(Path(file).relative_to(ROOT)) for file, _ in calls)
     switches = sum(one[0] != other[0] for one, other in pairwise(calls))
     print(f"{way:<18}{len(files):>7} files{len(calls):>7} calls{switches:>7} switches")
@@ -156,7 +156,7 @@ def count_lines() -> None:
 
 
 def main() -> None:
-    """Print all of it."""
+    """Print all counts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--show", choices=WAYS, help="print the files that a request crosses")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)

@@ -1,20 +1,20 @@
-"""What stages in processes of their own gain and cost.
+"""Gains and costs of stages in separate processes.
 
     python benchmarks/runtime.py [--rounds 5] [--only a,b,d,e]
 
-(a) omni_speech streaming: in processes with one thread a worker, against inline with two threads:
-    the whole job, and the time to the first sound.
-(b) two equally heavy stages, long prompts and short outputs, one thread a worker: throughput in
-    processes, against the first stage alone on one core. A seeded model of 5 M parameters, 128
-    prompts of 256 tokens, 4 tokens out; timed from the 16th answer to the last, since the second
-    stage has nothing to do before the first one has finished anything. Goal: 0.85.
-(d) control: what a token costs more that is generated in a process, against inline, of a model that
-    costs nearly nothing. Goal: 0.15 ms.
-(e) 64 conversations of 5 turns on 4 replicas: tokens of prompts that were hits where a request goes
-    to the replica that holds its prefix, against any replica by chance. Counted, not timed.
+(a) omni_speech streaming: in processes with one thread per worker, compared with inline with two
+    threads: the whole job, and the time to the first audio.
+(b) two equally heavy stages, long prompts and short outputs, one thread per worker: throughput in
+    processes, compared with the first stage alone on one core. A seeded model of 5 M parameters,
+    128 prompts of 256 tokens, 4 tokens out; timed from the 16th answer to the last, since the
+    second stage is idle until the first one has finished requests. Goal: 0.85.
+(d) control: additional cost of a token that is generated in a process instead of inline, with a
+    model of almost no cost. Goal: 0.15 ms.
+(e) 64 conversations of 5 turns on 4 replicas: prompt tokens hit with routing to the replica that
+    holds the prefix, compared with random routing. Counted, not timed.
 
-In (a), (b) and (d) both sides run in turns, in one go; printed are medians and the median of each
-round's own ratio. What a hop costs, (c), is told by benchmarks/tensor_hop.py.
+In (a), (b) and (d) both sides alternate; the output shows medians and the median of the rounds'
+ratios. The cost of a hop, (c), is measured by benchmarks/tensor_hop.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from stages.worker.messages import Enter
 
 _SPOKEN = [f"what is it that you say, number {number}" for number in range(8)]
 _FILLED = 15
-"""Answers after which all stages have work."""
+"""Number of answers after which all stages have work."""
 
 _REPLICAS, _CONVERSATIONS, _TURNS, _AT_ONCE = 4, 64, 5, 16
 
@@ -49,7 +49,7 @@ Timed = Callable[[], tuple[float, float]]
 
 @contextmanager
 def opened(config: PipelineConfig, threads: int) -> Iterator[Omni]:
-    """An Omni that is warm, with torch's threads in this process set."""
+    """Open a warm Omni, with this process's number of torch threads set."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -61,7 +61,7 @@ def opened(config: PipelineConfig, threads: int) -> Iterator[Omni]:
 
 
 def speech(config: PipelineConfig, threads: int) -> tuple[float, float]:
-    """Seconds of the whole job, and to the first sound of all."""
+    """Measure seconds of the whole job, and to the first audio of any request."""
     with opened(config, threads) as omni:
         began, first = time.perf_counter(), 0.0
         for output in omni.stream([OmniRequest(prompt) for prompt in _SPOKEN]):
@@ -72,7 +72,7 @@ def speech(config: PipelineConfig, threads: int) -> tuple[float, float]:
 
 
 def job(config: PipelineConfig, prompts: Sequence[TokensPrompt]) -> tuple[float, float]:
-    """Seconds from an early answer to the last one; the second figure is not used."""
+    """Measure seconds from an early answer to the last one; the second figure is not used."""
     ends = []
 
     def note(output: OmniOutput) -> None:
@@ -86,7 +86,7 @@ def job(config: PipelineConfig, prompts: Sequence[TokensPrompt]) -> tuple[float,
 
 
 def tokens(config: PipelineConfig) -> tuple[float, float]:
-    """Milliseconds for each generated token of one request that runs alone."""
+    """Measure milliseconds per generated token of one request that runs alone."""
     with opened(config, 1) as omni:
         began = time.perf_counter()
         (output,) = omni.generate("Hello")
@@ -95,7 +95,7 @@ def tokens(config: PipelineConfig) -> tuple[float, float]:
 
 
 def paired(rounds: int, one: Timed, other: Timed) -> list[tuple[tuple[float, ...], ...]]:
-    """Both figures of both sides, which take turns, by round."""
+    """Run both sides alternating; return both figures of both sides, by round."""
     found: list[tuple[tuple[float, ...], ...]] = []
     for number in range(rounds):
         first, second = (one, other) if number % 2 == 0 else (other, one)
@@ -105,7 +105,7 @@ def paired(rounds: int, one: Timed, other: Timed) -> list[tuple[tuple[float, ...
 
 
 def medians(found: Sequence[tuple[tuple[float, ...], ...]], figure: int = 0) -> str:
-    """Of one figure, and of the rounds' own ratios, the first side over the second."""
+    """Format the medians of a figure, and of the rounds' ratios of first to second side."""
     one, other = ([sides[at][figure] for sides in found] for at in (0, 1))
     ratios = [first / second for first, second in zip(one, other, strict=True)]
     return (
@@ -115,7 +115,7 @@ def medians(found: Sequence[tuple[tuple[float, ...], ...]], figure: int = 0) -> 
 
 
 def placed(config: str, stages: Collection[str], **overrides: Any) -> PipelineConfig:
-    """A shipped pipeline in processes, with one thread a worker."""
+    """Load a shipped pipeline in processes, with one thread per worker."""
     threads = {f"stages.{name}.placement.threads": 1 for name in stages}
     return PipelineConfig.load(config, {"runtime.kind": "processes"} | threads | overrides)
 
@@ -169,12 +169,12 @@ def run_tokens(rounds: int) -> None:
 
 
 def chance(self: PrefixRouter, enter: Enter, loads: Mapping[int, int]) -> int:
-    """What a router does that knows nothing."""
+    """Choose a replica at random, like a router without information."""
     return random.Random(enter.request_id).choice(sorted(loads))
 
 
 def hits(config: PipelineConfig) -> tuple[int, int]:
-    """Tokens of prompts that were hits, and all of them, of conversations that go on in turns."""
+    """Run multi-turn conversations; return prompt tokens that were hits, and all of them."""
     order = random.Random(0)
     said = {number: f"Conversation {number}. " for number in range(_CONVERSATIONS)}
     with Omni(config) as omni:

@@ -1,15 +1,15 @@
-"""What a long queue costs a step: the scheduler over real block tables, and no model.
+"""Cost of a long queue per step: the scheduler over real block tables, without a model.
 
     python benchmarks/scheduling.py [--waiting 1000,10000] [--rounds 3] [--case NAME ...]
 
-Each case builds the same scheduler twice, once with a queue as long as what can be admitted in the
-steps that are timed, once with a long one. Both admit the same requests in the same steps, so the
-difference between their steps is what the rest of the queue costs. A table says, for every case,
-the slowest step with the short queue and the long one, the largest and the median difference of a
-step, and what adding a request costs. Goal: no step of 10,000 waiting requests costs 1 ms more than
-the same step without them.
+Each case builds the same scheduler twice: with a queue of only the requests that can be admitted in
+the timed steps, and with a long one. Both admit the same requests in the same steps, so the
+difference between their steps is the cost of the rest of the queue. The table shows for every case
+the slowest step with the short queue and the long one, the maximum and the median difference of a
+step, and the cost of adding a request. Goal: no step with 10,000 waiting requests costs 1 ms more
+than the same step without them.
 
-Times are the least of ``--rounds`` runs of the same steps, in milliseconds of ``schedule``.
+Times are the minimum of ``--rounds`` runs of the same steps, in milliseconds of ``schedule``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ MODELS = {
 
 
 class Run:
-    """A scheduler, and a model that always says token 7."""
+    """A scheduler, and a model that always generates token 7."""
 
     def __init__(self, model: str, num_blocks: int = 4000) -> None:
         self.kv = KVCacheManager(
@@ -100,7 +100,7 @@ class Run:
         return request
 
     def step(self) -> tuple[float, list[tuple[str, int]]]:
-        """Seconds of ``schedule``, and who runs how many tokens."""
+        """Run a step; return the seconds of ``schedule``, and each request's number of tokens."""
         started = time.perf_counter()
         output = self.scheduler.schedule()
         seconds = time.perf_counter() - started
@@ -115,12 +115,12 @@ class Run:
 
 
 def own(index: int, count: int) -> list[int]:
-    """Tokens that no other request has."""
+    """Return tokens that no other request has."""
     return list(range(2**16 + index * 512, 2**16 + index * 512 + count))
 
 
 def prefix_in_flight(model: str, num_own: int) -> Callable[[int], Run]:
-    """All share a prefix, and differ after it."""
+    """Create a case in which all requests share a prefix, and differ after it."""
 
     def build(num_waiting: int) -> Run:
         run = Run(model)
@@ -132,7 +132,7 @@ def prefix_in_flight(model: str, num_own: int) -> Callable[[int], Run]:
 
 
 def same_prompts(model: str) -> Callable[[int], Run]:
-    """All ask the same."""
+    """Create a case in which all requests have the same prompt."""
 
     def build(num_waiting: int) -> Run:
         run = Run(model)
@@ -144,7 +144,7 @@ def same_prompts(model: str) -> Callable[[int], Run]:
 
 
 def conversations(model: str) -> Callable[[int], Run]:
-    """All share a prefix, and every two of them what follows it."""
+    """Create a case in which all share a prefix, and pairs of them share the following tokens."""
 
     def build(num_waiting: int) -> Run:
         run = Run(model)
@@ -156,7 +156,7 @@ def conversations(model: str) -> Callable[[int], Run]:
 
 
 def paused(num_waiting: int) -> Run:
-    """All but ten rest; the ten run."""
+    """Build a queue in which ten requests run, and all others are paused."""
     run = Run("attention")
     for index in range(10):
         run.add(own(index, 40))
@@ -166,7 +166,7 @@ def paused(num_waiting: int) -> Run:
 
 
 def priorities(num_waiting: int) -> Run:
-    """Requests of any priority, of which every step ends some: those of the short queue first."""
+    """Build a queue of random priorities; every step finishes requests, the short queue's first."""
     run = Run("attention")
     source = random.Random(0)
     first = (NUM_STEPS + 1) * SEATS
@@ -178,7 +178,7 @@ def priorities(num_waiting: int) -> Run:
 
 
 def isolated(num_waiting: int) -> Run:
-    """A step has failed, and its requests run one by one."""
+    """Build a queue after a failed step, whose requests run one by one."""
     run = Run("attention")
     for index in range(num_waiting):
         run.add([*range(PREFIX), *own(index, 8)])
@@ -193,7 +193,7 @@ SHORT = {
     "conversations": 2 * SEATS + 2,
     "conversations, Jamba": 2 * SEATS + 2,
 }
-"""Requests of the short queue, where they are not as many as can run at once and one more."""
+"""Length of the short queue, where it is not the maximum of running requests plus one."""
 
 CASES: dict[str, Callable[[int], Run]] = {
     "prefix in flight": prefix_in_flight("attention", 8),
@@ -213,7 +213,7 @@ CASES: dict[str, Callable[[int], Run]] = {
 
 @dataclass(frozen=True)
 class Timed:
-    """The steps of one case and queue, in milliseconds, the least of all rounds."""
+    """The steps of one case and queue, in milliseconds, each the minimum of all rounds."""
 
     steps: list[float]
     ran: list[list[tuple[str, int]]]

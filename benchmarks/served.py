@@ -1,4 +1,4 @@
-"""A server of its own process, as users start it, for the benchmarks that ask it over HTTP."""
+"""A server in a separate process, started as by users, for the benchmarks over HTTP."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _EVERY_S = 0.25
 
 
 class Served:
-    """``omni serve`` on a free port, from when its models are loaded.
+    """A process of ``omni serve`` on a free port; entering waits until its models are loaded.
 
     Args:
-        config: name of a shipped pipeline, a file, or a mapping as a YAML file holds.
-        flags: further ones of ``omni serve``.
+        config: name of a shipped pipeline, a file, or a mapping with a YAML file's content.
+        flags: additional flags of ``omni serve``.
     """
 
     def __init__(self, config: str | Mapping[str, Any], flags: Sequence[str] = ()) -> None:
@@ -54,7 +54,7 @@ class Served:
             if found is None:
                 print(line, end="", file=sys.stderr)
         self.url = found.group(1)
-        # What it says later must not fill the pipe.
+        # Later output must not fill the pipe.
         threading.Thread(target=self._pass_on, daemon=True).start()
         end = time.monotonic() + _READY_S
         while self._get("/health")["status"] != "ready":
@@ -74,23 +74,23 @@ class Served:
 
     @property
     def process(self) -> psutil.Process:
-        """To look at."""
+        """The server's process."""
         return psutil.Process(self._process.pid)
 
     def rss(self) -> int:
-        """Bytes that it holds in memory, with the processes that it had when it became ready; what
-        they share is counted for each."""
+        """Return the resident bytes of the server and the processes that it had when it became
+        ready; shared memory is counted for each."""
         return sum(int(each.memory_info().rss) for each in self._processes if each.is_running())
 
     def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+        """Return the sum of a metric over its labels."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
             text = answer.read().decode()
         values = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.M)
         return sum(map(float, values))
 
     def held_blocks(self) -> int:
-        """Large pages that requests hold."""
+        """Return the number of large pages held by requests."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
             text = answer.read().decode()
         return sum(
@@ -113,13 +113,13 @@ class Served:
 
 
 class MemoryWatch:
-    """Looks how much memory a server holds, again and again, in a thread.
+    """Samples a server's memory periodically in a thread.
 
     Args:
         served: the server.
 
     Attributes:
-        samples: seconds from the beginning, and bytes.
+        samples: seconds since the start, and bytes.
     """
 
     def __init__(self, served: Served) -> None:
@@ -137,7 +137,7 @@ class MemoryWatch:
         self._thread.join()
 
     def peaks(self) -> tuple[int, int]:
-        """The most bytes in the second and in the last quarter of the time."""
+        """Return the maximum bytes in the second and in the last quarter of the time."""
         end = self.samples[-1][0]
         second = [size for at, size in self.samples if end / 4 <= at < end / 2]
         last = [size for at, size in self.samples if at >= end * 3 / 4]

@@ -1,4 +1,4 @@
-"""What the HTTP server costs: the same requests through ``Omni`` in process and over HTTP.
+"""Cost of the HTTP server: the same requests through ``Omni`` in process and over HTTP.
 
 Run it on a quiet machine::
 
@@ -8,36 +8,36 @@ Run it on a quiet machine::
     python -m benchmarks.server_cost --pipeline omni_speech --rounds 9 --turns 4
     python -m benchmarks.server_cost --pipeline omni_speech --rounds 40 --turns 4 --ways streamed
 
-The server's pipeline runs in a process beside the server's, as that of ``omni serve`` does; with
-``--inline`` it runs in the server's own. What asks over HTTP is a process of its own, as any client
-is, and shares the cores; with ``--together`` it shares the server's process as well, whose one lock
-makes the client's cost a part of the figure. Text is streamed token by token, by the model of 0.1 B
-of ``engine_cpu.py`` (256 and 64 tokens) or a small one, whose steps take a few milliseconds. The
-goal is at most 5 % for the former, and for the voice pipeline as well.
+The server's pipeline runs in a separate process, as with ``omni serve``; with ``--inline`` it runs
+in the server's own. The HTTP clients run in another process and share the cores; with
+``--together`` they run in the server's process, whose GIL makes the clients' cost a part of the
+result. Text is streamed token by token, by the model of 0.1 B of ``engine_cpu.py`` (256 and 64
+tokens) or a small one, whose steps take a few milliseconds. The goal is at most 5 % for the former,
+and for the voice pipeline as well.
 
-Requests that come one after the other share smaller batches, whoever takes them in. So there are
-several ways in process, of which ``--ways`` takes those that are named:
+Requests that arrive one after the other run in smaller batches, with or without a server. So there
+are several ways in process, selected by ``--ways``:
 
 - ``in one call``: all at once, which run in lockstep;
-- ``in process``: by a coroutine for each, of which some begin a step later than others;
-- ``streamed``: likewise, and each takes what comes piece by piece, as HTTP hands it on;
-- ``at its times``: likewise, each as long after the first as it came to the pipeline over HTTP in
-  the same round. What HTTP takes beyond this one is the server itself.
+- ``in process``: one coroutine per request, some of which start a step later than others;
+- ``streamed``: likewise, and each consumes its deltas, as HTTP does;
+- ``at its times``: likewise, each with the same delay as it reached the pipeline over HTTP in
+  the same round. The difference between HTTP and this one is the server itself.
 
-With ``--whole`` HTTP answers in one piece, when all is said: what ``in process`` does.
+With ``--whole`` HTTP answers without streaming, like ``in process``.
 
-With ``--turns`` each of the clients asks so many times, as soon as it is answered, as under a load
-that lasts; by one connection, that is there before the clock starts, as client libraries do.
+With ``--turns`` each client sends several requests, each as soon as the last is answered, as under
+sustained load; on one connection, which is opened before the clock starts, as in client libraries.
 
-Three costs are told, each as the median of the rounds' own ratios, with the range in which nine in
-ten of the medians lie of rounds that are drawn anew from these: what differs from run to run.
+Three costs are reported, each as the median of the rounds' ratios, with the range that contains
+90 % of the medians of resampled rounds (bootstrap): the variation from run to run.
 
-- time: what a load notices. Clients and the pipeline share the cores, so that the clients' CPU,
-  told beside it, is a part of this cost;
-- CPU of this process and of the one beside it, clients apart;
-- CPU of the thread that serves, less that of the thread that asks in process, as a part of all that
-  requests take in process: the server's own cost and nothing else, which other work on the machine
-  hardly disturbs.
+- time: the wall-clock effect. Clients and the pipeline share the cores, so that the clients' CPU
+  time, also reported, is a part of this cost;
+- CPU time of this process and of its pipeline process, without separate clients;
+- CPU time of the serving thread, minus that of the requesting thread in process, relative to the
+  whole CPU time of requests in process: the server's own cost only, which other work on the
+  machine hardly disturbs.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _LENGTH = re.compile(rb"^HTTP/1\.1 200 .*\r\ncontent-length: (\d+)\r\n", re.S)
 
 
 def main() -> None:
-    """Print seconds of both ways in turns, and the first sound by concurrency."""
+    """Print seconds of the ways, run alternating, and the time to first audio by concurrency."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pipeline", default="text", help="text, small, or one that speaks")
     parser.add_argument("--requests", type=int, default=16)
@@ -134,19 +134,19 @@ def _measure(config: PipelineConfig, given: argparse.Namespace, asked: _Asked) -
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
-    """What clients saw: seconds until the first sound, or token, and the CPU that asking took."""
+    """Clients' measurements: seconds until the first audio or token, and their own CPU time."""
 
     first_s: list[float]
     cpu_s: float
 
 
 _Clients = Callable[[Sequence[int], int], Callable[[], _Answered]]
-"""Connects clients that are to ask these numbers at once, so many turns of each; gives what has
-them ask."""
+"""Connects clients, given the numbers of their first requests and of turns; returns a function that
+runs them."""
 
 
 def _connected(ask: _Asker, numbers: Sequence[int], turns: int) -> Callable[[], _Answered]:
-    """Clients in the thread that has them ask."""
+    """Connect clients that run in the calling thread."""
     sockets = DefaultSelector()
     clients = [
         _Client(ask, sockets, range(number, number + turns * len(numbers), len(numbers)))
@@ -169,8 +169,8 @@ def _connected(ask: _Asker, numbers: Sequence[int], turns: int) -> Callable[[], 
 
 
 class _Client:
-    """Asks one request after the other, by one connection, as client libraries do. It is a plain
-    socket: what clients take of the cores is no cost of the server's, and a library takes more.
+    """Sends one request after the other on one connection, as client libraries do. It uses a plain
+    socket: the clients' CPU time is not a cost of the server, and a library needs more.
     """
 
     def __init__(self, ask: _Asker, sockets: DefaultSelector, numbers: Iterable[int]) -> None:
@@ -187,7 +187,7 @@ class _Client:
         sockets.register(self._socket, EVENT_READ, self._read)
 
     def ask(self) -> None:
-        """Ask the next one, if there is any."""
+        """Send the next request, if there is any."""
         number = next(self._numbers, None)
         if number is None:
             self._sockets.unregister(self._socket)
@@ -216,13 +216,13 @@ class _Client:
 
 @contextmanager
 def _apart(ask: _Asker) -> Iterator[_Clients]:
-    """Clients in a process of their own."""
+    """Run clients in a separate process."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve_orders, args=(ask, theirs), daemon=True)
     process.start()
-    theirs.close()  # so that waiting for a process that has died ends
-    ours.recv()  # it has imported what it needs
+    theirs.close()  # so that recv() raises if the process dies
+    ours.recv()  # its imports are done
 
     def run() -> _Answered:
         ours.send(None)
@@ -250,8 +250,8 @@ def _serve_orders(ask: _Asker, orders: Connection) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """What some requests took: seconds, CPU of this process, of the one thread in it that takes
-    requests in and hands answers out, and of clients elsewhere.
+    """Cost of some requests: wall-clock seconds, and CPU seconds of this process, of its thread
+    that receives requests and sends answers, and of clients in other processes.
     """
 
     seconds: float
@@ -261,7 +261,7 @@ class _Cost:
 
 
 class _Comparison:
-    """Both ways in turns, each of them first every other time."""
+    """Runs the ways alternating, in an order that is reversed every other round."""
 
     def __init__(
         self,
@@ -298,8 +298,8 @@ class _Comparison:
         """Measure and print."""
         seen: dict[str, list[_Cost]] = {name: [] for name in self._ways}
         names = [name for name in self._ways if name != "at its times"]
-        last = [name for name in self._ways if name == "at its times"]  # needs those of HTTP
-        for number in range(-1, self._rounds):  # the first is for warming up
+        last = [name for name in self._ways if name == "at its times"]  # needs the times of HTTP
+        for number in range(-1, self._rounds):  # the first is the warm-up
             for name in [*(names if number % 2 else reversed(names)), *last]:
                 for each in {self._omni, self._served}:
                     with each.paused() as pipeline:
@@ -345,7 +345,7 @@ class _Comparison:
             print(f"  {'':12}  CPU of the serving thread alone, of all {own}")
 
     def _clocks(self) -> tuple[float, float, float]:
-        """Seconds: of time, of CPU, and of CPU of the threads that ask or serve."""
+        """Read clocks in seconds: wall, CPU, and CPU of the requesting and serving threads."""
         server = int(self._server.read_text().split()[0]) / 1e9
         cpu = time.process_time() + sum(map(time.clock_gettime, self._beside))
         return time.perf_counter(), cpu, server + time.thread_time()
@@ -372,7 +372,7 @@ class _Comparison:
         asyncio.run(clients())
 
     def _noting_times(self, ask: Callable[[], _Answered]) -> object:
-        """Ask over HTTP, and note when each request came to the pipeline."""
+        """Send requests over HTTP, and record when each reached the pipeline."""
         times: list[float] = []
         submit = self._served._driver.submit
 
@@ -396,7 +396,7 @@ class _Comparison:
 
 
 def _cpu_clock(pid: int) -> int:
-    """The id of a process's CPU clock on Linux, which counts finer than psutil's ticks."""
+    """Return the id of a process's CPU clock on Linux, which is finer than psutil's ticks."""
     return (~pid << 3) | 2
 
 
@@ -406,7 +406,7 @@ def _numbers(count: int, round_number: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What is asked: of which model, for speech, by token ids, to be answered in one piece."""
+    """Properties of the requests: model, for speech, with token ids, answered without streaming."""
 
     model: str
     speaks: bool
@@ -415,12 +415,12 @@ class _Asked:
 
 
 class _Asker:
-    """Makes requests.
+    """Creates requests.
 
     Attributes:
-        port: where to ask.
-        mark: what an answer has in it from its first sound, or token, on.
-        whole: whether it comes in one piece.
+        port: port of the server.
+        mark: bytes that an answer contains from its first audio or token on.
+        whole: true if answers are not streamed.
     """
 
     def __init__(self, port: int, asked: _Asked) -> None:
@@ -432,7 +432,7 @@ class _Asker:
         self._by_ids = asked.by_ids
 
     def request(self, number: int) -> OmniRequest:
-        """The same request for ``Omni``."""
+        """Create the request for ``Omni``."""
         if self._speaks:
             return OmniRequest(ChatPrompt(tuple(self._messages(number))))
         if self._by_ids:
@@ -440,7 +440,7 @@ class _Asker:
         return OmniRequest(TextPrompt(self._text(number)))
 
     def content(self, number: int) -> bytes:
-        """The same over HTTP."""
+        """Create the same request for HTTP."""
         path = "/v1/completions"
         prompt = self._ids(number) if self._by_ids else self._text(number)
         body: dict[str, Any] = {"prompt": prompt}

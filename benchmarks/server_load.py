@@ -1,14 +1,14 @@
-"""What a second user does to the first one, and a slow reader to all others, over HTTP.
+"""Effect of concurrent users on each other, and of a slow reader on all others, over HTTP.
 
 Run it on a quiet machine::
 
     python -m benchmarks.server_load --rounds 3
 
-A server in a process of its own, on the seeded voice pipeline; the sender is ``omni bench``'s, in
-this process, on the same cores. Concurrencies are gone through in turns, ``--rounds`` times, and
-every figure is the median of the rounds' medians. The goal: first audio at 2 at most 1.8 times that
-at 1. Then a client that asks for a long answer and reads none of it, beside one that reads: its
-times between pieces are compared with those without the first one.
+The server runs in a separate process, with the seeded voice pipeline; the sender is that of
+``omni bench``, in this process, on the same cores. Each round runs all concurrencies, and every
+figure is the median of the rounds' medians. The goal: first audio at concurrency 2 at most 1.8
+times that at 1. Then clients request long answers and read nothing, while another client reads:
+its end-to-end times are compared with those without them.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _slow_reader(console: Console, served: Served, given: argparse.Namespace) ->
 
 @contextmanager
 def _reads_nothing(served: Served, model: str) -> Iterator[None]:
-    """Clients that ask for long answers, and wait until these have been made without reading."""
+    """Run clients that request long answers without reading, until these have been generated."""
     where = urlsplit(served.url)
     body = {
         "model": model,
@@ -149,13 +149,13 @@ def _reads_nothing(served: Served, model: str) -> Iterator[None]:
     readers = []
     for _ in range(8):
         reader = socket.socket()
-        # As little as can be is taken out of the server's hands.
+        # A small buffer, so that the data stay in the server.
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         reader.connect((where.hostname, where.port))
         reader.sendall(head.encode() + content)
         readers.append(reader)
     try:
-        # They cost what any request costs while they run; measured is what they cost afterwards.
+        # While they run they cost as much as any request; measured is their cost afterwards.
         asyncio.run(_until_idle(served))
         yield
     finally:

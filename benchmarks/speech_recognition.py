@@ -1,16 +1,16 @@
-"""Word error rate of Whisper on real recordings, beside faster-whisper with the same weights.
+"""Word error rate of Whisper on real recordings, compared with faster-whisper on equal weights.
 
     python -m benchmarks.speech_recognition FOLDER --recordings WAVS [--noise 20 10 0] [--threads 2]
         --faster-whisper CT2_FOLDER --python ../faster-whisper/bin/python
 
-FOLDER holds the weights as transformers' checkpoint, CT2_FOLDER as CTranslate2's. WAVS holds files
-``ID.wav``, mono, and ``transcription`` with lines ``<s> words </s> (ID)``, as Debian's package
-``pocketsphinx-testdata`` has them. Each recording is transcribed by both, one after the other, as
-it is and with white noise added, so many decibels below it; and so are all of them as one, with
-pauses of 1.5 s. That is with temperature fallback and thresholds as faster-whisper has them, greedy
-at first (its beam of 5 is set to 1, since transformers' rules have none), in float32.
-faster-whisper needs an environment of its own, with soundfile; it runs in a process beside this
-one. Both texts go through transformers' normalizer of English, and words are compared.
+FOLDER contains the weights as transformers' checkpoint, CT2_FOLDER as CTranslate2's. WAVS contains
+files ``ID.wav``, mono, and ``transcription`` with lines ``<s> words </s> (ID)``, as in Debian's
+package ``pocketsphinx-testdata``. Both transcribe each recording, one after the other, unchanged
+and with white noise at the given decibels below it; and also the concatenation of all, with
+pauses of 1.5 s. Temperature fallback and thresholds are those of faster-whisper, greedy at first
+(its beam of 5 is set to 1, since transformers' rules have none), in float32. faster-whisper needs
+a separate environment, with soundfile; it runs in another process. Both texts are normalized by
+transformers' English normalizer, and words are compared.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ for line in sys.stdin:
 
 
 def errors(expected: Sequence[str], heard: Sequence[str]) -> int:
-    """Words to put in, take out or change, at least."""
+    """Compute the edit distance: minimum insertions, deletions and substitutions of words."""
     row = list(range(len(heard) + 1))
     for count, word in enumerate(expected, 1):
         last, row[0] = row[0], count
@@ -72,7 +72,7 @@ def errors(expected: Sequence[str], heard: Sequence[str]) -> int:
 
 
 def recordings(folder: Path, noise: Sequence[float]) -> dict[str, tuple[NDArray[np.float32], str]]:
-    """Samples and words of each recording, as it is and with noise, and of all as one."""
+    """Load samples and words of each recording, clean and noisy, and of their concatenation."""
     found: dict[str, tuple[NDArray[np.float32], str]] = {}
     for line in (folder / "transcription").read_text().splitlines():
         match = re.fullmatch(r"<s>(.*)</s> *\((.*)\)", line.strip())

@@ -1,15 +1,15 @@
-"""What the stage-output cache costs, beside the plain torch calls it cannot do without.
+"""Cost of the stage-output cache, compared with the plain torch calls that it needs at least.
 
-Two measurements, both sides in the same process and in turn, so that noise hits both::
+Two measurements, both sides in the same process, alternating, so that noise affects both::
 
-    write    64 requests decode one token each; three tensors of (64, 2048) bf16 are mirrored
-             against three plain index_copy_ into stores of the same size
-    gather   a prefix hit of 2,032 tokens is handed out, (2032, 2048) bf16
-             against one plain index_select of the same rows
+    write    64 requests decode one token each; three tensors of (64, 2048) bf16 are mirrored,
+             compared with three plain index_copy_ into stores of the same size
+    gather   rows of a prefix hit of 2,032 tokens are returned, (2032, 2048) bf16,
+             compared with one plain index_select of the same rows
 
 Run it with ``python benchmarks/stage_output_cache.py``. It exits with status 1 if a limit is
-missed: a write takes at most 1 ms and at most twice the plain copies; a gather runs at no less
-than half the speed of the plain select.
+missed: a write takes at most 1 ms and at most twice the plain copies; a gather runs at least at
+half the speed of the plain select.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_GATHER_RATIO = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Median milliseconds of both sides, taken in turn."""
+    """Median milliseconds of both sides, measured alternating."""
 
     name: str
     cache_ms: float
@@ -50,14 +50,14 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """How many times the plain calls the cache takes."""
+        """Time of the cache relative to the plain calls."""
         return self.cache_ms / self.plain_ms
 
 
 def compare(
     name: str, cache: Callable[[], object], plain: Callable[[], object], repeats: int
 ) -> Comparison:
-    """Time two callables in turn; the first tenth warms up and is not counted."""
+    """Time two callables alternating; the first tenth is warm-up and not counted."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats + repeats // 10):
         for side, run in zip(times, (cache, plain), strict=True):
@@ -69,19 +69,19 @@ def compare(
 
 
 def scattered_blocks(pool: BlockPool, num_blocks: int) -> list[int]:
-    """Held blocks in no order, as a pool hands them out after an hour of work."""
+    """Allocate blocks in random order, like a pool after an hour of work."""
     ids = [block.block_id for block in pool.allocate({0: num_blocks})[0]]
     random.Random(0).shuffle(ids)
     return ids
 
 
 def slots_of(block_ids: list[int]) -> Tensor:
-    """``(len(block_ids) * BLOCK_SIZE,)``: every slot of the blocks, in order."""
+    """Return every slot of the blocks in order, ``(len(block_ids) * BLOCK_SIZE,)``."""
     return (torch.tensor(block_ids)[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).view(-1)
 
 
 def measure_write(repeats: int) -> Comparison:
-    """One decode step of 64 requests, each in a block of its own."""
+    """Measure one decode step of 64 requests, each in a separate block."""
     pool = BlockPool.uniform(NUM_BLOCKS)
     cache = StageOutputCache(NUM_BLOCKS, BLOCK_SIZE, pool.generations(0))
     blocks = torch.tensor(scattered_blocks(pool, NUM_REQUESTS))
@@ -97,7 +97,7 @@ def measure_write(repeats: int) -> Comparison:
 
 
 def measure_gather(repeats: int) -> Comparison:
-    """A hit whose rows were written block by block by earlier requests."""
+    """Measure a hit whose rows were written block by block by earlier requests."""
     pool = BlockPool.uniform(NUM_BLOCKS)
     cache = StageOutputCache(NUM_BLOCKS, BLOCK_SIZE, pool.generations(0))
     block_ids = scattered_blocks(pool, -(-HIT_TOKENS // BLOCK_SIZE))

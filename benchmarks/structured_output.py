@@ -1,20 +1,20 @@
-"""What holding answers to a form costs a decode step.
+"""Cost of structured output per decode step.
 
     python benchmarks/structured_output.py [--rounds 5] [--generate 64]
 
 The model is that of ``engine_cpu.py``, 0.1 B parameters, with a tokenizer of 32,000 words. Every
-round runs, in turns, the same requests free and held to each form, of which none ends before
-``--generate`` tokens::
+round runs, alternating, the same requests unconstrained and constrained to each form. No answer
+ends before ``--generate`` tokens::
 
-    text       an object with one string, where most tokens are allowed; all sides, the free one as
-               well, have a bias against the token that would close it
-    counted    the same with a least length: its length is part of the form's state
+    text       an object with one string, where most tokens are allowed; all sides, including the
+               free one, have a bias against the token that would close it
+    counted    the same with a minimum length: its length is part of the grammar's state
     records    an array of objects with numbers and choices, where few tokens are allowed
 
-Times are those of decode alone: those of a run with ``--generate`` tokens less those of one with a
-single token, which pays for the prompt and for compiling the form. Beside them is what following
-the form takes within a step, masks and places in the grammar together, and its share of the step:
-rounds differ by more than it is.
+Times are those of decode alone: of a run with ``--generate`` tokens minus one with a single token,
+which includes the prefill and compiling the grammar. In addition, the table shows the time within a
+step spent on the grammar, masks and state transitions together, and its share of the step, which
+is smaller than the noise between rounds.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ _QUOTE = word_id('"')
 
 
 class Clock:
-    """Adds up the seconds inside functions."""
+    """Accumulates the seconds spent inside functions."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def time(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, timed."""
+        """Wrap a function to time it."""
 
         def timed(*args: Any) -> Any:
             started = time.perf_counter()
@@ -91,13 +91,13 @@ TokenGrammar.accept = FOLLOWING.time(TokenGrammar.accept)  # type: ignore[method
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of a run without hits, and those of them inside the grammar's functions."""
+    """Seconds of a run without hits, and the part of them inside the grammar's functions."""
 
     whole: float
     following: float
 
     def step(self, shorter: Timed, num_steps: int) -> Timed:
-        """Of one of the steps that a run has more than a shorter one."""
+        """Return the times per step, given a shorter run with ``num_steps`` fewer steps."""
         return Timed(
             (self.whole - shorter.whole) / num_steps,
             (self.following - shorter.following) / num_steps,

@@ -1,10 +1,10 @@
-"""What it costs to hand a tensor to another process: a channel against queues that pickle.
+"""Cost of sending a tensor to another process: a channel compared with pickling queues.
 
     python benchmarks/tensor_hop.py [--mib 1,16] [--rounds 200] [--warm 20]
 
 A hop is the time from the call that sends a stage's output with one float32 tensor to the moment at
-which the other process has read its first and last value. Both take the time of one clock, which
-all processes of a machine share. The other process lets go of each tensor before the next comes.
+which the other process has read its first and last value. Both use the same clock, which all
+processes of a machine share. The other process frees each tensor before the next arrives.
 
 - ``channel``: :class:`stages.remote.channel.Channel`, the tensor in shared memory.
 - ``queue``: ``multiprocessing.Queue``, the tensor as an array of numpy, pickled.
@@ -37,7 +37,7 @@ GOALS_MS = {1: 1.0, 16: 5.0}
 
 
 def receive_from_channel(sock: socket.socket, argument: bytes) -> None:
-    """In the other process: tell of each output when it was there."""
+    """In the other process: report the arrival time of each output."""
     ended = threading.Event()
     channel = Channel(sock, StageOutput, "sender")
 
@@ -65,7 +65,7 @@ def receive_from_pipe(connection: Any) -> None:
 
 
 Hop = Callable[[torch.Tensor], tuple[float, float, float]]
-"""Sends a tensor; gives when it was there, and its first and last value as they were there."""
+"""Sends a tensor; returns its arrival time, and its first and last value as received."""
 
 
 def over_channel() -> tuple[Hop, Callable[[], None]]:
@@ -87,7 +87,7 @@ def over_channel() -> tuple[Hop, Callable[[], None]]:
 
 
 def module() -> str:
-    """This file, as another process imports it: the folder of a script is on its path."""
+    """Return this file's module name in another process: the folder of a script is on its path."""
     if __name__ != "__main__":
         return __name__
     spec = globals().get("__spec__")  # of ``python -m``; None for a script
@@ -134,7 +134,7 @@ WAYS = {"channel": over_channel, "queue": over_queue, "pipe": over_pipe}
 
 
 def measure(hop: Hop, mib: int, rounds: int, warm: int) -> list[float]:
-    """Milliseconds of each round."""
+    """Measure milliseconds of each round."""
     times = []
     for number in range(warm + rounds):
         rows = torch.full((mib * 2**18,), float(number))

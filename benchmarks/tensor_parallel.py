@@ -1,10 +1,10 @@
-"""What dividing a model among processes costs or saves on this machine.
+"""Speed of tensor parallelism over processes on this machine.
 
     python -m benchmarks.tensor_parallel [--rounds 5] [--processes 2]
 
 The 0.1 B model of ``engine_cpu.py``. In every round the same requests run in one process with all
-cores, in one with its share of them, and in ``--processes`` with a share each: 8 prompts of 256
-tokens, of which 32 tokens are generated. Times are those of the prefills and of one decode step.
+cores, in one with a share of them, and in ``--processes`` with a share each: 8 prompts of 256
+tokens, with 32 generated tokens each. Times are those of the prefills and of one decode step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUM_PROMPTS, _PROMPT, _GENERATED = 8, 256, 32
 
 
 def run(engine: LLMEngine) -> tuple[float, float]:
-    """Seconds of the prefills, and of a decode step behind them."""
+    """Measure seconds of the prefills, and of a decode step after them."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(1000, 31_000, (_NUM_PROMPTS, _PROMPT), generator=generator).tolist()
     prompts = [TokensPrompt(tuple(each)) for each in rows]

@@ -1,12 +1,12 @@
-"""One checkout of this project against another: the same jobs, in turns, on one machine.
+"""Two checkouts of this project compared: the same jobs, alternating, on one machine.
 
     git worktree add ../before <commit>
     python -m benchmarks.two_checkouts ../before . [--rounds 5] [--jobs engine pipeline ...]
 
-Each checkout runs in a process of its own, which builds its engines once and then waits; a round
-asks the first, then the second, so that a drift of the machine meets both. Jobs use public names
-only, which both checkouts have. Printed are medians and the ratio of the pairs' times, second to
-first: above 1 the second is slower.
+Each checkout runs in a separate process, which builds its engines once and then waits; a round
+runs the first, then the second, so that a drift of the machine affects both. Jobs use only public
+names, which both checkouts have. The output shows medians and the ratio of the pairs' times, second
+to first: above 1 the second is slower.
 
 Jobs:
 
@@ -14,7 +14,7 @@ Jobs:
 * ``encoder_decoder``: a BART of 50 M, 16 requests of 128 tokens in and 64 out;
 * ``pipeline``: Qwen2.5-Omni's three stages on a checkpoint of 94 M, 4 requests, streaming;
 * ``voice``: ``omni_speech`` as it is shipped, 16 requests;
-* ``rows``: writing and gathering the mirrored rows of a step, from the stage-output cache;
+* ``rows``: writing and gathering the mirrored rows of a step in the stage-output cache;
 * ``help``, ``validate``: ``omni --help`` and ``omni validate two_step``, seconds of CPU time.
 """
 
@@ -158,9 +158,9 @@ MAKE: dict[str, Callable[[str], Callable[[], float]]] = {
 
 
 def serve(name: str, model: str) -> None:
-    """Build a job, then run it once for every line that comes, and print its seconds."""
+    """Build a job, then run it once for every line on standard input, and print its seconds."""
     run = MAKE[name](model)
-    run()  # not counted: first calls allocate, and compile what is not there
+    run()  # not counted: first calls allocate and compile
     print(_READY, flush=True)
     for _ in sys.stdin:
         print(run(), flush=True)
@@ -182,7 +182,7 @@ class Side:
         self._read(_READY)
 
     def run(self) -> float:
-        """Seconds of one run."""
+        """Run the job once and return its seconds."""
         assert self._process.stdin is not None
         print(file=self._process.stdin, flush=True)
         return float(self._read())

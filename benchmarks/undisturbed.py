@@ -1,4 +1,4 @@
-"""What requests say undisturbed, and whether others say the same."""
+"""Reference outputs of requests without faults, and comparison with them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from stages import StageOutput
 
 
 class Undisturbed:
-    """Outputs of prompts that nothing has happened to.
+    """Reference outputs of prompts that ran without faults.
 
-    Token ids, texts, finish reasons, and shapes and lengths of tensors and sound have to be equal;
-    their numbers nearly, since a run again meets others in its batches and its cache, and floating
-    point sums come out differently in another order.
+    Token ids, texts, finish reasons, and shapes and lengths of tensors and audio must be equal;
+    their values only nearly, since a retried request has other requests in its batches and cache
+    entries, and floating point sums depend on the order.
 
     Args:
-        outputs: by prompt.
-        allowed: by how much a number may differ; 0 for equal bits.
+        outputs: reference outputs by prompt.
+        allowed: maximum difference of values; 0 for equal bits.
 
     Attributes:
-        largest: by how much one has differed.
+        largest: maximum difference seen so far.
     """
 
     def __init__(self, outputs: Mapping[str, OmniOutput], allowed: float) -> None:
@@ -31,7 +31,7 @@ class Undisturbed:
         self.largest = 0.0
 
     def difference(self, prompt: str, found: Sequence[OmniOutput]) -> str | None:
-        """Where the outputs of a request, in order, differ from what it should say; None if not."""
+        """Return where a request's outputs, in order, differ from the reference; None if equal."""
         for name, theirs in self._outputs[prompt].stages.items():
             ours = found[-1].stages[name]
             for told in ("token_ids", "text", "finish_reason"):
@@ -56,13 +56,13 @@ class Undisturbed:
             return True
         apart = (one - other).abs().max().item()
         self.largest = max(self.largest, apart)
-        return bool(apart <= self._allowed)  # not if it is no number
+        return bool(apart <= self._allowed)  # False for NaN
 
 
 def _numbers(
     ours: StageOutput, theirs: StageOutput, pieces: Sequence[StageOutput]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What has to be the same but for rounding, each with its name."""
+    """Yield the name and both values of everything that must be equal up to rounding."""
     for name, rows in theirs.tensors.items():
         yield name, ours.tensors[name], rows
     if theirs.audio is not None:

@@ -14,14 +14,14 @@ VOCAB_SIZE = 32_000
 
 
 def word_checkpoint(folder: Path) -> Path:
-    """Lay the checkpoint's files into an empty folder, beside a tokenizer.
+    """Copy the checkpoint's files to an empty folder, and add a tokenizer.
 
-    It turns ids into words; of words it makes bytes, so that prompts are best given as ids.
+    It decodes ids to words, but encodes words as bytes, so that prompts are best given as ids.
     """
     for file in Path(benchmark_model("qwen2")).iterdir():
         copyfile(file, folder / file.name)  # links out of a checkpoint are refused
     pieces = _bytes()
-    # The letter by which byte-level tokenizers write a space.
+    # The character by which byte-level tokenizers represent a space.
     pieces += [f"Ġw{token_id}" for token_id in range(len(pieces), VOCAB_SIZE)]
     vocabulary = {piece: token_id for token_id, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -32,7 +32,7 @@ def word_checkpoint(folder: Path) -> Path:
 
 
 def word_id(character: str) -> int:
-    """The id of a character that is one byte."""
+    """Return the id of a single-byte character."""
     return _bytes().index(character)
 
 

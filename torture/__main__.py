@@ -1,4 +1,4 @@
-"""Runs every script of this folder, one after another: what ``make torture`` calls."""
+"""Runs every script of this folder, one after another; called by ``make torture``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Run the scripts, each in a process of its own; returns 1 if one has failed."""
+    """Run the scripts, each in a separate process; return 1 if one has failed."""
     folder = Path(__file__).parent
     names = sorted(file.stem for file in folder.glob("*.py") if not file.stem.startswith("_"))
     failed = []

@@ -1,7 +1,7 @@
-"""Replaces every value of the JSON files of every family, and loads what comes of it.
+"""Replaces every value of the JSON files of every family, and loads the result.
 
-Each has to be refused by a ``ValueError`` that names the file, or to load and answer, be it with
-the error of a request; within 30 seconds and 1.5 GB, in a process of its own.
+Each must be refused by a ``ValueError`` that names the file, or load and answer, possibly with the
+error of a request; within 30 seconds and 1.5 GB, in a separate process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FILES = (
 
 
 def main() -> int:
-    """Try all, or a sample; returns 1 if any outcome must not be."""
+    """Try all, or a sample; return 1 if any outcome is not allowed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--family", action="append", choices=list(TRIALS))
     parser.add_argument("--file", action="append", choices=_FILES)

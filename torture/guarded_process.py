@@ -1,4 +1,4 @@
-"""Runs a function in a process of its own, under limits of time and memory."""
+"""Running of a function in a separate process with limits of time and memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Guarded:
-    """What became of a run.
+    """Result of a run.
 
     Attributes:
         kind: ``"returned"``, ``"raised"``, ``"died"`` or ``"hangs"``.
-        told: what it returned; the name of the error's class and its message; the signal.
-        peak_mb: the largest resident size of its process, that of what it was forked from included.
+        told: the returned text; or the name of the error's class and its message; or the status.
+        peak_mb: peak resident size of the process, including the pages inherited from its parent.
     """
 
     kind: str
@@ -33,8 +33,8 @@ def run_guarded(function: Callable[[], str | None], seconds: float, limit_bytes:
 
     Args:
         function: returns a text, or None.
-        seconds: after which it is killed.
-        limit_bytes: of memory, beyond what is mapped already.
+        seconds: timeout after which it is killed.
+        limit_bytes: maximum additional memory, beyond what is mapped already.
     """
     read, write = os.pipe()
     child = os.fork()

@@ -1,7 +1,7 @@
-"""Loads checkpoints that were spoilt in every way that we know of, in processes of their own.
+"""Loads checkpoints that are corrupted in every known way, each in a separate process.
 
-Each has to be refused by a ``ValueError`` that names the file and what is wrong with it, or to
-load and answer; within 30 seconds and 1.5 GB.
+Each must be refused by a ``ValueError`` that names the file and the error, or load and answer;
+within 30 seconds and 1.5 GB.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ SECONDS, MOST_BYTES, MOST_MB = 30.0, 3 * 2**29, 1500.0
 
 
 def judge(found: Guarded, folder: Path, names: tuple[str, ...]) -> tuple[str, str]:
-    """The outcome of a checkpoint, and what there is to say of it.
+    """Return the outcome of a checkpoint, and details.
 
     Args:
-        found: what became of it.
-        folder: where it was.
-        names: what its error has to name; empty where it may as well load.
+        found: result of the run.
+        folder: folder of the checkpoint.
+        names: texts that its error must contain; empty if it may also load.
     """
     detail = f"{found.kind} {' '.join(found.told)}"[:300]
     if found.kind == "hangs":
@@ -52,9 +52,9 @@ def judge(found: Guarded, folder: Path, names: tuple[str, ...]) -> tuple[str, st
 
 
 def warm_up() -> None:
-    """Import, once for all children, what running a model imports.
+    """Import, once for all children, the modules that running a model imports.
 
-    With one thread: a fork has none of a pool's other threads, and would wait for them.
+    With one thread: a forked child lacks a pool's other threads, and would wait for them.
     """
     torch.set_num_threads(1)
     for family in ("qwen2", "bert", "code2wav", "whisper", "llava", "mllama", "thinker"):
@@ -64,7 +64,7 @@ def warm_up() -> None:
 def try_one(
     family: str, spoil: Callable[[Path], object], names: tuple[str, ...], tally: Tally, what: str
 ) -> str | None:
-    """Spoil a copy, try it, and count what came of it; returns what it was refused by."""
+    """Corrupt a copy, load it, and count the outcome; return the message if it was refused."""
     trial = TRIALS[family]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "checkpoint")
@@ -77,7 +77,7 @@ def try_one(
 
 
 def main() -> int:
-    """Try all, or those of some families; returns 1 if any outcome must not be."""
+    """Try all, or those of some families; return 1 if any outcome is not allowed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--family", action="append", choices=list(TRIALS))
     chosen = parser.parse_args().family or list(TRIALS)

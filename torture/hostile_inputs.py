@@ -1,4 +1,4 @@
-"""Inputs as an adversary would write them, each made from a number alone."""
+"""Inputs as written by an adversary, each generated from a seed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _LINE_KEYS = (
 
 
 def make_traps(folder: Path) -> None:
-    """Lay out files that are not what they seem: a pipe, a link to a device, broken media."""
+    """Create misleading files: a pipe, a link to a device, broken media."""
     os.mkfifo(folder / "trap.pipe")
     (folder / "trap.zero").symlink_to("/dev/zero")
     (folder / "trap.folder").mkdir()
@@ -76,7 +76,7 @@ def make_traps(folder: Path) -> None:
 
 
 def hostile_yaml(seed: int, texts: Sequence[str]) -> bytes:
-    """A pipeline's file after a few changes of its characters, words, lines and places."""
+    """Generate a pipeline file with a few changes of characters, words, lines and indentation."""
     random = Random(seed)
     text = random.choice(texts)
     for _ in range(random.choice((1, 1, 2, 3, 8))):
@@ -125,7 +125,7 @@ _YAML_CHANGES: tuple[Callable[[Random, str], str], ...] = (
 
 
 def hostile_line(seed: int) -> bytes:
-    """A line of a request file: wrong values, wrong keys, wrong JSON. Without a line break."""
+    """Generate a line of a request file with wrong values, keys or JSON, without a line break."""
     random = Random(seed)
     data: dict[str, Any] = {"prompt": "Once", "sampling": {"writer": {"max_tokens": 3}}}
     for _ in range(random.choice((0, 1, 1, 2, 4))):
@@ -150,7 +150,7 @@ _JSON_PIECES = (
 
 
 def hostile_sampling(random: Random) -> dict[str, Any]:
-    """Some fields of ``SamplingParams``, right and wrong."""
+    """Generate some fields of ``SamplingParams``, valid and invalid."""
     values: dict[str, Sequence[Any]] = {
         "max_tokens": (0, 1, 3, 10**18, -1, "3", None, 2.5),
         "min_tokens": (0, 2, 10**18),
@@ -178,7 +178,7 @@ def hostile_sampling(random: Random) -> dict[str, Any]:
 
 
 def hostile_prompt(random: Random) -> Any:
-    """A prompt of any form, or what is none; a good one now and then."""
+    """Generate a prompt of any form, or an object that is none; sometimes a valid one."""
     if random.random() < 0.3:
         return random.choice((TextPrompt("Once"), TokensPrompt((5, 6, 7)), "The quick brown dog"))
     nan, inf = float("nan"), float("inf")
@@ -258,7 +258,7 @@ _TEMPLATE_PIECES = (
 
 
 def hostile_template(seed: int) -> str:
-    """A chat template of pieces that do not end, do not fit, or want out."""
+    """Generate a chat template of pieces that loop, are invalid, or try to escape the sandbox."""
     random = Random(seed)
     pieces = random.choices(_TEMPLATE_PIECES, k=random.choice((1, 1, 2, 3, 6)))
     return "".join([_TEMPLATE_PIECES[0]] * random.randrange(2) + pieces)

@@ -1,12 +1,12 @@
-"""Interrupts the thread that drives a pipeline at every line of it, and asks on.
+"""Interrupts the thread that drives a pipeline at every line, and then sends more requests.
 
     python -m torture.interrupted_driver [--repeats 2]
 
-A fault is one MemoryError at one line of `omni/runtime` or `stages/worker`, while three requests go
-through a pipeline that streams from stage to stage, with and without a trace. The requests are
-streamed, awaited, aborted or given up. Each has to be answered as if nothing had happened, or to
-fail with the fault as its cause; then all are asked again, and have to be answered. No stage may
-hold anything in between.
+A fault is one MemoryError at one line of `omni/runtime` or `stages/worker`, while three requests
+run through a pipeline that streams from stage to stage, with and without a trace. The requests are
+streamed, awaited, aborted or abandoned. Each must be answered as without a fault, or fail with the
+fault as its cause; then all are sent again, and must be answered. In between no stage may hold any
+resources.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torture.outcome_table import Tally
 
 
 def interrupt(what: str, traces: Path | None, repeats: int) -> Tally:
-    """All chosen faults, of one pipeline for as long as it goes on."""
+    """Inject all chosen faults into one pipeline, which is reopened after a bad outcome."""
     tally = Tally(f"{what}: an exception at any line of its driver")
     pipeline = DisturbedPipeline(
         lambda: speech_stages((2, 3), thinker={"seats": 2}), PROMPTS, traces=traces
@@ -34,7 +34,7 @@ def interrupt(what: str, traces: Path | None, repeats: int) -> Tally:
     for place in pipeline.places(repeats, random.Random(0)):
         outcome = pipeline.run(place)
         if outcome.place is None and outcome.kind == "went on":
-            continue  # threads beside it took another way, and the line was not passed so often
+            continue  # other threads were scheduled differently: the line ran less often
         tally.add(outcome.kind, f"{place.way}, at {outcome.place}: {outcome.detail}")
         if outcome.kind not in ("went on", "failed alone"):
             print(f"{outcome.kind}: {place} {outcome}", file=sys.stderr, flush=True)

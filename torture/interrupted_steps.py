@@ -1,14 +1,14 @@
-"""Interrupts steps at every line, or between bytecodes, steps on, and compares.
+"""Interrupts steps at every line, or between bytecodes, continues, and compares the outputs.
 
     python -m torture.interrupted_steps [--repeats 2] [--only qwen2 jamba ...]
     python -m torture.interrupted_steps --bytecodes --limit 500
 
-A fault is one exception at one line of one step of a batch that shares prefixes, waits and gives
-way. After it the batch is stepped to its end, now and then with one of it aborted, and all of it is
-asked again, of the same engine and its cache. Every answer has to be the one that the request has
-alone; nothing may be held when all have ended, and integrity is checked after each step. Every line
-that a run passes has its turn in up to ``--repeats`` steps, or turns of a loop, with MemoryError
-and with KeyboardInterrupt.
+A fault is one exception at one line of one step of a batch with shared prefixes, waiting requests
+and preemptions. Afterwards the batch is stepped to its end, sometimes with one request aborted, and
+all requests are sent again to the same engine with its cache. Every answer must be the one that the
+request has alone; nothing may be held when all have ended, and integrity is checked after each
+step. Every executed line is interrupted in up to ``--repeats`` steps, or iterations of a loop, with
+MemoryError and with KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ERRORS: tuple[type[BaseException], ...] = (MemoryError, KeyboardInterrupt)
 
 
 def interrupt(subject: Subject, args: argparse.Namespace, note: Callable[[str], None]) -> Tally:
-    """All chosen faults of one subject."""
+    """Inject all chosen faults into one subject."""
     steps = events_of_steps(subject, bytecodes=args.bytecodes)
     draw = random.Random(0)
     places = choose_events(steps, args.repeats, draw)

@@ -1,12 +1,12 @@
-"""Kills ``omni run`` at random moments, resumes it, and compares with a run that nobody disturbed.
+"""Kills ``omni run`` at random moments, resumes it, and compares with an undisturbed run.
 
     python -m torture.killed_runs --kills 30 --requests 200 [--sigkill]
 
 A run is killed while it loads, or after some more requests are done; every third time by SIGTERM or
-SIGINT, which it may answer, else by SIGKILL, which it cannot, or always with --sigkill. After each,
-all lines that were there before must still be there, whole and right, with their files. In the end
-``outputs.jsonl`` must be that of the undisturbed run, but for times and hits, and its tensors but
-for rounding.
+SIGINT, which it can handle, else by SIGKILL, which it cannot, or always with --sigkill. After each
+kill, all earlier lines must still exist, complete and correct, with their files. In the end
+``outputs.jsonl`` must equal that of the undisturbed run, except for times and hits, and its tensors
+up to rounding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torture.outcome_table import Tally
 
 _JOURNAL = "outputs.partial.jsonl"
 _VARYING = ("metrics", "num_cached_tokens")
-"""What differs between runs of the same requests."""
+"""Fields that differ between runs of the same requests."""
 _TOLERANCE = 1e-4
 _LONGEST_S = 600
 _BEGINNINGS = (
@@ -43,7 +43,7 @@ _STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGK
 
 
 def main() -> int:
-    """Run everything; returns 0 if nothing was lost or wrong."""
+    """Run everything; return 0 if nothing was lost or wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--requests", type=int, default=200)
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def _lines(draw: random.Random, number: int) -> list[str]:
-    """Prompts with common beginnings, some of which fail, and lines that are wrong."""
+    """Generate prompts with common prefixes, some of which fail, and invalid lines."""
     lines = []
     for index in range(number):
         words = " ".join(draw.choice(("rain", "clock", "news", "key")) for _ in range(20))
@@ -87,14 +87,14 @@ def _command(requests: Path, out: Path) -> list[str]:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of a file; one that was cut off can only be the last."""
+    """Read the complete lines of a file; only the last can be incomplete."""
     content = path.read_bytes() if path.exists() else b""
     whole, _, _ = content.rpartition(b"\n")
     return [json.loads(line) for line in whole.split(b"\n")] if whole else []
 
 
 class _Disturbed:
-    """A run that is killed again and again."""
+    """A run that is killed repeatedly."""
 
     def __init__(
         self, requests: Path, out: Path, expected: list[dict[str, Any]], draw: random.Random
@@ -106,7 +106,7 @@ class _Disturbed:
         self._seen: set[int] = set()
 
     def kill(self, times: int, others: Sequence[signal.Signals], tally: Tally) -> None:
-        """Kill and resume, every third time by another signal; let it end, and compare."""
+        """Kill and resume, every third time with another signal; then let it end, and compare."""
         for number in range(times):
             is_other = bool(others) and number % 3 == 2
             sent = self._draw.choice(others) if is_other else signal.SIGKILL
@@ -124,7 +124,7 @@ class _Disturbed:
             )
 
     def _run(self, sent: signal.Signals, share: int) -> tuple[str, str]:
-        """Start, send a signal at a random moment; what became of it, and what is wrong."""
+        """Start and send a signal at a random moment; return the outcome, and any problem."""
         with subprocess.Popen(self._command, stderr=subprocess.PIPE) as process:
             if self._draw.random() < 0.2:
                 time.sleep(self._draw.uniform(0.0, 4.0))
@@ -138,7 +138,7 @@ class _Disturbed:
                 return "hangs", f"after {sent.name}"
             assert process.stderr is not None
             told = process.stderr.read().decode()
-        # It may come before the command listens, while Python starts; or after all is done.
+        # It may arrive before the command handles signals, while Python starts; or at the end.
         listening = "omni/commands/command.py" in told
         answered = "Traceback" not in told or (sent == signal.SIGINT and not listening)
         if process.returncode not in (_STATUS[sent], -sent, 1) or not answered:
@@ -146,7 +146,7 @@ class _Disturbed:
         return "went on", ""
 
     def _wait_for(self, process: subprocess.Popen[bytes], more: int) -> None:
-        """Until so many more lines are in the journal, and a moment longer."""
+        """Wait until the journal has ``more`` additional lines, and a moment longer."""
         journal = self._out / _JOURNAL
         wanted = len(self._seen) + more
         deadline = time.monotonic() + _LONGEST_S
@@ -157,7 +157,7 @@ class _Disturbed:
         time.sleep(self._draw.uniform(0.0, 0.05))
 
     def _check(self, lines: list[dict[str, Any]]) -> str:
-        """Whether lines are right, and those that were there before still are."""
+        """Check the lines, and that earlier ones still exist; return any problem."""
         there = {line["position"] for line in lines}
         lost = self._seen - there
         if lost and not (self._out / "outputs.jsonl").exists():

@@ -1,8 +1,8 @@
-"""Asks for too much, once in every way that is known, and measures what that takes.
+"""Exceeds every known limit once, and measures time and memory.
 
-Each case runs in a process of its own and must be refused alone, by an error that says how to raise
-the limit or names what is wrong, while a good request beside it comes out as it does alone. More
-than 1.5 GB of memory is wrong, a minute without an end hangs.
+Each case runs in a separate process and must be refused alone, by an error that says how to raise
+the limit or names the mistake, while valid requests in the same batch get the same output as
+alone. More than 1.5 GB of memory is wrong, a minute without an end hangs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MILLION = 10**6
 
 
 def _requests() -> dict[str, Callable[[], tuple[Any, dict[str, Any]]]]:
-    """A prompt, and sampling for it, by what there is too much of."""
+    """Return functions that create a prompt and its sampling, by name of the case."""
     import torch
 
     from engine import ChatPrompt, EmbedsPrompt, TextPrompt, TokensPrompt
@@ -79,7 +79,7 @@ _TEMPLATES = {
 
 
 def _yaml() -> dict[str, str]:
-    """Pipelines' files."""
+    """Return pipeline files, by name of the case."""
     laughs = ["k0: &k0 [x, x, x, x, x, x, x, x, x]"]
     laughs += [f"k{n}: &k{n} [{', '.join([f'*k{n - 1}'] * 9)}]" for n in range(1, 30)]
     merges = ["k0: &k0 {a: b}"]
@@ -102,7 +102,7 @@ def _yaml() -> dict[str, str]:
 
 
 def _lines() -> dict[str, bytes]:
-    """Lines of a request file."""
+    """Return lines of a request file, by name of the case."""
     return {
         "a line that nests 10 million deep": b'{"prompt": ' + b"[" * (10 * _MILLION),
         "a line of 50 MB": b'{"prompt": "' + b"x" * (50 * _MILLION) + b'"}',
@@ -120,7 +120,7 @@ def _lines() -> dict[str, bytes]:
 
 
 def names() -> Iterator[str]:
-    """All cases."""
+    """Yield the names of all cases."""
     yield from _requests()
     yield from _TEMPLATES
     yield from _yaml()
@@ -128,7 +128,7 @@ def names() -> Iterator[str]:
 
 
 def run_case(name: str) -> tuple[str, str]:
-    """One case, in this process: what became of it, and what it said."""
+    """Run one case in this process; return its outcome and message."""
     try:
         if name in _yaml():
             return _run_yaml(_yaml()[name])
@@ -195,13 +195,13 @@ def _run_request(name: str) -> tuple[str, str]:
     if beside != [alone.stages["writer"].token_ids] * 2:
         return "wrong", f"a neighbour gave {beside}"
     if outputs[1].error is None:
-        # What is cut to what the model can do is no harm.
+        # Values that are clamped to the model's limits are harmless.
         return "went on", ""
     return "failed alone", outputs[1].error
 
 
 def watch(name: str) -> Tally:
-    """A case in a process of its own."""
+    """Run a case in a separate process."""
     process = subprocess.Popen(
         [sys.executable, "-m", "torture.limits", "--case", name], stdout=subprocess.PIPE, text=True
     )
@@ -225,7 +225,7 @@ def watch(name: str) -> Tally:
 
 
 def main() -> int:
-    """Run all cases, or one; returns 1 if anything came out that must not be."""
+    """Run all cases, or one; return 1 if any outcome is not allowed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", help="run this one here, and say what became of it")
     parser.add_argument("--only", default="", help="run the cases whose names have this in them")

@@ -1,6 +1,6 @@
-"""Reads damaged, cut and lying files of sound, pictures and video, in processes of their own.
+"""Reads damaged, truncated and inconsistent audio, image and video files in separate processes.
 
-Each has to be read or refused by a ``ValueError`` that begins with its name, within 30 seconds a
+Each must be read, or refused by a ``ValueError`` that begins with its name, within 30 seconds per
 batch and 1.5 GB.
 """
 
@@ -60,7 +60,7 @@ READERS: Mapping[str, Callable[[bytes], None]] = {
 
 
 def whole_files() -> dict[str, tuple[str, bytes]]:
-    """By a name: which reader, and what is in the file."""
+    """Create valid files: reader and content, by name."""
     tone = (0.4 * np.sin(np.arange(9_600) / 11)).astype(np.float32)
     files: dict[str, tuple[str, bytes]] = {}
     for format, subtypes in {
@@ -85,7 +85,7 @@ def whole_files() -> dict[str, tuple[str, bytes]]:
 
 
 def damaged(content: bytes, draw: random.Random) -> bytes:
-    """Bytes changed, numbers made large, pieces cut out, repeated or moved; most in the header."""
+    """Change bytes, write large numbers, remove or repeat pieces, truncate; mostly in headers."""
     broken = bytearray(content)
     for _ in range(draw.randint(0, 6)):
         place = int(draw.random() ** draw.choice((1, 4)) * len(broken))
@@ -106,7 +106,7 @@ def damaged(content: bytes, draw: random.Random) -> bytes:
 
 
 def outcomes(kind: str, contents: list[bytes]) -> Iterator[tuple[str, str]]:
-    """What becomes of each, read in this process."""
+    """Read files in this process; yield the outcomes."""
     for content in contents:
         try:
             READERS[kind](content)
@@ -127,7 +127,7 @@ def _try(kind: str, contents: list[bytes]) -> str:
 
 
 def try_batch(kind: str, contents: list[bytes], tally: Tally) -> None:
-    """Read some in a process; where it dies or does not end, each in one of its own."""
+    """Read files in a process; if it dies or hangs, read each in a separate one."""
     found = run_guarded(partial(_try, kind, contents), SECONDS, MOST_BYTES)
     if found.kind != "returned" or found.peak_mb > MOST_MB:
         if len(contents) == 1:
@@ -146,7 +146,7 @@ def try_batch(kind: str, contents: list[bytes], tally: Tally) -> None:
 
 
 def main() -> int:
-    """Try some thousands of each kind; returns 1 if any outcome must not be."""
+    """Try some thousands of each kind; return 1 if any outcome is not allowed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--inputs", type=int, default=12_000, help="how many in all")
     parser.add_argument("--seed", type=int, default=0)

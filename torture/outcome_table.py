@@ -1,4 +1,4 @@
-"""The table that every script of ``torture/`` prints a row of: what was done, what became of it."""
+"""Table of injected faults and their outcomes; every script of ``torture/`` prints rows of it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 OUTCOMES = ("went on", "failed alone", "said broken", "wrong", "silently broken", "hangs")
-"""What can become of a fault or an input. ``went on``: all was as if nothing had happened;
-``failed alone``: who was meant, or was being taken in, failed with a message, and nobody else;
-``said broken``: it refuses to go on, and says so. The last three must not be."""
+"""Outcomes of a fault or an input. ``went on``: everything behaved as without it; ``failed alone``:
+only the affected request or input failed, with a message; ``said broken``: the engine refuses to
+continue, with a message. The last three are failures."""
 
 _BAD = frozenset({"wrong", "silently broken", "hangs"})
 HEADER = (
@@ -22,13 +22,13 @@ HEADER = (
 
 @dataclass
 class Tally:
-    """Counts outcomes of one kind of fault or input, and keeps what must not be.
+    """Counts outcomes of one kind of fault or input, and records failures.
 
     Attributes:
-        what: what was injected, for the first column.
-        counts: how often each outcome was seen.
-        failures: what was seen where it must not be.
-        peak_mb: largest resident size of the processes that took them; None means this one's.
+        what: the injected fault, for the first column.
+        counts: number of occurrences of each outcome.
+        failures: details of the outcomes that are failures.
+        peak_mb: peak resident size of the processes that ran them; None means this one's.
     """
 
     what: str
@@ -37,7 +37,7 @@ class Tally:
     peak_mb: float | None = None
 
     def add(self, outcome: str, detail: str = "") -> None:
-        """Count one.
+        """Count one outcome.
 
         Raises:
             ValueError: there is no such outcome.
@@ -49,7 +49,7 @@ class Tally:
             self.failures.append(f"{outcome}: {detail}")
 
     def row(self) -> str:
-        """The row of the table; this process's peak is that so far."""
+        """Format the row of the table; for this process, its peak memory so far."""
         peak_mb = _peak_memory_mb() if self.peak_mb is None else self.peak_mb
         numbers = [f"{self.counts[name]:,}" for name in OUTCOMES]
         cells = [self.what, f"{self.counts.total():,}", *numbers, f"{peak_mb:,.0f} MB"]
@@ -57,7 +57,7 @@ class Tally:
 
     @staticmethod
     def report(tallies: Iterable[Tally]) -> int:
-        """Print the table, and below it what must not be; returns an exit status, 0 if nothing."""
+        """Print the table, and the failures below it; return an exit status, 0 without failures."""
         tallies = list(tallies)
         print(HEADER)
         for tally in tallies:
@@ -69,6 +69,6 @@ class Tally:
 
 
 def _peak_memory_mb() -> float:
-    """The largest resident size that this process has had, in megabytes."""
+    """Return the peak resident size of this process in megabytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1e6 if sys.platform == "darwin" else peak / 1e3

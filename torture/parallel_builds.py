@@ -1,8 +1,8 @@
-"""Builds kernels and seeded models by many processes at once, with a cold cache and busy cores.
+"""Builds kernels and seeded models in many processes at once, with a cold cache and busy cores.
 
-Some are killed at moments chosen by chance, others begin in their place; between rounds, what was
-built is damaged. Whoever is not killed has to end with whole kernels and models, and nothing may be
-left but these.
+Some are killed at random moments and replaced by others; between rounds, built files are damaged.
+Processes that are not killed must end with intact kernels and models, and nothing else may be
+left behind.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ for name in sys.argv[1:]:
     assert all(tensor.isfinite().all() for tensor in weights.values())
 """
 _BUSY = "while True: pass"
-# Far longer than a round takes: who is not done by then waits for what never comes.
+# Far longer than a round takes: a process that is not done by then hangs.
 _HANGS_S = 900.0
 
 
 def main() -> int:
-    """Run rounds; returns 1 if anything was wrong in one of them."""
+    """Run rounds; return 1 if anything was wrong in one of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=6)
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def _round(processes: int, kills: int, cache: Path, chance: random.Random) -> list[str]:
-    """Start builders and kill some; what was wrong."""
+    """Start builders and kill some; return the problems."""
     running = [_start(cache, chance) for _ in range(processes)]
     for _ in range(kills):
         time.sleep(chance.uniform(0.0, 6.0))
@@ -92,10 +92,10 @@ def _start(cache: Path, chance: random.Random) -> subprocess.Popen[str]:
 
 
 def _leftovers(cache: Path) -> list[str]:
-    """What lies in a cache beside entries, their locks, and what is theirs to clean up.
+    """Find entries without locks, and missing or additional entries.
 
-    A builder that was killed leaves its folder to the next that builds the same; once the entry is
-    there, nobody does.
+    The folder of a killed builder is left for the next one that builds the same entry; once the
+    entry exists, nobody removes the folder.
     """
     entries = [path for path in cache.glob("*/*") if not path.name.startswith(".")]
     locks = {path.name for path in cache.glob("*/.*.lock")}
@@ -106,7 +106,7 @@ def _leftovers(cache: Path) -> list[str]:
 
 
 def _damage(cache: Path, chance: random.Random) -> Iterator[str]:
-    """Flip a byte, cut a file or remove it, in some entries."""
+    """Flip a byte of a file, truncate or remove it, in every entry; yield the files."""
     for entry in sorted(path for path in cache.glob("*/*") if not path.name.startswith(".")):
         file = chance.choice(sorted(path for path in entry.rglob("*") if path.is_file()))
         match chance.choice(("flip", "cut", "remove")):

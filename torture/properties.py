@@ -1,4 +1,4 @@
-"""Runs every property test with 40 times the examples that a run of the tests draws."""
+"""Runs every property test with 40 times the examples of a usual test run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torture.outcome_table import Tally
 
 
 class _Outcomes:
-    """Counts what became of each test; that pytest calls it makes it a plugin."""
+    """Pytest plugin that counts the outcomes of tests."""
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
@@ -24,7 +24,7 @@ class _Outcomes:
 
 
 def main() -> int:
-    """Run the tests; returns 1 if a property did not hold, or none was tried."""
+    """Run the tests; return 1 if a property did not hold, or none was tested."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("where", nargs="*", default=["tests"], help="files or folders of tests")
     parser.add_argument("--workers", type=int, default=1)

@@ -1,10 +1,10 @@
-"""Random requests in one engine against the same requests alone, uncached.
+"""Random requests in one engine, compared with the same requests alone and uncached.
 
     python -m torture.random_batches [--requests 2000] [--poisoned 0.1] [--only qwen2 jamba ...]
 
-Streams of requests that share beginnings come, rest, are aborted, preempted and evicted, on a small
-pool. Some hold a token whose embedding is NaN: those have to fail, each alone. Every other one has
-to say what it says alone: tokens, text, and every row of its tensors.
+Requests that share prefixes are added, paused, aborted, preempted and evicted, in a small pool.
+Some contain a token whose embedding is NaN: those must fail without affecting others. Every other
+one must have the same output as alone: tokens, text, and every row of its tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.poisoned_tokens import POISON, poison_embeddings
 from tests.support.request_stream import BLOCK_SIZE, Alone, Ask, assert_same
 from torture.outcome_table import Tally
 
-# Blocks with which a few requests fill the pool, and the longest still fits.
+# Pool sizes in blocks: a few requests fill the pool, and the longest still fits.
 POOLS = {"qwen2": 20, "gemma2": 36, "mistral-sliding": 30, "jamba": 8, "bamba": 8, "bart": 34}
 Backend = Literal["auto", "torch"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -38,7 +38,7 @@ MAX_STEPS = 5000
 
 
 class Stream:
-    """One engine, the requests that live in it, and what became of those that ended."""
+    """One engine, its live requests, and the outcomes of those that ended."""
 
     def __init__(self, name: str, backend: Backend, checkpoint: str, draw: random.Random) -> None:
         self.tally = Tally(f"{name}, {backend} attention: random requests")
@@ -61,7 +61,7 @@ class Stream:
         self.num_added = 0
 
     def run(self, num_requests: int, poisoned: float) -> None:
-        """Add so many, and step until all have ended."""
+        """Add ``num_requests``, and step until all have ended."""
         steps = 0
         while self.num_added < num_requests or self.live:
             for _ in range(self.draw.randint(0, 3)):
@@ -81,7 +81,7 @@ class Stream:
                 return
 
     def pause_or_resume(self, *, may_pause: bool) -> None:
-        """Let some rest, which give up their blocks to others; in the end all go on."""
+        """Pause some requests, which frees their blocks for others; in the end resume all."""
         for request_id in self.live:
             if may_pause and self.draw.random() < 0.03:
                 self.engine.pause(request_id)
@@ -115,7 +115,7 @@ class Stream:
         )
 
     def step(self) -> bool:
-        """One step; whether it can go on."""
+        """Run one step; return False if the engine is broken."""
         try:
             outputs = self.engine.step()
             self.engine.check_integrity()
@@ -131,8 +131,8 @@ class Stream:
         return True
 
     def judge(self, output: RequestOutput, ask: Ask, is_poisoned: bool) -> None:
-        """Count what became of a request that has ended."""
-        # Its own tokens may be poison too, but for the last, which is not computed.
+        """Count the outcome of a request that has ended."""
+        # Its generated tokens may be poison too, except for the last, which is not computed.
         if is_poisoned or POISON in self.alone.answer(ask).outputs[0].token_ids[:-1]:
             has_failed = output.error is not None and "NaN or infinite" in output.error
             self.tally.add("failed alone" if has_failed else "wrong", f"{ask}: {output.error}")

@@ -1,9 +1,9 @@
-"""Feeds hostile pipelines' files, request lines, requests and chat templates to what reads them.
+"""Feeds hostile pipeline files, request lines, requests and chat templates to their readers.
 
-Every input is made from its number (``torture/hostile_inputs.py``), and taken in a process of
-its own kind, which is watched: one that says nothing for two minutes hangs. An input must be taken,
-or be refused alone by an error of ours; in requests that run, good neighbours must come out as they
-do alone.
+Every input is generated from its number (``torture/hostile_inputs.py``), and processed in a
+separate process per kind with a watchdog: without output for two minutes it hangs. An input must be
+accepted, or refused alone by an error of this project; for requests that run, valid requests in the
+same batch must have the same output as alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torture.hostile_inputs import (
 from torture.outcome_table import Tally
 
 KINDS = {"yaml": 6000, "lines": 3000, "requests": 1500, "templates": 500}
-"""How many inputs of each kind are taken, unless it is said otherwise."""
+"""Default number of inputs of each kind."""
 
 WHAT = {
     "yaml": "pipelines' files",
@@ -55,7 +55,7 @@ _TIGHT = TemplateLimits(max_chars=100_000, seconds=0.3, num_bytes=2**28)
 
 
 def take_yaml(numbers: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """What becomes of pipelines' files: outcome and detail of each."""
+    """Load pipeline files; yield the outcome and details of each."""
     folder = resources.files("stage_configs")
     texts = [(folder / f"{name}.yaml").read_text("utf-8") for name in shipped_configs()]
     with tempfile.TemporaryDirectory() as scratch:
@@ -73,7 +73,7 @@ def take_yaml(numbers: Sequence[int]) -> Iterator[tuple[str, str]]:
 
 
 def take_lines(numbers: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """What becomes of request lines, each between two good ones."""
+    """Read request lines, each between two valid ones; yield the outcomes."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         make_traps(folder)
@@ -98,7 +98,7 @@ def take_lines(numbers: Sequence[int]) -> Iterator[tuple[str, str]]:
 
 
 def take_requests(numbers: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """What becomes of requests that run together with good ones."""
+    """Run requests together with valid ones; yield the outcomes."""
     config = EngineConfig(
         model=resolve_model("seeded:qwen2"), block_size=4, num_blocks=128, max_model_len=64
     )
@@ -136,7 +136,7 @@ def take_requests(numbers: Sequence[int]) -> Iterator[tuple[str, str]]:
 
 
 def take_templates(numbers: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """What becomes of chat templates."""
+    """Render chat templates; yield the outcomes."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("seeded:qwen2"))
@@ -161,7 +161,7 @@ TAKERS = {
 
 
 def work(kind: str, first: int, num: int) -> None:
-    """Take inputs in this process; a line of output for each."""
+    """Process inputs in this process; print a line for each."""
     with ExitStack() as quiet:
         quiet.enter_context(redirect_stderr(quiet.enter_context(open(os.devnull, "w"))))
         for outcome, detail in TAKERS[kind](range(first, first + num)):
@@ -169,7 +169,7 @@ def work(kind: str, first: int, num: int) -> None:
 
 
 def watch(kind: str, first: int, num: int, tally: Tally) -> None:
-    """Take inputs in a process of their own, and note what becomes of them and of it."""
+    """Process inputs in a separate process, and count their outcomes and its own."""
     process = subprocess.Popen(
         [sys.executable, "-m", "torture.request_fuzz", "--work", kind, str(first), str(num)],
         stdout=subprocess.PIPE,
@@ -184,7 +184,7 @@ def watch(kind: str, first: int, num: int, tally: Tally) -> None:
 
     done = 0
     while done < num:
-        # One input of requests is taken with three others.
+        # Inputs of kind "requests" are processed in groups of four.
         timer = threading.Timer(_SILENCE_S, end)
         timer.start()
         line = process.stdout.readline()
@@ -206,7 +206,7 @@ def watch(kind: str, first: int, num: int, tally: Tally) -> None:
 
 
 def main() -> int:
-    """Take inputs of every kind; returns 1 if anything came out that must not be."""
+    """Process inputs of every kind; return 1 if any outcome is not allowed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the number of the first input")
     for kind, num in KINDS.items():

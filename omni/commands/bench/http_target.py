@@ -104,7 +104,7 @@ class AnswerEvents:
 
     @property
     def may_end(self) -> bool:
-        """True if the answer is complete as it is: some servers omit the last event."""
+        """True if no more events are required: some servers omit the last one."""
         return self.is_complete or (bool(self._has_ended) and all(self._has_ended.values()))
 
     def take(self, data: str) -> None:
