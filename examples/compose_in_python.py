@@ -1,11 +1,11 @@
-"""Compose a pipeline in Python: one stage feeds two others, and all three reuse what they know.
+"""Compose a pipeline in Python: one stage feeds two others, and all three cache prefixes.
 
     prompt --> writer --hidden states--> reader     --> text
                   |
                   +-----text-----------> embedder   --> one vector per request
 
 Run it with ``python examples/compose_in_python.py``. The models are small and random, so the texts
-mean nothing; what counts is that the second round computes far less and says the same.
+make no sense. Note that the second round computes far less and returns the same output.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A kind of stage of one's own: it counts the words of a text, in a pipeline in YAML.
+"""A custom kind of stage that counts the words of a text, in a YAML pipeline.
 
-Run it with ``python examples/custom_stage.py``. A package makes its kinds known to every process,
-``omni run`` included, by an entry point of the group ``omni_pipeline.stage_kinds``.
+Run it with ``python examples/custom_stage.py``. A package registers its kinds in every process,
+including ``omni run``, with an entry point of the group ``omni_pipeline.stage_kinds``.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ stages:
 
 @register_stage_kind
 class WordCountConfig(StageConfig):
-    """What YAML may say of it; keys that it does not have are refused, with the nearest one."""
+    """The stage's YAML keys; an unknown key is an error that names the nearest one."""
 
     kind: Literal["word_count"]
 
     def build_stage(self, name: str) -> Stage:
-        """Called once, after the whole file was found right."""
+        """Build the stage; called once, after the whole file is validated."""
         return WordCountStage(name, inputs=self.inputs, final_output=self.final_output)
 
 
 class WordCountStage(Stage):
-    """Answers every request that waits in one step; it keeps nothing."""
+    """Answers all waiting requests in one step; it has no cache."""
 
     final_output_kinds = ("text",)
     has_cache = False

@@ -1,8 +1,8 @@
 """Put your own function between two stages.
 
-A transform takes a ``TransformContext`` (the user's prompt, and the finished outputs of the stages
-that feed this one) and returns a prompt. It may be given as a function, as here; in YAML it is
-named ``transform: package.module:function``, or by a name it was registered under.
+A transform accepts a ``TransformContext`` (the user's prompt, and the finished outputs of the
+stages that feed this one) and returns a prompt. Pass it as a function, as here; in YAML, name it
+``transform: package.module:function``, or by its registered name.
 
 Run it with ``python examples/custom_transform.py``.
 """
@@ -24,13 +24,13 @@ from omni import (
 
 
 def question_with_draft(context: TransformContext) -> Prompt:
-    """Ask the same question again, with the draft in sight."""
+    """Ask the same question again, with the draft in the prompt."""
     (draft,) = context.sources
     return f"{context.prompt}\nA first answer was: {draft.text}\nA better answer is:"
 
 
 def last_rows_only(context: TransformContext) -> Prompt:
-    """Pass on only what the draft's last four tokens have become."""
+    """Pass on only the hidden states of the draft's last four tokens."""
     (draft,) = context.sources
     rows = draft.tensors["hidden_states"]
     if len(rows) < 4:

@@ -1,11 +1,11 @@
-"""Search by meaning: one vector for each text, and the nearest texts for a question.
+"""Semantic search: one vector per text, and the nearest texts for a question.
 
     documents, questions --> embedder --one vector of length 1 per text--> dot products --> ranks
 
 Run it with ``python examples/semantic_search.py [checkpoint] [question ...]``. The checkpoint is a
-folder or a hub id in the layout of sentence-transformers, such as all-MiniLM-L6-v2, which says by
-itself how it pools and normalizes. Without one, a small random encoder stands in: it knows no
-meaning, but texts with the same words lie near each other.
+folder or a hub id in the layout of sentence-transformers, such as all-MiniLM-L6-v2, which defines
+pooling and normalization. The default is a small random encoder: it knows no meaning, but texts
+with the same words have similar vectors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QUESTIONS = ["When does the tide come in?", "What does a cache keep?"]
 
 
 def embedder(checkpoint: str | None) -> EncoderStage:
-    """The stage that makes the vectors."""
+    """Return the stage that computes the vectors."""
     config = EngineConfig(model=checkpoint or "seeded:bert", num_blocks=512)
     if checkpoint is not None:
         return EncoderStage("embedder", config, outputs=["pooled"])
@@ -36,7 +36,7 @@ def embedder(checkpoint: str | None) -> EncoderStage:
 
 
 def embed(omni: Omni, texts: list[str]) -> Tensor:
-    """Vectors of texts, ``(texts, width)``."""
+    """Return the vectors of texts, ``(texts, width)``."""
     outputs = omni.generate(texts)
     for output in outputs:
         if output.error is not None:

@@ -1,11 +1,11 @@
-"""Voice in, voice out: the answer sounds while it is still being thought.
+"""Voice in, voice out: the answer is spoken while it is still being generated.
 
     WAV file --> thinker ~~rows~~> talker ~~codec tokens~~> code2wav --> sound, chunk by chunk
                     +--> text
 
-Run it with ``python examples/speak.py [question.wav [answer.wav]]``. Without a question it hears
-two tones. The model is small and random, so it answers with noise; what counts is that chunks come
-before the end, that the second round finds the question in the caches, and that it sounds the same.
+Run it with ``python examples/speak.py [question.wav [answer.wav]]``. The default question is two
+tones. The model is small and random, so it answers with noise. Note that chunks arrive before the
+end, that the question hits the caches in the second round, and that both rounds sound the same.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ SAMPLING_RATE = 16_000
 
 
 def tones(pitches: tuple[float, ...] = (440.0, 660.0), seconds: float = 0.6) -> Tensor:
-    """One tone after the other, mono, at the rate that the model hears."""
+    """Return consecutive tones, mono, at the model's sampling rate."""
     time = torch.arange(int(seconds * SAMPLING_RATE)) / SAMPLING_RATE
     return torch.cat([0.4 * torch.sin(2 * math.pi * pitch * time) for pitch in pitches])
 
 
 def ask(omni: Omni, question: Path | Tensor) -> Waveform:
-    """Print how much has come, whenever sound comes; return the whole sound."""
+    """Print progress whenever sound arrives; return the whole sound."""
     message = {"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "Answer!"}]}
     request = OmniRequest(ChatPrompt((message,), {"audio": [question]}), speaker="Ethan")
     text, seconds = "", 0.0

@@ -1,11 +1,11 @@
-"""A conversation with a model that was trained for it: each turn hits the turns before.
+"""A conversation with a trained model: each turn hits the cache of the turns before.
 
     question.flac --> thinker ~~rows~~> talker ~~codec tokens~~> code2wav --> answer.wav
                          +--> text: what was heard, and the answer
 
 Run it with ``python examples/spoken_sums.py [FOLDER]``; with a folder, the answers are written
-there. Two questions are spoken, the last one is typed. Sound and text of all turns are the next
-turn's prompt, and none of it is computed again.
+there. Two questions are spoken, the last one is typed. The next turn's prompt has the sound and
+text of all earlier turns, and none of it is computed again.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     WAV file --> transcriber (Whisper) --text--> summarizer (BART) --> text
 
-Run it with ``python examples/transcribe_then_summarize.py [speech.wav ...]``. Without a file it
-makes one: two tones, which a random speech model turns into word salad. What counts is that the
-second round finds the sound's keys and values by its content, and says the same.
+Run it with ``python examples/transcribe_then_summarize.py [speech.wav ...]``. The default file is
+two tones, which a random speech model turns into word salad. Note that the second round finds the
+sound's keys and values by content, and returns the same text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SAMPLING_RATE = 16_000
 
 
 def write_tones(path: Path, pitches: tuple[float, ...], seconds: float = 0.6) -> Path:
-    """Write a mono WAV file of 16 bits: one tone after the other."""
+    """Write consecutive tones to a 16-bit mono WAV file."""
     samples = [
         int(12_000 * math.sin(2 * math.pi * pitch * index / SAMPLING_RATE))
         for pitch in pitches

@@ -1,7 +1,7 @@
-"""Check, on your own requests, that caching changes nothing, and see what it saves.
+"""Check on your own requests that caching changes nothing, and see what it saves.
 
 Run it with ``python examples/verify_from_python.py``; ``omni verify`` does the same for a YAML
-file. The exit status is 1 if anything differs, and 3 if nothing was hit and so nothing was proven.
+file. The exit status is 1 if anything differs, and 3 if nothing was hit, which proves nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> int:
         OmniRequest(OPENING + question, request_id=f"question-{number}")
         for number, question in enumerate(("Where is music?", "Where are maps?", "What is above?"))
     ]
-    # Sampled requests can be compared as well: every run gets the same seed.
+    # Sampled requests can be compared too: every run gets the same seed.
     requests.append(
         OmniRequest(OPENING, request_id="sampled", sampling={"writer": {"temperature": 0.8}})
     )

@@ -1,4 +1,4 @@
-"""What was heard as a user's message, in a chat that asks for short answers."""
+"""A transform that puts the transcript into a chat that asks for short answers."""
 
 from omni import ChatPrompt, TransformContext, requires
 

@@ -1,4 +1,4 @@
-"""A Piper voice as a kind of stage: it says an answer by sentences, while it is written."""
+"""A kind of stage with a Piper voice: speaks an answer by sentences while it is generated."""
 
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -11,7 +11,7 @@ from stages import StageRequest
 
 
 class PiperVoiceConfig(StageConfig):
-    """What YAML may say of it: the voice's ONNX file, with its JSON beside it."""
+    """The stage's YAML keys: the voice's ONNX file, with its JSON next to it."""
 
     takes_chunks: ClassVar[bool] = True
 
@@ -23,7 +23,7 @@ class PiperVoiceConfig(StageConfig):
 
 
 class PiperVoiceStage(Stage):
-    """Says what is new of one request in a step; requests take turns."""
+    """Speaks the new text of one request per step; requests take turns."""
 
     final_output_kinds = ("audio",)
     has_cache = False
@@ -34,7 +34,7 @@ class PiperVoiceStage(Stage):
         from piper import PiperVoice
 
         self._voice = PiperVoice.load(voice)
-        self._chunks: dict[str, TextChunk] = {}  # with text to say; each holds all text so far
+        self._chunks: dict[str, TextChunk] = {}  # with text to speak; each holds all text so far
         self._num_said: dict[str, int] = {}  # characters, of every live request
 
     def add_request(self, request: StageRequest) -> None:
