@@ -1,4 +1,4 @@
-"""The one thread that drives a pipeline, for any number of callers."""
+"""Driver of a pipeline: a single thread that serves any number of callers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from omni.runtime.orchestrator import Orchestrator, refusal
 _logger = package_logger(__name__)
 
 Sink: TypeAlias = Callable[[OmniDelta | BaseException], object]
-"""Gets a request's outputs, in the driver's thread; it must not block. What follows an output that
-is finished, or an exception, does not count: a driver that was interrupted may report again that a
-request is over."""
+"""Receives a request's outputs, in the driver's thread; it must not block. It must ignore whatever
+follows a finished output or an exception: a driver that was interrupted may report the end of a
+request again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ticket:
-    """One submitted request; another caller may use the same id."""
+    """A submitted request; another caller may use the same id."""
 
     request: OmniRequest
     request_id: str
@@ -33,9 +33,9 @@ class Ticket:
 
 
 class Driver:
-    """Owns an orchestrator, for itself alone, and the thread that turns it.
+    """Exclusive owner of an orchestrator, and of the thread that runs it.
 
-    Callers hand requests in and get outputs through a sink::
+    Callers submit requests and get outputs through a sink::
 
         caller A --submit--> |          |
         caller B --submit--> | commands | --> orchestrator.step() --> sinks of A and B
@@ -49,7 +49,7 @@ class Driver:
         self._live: dict[str, Ticket] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._submitted: list[Ticket] = []
-        # Is not live any more, but its sink may not know.
+        # Not live any more, but its sink may not have been notified.
         self._ending: Ticket | None = None
         self.renew_locks()
         self._thread: threading.Thread | None = None
@@ -63,14 +63,14 @@ class Driver:
         renew_in_forks(self)
 
     def renew_locks(self) -> None:
-        """See :class:`~engine.interface.ownership.Renewable`: callers end requests in forks too."""
+        """See :class:`~engine.interface.ownership.Renewable`: forks may discard requests, too."""
         self._changed = threading.Condition()
 
     def submit(self, request: OmniRequest, request_id: str, sink: Sink) -> Ticket:
-        """Hand in a request; one that cannot run gets a finished output with an error.
+        """Submit a request; one that cannot run gets a finished output with an error.
 
         Raises:
-            RuntimeError: it was stopped or has crashed.
+            RuntimeError: the driver was stopped or has crashed.
         """
         ticket = Ticket(request, request_id, sink)
         with self._changed:
@@ -83,23 +83,23 @@ class Driver:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Have requests that are submitted meanwhile begin in one turn, none ahead of the others.
+        """Start all requests that are submitted within the context in the same turn.
 
-        So that they share batches, and that one id given twice is found out however fast they run.
-        One that takes much longer to prepare than the others begins later.
+        So they share batches, and a duplicate id is detected regardless of how fast they run. A
+        request that takes much longer to prepare than the others starts later.
         """
         with self._changed:
             yield
 
     def abort(self, request_id: str) -> None:
-        """End a request: its sink gets a last output. An unknown id is ignored."""
+        """Abort a request: its sink gets a last output. An unknown id is ignored."""
         with self._changed:
             self._command(lambda: self._abort(request_id, "aborted"))
 
     def discard(self, tickets: Iterable[Ticket]) -> None:
-        """End requests whose callers are gone; those that ended are ignored."""
+        """Abort requests whose callers are gone; those that have ended are ignored."""
         gone = tuple(tickets)
-        if not gone:  # nothing to wake the thread for
+        if not gone:  # do not wake the thread
             return
         with self._changed:
             self._unwanted.update(gone)
@@ -107,15 +107,15 @@ class Driver:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Hold new requests back while the caller drives the stages; requests queue up.
+        """Let new requests queue up while the caller drives the stages.
 
         Raises:
-            RuntimeError: requests are running, the stages are another thread's at present, or this
+            RuntimeError: requests are running, another thread drives the stages at present, or this
                 was stopped or has crashed.
         """
         thread = threading.get_ident()
         with self._changed:
-            # Aborts that were handed in before still have to reach the stages.
+            # Earlier aborts still have to reach the stages.
             self._changed.wait_for(self._can_pause)
             self._check_open()
             if self._live:
@@ -139,10 +139,10 @@ class Driver:
                 self._changed.notify_all()
 
     def check_can_wait(self) -> None:
-        """Refuse to let a thread wait for outputs that come only after it has gone on.
+        """Check that this thread does not block the outputs that it is about to wait for.
 
         Raises:
-            RuntimeError: it drives the stages, as the driver's own or because they are lent to it.
+            RuntimeError: it is the driver's own thread, or the stages are lent to it.
         """
         if threading.current_thread() is self._thread:
             raise RuntimeError(
@@ -156,12 +156,12 @@ class Driver:
             )
 
     def stop(self) -> None:
-        """End all requests with an error, and the thread. May be called again."""
+        """End all requests with an error, then the thread. Idempotent."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
             thread = self._thread
-        # The garbage collector may finalize the driver's owner in this very thread.
+        # The garbage collector may finalize the driver's owner in the driver's own thread.
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         self._orchestrator.close()
@@ -177,7 +177,7 @@ class Driver:
             raise RuntimeError("the pipeline is closed")
 
     def _command(self, command: Callable[[], None]) -> None:
-        # Without the thread no request is live, and there is nothing to command.
+        # Without the thread no request is live, so the command would have no effect.
         if self._thread is not None and self._thread.is_alive():
             self._commands.append(command)
             self._changed.notify_all()
@@ -195,16 +195,16 @@ class Driver:
             self._run_commands()
             for request_id in tuple(self._live):
                 self._abort(request_id, "the pipeline was closed before it finished")
-        except Exception as error:  # a lack of memory, say: it ends the requests that are live
+        except Exception as error:  # for example out of memory: it ends the live requests
             try:
                 self._recover(error)
-            except BaseException as again:  # whatever it is, callers must not wait for ever
+            except BaseException as again:  # whatever it is, callers must not wait forever
                 self._give_up(again)
-        except BaseException as error:  # a SystemExit, too, must not leave callers waiting for ever
+        except BaseException as error:  # not even a SystemExit may leave callers waiting forever
             self._give_up(error)
 
     def _wait_for_work(self) -> bool:
-        """Sleep until there is some; False when it is time to stop."""
+        """Sleep until there is work; return False when the driver is to stop."""
         with self._changed:
             self._busy = False
             self._changed.notify_all()
@@ -219,13 +219,13 @@ class Driver:
         return not self._pauses and (bool(self._commands) or self._orchestrator.has_work)
 
     def _can_pause(self) -> bool:
-        """Whether it is known if the driver is idle: what was commanded has been done."""
+        """Return True if all commands are done, and requests are live or the driver is idle."""
         if self._stopping:
             return True
         return not self._commands and (bool(self._live) or not self._busy)
 
     def _run_commands(self) -> None:
-        """Run them in order; each stays in the queue until it is done, for ``paused`` to see."""
+        """Run commands in order; each stays queued until it is done, because ``paused`` checks."""
         while self._commands:
             try:
                 self._commands[0]()
@@ -235,17 +235,17 @@ class Driver:
                     self._changed.notify_all()
 
     def _add(self, ticket: Ticket) -> None:
-        if ticket not in self._submitted:  # it has failed with all that was live
+        if ticket not in self._submitted:  # it has failed together with all live requests
             return
         request = ticket.request
         if request.request_id is None:
             request = replace(request, request_id=ticket.request_id)
         try:
             self._orchestrator.add_request(request)
-        except Exception as error:  # stages may be users' code; the other callers go on
+        except Exception as error:  # stages may be user code; other callers are not affected
             if not isinstance(error, ValueError):
                 if ticket.request_id in self._orchestrator.live_request_ids:
-                    raise  # it is in an unknown stage
+                    raise  # unknown which stages have it
                 about = {"request_id": ticket.request_id}
                 _logger.exception("request %r could not be added", ticket.request_id, extra=about)
             self._give(ticket, refusal(ticket.request_id, error))
@@ -274,22 +274,22 @@ class Driver:
         self._ending = None
 
     def _give(self, ticket: Ticket, event: OmniDelta | BaseException) -> None:
-        """Hand an event over; a request whose sink does not take it is over."""
+        """Pass an event to the sink; if it raises, the request is over."""
         try:
             ticket.sink(event)
-        except Exception as error:  # such as an event loop that was closed without our knowing
-            # One that was discarded may have been closed before the thread came to know of it.
+        except Exception as error:  # for example, the caller's event loop was closed
+            # The sink of a discarded request may be closed before this thread handles the discard.
             if ticket not in self._unwanted:
                 about = {"request_id": ticket.request_id}
                 _logger.exception(
                     "the outputs of request %r are not taken", ticket.request_id, extra=about
                 )
             self._discard([ticket])
-            with suppress(Exception):  # if it is still there, it waits
+            with suppress(Exception):  # if the caller still exists, it waits for an end
                 ticket.sink(refusal(ticket.request_id, error))
 
     def _recover(self, error: Exception) -> None:
-        """End all requests with what interrupted a turn; the next one starts another thread."""
+        """End all requests with the error of a turn; the next request starts another thread."""
         _logger.error("a turn of the pipeline failed", exc_info=error)
         message = f"the pipeline was interrupted: {described(error)}"
         ended = {output.request_id: output for output in self._orchestrator.fail_all(message)}
@@ -313,7 +313,7 @@ class Driver:
             self._give(ticket, error)
 
     def _take_waiting(self) -> Collection[Ticket]:
-        """The requests that wait for an output; they are over."""
+        """Remove and return all requests that wait for an output; they are over."""
         with self._changed:
             waiting = dict.fromkeys((*self._live.values(), *self._submitted))
             if self._ending is not None:

@@ -1,4 +1,4 @@
-"""The user's door: prompts in, outputs of a whole pipeline out, which is built where it runs."""
+"""User interface of a pipeline: runs prompts through it, in this process or in workers."""
 
 from __future__ import annotations
 
@@ -51,35 +51,35 @@ _Event: TypeAlias = tuple[int, OmniDelta | BaseException]
 
 
 class Omni:
-    """Runs requests over a pipeline.
+    """Runs requests through a pipeline.
 
-    One background thread drives the stages, so that any number of threads and coroutines can use
-    the same object at once; their requests share batches and caches.
+    One background thread drives the stages, so any number of threads and coroutines can use the
+    same object concurrently; their requests share batches and caches.
 
     >>> with Omni("two_step") as omni:
     ...     for output in omni.generate(["A quick brown fox", "A quick brown dog"]):
     ...         print(output.stages["reader"].text)
 
     Args:
-        config: a pipeline, the config of one, the path of a YAML file, or the name of a YAML file
-            that is shipped. A pipeline is this object's from then on, and is closed with it; where
-            its stages are to run elsewhere, they are closed at once and rebuilt there.
-        overrides: values by dotted place (``"stages.writer.engine.num_blocks"``), which replace
+        config: a pipeline, the config of one, the path of a YAML file, or the name of a shipped
+            YAML file. A pipeline is owned by this object from then on, and closed with it; if its
+            stages are to run elsewhere, they are closed immediately and rebuilt there.
+        overrides: values by dotted path (``"stages.writer.engine.num_blocks"``), which replace
             those of the YAML file.
-        runtime: where the stages run, in the place of what the config says: ``"inline"``,
-            ``"processes"``, ``"ray"``, or a :class:`~omni.pipelines.runtime_config.RuntimeConfig`.
-            What the config asks for and this one does not have, such as replicas inline, is left
-            out with a warning, also that of a ``PipelineConfig`` or a ``Pipeline``; what
-            ``overrides`` ask for beside it is an error.
-        trace: a file that gets a timeline of every request, for Perfetto or chrome://tracing; it
-            is complete when this is closed.
-        apart: whether stages that run inline share one worker process, for a program whose own
-            threads have enough to do, such as a server's: one interpreter computes at a time. If
-            the worker dies, it is handled like any other one: started again, and its requests too.
+        runtime: where the stages run, overriding the config: ``"inline"``, ``"processes"``,
+            ``"ray"``, or a :class:`~omni.pipelines.runtime_config.RuntimeConfig`. Settings of the
+            config (a file, ``PipelineConfig`` or ``Pipeline``) that this runtime does not have,
+            such as replicas inline, are dropped with a warning; those in ``overrides`` are an
+            error.
+        trace: file for a timeline of every request, for Perfetto or chrome://tracing; it is
+            complete when this is closed.
+        apart: if true, inline stages share one worker process, for a program whose own threads
+            keep its interpreter busy, such as a server: one interpreter computes at a time. If the
+            worker dies, it is restarted like any other one, and its requests are run again.
 
     Raises:
-        ValueError: the config is wrong, or a stage cannot be built where it is to run; or what is
-            to run apart is no config.
+        ValueError: the config is wrong, a stage cannot be built where it is to run, or ``apart`` is
+            set without a config.
         OSError: the trace cannot be written.
         RuntimeError: the pipeline belongs to another ``Omni``, or is closed.
     """
@@ -117,16 +117,16 @@ class Omni:
 
         Args:
             requests: one or several, as prompts or as :class:`OmniRequest`.
-            on_progress: called with every output that comes, finished or not.
+            on_progress: called with every output, finished or not.
 
         Returns:
-            The last output of every request, in the order of the requests. One that failed has
-            its ``error`` set; the others are complete.
+            The last output of every request, in the order of the requests. A failed one has its
+            ``error`` set; the others are complete.
 
         Raises:
             ValueError: ``requests`` is none of these.
             RuntimeError: the pipeline is closed, its driver crashed, or this thread drives the
-                pipeline itself; or this is a fork of the process that made it.
+                pipeline itself; or this is a fork of the process that created it.
         """
         batch = as_requests(requests)
         outputs = _Outputs(self.pipeline, len(batch), on_progress)
@@ -135,9 +135,9 @@ class Omni:
         return outputs.last
 
     def stream(self, requests: Requests) -> Generator[OmniOutput, None, None]:
-        """Run requests and get every output as it comes; errors are those of :meth:`generate`.
+        """Run requests and yield every output as it comes; errors are those of :meth:`generate`.
 
-        Leaving the loop early aborts what is still running.
+        Leaving the loop early aborts the running requests.
         """
         batch = as_requests(requests)
         outputs = _Outputs(self.pipeline, len(batch))
@@ -150,13 +150,13 @@ class Omni:
         *,
         on_progress: Callable[[OmniOutput], object] | None = None,
     ) -> list[OmniOutput]:
-        """The same as :meth:`generate` for coroutines, of which several may run at once.
+        """Run requests to their end like :meth:`generate`, as a coroutine; several may run at once.
 
-        ``on_progress`` is called in the event loop. Cancelling the coroutine aborts what is still
-        running; what ``on_progress`` raises does so as well, and is raised here.
+        ``on_progress`` is called in the event loop. Cancelling the coroutine aborts the running
+        requests; so does an exception of ``on_progress``, which is raised here.
 
         Raises:
-            ValueError: ``requests`` is none.
+            ValueError: ``requests`` is not valid.
         """
         batch = as_requests(requests)
         outputs = _Outputs(self.pipeline, len(batch), on_progress)
@@ -166,9 +166,9 @@ class Omni:
         return outputs.last
 
     async def astream(self, requests: Requests) -> AsyncGenerator[OmniOutput, None]:
-        """Get every output of requests as it comes; errors are those of :meth:`generate`.
+        """Run requests and yield every output as it comes; errors are those of :meth:`generate`.
 
-        Cancelling the coroutine, or closing the iterator, aborts what is still running.
+        Cancelling the coroutine, or closing the iterator, aborts the running requests.
         """
         batch = as_requests(requests)
         outputs = _Outputs(self.pipeline, len(batch))
@@ -177,13 +177,13 @@ class Omni:
                 yield outputs.next(*event)
 
     def abort(self, request_id: str) -> None:
-        """End a request; its caller gets a last output. Unknown ids are ignored."""
+        """Abort a request; its caller gets a last output. Unknown ids are ignored."""
         self._ownership.check()
         self._driver.abort(request_id)
 
     @contextmanager
     def paused(self) -> Generator[Pipeline, None, None]:
-        """Hold new requests back and lend out the pipeline, to reset, check or drive its stages.
+        """Queue new requests and lend out the pipeline, to reset, check or drive its stages.
 
         Raises:
             RuntimeError: requests are running, the pipeline is closed, or it is lent to another
@@ -194,11 +194,11 @@ class Omni:
             yield self.pipeline
 
     def stats(self) -> dict[str, StageStats]:
-        """Every stage's counters."""
+        """Return every stage's counters."""
         return {name: stage.stats() for name, stage in self.pipeline.stages.items()}
 
     def worker_states(self) -> dict[str, tuple[WorkerState, ...]]:
-        """How the workers of every stage that runs elsewhere are doing, by replica."""
+        """Return the worker states of every stage that runs elsewhere, by replica."""
         return {
             name: stage.worker_states()
             for name, stage in self.pipeline.stages.items()
@@ -206,19 +206,19 @@ class Omni:
         }
 
     def replica_stats(self) -> dict[str, tuple[StageStats, ...]]:
-        """Every stage's counters, by replica."""
+        """Return every stage's counters, by replica."""
         return {name: stage.replica_stats() for name, stage in self.pipeline.stages.items()}
 
     def close(self) -> None:
-        """End what is running with an error, stop the thread, close the stages.
+        """End running requests with an error, stop the thread, close the stages.
 
-        May be called again. In a fork of the process that made this it does nothing.
+        Idempotent. Does nothing in a fork of the process that created this object.
         """
         if (left := self._finalizer.detach()) is not None:
             _close(*left[2])
 
     def __enter__(self) -> Self:
-        """Use in a ``with`` statement to have it closed."""
+        """Return this object, which the ``with`` statement closes at its end."""
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -226,7 +226,7 @@ class Omni:
         self.close()
 
     def _run(self, batch: Sequence[OmniRequest]) -> Generator[tuple[int, OmniDelta], None, None]:
-        """Every delta with the position of its request in the batch."""
+        """Yield every delta with the position of its request in the batch."""
         self._ownership.check()
         self._driver.check_can_wait()
         events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
@@ -240,7 +240,7 @@ class Omni:
             self._driver.discard(running.values())
 
     async def _arun(self, batch: Sequence[OmniRequest]) -> AsyncGenerator[tuple[int, OmniDelta]]:
-        """The same for coroutines."""
+        """Yield the same, for coroutines."""
         self._ownership.check()
         events: asyncio.Queue[_Event] = asyncio.Queue()
         running: dict[int, Ticket] = {}
@@ -259,7 +259,7 @@ class Omni:
         post: Callable[[_Event], object],
         running: dict[int, Ticket],
     ) -> None:
-        """Hand requests in; their events are posted with their positions."""
+        """Submit requests; their events are posted with their positions."""
         with self._driver.together():
             for position, request in enumerate(batch):
                 name = request.request_id or f"omni-{uuid.uuid4().hex}"
@@ -274,10 +274,10 @@ def _built(
     trace: str | Path | None,
     apart: bool,
 ) -> tuple[Pipeline, Trace | None]:
-    """Build a pipeline, with its open trace; ``Exception``: see :class:`Omni`."""
+    """Build a pipeline, and open its trace; raises what :class:`Omni` raises."""
     if apart and isinstance(config, Pipeline) and RuntimeConfig.parse(runtime).kind == "inline":
         raise ValueError("apart=True needs a config, of which another process can build the stages")
-    # Before any model is loaded: a file that cannot be written is found at once.
+    # Before any model is loaded, so that a file that cannot be written is detected immediately.
     order = config.order if isinstance(config, Pipeline) else config.topological_order()
     opened = None if trace is None else Trace(trace, order)
     try:
@@ -294,10 +294,10 @@ def _built(
 
 
 def _placed(overrides: Mapping[str, Any], runtime: str | RuntimeConfig | None) -> Mapping[str, Any]:
-    """Overrides with the kind of a runtime that is given: what they place is placed there.
+    """Add the kind of a given runtime to overrides.
 
     Raises:
-        ValueError: there is no such runtime, or overrides change one that is given whole.
+        ValueError: there is no such runtime, or overrides change a given ``RuntimeConfig``.
     """
     if runtime is None:
         return overrides
@@ -310,7 +310,7 @@ def _placed(overrides: Mapping[str, Any], runtime: str | RuntimeConfig | None) -
 
 
 class _Outputs:
-    """The outputs of a batch, as users know them; without ``on_progress`` the last ones only."""
+    """Cumulative outputs of a batch for the user; without ``on_progress`` only the last ones."""
 
     def __init__(
         self,
@@ -324,11 +324,11 @@ class _Outputs:
 
     @property
     def last(self) -> list[OmniOutput]:
-        """The last output of every request."""
+        """Last output of every request."""
         return [output for output in self._last if output is not None]
 
     def add(self, position: int, delta: OmniDelta) -> None:
-        """Take in what is new of a request."""
+        """Add a delta of a request."""
         if self._on_progress is None and not delta.finished:
             self._so_far[position].add(delta)
             self._so_far[position].skip()
@@ -340,7 +340,7 @@ class _Outputs:
             self._last[position] = output
 
     def next(self, position: int, delta: OmniDelta) -> OmniOutput:
-        """The next output of a request, of what is new of it."""
+        """Add a delta of a request, and return its output so far."""
         self._so_far[position].add(delta)
         return self._so_far[position].output()
 
@@ -350,7 +350,7 @@ def _sink(post: Callable[[_Event], object], position: int) -> Sink:
 
 
 def _take(event: _Event, running: dict[int, Ticket]) -> tuple[int, OmniDelta] | None:
-    """Unpack what a sink got, and strike out a request that has ended; None if it had before."""
+    """Unpack an event of a sink, and remove a request that has ended; None if it ended before."""
     position, delta = event
     if position not in running:
         return None
@@ -370,12 +370,12 @@ def _close(ownership: Ownership, driver: Driver, pipeline: Pipeline, trace: Trac
 
 
 def _close_forgotten(*what: Any) -> None:
-    """Close a pipeline without any reference left, or that is left when the interpreter ends.
+    """Close a pipeline that has lost its last reference, or is still open at interpreter exit.
 
-    The garbage collector may find it in one of the pipeline's own threads, whatever that is about
-    and whichever locks it has: closing waits for those, so it is left to another thread.
+    The garbage collector may call this in one of the pipeline's own threads, which may be busy and
+    hold locks. Closing waits for those, so it is left to another thread.
     """
-    if threading.current_thread() is threading.main_thread():  # which has none of them
+    if threading.current_thread() is threading.main_thread():  # it holds none of those locks
         _close(*what)
     else:
         threading.Thread(target=_close, args=what, name="omni-close").start()
@@ -384,7 +384,7 @@ def _close_forgotten(*what: Any) -> None:
 def build_pipeline(
     config: PipelineConfig, *, apart: bool = False, is_traced: bool = False
 ) -> Pipeline:
-    """Build a pipeline; its stages are in this process, or in workers that are started for them.
+    """Build a pipeline, with its stages in this process, or in workers that are started for them.
 
     Raises:
         ValueError: a stage cannot be built, or the graph is wrong. Nothing is left running.
@@ -421,14 +421,14 @@ def build_pipeline(
 def place_pipeline(
     pipeline: Pipeline, runtime: str | RuntimeConfig, *, is_traced: bool = False
 ) -> Pipeline:
-    """Let a pipeline that was composed of stages run elsewhere.
+    """Move a pipeline that was composed of stages to another runtime.
 
-    Its stages are closed, which frees what they hold, and rebuilt where they are to run, with
-    caching as it was set.
+    Its stages are closed, which frees what they hold, and rebuilt there, with the same setting of
+    prefix caching.
 
     Raises:
-        ValueError: a stage or a transform cannot be found by another process, and the pipeline is
-            as it was; or a stage cannot be built there.
+        ValueError: another process cannot import a stage or transform, and the pipeline is
+            unchanged; or a stage cannot be built there.
         RuntimeError: the pipeline belongs to an ``Omni``, or is closed.
     """
     config = RuntimeConfig.parse(runtime)
@@ -440,7 +440,7 @@ def place_pipeline(
     described = _described(pipeline, config)
     check_runtime(described)
     caching = {name: stage.enable_prefix_caching for name, stage in pipeline.stages.items()}
-    # Raises if an Omni has the pipeline already, which then goes on with it.
+    # Raises if an Omni owns the pipeline already, which can then continue to use it.
     pipeline.ownership.claim(described, "the workers that its stages are built in")
     pipeline.close()
     placed = build_pipeline(described, is_traced=is_traced)
@@ -455,11 +455,11 @@ def place_pipeline(
 
 
 def _described(pipeline: Pipeline, runtime: RuntimeConfig) -> PipelineConfig:
-    """What a pipeline was composed of, to run elsewhere; what only another runtime has is left out.
+    """Return the config of a composed pipeline, without settings that the runtime does not have.
 
     Raises:
-        ValueError: a stage cannot say what it was built of, such as one that was given an engine;
-            or its name is none that a pipeline's file could have.
+        ValueError: a stage does not know its own settings, for example because it was created from
+            an engine; or its name is not allowed in a pipeline's file.
     """
     stages: dict[str, Any] = {}
     for name, stage in pipeline.stages.items():
@@ -481,12 +481,12 @@ def _described(pipeline: Pipeline, runtime: RuntimeConfig) -> PipelineConfig:
 
 
 def _connect(config: PipelineConfig) -> tuple[Connect, Callable[[], object]]:
-    """What starts workers, and what is to be called when all have ended.
+    """Return the function that starts workers, and one to call when all have ended.
 
-    Only what is asked for is imported.
+    Imports only what the runtime needs.
 
     Raises:
-        ValueError: the cluster cannot be joined, or does not have what the stages ask for.
+        ValueError: the cluster cannot be joined, or lacks the resources of the stages.
     """
     if config.runtime.kind != "ray":
         return connect_process, lambda: None
@@ -505,16 +505,16 @@ _FIRST_NUMBER = re.compile(r"\s*([1-9]\d*)\b")
 
 
 def _threads_of_torch() -> int:
-    """As many as PyTorch would take in this process, which may not have imported it."""
+    """Return PyTorch's default number of threads in this process, without importing it."""
     given = _FIRST_NUMBER.match(os.environ.get("OMP_NUM_THREADS", ""))
     return int(given[1]) if given else available_cores()
 
 
 def _worker_specs(config: PipelineConfig, *, is_traced: bool) -> list[WorkerSpec]:
-    """Specify a pipeline's workers: one, if it is inline.
+    """Specify a pipeline's workers; only one if it is inline.
 
     Raises:
-        ValueError: no other process would find a transform.
+        ValueError: another process could not import a transform.
     """
     order = config.topological_order()
     if config.runtime.kind == "inline":

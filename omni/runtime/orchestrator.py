@@ -1,4 +1,4 @@
-"""Moves requests over a pipeline's stages, by turns, in one thread."""
+"""Moves requests through a pipeline's stages, turn by turn, in one thread."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from stages.worker.stage_link import StageLink, why_lost
 from stages.worker.stage_tracer import TracedWorker
 from stages.worker.stage_worker import StageWorker
 
-# How long a turn waits at most for stages that are driven elsewhere, if its caller does not.
+# Maximum time that a turn waits for stages driven elsewhere, unless its caller waits itself.
 _PATIENCE_S = 0.1
 
 StageOutputListener: TypeAlias = Callable[[StageOutput], None] | None
@@ -47,11 +47,12 @@ StageOutputListener: TypeAlias = Callable[[StageOutput], None] | None
 
 @dataclass(slots=True)
 class Stream:
-    """Where chunks go, and how many of them are on their way.
+    """State of a request on a streamed edge.
 
     Attributes:
-        edge: the stage that takes them, and how.
-        has_begun: whether any chunk came.
+        edge: the streamed edge, with its consumer.
+        outstanding: chunks that were sent but not consumed yet.
+        has_begun: true if any chunk was sent.
     """
 
     source: str
@@ -62,29 +63,29 @@ class Stream:
 
     @property
     def is_full(self) -> bool:
-        """Whether the source lets the request rest, until the consumer has taken a chunk."""
+        """True if the source pauses the request until the consumer has consumed a chunk."""
         return self.is_open and self.outstanding >= self.edge.max_pending
 
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request on its way.
+    """A running request.
 
     Attributes:
-        request: with its id set.
-        sampling: ``stage -> parameters`` where the request brings its own.
+        request: the request, with its id set.
+        sampling: ``stage -> parameters`` that the request overrides.
         waiting: stages that it has yet to enter.
-        streams: the streamed edges, by the stage that takes the chunks.
-        inside: stages that have it, or that make it ready, with its ticket there.
-        lifted: stages in which it rests and was let go on, until it has made a chunk there.
-        has_moved: whether any stage has emitted anything of it.
-        whole: what stages have made of it whose outputs are needed whole.
+        streams: its streamed edges, by consumer.
+        inside: stages that have it, or prepare it, with its ticket there.
+        lifted: stages in which it was paused and resumed, until it has produced a chunk there.
+        has_moved: true if any stage has emitted output of it.
+        whole: accumulated outputs of stages whose whole output is needed.
         finished: full outputs of stages that it has left and that a waiting stage still needs.
-        new: what its user is to get, each with its final stage.
-        ended: the final stages of which the user has got all.
-        num_tokens: generated, by stage.
-        times: its time in each stage.
-        has_new_times: whether it has entered or left a stage since its user last got anything.
+        new: output to be sent to the user, with its final stage.
+        ended: final stages whose output is complete.
+        num_tokens: number of generated tokens, by stage.
+        times: its times in each stage.
+        has_new_times: true if it has entered or left a stage since the last output to the user.
     """
 
     request: OmniRequest
@@ -107,16 +108,15 @@ class LiveRequest:
     has_new_times: bool = False
 
     def held_up(self, order: Sequence[str]) -> list[str]:
-        """The stages in which it rests, since one behind does not keep up; the last ones first."""
+        """Return the stages in which it is paused by a slow consumer, the last ones first."""
         full = {stream.source for stream in self.streams.values() if stream.is_full}
         return [name for name in reversed(order) if name in full and name in self.inside]
 
     def take(self, stage: Stage, delta: OutputDelta, *, is_needed_whole: bool) -> None:
-        """Take in what is new in a stage.
+        """Add a delta of a stage.
 
         Raises:
-            ValueError: the stage failed the request, or changed its sampling rate in the middle of
-                a sound.
+            ValueError: the stage failed the request, or changed the sampling rate of its audio.
         """
         name = stage.name
         if is_needed_whole:
@@ -144,7 +144,7 @@ class LiveRequest:
             )
 
     def _note_end(self, name: str, delta: OutputDelta) -> None:
-        """Take down when a stage was done with it, and what it took there."""
+        """Record when a stage was done with it, and its counts there."""
         metrics = delta.metrics or RequestMetrics()
         self.times[name] = replace(
             self.times[name],
@@ -160,14 +160,14 @@ class LiveRequest:
         self.has_new_times = True
 
     def take_delta(self, *, finished: bool = False, error: str | None = None) -> OmniDelta:
-        """What its user gets now."""
+        """Remove and return the new output for the user."""
         new, self.new = tuple(self.new), []
         times = tuple(self.times.values()) if self.has_new_times or finished else ()
         self.has_new_times = False
         return OmniDelta(self.request_id, new, finished, error, timeline=times)
 
     def cut_short(self, reason: FinishReason) -> None:
-        """End the stages that were not done."""
+        """End the output of all final stages that are not done."""
         for name in self.final_stages:
             if name not in self.ended:
                 end = OutputDelta(self.request_id, finished=True, finish_reason=reason)
@@ -177,29 +177,29 @@ class LiveRequest:
 class Orchestrator:
     """Runs requests over a pipeline.
 
-    It sends every stage's worker commands, and takes in its events; where the workers run is
-    theirs to know. A turn (:meth:`step`) lets the stages that this thread drives do one unit of
-    work, the last stages first, so that what is nearly done leaves before more comes in. A request
-    enters a stage as soon as all the stages that feed it are done with it. With stages ``a -> b``
-    and requests 1, 2::
+    It sends commands to every stage's worker, and handles its events, independent of where the
+    worker runs. In a turn (:meth:`step`) the stages that this thread drives do one unit of work
+    each, the last stages first, so that nearly finished requests leave before others enter. A
+    request enters a stage as soon as all the stages that feed it are done with it. With stages
+    ``a -> b`` and requests 1, 2::
 
         turn     1    2    3    4    5
         a       1 2  1 2   2
         b                 1    1 2  2      request 1 left a in turn 2, request 2 in turn 3
 
-    On an edge with a ``chunk_size`` it enters with the first chunk, and its source lets it rest
-    while ``max_pending_chunks`` of its chunks were not taken. Stages have few seats, so resting
-    requests can stand in the way of those that could go on: when a turn finds no stage with
-    anything to do, the oldest one goes on, for one chunk above the bound.
+    On an edge with a ``chunk_size`` it enters with the first chunk, and its source pauses it while
+    ``max_pending_chunks`` of its chunks are not consumed. Stages have limited capacity, so paused
+    requests can block others that could run: when no stage has anything to do in a turn, the oldest
+    paused request is resumed, for one chunk above the limit.
 
-    Whatever goes wrong with one request ends that request alone, and frees what it held in all
-    stages. Not safe to call from several threads at once.
+    An error of one request ends only that request, and frees what it holds in all stages. Not
+    thread-safe.
 
     Args:
         pipeline: the stages; they must be idle.
-        on_stage_output: called with every stage's finished output of every request, the
-            stages that are not final included.
-        trace: gets what happens where and when; None for nothing.
+        on_stage_output: called with every stage's finished output of every request, including
+            stages that are not final.
+        trace: records what happens where and when; None for no trace.
     """
 
     def __init__(
@@ -221,37 +221,37 @@ class Orchestrator:
             for name, stage in pipeline.stages.items()
         }
         streamed = {edge.consumer for edge in chain(*self._edges.values())}
-        # By stage that takes no chunks, the stages whose finished outputs it waits for.
+        # For each stage that consumes no chunks, the stages whose finished outputs it waits for.
         self._whole_edges = {
             name: sources
             for name, sources in sources_of(pipeline.stages).items()
             if name not in streamed
         }
-        # What a listener gets, or a later stage takes whole; one that takes chunks has all by then.
+        # Needed by the listener, or by a later stage that consumes whole outputs, not chunks.
         self._needed_whole = frozenset(
             pipeline.order if on_stage_output is not None else chain(*self._whole_edges.values())
         )
         shown = {name for name, stage in pipeline.stages.items() if "tensors" in stage.final_output}
         self._tensor_sources = self._needed_whole | shown
-        # What an event is about, by its ticket; one that finds no entry is late, and dropped.
+        # Request and stage by ticket; an event without an entry is late, and dropped.
         self._entered: dict[int, tuple[LiveRequest, str]] = {}
         self._tickets = count()
-        # Here, where requests are in order, and a second run of one gets the seed of the first.
+        # Seeds are drawn here, where requests are in order, and reruns reuse the first run's seed.
         self._seeds = {name: RequestSeeds(stage.seed) for name, stage in pipeline.stages.items()}
         self._unread: dict[str, list[Event]] = {name: [] for name in pipeline.order}
         self._turns = deque(reversed(pipeline.order))
         self._has_events = threading.Event()
         self._on_event: Callable[[], object] = self._has_events.set
-        # Whether the caller of step() waits for events itself, and for others' commands with them.
+        # True if the caller of step() waits for events, along with its own commands.
         self._caller_waits = False
         self.listen()
 
     def prepare_aside(self, on_event: Callable[[], object]) -> None:
-        """Have requests prepared in other threads from now on, so that no turn waits for it.
+        """Prepare requests in other threads from now on, so that no turn waits for it.
 
-        A request that cannot run is then refused by an output of :meth:`step`, and not by
-        :meth:`add_request`, which reports only what it sees at once. No turn waits for anything any
-        more: the caller does, between turns. To be closed.
+        A request that cannot run is then refused by an output of :meth:`step`, not by
+        :meth:`add_request`, which reports only what it detects immediately. Turns do not wait for
+        events any more: the caller does, between turns. :meth:`close` must be called in the end.
         """
         self._on_event = on_event
         self._caller_waits = True
@@ -260,18 +260,18 @@ class Orchestrator:
             link.prepare_aside()
 
     def listen(self) -> None:
-        """Have the stages notify this orchestrator, after another one has driven them."""
+        """Register for the stages' events, again after another orchestrator has driven them."""
         for link in self._links.values():
             link.notify(self._on_event)
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether any request has not ended."""
+        """True if any request has not ended."""
         return bool(self._live)
 
     @property
     def has_work(self) -> bool:
-        """Whether :meth:`step` has work: not while nothing comes from any stage."""
+        """True if :meth:`step` has work: unread events, or a stage with work."""
         return any(self._unread.values()) or any([link.has_work for link in self._links.values()])
 
     def close(self) -> None:
@@ -281,16 +281,16 @@ class Orchestrator:
 
     @property
     def live_request_ids(self) -> tuple[str, ...]:
-        """The requests on their way, oldest first."""
+        """Ids of the running requests, oldest first."""
         return tuple(self._live)
 
     def add_request(self, request: OmniRequest) -> None:
-        """Let a request enter the stages that take the user's prompt.
+        """Send a request to the stages that use the user's prompt.
 
         Raises:
             ValueError: it has no id or that of a live request, names a stage that does not exist
-                or samples nothing, or a speaker that no stage has, or a root refuses it at once;
-                or a stage, since it is to enter all, has no worker, nor one that begins.
+                or samples nothing, or an unknown speaker, or a root refuses it immediately; or any
+                stage has neither a running worker nor one that is starting.
         """
         if not request.request_id:
             raise ValueError("a request needs a request_id that is not empty")
@@ -323,10 +323,10 @@ class Orchestrator:
                 self._raise_if_refused(live, name)
 
     def step(self) -> list[OmniDelta]:
-        """Give stages their turns, the last one first, until there is something new for users.
+        """Run stages by turns, the last one first, until there is new output for users.
 
         Returns:
-            What is new of requests, and those that ended; nothing if each stage had its turn.
+            New output and ends of requests; empty if every stage had its turn without any.
         """
         if not self._caller_waits:
             self._flush()
@@ -342,7 +342,7 @@ class Orchestrator:
             for event in self._events(name):
                 has_moved = True
                 self._take(event, moved)
-            if moved:  # which need not wait for what the other stages do
+            if moved:  # deliver it before the other stages work
                 break
         if not has_moved and self._streams_any:
             self._give_way()
@@ -350,14 +350,14 @@ class Orchestrator:
         return [ended or self._live[each].take_delta() for each, ended in moved.items()]
 
     def abort(self, request_id: str, reason: str = "aborted") -> OmniDelta | None:
-        """End a request wherever it is and free what it holds."""
+        """Abort a request in all stages, and free what it holds."""
         live = self._live.get(request_id)
         ended = None if live is None else self._end(live, reason, FinishReason.ABORT)
         self._flush()
         return ended
 
     def fail_all(self, error: str) -> list[OmniDelta]:
-        """End all requests and have all stages drop them, whatever state an exception left."""
+        """End all requests and drop them in all stages, whatever state an exception left."""
         live, self._live, self._entered = tuple(self._live.values()), {}, {}
         self._unread = {name: [] for name in self._pipeline.order}
         if self._trace is not None:
@@ -371,13 +371,13 @@ class Orchestrator:
         return [each.take_delta(finished=True, error=error) for each in live]
 
     def _events(self, name: str) -> list[Event]:
-        """The events of a stage since this was last called."""
+        """Return the events of a stage since the last call."""
         unread, self._unread[name] = self._unread[name], []
         link = self._links[name]
         if self._trace is None:
             return unread + link.events()
         traces, events = link.traces(), link.events()
-        # Those of workers elsewhere have come with the events.
+        # events() of remote workers also receives their traces.
         for traced in (*traces, *link.traces()):
             self._trace.take(name, traced)
         return unread + events
@@ -388,12 +388,12 @@ class Orchestrator:
         self._links[name].send(command)
 
     def _flush(self) -> None:
-        """Let all workers have what was sent."""
+        """Deliver the sent commands to all workers."""
         for link in self._links.values():
             link.flush()
 
     def _check_workers(self) -> None:
-        """Raise ``ValueError`` where a stage has no worker, before any other does any work."""
+        """Raise ``ValueError`` if a stage has no worker, before any other stage does any work."""
         for name, stage in self._pipeline.stages.items():
             why = why_lost(stage.worker_states()) if isinstance(stage, RemoteStage) else None
             if why is not None:
@@ -401,7 +401,7 @@ class Orchestrator:
                 raise ValueError(error) from RuntimeError(error)  # the request is not at fault
 
     def _raise_if_refused(self, live: LiveRequest, name: str) -> None:
-        """Raise ``ValueError`` if a root stage in this thread has refused a request; it is gone."""
+        """Remove a request that a root stage in this thread has refused; raise ``ValueError``."""
         events = self._unread[name] = self._events(name)
         for event in events:
             if isinstance(event, Failed) and event.ticket == live.inside[name]:
@@ -410,7 +410,7 @@ class Orchestrator:
                 raise ValueError(event.error) from cause
 
     def _take(self, event: Event, moved: dict[str, OmniDelta | None]) -> None:
-        """Take in an event of a worker."""
+        """Handle an event of a worker."""
         if event.ticket not in self._entered:
             return
         live, name = self._entered[event.ticket]
@@ -433,7 +433,7 @@ class Orchestrator:
                 moved[live.request_id] = replace(ended, refused=event.refused)
 
     def _advance(self, live: LiveRequest, name: str, event: Output) -> OmniDelta | None:
-        """Show what a stage put out to the user, and hand it on; None if the request goes on."""
+        """Pass a stage's output to the user and later stages; None if the request continues."""
         live.has_moved = True
         delta = event.delta
         if delta is not None:
@@ -458,7 +458,7 @@ class Orchestrator:
         return live.take_delta(finished=True)
 
     def _hand_on(self, live: LiveRequest, chunk: Chunk) -> None:
-        """Send a chunk to the stage that it is for."""
+        """Send a chunk to its consumer."""
         stream = live.streams[chunk.consumer]
         live.lifted.discard(stream.source)
         if not stream.is_open:
@@ -472,12 +472,12 @@ class Orchestrator:
             self._enter(live, chunk.consumer, (chunk.output,), first_row=chunk.first_row)
 
     def _enter_ready_stages(self, live: LiveRequest) -> None:
-        """Let a request into every stage whose sources are all done with it."""
+        """Send a request to every stage whose sources are all done with it."""
         whole = {name: of for name, of in self._whole_edges.items() if name in live.waiting}
         for name, sources in whole.items():
             if all(source in live.finished for source in sources):
                 self._enter(live, name, tuple(live.finished[source] for source in sources))
-        # Tensors of a long request are large: nothing is kept longer than a stage waits for it.
+        # Tensors of a long request are large: keep only what a stage still waits for.
         needed = {source for name in whole if name in live.waiting for source in whole[name]}
         live.finished = {name: out for name, out in live.finished.items() if name in needed}
 
@@ -489,7 +489,7 @@ class Orchestrator:
         *,
         first_row: int = 0,
     ) -> None:
-        """Send a request into a stage that it waited for."""
+        """Send a request to a stage that it waited for."""
         stage, ticket = self._pipeline.stages[name], next(self._tickets)
         live.waiting.discard(name)
         live.inside[name] = ticket
@@ -511,7 +511,7 @@ class Orchestrator:
         self._send(name, enter)
 
     def _leave(self, live: LiveRequest, name: str) -> None:
-        """A stage is done with a request, and takes no more chunks of it."""
+        """Handle that a stage is done with a request, and consumes no more chunks of it."""
         del self._entered[live.inside.pop(name)]
         if self._trace is not None:
             self._trace.left(name, live.request_id)
@@ -522,7 +522,7 @@ class Orchestrator:
                 self._send(stream.source, CloseStream(live.request_id, name))
 
     def _give_way(self) -> None:
-        """Let a request that rests go on, if the pipeline would stand still."""
+        """Resume a paused request if the pipeline is stalled."""
         if (found := _next_to_lift(self._live.values(), self._pipeline.order)) is None:
             return
         live, name = found
@@ -533,7 +533,7 @@ class Orchestrator:
     def _end(
         self, live: LiveRequest, error: str, reason: FinishReason = FinishReason.ERROR
     ) -> OmniDelta:
-        """Cut a request short; free what it holds everywhere."""
+        """End a request early, and free what it holds everywhere."""
         self._abort(live)
         live.cut_short(reason)
         return live.take_delta(finished=True, error=error)
@@ -547,7 +547,7 @@ class Orchestrator:
 
 
 def _visible_part(delta: OutputDelta, kinds: Sequence[str]) -> OutputDelta:
-    """A delta without what the user does not get of a stage."""
+    """Return a delta without the kinds of output that are not shown to the user."""
     hidden: dict[str, Any] = {}
     if "text" not in kinds and (delta.num_completions or delta.text is not None):
         hidden |= {"text": None, "logprobs": None, "num_completions": 0, "others": ()}
@@ -561,10 +561,10 @@ def _visible_part(delta: OutputDelta, kinds: Sequence[str]) -> OutputDelta:
 def _next_to_lift(
     requests: Iterable[LiveRequest], order: Sequence[str]
 ) -> tuple[LiveRequest, str] | None:
-    """Which request goes on, and in which stage, where none can without it; None if none rests.
+    """Return the paused request to resume in a stalled pipeline, and its stage; None without one.
 
-    The oldest that rests. But one that may go on already can lack the room that another one takes
-    up which rests, too: so each of them gets its turn before the oldest gets another.
+    The oldest paused one. But a resumed request may lack capacity that another paused one holds, so
+    each of them is resumed once before the oldest is again.
     """
     resting = [(live, name) for live in requests for name in live.held_up(order)]
     if all(name in live.lifted for live, name in resting):
@@ -574,14 +574,14 @@ def _next_to_lift(
 
 
 def refusal(request_id: str, error: Exception) -> OmniDelta:
-    """The one output of a request that no stage has begun with."""
+    """Return the only output of a request that no stage has started."""
     is_told = isinstance(error, ValueError)
     return OmniDelta(
         request_id,
         finished=True,
         error=str(error) if is_told else repr(error),
-        # Whether the request was at fault, so that its sender can fix it. A ValueError that wraps
-        # another kind of exception is a mistake of the stage itself.
+        # True if the request was at fault, so that its sender can fix it. A ValueError that wraps
+        # another kind of exception is an error of the stage itself.
         refused=is_told and isinstance(error.__cause__, ValueError | None),
     )
 
@@ -589,7 +589,7 @@ def refusal(request_id: str, error: Exception) -> OmniDelta:
 def streamed_edges(
     stages: Mapping[str, Stage | StageConfig],
 ) -> dict[str, tuple[StreamedEdge, ...]]:
-    """By source, the edges with a ``chunk_size``."""
+    """Return the edges with a ``chunk_size``, by source."""
     edges: dict[str, tuple[StreamedEdge, ...]] = dict.fromkeys(stages, ())
     for name, stage in stages.items():
         inputs = stage.inputs
@@ -602,7 +602,7 @@ def streamed_edges(
 def _link(
     pipeline: Pipeline, stage: Stage, edges: tuple[StreamedEdge, ...], *, is_traced: bool
 ) -> StageLink:
-    """The way to a stage's worker: one in this thread, or the stage's own elsewhere."""
+    """Return the link to a stage's worker: one in this thread, or that of a remote stage."""
     if isinstance(stage, RemoteStage):
         return stage.link
     kind = TracedWorker if is_traced else StageWorker

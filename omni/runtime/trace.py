@@ -1,4 +1,4 @@
-"""A trace of a run: where every request spent its time, in a file that trace viewers open."""
+"""Trace of a run: a file for trace viewers that shows where every request spent its time."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from stages.worker.messages import Abort, Command, Enter, Extend
 from stages.worker.stage_worker import num_tensor_bytes
 
 _RECEIPTS = ("make prompt", "take chunk")
-"""Events by which a stage's worker tells that something has come."""
+"""Events by which a stage's worker reports that its input has arrived."""
 _MOST_REQUESTS = 10_000
-"""Requests whose tracks are remembered; those of older ones are named again if more comes."""
+"""Maximum number of requests whose tracks are remembered; older ones are named again on use."""
 _MOST_UNWRITTEN = 2**16
-"""Bytes, and how long they may be kept."""
+"""Number of bytes, and age, at which buffered events are written."""
 _WRITTEN_AFTER_S = 1.0
 _BELOW_REQUESTS = 1_000_000
-"""Requests' tracks are numbered from here on, and processes below. What is about a whole worker is
-on the track with its process's own number: the main thread. Perfetto takes a track 0 for that, too,
-and draws it into one of a request if this has the process's number."""
+"""Requests' tracks are numbered above this, processes below. Events of a whole worker are on the
+track with its process's own number, the main thread. Perfetto treats a track 0 like that, too, and
+would merge it with a request's track that has the process's number."""
 
 
 class TraceError(OSError):
-    """A trace could not be written to its end; the run that it is of is not concerned."""
+    """A trace could not be completed; the traced run itself is not affected."""
 
 
 @dataclass(slots=True)
 class _Sent:
-    """Something on its way to a stage."""
+    """A transfer to a stage that has not arrived yet."""
 
     start_s: float
     sources: str
@@ -45,14 +45,14 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Request:
-    """What is known of one request.
+    """Trace state of one request.
 
     Attributes:
-        named: the processes in which its track has its name.
-        until_us: by process, where its track there ends so far.
-        ended_s: by stage, when the last step ended that moved it there.
-        sent: by stage, what has not arrived yet.
-        given: by stage, all that was sent there.
+        named: processes in which its track has been named.
+        until_us: current end of its track, by process.
+        ended_s: end of the last step that advanced it, by stage.
+        sent: transfers that have not arrived yet, by stage.
+        given: all transfers, by stage.
     """
 
     track: int
@@ -64,22 +64,22 @@ class _Request:
 
 
 class Trace:
-    """Writes what happens, as it happens, in Chrome's trace event format.
+    """Writes events as they happen, in Chrome's trace event format.
 
     Every worker of a stage is a process, every request a track in it, and each worker's steps a
-    track of their own; what goes from stage to stage is drawn beside, with its bytes. Perfetto and
+    separate track; transfers between stages are drawn next to them, with their size. Perfetto and
     chrome://tracing open the file.
 
-    It is written under another name (``out.partial.json``), which viewers open as well if the run
-    was killed, and moved in the end. Only a bounded number of requests is remembered. For one
-    thread at a time.
+    It is written under another name (``out.partial.json``), which viewers also open if the run was
+    killed, and renamed at the end. Only a bounded number of requests is remembered. Not
+    thread-safe.
 
     Args:
-        path: of the file; what is there is replaced in the end.
-        stages: names of the pipeline's, in their order.
+        path: path of the file; an existing one is replaced at the end.
+        stages: names of the pipeline's stages, in order.
 
     Attributes:
-        error: why nothing more is written, such as a full disk; None while all is well.
+        error: reason why nothing more is written, such as a full disk; None without one.
 
     Raises:
         OSError: the file cannot be written.
@@ -101,11 +101,11 @@ class Trace:
         self._tracks = count(_BELOW_REQUESTS + 1)
         self._transfers = count(1)
         self._until_us: dict[int, float] = {}
-        # By clock, how far ahead this machine's is; the nearest that any message has shown.
+        # By clock, how far this machine's clock is ahead; the best estimate of all messages.
         self._offsets: dict[str, float] = {}
 
     def sending(self, stage: str, command: Command) -> None:
-        """Take note of what a command brings to a stage, or ends there."""
+        """Record the transfer that a command starts, or the end of the request's transfers."""
         if isinstance(command, Enter | Abort):
             self.left(stage, command.request_id)
         match command:
@@ -114,14 +114,14 @@ class Trace:
                 names = [each.stage for each in given]
                 request = self._request(command.request_id)
                 ends = [request.ended_s[name] for name in names if name in request.ended_s]
-                # Something that was paused meanwhile ended later than the chunk that is sent.
+                # The last step of a source that was paused since may end later than the chunk.
                 start_s = max(ends, default=time.monotonic())
                 sent = _Sent(start_s, " + ".join(names), num_tensor_bytes(given))
                 request.sent.setdefault(stage, deque()).append(sent)
                 request.given.setdefault(stage, []).append(sent)
 
     def left(self, stage: str, request_id: str) -> None:
-        """Take note that a stage has a request no more: nothing is on its way to it there."""
+        """Forget the transfers of a request to a stage that it has left."""
         request = self._requests.get(request_id)
         if request is not None:
             request.sent.pop(stage, None)
@@ -142,10 +142,10 @@ class Trace:
             self._write(written | {"pid": process, "tid": track})
 
     def close(self) -> None:
-        """End the file and move it to its place. May be called again.
+        """Complete the file and rename it. Idempotent.
 
         Raises:
-            TraceError: it could not be written; what was written is left under its other name.
+            TraceError: it could not be written; the incomplete file is left under its other name.
         """
         if not self._file.closed:
             self._unwritten += b"\n]\n"
@@ -161,15 +161,15 @@ class Trace:
             raise TraceError(self.error.errno, reason, str(self._aside)) from self.error
 
     def discard(self) -> None:
-        """Leave nothing: there was no run."""
+        """Delete the file, because there was no run."""
         self._file.close()
         self._aside.unlink(missing_ok=True)
 
     def _offset(self, traced: Traced) -> float:
-        """What to add to a worker's times to compare them with this machine's.
+        """Return the offset from a worker's clock to this machine's.
 
-        Of clocks elsewhere the difference is known as well as a message is fast: it takes some
-        time, so that the smallest difference seen is the nearest.
+        For clocks of other machines it is estimated from messages: each difference includes the
+        time in transit, so the smallest one seen is the best estimate.
         """
         if traced.clock == this_clock():
             return 0.0
@@ -178,7 +178,7 @@ class Trace:
         return self._offsets[traced.clock]
 
     def _note(self, stage: str, process: int, event: StageEvent, offset: float) -> None:
-        """Keep when a request's last piece of time ended, and tell of what has arrived."""
+        """Record the end of a request's last step, and write transfers that have arrived."""
         assert event.request_id is not None
         request = self._request(event.request_id)
         if event.name == RUN_AGAIN:
@@ -194,7 +194,7 @@ class Trace:
     def _transfer(
         self, sent: _Sent, process: int, event: StageEvent, offset: float
     ) -> Iterator[dict[str, Any]]:
-        """Transfers overlap with what a stage does meanwhile, so they stand beside the tracks."""
+        """Yield the events of a transfer; it overlaps with steps, so it is an async event."""
         end_s = max(event.start_s + offset, sent.start_s)
         common = {
             "name": "transfer",
@@ -208,7 +208,7 @@ class Trace:
         yield common | {"ph": "e", "ts": self._micros(end_s)}
 
     def _written(self, event: StageEvent, offset: float, until_us: float) -> dict[str, Any]:
-        """An event on its track, which it does not reach back on: clocks may be off a little."""
+        """Format an event, clipped to start after its track's end: clocks may be slightly off."""
         start_us = max(self._micros(event.start_s + offset), until_us)
         written: dict[str, Any] = {
             "name": event.name,
@@ -225,11 +225,11 @@ class Trace:
         return written
 
     def _micros(self, time_s: float) -> float:
-        """Microseconds since the trace began; what began before it begins with it."""
+        """Convert to microseconds since the start of the trace; earlier times become 0."""
         return round(max(time_s - self._start_s, 0.0) * 1e6, 3)
 
     def _process(self, stage: str, replica: int) -> int:
-        """The number of a worker's process, which is named when it is first needed."""
+        """Return the number of a worker's process; name it on first use."""
         key = (stage, replica)
         if key not in self._processes:
             process = self._processes[key] = len(self._processes) + 1
@@ -252,7 +252,7 @@ class Trace:
         return request
 
     def _track(self, request_id: str, process: int) -> int:
-        """The number of a request's track in a process, where it is named when first needed."""
+        """Return the number of a request's track; name it on first use in a process."""
         request = self._request(request_id)
         if process not in request.named:
             request.named.add(process)
@@ -273,7 +273,7 @@ class Trace:
             self._flush()
 
     def _flush(self) -> None:
-        """Write what has come; a full disk ends the trace and nothing else."""
+        """Write the buffered events; a full disk ends only the trace."""
         left, self._unwritten = memoryview(self._unwritten), bytearray()
         if self.error is not None or self._file.closed:
             return
