@@ -1,1 +1,1 @@
-"""From a YAML file to a checked graph of stages. Imports seeded, stages, engine."""
+"""Loading a YAML file into a checked graph of stages. Imports seeded, stages, engine."""

@@ -20,11 +20,11 @@ _Config = TypeVar("_Config", bound=BaseModel)
 
 
 class ConfigError(ValueError):
-    """A pipeline configuration is wrong. The message names each wrong place and what to do."""
+    """An invalid pipeline configuration. The message names each wrong place and its remedy."""
 
 
 def shipped_configs() -> list[str]:
-    """Name the pipelines that come with the package."""
+    """Return the names of the pipelines that are shipped with the package."""
     files = resources.files("stage_configs").iterdir()
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
 
@@ -43,11 +43,11 @@ def load_config(
 
     Args:
         model: the schema.
-        config: path of a YAML file, or the name of one that is shipped, such as ``two_step``.
-        overrides: values by dotted place (``"stages.writer.engine.num_blocks"``), which replace
-            the file's.
-        flag: what an error in ``overrides`` names before the place.
-        labels: by place in ``overrides``, what an error names instead of both.
+        config: path of a YAML file, or the name of a shipped one, such as ``two_step``.
+        overrides: values by dotted path (``"stages.writer.engine.num_blocks"``), which replace
+            those of the file.
+        flag: prefix of the path in messages about ``overrides``.
+        labels: by path in ``overrides``, a label that replaces both in messages.
 
     Raises:
         ConfigError: there is no such file, or something in it or in ``overrides`` is wrong; the
@@ -80,15 +80,15 @@ def load_config(
     except ValidationError as error:
         message = explain_validation_error(error, model, data, source=label, lines=lines)
         raise ConfigError(message) from None
-    tell(left)  # only now: where there is a mistake, only that is reported
+    tell(left)  # only now: if there is an error, only that is reported
     return read
 
 
 def parse_overrides(assignments: Sequence[str]) -> dict[str, Any]:
-    """Turn ``stages.writer.engine.num_blocks=64`` into a value by its dotted place.
+    """Parse assignments like ``stages.writer.engine.num_blocks=64`` into values by dotted path.
 
     Raises:
-        ConfigError: an assignment without ``=``, or with a value that is not YAML.
+        ConfigError: an assignment has no ``=``, or a value that is not YAML.
     """
     overrides = {}
     for assignment in assignments:
@@ -103,9 +103,9 @@ def parse_overrides(assignments: Sequence[str]) -> dict[str, Any]:
 
 
 def _find(config: str | Path) -> tuple[str, str, dict[str, Path | None]]:
-    """A configuration's text, what to call it in errors, and where paths in it start.
+    """Return a configuration's text, its name in errors, and the base folders of its paths.
 
-    Checkpoints lie beside shipped configurations as beside others; code of a user's own does not.
+    Checkpoints may be next to any configuration; user code is never next to a shipped one.
     """
     name = str(config)
     path = Path(config).expanduser()
@@ -129,7 +129,7 @@ def _find(config: str | Path) -> tuple[str, str, dict[str, Path | None]]:
 
 
 def _override(data: dict[str, Any], place: str, value: Any, flag: str) -> None:
-    """Put ``value`` at a dotted place, making the mappings in between that are not there yet."""
+    """Set ``value`` at a dotted path, creating missing mappings in between."""
     *parents, key = place.split(".")
     at = data
     for depth, parent in enumerate(parents):
@@ -146,13 +146,13 @@ def _override(data: dict[str, Any], place: str, value: Any, flag: str) -> None:
 
 
 def parse_yaml(text: str, source: str) -> tuple[Any, Mapping[KeyPath, int]]:
-    """Parse a text as ``yaml.safe_load`` does, but refuse what that would silently accept.
+    """Parse a text like ``yaml.safe_load``, but reject what that would silently accept.
 
     Returns:
-        Plain data, and the line on which each key and each item of a list stands, from 1.
+        Plain data, and the line number of each key and each list item, counted from 1.
 
     Raises:
-        ConfigError: not YAML, a key that stands twice, or a key that is not a string (YAML 1.1
+        ConfigError: the text is not YAML, a key is duplicated, or a key is not a string (YAML 1.1
             reads a bare ``on``, ``off``, ``yes`` and ``no`` as booleans).
     """
     loader = None
@@ -178,7 +178,7 @@ def parse_yaml(text: str, source: str) -> tuple[Any, Mapping[KeyPath, int]]:
     except RecursionError:
         problem = "it is nested too deeply, or an alias contains itself"
         raise ConfigError(f"{source}: not valid YAML: {problem}") from None
-    except Exception as error:  # what makes values of tags, such as !!int, raises whatever
+    except Exception as error:  # constructors of tags, such as !!int, raise anything
         raise ConfigError(f"{source}: not valid YAML: {type(error).__name__}: {error}") from error
     finally:
         if loader is not None:

@@ -1,4 +1,4 @@
-"""The JSON Schema of a pipeline's YAML file, for editors and other programs."""
+"""JSON Schema of a pipeline's YAML file, for editors and other programs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.M)
 _OWN_KIND = r"^.+:[A-Za-z_]\w*$"
 """``file.py:Class``, whose keys only its class knows."""
 _YAML_NAMES = {"sources": "from"}
-"""Attributes that are called otherwise in YAML."""
+"""Attributes with another name in YAML."""
 
 
 class _YamlSchema(GenerateJsonSchema):
-    """Adds the forms that our own validators accept: one name in the place of a list of one."""
+    """Adds the forms that our validators accept: a single name instead of a list of one."""
 
     def function_before_schema(
         self, schema: core_schema.BeforeValidatorFunctionSchema
@@ -40,16 +40,16 @@ class _YamlSchema(GenerateJsonSchema):
 
 
 def config_schema(kinds: Mapping[str, type[StageConfig]] | None = None) -> dict[str, Any]:
-    """Describe what a YAML file may say: keys, types and bounds, for each known kind of stage.
+    """Describe a YAML file: keys, types and bounds, for each known kind of stage.
 
-    What depends on several places (edges, transforms, whether models fit) is for
-    ``omni validate`` to check.
+    Constraints across several keys (edges, transforms, fitting models) are left to
+    ``omni validate``.
 
     Args:
-        kinds: of stages, by name; None takes all that are known, those of other packages included.
+        kinds: kinds of stages by name; None for all known ones, including other packages'.
 
     Returns:
-        A schema of draft 2020-12; each stage is of the kind that its ``kind`` names.
+        A schema of draft 2020-12; the schema of each stage depends on its ``kind``.
     """
     kinds = stage_kinds() if kinds is None else kinds
     models: list[type[BaseModel]] = [PipelineConfig, *kinds.values()]
@@ -78,14 +78,14 @@ def config_schema(kinds: Mapping[str, type[StageConfig]] | None = None) -> dict[
 
 
 def _inherited_words(model: type[BaseModel] | None) -> str:
-    """The docstrings of a class and of what it is derived from, the most general one first."""
+    """Return the docstrings of a class and its bases, the most general one first."""
     documented = [] if model is None else [each for each in model.__mro__ if each.__doc__]
     own = [each for each in documented if issubclass(each, StageConfig)]
     return "\n\n".join(inspect.cleandoc(each.__doc__ or "") for each in reversed(own))
 
 
 def _describe(definition: dict[str, Any], name: str, inherited: str) -> None:
-    """Give every key the words that its class has for it, and the class its first sentence."""
+    """Set each key's description from its class's docstring, and the class's to the first part."""
     words = inspect.cleandoc(definition.get("description", ""))
     words_of = {
         _YAML_NAMES.get(key, key): " ".join(text.replace("``", "").split())

@@ -1,4 +1,4 @@
-"""Rules for a graph of stages, built ones or settings in a YAML file."""
+"""Rules for a graph of stages, which are built ones or settings from a YAML file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from stages.transforms.registry import (
 )
 
 GraphStage: TypeAlias = Stage | StageConfig
-"""Settings know of chunks what is known before the model is; the built stage knows all."""
+"""Settings know only the chunk support that is independent of the model; a built stage all."""
 
 
 class GraphError(PlacedError):
-    """A rule that a graph breaks; its own words name the stage, for graphs without a file.
+    """A violated rule of a graph; the message names the stage, for graphs without a file.
 
     Attributes:
-        problem: what is wrong at the place in a YAML file.
+        problem: the message without the place in a YAML file.
     """
 
     def __init__(self, place: tuple[str, ...], problem: str) -> None:
@@ -33,7 +33,7 @@ class GraphError(PlacedError):
 
 
 def sources_of(stages: Mapping[str, GraphStage]) -> dict[str, tuple[str, ...]]:
-    """For every stage the names of those that feed it."""
+    """Return the names of the stages that feed each stage."""
     return {
         name: stage.inputs.sources if stage.inputs is not None else ()
         for name, stage in stages.items()
@@ -41,10 +41,10 @@ def sources_of(stages: Mapping[str, GraphStage]) -> dict[str, tuple[str, ...]]:
 
 
 def topological_order(sources: Mapping[str, Sequence[str]]) -> list[str]:
-    """Order stages so that each comes after all that feed it; otherwise as they were given.
+    """Sort stages so that each comes after all that feed it; otherwise keep the given order.
 
     Raises:
-        ValueError: stages feed each other in a circle; the message names it.
+        ValueError: stages feed each other in a cycle; the message names it.
     """
     depth: dict[str, int] = {}
     try:
@@ -53,7 +53,7 @@ def topological_order(sources: Mapping[str, Sequence[str]]) -> list[str]:
     except CycleError as error:
         circle = " -> ".join(error.args[1])
         raise ValueError(f"stages feed each other in a circle: {circle}") from error
-    # graphlib's own order within one rank is that of a set; the user's is the one to keep.
+    # graphlib's order within one rank is that of a set, so keep the user's order there.
     return sorted(sources, key=depth.__getitem__)
 
 
@@ -63,20 +63,20 @@ def check_graph(
     run_custom: bool = True,
     emitted: Mapping[str, Collection[str]] | None = None,
 ) -> dict[str, Transform]:
-    """Check that stages form an acyclic graph out of which something comes.
+    """Check that stages form an acyclic graph with an output.
 
     Args:
-        run_custom: whether to import the modules of users' transforms. If not, what they need is
+        run_custom: if true, import the modules of users' transforms. If not, their requirements are
             not checked.
-        emitted: names of the tensors that stages' models emit, where they are known.
+        emitted: names of the tensors that stages' models emit, if known.
 
     Returns:
-        For every stage with inputs, the function that makes its prompt, but for those.
+        For every stage with inputs, the function that makes its prompt, except those not imported.
 
     Raises:
-        GraphError: an unknown source, a cycle, a stage that leads nowhere, no final output, a
-            transform that cannot be resolved or takes another number of sources, or an edge with
-            a chunk size that cannot be streamed.
+        GraphError: an unknown source, a cycle, an unused stage, no final output, a transform that
+            cannot be resolved or takes another number of sources, or an edge with a chunk size
+            that cannot be streamed.
     """
     _check_sources(stages)
     try:
@@ -107,10 +107,10 @@ def check_graph(
 
 
 def check_tensors(stages: Mapping[str, Stage], transforms: Mapping[str, Transform]) -> None:
-    """Check that stages hand on what the transforms behind them need.
+    """Check that stages' tensors fit the transforms and stages that consume them.
 
     Raises:
-        ValueError: a tensor is not handed on, or does not fit the next stage.
+        ValueError: a tensor does not have the hidden size of the next stage.
     """
     for name, transform in transforms.items():
         needs, stage = requirements_of(transform), stages[name]
@@ -168,7 +168,7 @@ def _check_outputs(
     needs: Requirements,
     emitted: Mapping[str, Collection[str]],
 ) -> None:
-    """Check that every source hands on the tensors that the transform needs."""
+    """Check that every source provides the tensors that the transform needs."""
     for source in inputs.sources:
         outputs: Collection[str] | None = getattr(stages[source], "outputs", None)
         known = emitted.get(source)
@@ -198,7 +198,7 @@ def _check_streamed_edge(
     inputs: StageInputs,
     needs: Requirements | None,
 ) -> None:
-    """Check that the one source's chunks can go through the transform into the stage."""
+    """Check that the only source, the transform and the stage support chunks."""
     for field in ("chunk_size", "max_pending_chunks"):
         value = getattr(inputs, field)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -1,4 +1,4 @@
-"""A checked graph of stages."""
+"""Checked graph of stages."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ if TYPE_CHECKING:
 
 
 class Pipeline:
-    """A directed acyclic graph of stages, checked when it is made.
+    """A directed acyclic graph of stages, checked on creation.
 
-    Stages name their sources themselves (``inputs``), so a pipeline is no more than the stages::
+    Stages name their sources themselves (``inputs``), so a pipeline is just a list of stages::
 
         Pipeline([writer, reader])        # reader.inputs.sources == ("writer",)
 
     Args:
-        stages: in any order, of no other pipeline. This one takes them over: :meth:`close` closes
+        stages: stages in any order, of no other pipeline. This one owns them: :meth:`close` closes
             them.
-        speaker: whose voice answers requests that name none; None leaves it to the checkpoint.
-        voices: other names of voices, or recorded ones; see :class:`~omni.pipelines.voices.Voices`.
+        speaker: default voice of requests that name none; None for the checkpoint's default.
+        voices: aliases of voices, or recorded ones; see :class:`~omni.pipelines.voices.Voices`.
 
     Attributes:
-        stages: by name, in topological order.
+        stages: stages by name, in topological order.
         order: names of the stages, each after all that feed it.
         final_stages: names of the stages whose outputs the user gets.
         transforms: for every stage with inputs, the function that makes its prompt.
-        consumers: for every stage the names of those that it feeds.
-        speaker: as given, by the voice's own name.
+        consumers: for every stage, the names of those that it feeds.
+        speaker: the given speaker, by the voice's own name.
 
     Raises:
-        RuntimeError: a stage belongs to another pipeline, or is closed. The stages stay whose they
-            were, as after any error.
-        ValueError: no stage, two of the same name, what :func:`check_graph` and
-            :func:`check_tensors` refuse, several completions in a stage that feeds another, or an
-            unknown speaker or voice.
+        RuntimeError: a stage belongs to another pipeline, or is closed. After any error the owners
+            of the stages are unchanged.
+        ValueError: no stage, two of the same name, an error of :func:`check_graph` or
+            :func:`check_tensors`, several completions in a stage that feeds another, or an unknown
+            speaker or voice.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class Pipeline:
 
     @classmethod
     def from_config(cls, config: PipelineConfig) -> Pipeline:
-        """Build the stages that a config describes. If one fails, those already built are closed.
+        """Build the stages of a config. If one fails, those already built are closed.
 
         Raises:
             ValueError: a stage cannot be built, or the graph is wrong.
         """
-        # Users' transforms are imported, and found wrong if they are, before models are loaded.
+        # Imports users' transforms, so that their errors are detected before models are loaded.
         check_graph(config.stages, emitted=config.emitted())
         config.check_speaker()
         with ExitStack() as built:
@@ -107,9 +107,9 @@ class Pipeline:
     def merge_sampling(
         self, overrides: Mapping[str, SamplingParams | Mapping[str, Any]]
     ) -> dict[str, SamplingParams]:
-        """Lay a request's parameters over the stages' own.
+        """Merge a request's sampling parameters into the stages' own.
 
-        What a stage could not do is found here, before the stages ahead of it have done any work.
+        Unsupported parameters are detected here, before any earlier stage has done work.
 
         Args:
             overrides: by stage; an object replaces the stage's own, a mapping changes fields.
@@ -118,15 +118,15 @@ class Pipeline:
             ``stage -> parameters`` for the stages that the request names.
 
         Raises:
-            PlacedError: there is no such stage, it samples nothing, its model cannot do what is
-                asked for, or it is to make several completions and feeds another stage.
-                Parameters that a stage has of its own are checked alike. Its place is the stage,
-                and then the field where one is at fault.
+            PlacedError: there is no such stage, it samples nothing, its model does not support the
+                parameters, or it is to make several completions but feeds another stage. A stage's
+                own parameters are checked likewise. The place is the stage, and then the field, if
+                one is at fault.
         """
         merged = {name: self._merge(name, override) for name, override in overrides.items()}
         for name, stage in self.stages.items():
             params = merged.get(name, stage.sampling)
-            # A stage's own are the same for every request that brings none.
+            # A stage's own parameters need only one check.
             if params is None or params is self._checked_sampling.get(name):
                 continue
             try:
@@ -160,11 +160,11 @@ class Pipeline:
         return params
 
     def close_after_stages(self, close: Callable[[], object]) -> None:
-        """Have something closed once the stages are, on which they stand."""
+        """Register a callback for after the stages are closed, to close what they depend on."""
         self._after_stages.append(close)
 
     def close(self) -> None:
-        """Close every stage, even if one of them fails to. May be called again."""
+        """Close every stage, even if one of them fails to close. Idempotent."""
         if self.ownership.is_over:
             return
         self.ownership.close()
@@ -193,7 +193,7 @@ class Pipeline:
 
 
 def _sampling_for(stage: str) -> str:
-    """The name of a stage's parameters in messages."""
+    """Return the name of a stage's sampling parameters in error messages."""
     return f"sampling for stage {stage!r}"
 
 

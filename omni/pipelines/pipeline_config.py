@@ -1,4 +1,4 @@
-"""The settings of a pipeline's YAML file, and whether it can run where they say it runs."""
+"""Settings of a pipeline's YAML file, and the check that its runtime is available."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _check_name(value: str) -> str:
     return value
 
 
-# Names become parts of file names, and of places such as stages.writer.engine.
+# Names become parts of file names, and of dotted paths such as stages.writer.engine.
 Name = Annotated[str, AfterValidator(_check_name)]
 
 
@@ -67,20 +67,20 @@ def _of_its_kind(value: Any, info: ValidationInfo) -> StageConfig:
 
 
 class PipelineConfig(Settings):
-    """A pipeline: stages by name, each saying which stages feed it.
+    """A pipeline: stages by name, each naming the stages that feed it.
 
     Attributes:
-        name: of the pipeline.
-        description: what it is for, in a sentence.
-        speaker: whose voice requests get that name none; None takes the checkpoint's first choice.
-        voices: other names of voices, such as ``{alloy: Ada}``, or recorded ones, such as
-            ``{Ada: {audio: ada.wav}}``. OpenAI's stock names that are not here stand for the
+        name: name of the pipeline.
+        description: its purpose, in a sentence.
+        speaker: default voice of requests that name none; None for the checkpoint's first voice.
+        voices: aliases of voices, such as ``{alloy: Ada}``, or recorded voices, such as
+            ``{Ada: {audio: ada.wav}}``. OpenAI's stock names that are not listed are mapped to the
             voices in order.
-        tool_parser: the form in which the model asks a server's tools to be called; ``auto`` tells
-            from the text.
+        tool_parser: format of the model's tool calls in a server; ``auto`` detects it from the
+            text.
         deterministic: set ``engine.deterministic`` of every stage.
         runtime: where the stages run.
-        stages: any acyclic graph.
+        stages: stages by name, which form an acyclic graph.
     """
 
     name: Name
@@ -130,18 +130,18 @@ class PipelineConfig(Settings):
         return self
 
     def emitted(self) -> dict[str, Collection[str]]:
-        """Tensors that stages' models emit, as far as their checkpoints' configs say."""
+        """Return the tensors that stages' models emit, if known from their checkpoints' configs."""
         return self._as_configs_tell(lambda stage, config: stage.emitted(config))
 
     def modalities(self) -> dict[str, Collection[str]]:
-        """The modalities that stages which read the user's prompt take, where that is known."""
+        """Return the modalities that stages with the user's prompt support, where known."""
         known = self._as_configs_tell(lambda stage, config: stage.modalities(config))
         return {name: taken for name, taken in known.items() if self.stages[name].inputs is None}
 
     def _as_configs_tell(
         self, ask: Callable[[StageConfig, Mapping[str, Any]], Collection[str] | None]
     ) -> dict[str, Collection[str]]:
-        """Names that stages find in their checkpoints' configs, where these are here."""
+        """Call ``ask`` with each stage and its checkpoint's config, if that is on this machine."""
         known = {}
         for name, stage in self.stages.items():
             config = None if stage.model is None else local_config(stage.model)
@@ -151,7 +151,7 @@ class PipelineConfig(Settings):
         return known
 
     def check_speaker(self) -> None:
-        """Check the speaker and other names of voices, as far as these are known before loading.
+        """Check the speaker and the aliases of voices, as far as known before loading.
 
         Raises:
             ValueError: a stage has no such voice.
@@ -164,9 +164,9 @@ class PipelineConfig(Settings):
             Voices(self.stages, speaking, self.voices).find(self.speaker)
 
     def custom_transforms(self) -> dict[str, str]:
-        """Code of users that runs when the pipeline is built: stages, and their transforms' names.
+        """Return user code that runs when the pipeline is built: transforms' names by stage.
 
-        Reading a configuration finds it and runs none of it.
+        Reading a configuration locates it, but runs none of it.
         """
         return {
             name: str(stage.inputs.transform)
@@ -176,17 +176,17 @@ class PipelineConfig(Settings):
 
     @property
     def placements(self) -> dict[str, Placement]:
-        """Where each stage runs."""
+        """Placement of each stage."""
         return {name: stage.placement for name, stage in self.stages.items()}
 
     def topological_order(self) -> list[str]:
-        """Name the stages so that each comes after all that feed it; else in the file's order."""
+        """Return the stages' names, each after all that feed it; otherwise in the file's order."""
         return topological_order(sources_of(self.stages))
 
     def with_runtime(self, runtime: str | RuntimeConfig | None) -> PipelineConfig:
-        """The same pipeline, to run elsewhere.
+        """Return the same pipeline with another runtime.
 
-        What it asks for that only its own runtime has is left out, and a warning tells of it.
+        Settings that the other runtime does not have are dropped, with a warning.
 
         Args:
             runtime: see :meth:`~omni.pipelines.runtime_config.RuntimeConfig.parse`.
@@ -205,10 +205,10 @@ class PipelineConfig(Settings):
         return self.model_copy(update={"runtime": given, "stages": stages})
 
     def resolved(self, name: str, replica: int = 0) -> StageConfig:
-        """The settings of a stage with every model where it is, building ``seeded:`` ones.
+        """Return a stage's settings with resolved model paths, building ``seeded:`` models.
 
         Raises:
-            ValueError: a model cannot be built, or is none for a stage of this kind.
+            ValueError: a model cannot be built, or does not fit a stage of this kind.
         """
         stage = self.stages[name]
         data = stage.model_dump(by_alias=True)
@@ -216,7 +216,7 @@ class PipelineConfig(Settings):
             data["engine"]["deterministic"] = True
         device = stage.placement.all_devices[replica]
         if self.runtime.kind == "ray":
-            device = stage.placement.device  # a worker sees the GPUs that are its own
+            device = stage.placement.device  # a worker sees only its own GPUs
         try:
             located = type(stage).model_validate(data, context={"locate_model": resolve_model})
             return located.on_device(device)
@@ -227,14 +227,14 @@ class PipelineConfig(Settings):
 
 
 def _locate_model(reference: str, base_dir: Path | None) -> str:
-    """Find the folder that a reference names, or leave a hub id and ``seeded:<name>`` as they are.
+    """Find the folder of a reference; return a hub id or ``seeded:<name>`` unchanged.
 
-    A relative folder is looked for beside the file that names it first, then in the working
-    directory; a reference that is no folder and cannot be a path is a hub id.
+    A relative folder is searched next to the file that names it, then in the working directory; a
+    reference that is no existing folder but has the form of a hub id is one.
 
     Raises:
-        ValueError: an unknown seeded model, a folder that is not there or holds no checkpoint, or
-            what is neither a path nor a hub id.
+        ValueError: an unknown seeded model, a missing folder or one without a checkpoint, or
+            something that is neither a path nor a hub id.
     """
     if reference.startswith(SEEDED_PREFIX):
         name = reference.removeprefix(SEEDED_PREFIX)
@@ -248,7 +248,7 @@ def _locate_model(reference: str, base_dir: Path | None) -> str:
         is_checkpoint = folder is not None and (
             (folder / "config.json").is_file() or find_gguf(folder) is not None
         )
-    # No path can be so, or be so long, or there is no such home.
+    # The path is invalid or too long, or its home directory does not exist.
     except (OSError, RuntimeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"no such folder: {reference[:80]!r}: {reason}") from error
@@ -266,10 +266,10 @@ def _locate_model(reference: str, base_dir: Path | None) -> str:
 
 
 def check_runtime(config: PipelineConfig) -> None:
-    """Check what can be known of a pipeline's runtime without starting any of it.
+    """Check a pipeline's runtime as far as possible without starting it.
 
     Raises:
-        ValueError: something will not do; says what, where, and what to do.
+        ValueError: it cannot run; the message has the reason, its place and a remedy.
     """
     if config.runtime.kind != "inline":
         check_portable(config.stages)
@@ -285,17 +285,17 @@ def check_runtime(config: PipelineConfig) -> None:
 
 
 def cuda_devices() -> int:
-    """The number of CUDA devices that torch sees."""
-    import torch  # only here: a pipeline that names none need not wait for it
+    """Return the number of CUDA devices that torch sees."""
+    import torch  # imported here only: slow, and not needed without CUDA devices
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def check_devices(placements: Mapping[str, Placement]) -> None:
-    """Check that the CUDA devices are there which placements name.
+    """Check that the CUDA devices of placements exist.
 
     Raises:
-        ValueError: they are not, or are fewer than replicas are to have one each.
+        ValueError: they do not, or there are fewer than replicas that need one each.
     """
     wanted = {
         name: [device for device in placement.all_devices if device and device.startswith("cuda")]

@@ -1,6 +1,6 @@
-"""Settings of where the stages of a pipeline run, and what each of their workers gets.
+"""Settings of where the stages of a pipeline run, and the threads of each of their workers.
 
-What a file says for its own runtime is left out, with a warning, where another runtime is given.
+If a runtime other than the file's is requested, settings that it lacks are dropped with a warning.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _OF_A_CLUSTER = ("address", "tensor_transport")
 
 
 def leave_behind(data: dict[str, Any], overrides: Mapping[str, Any]) -> list[str]:
-    """Take out of a file what the runtime does not have that is given in place of the file's own.
+    """Drop settings of a file that the runtime does not have, if an override selects another one.
 
-    So the same file runs everywhere. Where no other runtime is given, what the file says stays, and
-    is refused if the file's own runtime does not have it. What comes by an override is refused
-    likewise: to ask for replicas and for the inline runtime at once is a contradiction.
+    So the same file runs everywhere. Without such an override the file is unchanged, and settings
+    that its own runtime does not have are refused. So are overrides that the runtime does not have:
+    requesting replicas and the inline runtime together is a contradiction.
 
     Args:
-        data: of the file, before anything is replaced; changed in place.
-        overrides: values by dotted place, which replace the file's.
+        data: content of the file, before overrides; modified in place.
+        overrides: values by dotted path, which replace the file's.
 
     Returns:
-        What is left out, for :func:`tell`, if nothing else is wrong.
+        Messages about dropped settings, for :func:`tell`, if there is no other error.
     """
     kind = _kind_in(overrides)
     if kind not in _KINDS:
@@ -52,14 +52,14 @@ def leave_behind(data: dict[str, Any], overrides: Mapping[str, Any]) -> list[str
 
 
 def runtime_for(settings: Any, kind: str) -> list[str]:
-    """Take out of a runtime's settings what one of another kind does not have, for :func:`tell`."""
+    """Drop a runtime's settings that another kind does not have; return messages about them."""
     if kind == "ray" or kind not in _KINDS:
         return []
     return _drop(settings, _OF_A_CLUSTER, "runtime", kind)
 
 
 def placement_for(name: str, placement: Placement, kind: RuntimeKind) -> Placement:
-    """Where a stage runs in a runtime given in its own's place; warns of what is left out."""
+    """Return a stage's placement for another runtime; warn about dropped settings."""
     settings = placement.model_dump(exclude_defaults=True)
     left = _drop_of_placement(name, settings, kind)
     tell(left)
@@ -67,13 +67,13 @@ def placement_for(name: str, placement: Placement, kind: RuntimeKind) -> Placeme
 
 
 def tell(left: list[str]) -> None:
-    """Warn of what was left out."""
+    """Log warnings about dropped settings."""
     for each in left:
         _LOG.warning("%s", each)
 
 
 def _kind_in(overrides: Mapping[str, Any]) -> Any:
-    """The kind of runtime that overrides give; None where they leave it to the file."""
+    """Return the kind of runtime in overrides; None if they do not set it."""
     kind: Any = None
     for place, value in overrides.items():
         if place == "runtime.kind":
@@ -87,7 +87,7 @@ def _drop_of_placement(name: str, settings: Any, kind: RuntimeKind) -> list[str]
     keys = Placement.not_of(kind)
     devices = settings.get("devices") if isinstance(settings, dict) else None
     if isinstance(devices, list | tuple) and len(devices) == 1:
-        keys = tuple(key for key in keys if key != "devices")  # one worker has one everywhere
+        keys = tuple(key for key in keys if key != "devices")  # any runtime has one worker's device
     return _drop(settings, keys, f"stages.{name}.placement", kind)
 
 
@@ -106,11 +106,11 @@ _MAX_BYTES = 10_000_000
 
 
 def local_config(model: str) -> Mapping[str, Any] | None:
-    """Read what a model says of itself, if that takes neither a network nor building it.
+    """Read a model's config, if that requires neither the network nor building the model.
 
     Returns:
-        The content of its ``config.json``, or the kind of model by a GGUF file; None where it is
-        not here or cannot be read, which loading the model will tell.
+        The content of its ``config.json``, or the model type of a GGUF file; None if it is not on
+        this machine or cannot be read, which loading the model will report.
     """
     if model.startswith(SEEDED_PREFIX):
         seeded = SEEDED_MODELS.get(model.removeprefix(SEEDED_PREFIX))
@@ -125,7 +125,7 @@ def local_config(model: str) -> Mapping[str, Any] | None:
 
 
 def _cached(hub_id: str) -> Path | None:
-    """Where a download of the hub's has put it."""
+    """Return the path of a hub model's config in the local cache; None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -148,7 +148,7 @@ def _known_kind(value: Any) -> Any:
 
 
 def check_address(address: str) -> str:
-    """Return a Ray cluster's address if it has the form of one; else ``ValueError``."""
+    """Return a valid address of a Ray cluster unchanged; raise ``ValueError`` otherwise."""
     if address.startswith(_CLIENT):
         raise ValueError(
             f"got {address[:80]!r}, for Ray's remote clients, through which no tensors can be "
@@ -161,17 +161,17 @@ def check_address(address: str) -> str:
 
 
 class RuntimeConfig(Settings):
-    """Where the stages of a pipeline run. What comes out is the same everywhere.
+    """The runtime of a pipeline's stages. The output is the same in all of them.
 
     Attributes:
-        kind: ``inline`` runs all stages by turns in this process, ``processes`` each in processes
-            of its own on this machine, ``ray`` in the actors of a Ray cluster.
-        address: of the Ray cluster to join, which this machine is a node of: ``host:port``, or
+        kind: ``inline`` runs all stages by turns in this process, ``processes`` each in separate
+            processes on this machine, ``ray`` in actors of a Ray cluster.
+        address: address of the Ray cluster to join, with this machine as a node: ``host:port``, or
             ``auto`` for one that runs here; None joins one that runs here, or starts one.
-        tensor_transport: of a Ray cluster, by which tensors go from stage to stage:
-            ``object_store``, or one of Ray's direct transports, such as ``nixl``.
-        max_retries: how often a request is run again that was in a worker when this died.
-        stall_timeout_s: seconds without a sign of life after which a worker counts as dead.
+        tensor_transport: transport of tensors between stages in a Ray cluster: ``object_store``,
+            or one of Ray's direct transports, such as ``nixl``.
+        max_retries: maximum number of retries of a request whose worker died.
+        stall_timeout_s: seconds without a heartbeat after which a worker counts as dead.
     """
 
     kind: Annotated[RuntimeKind, BeforeValidator(_known_kind)] = "inline"
@@ -201,19 +201,19 @@ class RuntimeConfig(Settings):
 
     @property
     def direct_transport(self) -> str | None:
-        """Ray's, by which tensors go directly from stage to stage; None for the object store."""
+        """Ray's transport for direct tensor transfers; None for the object store."""
         return None if self.tensor_transport == OBJECT_STORE else self.tensor_transport
 
     @classmethod
     def parse(
         cls, given: str | RuntimeConfig | None, own: RuntimeConfig | None = None
     ) -> RuntimeConfig:
-        """Understand what ``Omni(..., runtime=...)`` takes.
+        """Parse the ``runtime`` argument of ``Omni``.
 
         Args:
-            given: the kind of runtime; a whole configuration; or None, for the pipeline's own.
-            own: what the pipeline says. A kind that is given replaces only its kind, and what one
-                of that kind does not have is left out with a warning.
+            given: a kind of runtime; a whole configuration; or None for the pipeline's own.
+            own: the pipeline's own runtime. A given kind replaces only its kind; settings that this
+                kind does not have are dropped with a warning.
 
         Raises:
             ValueError: there is no such kind, or ``given`` is something else.
@@ -231,15 +231,15 @@ class RuntimeConfig(Settings):
 
 
 def resolve_threads(placements: Mapping[str, Placement], cores: int) -> dict[str, int]:
-    """Share a machine's cores out among the workers of a pipeline.
+    """Distribute a machine's cores among the workers of a pipeline.
 
-    Stages that say how many threads they want have them; stages that share a worker take turns, so
-    that it has as many as the one that wants most. What they leave is divided evenly among the
-    other workers, each of which gets one at least; what does not divide goes to the stages that
-    come first, as far as it gives every replica one more.
+    Stages with a configured number of threads get it; stages that share a worker take turns, so
+    their worker gets the maximum of their numbers. The remaining cores are divided evenly among
+    the other workers, at least one for each. The remainder of the division goes to the first
+    stages, as far as it suffices for one more per replica.
 
     Returns:
-        For every stage the threads of each of its workers, while it steps there.
+        For every stage the number of threads of each of its workers, while it steps there.
     """
     threads = {name: each.threads for name, each in placements.items() if each.threads is not None}
     workers = [names for _, names in stages_by_worker(placements)]
@@ -262,7 +262,7 @@ def resolve_threads(placements: Mapping[str, Placement], cores: int) -> dict[str
 
 
 def stages_by_worker(placements: Mapping[str, Placement]) -> list[tuple[str, list[str]]]:
-    """The names of workers, shared ones or those of their only stage, and their stages in order."""
+    """Return each worker's name, shared or that of its only stage, and its stages in order."""
     workers: dict[tuple[bool, str], list[str]] = {}
     for name, placement in placements.items():
         worker = placement.worker

@@ -1,4 +1,4 @@
-"""The voices of a pipeline, and the names by which requests choose them."""
+"""Voices of a pipeline, and the names by which requests choose them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _STOCK_NAMES = (
     *("alloy", "ash", "ballad", "coral", "echo", "fable", "nova", "onyx", "sage", "shimmer"),
     *("verse", "marin", "cedar"),
 )
-"""OpenAI's voices, in the order of its documentation; many clients can send no other names."""
+"""OpenAI's voices, in the order of its documentation; many clients cannot send other names."""
 
 
 def _located(path: Path, info: ValidationInfo) -> Path:
-    """A file beside the YAML file, or as given."""
+    """Resolve a path relative to the folder of the YAML file, if there is one."""
     beside = ((info.context or {}).get("base_dir") or Path()) / path
     if not beside.is_file() or not os.access(beside, os.R_OK):
         raise ValueError(f"there is no file {str(beside)!r} that can be read")
@@ -33,11 +33,11 @@ def _located(path: Path, info: ValidationInfo) -> Path:
 
 
 class RecordedVoice(Settings):
-    """A voice that a speaking model hears before it speaks.
+    """A recording of a voice that a speaking model imitates.
 
     Attributes:
-        audio: a sound file; in YAML, from the folder of the YAML file on.
-        text: what is said there, for models that need it.
+        audio: path of an audio file; in YAML, relative to the folder of the YAML file.
+        text: transcript of the recording, for models that need it.
     """
 
     audio: Annotated[Path, AfterValidator(_located)]
@@ -45,10 +45,10 @@ class RecordedVoice(Settings):
 
 
 def speak_like(prompt: Prompt, audio: str | bytes, text: str | None) -> Prompt:
-    """Put a recording before what is to be said.
+    """Insert a recording before the text to be spoken.
 
-    With its words it is a message of its own, as if it had been said before; without, a part of
-    what is said::
+    With a transcript it becomes a separate message, like an earlier utterance; without, a part of
+    the last message::
 
         [text, audio] [...]        [audio, ...]
 
@@ -76,29 +76,28 @@ def speak_like(prompt: Prompt, audio: str | bytes, text: str | None) -> Prompt:
 
 
 class Voices:
-    """Finds the voice that a request asks for by name.
+    """Finds voices by name.
 
-    A voice's own name always means that voice. Stock names of OpenAI stand for the pipeline's
-    voices in order, beginning again where they are more, unless ``aliases`` says otherwise::
+    A voice's own name always means that voice. OpenAI's stock names are mapped to the pipeline's
+    voices in order, cyclically if there are more names, unless ``voices`` overrides that::
 
         own      Ada    Ben
         stock    alloy  ash
                  ballad coral ...
 
     Args:
-        speaking: the voices of each stage that has any to choose from.
-        voices: other names, each with the voice that it stands for; and recorded voices by name,
-            where no stage has any.
+        speaking: the voices of each stage that has a choice of voices.
+        voices: aliases, each with the name of its voice; and recorded voices by name, if no stage
+            has voices.
 
     Attributes:
-        own: voices that every speaking stage has, or recorded ones; none where there is nothing to
-            choose.
-        given: other names and recorded voices, as they came.
-        speaks: whether the user gets sound, in whatever voice.
+        own: voices that every speaking stage has, or recorded ones; empty if there is no choice.
+        given: the argument ``voices``.
+        speaks: true if the user gets audio, in whatever voice.
 
     Raises:
-        ValueError: an alias stands for no voice, or is one; a recorded voice is for stages that
-            have voices themselves, or do not speak.
+        ValueError: an alias refers to no voice, or is the name of one; a voice is recorded although
+            stages have their own voices, or do not speak.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class Voices:
             self._names[alias] = voice
 
     def find(self, name: str | None) -> str | None:
-        """The voice that a name stands for; None leaves it to the pipeline.
+        """Return the voice of a name; None leaves the choice to the pipeline.
 
         Raises:
             ValueError: there is no such voice, or no stage speaks at all.
@@ -145,9 +144,9 @@ class Voices:
         raise ValueError(f"speaker {self._unknown(name, self._aliases)}")
 
     def apply(self, prompt: Prompt, name: str | None) -> tuple[Prompt, str | None]:
-        """Put the recorded voice of a name of :meth:`find` before a prompt that brings no sound.
+        """Insert a recorded voice, named by :meth:`find`, before a prompt without audio.
 
-        The prompt comes with the name that stages are to be asked for.
+        Returns the prompt, and the name of the speaker to request from stages.
         """
         if name not in self._recorded:
             return prompt, name
@@ -156,7 +155,7 @@ class Voices:
         return speak_like(prompt, *self._recorded[name]), None
 
     def other_names(self, voice: str) -> list[str]:
-        """Names beside its own that stand for a voice."""
+        """Return the aliases of a voice."""
         return [name for name, each in self._names.items() if each == voice != name]
 
     def _unknown(self, name: str, aliases: Iterable[str]) -> str:
