@@ -1,1 +1,1 @@
-"""Gemma-3 with image input. Imports llava, decoders and the packages below."""
+"""Gemma-3 with image input. Imports another family, decoders and the packages below."""

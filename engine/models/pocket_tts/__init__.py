@@ -1,1 +1,1 @@
-"""Pocket TTS: speech as continuous latents. Imports decoders, and the checks of CSM's codec."""
+"""Pocket TTS: speech as continuous latents. Imports decoders, and the checks of another codec."""

@@ -1,1 +1,1 @@
-"""Qwen3-ASR: a decoder with audio input. Imports qwen3_omni, llava and the packages below them."""
+"""Qwen3-ASR: a decoder with audio input. Imports two other families, and packages below them."""
