@@ -1,1 +1,1 @@
-"""What made the weights that ship; nothing else imports it."""
+"""Training of the shipped weights; nothing else imports it."""

@@ -1,1 +1,1 @@
-"""Trains the checkpoint of ``stage_configs/spoken_sums``; see README.md beside this file."""
+"""Trains the checkpoint of ``stage_configs/spoken_sums``; see README.md next to this file."""

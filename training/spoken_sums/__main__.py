@@ -1,11 +1,11 @@
-"""``python -m training.spoken_sums``: all parts in their order, two at a time.
+"""``python -m training.spoken_sums``: runs all parts in order, two at a time.
 
 ::
 
     core A   questions ─► typed ─► ctc ─► end to end ─► polish ─┐
     core B   answers ─► codes ─► flow ─► waveforms ─────────────┴─► talker ─► checkpoint ─► figures
 
-A part that was cut short goes on from its last saved state; one that is done is done.
+An interrupted part continues from its last saved state; a finished part is skipped.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from training.spoken_sums.work_folder import QUICK_WORK, WORK, claim
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How much of everything; what is left out is what the checkpoint that ships was made with.
+    """Amounts of data and steps; the defaults are those of the shipped checkpoint.
 
     Attributes:
-        questions: that are said for training.
-        typed: steps of this part; and so on.
+        questions: number of spoken training questions.
+        typed: steps of this part.
         ctc: steps.
         end_to_end: steps.
-        recordings: that the finished tower hears for the last part.
+        recordings: number of recordings for the last part, encoded by the finished tower.
         polish: steps.
         flow: steps of the vocoder's flow from codes to mel bands.
         waveforms: steps of its network from mel bands to samples.
-        anti_aliased: steps of the same, after that, with filters on.
+        anti_aliased: further steps of the same network, with filters.
         talker: steps.
-        replies: of the thinker that the talker learns from.
-        every: figures are about each so-many-th held-out question.
+        replies: number of the thinker's replies that the talker is trained on.
+        every: evaluate on every n-th held-out question.
     """
 
     questions: int = 30_000
@@ -88,7 +88,7 @@ QUICK = Plan(
     replies=48,
     every=30,
 )
-"""Every part for a few steps: shows that all runs, and learns nothing."""
+"""Runs every part for a few steps, as a smoke test."""
 
 _LANES = (
     ("questions", "typed", "ctc", "end_to_end", "polish"),
@@ -98,12 +98,12 @@ _AFTER = ("talker", "checkpoint", "figures")
 
 
 class Parts:
-    """What each part does, by its name.
+    """The parts of the training, by name.
 
     Args:
         work: the folder of all states.
-        plan: how much of everything.
-        target: where the checkpoint is written.
+        plan: amounts of data and steps.
+        target: output folder of the checkpoint.
     """
 
     def __init__(self, work: Path, plan: Plan, target: Path) -> None:
@@ -111,7 +111,7 @@ class Parts:
         self._renderer = Renderer(build_tokenizer())
 
     def run(self, name: str) -> None:
-        """Do one part."""
+        """Run one part."""
         parts: dict[str, Callable[[], object]] = {
             "questions": self._questions,
             "typed": self._typed,
@@ -184,7 +184,7 @@ class Parts:
 
 
 def main() -> None:
-    """Train all, or one part."""
+    """Run all parts, or one."""
     parser = argparse.ArgumentParser(prog="python -m training.spoken_sums", description=__doc__)
     parser.add_argument("--work", type=Path, help=f"{WORK}, or {QUICK_WORK}, if left out")
     parser.add_argument("--target", type=Path, help="the checkpoint; WORK/checkpoint if left out")

@@ -1,4 +1,4 @@
-"""Answers, spoken by flite: the only teacher of the mouth."""
+"""Answers spoken by flite: the only training data of talker and vocoder."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from training.spoken_sums.number_words import LARGEST, in_words
 from training.spoken_sums.sums import NOT_A_SUM
 
 SAMPLING_RATE = 24_000
-"""Of the family's vocoder."""
+"""Sampling rate of the family's vocoder, in Hz."""
 
 VOICES = ("slt", "rms")
-"""Of flite: a woman and a man whom a recognizer understands; espeak's teens it does not."""
+"""flite voices, a woman and a man. A recognizer understands them, unlike espeak's teens."""
 
 SPEED = 1.0
-"""How long flite's sounds last in what the talker says: as the voice has them."""
+"""Duration factor of flite's sounds: the voice's own speed."""
 
 _FLITE_RATE = 16_000
 _SILENCE = 0.004
@@ -32,13 +32,13 @@ _EDGE = 0.04
 
 
 def answer_texts() -> list[str]:
-    """All that is ever said: the numbers from 0 to 200, and the one sentence."""
+    """Return all possible answers: the numbers from 0 to 200, and the one sentence."""
     return [*map(in_words, range(LARGEST + 1)), NOT_A_SUM]
 
 
 @dataclass(frozen=True, slots=True)
 class Utterance:
-    """What is said, by whom, and how long its sounds last (1 is the voice's own speed)."""
+    """A text, its voice, and the duration factor of its sounds (1 is the voice's own speed)."""
 
     text: str
     voice: str
@@ -46,7 +46,7 @@ class Utterance:
 
 
 def speak(utterance: Utterance) -> Tensor:
-    """One utterance, ``(num_samples,)`` float32 in -1 to 1 at 24 kHz, its silent edges cut.
+    """Synthesize ``(num_samples,)`` float32 in -1 to 1 at 24 kHz, with silent edges cut.
 
     Raises:
         FileNotFoundError: flite is not installed.
@@ -64,7 +64,7 @@ def speak(utterance: Utterance) -> Tensor:
 
 
 def speak_all(utterances: list[Utterance], cache: Path, num_workers: int = 1) -> list[Tensor]:
-    """Many utterances; those that the cache (a file of tensors) knows are not spoken again."""
+    """Synthesize utterances, or read them from the cache (a file of tensors)."""
     known: dict[Utterance, Tensor] = {}
     if cache.is_file():
         stored = torch.load(cache, weights_only=True)
@@ -79,7 +79,7 @@ def speak_all(utterances: list[Utterance], cache: Path, num_workers: int = 1) ->
 
 
 def _cut(samples: np.ndarray) -> np.ndarray:
-    """Leave 40 ms of silence at both ends, so that equal words begin at equal places."""
+    """Leave 40 ms of silence at both ends, so that equal words start at equal positions."""
     loud = np.flatnonzero(np.abs(samples) > _SILENCE)
     edge = round(_EDGE * SAMPLING_RATE)
     if not len(loud):

@@ -1,10 +1,10 @@
-"""The waveform network: transformers' BigVGAN, trained on spectrograms of true speech.
+"""The waveform network: transformers' BigVGAN, trained on spectrograms of real speech.
 
-Nearly all of its time goes into the anti-aliased snake (two samples for one, the snake, one for
-two) when torch runs it as convolutions of one channel each. As every channel has the same filter,
+The anti-aliased snake (upsample by two, snake, downsample by two) takes nearly all of the time if
+torch runs it as one convolution per channel. Every channel has the same filter, so
 :class:`_BlockSnake` multiplies blocks of samples by one small matrix instead: the same numbers in
-a quarter of the time. The plain snake is quicker still, and most steps are made with it; the last
-ones are made as the network is used.
+a quarter of the time. The plain snake is even faster and is used for most steps; the last steps
+use the anti-aliased one, as in inference.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from training.spoken_sums.mouth_sizes import BIGVGAN
 from training.spoken_sums.speech import LEAD, Speech
 
 _FRAMES = 32
-# What lies below is not heard. flite's silence, and all above 8 kHz, is nought: its logarithm would
-# be most of the loss.
+# Floors of audible amplitudes. flite's silence, and everything above 8 kHz, is zero: its logarithm
+# would dominate the loss.
 _FAINT, _FAINT_MEL = 1e-2, -1.2
 _BLOCK = 32
 _HALO = 6
@@ -39,15 +39,15 @@ _RESOLUTIONS = ((2048, 480, 2048), (1024, 240, 1024), (512, 120, 512), (256, 60,
 
 @dataclass(frozen=True, slots=True)
 class BigVGANBudget:
-    """How long it trains, and at what.
+    """Steps and hyperparameters of the training.
 
     Attributes:
-        steps: how many, earlier ones in the same file included.
-        rate: the highest learning rate.
-        anti_aliased: whether as it is used, or with the plain snake, which is quicker.
-        batch: pieces of 0.32 s.
-        half: whether products are in bfloat16; the losses never are.
-        seed: of weights and pieces.
+        steps: total number, including earlier ones in the same file.
+        rate: peak learning rate.
+        anti_aliased: if true, train as in inference; otherwise with the faster plain snake.
+        batch: number of pieces of 0.32 s.
+        half: if true, compute products in bfloat16; the losses never are.
+        seed: for weights and pieces.
     """
 
     steps: int
@@ -61,7 +61,7 @@ class BigVGANBudget:
 def make_bigvgan(
     generator: torch.Generator, config: Qwen2_5OmniBigVGANConfig | None = None
 ) -> Qwen2_5OmniToken2WavBigVGANModel:
-    """The network as it begins, by default of the shipped size."""
+    """Return the initialized network, by default in the shipped size."""
     config = Qwen2_5OmniBigVGANConfig(**BIGVGAN) if config is None else config
     network = Qwen2_5OmniToken2WavBigVGANModel(config)
     initialise(network, generator)
@@ -69,9 +69,9 @@ def make_bigvgan(
 
 
 def sound_of(network: Any, mel: Tensor) -> Tensor:
-    """Samples ``(B, frames * 240)`` of spectrograms ``(B, frames, 80)``.
+    """Return samples ``(B, frames * 240)`` for spectrograms ``(B, frames, 80)``.
 
-    It is transformers' ``forward`` without the last clamp, through which nothing is learnt.
+    Equals transformers' ``forward`` without the last clamp, which passes no gradient.
     """
     hidden = network.conv_pre(network.process_mel_spectrogram(mel.transpose(1, 2)))
     count = network.num_residual_blocks
@@ -84,13 +84,13 @@ def sound_of(network: Any, mel: Tensor) -> Tensor:
 
 
 def initialise(network: Qwen2_5OmniToken2WavBigVGANModel, generator: torch.Generator) -> None:
-    """Fan-in; each block begins near the identity and the sound near silence, yet not in it."""
+    """Initialize by fan-in; blocks start near the identity, the sound near but not at silence."""
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             if parameter.ndim == 3:
                 fan_in = parameter.shape[1] * parameter.shape[2]
                 if ".ups." in f".{name}":
-                    # Its inputs come first, and each sample is made of two of its taps.
+                    # Inputs are its first dimension; each sample is the sum of two taps.
                     fan_in = parameter.shape[0] * 2
                 gain = 0.3 if "convs2" in name else 0.1 if "conv_post" in name else 1.0
                 parameter.normal_(0, gain * fan_in**-0.5, generator=generator)
@@ -99,7 +99,7 @@ def initialise(network: Qwen2_5OmniToken2WavBigVGANModel, generator: torch.Gener
 
 
 def simplify(network: Qwen2_5OmniToken2WavBigVGANModel) -> None:
-    """Leave the plain snake of each anti-aliased one, for the first part of training."""
+    """Replace every anti-aliased snake by a plain one, for the first part of training."""
     for module in list(network.modules()):
         for name, child in module.named_children():
             if isinstance(child, Qwen2_5OmniAntiAliasedActivation1d):
@@ -107,7 +107,7 @@ def simplify(network: Qwen2_5OmniToken2WavBigVGANModel) -> None:
 
 
 def quicken(network: Qwen2_5OmniToken2WavBigVGANModel) -> None:
-    """Replace every anti-aliased snake by an equal one that is quick to train."""
+    """Replace every anti-aliased snake by an equivalent one that trains faster."""
     for module in list(network.modules()):
         for name, child in module.named_children():
             if isinstance(child, Qwen2_5OmniAntiAliasedActivation1d):
@@ -115,10 +115,10 @@ def quicken(network: Qwen2_5OmniToken2WavBigVGANModel) -> None:
 
 
 def spectral_loss(made: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
-    """What is learnt by, and its mel part: how far natural logarithms of amplitudes are apart.
+    """Return the loss and its mel part: distances of natural logarithms of amplitudes.
 
     Args:
-        made: ``(B, n)`` samples, in float32 as all that follows is.
+        made: ``(B, n)`` samples in float32, like everything that follows.
         true: the same shape.
     """
     made_mel, true_mel = (mel_of(part).clamp_min(_FAINT_MEL) for part in (made, true))
@@ -136,7 +136,7 @@ def spectral_loss(made: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _PlainSnake(nn.Module):
-    """A snake that is not anti-aliased, its parameters where the anti-aliased one has them."""
+    """A snake without anti-aliasing, with the parameter names of the anti-aliased one."""
 
     def __init__(self, snake: nn.Module) -> None:
         super().__init__()
@@ -148,10 +148,10 @@ class _PlainSnake(nn.Module):
 
 
 class _BlockSnake(nn.Module):
-    """An anti-aliased snake whose two filters are products with matrices; same parameters.
+    """An anti-aliased snake whose two filters are matrix products; same parameters.
 
     Args:
-        original: of transformers; its parameters are taken over under the same names.
+        original: transformers' module; its parameters are reused under the same names.
     """
 
     def __init__(self, original: Qwen2_5OmniAntiAliasedActivation1d) -> None:
@@ -208,7 +208,7 @@ class _Snake(torch.autograd.Function):
 
 
 class _Neighbours(torch.autograd.Function):
-    """Blocks with the samples just before and after each; beyond the edge the last one repeats."""
+    """Blocks with the neighbouring samples on both sides; edge samples are repeated."""
 
     @staticmethod
     def forward(ctx: Any, blocks: Tensor) -> Tensor:
@@ -232,11 +232,11 @@ class _Neighbours(torch.autograd.Function):
 
 
 def train_bigvgan(speeches: Sequence[Speech], budget: BigVGANBudget, file: Path) -> None:
-    """Train on pieces of 0.32 s of true speech."""
+    """Train on pieces of 0.32 s of real speech."""
     network = make_bigvgan(torch.Generator().manual_seed(budget.seed))
     (quicken if budget.anti_aliased else simplify)(network)
     if budget.anti_aliased:
-        # Known well by now, and their gradients are most of what a snake costs.
+        # Already trained, and their gradients are most of the cost of a snake.
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(not name.endswith(("alpha", "beta")))
     training = ModuleTraining(network, file, budget.steps, budget.rate, betas=(0.8, 0.99))
@@ -257,7 +257,7 @@ def train_bigvgan(speeches: Sequence[Speech], budget: BigVGANBudget, file: Path)
 
 
 def _piece(mel: Tensor, sound: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    lead = LEAD  # half of the silence in front is enough to learn it by
+    lead = LEAD  # half of the leading silence is enough to learn it
     start = lead + int(torch.randint(len(mel) - _FRAMES - lead + 1, (), generator=generator))
     stop = start + _FRAMES
     return mel[start:stop], sound[start * HOP : stop * HOP]

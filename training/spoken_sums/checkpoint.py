@@ -1,4 +1,4 @@
-"""The checkpoint, in the layout of the published Qwen2.5-Omni, 16 bits a weight."""
+"""Writes the checkpoint in the layout of the published Qwen2.5-Omni, with 16-bit weights."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from training.spoken_sums.log_mel import feature_extractor
 from training.spoken_sums.sizes import VISION, omni_config
 
 MOST_BYTES = 24_000_000
-"""Of the whole folder."""
+"""Maximum size of the whole folder."""
 
 SPEAKERS: Mapping[str, tuple[str, str]] = {
     "Ada": ("slt", "<tts_bos>"),
     "Ben": ("rms", "<tts_bos_2>"),
 }
-"""Whose voice (of flite) a speaker has, and which token opens their replies."""
+"""Per speaker the flite voice, and the token that opens the replies."""
 
 Parts = Mapping[str, Mapping[str, Tensor]]
-"""Weights of ``thinker``, ``talker``, ``dit`` and ``bigvgan``, as their modules name them."""
+"""State dicts of ``thinker``, ``talker``, ``dit`` and ``bigvgan``."""
 
 _DTYPE = torch.bfloat16
 
@@ -41,15 +41,15 @@ def write_checkpoint(
 
     Args:
         folder: created if missing.
-        parts: what was trained.
+        parts: the trained weights.
         voices: by flite's names.
         tokenizer: the thinker's.
 
     Raises:
-        ValueError: a weight is not finite, or the folder became too large.
-        RuntimeError: weights that the config does not have, or lacks.
+        ValueError: a weight is not finite, or the folder is too large.
+        RuntimeError: weights are missing or unexpected.
     """
-    torch.manual_seed(0)  # of the tower for images, which nothing has trained
+    torch.manual_seed(0)  # for the image tower, which is not trained
     model: Any = Qwen2_5OmniForConditionalGeneration(omni_config(tokenizer))
     places: dict[str, nn.Module] = {
         "thinker": model.thinker,
@@ -75,10 +75,10 @@ def write_checkpoint(
         }
         for name, (voice, token) in SPEAKERS.items()
     }
-    # Tensors and plain containers: it is read with ``weights_only=True``.
+    # Only tensors and plain containers: it is loaded with ``weights_only=True``.
     torch.save(speakers, folder / "spk_dict.pt")
     for file in filter(Path.is_file, folder.iterdir()):
-        file.chmod(0o644)  # weights are written for their owner alone
+        file.chmod(0o644)  # weights are written with owner-only permissions
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     if size > MOST_BYTES:
         raise ValueError(f"{folder} has {size} bytes, and may have {MOST_BYTES}")

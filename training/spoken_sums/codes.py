@@ -1,4 +1,4 @@
-"""The codec: the nearest of 1023 patches of two frames, so 50 codes a second."""
+"""The codec: a code is the nearest of 1023 patches of two frames, 50 codes a second."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PIECE = 8192
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codebook:
-    """What codes 1 to 1023 stand for. Code 0 is nobody's: the flow takes it for "no code".
+    """The patches of codes 1 to 1023. Code 0 is unused: the flow interprets it as "no code".
 
     Attributes:
         patches: ``(1023, 160)`` float32, two frames each.
@@ -27,22 +27,22 @@ class Codebook:
     patches: Tensor
 
     def encode(self, mel: Tensor) -> Tensor:
-        """Codes ``(frames / 2,)`` int64 of a spectrogram ``(frames, 80)``."""
+        """Return codes ``(frames / 2,)`` int64 of a spectrogram ``(frames, 80)``."""
         return _nearest(mel.reshape(-1, FRAMES_PER_CODE * NUM_BANDS), self.patches) + 1
 
     def similar(self, count: int) -> Tensor:
-        """Of every code the nearest other ones, ``(1024, count)`` int64; code 0 has itself."""
+        """Return the nearest other codes of each code, ``(1024, count)`` int64; 0 for code 0."""
         distances = torch.cdist(self.patches, self.patches).fill_diagonal_(torch.inf)
         nearest = distances.topk(count, largest=False).indices + 1
         return torch.cat([nearest.new_zeros(1, count), nearest])
 
     def decode(self, codes: Tensor) -> Tensor:
-        """The spectrogram ``(frames, 80)`` of what the codes stand for."""
+        """Return the spectrogram ``(frames, 80)`` of the codes' patches."""
         return self.patches[codes - 1].reshape(-1, NUM_BANDS)
 
 
 def learn_codebook(mels: list[Tensor], file: Path, seed: int = 0) -> Codebook:
-    """k-means over spectrograms ``(frames, 80)``, or what an earlier run kept of it."""
+    """Run k-means over spectrograms ``(frames, 80)``, or load the result of an earlier run."""
     if file.is_file():
         return Codebook(torch.load(file, weights_only=True))
     rows = torch.cat([mel.reshape(-1, FRAMES_PER_CODE * NUM_BANDS) for mel in mels])
@@ -52,7 +52,7 @@ def learn_codebook(mels: list[Tensor], file: Path, seed: int = 0) -> Codebook:
         nearest = _nearest(rows, patches)
         counts = torch.bincount(nearest, minlength=len(patches))
         sums = torch.zeros_like(patches).index_add_(0, nearest, rows)
-        # A patch that nobody chose starts again from a row drawn at random.
+        # An empty patch restarts from a random row.
         drawn = torch.randint(len(rows), (len(patches),), generator=generator)
         means = sums / counts.clamp_min(1)[:, None]
         patches = torch.where(counts[:, None] > 0, means, rows[drawn])

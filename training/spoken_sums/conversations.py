@@ -1,4 +1,4 @@
-"""Conversations: what a user asks, turn by turn, and what is to be replied."""
+"""Conversations: a user's questions, turn by turn, and the expected replies."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from training.spoken_sums.sums import (
 
 _SIGN_WEIGHTS = (4, 3, 3)
 _OUT_OF_RANGE = 0.08
-"""Share of sums whose result lies outside: their reply says so."""
+"""Share of sums whose result is out of range."""
 _SMALL_SHARE = 0.25
-"""How often only small numbers are drawn from."""
+"""Probability of drawing from small numbers only."""
 _SPOKEN = ("{}", "{}", "{}", "{}", "what is {}", "what is {}", "how much is {}", "and {}")
 _TYPED = (
     *("{}", "{}", "{}?", "what is {}", "what is {}?", "how much is {}?", "and {}", "and {}?"),
@@ -45,9 +45,9 @@ class Turn:
     """One question with its reply.
 
     Attributes:
-        words: as it is said; lower case, no punctuation.
-        typed: as it is typed, in words or in figures.
-        reply: what is to be written.
+        words: the spoken form; lower case, no punctuation.
+        typed: the typed form, in words or digits.
+        reply: the expected text.
     """
 
     words: str
@@ -56,7 +56,7 @@ class Turn:
 
 
 def draw_sum(draw: random.Random) -> Sum:
-    """A sum of training; small ones are likelier than the others of their operation."""
+    """Draw a training sum; small ones are likelier than others of the same operation."""
     if draw.random() < _OUT_OF_RANGE:
         return _draw_near(out_of_range(draw.choice(("-", "*")), training=True), draw)
     sign = draw.choices(SIGNS, _SIGN_WEIGHTS)[0]
@@ -70,18 +70,18 @@ def _small_of_training(sign: Sign) -> tuple[Sum, ...]:
 
 
 def _draw_near(sums: tuple[Sum, ...], draw: random.Random) -> Sum:
-    """One of those out of range; half of the time the nearer of two, where mistakes are made."""
+    """Draw a sum out of range; half of the time the nearer of two, where errors are common."""
     one, other = draw.choice(sums), draw.choice(sums)
     return min(one, other, key=lambda each: each.off) if draw.random() < 0.5 else one
 
 
 def spoken_form(one: Sum, draw: random.Random) -> str:
-    """One of the ways to ask a sum."""
+    """Return one of the ways to ask a sum."""
     return draw.choice(_SPOKEN).format(one.words)
 
 
 def typed_form(one: Sum, draw: random.Random) -> str:
-    """One of the ways to type a sum, in words or in figures."""
+    """Return one of the ways to type a sum, in words or digits."""
     if draw.random() < 0.7:
         return draw.choice(_TYPED).format(_hyphened(one.words, draw))
     sign = draw.choice(_SIGNS[one.sign])
@@ -90,12 +90,12 @@ def typed_form(one: Sum, draw: random.Random) -> str:
 
 
 def _hyphened(words: str, draw: random.Random) -> str:
-    """With hyphens between tens and ones, as they are often typed, or as it is."""
+    """Sometimes put hyphens between tens and ones, as people often type them."""
     return _TENS_AND_ONES.sub(r"\1-\2", words) if draw.random() < 0.2 else words
 
 
 def follow_up_words(one: Sum, draw: random.Random) -> str:
-    """How a sum is asked whose first number is the last result."""
+    """Return the question for a sum whose first number is the last result."""
     words = one.words.split(one.name)[1].strip()
     return draw.choice(("{} {}", "and {} {}")).format(one.name, words)
 
@@ -109,7 +109,7 @@ def _typed_follow_up(one: Sum, words: str, draw: random.Random) -> str:
 
 
 def draw_conversation(draw: random.Random) -> list[Turn]:
-    """One to four turns, of which the first is a sum more often than not."""
+    """Draw one to four turns; the first is usually a sum."""
     turns: list[Turn] = []
     last: int | None = None
     for _ in range(draw.choices((1, 2, 3, 4), (30, 25, 20, 25))[0]):
@@ -119,7 +119,7 @@ def draw_conversation(draw: random.Random) -> list[Turn]:
 
 
 def draw_turn(draw: random.Random, last: int | None, *, is_first: bool) -> tuple[Turn, int | None]:
-    """A turn that may go on from the last result, and its own result; None where there is none."""
+    """Draw a turn that may continue from the last result; also return its result, or None."""
     kind = draw.random()
     if kind < 0.15:
         words = draw_other(draw)

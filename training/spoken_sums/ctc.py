@@ -1,8 +1,8 @@
-"""The audio tower by itself: its rows learn to lie where the words' embeddings do.
+"""Trains the audio tower alone: its rows learn to match the words' embeddings.
 
-Connectionist temporal classification; the classes are embeddings that never change, and a row's
-score for one is its squared distance from it. Distances' softmax does not see what is the same for
-all classes: a second term draws each row to the class that it is nearest to.
+Connectionist temporal classification; the classes are fixed embeddings, and a row's score for a
+class is its squared distance from it. The softmax over distances ignores offsets common to all
+classes, so a second term pulls each row to its nearest class.
 
 Source: Graves et al., "Connectionist Temporal Classification", 2006; van den Oord et al., "Neural
 Discrete Representation Learning", 2017, for the second term.
@@ -32,16 +32,16 @@ from training.spoken_sums.workers import Workers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CTCSettings:
-    """Of this part.
+    """Hyperparameters of this part.
 
     Attributes:
-        steps: how many.
-        rate: the highest learning rate.
-        batch: sounds, shared by all workers.
+        steps: number of steps.
+        rate: peak learning rate.
+        batch: number of sounds, split over all workers.
         commitment: weight of the second term.
-        even: share of the steps in which words are also looked for where they would be if each
-            letter took as long: without it, hundreds of steps pass before anything is heard.
-        strength: of what recordings do to sounds; mild, so that words are soon heard.
+        even: share of the steps with an extra loss that expects words at positions by letter
+            count: without it, hundreds of steps pass before the tower recognizes anything.
+        strength: of the augmentation; mild, so that words are soon recognized.
     """
 
     steps: int = 520
@@ -53,7 +53,7 @@ class CTCSettings:
 
 
 class WordClasses(nn.Module):
-    """Scores of rows for words; class 0 is silence, the others are ``heard_ids`` in order."""
+    """Scores rows against words; class 0 is silence, the others are ``heard_ids`` in order."""
 
     embeds: Tensor
 
@@ -68,21 +68,21 @@ class WordClasses(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(-2.5))
 
     def distances(self, rows: Tensor) -> Tensor:
-        """Squared distances ``(..., classes)``."""
+        """Return squared distances ``(..., classes)``."""
         embeds = self.embeds
         cross = rows @ embeds.T
         return rows.square().sum(-1, keepdim=True) - 2 * cross + embeds.square().sum(-1)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Logarithms of probabilities ``(..., classes)``."""
+        """Return log-probabilities ``(..., classes)``."""
         return (-self.log_scale.exp() * self.distances(rows)).log_softmax(-1)
 
     def numbers(self, token_ids: Sequence[int]) -> list[int]:
-        """Classes of words."""
+        """Return the classes of words."""
         return [self._number[each] for each in token_ids]
 
     def heard(self, rows: Tensor) -> list[int]:
-        """The words along the best path through ``(rows, width)``."""
+        """Return the words along the best path through ``(rows, width)``."""
         best = torch.unique_consecutive(self.distances(rows).argmin(-1)).tolist()
         return [self.heard_ids[number - 1] for number in best if number]
 
@@ -90,7 +90,7 @@ class WordClasses(nn.Module):
 def train_ctc(
     folder: Path, renderer: Renderer, settings: CTCSettings
 ) -> Qwen2_5OmniThinkerForConditionalGeneration:
-    """Train the tower; its state is ``ctc.pt`` in the folder, questions are read there as made."""
+    """Train the tower on the folder's questions; its state is ``ctc.pt`` in the folder."""
     workers = Workers()
     torch.manual_seed(0)
     model = build_thinker(renderer.tokenizer)
@@ -142,13 +142,13 @@ def train_ctc(
 
 
 def fitting_questions(folder: Path) -> list[Question]:
-    """Questions that are there by now, and that the tower's window holds when said slower."""
+    """Return the available questions that fit the tower's window even when slowed down."""
     every = load_questions(folder / "questions")
     return [each for each in every if each.powers.shape[1] < 0.9 * LONGEST]
 
 
 def _batches(folder: Path, size: int) -> Iterator[list[Question]]:
-    """Questions of about equal length, of all that are there by then."""
+    """Yield batches of questions of similar length, from all that are available so far."""
     while True:
         every = fitting_questions(folder)
         drawn = [every[int(i)] for i in torch.randint(len(every), (size * 64,))]
@@ -160,7 +160,7 @@ def _batches(folder: Path, size: int) -> Iterator[list[Question]]:
 def ctc_losses(
     classes: WordClasses, rows: Tensor, lengths: Tensor, targets: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor]:
-    """CTC's loss, and how far rows lie from the nearest class, words' usual distance being 1."""
+    """Return the CTC loss, and the rows' distance from the nearest class, relative to words'."""
     loss = functional.ctc_loss(
         classes(rows).transpose(0, 1),
         torch.tensor([number for target in targets for number in target]),
@@ -181,7 +181,7 @@ def _even_loss(
     texts: Sequence[str],
     renderer: Renderer,
 ) -> Tensor:
-    """Cross entropy with each word at its share of the time, by letters."""
+    """Return the cross entropy with each word at its share of the time, by letter count."""
     wanted = torch.full(rows.shape[:2], -1)
     for number, (recording, text) in enumerate(zip(recordings, texts, strict=True)):
         letters = [
@@ -207,7 +207,7 @@ def whole_questions_heard(
     *,
     every: int = 1,
 ) -> float:
-    """Share of held-out questions of which the tower hears each word, of every n-th."""
+    """Return the share of every n-th held-out question that the tower recognizes completely."""
     questions = held_out_questions()[::every]
     paths = say_held_out(folder / "held_out")[::every]
     right = 0

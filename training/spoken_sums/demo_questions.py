@@ -1,6 +1,6 @@
-"""The questions that ship for the demo, the examples and the tests: ``python -m`` this module.
+"""Creates the shipped questions for demo, examples and tests: ``python -m`` this module.
 
-Their voices and rates are none of training's.
+Their voices and rates do not occur in the training data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _QUESTIONS = {
 
 
 def write_demo_questions(folder: Path) -> None:
-    """Write a small FLAC file of each, named by its words."""
+    """Write a small FLAC file of each question, named by its words."""
     folder.mkdir(parents=True, exist_ok=True)
     for words, voice in _QUESTIONS.items():
         path = folder / f"{words.replace(' ', '_')}.flac"
@@ -31,7 +31,7 @@ def write_demo_questions(folder: Path) -> None:
 
 
 def main() -> None:
-    """Say them into a folder."""
+    """Write them to a folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     write_demo_questions(parser.parse_args().folder)

@@ -22,7 +22,7 @@ from training.spoken_sums.mouth_sizes import DIT
 from training.spoken_sums.speech import Speech
 
 _CODES = 60
-"""Of a training window: five blocks, and no layer sees further than to the next one."""
+"""Codes per training window: five blocks; no layer looks further than the next block."""
 
 _BLOCK = DIT["block_size"] // FRAMES_PER_CODE
 _REFERENCE_FRAMES = 96
@@ -32,14 +32,14 @@ _UNCONDITIONED = 0.05
 
 @dataclass(frozen=True, slots=True)
 class DiTBudget:
-    """How long it trains, and at what.
+    """Steps and hyperparameters of the training.
 
     Attributes:
-        steps: how many.
-        rate: the highest learning rate.
-        batch: windows of 1.2 s.
-        half: whether products are in bfloat16.
-        seed: of weights and windows.
+        steps: number of steps.
+        rate: peak learning rate.
+        batch: number of windows of 1.2 s.
+        half: if true, compute products in bfloat16.
+        seed: for weights and windows.
     """
 
     steps: int
@@ -51,10 +51,10 @@ class DiTBudget:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Voice:
-    """What the flow is told of a voice.
+    """The flow's conditioning on a voice.
 
     Attributes:
-        conditioning: ``(1, 16)`` float32, fixed at random.
+        conditioning: ``(1, 16)`` float32, random and fixed.
         reference_mel: ``(1, 96, 80)`` float32, a piece of its speech.
     """
 
@@ -63,7 +63,7 @@ class Voice:
 
 
 def voices_of(speeches: Sequence[Speech]) -> dict[str, Voice]:
-    """Both voices by flite's names."""
+    """Return both voices by flite's names."""
     generator = torch.Generator().manual_seed(1)
     voices = {}
     for name in VOICES:
@@ -79,13 +79,13 @@ def voices_of(speeches: Sequence[Speech]) -> dict[str, Voice]:
 
 
 def make_dit(seed: int) -> Any:
-    """The network as it begins."""
+    """Return the initialized network."""
     torch.manual_seed(seed)
     config = Qwen2_5OmniDiTConfig(**DIT)
     config._attn_implementation = "sdpa"
     network: Any = Qwen2_5OmniToken2WavDiTModel(config)
     with torch.no_grad():
-        # Every layer begins as nothing (adaLN-Zero), and so does the whole.
+        # Every layer, and so the whole network, starts as zero (adaLN-Zero).
         for block in network.transformer_blocks:
             block.attn_norm.linear.weight.zero_()
             block.attn_norm.linear.bias.zero_()
@@ -102,19 +102,19 @@ def flow_of(
     voices: Sequence[Voice],
     rows: Tensor,
 ) -> Tensor:
-    """The velocity, as transformers' ``forward`` without guidance, each voice encoded once.
+    """Return the velocity, as transformers' ``forward`` without guidance, each voice encoded once.
 
     Args:
         network: the flow.
         frames: ``(B, 2 n, 80)``.
         time: ``(B,)`` in 0 to 1.
         codes: ``(B, n)``; 0 is no code.
-        voices: which there are.
-        rows: ``(B,)`` places in ``voices``; -1 is no voice.
+        voices: all voices.
+        rows: ``(B,)`` indices into ``voices``; -1 is no voice.
     """
     reference = torch.cat([voice.reference_mel for voice in voices])
     conditioning = torch.cat([voice.conditioning for voice in voices])
-    # No voice comes last, where -1 finds it.
+    # "No voice" is last, at index -1.
     silence = torch.zeros_like(reference[:1])
     encoded = network.input_embed.spk_encoder(torch.cat([reference, silence]))[rows]
     spoken = torch.cat([conditioning, torch.zeros_like(conditioning[:1])])[rows]
@@ -155,7 +155,7 @@ def train_dit(
         noise = torch.randn(mel.shape, generator=generator)
         time = torch.rand(budget.batch, generator=generator)
         frames = torch.lerp(noise, mel, time[:, None, None])
-        # For 120 frames plain products are quicker than the kernel that saves memory.
+        # For 120 frames plain products are faster than the memory-saving kernel.
         half = torch.autocast("cpu", torch.bfloat16, enabled=budget.half)
         with half, sdpa_kernel(SDPBackend.MATH):
             velocity = flow_of(network, frames, time, codes, voices, rows)
@@ -166,13 +166,13 @@ def train_dit(
 
 
 def _window(mel: Tensor, codes: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """120 frames; what lacks at the end is silence, the first frames' as well."""
+    """Return 120 frames; the end is padded with silence, taken from the first frame."""
     missing = _CODES - len(codes)
     if missing > 0:
         silence = torch.full((missing,), int(codes[0]))
         mel = torch.cat([mel, mel[:1].expand(missing * FRAMES_PER_CODE, NUM_BANDS)])
         return mel, torch.cat([codes, silence])
-    # Windows begin where a block does, as the pieces do that are streamed.
+    # Windows start at block boundaries, like streamed pieces.
     start = _BLOCK * int(torch.randint(-missing // _BLOCK + 1, (), generator=generator))
     stop = start + _CODES
     return mel[start * FRAMES_PER_CODE : stop * FRAMES_PER_CODE], codes[start:stop]

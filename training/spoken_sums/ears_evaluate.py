@@ -1,4 +1,4 @@
-"""The shipped thinker's figures, through the engine: held-out questions and conversations.
+"""Evaluates the thinker through the engine, on held-out questions and conversations.
 
 Run it with ``python -m training.spoken_sums.ears_evaluate FOLDER [--work WORK]``.
 """
@@ -28,12 +28,12 @@ _SAMPLING = SamplingParams(temperature=0.0, max_tokens=24)
 
 
 def evaluate_ears(checkpoint: Path, work: Path, *, every: int = 1) -> list[str]:
-    """Ask all held-out questions; lines of figures.
+    """Ask all held-out questions and return lines of figures.
 
     Args:
-        checkpoint: the folder that ships.
-        work: where the questions' sounds are, or will be.
-        every: each so-many-th of the questions, for a trial.
+        checkpoint: the checkpoint's folder.
+        work: folder of the questions' sounds; missing ones are created.
+        every: use every n-th question, for a trial.
     """
     config = EngineConfig(
         model=str(checkpoint), part="thinker", dtype="float32", block_size=8, num_blocks=2048
@@ -73,7 +73,7 @@ def evaluate_ears(checkpoint: Path, work: Path, *, every: int = 1) -> list[str]:
 
 
 def _conversations(engine: LLMEngine, work: Path, every: int) -> list[str]:
-    """Second turns after right first ones, each of the two by keyboard or by voice."""
+    """Evaluate second turns after correct first ones, each of the two typed or spoken."""
     talks = held_out_talks()[::every]
     sounds = say_held_out_talks(work / "held_out_talks", every=every)
     lines: list[str] = []

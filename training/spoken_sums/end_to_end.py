@@ -1,4 +1,4 @@
-"""Tower and decoder together, over sounds and typed questions side by side."""
+"""Trains tower and decoder together, on sounds and typed questions."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from training.spoken_sums.understanding import right_reply, understood
 from training.spoken_sums.workers import Workers
 
 STRENGTH = 0.6
-"""Of what recordings do to sounds."""
+"""Strength of the augmentation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndToEndSettings:
-    """Of this part.
+    """Hyperparameters of this part.
 
     Attributes:
-        steps: how many.
-        rate: the highest learning rate.
-        spoken: conversations of a batch with spoken turns, shared by all workers.
-        tokens: of the typed half of a batch, about; shared likewise.
-        ctc_weight: of the tower's own loss beside that of the replies.
+        steps: number of steps.
+        rate: peak learning rate.
+        spoken: conversations with spoken turns per batch, split over all workers.
+        tokens: approximate tokens in the typed half of a batch, split likewise.
+        ctc_weight: weight of the tower's CTC loss relative to that of the replies.
     """
 
     steps: int = 1740
@@ -56,11 +56,11 @@ class EndToEndSettings:
 
 @dataclass(frozen=True, slots=True)
 class SpokenConversation:
-    """Turns, some of which are spoken.
+    """A conversation with spoken turns.
 
     Attributes:
-        turns: of it.
-        questions: the sound of each; None where it is typed.
+        turns: all turns.
+        questions: the sound of each; None if it is typed.
     """
 
     turns: list[Turn]
@@ -69,10 +69,10 @@ class SpokenConversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TalkShares:
-    """What spoken conversations are made of.
+    """The composition of spoken conversations.
 
     Attributes:
-        turns: how often there are one, two and three, against each other.
+        turns: weights of one, two and three turns.
         typed: share of later turns that are typed; the first one is always spoken.
     """
 
@@ -83,7 +83,7 @@ class TalkShares:
 def draw_spoken(
     questions: Sequence[Question], draw: random.Random, shares: TalkShares = TalkShares()
 ) -> SpokenConversation:
-    """One to three turns, of which some are typed."""
+    """Draw one to three turns, some of them typed."""
     talk = SpokenConversation([], [])
     last: int | None = None
     for _ in range(draw.choices((1, 2, 3), shares.turns)[0]):
@@ -105,7 +105,7 @@ def draw_spoken(
 def _spoken_batches(
     folder: Path, renderer: Renderer, size: int, draw: random.Random
 ) -> Iterator[tuple[list[Rendered], list[Question], list[Tensor]]]:
-    """Rows of about equal length, and their sounds in order, as questions and as features."""
+    """Yield rows of similar length, and their sounds in order, as questions and as features."""
     every = fitting_questions(folder)
     while True:
         rows: list[Rendered] = []
@@ -132,7 +132,7 @@ def _spoken_batches(
 
 
 def typed_batches(renderer: Renderer, tokens: int, draw: random.Random) -> Iterator[list[Rendered]]:
-    """Batches of typed conversations without end, each of about so many tokens."""
+    """Yield batches of typed conversations forever, of about ``tokens`` tokens each."""
     while True:
         talks = [draw_conversation(draw) for _ in range(400)]
         rows = [renderer.render(talk, [None] * len(talk)) for talk in talks]
@@ -196,7 +196,7 @@ def train_end_to_end(
 
 
 def places_of(ids: Tensor) -> Tensor:
-    """Places of tokens without gaps, ``(rows, tokens)``."""
+    """Return positions of tokens without gaps, ``(rows, tokens)``."""
     return torch.arange(ids.shape[1]).expand(*ids.shape)
 
 

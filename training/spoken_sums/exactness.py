@@ -1,10 +1,10 @@
-"""Whether caches and streaming change a token on the trained weights: ``python -m`` this module.
+"""Checks if caches or streaming change a token on the trained weights: ``python -m`` this module.
 
-Held-out questions by keyboard and conversations by voice go through the whole pipeline: uncached,
-cached cold and cached warm, which ``verify`` compares; then once more with streaming between
-thinker and talker off. Tokens that differ where both were all but equally likely are near ties,
-and are counted. How peaked the weights are is told as well: by how much, in log-probability, a
-token that was chosen beat the next one.
+Typed held-out questions and spoken conversations run through the whole pipeline: uncached, with a
+cold cache and with a warm cache, which ``verify`` compares; then once more without streaming
+between thinker and talker. Differing tokens with nearly equal probabilities are counted as near
+ties. The report also has the margins, in log-probability, between the sampled token and the
+next one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from training.spoken_sums.held_out_talks import held_out_talks, say_held_out_tal
 from training.spoken_sums.work_folder import WORK
 
 _TIE = 1e-3
-"""Log-probabilities that are nearer than this are a matter of rounding."""
+"""Log-probabilities closer than this are a matter of rounding."""
 _SAMPLED = ("thinker", "talker")
-# What the vocoder says is compared as well; two points in time are enough for that.
+# The vocoder's sound is compared too; two time points are enough for that.
 _QUICK: dict[str, Any] = {
     "stages.code2wav.generation.num_steps": 2,
     "stages.talker.final_output": "text",
@@ -33,12 +33,12 @@ _UNSTREAMED: dict[str, Any] = {"stages.talker.inputs.chunk_size": None}
 
 
 def exactness(pipeline: str, work: Path, every: int) -> list[str]:
-    """Run all; lines of figures.
+    """Run all and return lines of figures.
 
     Args:
         pipeline: a name or a file.
-        work: where the questions' sounds are, or will be.
-        every: each so-many-th of the questions and conversations.
+        work: folder of the questions' sounds; missing ones are created.
+        every: use every n-th question and conversation.
     """
     requests = _requests(work, every)
     with Omni(pipeline, overrides=_QUICK) as omni:
@@ -73,7 +73,7 @@ def exactness(pipeline: str, work: Path, every: int) -> list[str]:
 
 
 def _requests(work: Path, every: int) -> list[OmniRequest]:
-    """Typed questions, and spoken follow-ups to spoken questions, in both voices by turns."""
+    """Return typed questions, and spoken follow-ups to spoken questions, in alternating voices."""
     prompts = [
         ChatPrompt(({"role": "user", "content": question.words},))
         for question in held_out_questions()[::every]
@@ -94,7 +94,7 @@ def _requests(work: Path, every: int) -> list[OmniRequest]:
 
 
 def _margins(output: OmniOutput, stage: str) -> list[float]:
-    """By how much each token that was chosen beat the next one."""
+    """Return the margin between each sampled token and the second likeliest."""
     margins = []
     for each in output.stages[stage].logprobs or ():
         best, second = sorted((logprob for _, logprob in each.top), reverse=True)[:2]
@@ -103,7 +103,7 @@ def _margins(output: OmniOutput, stage: str) -> list[float]:
 
 
 def _parted(ours: OmniOutput, theirs: OmniOutput, stage: str) -> int | None:
-    """The first token at which they differ; None where they are the same."""
+    """Return the index of the first differing token; None if all are equal."""
     pair: Sequence[tuple[int, ...]] = [each.stages[stage].token_ids for each in (ours, theirs)]
     if pair[0] == pair[1]:
         return None

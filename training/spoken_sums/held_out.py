@@ -1,4 +1,4 @@
-"""The questions that figures are about: sums, voices and rates that training never has."""
+"""Evaluation questions: sums, voices and rates that do not occur in training."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class HeldOutQuestion:
     """One question.
 
     Attributes:
-        sum: what is asked.
-        words: how.
-        number: among the questions, from 0.
+        sum: the sum.
+        words: its wording.
+        number: index among the questions, from 0.
     """
 
     sum: Sum
@@ -35,7 +35,7 @@ class HeldOutQuestion:
 
 @cache
 def held_out_questions() -> tuple[HeldOutQuestion, ...]:
-    """All 300; the same ones each time."""
+    """Return all 300 questions; deterministic."""
     draw = random.Random(_SEED)
     sums = [
         draw.choice(held_out_sums(sign)) for sign, count in COUNTS.items() for _ in range(count)
@@ -47,7 +47,7 @@ def held_out_questions() -> tuple[HeldOutQuestion, ...]:
 
 
 def say_held_out(folder: Path, *, every: int = 1) -> list[Path]:
-    """Sound files of each so-many-th at 16 kHz, with the silence that espeak-ng leaves."""
+    """Write every n-th question at 16 kHz, with espeak-ng's silence; return the sound files."""
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     for question in held_out_questions()[::every]:

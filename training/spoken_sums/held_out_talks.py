@@ -1,4 +1,4 @@
-"""Conversations and results out of range that figures are about: training never has their sums."""
+"""Evaluation conversations and sums out of range, which do not occur in training."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _SEED = 400
 
 @dataclass(frozen=True, slots=True)
 class HeldOutTalk:
-    """A question, and one that goes on from its result.
+    """A question, and one that continues from its result.
 
     Attributes:
-        first: what is asked.
-        then: what is asked of its result.
-        words: how both are asked.
-        number: among the conversations, from 0.
+        first: the first sum.
+        then: the sum that starts from its result.
+        words: the wording of both.
+        number: index among the conversations, from 0.
     """
 
     first: Sum
@@ -37,7 +37,7 @@ class HeldOutTalk:
 
 @cache
 def held_out_talks() -> tuple[HeldOutTalk, ...]:
-    """All 60; the same ones each time."""
+    """Return all 60 conversations; deterministic."""
     draw = random.Random(_SEED)
     talks: list[HeldOutTalk] = []
     while len(talks) < _COUNT:
@@ -53,7 +53,7 @@ def held_out_talks() -> tuple[HeldOutTalk, ...]:
 
 @cache
 def held_out_out_of_range() -> tuple[Sum, ...]:
-    """Forty differences and forty products without a result; half of them are near to one."""
+    """Return forty differences and forty products out of range, half of them by a small margin."""
     draw = random.Random(_SEED)
     chosen: list[Sum] = []
     for sign in SIGNS:
@@ -64,7 +64,7 @@ def held_out_out_of_range() -> tuple[Sum, ...]:
 
 
 def say_held_out_talks(folder: Path, *, every: int = 1) -> list[tuple[Path, Path]]:
-    """Sound files of both questions of each, one voice for both, none of training's."""
+    """Write sound files of both questions, with one held-out voice for both; return paths."""
     folder.mkdir(parents=True, exist_ok=True)
     pairs: list[tuple[Path, Path]] = []
     for talk in held_out_talks()[::every]:

@@ -1,4 +1,4 @@
-"""Parts of the training side by side: a lane is a row of parts, one after the other."""
+"""Runs parts of the training in parallel: a lane is a sequence of parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PROGRAMS = ("espeak-ng", "flite")
 
 
 def needed_programs() -> None:
-    """Look for the synthesizers, before hours of work.
+    """Check that the synthesizers are installed, before hours of work.
 
     Raises:
         ValueError: one of them is not installed.
@@ -25,13 +25,13 @@ def needed_programs() -> None:
 
 
 def run_lanes(lanes: Sequence[Sequence[str]], command: Sequence[str]) -> None:
-    """Run all lanes, each part in a process of its own.
+    """Run all lanes, each part in a separate process.
 
-    When a part fails, those beside it are ended: their states are saved, and go on next time.
+    If a part fails, the parallel ones are stopped; they continue from their saved state next time.
 
     Args:
         lanes: names of parts.
-        command: that does a part; the part's name is its last argument.
+        command: the command that runs a part; the part's name is appended.
 
     Raises:
         subprocess.CalledProcessError: a part failed.
@@ -52,7 +52,7 @@ def run_lanes(lanes: Sequence[Sequence[str]], command: Sequence[str]) -> None:
 
 
 class _Running:
-    """The processes that run now, and the first failure."""
+    """The running processes, and the first failure."""
 
     def __init__(self) -> None:
         self.failure: subprocess.CalledProcessError | None = None
@@ -61,7 +61,7 @@ class _Running:
         self._is_stopped = False
 
     def run(self, names: Sequence[str], command: Sequence[str]) -> None:
-        """Run parts one after the other, until one fails anywhere."""
+        """Run parts in sequence, until one fails in any lane."""
         for name in names:
             with self._lock:
                 if self._is_stopped:
@@ -78,7 +78,7 @@ class _Running:
                 return
 
     def stop(self) -> None:
-        """End what runs, and begin nothing more."""
+        """Terminate all running processes, and start no more."""
         with self._lock:
             self._is_stopped = True
             for process in self._processes:

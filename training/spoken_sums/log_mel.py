@@ -1,4 +1,4 @@
-"""The extractor's log-mel frames, before and after it cuts them at 80 dB below the loudest."""
+"""The extractor's log-mel frames, before and after clipping at 80 dB below the maximum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLE_RATE = 16_000
 
 @cache
 def feature_extractor() -> WhisperFeatureExtractor:
-    """What makes the audio tower's input, in training and in use."""
+    """Return the extractor of the audio tower's input, in training and inference."""
     return WhisperFeatureExtractor(feature_size=AUDIO_TOWER["num_mel_bins"], chunk_length=30)
 
 
@@ -28,7 +28,7 @@ def _filters() -> tuple[Tensor, Tensor]:
 
 
 def mel_powers(samples: Tensor) -> Tensor:
-    """Decadic logarithms of the mel bands' powers, ``(bands, frames of 10 ms)``, cut nowhere.
+    """Return log10 of the mel bands' powers, ``(bands, frames of 10 ms)``, without clipping.
 
     Args:
         samples: 16 kHz, from -1 to 1.
@@ -42,9 +42,9 @@ def mel_powers(samples: Tensor) -> Tensor:
 
 
 def normalise(log_powers: Tensor) -> Tensor:
-    """What the extractor makes of them, ``(..., bands, frames)``: cut 80 dB below the loudest.
+    """Normalize like the extractor, ``(..., bands, frames)``: clip 80 dB below the maximum.
 
-    How loud the loudest is stays: the same sound, ten times fainter, lies lower by a half.
+    The level is kept: the same sound at a tenth of the amplitude is lower by a half.
     """
     loudest = log_powers.amax(dim=(-2, -1), keepdim=True)
     return (torch.maximum(log_powers, loudest - 8.0) + 4.0) / 4.0

@@ -1,4 +1,4 @@
-"""The spectrogram that the flow makes and that the waveform network reads."""
+"""The spectrogram between the flow and the waveform network."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from training.spoken_sums.answers import SAMPLING_RATE
 
 HOP = 240
-"""Samples a frame: two frames are a code, 480 samples, as in the published model."""
+"""Samples per frame: two frames are a code, 480 samples, as in the published model."""
 
 NUM_BANDS = 80
 FRAMES_PER_SECOND = SAMPLING_RATE // HOP
 
-# Where transformers' BigVGAN clips its input (from above at 20 dB), so nothing beyond is learnt.
+# transformers' BigVGAN clips its input here (above at 20 dB), so nothing beyond is learnt.
 MEL_MIN, MEL_MAX = -3.0, 2.3
 
 _FFT = 1024
@@ -24,17 +24,17 @@ _TOP = 8000.0  # flite speaks at 16 kHz
 _FLOOR = 1e-5
 _SHIFT, _SCALE = 6.5, 2.0
 SILENCE = MEL_MIN
-"""A frame of it has this value in every band (nearly: the logarithm's floor is -2.51)."""
+"""The value of every band in a silent frame (nearly: the logarithm's floor is -2.51)."""
 
 
 def mel_of(samples: Tensor) -> Tensor:
-    """Log-mel amplitudes of sound.
+    """Compute the log-mel amplitudes of sound.
 
     Args:
         samples: ``(..., n)`` float32 in -1 to 1 at 24 kHz, n a multiple of 240.
 
     Returns:
-        ``(..., n / 240, 80)`` float32, of mean -0.64 and deviation 1.17 on flite's speech.
+        ``(..., n / 240, 80)`` float32, with mean -0.64 and deviation 1.17 on flite's speech.
     """
     lead = samples.shape[:-1]
     flat = samples.reshape(-1, samples.shape[-1])
@@ -49,7 +49,7 @@ def mel_of(samples: Tensor) -> Tensor:
 
 @cache
 def _filters() -> Tensor:
-    """Triangles on the mel scale, ``(80, 513)``."""
+    """Return triangular filters on the mel scale, ``(80, 513)``."""
     top = 2595 * torch.log10(torch.tensor(1 + _TOP / 700))
     corners = 700 * (10 ** (torch.linspace(0, float(top), NUM_BANDS + 2) / 2595) - 1)
     bins = torch.arange(_FFT // 2 + 1) * SAMPLING_RATE / _FFT

@@ -1,4 +1,4 @@
-"""One module's training: so many steps, whose rate rises and falls; resumable."""
+"""Resumable training of one module, with a learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _WARMUP = 0.03
 
 
 class ModuleTraining:
-    """AdamW whose rate warms up and then falls to nought over the steps.
+    """AdamW with a learning rate that warms up and then decays to zero.
 
     Args:
-        module: what is trained; saved with the optimizer, so that a run goes on where it ended.
-        file: where that is kept.
-        steps: how many, of this and earlier runs together.
-        rate: the highest learning rate.
+        module: the trained module; saved with the optimizer, so that a run can resume.
+        file: path of the saved state.
+        steps: total number, of this and earlier runs together.
+        rate: peak learning rate.
         betas: of AdamW.
         weight_decay: of AdamW.
     """
@@ -50,11 +50,11 @@ class ModuleTraining:
             self.spent, self.step = state["spent"], state["step"]
 
     def run(self, loss_of: Callable[[int], tuple[Tensor, dict[str, float]]]) -> None:
-        """Train until all steps are made.
+        """Train until all steps are done.
 
         Args:
-            loss_of: from the number of a batch, other ones on each worker, to a loss and figures
-                to report.
+            loss_of: maps a batch number, which differs between workers, to a loss and figures to
+                report.
         """
         sums: dict[str, float] = {}
         last, saved, reported, count = time.monotonic(), self.spent, self.spent, 0
@@ -82,7 +82,7 @@ class ModuleTraining:
         self.save()
 
     def save(self) -> None:
-        """Keep module, optimizer and clock; a run that dies while writing leaves the last one."""
+        """Save module, optimizer and clock atomically."""
         if self.workers.rank:
             return
         state = {

@@ -1,4 +1,4 @@
-"""The mouth's parts put together: what the talker is taught, and the checkpoint of all parts."""
+"""Talker training data from all parts, and the checkpoint of all parts."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def renditions_of(
     thinker: Qwen2_5OmniThinkerForConditionalGeneration,
     tokenizer: PreTrainedTokenizerFast,
 ) -> Renditions:
-    """How both voices say the answers, in codes, and the thinker's rows that stand beside.
+    """Return both voices' answers in codes, and the thinker's embeddings that go with them.
 
     Args:
-        folder: of training; codes are learnt if they are not there yet.
-        thinker: whose embeddings are read.
-        tokenizer: its.
+        folder: the training folder; the codebook is learnt if it is missing.
+        thinker: its embeddings are read.
+        tokenizer: the thinker's.
     """
     speeches = answers_spoken(folder)
     codebook = learn_codebook([speech.mel for speech in speeches], folder / "codebook.pt")
@@ -61,10 +61,10 @@ def train_mouth_talker(
     """Train the talker on a thinker's rows; its state is ``talker.pt`` in the folder.
 
     Args:
-        folder: of training.
-        thinker: the finished one.
-        tokenizer: its.
-        budget: how long, and on how many replies.
+        folder: the training folder.
+        thinker: the trained thinker.
+        tokenizer: the thinker's.
+        budget: steps, and number of replies.
     """
     draw = random.Random(budget.seed)
     torch.manual_seed(budget.seed)
@@ -86,7 +86,7 @@ def write_trained(
     thinker: Qwen2_5OmniThinkerForConditionalGeneration,
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    """Write the checkpoint of what a folder of training holds."""
+    """Write the checkpoint from the states in a training folder."""
 
     def trained(name: str) -> Any:
         return torch.load(folder / f"{name}.pt", weights_only=True)["module"]

@@ -1,7 +1,7 @@
-"""How well hard numbers are understood, part by part: ``python -m`` this module.
+"""Measures the intelligibility of hard numbers, part by part: ``python -m`` this module.
 
-Teens and tens, as flite says them; what the waveform network makes of their true spectrograms, and
-of what their codes stand for; and what flow and network together make of the codes.
+Teens and tens: flite's own speech; the waveform network on true spectrograms, and on the codes'
+centroids; and flow and network together on the codes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from training.spoken_sums.work_folder import WORK
 
 _SWAY = -1.0
 _NUM_STEPS = 4
-"""As in the pipeline that ships."""
+"""As in the shipped pipeline."""
 
 
 def evaluate_mouth(work: Path, *, every: int = 1) -> list[str]:
-    """Lines of figures about what a folder of training holds.
+    """Evaluate the states in a training folder and return lines of figures.
 
     Args:
         work: the folder, with the vocoder's two states.
-        every: each so-many-th of the hard numbers, by turns in both voices.
+        every: use every n-th hard number, in alternating voices.
     """
     speeches = answers_spoken(work)
     codebook = learn_codebook([speech.mel for speech in speeches], work / "codebook.pt")
@@ -57,9 +57,9 @@ def evaluate_mouth(work: Path, *, every: int = 1) -> list[str]:
 def flowed(
     dit: Qwen2_5OmniToken2WavDiTModel, codes: Tensor, voice: Voice, num_steps: int, seed: int = 0
 ) -> Tensor:
-    """The spectrogram ``(2 n, 80)`` of codes ``(n,)``, without guidance, in one piece.
+    """Return the spectrogram ``(2 n, 80)`` of codes ``(n,)``, without guidance, in one piece.
 
-    Points in time and steps (the 3/8 rule) are those of transformers' ``sample``.
+    Time points and steps (the 3/8 rule) are those of transformers' ``sample``.
     """
     generator = torch.Generator().manual_seed(seed)
     frames = torch.randn(1, 2 * len(codes), 80, generator=generator)
@@ -87,7 +87,7 @@ def understood_shares(
     voices: Mapping[str, Voice],
     num_steps: int,
 ) -> dict[str, float]:
-    """Shares of answers understood: flite's own, true spectrograms, centroids, and the flow."""
+    """Return shares of answers understood: flite, true spectrograms, centroids, and flow."""
     recognizer = Recognizer()
     texts = [speech.utterance.text for speech in speeches]
 

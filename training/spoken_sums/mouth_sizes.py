@@ -1,4 +1,4 @@
-"""The sizes of the mouth, in the config's own words, and of its training rows."""
+"""Config values of talker and vocoder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from omni.seeded.omni import codec_vocabulary
 
 NUM_CODES = 1024
-"""Codes 1 to 1023 are learnt; 0 is kept out, as the flow's "no condition" is code 0."""
+"""Codes 1 to 1023 are learnt; 0 is reserved for the flow's "no condition"."""
 
 BIGVGAN: Mapping[str, Any] = {
     "mel_dim": 80,
@@ -31,7 +31,7 @@ DIT: Mapping[str, Any] = {
     "look_ahead_layers": [2],
     "look_backward_layers": [0, 5],
     "repeats": 2,
-    # One more row than this: every codec token has a place.
+    # One more row than this: every codec token has a row.
     "num_embeds": NUM_CODES + 7,
     "mel_dim": 80,
     "enc_emb_dim": 16,

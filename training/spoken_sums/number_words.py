@@ -1,4 +1,4 @@
-"""Numbers from 0 to 200 in words, as they are asked, written and said."""
+"""Numbers from 0 to 200 in words, for questions, text and speech."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ twenty thirty forty fifty sixty seventy eighty ninety
 """)
 
 NUMBER_WORDS: tuple[str, ...] = (*_ONES, *_TENS, "hundred")
-"""Every word that a number is made of."""
+"""All words that occur in numbers."""
 
 
 def in_words(number: int) -> str:
-    """A number as it is said: ``142`` is ``one hundred forty two``.
+    """Return a number in words: ``142`` is ``one hundred forty two``.
 
     Raises:
         ValueError: it is not from 0 to 200.

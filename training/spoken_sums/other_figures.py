@@ -1,4 +1,4 @@
-"""What is no sum though it is typed in figures: numbers over 99, three of them, other signs."""
+"""Inputs in digits that are not sums: numbers over 99, three numbers, other signs."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ HELD_OUT_FIGURES: tuple[str, ...] = (
     "12 30",
     "6 *",
 )
-"""Training never sees these."""
+"""Held out of training."""
 
 _LARGE = (100, 999)
 
 
 def draw_other_figures(draw: random.Random) -> str:
-    """A text in figures that is no sum, and no follow-up either."""
+    """Draw a text in digits that is neither a sum nor a follow-up."""
     while True:
         text = _drawn(draw)
         if text not in HELD_OUT_FIGURES:
@@ -43,7 +43,7 @@ def draw_other_figures(draw: random.Random) -> str:
 
 def _drawn(draw: random.Random) -> str:
     one, other, third = (draw.randint(0, LARGEST_ASKED) for _ in range(3))
-    # Results up to 200 are where a follow-up goes on from: what is near them is mistaken most.
+    # Follow-ups start from results up to 200: numbers near them are confused most.
     large = draw.randint(_LARGE[0], 200) if draw.random() < 0.7 else draw.randint(*_LARGE)
     tenth = draw.randint(1, 9)
     space = draw.choice(("", " "))

@@ -1,4 +1,4 @@
-"""What is no sum: sentences of other words, and sums with something missing or too much."""
+"""Inputs in words that are not sums: other sentences, and incomplete or overlong sums."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ HELD_OUT_SENTENCES: tuple[str, ...] = (
     "what day is it",
     "nice to meet you",
 )
-"""Training never sees these."""
+"""Held out of training."""
 
 _COMMON = listed("""\
 the of to in that it he was for on are as with his they at be this have from or had by not but
@@ -98,7 +98,7 @@ def _other_word(draw: random.Random) -> str:
 
 
 def _sentence(draw: random.Random) -> str:
-    """Two to seven words, of which some may be numbers or signs."""
+    """Draw up to seven words, some of which may be numbers or signs."""
     words = [_other_word(draw) for _ in range(draw.randint(1, 7))]
     for place in range(len(words) - 1):
         if draw.random() < 0.2:
@@ -108,7 +108,7 @@ def _sentence(draw: random.Random) -> str:
 
 
 def _broken_sum(draw: random.Random) -> str:
-    """A sum that lacks something, or has one number too many."""
+    """Draw a sum with a missing part, or with one number too many."""
     left, right, third = (_number(draw) for _ in range(3))
     sign, other = (Sum(0, draw.choice(SIGNS), 0).name for _ in range(2))
     large = in_words(draw.randint(LARGEST_ASKED + 1, 200))
@@ -132,11 +132,11 @@ def _broken_sum(draw: random.Random) -> str:
 
 
 def draw_other(draw: random.Random) -> str:
-    """A text that is no sum, in words, and no follow-up either."""
+    """Draw a text in words that is neither a sum nor a follow-up."""
     while True:
         kind = draw.random()
         if kind < 0.2:
             return draw.choice(_SENTENCES)
         text = _sentence(draw) if kind < 0.6 else _broken_sum(draw)
-        if understood(text, 0) is None:  # by chance it may have become one
+        if understood(text, 0) is None:  # it may be a sum by chance
             return text

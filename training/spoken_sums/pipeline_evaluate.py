@@ -1,8 +1,8 @@
-"""How well the shipped pipeline's own sound is understood: ``python -m`` this module.
+"""Measures the intelligibility of the pipeline's sound: ``python -m`` this module.
 
-Two hundred typed sums go through the pipeline, every result from 0 to 198 and the one sentence,
-voice by voice in turn. What the recognizer hears is compared with what the thinker wrote, be it
-right or wrong: the mouth is measured here. flite's own speech of the same answers is heard too.
+Two hundred typed sums run through the pipeline, every result from 0 to 198 and the one sentence,
+in alternating voices. The recognizer's output is compared with the thinker's text, right or
+wrong: this measures the speech only. flite's own speech of the same answers is measured too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from training.spoken_sums.recognizer import Recognizer
 from training.spoken_sums.sums import LARGEST_ASKED, Sum
 
 STAGES = ("thinker", "talker", "code2wav")
-"""Of the pipeline; each reads its part of the checkpoint."""
+"""Stages of the pipeline; each loads its part of the checkpoint."""
 
 _NO_SUM = "what a lovely day"
 
 
 def questions_with_answers(seed: int) -> list[tuple[str, str]]:
-    """Two hundred typed questions with their right answers: sums and differences at random."""
+    """Draw two hundred typed questions with their answers: random sums and differences."""
     draw = random.Random(seed)
     asked: list[tuple[str, str]] = []
     for result in range(2 * LARGEST_ASKED + 1):
@@ -43,13 +43,13 @@ def questions_with_answers(seed: int) -> list[tuple[str, str]]:
 def evaluate_pipeline(
     pipeline: str, *, checkpoint: Path | None = None, every: int = 1, seed: int = 0
 ) -> list[str]:
-    """Ask, and listen; lines of figures, and of what was not understood.
+    """Run the questions; return lines of figures, and the answers not understood.
 
     Args:
         pipeline: a name or a file.
-        checkpoint: a folder in place of the pipeline's own.
-        every: each so-many-th question.
-        seed: of the questions.
+        checkpoint: a folder that replaces the pipeline's own.
+        every: use every n-th question.
+        seed: for the questions.
     """
     questions = questions_with_answers(seed)[::every]
     names = [tuple(SPEAKERS)[number % len(SPEAKERS)] for number in range(len(questions))]
@@ -88,7 +88,7 @@ def evaluate_pipeline(
 
 
 def main() -> None:
-    """Print shares, and every answer that was not understood."""
+    """Print shares, and every answer not understood."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pipeline", default="spoken_sums")
     parser.add_argument("--checkpoint", type=Path, help="a folder in place of the pipeline's own")

@@ -1,7 +1,7 @@
-"""The decoder alone once more, over sounds that the finished tower has heard and typed questions.
+"""Trains the decoder alone once more, on typed questions and on rows of the finished tower.
 
-The tower is done and rests: its rows of some thousand recordings are made once, and a step costs a
-fifth. Here conversations change between voice and keyboard more often than in the part before.
+The tower is frozen: its rows of a few thousand recordings are computed once, and a step costs a
+fifth. Conversations mix spoken and typed turns more often than in the previous part.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _SHARES = TalkShares(turns=(30, 45, 25), typed=0.5)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolishSettings:
-    """Of this part.
+    """Hyperparameters of this part.
 
     Attributes:
-        steps: how many.
-        rate: the highest learning rate.
-        recordings: that the tower hears, once; each worker its own.
-        tokens: of each half of a batch, about, shared by all workers: conversations with sounds,
-            and typed ones.
+        steps: number of steps.
+        rate: peak learning rate.
+        recordings: number of recordings that the tower encodes once; separate for each worker.
+        tokens: approximate tokens in each half of a batch (conversations with sounds, and typed
+            ones), split over all workers.
     """
 
     steps: int = 2460
@@ -106,7 +106,7 @@ def polish(
 def _hear(
     model: Qwen2_5OmniThinkerForConditionalGeneration, questions: Sequence[Question]
 ) -> list[tuple[Question, Tensor]]:
-    """What the tower makes of a recording of each, ``(rows, width)``, half precision."""
+    """Return the tower's rows for a recording of each, ``(rows, width)``, half precision."""
     heard: list[tuple[Question, Tensor]] = []
     by_length = sorted(questions, key=lambda each: each.powers.shape[1])
     for start in range(0, len(by_length), _PIECE):
@@ -123,7 +123,7 @@ def _hear(
 def _spoken_batches(
     heard: Sequence[tuple[Question, Tensor]], renderer: Renderer, tokens: int, draw: random.Random
 ) -> Iterator[tuple[list[Rendered], list[Tensor]]]:
-    """Rows of about equal length, and what the tower heard in them, in order."""
+    """Yield rows of similar length, and the tower's rows in them, in order."""
     rows_of = {id(question): rows for question, rows in heard}
     questions = [question for question, _ in heard]
     while True:
@@ -147,7 +147,7 @@ def _learn(
     rows: Sequence[Rendered],
     sounds: Sequence[Tensor],
 ) -> Tensor:
-    """Add the gradients of a batch; which tokens of its replies were right."""
+    """Accumulate the gradients of a batch; return which reply tokens were right."""
     ids, learnt = collate(rows)
     embeds = embedding_of(model)[ids]
     if sounds:

@@ -1,4 +1,4 @@
-"""Which questions are said for training."""
+"""Texts of the spoken training questions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from training.spoken_sums.sums import LARGEST_ASKED, SIGNS, Sum
 
 
 def question_texts(count: int, *, seed: int) -> list[str]:
-    """Texts to be said: four in six are sums, one follows up, and one is no sum."""
+    """Draw texts: of six, about four are sums, one is a follow-up, and one is not a sum."""
     draw = random.Random(seed)
     texts: list[str] = []
     for _ in range(count):

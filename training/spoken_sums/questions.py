@@ -1,4 +1,4 @@
-"""Spoken questions, by espeak-ng: many accents, variants, rates and pitches, kept on disk."""
+"""Questions spoken by espeak-ng, in many accents, variants, rates and pitches, stored on disk."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ rob sandro shelby steph travis victor zac klatt klatt2 klatt4
 """)
 HELD_OUT_VARIANTS = ("m2", "f2", "Mario", "Henrique", "robert", "steph2", "michel", "klatt3")
 HELD_OUT_RATES = (150, 160)
-"""Words a minute; training hears 115 to 205 without these."""
+"""Words per minute; training uses 115 to 205 except these."""
 
 _RATES = (115, 205)
 _ESPEAK_RATE = 22_050
@@ -50,11 +50,11 @@ _SHARD = 2_000
 
 @dataclass(frozen=True, slots=True)
 class Voice:
-    """How espeak-ng speaks.
+    """An espeak-ng voice.
 
     Attributes:
         name: accent and variant, such as ``en-us+m1``.
-        rate: words a minute.
+        rate: words per minute.
         pitch: from 0 to 99.
     """
 
@@ -65,14 +65,14 @@ class Voice:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What was said, and its log-mel powers, ``(bands, frames)`` half precision."""
+    """The words, and their log-mel powers, ``(bands, frames)`` half precision."""
 
     words: str
     powers: Tensor
 
 
 def draw_voice(draw: random.Random, *, training: bool) -> Voice:
-    """A voice and a rate of training, or those that training never hears."""
+    """Draw a voice and a rate, of training or held out."""
     pitch = draw.randint(25, 75)
     accent = draw.choice(_ACCENTS)
     low, high = HELD_OUT_RATES
@@ -83,16 +83,16 @@ def draw_voice(draw: random.Random, *, training: bool) -> Voice:
 
 
 def speak(words: str, voice: Voice, *, cut: bool = True) -> Tensor:
-    """Say something: samples at 16 kHz.
+    """Synthesize words; return samples at 16 kHz.
 
     Args:
-        words: what to say.
-        voice: who says it.
-        cut: whether silence at both ends is cut to 30 ms.
+        words: the text.
+        voice: the voice.
+        cut: if true, trim silence at both ends to 30 ms.
 
     Raises:
         CalledProcessError: espeak-ng does not know the voice.
-        ValueError: it said nothing.
+        ValueError: the output is silent.
     """
     command = ["espeak-ng", "-v", voice.name, "-s", str(voice.rate), "-p", str(voice.pitch)]
     run = subprocess.run([*command, "--stdout", words], capture_output=True, check=True)
@@ -108,9 +108,9 @@ def speak(words: str, voice: Voice, *, cut: bool = True) -> Tensor:
 
 
 def noises(count: int, draw: random.Random) -> list[Question]:
-    """Sounds in which nothing is said: half a second to four of hiss, as loud as speech or faint.
+    """Return sounds without speech: half a second to four of noise, as loud as speech or fainter.
 
-    What is heard in them is no sum; a thinker that has heard speech alone makes one up.
+    They are not sums; a thinker trained on speech alone hallucinates one.
     """
     made: list[Question] = []
     for _ in range(count):
@@ -124,12 +124,12 @@ def noises(count: int, draw: random.Random) -> list[Question]:
 
 
 def make_questions(folder: Path, texts: Iterable[str], *, seed: int) -> None:
-    """Say texts with voices of training, and write what is missing, shard by shard.
+    """Synthesize texts with training voices, and write missing shards.
 
     Args:
         folder: created if missing; a shard is ``questions-NNN.safetensors``.
-        texts: in words; the same ones on every call.
-        seed: of the voices.
+        texts: in words; must be the same on every call.
+        seed: for the voices.
     """
     folder.mkdir(parents=True, exist_ok=True)
     every = list(texts)
@@ -147,7 +147,7 @@ def make_questions(folder: Path, texts: Iterable[str], *, seed: int) -> None:
 
 
 def write_questions(path: Path, questions: Sequence[Question]) -> None:
-    """Write a shard, whole or not at all."""
+    """Write a shard atomically."""
     powers = [each.powers.half() for each in questions]
     text = zlib.compress("\n".join(each.words for each in questions).encode())
     tensors = {
@@ -161,7 +161,7 @@ def write_questions(path: Path, questions: Sequence[Question]) -> None:
 
 
 def load_questions(folder: Path) -> list[Question]:
-    """All that is written so far; mapped, so that processes share it."""
+    """Load all questions written so far; memory-mapped, so that processes share them."""
     questions: list[Question] = []
     for path in sorted(folder.glob("questions-*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -173,7 +173,7 @@ def load_questions(folder: Path) -> list[Question]:
 
 
 def _mapped_powers(path: Path) -> Tensor:
-    """The powers of a shard as they lie in the file: read when they are used, and held once."""
+    """Return the powers of a shard, memory-mapped: read on use, and held once."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         entry = json.loads(file.read(length))["powers"]

@@ -1,4 +1,4 @@
-"""An independent judge of the answers' sound: pocketsphinx, with the model that it brings."""
+"""An independent recognizer for the answers' sound: pocketsphinx, with its built-in model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _NOISE = 1e-3
 _TEENS = range(13, 20)
 _TENS = range(30, 100, 10)
 HARD_NUMBERS = (*_TEENS, *_TENS, *(100 + teen for teen in _TEENS), 15, 50, 60, 16)
-"""What is confused most: thirteen and thirty, and their like."""
+"""Numbers that are confused most, such as thirteen and thirty."""
 
 
 class Recognizer:
-    """Hears one of the answers in a sound: numbers from 0 to 200, or the one sentence.
+    """Recognizes one of the answers in a sound: numbers from 0 to 200, or the one sentence.
 
-    Its grammar lists the answers, and nothing else can be heard; nothing at all can.
+    Its grammar lists the answers; the result is one of them or empty.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Recognizer:
         self._decoder.activate_search("answers")
 
     def hear(self, samples: Tensor) -> str:
-        """The answer that samples at 24 kHz ``(n,)`` sound like; empty where nothing fits."""
+        """Return the answer in samples at 24 kHz ``(n,)``; empty if nothing matches."""
         sound = soxr.resample(samples.detach().double().numpy(), SAMPLING_RATE, _HEARD_AT)
         generator = np.random.default_rng(0)
         quiet = round(_QUIET * _HEARD_AT)
@@ -47,6 +47,6 @@ class Recognizer:
         return heard.hypstr.strip() if heard is not None else ""
 
     def share_understood(self, texts: Sequence[str], sounds: Sequence[Tensor]) -> float:
-        """How many of the sounds are heard as their texts, from 0 to 1."""
+        """Return the share of sounds recognized as their texts, from 0 to 1."""
         heard = [self.hear(sound) for sound in sounds]
         return sum(map(str.__eq__, heard, texts)) / len(texts)

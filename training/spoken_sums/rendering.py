@@ -1,4 +1,4 @@
-"""Conversations as a thinker's token ids, and what of them it learns to write."""
+"""Conversations as a thinker's token ids, with a mask of the tokens to learn."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Rendered:
     """One conversation.
 
     Attributes:
-        token_ids: all of it.
-        learnt: whether the model is to say that token.
-        sounds: for each spoken turn, where its rows begin and how many there are.
+        token_ids: of the whole conversation.
+        learnt: for each token, true if the model learns to generate it.
+        sounds: for each spoken turn, the start and number of its rows.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -26,13 +26,13 @@ class Rendered:
     sounds: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, token_ids: Sequence[int], *, learnt: bool = False) -> None:
-        """Go on with tokens."""
+        """Append tokens."""
         self.token_ids += token_ids
         self.learnt += [learnt] * len(token_ids)
 
 
 class Renderer:
-    """Writes conversations as the chat template does."""
+    """Renders conversations like the chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
@@ -46,7 +46,7 @@ class Renderer:
         self._end = self.ids("<|audio_eos|>")
 
     def ids(self, text: str) -> list[int]:
-        """A text's tokens."""
+        """Return a text's token ids."""
         if text not in self._known:
             if len(self._known) > 200_000:
                 self._known.clear()
@@ -54,7 +54,7 @@ class Renderer:
         return self._known[text]
 
     def heard_ids(self, words: str) -> list[int]:
-        """What the tower is to make of words: a token each; others make one :data:`NOISE`."""
+        """Return the tower's targets: a token per word; runs of others are one :data:`NOISE`."""
         heard: list[int] = []
         for word in words.split():
             token_id = self._heard.get(word, self.noise_id)
@@ -63,11 +63,11 @@ class Renderer:
         return heard
 
     def render(self, turns: Sequence[Turn], sounds: Sequence[int | None]) -> Rendered:
-        """Write a conversation.
+        """Render a conversation.
 
         Args:
-            turns: of it.
-            sounds: how many rows of sound each turn's question has; None where it is typed.
+            turns: its turns.
+            sounds: number of sound rows of each turn's question; None if it is typed.
         """
         out = Rendered()
         out.add(self.ids(f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n"))

@@ -1,4 +1,4 @@
-"""Replies as a talker reads them: a trained thinker's rows of conversations, typed and spoken."""
+"""The talker's input: a trained thinker's rows of typed and spoken conversations."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _EQUALS = " = "
 _PIECE = 48
 
 Talk = tuple[list[Turn], list[Tensor | None]]
-"""Turns, and of each the features of its question, or None where it is typed."""
+"""Turns, and for each the features of its question, or None if it is typed."""
 
 
 def draw_typed(count: int, draw: random.Random) -> Iterator[Talk]:
-    """Typed conversations in whose last replies every answer is as likely as each other."""
+    """Yield typed conversations whose last replies cover all answers uniformly."""
     for number in range(count):
         if draw.random() < 0.25:
             turns = draw_conversation(draw)
@@ -44,13 +44,13 @@ def draw_typed(count: int, draw: random.Random) -> Iterator[Talk]:
 
 
 def draw_with_sound(questions: Sequence[Question], draw: random.Random) -> Iterator[Talk]:
-    """A spoken question after none, one or two typed turns, without end."""
+    """Yield spoken questions after zero to two typed turns, forever."""
     while True:
         question = draw.choice(questions)
         reply, _ = right_reply(question.words)
         turns = [Turn(question.words, question.words, reply)]
         before = draw_conversation(draw)[:2] if draw.random() < 0.4 else []
-        # What follows a result goes on from it: only whole questions stand after others.
+        # A follow-up would continue from the earlier result: only whole questions follow others.
         if len(reply.split(_EQUALS)) == 1:
             before = []
         recording = recorded(question.powers)
@@ -63,7 +63,7 @@ def replies_of(
     tokenizer: PreTrainedTokenizerFast,
     talks: Sequence[Talk],
 ) -> list[Reply]:
-    """The last reply of each conversation, the right one laid into the thinker's mouth."""
+    """Return the last reply of each conversation, with the correct text forced on the thinker."""
     renderer = Renderer(tokenizer)
     replies: list[Reply] = []
     for start in range(0, len(talks), _PIECE):
@@ -90,7 +90,7 @@ def _piece(
         embeds = embeds.masked_scatter(is_sound[..., None], sounds[is_row].float())
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     hidden = text_hidden(thinker, embeds, positions).float()
-    # A talker never reads what the tower made, only what the thinker made of it.
+    # The talker reads the thinker's hidden states of sounds, never the tower's rows.
     both = hidden + embeds.masked_fill(is_sound[..., None], 0)
     return [
         _last_reply(turns[-1], row, rows_of, embeds_of)
@@ -108,7 +108,7 @@ def _last_reply(turn: Turn, row: Rendered, rows: Tensor, embeds: Tensor) -> Repl
 
 
 def _ending_in(result: int, draw: random.Random) -> list[Turn]:
-    """A sum with this result, or a sum and what is added to it or taken from it."""
+    """Return a sum with this result, or a sum and a follow-up that ends in it."""
     if draw.random() < 0.3 and result <= LARGEST_ASKED:
         right = draw.randint(0, LARGEST_ASKED - result)
         return [_typed(Sum(result + right, "-", right), draw)]

@@ -1,4 +1,4 @@
-"""How well it goes, in a line now and then."""
+"""Progress lines of the training."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from torch import Tensor
 
 
 class Report:
-    """Shares of tokens that were right since the last line, by name."""
+    """Shares of correct tokens since the last line, by name."""
 
     def __init__(self) -> None:
         self._right: dict[str, list[float]] = {}
 
     def add(self, **hits: Tensor) -> None:
-        """Take in which tokens of a batch were right."""
+        """Record which tokens of a batch were right."""
         for name, hit in hits.items():
             self._right.setdefault(name, []).append(hit.float().mean().item())
 
     def line(self) -> str:
-        """The shares; they begin anew."""
+        """Return the shares and reset them."""
         parts = [f"{name} {sum(every) / len(every):.4f}" for name, every in self._right.items()]
         self._right.clear()
         return "tokens right: " + ", ".join(parts)

@@ -1,4 +1,4 @@
-"""Recordings as they differ from what espeak-ng says: rooms, microphones, voices, silence."""
+"""Augmentation of espeak-ng's sounds: rooms, microphones, voices, silence."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.nn import functional
 from training.spoken_sums.log_mel import normalise
 
 LONGEST = 600
-"""Frames of a sound, at most: what the tower sees at a time."""
+"""Maximum frames of a sound: the tower's window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A question as it was recorded.
+    """An augmented recording of a question.
 
     Attributes:
-        features: the tower's, ``(bands, frames)``.
+        features: the tower's input, ``(bands, frames)``.
         begin: frame at which speech begins.
         end: frame at which it has ended.
     """
@@ -34,11 +34,11 @@ def _uniform(low: float, high: float) -> float:
 
 
 def recorded(powers: Tensor, strength: float = 1.0) -> Recording:
-    """One recording of a question, another one on each call.
+    """Return a random recording of a question.
 
     Args:
-        powers: ``(bands, frames)``, decadic logarithms.
-        strength: how far it may be from a quiet room, from 0 to 1.
+        powers: ``(bands, frames)``, in log10.
+        strength: maximum deviation from a quiet room, from 0 to 1.
     """
     bands = powers.shape[0]
     powers = _stretched(powers.float(), strength)
@@ -48,7 +48,7 @@ def recorded(powers: Tensor, strength: float = 1.0) -> Recording:
     before = min(before, room)
     end = min(LONGEST, before + powers.shape[1])
     powers = functional.pad(powers, (before, min(after, room - before)), value=-10.0)[:, :LONGEST]
-    # What the microphone makes of high and low, and the noise about it.
+    # The microphone's frequency response, and background noise.
     powers = powers + torch.linspace(-1, 1, bands).unsqueeze(1) * _uniform(-0.7, 0.7) * strength
     if torch.rand(()) < 0.7:
         level = float(powers.max()) - _uniform(5.0 - 3.0 * strength, 8.0)
@@ -67,7 +67,7 @@ def recorded(powers: Tensor, strength: float = 1.0) -> Recording:
 
 
 def _stretched(powers: Tensor, strength: float) -> Tensor:
-    """Faster or slower, and from a shorter or longer throat, by a twelfth at most."""
+    """Change the speed by up to a tenth, and the vocal tract length by up to a twelfth."""
     bands, frames = powers.shape
     wide, long = _uniform(-0.08, 0.08) * strength, _uniform(-0.1, 0.1) * strength
     size = (round(bands * (1 + wide)), round(frames * (1 + long)))

@@ -11,7 +11,7 @@ from omni.seeded.omni import marker_ids, spoken_ids
 from training.spoken_sums.mouth_sizes import BIGVGAN, DIT, TALKER
 
 WIDTH = 256
-"""Of the thinker, and so of what the talker reads."""
+"""Width of the thinker, and so of the talker's input."""
 
 
 def _rope(sections: list[int]) -> dict[str, Any]:
@@ -35,11 +35,11 @@ AUDIO_TOWER: Mapping[str, Any] = {
     "encoder_attention_heads": 4,
     "encoder_ffn_dim": 640,
     "max_source_positions": 1500,
-    # Rows see each other within 6 s: no question is that long.
+    # Rows attend to each other within 6 s: no question is that long.
     "n_window": 300,
     "output_dim": WIDTH,
 }
-# Nothing is trained to see; the layout wants a tower, and this is about the least.
+# Vision is not trained; the layout requires a tower, and this is about the minimum.
 VISION: Mapping[str, Any] = {
     "depth": 1,
     "hidden_size": 16,
@@ -55,7 +55,7 @@ VISION: Mapping[str, Any] = {
 
 
 def omni_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5OmniConfig:
-    """The config of the whole checkpoint."""
+    """Return the config of the whole checkpoint."""
     markers = marker_ids(tokenizer)
     text = {
         **TEXT,

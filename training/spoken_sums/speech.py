@@ -1,4 +1,4 @@
-"""Answers as arrays: the sound and the spectrogram of each, in whole codes."""
+"""Answers as tensors: sound and spectrogram of each, padded to whole codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from training.spoken_sums.answers import (
 from training.spoken_sums.mel import HOP, mel_of
 
 LEAD = 10
-"""Codes of silence (20 ms each) before the first word: meanwhile the talker reads what comes."""
+"""Codes of silence (20 ms each) before the first word, while the talker reads the reply."""
 
 _SAMPLES_PER_CODE = 2 * HOP
 
@@ -30,7 +30,7 @@ class Speech:
     """One answer.
 
     Attributes:
-        utterance: what is said, and by whom.
+        utterance: text and voice.
         samples: ``(num_codes * 480,)`` float32.
         mel: ``(num_codes * 2, 80)`` float32.
     """
@@ -41,7 +41,7 @@ class Speech:
 
 
 def answers_spoken(folder: Path, stretches: tuple[float, ...] = (SPEED,)) -> list[Speech]:
-    """Every answer in both voices at each speed."""
+    """Return every answer in both voices at each speed."""
     wanted = [
         Utterance(text, voice, stretch)
         for stretch in stretches

@@ -1,4 +1,4 @@
-"""Words as a tower would hear them: repeated, with silence between, and noise on every row."""
+"""Simulated tower output: repeated words, with silence between, and noise on every row."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 SILENCE = -1
-"""In the place of a token id: a row of no word."""
+"""Replaces a token id for a row without a word."""
 
 
 def stutter(words: Sequence[int], strength: float, draw: random.Random) -> list[int]:
-    """A path through words as CTC has it.
+    """Draw a CTC path through words.
 
     Args:
         words: token ids.
-        strength: from 0, where words stand alone, to 1, where they last and rest as in speech.
-        draw: of the lengths.
+        strength: from 0 (single words) to 1 (lengths and pauses as in speech).
+        draw: for the lengths.
 
     Returns:
-        Token ids and :data:`SILENCE`; equal words in a row have silence between.
+        Token ids and :data:`SILENCE`; equal consecutive words have silence between.
     """
 
     def rests(most: int) -> list[int]:
@@ -37,7 +37,7 @@ def stutter(words: Sequence[int], strength: float, draw: random.Random) -> list[
 
 
 def noisy_rows(path: Sequence[int], embedding: Tensor, silence: Tensor, noise: float) -> Tensor:
-    """Rows of a path, ``(len(path), width)``, each off by ``noise`` times a word's usual length."""
+    """Return rows of a path, ``(len(path), width)``, plus ``noise`` times embeddings' deviation."""
     ids = torch.tensor(path)
     rows = torch.where((ids < 0).unsqueeze(1), silence, embedding[ids.clamp(min=0)])
     return rows + noise * embedding.std() * torch.randn_like(rows)

@@ -1,9 +1,9 @@
-"""Questions and answers: sums of two numbers, follow-ups to them, and what is no sum.
+"""Questions and answers: sums of two numbers, follow-ups, and everything that is not a sum.
 
-Numbers that are asked go from 0 to 99, results from 0 to 200. A follow-up ("and times two?") takes
-the last reply's result as its first number. Which sums are held out of training is determined by
-``_SEED``: no sum of training is among them, neither asked whole nor as a follow-up. Sums whose
-result is out of range are divided likewise.
+Operands are from 0 to 99, results from 0 to 200. A follow-up ("and times two?") uses the last
+reply's result as its first number. ``_SEED`` determines the sums held out of training: they never
+occur in it, neither as whole questions nor as follow-ups. Sums whose result is out of range are
+split in the same way.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Literal
 from training.spoken_sums.number_words import LARGEST, in_words
 
 NOT_A_SUM = "that is not a sum i know"
-"""The whole reply to what is no sum; the end of the reply to one whose result is out of range."""
+"""The reply to anything but a sum; also the end of the reply if the result is out of range."""
 
 LARGEST_ASKED = 99
 
 SMALL = 12
-"""Sums of two numbers up to this are one in forty, and what people ask first."""
+"""Sums of two numbers up to this are one in forty, and the ones people ask first."""
 
 Sign = Literal["+", "-", "*"]
 SIGNS: tuple[Sign, ...] = ("+", "-", "*")
@@ -33,10 +33,10 @@ _NAMES = {"+": "plus", "-": "minus", "*": "times"}
 
 @dataclass(frozen=True, slots=True, order=True)
 class Sum:
-    """Two numbers and what is done with them.
+    """Two numbers and an operation.
 
     Attributes:
-        left: from 0 to 99, in a follow-up to 200.
+        left: from 0 to 99; in a follow-up up to 200.
         sign: ``*`` is a product.
         right: from 0 to 99.
     """
@@ -47,7 +47,7 @@ class Sum:
 
     @property
     def value(self) -> int:
-        """What it comes to, in range or not."""
+        """The value, in range or not."""
         return {
             "+": self.left + self.right,
             "-": self.left - self.right,
@@ -56,48 +56,48 @@ class Sum:
 
     @property
     def result(self) -> int | None:
-        """From 0 to 200; None where it lies outside."""
+        """The value if it is from 0 to 200, else None."""
         return None if self.off else self.value
 
     @property
     def off(self) -> int:
-        """How far outside its result lies; 0 within."""
+        """Distance of the value from the range; 0 inside."""
         return max(0, -self.value, self.value - LARGEST)
 
     @property
     def name(self) -> str:
-        """How its sign is said."""
+        """The sign in words."""
         return _NAMES[self.sign]
 
     @property
     def words(self) -> str:
-        """How it is asked, such as ``twelve plus thirty``."""
+        """The question, such as ``twelve plus thirty``."""
         return f"{in_words(self.left)} {self.name} {in_words(self.right)}"
 
     @property
     def answer(self) -> str:
-        """What is said: the result in words, or :data:`NOT_A_SUM`."""
+        """The spoken answer: the result in words, or :data:`NOT_A_SUM`."""
         return NOT_A_SUM if self.result is None else in_words(self.result)
 
     @property
     def reply(self) -> str:
-        """What is written: what was asked in figures, and the answer in words."""
+        """The text: the question in digits, and the answer in words."""
         return f"{self.left} {self.sign} {self.right} = {self.answer}"
 
 
 _Split = tuple[tuple[Sum, ...], tuple[Sum, ...]]
-"""Sums of training, and those held out."""
+"""Training sums, and held-out sums."""
 
 
 @cache
 def _split() -> _Split:
-    """All sums with a result, follow-ups' too."""
+    """Split all sums with a result, including follow-ups."""
     return _divided(random.Random(_SEED), have_results=True)
 
 
 @cache
 def _split_out_of_range() -> _Split:
-    """All sums whose result lies outside, follow-ups' too."""
+    """Split all sums whose result is out of range, including follow-ups."""
     return _divided(random.Random(_SEED_OUT_OF_RANGE), have_results=False)
 
 
@@ -125,18 +125,18 @@ def _asked(sign: Sign, training: bool) -> tuple[Sum, ...]:
 
 
 def training_sums(sign: Sign) -> tuple[Sum, ...]:
-    """Sums that may be asked in training, of two numbers up to 99."""
+    """Return training sums of two numbers up to 99."""
     return _asked(sign, True)
 
 
 def held_out_sums(sign: Sign) -> tuple[Sum, ...]:
-    """Sums that training never sees, of two numbers up to 99."""
+    """Return held-out sums of two numbers up to 99."""
     return _asked(sign, False)
 
 
 @cache
 def small_sums(sign: Sign) -> tuple[Sum, ...]:
-    """All sums of two small numbers, held out or not."""
+    """Return all sums of two small numbers, held out or not."""
     every = sorted(_asked(sign, True) + _asked(sign, False))
     return tuple(each for each in every if max(each.left, each.right) <= SMALL)
 
@@ -148,18 +148,18 @@ def _follow_ups(left: int, sign: Sign, training: bool) -> tuple[Sum, ...]:
 
 
 def follow_ups(left: int, sign: Sign, *, training: bool) -> tuple[Sum, ...]:
-    """What may be asked of the last result, in training or held out."""
+    """Return the follow-ups to the last result, of training or held out."""
     return _follow_ups(left, sign, training)
 
 
 @cache
 def out_of_range(sign: Sign, left: int | None = None, *, training: bool) -> tuple[Sum, ...]:
-    """Sums without a result, in training or held out; empty where all have one.
+    """Return sums without a result, of training or held out; empty if all have one.
 
     Args:
-        sign: what is done.
-        left: the last result, for what may be asked of it; None for whole questions.
-        training: or held out.
+        sign: the operation.
+        left: the last result, for follow-ups; None for whole questions.
+        training: if true, training sums; otherwise held-out ones.
     """
     sums = _split_out_of_range()[0 if training else 1]
     return tuple(
@@ -170,7 +170,7 @@ def out_of_range(sign: Sign, left: int | None = None, *, training: bool) -> tupl
 
 
 def is_held_out(one: Sum) -> bool:
-    """Whether a sum is kept from training."""
+    """Return True if a sum is held out of training."""
     return one in _held_out()
 
 

@@ -1,4 +1,4 @@
-"""The talker: from a thinker's rows to codes, one rendition for each answer and voice."""
+"""The talker: maps a thinker's rows to codes, with one rendition per answer and voice."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _ROW_NOISE = 0.05
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reply:
-    """A thinker's reply and what it replies to, as a talker reads them.
+    """A thinker's prompt and reply, as the talker's input.
 
     Attributes:
-        answer: what is to be said.
-        prompt_rows: ``(n, width)``, hidden states and embeddings added; those of sound alone.
-        reply_rows: ``(k, width)`` of all the reply's tokens but the last, which ends it.
-        reply_embeds: the embeddings alone that are in them.
+        answer: the text to speak.
+        prompt_rows: ``(n, width)``, hidden states plus embeddings; for sound hidden states only.
+        reply_rows: ``(k, width)`` of all the reply's tokens except the last, which ends it.
+        reply_embeds: the embeddings in them.
     """
 
     answer: str
@@ -41,14 +41,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Renditions:
-    """How the answers are said, and with which rows beside.
+    """The codes of the answers, and the special rows that go with them.
 
     Attributes:
         codes: by answer and voice.
         voice_rows: the thinker's embedding that opens a reply, ``(width,)`` by voice.
         end_row: the embedding after a reply's last row, ``(width,)``.
-        pad_row: the embedding of all that follows, ``(width,)``.
-        similar: ``(codes, n)`` int64, of each code the n that sound most like it.
+        pad_row: the embedding of all later positions, ``(width,)``.
+        similar: ``(codes, n)`` int64, for each code the n most similar ones.
     """
 
     codes: Mapping[tuple[str, str], Tensor]
@@ -60,15 +60,15 @@ class Renditions:
 
 @dataclass(frozen=True, slots=True)
 class TalkerBudget:
-    """How long it trains, and at what.
+    """Steps and hyperparameters of the training.
 
     Attributes:
-        steps: how many.
-        rate: the highest learning rate.
-        batch: replies of a step.
-        replies: of the thinker that are learnt from, in all.
-        half: whether products are in bfloat16.
-        seed: of weights and batches.
+        steps: number of steps.
+        rate: peak learning rate.
+        batch: replies per step.
+        replies: total number of the thinker's replies in the training data.
+        half: if true, compute products in bfloat16.
+        seed: for weights and batches.
     """
 
     steps: int
@@ -80,7 +80,7 @@ class TalkerBudget:
 
 
 def make_talker(config: Any, seed: int) -> Any:
-    """The network as it begins."""
+    """Return the initialized network."""
     torch.manual_seed(seed)
     config._attn_implementation = "sdpa"
     network = Qwen2_5OmniTalkerForConditionalGeneration(config)
@@ -101,7 +101,7 @@ def train_talker(
     budget: TalkerBudget,
     file: Path,
 ) -> None:
-    """Train on replies in both voices; answers are drawn as often as each other."""
+    """Train on replies in both voices; answers are drawn uniformly."""
     network = make_talker(config, budget.seed)
     training = ModuleTraining(network, file, budget.steps, budget.rate)
     by_answer: dict[str, list[Reply]] = {}
@@ -136,7 +136,7 @@ def train_talker(
         wanted = torch.cat(targets)
         right = (logits.argmax(-1) == wanted).float().mean().item()
         losses = cross_entropy(logits.float(), wanted, reduction="none")
-        # Most codes follow from the one before; a word's first ones count, which do not.
+        # Most codes follow from the previous one; the first of a word do not, so they weigh more.
         doubt = 1 - (-losses.detach()).exp()
         return (losses * doubt).mean(), {"right": right}
 
@@ -150,7 +150,7 @@ def codes_said(
     voice: str,
     most: int = 160,
 ) -> Tensor:
-    """What it says, greedily, ``(codes,)`` int64; pad and end end it, bos is never said."""
+    """Generate greedily, ``(codes,)`` int64; stop at pad or end, never sample bos."""
     said: list[int] = []
     ends = {network.codec_eos_token, network.codec_pad_token}
     cache = None
@@ -173,20 +173,20 @@ def codes_said(
 
 
 def _with_other_states(reply: Reply, states: Tensor, generator: torch.Generator) -> Reply:
-    """The reply's words beside hidden states of any other words.
+    """Combine the reply's embeddings with hidden states of random other words.
 
-    What is said must follow from the embeddings, which stay as they are: hidden states change with
-    every minute that the thinker is trained.
+    The codes must follow from the embeddings, which are fixed: hidden states keep changing while
+    the thinker is trained.
     """
     drawn = torch.randint(len(states), (len(reply.reply_embeds),), generator=generator)
     return replace(reply, reply_rows=reply.reply_embeds + states[drawn])
 
 
 def _mistaken(codes: Tensor, similar: Tensor, mask: int, generator: torch.Generator) -> Tensor:
-    """Codes as they might have been said: some a little off, or, of every fourth reply, hidden.
+    """Corrupt codes: replace some by similar ones or, in every fourth reply, mask some.
 
-    From codes that are always right nearly all is learnt from the code before and little from the
-    text, and one slip ends in another word.
+    With always correct codes the talker learns mainly from the previous code and little from the
+    text, and one slip leads into another word.
     """
     chance, share = torch.rand(2, generator=generator).tolist()
     drawn = torch.rand(len(codes), generator=generator)
@@ -203,7 +203,7 @@ def rows_beside(
     voice: str,
     codes: Tensor,
 ) -> Tensor:
-    """Inputs ``(n + 2 + codes, width)``, laid out as the family's ``generate`` does."""
+    """Return inputs ``(n + 2 + codes, width)`` in the layout of the family's ``generate``."""
     following = torch.cat([reply.reply_rows, renditions.end_row[None]])
     missing = len(codes) + 1 - len(following)
     if missing > 0:
@@ -215,7 +215,7 @@ def rows_beside(
 
 
 def _logits(network: Any, inputs: Sequence[Tensor], counts: list[int]) -> Tensor:
-    """Logits of the last rows of each input, so many as ``counts`` says, all in one table."""
+    """Return the logits of the last ``counts`` rows of each input, concatenated."""
     longest = max(map(len, inputs))
     padded = [torch.nn.functional.pad(rows, (0, 0, 0, longest - len(rows))) for rows in inputs]
     hidden = network.thinker_to_talker_proj(torch.stack(padded))

@@ -1,4 +1,4 @@
-"""The thinker in training: transformers' modules, batched over padded rows."""
+"""The thinker for training: transformers' modules, batched over padded rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from training.spoken_sums.sizes import omni_config
 
 
 def build_thinker(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5OmniThinkerForConditionalGeneration:
-    """Make a thinker with random weights from torch's seed."""
+    """Return a thinker with random weights from torch's seed."""
     config: Any = omni_config(tokenizer).thinker_config
     model = Qwen2_5OmniThinkerForConditionalGeneration(config)
     for name, parameter in model.named_parameters():
@@ -28,7 +28,7 @@ def build_thinker(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5OmniThinkerForCo
             parameter.data.mul_(0.5)
         if "conv" in name and parameter.ndim == 3:
             nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
-    # Fixed for good: tower and decoder can so be trained apart, and at the same time.
+    # Fixed, so that tower and decoder can be trained separately and in parallel.
     embedding = model.model.language_model.embed_tokens.weight
     nn.init.normal_(embedding, std=0.5, generator=torch.Generator().manual_seed(0))
     embedding.requires_grad_(False)
@@ -36,28 +36,28 @@ def build_thinker(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5OmniThinkerForCo
 
 
 def embedding_of(model: Qwen2_5OmniThinkerForConditionalGeneration) -> Tensor:
-    """The words' embeddings, ``(vocabulary, width)``."""
+    """Return the word embeddings, ``(vocabulary, width)``."""
     weight: Tensor = model.model.language_model.embed_tokens.weight
     return weight
 
 
 def num_rows(frames: int) -> int:
-    """How many rows the tower makes of a sound."""
+    """Return the number of rows that the tower outputs for a sound."""
     return ((frames - 1) // 2 + 1) // 2
 
 
 def silence_row(model: Qwen2_5OmniThinkerForConditionalGeneration) -> Tensor:
-    """Where the tower hears no word: the embedding of the padding token, ``(width,)``."""
+    """Return the tower's row for silence: the embedding of the padding token, ``(width,)``."""
     return embedding_of(model)[model.model.language_model.padding_idx].detach()
 
 
 def text_hidden(
     model: Qwen2_5OmniThinkerForConditionalGeneration, embeds: Tensor, positions: Tensor
 ) -> Tensor:
-    """Hidden states ``(rows, tokens, width)``; padding stands at the end, where none sees it.
+    """Compute hidden states ``(rows, tokens, width)``; padding is at the end, where it is unseen.
 
-    What the modules' own forward computes, in bfloat16 and in fewer and larger products: on a CPU
-    the kernels of attention and of rotation take most of the time otherwise.
+    Equals the modules' own forward, in bfloat16 and with fewer and larger products: otherwise the
+    attention and rotary kernels take most of the time on a CPU.
     """
     decoder = model.model.language_model
     hidden = embeds.float()
@@ -100,7 +100,7 @@ def mean_loss(
     token_ids: Tensor,
     learnt: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy of learnt tokens, and which of them are the likeliest."""
+    """Return the cross entropy of learnt tokens, and which of them are predicted correctly."""
     wanted = learnt[:, 1:]
     logits = functional.linear(hidden[:, :-1][wanted].float(), model.lm_head.weight)
     targets = token_ids[:, 1:][wanted]
@@ -110,14 +110,14 @@ def mean_loss(
 def tower_rows(
     model: Qwen2_5OmniThinkerForConditionalGeneration, features: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """What the audio tower makes of sounds that fit its window.
+    """Run the audio tower on sounds that fit its window.
 
     Args:
-        model: with the tower.
+        model: contains the tower.
         features: of each sound, ``(bands, frames)``.
 
     Returns:
-        Rows ``(sounds, most rows, width)`` and how many each has; the rest is padding.
+        Rows ``(sounds, max rows, width)`` and the number per sound; the rest is padding.
 
     Raises:
         ValueError: a sound is longer than the tower's window.

@@ -1,7 +1,7 @@
-"""The thinker's tokenizer: every word of a sum is one token, all else is bytes.
+"""The thinker's tokenizer: every word of a sum is one token, everything else is bytes.
 
-Byte-level BPE as Qwen2.5 has it, with the same special tokens; digits stand alone. Text is read in
-lower case.
+Byte-level BPE like Qwen2.5's, with the same special tokens; digits are separate tokens. Text is
+lowercased.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from training.spoken_sums.number_words import NUMBER_WORDS
 from training.spoken_sums.word_list import listed
 
 NOISE = "<|noise|>"
-"""What the tower's rows come near to where a word is said that is no part of sums."""
+"""The tower's target for spoken words that are not part of sums."""
 
 SYSTEM_PROMPT = "you answer sums"
 
@@ -42,11 +42,11 @@ _ASKED = (
     "{{ 'million' if seen.most > 2 or seen.signs > 1 or text|length > LONGEST else text }}"
     "{% endmacro %}"
 ).replace("LONGEST", str(_LONGEST_QUESTION))
-"""Gives what a user typed, or a word that is no part of sums where a number has three figures or
-there are two signs: the thinker would drop a figure or a number, and answer another sum."""
+"""Returns the user's text, or a word that is not part of sums if a number has three digits or
+there are two signs: the thinker would drop a digit or a number, and answer another sum."""
 
 SPECIALS = (*OMNI_SPECIALS, NOISE)
-"""By their ids, from 0."""
+"""Special tokens in the order of their ids, from 0."""
 
 HEARD_WORDS: tuple[str, ...] = (
     *NUMBER_WORDS,
@@ -54,7 +54,7 @@ HEARD_WORDS: tuple[str, ...] = (
 plus minus times and what is how much
 """),
 )
-"""The words that the tower tells from each other."""
+"""The words that the tower distinguishes."""
 
 _WORDS = (
     *HEARD_WORDS,
@@ -67,7 +67,7 @@ _SIGNS = ("+", "-", "*", "=", "×", "?", ".", ",")
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Make the tokenizer; the same one each time."""
+    """Build the tokenizer; deterministic."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     words_digits_signs = Regex(r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]|\s")
@@ -79,7 +79,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = BpeTrainer(
-        vocab_size=4096,  # never reached: merging ends when each word is a token
+        vocab_size=4096,  # never reached: merging stops when each word is a token
         special_tokens=list(SPECIALS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -99,7 +99,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _template() -> str:
-    # It hears and reads: a message with a picture is refused, since the tower for it is untrained.
+    # Messages with images are rejected, since the image tower is untrained.
     template = re.sub(
         r"{% if part\['type'\] == 'image' %}.*?{% elif (.*?){% elif .*?'video' %}.*?{% elif ",
         r"{% if \1{% elif ",

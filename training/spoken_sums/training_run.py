@@ -1,4 +1,4 @@
-"""A part's training: how many of its steps are made, and what it goes on from."""
+"""Progress and saved state of a part's training."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _SAVE_EVERY_S = 60.0
 
 
 class TrainingRun:
-    """One part's training: so many steps, saved on the way, and taken up again.
+    """A resumable training of one part, saved periodically.
 
     Args:
-        path: where it saves to.
-        steps: how many it makes, over all calls.
-        state: what has a ``state_dict`` and is trained, by name.
+        path: file of the saved state.
+        steps: total number over all calls.
+        state: trained objects with a ``state_dict``, by name.
 
     Attributes:
-        num_steps: that are made.
+        num_steps: number of steps done.
         elapsed_s: seconds that they took.
-        saves: whether this process is the one that writes.
+        saves: true if this process writes the state.
     """
 
     def __init__(self, path: Path, steps: int, **state: Any) -> None:
@@ -41,11 +41,11 @@ class TrainingRun:
 
     @property
     def progress(self) -> float:
-        """From 0 to 1."""
+        """Share of the steps done, from 0 to 1."""
         return min(1.0, self.num_steps / self._steps) if self._steps else 1.0
 
     def steps(self) -> Iterator[float]:
-        """Give the progress before each step; save every minute and at the end."""
+        """Yield the progress before each step; save every minute and at the end."""
         last_saved = before = time.monotonic()
         while self.progress < 1.0:
             yield self.progress
@@ -59,7 +59,7 @@ class TrainingRun:
         self.save()
 
     def save(self) -> None:
-        """Write all state, whole or not at all; not where ``saves`` is False."""
+        """Write all state atomically, unless ``saves`` is False."""
         if not self.saves:
             return
         saved = {name: item.state_dict() for name, item in self._state.items()}
@@ -77,14 +77,14 @@ class TrainingRun:
         *,
         warmup: int = 100,
     ) -> None:
-        """Take a step along all workers' mean gradient.
+        """Take an optimizer step along the mean gradient of all workers.
 
         Args:
             optimizer: of the parameters.
-            parameters: with gradients, clipped to a norm of 1 in all.
-            workers: who train the same.
-            peak: the highest learning rate.
-            warmup: steps until it is reached; from then on it falls in a line to a fiftieth.
+            parameters: with gradients, clipped to a total norm of 1.
+            workers: the processes that train the same model.
+            peak: peak learning rate.
+            warmup: steps until the peak; from then on the rate decays linearly to a fiftieth.
         """
         workers.average(parameters)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)

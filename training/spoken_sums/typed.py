@@ -1,8 +1,8 @@
-"""Typed conversations, then the same with words as a tower would hear them.
+"""Trains the decoder on typed conversations, later also on simulated tower output.
 
-In the first steps all questions are typed. From then on words of some are laid out as rows that
-repeat and rest, each time a little longer, and with noise: all at once, nothing is learnt.
-Random gaps between places keep the model from counting them.
+In the first steps all questions are typed. Later, words of some become rows with repetitions,
+pauses and noise, gradually longer: introduced all at once, nothing is learnt. Random gaps between
+positions keep the model from counting them.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from training.spoken_sums.workers import Workers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypedSettings:
-    """Of this part.
+    """Hyperparameters of this part.
 
     Attributes:
-        steps: how many.
-        rate: the highest learning rate.
-        tokens: of a batch, padding included, about, shared by all workers.
-        stutter_from: share of the steps after which sounds begin.
+        steps: number of steps.
+        rate: peak learning rate.
+        tokens: approximate tokens per batch, including padding, split over all workers.
+        stutter_from: share of the steps after which sounds start.
         stutter_full: share of the steps after which they are as long as speech.
-        spoken: share of conversations with sounds, from then on. Their rows are many, and sums are
-            learnt from all alike.
-        noise: on rows in the end, in standard deviations of embeddings.
+        spoken: share of conversations with sounds, from then on. They have many rows, and sums are
+            learnt equally well from typed ones.
+        noise: maximum noise on rows, in standard deviations of embeddings.
     """
 
     steps: int = 620
@@ -52,7 +52,7 @@ class TypedSettings:
 def length_buckets(
     rows: Sequence[Rendered], tokens: int, draw: random.Random
 ) -> list[list[Rendered]]:
-    """Batches of about equal length, in any order."""
+    """Return batches of rows of similar length, in random order."""
     batches: list[list[Rendered]] = [[]]
     for row in sorted(rows, key=lambda each: len(each.token_ids)):
         if (len(batches[-1]) + 1) * len(row.token_ids) > tokens and batches[-1]:
@@ -63,7 +63,7 @@ def length_buckets(
 
 
 def gapped_positions(rows: int, tokens: int) -> Tensor:
-    """Places ``(rows, tokens)``; half the rows have a gap here and there."""
+    """Return positions ``(rows, tokens)``; half of the rows have occasional gaps."""
     steps = torch.ones(rows, tokens, dtype=torch.long)
     jumps = (torch.rand(rows, tokens) < 0.08) & (torch.rand(rows, 1) < 0.5)
     steps[jumps] += torch.randint(0, 30, (int(jumps.sum()),))
@@ -77,7 +77,7 @@ def _batches(
     run: TrainingRun,
     draw: random.Random,
 ) -> Iterator[tuple[list[Rendered], dict[int, list[list[int]]]]]:
-    """Rows of a batch, and the paths of their sounds by the row's identity."""
+    """Yield the rows of a batch, and the paths of their sounds by the row's ``id()``."""
     while True:
         span = settings.stutter_full - settings.stutter_from
         strength = min(1.0, max(0.0, (run.progress - settings.stutter_from) / span))
@@ -100,7 +100,7 @@ def _batches(
 
 
 def collate(rows: Sequence[Rendered]) -> tuple[Tensor, Tensor]:
-    """Token ids and what is learnt, ``(rows, tokens)``, padded at the end."""
+    """Return token ids and the mask of learnt tokens, ``(rows, tokens)``, padded at the end."""
     ids = pad_sequence([torch.tensor(row.token_ids) for row in rows], batch_first=True)
     learnt = pad_sequence([torch.tensor(row.learnt) for row in rows], batch_first=True)
     return ids, learnt

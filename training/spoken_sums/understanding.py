@@ -1,4 +1,4 @@
-"""What a question in words asks, by rule: what the thinker is to learn, and is measured by."""
+"""Rule-based parser of questions in words: the ground truth for training and evaluation."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def _signs() -> dict[str, str]:
 
 
 def understood(words: str, last: int | None = None) -> Sum | None:
-    """The sum that is asked; None where it is none.
+    """Return the sum in a question; None if it is not a sum.
 
     Args:
-        words: of the question.
-        last: the result before, which a follow-up goes on from.
+        words: the question.
+        last: the previous result, from which a follow-up continues.
     """
     match = _pattern().fullmatch(words)
     if match is None:
@@ -48,13 +48,13 @@ def understood(words: str, last: int | None = None) -> Sum | None:
 
 
 def right_reply(words: str, last: int | None = None) -> tuple[str, int | None]:
-    """The reply to a question, and its result; see :func:`understood`."""
+    """Return the reply to a question, and its result; see :func:`understood`."""
     one = understood(words, last)
     return (NOT_A_SUM, None) if one is None else (one.reply, one.result)
 
 
 def written(reply: str) -> Sum | None:
-    """The sum that a reply begins with; None where it is of none."""
+    """Return the sum at the start of a reply; None if there is none."""
     match = re.match(r"(\d+) ([-+*]) (\d+) = ", reply)
     if match is None:
         return None

@@ -1,8 +1,8 @@
-"""Lists of words, written as text."""
+"""Word lists written as text."""
 
 from __future__ import annotations
 
 
 def listed(text: str) -> list[str]:
-    """The words between spaces and line ends."""
+    """Return the words of a text, split at whitespace."""
     return text.split()

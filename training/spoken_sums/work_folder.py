@@ -1,4 +1,4 @@
-"""Where training keeps what it makes: a folder of one plan, which later runs go on in."""
+"""The training folder: belongs to one plan, and later runs resume in it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Mapping
 from pathlib import Path
 
 WORK = Path("build/spoken_sums")
-"""States of training, and the sounds of held-out questions; git leaves ``build`` alone."""
+"""States of training, and the sounds of held-out questions; git ignores ``build``."""
 
 QUICK_WORK = Path("build/spoken_sums_quick")
-"""The same of a trial."""
+"""The same for a trial."""
 
 
 def claim(folder: Path, plan: Mapping[str, int]) -> None:
-    """Make a folder of training, or take up the one that is there.
+    """Create a training folder, or check that an existing one has the same plan.
 
-    Every part goes on from what it finds. States of a trial would so be taken for those of a
-    training that was cut short.
+    Every part resumes from the states it finds, so those of a trial would be mistaken for those of
+    an interrupted training.
 
     Args:
-        folder: created if missing; its ``plan.json`` says what is made there.
-        plan: how much of everything.
+        folder: created if missing; its ``plan.json`` stores the plan.
+        plan: amounts of data and steps.
 
     Raises:
-        ValueError: the folder is another plan's.
+        ValueError: the folder belongs to another plan.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "plan.json"

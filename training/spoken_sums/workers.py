@@ -1,4 +1,4 @@
-"""Several processes that train one model: each its own batch, all the mean of their gradients."""
+"""Data-parallel training: each process has its own batch, and gradients are averaged."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor, distributed
 
 
 class Workers:
-    """This process among those that ``WORLD_SIZE`` and ``RANK`` of its environment tell of.
+    """The group of processes defined by ``WORLD_SIZE`` and ``RANK`` in the environment.
 
-    With neither set it is alone.
+    With neither set there is only this process.
     """
 
     def __init__(self) -> None:
@@ -22,10 +22,10 @@ class Workers:
             distributed.init_process_group("gloo")
 
     def average(self, parameters: Iterable[Tensor]) -> None:
-        """Put the mean gradient into every parameter that has one, on all alike.
+        """Replace the gradients of all parameters by the mean over all processes.
 
         Args:
-            parameters: the same on all.
+            parameters: the same on all processes.
         """
         if self.count == 1:
             return
