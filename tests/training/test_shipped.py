@@ -95,13 +95,13 @@ def test_figures_that_are_no_sum_are_told(engine: LLMEngine) -> None:
     assert num_right(engine, asked) >= 0.85 * len(asked)
 
 
-MOST_BYTES = 24_000_000
+MAX_BYTES = 24_000_000
 
 
 def test_the_folder_is_small_and_tells_what_it_is():
     files = [file for file in FOLDER.rglob("*") if file.is_file()]
 
-    assert sum(file.stat().st_size for file in files) <= MOST_BYTES
+    assert sum(file.stat().st_size for file in files) <= MAX_BYTES
     card = (FOLDER / "README.md").read_text()
     for word in ("flite", "espeak-ng", "cannot", "licence"):
         assert word in card.lower(), f"the model card does not speak of {word}"

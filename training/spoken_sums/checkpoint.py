@@ -19,7 +19,7 @@ from training.spoken_sums.dit import Voice
 from training.spoken_sums.log_mel import feature_extractor
 from training.spoken_sums.sizes import VISION, omni_config
 
-MOST_BYTES = 24_000_000
+MAX_BYTES = 24_000_000
 """Maximum size of the whole folder."""
 
 SPEAKERS: Mapping[str, tuple[str, str]] = {
@@ -80,8 +80,8 @@ def write_checkpoint(
     for file in filter(Path.is_file, folder.iterdir()):
         file.chmod(0o644)  # weights are written with owner-only permissions
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    if size > MOST_BYTES:
-        raise ValueError(f"{folder} has {size} bytes, and may have {MOST_BYTES}")
+    if size > MAX_BYTES:
+        raise ValueError(f"{folder} has {size} bytes, and may have {MAX_BYTES}")
 
 
 def _write_processors(folder: Path) -> None:
