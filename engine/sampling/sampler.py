@@ -1,19 +1,17 @@
-"""Chooses the next token of every request of a batch.
+"""Samples the next token of every request of a batch.
 
-Changes to single logits of a batch: biases, masks and penalties, without a loop over tokens.
-
-Every row brings a short list of ids. All rows' lists are joined into one list of places in the
-flat ``(n * vocab,)`` view, so that a whole batch is one gather and one scatter::
+Biases, masks and penalties change single logits without a loop over tokens. Every row has a short
+list of ids. All lists are joined into one list of places in the flat ``(n * vocab,)`` view, so
+that a whole batch is one gather and one scatter::
 
     row 0: ids 7, 9    row 2: ids 0, 7, 8        vocab = 10
     places = [7, 9,            20, 27, 28]
 
-From logits to a drawn token: temperature, the filters, and the draw itself.
-
-Everything is float64 and row by row, so that a row's token does not depend on what else is in
-the batch: the last bits in which kernels may differ between batch sizes are then far too small
-to move a draw. The filters work with thresholds, not with ranks: equal logits stay or go
-together, and no result depends on the order in which a sort leaves ties."""
+Temperature, filters and the draw run in float64 and row by row, so that a row's token does not
+depend on the rest of the batch: kernels may differ between batch sizes in the last bits, which are
+then far too small to change a draw. The filters use thresholds, not ranks: equal logits are kept or
+removed together, and no result depends on the order in which a sort leaves ties.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ class TokenCounts:
         self._generated = np.zeros(len(self._ids), dtype=np.float32)
 
     def see(self, token_ids: Iterable[int]) -> None:
-        """Take note of more tokens of the prompt."""
+        """Record more prompt tokens."""
         for token_id in token_ids:
             if token_id not in self._slots:
                 self._add(token_id)
@@ -64,18 +62,18 @@ class TokenCounts:
 
     @property
     def token_ids(self) -> NDArray[np.int64]:
-        """``(num_distinct,)`` ids, each once."""
+        """Distinct ids, ``(num_distinct,)``."""
         return self._ids[: len(self._slots)]
 
     @property
     def generated(self) -> NDArray[np.float32]:
-        """``(num_distinct,)``: how often each was generated; 0 for one of the prompt only."""
+        """Generation count of each id, ``(num_distinct,)``; 0 if it occurs only in the prompt."""
         return self._generated[: len(self._slots)]
 
     def _add(self, token_id: int) -> int:
         slot = len(self._slots)
         if slot == len(self._ids):
-            # Doubled, so that appending stays cheap however long the output gets.
+            # Doubling keeps appending cheap for any length of the output.
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
             self._generated = np.concatenate([self._generated, np.zeros_like(self._generated)])
         self._ids[slot] = token_id
@@ -83,38 +81,38 @@ class TokenCounts:
         return slot
 
 
-_UNIFORM_BITS = 53  # what a float64 holds
+_UNIFORM_BITS = 53  # the significand of a float64
 
 
 class LogitsProcessor(Protocol):
-    """A rule about what may follow what."""
+    """A rule about which tokens may follow the generated ones."""
 
     def apply(self, logits: Tensor, generated: Sequence[int]) -> None:
-        """Mask in the logits ``(vocab,)`` what must not follow the generated ids."""
+        """Mask the logits ``(vocab,)`` of tokens that must not follow the generated ids."""
 
 
 class SamplingState:
-    """What the sampler remembers of one request; it lives as long, across preemptions.
+    """The sampler's state of one request, kept for the request's lifetime, across preemptions.
 
     Args:
         prompt_token_ids: for the repetition penalty; empty for a prompt of embeddings.
-        seed: of this request's draws, ``0 <= seed < 2**63``.
-        eos_token_ids: kept out until ``min_tokens``, unless ``ignore_eos``.
-        logits_processor: what else the checkpoint's kind of model asks of its output, or None.
-        begin_suppress_token_ids: not to be chosen as the first token, by the checkpoint's own
-            rules; ids outside the vocabulary are ignored.
-        grammar: of ``params.structured_output``, at its beginning; or None.
-        judged_id: a token whose probability is reported, with how likely what is chosen is among
-            what could be; None if it is not asked for.
+        seed: seed of this request's draws, ``0 <= seed < 2**63``.
+        eos_token_ids: masked until ``min_tokens``, unless ``ignore_eos``.
+        logits_processor: the model's own rule for its output, or None.
+        begin_suppress_token_ids: ids that the checkpoint forbids as the first token; ids outside
+            the vocabulary are ignored.
+        grammar: grammar of ``params.structured_output``, at its beginning; or None.
+        judged_id: a token whose probability is reported with each choice, next to the choice's
+            own log-probability among the allowed tokens; None if not requested.
 
     Raises:
         ValueError: an id is outside the vocabulary, or nothing is left to choose from.
 
     Attributes:
-        counts: of the tokens seen, or None when no penalty asks for them.
-        grammar: at the place that the output has come to; None where the output is free.
-        bias: ids, each once, and what is added to their logits; None when there is none.
-        generated: the accepted ids; none are kept without a ``logits_processor``.
+        counts: counts of the tokens seen; None if no penalty needs them.
+        grammar: grammar at the current position of the output; None for free output.
+        bias: distinct ids, and the values added to their logits; None without a bias.
+        generated: the accepted ids; stays empty without a ``logits_processor``.
     """
 
     def __init__(
@@ -156,9 +154,9 @@ class SamplingState:
         self.generated: list[int] = []
 
     def with_seed(self, seed: int) -> SamplingState:
-        """The same for another completion of the prompt, as long as nothing was generated.
+        """Copy the state for another completion of the prompt, before any token is generated.
 
-        What is masked is worked out once for all completions.
+        The masks are computed once for all completions.
         """
         other = copy(self)
         other.seed, other.generated = seed, []
@@ -167,12 +165,12 @@ class SamplingState:
         return other
 
     def extend_prompt(self, token_ids: Sequence[int]) -> None:
-        """Take note of tokens by which the prompt turned out to go on."""
+        """Record tokens that extend the prompt."""
         if self.counts is not None:
             self.counts.see(token_ids)
 
     def append(self, token_id: int) -> None:
-        """Take note of an accepted token."""
+        """Record an accepted token."""
         self.num_generated += 1
         if self.logits_processor is not None:
             self.generated.append(token_id)
@@ -183,7 +181,7 @@ class SamplingState:
 
     @property
     def masked_ids(self) -> NDArray[np.int64] | None:
-        """Ids that must not be chosen at this position, each once; None when all may be."""
+        """Distinct ids that must not be chosen at this position; None if all are allowed."""
         if self.num_generated == 0:
             return self._masked_first
         if self.num_generated < self.params.min_tokens:
@@ -192,7 +190,7 @@ class SamplingState:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether anything is to be added to, or masked in, the logits of this position."""
+        """True if the logits of this position are to be biased, penalised or masked."""
         return (
             self.bias is not None
             or self.counts is not None
@@ -202,13 +200,13 @@ class SamplingState:
         )
 
     def next_uniform(self, codebook: int = 0) -> float:
-        """The number in ``(0, 1]`` that draws the next token; asking again gives it again.
+        """Return the number in ``(0, 1]`` that draws the next token; idempotent.
 
-        Of several codebooks each has numbers of its own, the first those of other models' tokens.
+        Each of several codebooks has separate numbers; the first has those of other models' tokens.
 
-        There is no stream to keep: a request that was preempted and computed again, or that runs
-        beside other requests, meets the same number at the same position. Neighbouring seeds and
-        positions are as independent as BLAKE2b can make them.
+        There is no stream to keep: a request that was preempted and recomputed, or that runs next
+        to other requests, gets the same number at the same position. Neighbouring seeds and
+        positions are as independent as BLAKE2b makes them.
         """
         message = self.seed.to_bytes(8, "little") + self.num_generated.to_bytes(8, "little")
         if codebook:
@@ -227,7 +225,7 @@ def _masks(
     begin_suppress_token_ids: Collection[int],
     vocab_size: int,
 ) -> tuple[_Mask, _Mask, _Mask]:
-    """Ids to mask always, before ``min_tokens``, and at the first position."""
+    """Return the ids to mask always, before ``min_tokens``, and at the first position."""
     always = set(params.suppress_token_ids)
     early = always | set(params.stop_token_ids)
     if not params.ignore_eos:
@@ -257,15 +255,15 @@ def _check_ids(params: SamplingParams, vocab_size: int) -> None:
 
 
 class BadWords:
-    """Masks the last token of a bad word behind its others, as transformers' processor does.
+    """Masks the last token of a bad word after its other tokens, as transformers' processor does.
 
     Args:
-        words: token ids of each, as ``bad_words_ids`` of a generation config has them.
-        eos_token_ids: words that are one of these alone are allowed.
+        words: token ids of each word, as in ``bad_words_ids`` of a generation config.
+        eos_token_ids: words that consist of one of these alone are allowed.
 
     Attributes:
-        single_ids: words of one token, which are masked wherever they stand.
-        longest: tokens before the last of a word, at most.
+        single_ids: words of one token, which are masked at every position.
+        longest: maximum number of tokens before the last token of a word.
     """
 
     def __init__(self, words: Collection[Sequence[int]], eos_token_ids: Collection[int]) -> None:
@@ -281,13 +279,13 @@ class BadWords:
     def behind(
         self, prompt_token_ids: Sequence[int], rule: LogitsProcessor | None
     ) -> LogitsProcessor | None:
-        """A processor for a request, which applies another rule as well; None if neither is."""
+        """Return a request's processor, which applies ``rule`` as well; None without any rule."""
         if not self._lengths:
             return rule
         return _Behind(self, tuple(prompt_token_ids[-self.longest :]), rule)
 
     def mask(self, logits: Tensor, token_ids: tuple[int, ...]) -> None:
-        """Mask in the logits ``(vocab,)`` what would end a word that the ids have begun."""
+        """Mask the logits ``(vocab,)`` of tokens that would complete a word begun by the ids."""
         for length in self._lengths:
             ends = self._ends.get(token_ids[-length:], ())
             logits[[each for each in ends if 0 <= each < len(logits)]] = -inf
@@ -306,7 +304,7 @@ class _Behind(NamedTuple):
 
 
 def apply_biases(logits: Tensor, states: Sequence[SamplingState]) -> None:
-    """Add what requests want to logits ``(n, vocab)``, float32 and contiguous, in place."""
+    """Add the requests' biases to logits ``(n, vocab)``, float32 and contiguous, in place."""
     biased = [(row, state.bias) for row, state in enumerate(states) if state.bias is not None]
     if not biased:
         return
@@ -317,7 +315,7 @@ def apply_biases(logits: Tensor, states: Sequence[SamplingState]) -> None:
 
 
 def apply_masks(logits: Tensor, states: Sequence[SamplingState]) -> None:
-    """Set in logits ``(n, vocab)``, contiguous, what must not be chosen to minus infinity."""
+    """Set masked ids to minus infinity in logits ``(n, vocab)``, contiguous, in place."""
     masked = [
         (row, ids) for row, state in enumerate(states) if (ids := state.masked_ids) is not None
     ]
@@ -330,7 +328,7 @@ def apply_masks(logits: Tensor, states: Sequence[SamplingState]) -> None:
 def apply_penalties(logits: Tensor, states: Sequence[SamplingState]) -> None:
     """Apply repetition, then frequency and presence penalties, in place.
 
-    The first looks at prompt and output (CTRL, Keskar et al. 2019), the others at the output only.
+    The first counts prompt and output (CTRL, Keskar et al. 2019), the others the output only.
 
     Args:
         logits: ``(n, vocab)`` float32, contiguous.
@@ -380,11 +378,11 @@ def shape_distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tens
     """Apply temperature, min-p, top-k and top-p, in this order.
 
     Args:
-        logits: ``(n, vocab)`` floating point; each row's largest is finite. Left as it is.
+        logits: ``(n, vocab)`` floating point; each row's maximum is finite. Not modified.
         params: one per row, none of them greedy.
 
     Returns:
-        ``(n, vocab)`` float64 logits; what is not to be drawn is minus infinity.
+        ``(n, vocab)`` float64 logits; minus infinity for tokens that must not be drawn.
     """
     looked = _FIRST_LOOK
     while True:
@@ -397,7 +395,7 @@ def shape_distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tens
 def _shape(
     logits: Tensor, params: Sequence[SamplingParams], looked: int
 ) -> tuple[Tensor, Tensor | None]:
-    """See :func:`shape_distribution`, and :func:`keep_top_p` for what comes beside it."""
+    """See :func:`shape_distribution`, and :func:`keep_top_p` for the second result."""
     asked = np.array([(p.temperature, p.min_p, p.top_k, p.top_p) for p in params])
     there = upload({"asked": asked, "top_k": asked[:, 2].astype(np.int64)}, logits.device)
     temperature, min_p, _, top_p = there["asked"].split(1, dim=1)
@@ -406,7 +404,7 @@ def _shape(
     shaped = shaped - shaped.amax(dim=-1, keepdim=True)
     shaped /= temperature
     if asked[:, 1].any():
-        # Those at least so many times as likely as the likeliest.
+        # Keeps tokens at least min_p times as likely as the likeliest.
         shaped = shaped.masked_fill(shaped < min_p.log(), -torch.inf)
     most = int(asked[:, 2].max())
     if most:
@@ -417,9 +415,9 @@ def _shape(
 
 
 def keep_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
-    """Keep each row's ``top_k`` largest, at most ``most``, and what equals the smallest of these.
+    """Keep each row's ``top_k`` largest, at most ``most``, and ties with the smallest of these.
 
-    Rows of 0 keep all.
+    Rows with a ``top_k`` of 0 keep all.
     """
     most = min(most, logits.shape[1])
     largest = logits.topk(most, dim=-1).values
@@ -430,8 +428,8 @@ def keep_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
 def keep_top_p(logits: Tensor, top_p: Tensor, looked: int) -> tuple[Tensor, Tensor]:
     """Keep the likeliest tokens until their probability reaches ``top_p`` (nucleus sampling).
 
-    The token that crosses the border is kept, and so is what equals it. Returns the
-    logits, and per row whether that was enough: else keep more than these.
+    The token that crosses the border is kept, and so are its ties. Returns the logits, and per row
+    whether the ``looked`` largest tokens were enough; if not, call again with more.
     """
     vocab_size = logits.shape[1]
     wanted = top_p * logits.exp().cumsum(dim=-1)[:, -1:]
@@ -456,21 +454,21 @@ def draw(logits: Tensor, uniforms: Sequence[float]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FurtherDraws:
-    """Draws what comes beside tokens that were just chosen, by the chances of their requests.
+    """Draws further codes and numbers for tokens just chosen, with their requests' seeds.
 
     Attributes:
-        states: of the requests, one for each row.
-        params: by which codes are drawn where tokens are drawn.
+        states: states of the requests, one per row.
+        params: parameters for drawing codes in requests that are not greedy.
     """
 
     states: Sequence[SamplingState]
     params: SamplingParams
 
     def code(self, logits: Tensor, codebook: int) -> Tensor:
-        """Choose one code of a further codebook per row: the largest where tokens are greedy.
+        """Choose one code of a further codebook per row; the largest for greedy requests.
 
         Args:
-            logits: ``(n, codes)``, left as they are.
+            logits: ``(n, codes)``, not modified.
             codebook: 1 or more.
 
         Returns:
@@ -486,12 +484,12 @@ class FurtherDraws:
         return codes
 
     def normal(self, width: int) -> Tensor:
-        """Normal numbers ``(n, width)``, float32 on the CPU, whose variance is the temperature."""
+        """Draw normal numbers ``(n, width)``, float32 on the CPU, of variance ``temperature``."""
         drawn = torch.zeros(len(self.states), width)
         for row, state in enumerate(self.states):
             if state.params.temperature:
                 uniform = [state.next_uniform(place) for place in range(1, width + 1)]
-                # Of the numbers in (0, 1] the last one would be infinite.
+                # A uniform number of 1 would become infinite.
                 shares = torch.tensor(uniform, dtype=torch.float64)
                 shares.clamp_(max=1 - 2.0**-_UNIFORM_BITS)
                 drawn[row] = torch.special.ndtri(shares) * state.params.temperature**0.5
@@ -499,20 +497,20 @@ class FurtherDraws:
 
 
 class Judgement(NamedTuple):
-    """How likely the chosen token was among what could be, and ``judged_id`` to the model."""
+    """Likelihood of the chosen token and of ``judged_id``."""
 
-    score: float  # a log-probability, at temperature 1
-    probability: float
+    score: float  # log-probability of the chosen token among the allowed ones, at temperature 1
+    probability: float  # of ``judged_id``, by the model's own logits
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """What was chosen, one entry per row.
+    """The chosen tokens, one entry per row.
 
     Attributes:
-        logprobs: None where not asked for, or where the row failed.
-        errors: why no token could be chosen; None where one was.
-        judgements: None where not asked for, or where the row failed.
+        logprobs: None if not requested, or if the row failed.
+        errors: why no token could be chosen; None for a row with a token.
+        judgements: None if not requested, or if the row failed.
     """
 
     token_ids: list[int | None]
@@ -522,24 +520,24 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Chooses the next token of every request of a batch.
+    """Samples the next token of every request of a batch.
 
-    A row's result depends on its own logits and state only, not on its place or its neighbours. In
+    A row's result depends only on its own logits and state, not on its position or neighbours. The
     order: the bias of single tokens; suppressed ids and ``min_tokens``; the model's own rule; the
     grammar of a structured output; the penalties; then for greedy requests the largest, for others
     temperature, min-p, top-k, top-p and the draw.
 
-    The bias comes first, as in transformers: what looks at logits, as the model's own rule and the
-    repetition penalty do, sees biased ones. No bias brings back what is masked.
+    The bias comes first, as in transformers: rules that read logits, such as the model's own rule
+    and the repetition penalty, see biased ones. No bias unmasks a token.
     """
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> SamplerOutput:
-        """Choose one token per row; the states are left as they are.
+        """Choose one token per row, without changing the states.
 
         Args:
-            logits: ``(n, vocab)`` floating point, left as they are.
-            states: one per row; :meth:`SamplingState.append` is for the caller to call.
+            logits: ``(n, vocab)`` floating point, not modified.
+            states: one per row; the caller calls :meth:`SamplingState.append`.
 
         Raises:
             ValueError: the number of states is not the number of rows.
@@ -551,7 +549,7 @@ class Sampler:
             )
         adjusted = logits
         if any([state.changes_logits for state in states]):
-            # A copy: log-probabilities are of the model's own distribution.
+            # A copy: log-probabilities are reported from the model's own distribution.
             adjusted = logits.to(torch.float32, copy=True).contiguous()
             apply_biases(adjusted, states)
             apply_masks(adjusted, states)
@@ -566,7 +564,7 @@ class Sampler:
 def _judgements(
     logits: Tensor, adjusted: Tensor, states: Sequence[SamplingState], token_ids: Sequence[int]
 ) -> list[Judgement | None]:
-    """How likely each row's token is, where that is asked for."""
+    """Judge each row's token if requested; else None."""
     found: list[Judgement | None] = [None] * len(states)
     for row, state in enumerate(states):
         if state.judged_id is None:
@@ -584,11 +582,11 @@ def _judgements(
 def _choose(
     logits: Tensor, adjusted: Tensor, states: Sequence[SamplingState], looked: int
 ) -> SamplerOutput:
-    """Queue all of it, and wait for it once; again if top-p turns out to need all tokens.
+    """Queue all device work and wait for it once; repeat if top-p turns out to need all tokens.
 
     Args:
-        logits: of the model, for log-probabilities.
-        adjusted: what is chosen from.
+        logits: the model's logits, for log-probabilities.
+        adjusted: the logits to choose from.
         looked: see :func:`keep_top_p`.
     """
     random = [row for row, each in enumerate(states) if each.params.temperature]
@@ -600,9 +598,9 @@ def _choose(
         asked = [states[row].params for row in random]
         shaped, is_enough = _shape(rows.select(adjusted), asked, looked)
         drawn = draw(shaped, [states[row].next_uniform() for row in random])
-        # Of a row that is not finite, which fails, nothing can be drawn.
+        # A row that is not finite fails below; its draw may lie beyond the vocabulary.
         chosen = rows.replace(chosen, drawn.clamp(max=adjusted.shape[1] - 1))
-    # Numbers of 64 bits hold ids and float32 alike: all parts become what the first is.
+    # Float64 holds ids and float32 exactly: cat promotes all parts to the first one's type.
     parts = [chosen.double(), largest]
     parts += [] if is_enough is None else [is_enough.squeeze(1)]
     num_top = 0
@@ -620,7 +618,7 @@ def _choose(
     if not all(enough):
         return _choose(logits, adjusted, states, logits.shape[1])
     token_ids = [int(each) for each in ids]
-    # The largest of a row is NaN as soon as one of it is.
+    # The maximum of a row is NaN as soon as one of its values is.
     errors = [
         None if math.isfinite(value) else _row_error(row, value, states[row].grammar)
         for row, value in enumerate(best)
@@ -642,7 +640,7 @@ def _choose(
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Some rows of a batch, on its device; all of them where there is no index."""
+    """Selected rows of a batch, on its device; all rows if ``index`` is None."""
 
     index: Tensor | None
 
@@ -660,7 +658,7 @@ class _Rows:
 
 
 def _row_error(row: int, largest: float, grammar: TokenGrammar | None) -> str:
-    """Why a row cannot be used; a maximum is NaN as soon as one value is."""
+    """Return why no token can be chosen from a row with this maximum."""
     if grammar is not None and grammar.problem:
         return f"the structured output cannot go on: {grammar.problem}"
     if math.isnan(largest):

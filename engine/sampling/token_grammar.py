@@ -1,7 +1,7 @@
-"""Holds a request's tokens to the form of its structured output.
+"""Constrains a request's tokens to the form of its structured output.
 
-llguidance walks a grammar along the generated tokens, and says after each which tokens may come
-next: one bit per id of the vocabulary, unpacked here into what is masked in the logits.
+llguidance advances a grammar by each generated token and then returns the allowed next tokens: one
+bit per id of the vocabulary, unpacked here into a mask of the logits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 
 
 class TokenGrammar:
-    """One completion's place in a grammar."""
+    """One completion's position in a grammar."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: Collection[int]) -> None:
         self._matcher = matcher
@@ -36,29 +36,29 @@ class TokenGrammar:
 
     @property
     def problem(self) -> str:
-        """Why the grammar cannot be followed further, as when it got too large; else empty."""
+        """The reason why the grammar failed, such as its size; empty if it has not."""
         return self._matcher.get_error().partition("\n")[0]
 
     def copy(self) -> TokenGrammar:
-        """The same place, for another completion of the prompt."""
+        """Copy the position for another completion of the prompt."""
         return TokenGrammar(self._matcher.deep_copy(), self._eos_token_ids)
 
     def accept(self, token_id: int) -> None:
-        """Go on by a token that was chosen among those of :meth:`mask`."""
+        """Advance by a token that was chosen among those of :meth:`mask`."""
         if token_id not in self._eos_token_ids:
             self._matcher.consume_token(token_id)
 
     def mask(self) -> bytes:
-        """A bit for each id, the lowest first: may it come next? None may if there is a problem."""
+        """Return a bitmask of allowed next tokens, lowest id first; zeros if the grammar failed."""
         mask = self._matcher.compute_bitmask()
         return bytes(len(mask)) if self._matcher.is_error() else mask
 
 
 class GrammarCompiler:
-    """Makes grammars over a checkpoint's tokens; for any thread.
+    """Compiles grammars over a checkpoint's tokens. Thread-safe.
 
     Args:
-        tokenizer: None of a model that writes no text.
+        tokenizer: None for a model without text output.
     """
 
     def __init__(
@@ -74,25 +74,25 @@ class GrammarCompiler:
         self._tokens: LLTokenizer | None = None
 
     def compile(self, wanted: StructuredOutput | None) -> TokenGrammar | None:
-        """Make a grammar at its beginning; None where no form is wanted.
+        """Compile a grammar, positioned at its beginning; None if no form is requested.
 
         The first one takes about a second for a large vocabulary.
 
         Raises:
-            ValueError: the checkpoint's tokenizer or model cannot be held to it.
+            ValueError: the checkpoint's tokenizer or model does not support it.
         """
         if wanted is None:
             return None
-        from llguidance import LLMatcher, LLParserLimits  # not where no form is asked for
+        from llguidance import LLMatcher, LLParserLimits  # imported only if a form is requested
 
         with self._lock:
             if self._tokens is None:
                 self._tokens = self._read_tokens()
-        # A tenth of what is usual: forms of the largest size do with it, others end in 30 ms.
+        # A tenth of the default: enough for forms of the maximum size; others fail within 30 ms.
         limits = LLParserLimits(initial_lexer_fuel=100_000)
         matcher = LLMatcher(self._tokens, wanted.compiled_form(), log_level=0, limits=limits)
         grammar = TokenGrammar(matcher, self._eos_token_ids)
-        # One that nothing fits, or that is too large, fails at the first token: here, not there.
+        # A grammar that matches nothing or is too large fails at the first token: try it here.
         first = grammar.copy()
         allowed = np.unpackbits(np.frombuffer(first.mask(), np.uint8), bitorder="little")
         first.accept(int(allowed.argmax()))
@@ -118,10 +118,10 @@ class GrammarCompiler:
 
 
 def _plain_tokenizer(tokenizer: PreTrainedTokenizerFast) -> str:
-    """The tokenizer as JSON, without padding, truncation and Unicode's normal forms.
+    """Return the tokenizer as JSON, without padding, truncation and Unicode normalization.
 
-    llguidance tokenizes text that a grammar leaves no choice about. Normalized, that text would be
-    another than the grammar's, and the next token an error.
+    llguidance tokenizes text that the grammar leaves no choice about. Normalized, that text would
+    differ from the grammar's, and the next token would be an error.
     """
     backend = copy(tokenizer.backend_tokenizer)
     backend.no_padding()
@@ -138,16 +138,16 @@ def _refusal(reason: str) -> PlacedError:
 
 
 def apply_grammars(logits: Tensor, grammars: Sequence[TokenGrammar | None]) -> None:
-    """Set what a grammar does not allow next to minus infinity, in place.
+    """Set tokens that a grammar does not allow next to minus infinity, in place.
 
     Args:
         logits: ``(n, vocab)``.
-        grammars: one per row; None where the row is free.
+        grammars: one per row; None for a free row.
     """
     masks = {row: each.mask() for row, each in enumerate(grammars) if each is not None}
     if not masks:
         return
-    # First to last in one operation: on a CPU a call of torch for each costs more than its work.
+    # One operation from first to last: on a CPU, one torch call per row costs more than its work.
     first, last = min(masks), max(masks)
     packed = np.full((last + 1 - first, len(masks[first])), 255, np.uint8)
     for row, mask in masks.items():
