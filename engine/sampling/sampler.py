@@ -1,11 +1,11 @@
 """Samples the next token of every request of a batch.
 
 Biases, masks and penalties change single logits without a loop over tokens. Every row has a short
-list of ids. All lists are joined into one list of places in the flat ``(n * vocab,)`` view, so
+list of ids. All lists are joined into one list of indices in the flat ``(n * vocab,)`` view, so
 that a whole batch is one gather and one scatter::
 
     row 0: ids 7, 9    row 2: ids 0, 7, 8        vocab = 10
-    places = [7, 9,            20, 27, 28]
+    indices = [7, 9,           20, 27, 28]
 
 Temperature, filters and the draw run in float64 and row by row, so that a row's token does not
 depend on the rest of the batch: kernels may differ between batch sizes in the last bits, which are
@@ -308,10 +308,10 @@ def apply_biases(logits: Tensor, states: Sequence[SamplingState]) -> None:
     biased = [(row, state.bias) for row, state in enumerate(states) if state.bias is not None]
     if not biased:
         return
-    places = _places([row for row, _ in biased], [ids for _, (ids, _) in biased], logits)
+    indices = _flat_indices([row for row, _ in biased], [ids for _, (ids, _) in biased], logits)
     values = np.concatenate([values for _, (_, values) in biased])
-    there = upload({"places": places, "values": values}, logits.device)
-    logits.view(-1)[there["places"]] += there["values"]
+    uploaded = upload({"indices": indices, "values": values}, logits.device)
+    logits.view(-1)[uploaded["indices"]] += uploaded["values"]
 
 
 def apply_masks(logits: Tensor, states: Sequence[SamplingState]) -> None:
@@ -320,9 +320,9 @@ def apply_masks(logits: Tensor, states: Sequence[SamplingState]) -> None:
         (row, ids) for row, state in enumerate(states) if (ids := state.masked_ids) is not None
     ]
     if masked:
-        places = _places([row for row, _ in masked], [ids for _, ids in masked], logits)
-        there = upload({"places": places}, logits.device)
-        logits.view(-1).index_fill_(0, there["places"], -torch.inf)
+        indices = _flat_indices([row for row, _ in masked], [ids for _, ids in masked], logits)
+        uploaded = upload({"indices": indices}, logits.device)
+        logits.view(-1).index_fill_(0, uploaded["indices"], -torch.inf)
 
 
 def apply_penalties(logits: Tensor, states: Sequence[SamplingState]) -> None:
@@ -341,15 +341,15 @@ def apply_penalties(logits: Tensor, states: Sequence[SamplingState]) -> None:
     if not penalised:
         return
     ids = [counts.token_ids for _, _, counts in penalised]
-    joined = _places([row for row, _, _ in penalised], ids, logits)
+    joined = _flat_indices([row for row, _, _ in penalised], ids, logits)
     lengths = [len(row_ids) for row_ids in ids]
 
     def per_token(values: list[float]) -> NDArray[np.float32]:
         return np.repeat(np.array(values, dtype=np.float32), lengths)
 
-    places, repetition, frequency, presence, generated = upload(
+    indices, repetition, frequency, presence, generated = upload(
         {
-            "places": joined,
+            "indices": joined,
             "repetition": per_token([params.repetition_penalty for _, params, _ in penalised]),
             "frequency": per_token([params.frequency_penalty for _, params, _ in penalised]),
             "presence": per_token([params.presence_penalty for _, params, _ in penalised]),
@@ -357,13 +357,15 @@ def apply_penalties(logits: Tensor, states: Sequence[SamplingState]) -> None:
         },
         logits.device,
     ).values()
-    values = logits.view(-1)[places]
+    values = logits.view(-1)[indices]
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * generated + presence * (generated > 0)
-    logits.view(-1)[places] = values
+    logits.view(-1)[indices] = values
 
 
-def _places(rows: list[int], ids: list[NDArray[np.int64]], logits: Tensor) -> NDArray[np.int64]:
+def _flat_indices(
+    rows: list[int], ids: list[NDArray[np.int64]], logits: Tensor
+) -> NDArray[np.int64]:
     vocab_size = logits.shape[1]
     return np.concatenate(
         [row * vocab_size + row_ids for row, row_ids in zip(rows, ids, strict=True)]
@@ -371,7 +373,7 @@ def _places(rows: list[int], ids: list[NDArray[np.int64]], logits: Tensor) -> ND
 
 
 # Top-p nearly always keeps fewer tokens than this; a full sort costs some ten times more.
-_FIRST_LOOK = 1024
+_TOP_P_SIZE = 1024
 
 
 def shape_distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -384,21 +386,19 @@ def shape_distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tens
     Returns:
         ``(n, vocab)`` float64 logits; minus infinity for tokens that must not be drawn.
     """
-    looked = _FIRST_LOOK
-    while True:
-        shaped, is_enough = _shape(logits, params, looked)
-        if is_enough is None or bool(is_enough.all()):
-            return shaped
-        looked = logits.shape[1]
+    shaped, is_enough = _shape(logits, params, _TOP_P_SIZE)
+    if is_enough is None or bool(is_enough.all()):
+        return shaped
+    return _shape(logits, params, logits.shape[1])[0]
 
 
 def _shape(
-    logits: Tensor, params: Sequence[SamplingParams], looked: int
+    logits: Tensor, params: Sequence[SamplingParams], num_largest: int
 ) -> tuple[Tensor, Tensor | None]:
     """See :func:`shape_distribution`, and :func:`keep_top_p` for the second result."""
     asked = np.array([(p.temperature, p.min_p, p.top_k, p.top_p) for p in params])
-    there = upload({"asked": asked, "top_k": asked[:, 2].astype(np.int64)}, logits.device)
-    temperature, min_p, _, top_p = there["asked"].split(1, dim=1)
+    uploaded = upload({"asked": asked, "top_k": asked[:, 2].astype(np.int64)}, logits.device)
+    temperature, min_p, _, top_p = uploaded["asked"].split(1, dim=1)
     shaped = logits.double()
     # The largest becomes 0 first: a tiny temperature then overflows to minus infinity only.
     shaped = shaped - shaped.amax(dim=-1, keepdim=True)
@@ -406,35 +406,35 @@ def _shape(
     if asked[:, 1].any():
         # Keeps tokens at least min_p times as likely as the likeliest.
         shaped = shaped.masked_fill(shaped < min_p.log(), -torch.inf)
-    most = int(asked[:, 2].max())
-    if most:
-        shaped = keep_top_k(shaped, there["top_k"][:, None], most)
+    max_k = int(asked[:, 2].max())
+    if max_k:
+        shaped = keep_top_k(shaped, uploaded["top_k"][:, None], max_k)
     if asked[:, 3].min() < 1.0:
-        return keep_top_p(shaped, top_p, looked)
+        return keep_top_p(shaped, top_p, num_largest)
     return shaped, None
 
 
-def keep_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
-    """Keep each row's ``top_k`` largest, at most ``most``, and ties with the smallest of these.
+def keep_top_k(logits: Tensor, top_k: Tensor, max_k: int) -> Tensor:
+    """Keep each row's ``top_k`` largest, at most ``max_k``, and ties with the smallest of these.
 
     Rows with a ``top_k`` of 0 keep all.
     """
-    most = min(most, logits.shape[1])
-    largest = logits.topk(most, dim=-1).values
-    threshold = largest.gather(1, (top_k - 1).clamp(0, most - 1))
+    max_k = min(max_k, logits.shape[1])
+    largest = logits.topk(max_k, dim=-1).values
+    threshold = largest.gather(1, (top_k - 1).clamp(0, max_k - 1))
     return logits.masked_fill((logits < threshold) & (top_k > 0), -torch.inf)
 
 
-def keep_top_p(logits: Tensor, top_p: Tensor, looked: int) -> tuple[Tensor, Tensor]:
+def keep_top_p(logits: Tensor, top_p: Tensor, num_largest: int) -> tuple[Tensor, Tensor]:
     """Keep the likeliest tokens until their probability reaches ``top_p`` (nucleus sampling).
 
     The token that crosses the border is kept, and so are its ties. Returns the logits, and per row
-    whether the ``looked`` largest tokens were enough; if not, call again with more.
+    whether the ``num_largest`` largest tokens were enough; if not, call again with more.
     """
     vocab_size = logits.shape[1]
     wanted = top_p * logits.exp().cumsum(dim=-1)[:, -1:]
     limited = top_p < 1.0
-    size = min(looked, vocab_size)
+    size = min(num_largest, vocab_size)
     largest = logits.topk(size, dim=-1).values
     reached = largest.exp().cumsum(dim=-1)
     is_enough = (reached[:, -1:] >= wanted) | ~limited
@@ -558,7 +558,7 @@ class Sampler:
                     state.logits_processor.apply(adjusted[row], state.generated)
             apply_grammars(adjusted, [state.grammar for state in states])
             apply_penalties(adjusted, states)
-        return _choose(logits, adjusted, states, _FIRST_LOOK)
+        return _choose(logits, adjusted, states, _TOP_P_SIZE)
 
 
 def _judgements(
@@ -580,14 +580,14 @@ def _judgements(
 
 
 def _choose(
-    logits: Tensor, adjusted: Tensor, states: Sequence[SamplingState], looked: int
+    logits: Tensor, adjusted: Tensor, states: Sequence[SamplingState], num_largest: int
 ) -> SamplerOutput:
     """Queue all device work and wait for it once; repeat if top-p turns out to need all tokens.
 
     Args:
         logits: the model's logits, for log-probabilities.
         adjusted: the logits to choose from.
-        looked: see :func:`keep_top_p`.
+        num_largest: see :func:`keep_top_p`.
     """
     random = [row for row, each in enumerate(states) if each.params.temperature]
     reported = [row for row, each in enumerate(states) if each.params.logprobs is not None]
@@ -596,7 +596,7 @@ def _choose(
     if random:
         rows = _Rows.of(random, adjusted)
         asked = [states[row].params for row in random]
-        shaped, is_enough = _shape(rows.select(adjusted), asked, looked)
+        shaped, is_enough = _shape(rows.select(adjusted), asked, num_largest)
         drawn = draw(shaped, [states[row].next_uniform() for row in random])
         # A row that is not finite fails below; its draw may lie beyond the vocabulary.
         chosen = rows.replace(chosen, drawn.clamp(max=adjusted.shape[1] - 1))

@@ -153,6 +153,6 @@ def apply_grammars(logits: Tensor, grammars: Sequence[TokenGrammar | None]) -> N
     for row, mask in masks.items():
         packed[row - first] = np.frombuffer(mask, np.uint8)
     allowed = np.unpackbits(packed, axis=1, count=logits.shape[1], bitorder="little")
-    there = upload({"allowed": allowed.view(np.bool_)}, logits.device)["allowed"]
+    allowed_next = upload({"allowed": allowed.view(np.bool_)}, logits.device)["allowed"]
     held = logits[first : last + 1]
-    torch.where(there, held, held.new_full((), -torch.inf), out=held)
+    torch.where(allowed_next, held, held.new_full((), -torch.inf), out=held)
