@@ -1,4 +1,4 @@
-"""Processes that run what checkpoints bring, where it can be stopped: see ``job_worker.py``."""
+"""Processes that run code shipped with checkpoints and can be stopped: see ``job_worker.py``."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from typing import Any
 
 from engine.interface.ownership import renew_in_forks
 
-# Kept for the next job; more are started while more are asked for at once.
+# Idle processes kept for the next job; concurrent jobs start more.
 _MOST_IDLE = 2
-# CPU time is limited by the system. Should the process be held up in any other way, it is ended
-# after so many times that, and so many seconds more.
+# The system limits CPU time. A process that hangs in any other way is killed after this multiple
+# of its CPU time, plus so many seconds.
 _WALL_FACTOR, _WALL_SECONDS = 20, 60.0
-
 
 _WORKER = Path(__file__).with_name("job_worker.py")
 _PACKAGES = ("jinja2", "tokenizers")
 
 
 class _JobProcess:
-    """One process; one job at a time.
+    """A process that runs one job at a time.
 
     Args:
-        first: a line that it reads before its first job, or nothing.
+        first: a line that it reads before its first job, or empty.
     """
 
     def __init__(self, first: bytes) -> None:
@@ -42,14 +41,14 @@ class _JobProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # signals of the terminal are not for it
+            start_new_session=True,  # so that it receives no signals of the terminal
         )
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended; asking for the first job says so
+        with suppress(BrokenPipeError):  # it has exited; the first job reports that
             self._process.stdin.write(first)
 
     def ask(self, job: bytes, wall_seconds: float) -> dict[str, Any] | None:
-        """The answer to a line of JSON; None if the process ended over it."""
+        """Return the answer to a line of JSON; None if the process exited during the job."""
         assert self._process.stdin is not None and self._process.stdout is not None
         last_resort = threading.Timer(wall_seconds, self._process.kill)
         last_resort.daemon = True
@@ -66,16 +65,16 @@ class _JobProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether it still runs; what is left of one that has ended is cleaned up."""
+        """True if it still runs; the resources of an exited process are freed."""
         if self._process.poll() is None:
             return True
         self.close()
         return False
 
     def close(self) -> int:
-        """End it; returns its exit status."""
+        """End the process and return its exit status."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        # Something of a job may be unwritten.
+        # Part of a job may still be buffered.
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(BrokenPipeError):
                 pipe.close()
@@ -86,15 +85,15 @@ class _JobProcess:
             return self._process.wait()
 
     def disown(self) -> None:
-        """Forget a process that another one started."""
+        """Forget a child process of another process."""
         self._process.returncode = 0
 
 
 class JobProcesses:
-    """Starts processes as they are needed and keeps some. May be used from several threads.
+    """Starts processes on demand and keeps some. Thread-safe.
 
     Args:
-        first: a line of JSON that each reads before its first job, or nothing.
+        first: a line of JSON that each reads before its first job, or empty.
     """
 
     def __init__(self, first: bytes = b"") -> None:
@@ -106,21 +105,21 @@ class JobProcesses:
         weakref.finalize(self, _end, self._idle)
 
     def renew_locks(self) -> None:
-        """Forget the processes that a parent started, too: after a fork their pipes are its own."""
+        """Renew the lock after a fork, and forget the parent's processes and pipes."""
         self._lock = threading.Lock()
         for process in self._idle:
             process.disown()
         self._idle.clear()
 
     def ask(self, job: bytes, seconds: float) -> dict[str, Any] | str:
-        """Have a job done.
+        """Run a job.
 
         Args:
-            seconds: of CPU time, to which the process is to limit itself.
+            seconds: CPU time to which the process limits itself.
 
         Returns:
-            The answer; or, if the process ended over it, ``"seconds"`` where it took too many,
-            and its exit status elsewhere.
+            The answer; or, if the process exited during the job, ``"seconds"`` if it exceeded its
+            CPU time, otherwise its exit status.
         """
         with self._borrowed() as process:
             answer = process.ask(job, _WALL_FACTOR * seconds + _WALL_SECONDS)
@@ -131,7 +130,7 @@ class JobProcesses:
         return "seconds" if took_too_long else str(status)
 
     def close(self) -> None:
-        """End the processes that are kept; more are started when they are needed."""
+        """End the idle processes; new ones are started on demand."""
         with self._lock:
             idle = self._idle.copy()
             self._idle.clear()
@@ -147,7 +146,7 @@ class JobProcesses:
         try:
             yield process
         except BaseException:
-            # Whatever it was, an answer may still be on its way.
+            # Whatever the error, an answer may still be in the pipe.
             process.close()
             raise
         with self._lock:

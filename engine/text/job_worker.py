@@ -1,8 +1,8 @@
-"""The program of processes that run what checkpoints bring: chat templates, tokenizers' patterns.
+"""Program of the processes that run checkpoints' code: chat templates and tokenizers' patterns.
 
-Jobs in, answers out, a line of JSON each. It is run by its path, with Python isolated, and imports
-jinja2 or the ``tokenizers`` library and no package of this project: it starts quickly, and what a
-template could get hold of is little. Templates see what transformers shows them: its filter
+It reads jobs and writes answers, one line of JSON each. It is run by its path, in isolated Python,
+and imports jinja2 or the ``tokenizers`` library, but no package of this project: it starts
+quickly and exposes little to a template. Templates see what transformers provides: its filter
 ``tojson``, ``raise_exception``, ``strftime_now``, loop controls and the tag ``generation``, in
 jinja2's sandbox.
 """
@@ -18,7 +18,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
 
-# Where the packages are, if not where an isolated Python looks.
+# Folders of the packages, which may lie outside the path of an isolated Python.
 sys.path.extend(sys.argv[1:])
 
 from jinja2 import Template, TemplateError, nodes
@@ -30,7 +30,7 @@ from jinja2.utils import Namespace
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}`` marks what an assistant says; here it is a block like any other."""
+    """``{% generation %}``, which marks an assistant's text; handled as an ordinary block."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -41,7 +41,7 @@ class _GenerationTag(Extension):
 
 
 class _PlainNamespace(Namespace):
-    """A namespace without names that could lead into Python's own parts."""
+    """A namespace without names that could expose Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *given = args
@@ -56,7 +56,7 @@ class _PlainNamespace(Namespace):
 
 
 class _PlainDict:
-    """``dict`` to be called, and no more of the class."""
+    """A callable replacement for ``dict`` that does not expose the class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -76,20 +76,20 @@ def _render(job: Mapping[str, Any]) -> dict[str, Any]:
         return {"text": "".join(pieces)}
     except MemoryError:
         return {"beyond": "memory"}
-    except Exception as error:  # a template is a program, the checkpoint's author's
+    except Exception as error:  # a template is a program by the checkpoint's author
         message = str(error) or type(error).__name__
         return {"error": message[:2000], "refused": isinstance(error, TemplateError)}
 
 
 def main() -> None:
-    """Answer jobs until there are no more."""
+    """Answer jobs until the input ends."""
     if hasattr(signal, "SIGINT"):
-        # The terminal's interrupt is for the process that asks.
+        # The requesting process handles the terminal's interrupt.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     tokenizer: Any = None
     for line in sys.stdin.buffer:
         job = json.loads(line)
-        if "tokenizer" in job:  # the first line; all others are texts for it
+        if "tokenizer" in job:  # the first line; all others are texts to tokenize
             from tokenizers import Tokenizer
 
             tokenizer = Tokenizer.from_str(job["tokenizer"])
@@ -98,7 +98,7 @@ def main() -> None:
         if "bytes" in job:
             _limit_memory(job["bytes"])
         started = time.process_time()
-        # Its signal ends this process, wherever it is; the one that asks takes note.
+        # Its signal kills this process at any point; the requesting process detects that.
         _limit_time(job["seconds"])
         answer = _render(job) if tokenizer is None else _tokenize(tokenizer, job)
         _limit_time(0.0)
@@ -110,7 +110,7 @@ def main() -> None:
 def _tokenize(tokenizer: Any, job: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return {"ids": tokenizer.encode(job["text"], add_special_tokens=job["adds_special"]).ids}
-    except BaseException as error:  # the library's panics are no Exception
+    except BaseException as error:  # the library's panics are not Exceptions
         return {"error": (str(error) or type(error).__name__)[:2000]}
 
 

@@ -1,4 +1,4 @@
-"""When a completion ends, and its text up to there."""
+"""Detokenization and end of a completion."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ _special_ids: WeakKeyDictionary[PreTrainedTokenizerBase, frozenset[int]] = WeakK
 
 
 class IncrementalDetokenizer:
-    """Token ids to text while they arrive: the pieces join to ``tokenizer.decode`` of all ids.
+    """Decodes token ids as they arrive; the pieces join to ``tokenizer.decode`` of all ids.
 
-    What a token adds depends on its neighbours: bytes that wait for the rest of a character, a
+    The text of a token depends on its neighbours: bytes that wait for the rest of a character, a
     leading space that only the first word loses, ``##`` that joins. So a short window is decoded
-    again with every token, and what the text grew by is handed out::
+    again with every token, and the growth of its text is emitted::
 
         window   | prefix: emitted, gives context      | fresh: emitted in part or not     |
                  |<------------- sent characters of its text ----------->|<- next piece -->|
 
     When the text ends in a whole character, the fresh tokens become the prefix. If it does not for
-    long, as in a run of bytes that are no text, the oldest tokens are let go of: a decoder that
+    long, as in a run of bytes that are not text, the oldest tokens are dropped: a decoder that
     begins within a character is in step again after three bytes. The cost per token is therefore
-    that of decoding a few tokens, however long the text.
+    that of decoding a few tokens, for any length of the text.
 
     Held back until more arrives:
 
-    - a last U+FFFD, which is a character whose bytes are not all there yet (or no character);
+    - a final U+FFFD, which is an incomplete character (or not a character);
     - byte pieces (``<0xE2>``), up to the next token of another kind: the decoder reads a run of
-      them as a whole and, if it is no valid UTF-8, replaces each of them, the valid ones too.
+      them as a whole and, if it is not valid UTF-8, replaces all of them, even the valid ones.
 
-    ``tokenizers.decoders.DecodeStream`` does less: where such a run turns out invalid, which any
-    model with a byte fallback can bring about, it gives wrong text or raises for good; and it tells
-    nothing of a run of bytes that are no text, which it decodes from its start with every token.
+    ``tokenizers.decoders.DecodeStream`` does less: if such a run turns out invalid, which any model
+    with byte fallback can cause, it returns wrong text or keeps raising. For a run of bytes that
+    are not text it returns nothing, and decodes the run from its start with every token.
 
-    The prompt's ids are not needed. Clean-up of spaces is off: it would change what was handed out.
+    The prompt's ids are not needed. Clean-up of spaces is off: it would change emitted text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -60,23 +60,23 @@ class IncrementalDetokenizer:
         self._longest_window = _LONG_WINDOW
 
     def flush(self) -> str:
-        """Return what was held back; no ids may follow. An unfinished character is dropped."""
+        """Return the text held back, without an unfinished character; no ids may follow."""
         text = self._decode(self._window)
         for num_dropped in range(_LONGEST_CHARACTER):
             kept = self._decode(self._window[:-num_dropped]) if num_dropped else text
             if not kept.endswith(_REPLACEMENT):
                 return kept[self._num_sent :]
-        # No character was begun here, these bytes never were text.
+        # No character begins here: these bytes are not text.
         return text[self._num_sent :].rstrip(_REPLACEMENT)
 
     def append(self, token_id: int) -> str:
-        """Take the next id and return the text that is certain now and was not before.
+        """Append the next id and return the text that became certain.
 
-        Ids that the tokenizer does not know add nothing; models often have more ids than it.
+        Unknown ids add nothing; models often have more ids than their tokenizer.
         """
-        # None for an unknown id, whatever its annotation says.
+        # None for an unknown id, despite the method's annotation.
         piece = cast("str | None", self._tokenizer.convert_ids_to_tokens(token_id))
-        # Left out here, not only by decode: a loop of such tokens would make the window grow.
+        # Skipped here, not only by decode: a loop of such tokens would grow the window.
         if piece is None or token_id in self._skipped:
             return ""
         self._window.append(token_id)
@@ -98,16 +98,16 @@ class IncrementalDetokenizer:
         return delta
 
     def _shorten(self, text: str) -> None:
-        """Keep the last tokens of a window, if their text ends as that of the whole window does."""
+        """Keep only the last tokens of a window, if their text ends like the whole window's."""
         kept = self._window[-_SHORT_WINDOW:]
         kept_text = self._decode(kept)
-        # What is yet to be emitted, and a character that was, must be the same.
+        # The text not emitted yet, and the character before it, must be the same.
         num_compared = len(text) - self._num_sent + 1
         if kept_text[-num_compared:] == text[-num_compared:] and len(kept_text) >= num_compared:
             self._num_sent = len(kept_text) - num_compared + 1
             self._window, self._num_prefix = kept, 0
         else:
-            self._longest_window *= 2  # so that to try again costs little
+            self._longest_window *= 2  # keeps retries cheap
 
     def _decode(self, token_ids: list[int]) -> str:
         try:
@@ -123,12 +123,12 @@ class IncrementalDetokenizer:
 
 
 def ids_without_text(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that ``decode(..., skip_special_tokens=True)`` skips; found once per tokenizer."""
+    """Return the ids that ``decode(..., skip_special_tokens=True)`` skips, cached by tokenizer."""
     known = _special_ids.get(tokenizer)
     if known is None:
         ids = set(tokenizer.all_special_ids)
         if tokenizer.is_fast:
-            # These skip whatever is marked special, named in the special tokens map or not.
+            # Fast tokenizers skip every token marked special, even outside the special tokens map.
             added = tokenizer.added_tokens_decoder
             ids |= {token_id for token_id, token in added.items() if token.special}
         known = _special_ids[tokenizer] = frozenset(ids)
@@ -136,10 +136,10 @@ def ids_without_text(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 class StopStrings:
-    """Finds stop strings in a text that grows.
+    """Finds stop strings in a growing text.
 
-    The outcome is that of reading the text one character at a time, so it does not depend on
-    where tokens begin and end: the first character that completes a stop string ends the text.
+    The result is that of reading the text one character at a time, so it does not depend on the
+    boundaries of tokens: the first character that completes a stop string ends the text.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -147,10 +147,10 @@ class StopStrings:
         self._longest = max(map(len, self._stop))
 
     def find(self, text: str, num_passed: int) -> int | None:
-        """Where the text must be cut, or None.
+        """Return the position at which to cut the text, or None.
 
         Args:
-            num_passed: matches that end within the first ``num_passed`` characters are over.
+            num_passed: matches that end within the first ``num_passed`` characters are ignored.
         """
         matches: list[tuple[int, int]] = []
         for stop in self._stop:
@@ -160,11 +160,11 @@ class StopStrings:
         return min(matches)[1] if matches else None
 
     def tail(self, text: str) -> str:
-        """The last characters, in which a stop string may have begun that is not complete."""
+        """Return the last characters, in which an incomplete stop string may have begun."""
         return text[max(0, len(text) - self._longest + 1) :]
 
     def num_undecided(self, text: str) -> int:
-        """How many of the last characters may turn out to begin a stop string."""
+        """Return the number of last characters that may turn out to begin a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             tail = text[-length:]
             if any(stop.startswith(tail) and len(stop) > length for stop in self._stop):
@@ -173,7 +173,7 @@ class StopStrings:
 
 
 def check_stop_strings(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Raise ``PlacedError`` for stop strings without a tokenizer to find them with."""
+    """Raise ``PlacedError`` for stop strings without a tokenizer."""
     if tokenizer is None and params.stop:
         raise PlacedError(
             ("stop",),
@@ -183,21 +183,21 @@ def check_stop_strings(params: SamplingParams, tokenizer: PreTrainedTokenizerBas
 
 
 class CompletionText:
-    """The text of one completion as it grows, and the rule that ends it.
+    """The growing text of one completion, and the rule that ends it.
 
     ::
 
         text found so far   | emitted (take_delta) | certain | may begin a stop string |
                             |<------------- text ----------->|<--- held until decided -->|
 
-    A stop string is not part of the text, nor is the stop token; special tokens never are.
-    Neither half a character nor half a stop string is ever emitted, so that no text is taken back.
+    The text contains neither the stop string or token, nor special tokens. Part of a character or
+    of a stop string is never emitted, so that no text is taken back.
 
     Args:
-        tokenizer: of the checkpoint; None generates ids without text.
+        tokenizer: the checkpoint's tokenizer; None generates ids without text.
 
     Raises:
-        ValueError: stop strings, but no tokenizer to find them with.
+        ValueError: stop strings without a tokenizer.
     """
 
     def __init__(
@@ -222,16 +222,16 @@ class CompletionText:
         self._finished = False
 
     def without_end(self) -> CompletionText:
-        """An empty one of the same tokenizer, which no token ends."""
+        """Return an empty text of the same tokenizer, which no token ends."""
         endless = {"max_tokens": None, "min_tokens": 0, "stop": (), "stop_token_ids": ()}
         params = self._params.model_copy(update=endless | {"ignore_eos": True})
         return CompletionText(self._tokenizer, params, ())
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Take the next generated token.
+        """Append the next generated token.
 
         Returns:
-            Why the completion ends with this token, or None.
+            The finish reason if the completion ends with this token, or None.
 
         Raises:
             RuntimeError: the completion has ended already.
@@ -247,41 +247,41 @@ class CompletionText:
         elif self._detokenizer is not None and self._grow(self._detokenizer.append(token_id)):
             reason = FinishReason.STOP
         elif reason is FinishReason.LENGTH and self.finish():
-            # What was held back held a stop string.
+            # The text held back contained a stop string.
             reason = FinishReason.STOP
         return reason
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether tokens become text at all."""
+        """True if tokens become text."""
         return self._detokenizer is not None
 
     @property
     def text(self) -> str:
-        """What is certain so far; all of it once the completion has ended."""
+        """The text that is certain so far; complete once the completion has ended."""
         return "".join(self._certain) + self._new
 
     def take_delta(self) -> str:
-        """What :attr:`text` grew by since the last call."""
+        """Return the growth of :attr:`text` since the last call."""
         delta, self._new = self._new, ""
         if delta:
             self._certain.append(delta)
         return delta
 
     def _may_stop(self) -> bool:
-        """Whether a stop token or stop string counts by now."""
+        """Return True if ``min_tokens`` allows stopping now."""
         return self._num_tokens >= self._params.min_tokens
 
     def _grow(self, delta: str) -> bool:
-        """Add text; whether a stop string ended it."""
+        """Add text; return True if a stop string ended it."""
         if self._stop_strings is None:
             self._new += delta
             return False
-        # No stop string that ends in the new text begins before the tail of the old.
+        # No stop string that ends in the new text begins before the old tail.
         end = self._tail + delta
         cut = self._stop_strings.find(end, len(self._tail)) if self._may_stop() else None
         open_text = self._held + delta
-        if cut is not None:  # within what is open: all that may begin a stop string was held
+        if cut is not None:  # within open_text: all that may begin a stop string was held back
             self._new += open_text[: len(open_text) - (len(end) - cut)]
             self._held = ""
             self._finished = True
@@ -293,7 +293,7 @@ class CompletionText:
         return False
 
     def finish(self) -> bool:
-        """End the completion, unless it has, with what was held; whether that had a stop string."""
+        """End the completion with the text held back; return True if that had a stop string."""
         if self._finished:
             return False
         stopped = self._detokenizer is not None and self._grow(self._detokenizer.flush())

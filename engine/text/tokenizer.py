@@ -1,7 +1,7 @@
 """The checkpoint's tokenizer, its chat template, and the ids that end a sequence.
 
-Texts are cut by regular expressions that a tokenizer brings. Their engine goes back and tries
-again: what a pattern such as ``a*a*a*b`` takes for a text of a few hundred characters are minutes.
+A tokenizer provides the regular expressions that split texts. Their engine backtracks: a pattern
+such as ``a*a*a*b`` can take minutes for a text of a few hundred characters.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from engine.text.job_processes import JobProcesses
 Message: TypeAlias = Mapping[str, Any]
 Form: TypeAlias = Literal["text", "parts"]
 
-# Where processors keep templates that their tokenizers do not know of, the first that has one.
+# Files of processors with templates that their tokenizers lack; the first with a template is used.
 _PROCESSOR_FILES = ("processor_config.json", "chat_template.json")
 _TEMPLATE_VALUES = {"messages", "tools", "documents", "add_generation_prompt"}
 _PART_TYPES = ("text", "image", "audio", "video")
 _MOST_TRIES = 16
-# A message's reasoning by its names, the one that templates read first, as transformers has them.
+# Keys of a message's reasoning, in the order in which transformers' templates read them.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    """What the rendering of one prompt may take."""
+    """Resource limits of rendering one prompt."""
 
     max_chars: int = 2**22
     seconds: float = 5.0
@@ -52,14 +52,14 @@ class TemplateLimits:
 
 
 class TemplateLimitError(ValueError):
-    """A template took more than it may; another try would as well."""
+    """A template exceeded a limit; retrying would not help."""
 
 
 class TemplateRefusalError(Exception):
-    """A template raised.
+    """An error raised by a template.
 
     Args:
-        is_deliberate: whether it refused the messages, rather than stumbled.
+        is_deliberate: True if it refused the messages, False if it failed by accident.
     """
 
     def __init__(self, message: str, is_deliberate: bool) -> None:
@@ -76,13 +76,13 @@ class TemplateProcesses(JobProcesses):
         """Render a template.
 
         Args:
-            values: what it sees. What JSON does not know is replaced by the name of its type.
+            values: its variables. Values that JSON does not support become the name of their type.
 
         Returns:
-            The text, and the seconds of CPU time that it took.
+            The text, and the seconds of CPU time used.
 
         Raises:
-            TemplateLimitError: it took more than it may; says of what.
+            TemplateLimitError: it exceeded a limit, which the message names.
             TemplateRefusalError: the template raised.
             ValueError: the values cannot be written as JSON.
         """
@@ -119,7 +119,7 @@ _BEYOND = {
 
 def _line(job: Mapping[str, Any]) -> bytes:
     try:
-        # What a message carries beside words, templates only ask for.
+        # Templates only test the presence of a message's content other than text.
         text = json.dumps(job, default=lambda each: f"<{type(each).__name__}>")
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the chat messages are no plain data: {error}") from error
@@ -131,14 +131,14 @@ _LIMITS = TemplateLimits()
 
 
 class _Telling(ValueError):
-    """An image stands where a template reads text, or it knows no tools: no other way helps."""
+    """An image where the template reads text, or tools it does not support: no other form helps."""
 
 
 def processor_chat_template(folder: Path) -> Any:
-    """The template of a checkpoint's processor, as a tokenizer holds one; None if it has none.
+    """Return the template of a checkpoint's processor, as a tokenizer holds one, or None.
 
-    Published checkpoints that see and hear keep the one that knows images and sound there, and give
-    their tokenizer none or one for text alone. Tokenizers read a ``chat_template.jinja``.
+    Published multimodal checkpoints keep the template for images and audio there; their tokenizer
+    has none or one for text only. Tokenizers read a ``chat_template.jinja`` themselves.
 
     Raises:
         ValueError: a file that may hold it cannot be read.
@@ -156,7 +156,7 @@ def processor_chat_template(folder: Path) -> Any:
 
 
 class _Rendering:
-    """The tries of one prompt, which share what it may take."""
+    """The rendering attempts of one prompt, which share its limits."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class _Rendering:
         """See :meth:`TemplateProcesses.render`."""
         base = PreTrainedTokenizerBase
         if type(self._tokenizer).apply_chat_template is not base.apply_chat_template:
-            # A class that writes chats itself: transformers', or remote code that is trusted.
+            # A class that formats chats itself: transformers' own, or trusted remote code.
             return self._by_tokenizer(messages)
         left = replace(self._limits, seconds=max(self._limits.seconds - self._spent_s, 1e-3))
         values = {
@@ -205,12 +205,12 @@ class _Rendering:
                     **self._values,
                 )
             )
-        except Exception as error:  # as of a template
+        except Exception as error:  # any, as with templates
             raise TemplateRefusalError(str(error), is_deliberate=False) from error
 
 
 def _as_shown(message: Message) -> dict[str, Any]:
-    """A message as transformers shows it to templates: without what is None."""
+    """Return a message as transformers passes it to templates: without values of None."""
     shown = {key: value for key, value in message.items() if value is not None}
     reasoning = next((shown[key] for key in _REASONING_KEYS if key in shown), None)
     if reasoning is None:
@@ -226,30 +226,29 @@ def render_chat(
     *,
     limits: TemplateLimits = _LIMITS,
 ) -> str:
-    """Turn chat messages into a prompt that asks for the assistant's next message.
+    """Render chat messages into a prompt for the assistant's next message.
 
-    Templates read a message's content as text, or as a list of parts, or as either, and not
-    always alike for every role; what they cannot read they may leave out without a word, or print
-    as Python prints a list. So the messages are tried with marks in the place of their words:
-    first as they are, then, role by role, as text (parts of text joined by line breaks) or as one
-    part. The first way in which all marks come out is taken.
+    Templates read a message's content as text, as a list of parts, or as either, and may differ by
+    role. They may silently drop content that they cannot read, or print it like a Python list. So
+    the messages are first rendered with marks instead of their text: unchanged, then, role by
+    role, as text (text parts joined by line breaks) or as one part. The first form in which all
+    marks appear is used.
 
-    The template comes with the checkpoint and is a program. It runs in a process of its own, which
-    is ended when it takes too much.
+    The template comes with the checkpoint and is a program. It runs in a separate process, which
+    is killed when it exceeds a limit.
 
     Args:
         messages: each with ``role`` and ``content``, oldest first.
         tools: see :class:`~engine.interface.prompts.ChatPrompt`.
-        values: further ones for the template.
+        values: further variables for the template.
 
     Returns:
-        The text, special tokens included: tokenize it without adding any.
+        The text, with special tokens: tokenize it without adding any.
 
     Raises:
-        ValueError: no messages, a malformed one or a malformed tool, no chat template, or the
-            template refuses the messages (roles that do not alternate, an image where it reads
-            text), leaves out what one of them says (of an unknown role) or the tools, or takes
-            more than it may.
+        ValueError: no messages, a malformed message or tool, no chat template, or the template
+            refuses the messages (roles that do not alternate, an image where it reads text),
+            omits the text of one of them (of an unknown role) or the tools, or exceeds a limit.
     """
     if not messages:
         raise ValueError("a chat prompt needs at least one message")
@@ -278,7 +277,7 @@ def render_chat(
 
 
 def _most_telling(problems: Sequence[Exception]) -> ValueError:
-    """What to tell of the ways that failed; the first was that with the messages as they are."""
+    """Choose the error to raise from those of all forms; the first is of the unchanged messages."""
     first = problems[0]
     telling = next((each for each in problems if isinstance(each, _Telling)), None)
     is_deliberate = isinstance(first, TemplateRefusalError) and first.is_deliberate
@@ -290,7 +289,7 @@ def _most_telling(problems: Sequence[Exception]) -> ValueError:
 
 
 def _tries(messages: Sequence[Message]) -> Iterator[Mapping[str, Form]]:
-    """What form to give the content of each role, in the order in which to try: first, none."""
+    """Yield content forms by role, in the order to try them; the first changes nothing."""
     yield {}
     given: dict[str, Form] = {}
     for message in messages:
@@ -299,7 +298,7 @@ def _tries(messages: Sequence[Message]) -> Iterator[Mapping[str, Form]]:
     ways: list[tuple[Form, Form]] = [
         ("text", "parts") if form == "text" else ("parts", "text") for form in given.values()
     ]
-    # No template has many roles, and messages with many shall not cost many tries.
+    # No template has many roles; messages with many roles must not cost many attempts.
     for forms in islice(product(*ways[:4]), _MOST_TRIES):
         yield dict(zip(given, forms, strict=False))
 
@@ -320,13 +319,13 @@ def _convert(index: int, message: Message, forms: Mapping[str, Form]) -> Message
 
 
 def _check_read(rendering: _Rendering, messages: Sequence[Message]) -> None:
-    """``ValueError`` if the template leaves words out, or what :class:`_Rendering` raises."""
+    """Raise ``ValueError`` if the template omits text or tools, or what rendering raises."""
     marks: dict[str, Message] = {}
 
     def mark(words: str, message: Message) -> str:
         if not words.strip():
             return words
-        # With an apostrophe, which shows that words were quoted or escaped.
+        # The apostrophe reveals quoting and escaping.
         marks[f"mark {len(marks)} isn't a word"] = message
         return next(reversed(marks))
 
@@ -359,7 +358,7 @@ def _marked(message: Message, mark: Callable[[str, Message], str]) -> Message:
 
 
 def _check_message(name: str, message: object) -> None:
-    """Refuse what a chat template may leave out silently, so that the model never reads it."""
+    """Refuse content that a chat template may silently omit, hiding it from the model."""
     if not isinstance(message, Mapping):
         raise ValueError(f"{name} must be a mapping of role and content, got {message!r}")
     missing = [key for key in ("role", "content") if key not in message]
@@ -388,7 +387,7 @@ def _check_tool(name: str, tool: object) -> None:
 
 
 def _function_name(tool: object) -> str | None:
-    """Of a tool or a call, in OpenAI's shape or, as some templates take it, the function alone."""
+    """Return the name in a tool or call: OpenAI's shape or, as for some templates, the function."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
@@ -415,7 +414,7 @@ def _check_part(name: str, part: object) -> None:
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-# In front of the last alternative, which takes the same spaces, each is linear as well.
+# Each is linear as well before the last alternative, which matches the same spaces.
 _LAST = r"|\s+"
 _SPACES = (r"\s*[\r\n]+", r"\s+(?!\S)")
 
@@ -424,7 +423,7 @@ _O200K = (
     rf"{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|"
     rf"{'|'.join(_SPACES)}{_LAST}"
 )
-# A character or a class of them, and how often.
+# A character or a character class, with its quantifier.
 _LITERAL = r"[^\\\[\](){}*+?|.^$]|\\[^\W\d_pPkgKRXQE]|\\\W|\."
 _CLASS = r"\\[pP]\{\^?\w+\}|\[(?:[^\[\]\\]|\\.)+\]"
 _PIECE = re.compile(
@@ -433,7 +432,7 @@ _PIECE = re.compile(
 
 
 def doubtful_patterns(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Patterns that are not known to take time that is linear in the text, in their order."""
+    """Return the patterns not known to run in time linear in the text, in order."""
     return tuple(
         pattern
         for part in ("normalizer", "pre_tokenizer")
@@ -443,15 +442,15 @@ def doubtful_patterns(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 
 
 def patterns_of_decoder(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Patterns by which it makes text of tokens; published ones have none."""
+    """Return the patterns of its decoder; published tokenizers have none."""
     return tuple(_patterns(tokenizer, "decoder"))
 
 
 def _is_linear(pattern: str) -> bool:
-    """Whether no part of a text is looked at more than a few times, as far as that is easily seen.
+    """Return True if the pattern visibly reads no part of a text more than a few times.
 
-    Each alternative is a run of one kind: before it stand characters that are there or not, of
-    which one may be missing, and behind it what cannot fail, so that it is never tried shorter.
+    Each alternative is a run of one kind: before it single characters, at most one of them
+    optional, and after it only pieces that cannot fail, so that a shorter run is never tried.
     """
     place = 0
     while True:
@@ -464,7 +463,7 @@ def _is_linear(pattern: str) -> bool:
 
 
 def _end_of_alternative(pattern: str, place: int) -> int | None:
-    """Where a linear alternative ends, with the pattern or before ``|``; None if it is none."""
+    """Return the end of a linear alternative (before ``|`` or at the end); None if not linear."""
     for known in (_CONTRACTIONS, *(_SPACES if pattern.endswith(_LAST) else ())):
         end = place + len(known)
         if pattern.startswith(known, place) and pattern[end : end + 1] in ("", "|"):
@@ -487,7 +486,7 @@ def _end_of_alternative(pattern: str, place: int) -> int | None:
 def _patterns(tokenizer: PreTrainedTokenizerBase, part: str) -> Iterator[str]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     found = getattr(backend, part, None)
-    # The library states its parts as JSON by pickle's protocol; nothing is unpickled here.
+    # The library returns its parts as JSON through pickle's protocol; nothing is unpickled here.
     state = getattr(found, "__getstate__", lambda: None)()
     if isinstance(state, bytes):
         yield from _regexes(json.loads(state))
@@ -505,7 +504,7 @@ def _regexes(value: Any) -> Iterator[str]:
             yield from _regexes(inner)
 
 
-# Any of these means that the checkpoint brings a tokenizer.
+# Any of these files means that the checkpoint has a tokenizer.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -516,7 +515,7 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "tekken.json",
 )
-# What any prompt may have, and what none may without being asked for: see RequestLimits.
+# Bounds of the derived limit on a prompt's characters: see RequestLimits.
 _FEWEST_CHARS, _MOST_CHARS = 2**16, 2**22
 
 
@@ -526,16 +525,16 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     config: PreTrainedConfig | None = None,
 ) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a checkpoint folder or GGUF file; None when it brings none.
+    """Load the tokenizer of a checkpoint folder or GGUF file; None if it has none.
 
-    Its chat template is that of the checkpoint's processor, where this has one.
+    Its chat template is that of the checkpoint's processor, if that has one.
 
     Args:
-        trust_remote_code: whether the tokenizer may come with its own Python code.
-        config: what was made of the folder's ``config.json``; None to have it made again.
+        trust_remote_code: True if the tokenizer's own Python code may run.
+        config: the loaded ``config.json`` of the folder; None to load it again.
 
     Raises:
-        ValueError: the folder is not there, or its tokenizer cannot be loaded.
+        ValueError: the folder does not exist, or its tokenizer cannot be loaded.
     """
     folder = Path(model_path)
     gguf = find_gguf(folder)
@@ -548,7 +547,7 @@ def load_tokenizer(
     try:
         tokenizer: PreTrainedTokenizerBase
         if gguf is not None:
-            # What AutoTokenizer takes as well, after it has read the file twice more.
+            # AutoTokenizer uses the same class, after reading the file twice more.
             tokenizer = PreTrainedTokenizerFast.from_pretrained(
                 gguf.parent, gguf_file=gguf.name, local_files_only=True
             )
@@ -556,10 +555,10 @@ def load_tokenizer(
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, config=config, trust_remote_code=trust_remote_code, local_files_only=True
             )
-        # The first call settles how it cuts and pads. Later ones only read, and several
-        # threads may make them at once.
+        # The first call sets truncation and padding. Later calls only read, so several threads may
+        # make them at once.
         tokenizer("a")
-    # The formats' parsers raise whatever they like, bare Exception included.
+    # The formats' parsers raise any exception, even a bare Exception.
     except BaseException as error:
         raise_panic(error)
         if not isinstance(error, Exception):
@@ -579,12 +578,12 @@ def load_tokenizer(
 
 
 def encodes_as_the_library(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether its class adds nothing to what the ``tokenizers`` library makes of a text."""
+    """Return True if its class encodes a text exactly as the ``tokenizers`` library does."""
     return type(tokenizer)._encode_plus is PreTrainedTokenizerFast._encode_plus
 
 
 def _refuse_patterns(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that is run in this process, where nothing can stop its patterns."""
+    """Refuse doubtful patterns of a tokenizer that runs in this process, where nothing stops it."""
     if patterns := doubtful_patterns(tokenizer):
         raise ValueError(
             f"the tokenizer in {folder} cuts text by the pattern {patterns[0][:80]!r}, which need "
@@ -597,10 +596,10 @@ def _refuse_patterns(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 def max_prompt_chars(
     tokenizer: PreTrainedTokenizerBase | None, num_tokens: int, setting: int | None
 ) -> int:
-    """How many characters a prompt may have; a tokenizer would read them all to count its tokens.
+    """Return the maximum characters of a prompt, as counting its tokens means reading them all.
 
     Args:
-        setting: what the user set; None derives it from the longest tokens that there are.
+        setting: the user's setting; None derives it from the longest token.
     """
     if setting is not None:
         return setting
@@ -611,10 +610,10 @@ def max_prompt_chars(
 
 
 def raise_panic(error: BaseException) -> None:
-    """Raise a ``ValueError`` for a panic of the ``tokenizers`` library; others pass.
+    """Raise a ``ValueError`` for a panic of the ``tokenizers`` library; ignore other errors.
 
-    Its panics, such as that of a pattern that tries too often, are no ``Exception`` in Python, and
-    would end a thread that serves others.
+    Its panics, such as that of a pattern that backtracks too often, are not an ``Exception`` in
+    Python and would end a thread that serves other requests.
     """
     if type(error).__module__ == "pyo3_runtime":
         raise ValueError(f"the checkpoint's tokenizer cannot take this: {error}") from error
@@ -625,11 +624,11 @@ def eos_token_ids(
     generation_config: GenerationConfig | None,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> frozenset[int]:
-    """The ids that end a sequence; empty when nothing names one.
+    """Return the ids that end a sequence; empty if no source names one.
 
-    The first source that names any is believed, as in transformers' ``generate``: the generation
-    config (an instruction-tuned checkpoint lists the end of a turn there), the model config, a
-    multi-modal config's text part, the tokenizer.
+    The first source that names any is used, as in transformers' ``generate``: the generation
+    config (an instruction-tuned checkpoint lists the end of a turn there), the model config, the
+    text part of a multi-modal config, the tokenizer.
     """
     text_config = None if config is None else config.get_text_config()
     for source in (generation_config, config, text_config, tokenizer):
@@ -646,25 +645,25 @@ def token_ids(
 ) -> list[int]:
     """Tokenize a text.
 
-    Where the tokenizer cuts it by patterns that are not known to be harmless, that happens in a
-    process of its own, which can be stopped.
+    A tokenizer with patterns that are not known to be harmless runs in a separate process, which
+    can be stopped.
 
     Args:
-        add_special_tokens: whether to add those that the tokenizer begins and ends a text with.
-        seconds: of CPU time that such a process may take.
+        add_special_tokens: True to add the tokens with which the tokenizer begins and ends a text.
+        seconds: CPU time limit of such a process.
 
     Raises:
-        ValueError: the tokenizer cannot take it, or took longer.
+        ValueError: the tokenizer failed, or exceeded the time.
     """
     processes = _processes_of(tokenizer)
     if processes is not None:
         return processes.token_ids(text, add_special_tokens, seconds)
-    # Those of the tokenizers library are called by any number of threads at once, once they are
-    # loaded by load_tokenizer; others one by one.
+    # Tokenizers of the tokenizers library, once loaded by load_tokenizer, may be called by many
+    # threads at once; others one at a time.
     is_fast = getattr(tokenizer, "is_fast", False)
     try:
         with nullcontext() if is_fast else turn_of(tokenizer):
-            # Not verbose: it would warn of what is too long, which the caller cuts or refuses.
+            # Not verbose: it would warn of long texts, which the caller truncates or refuses.
             ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)[
                 "input_ids"
             ]
@@ -675,7 +674,7 @@ def token_ids(
 
 
 class _TokenizerProcesses(JobProcesses):
-    """Tokenizes by one tokenizer."""
+    """Processes that run one tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, patterns: tuple[str, ...]) -> None:
         first = {
@@ -711,14 +710,14 @@ _TOKENIZER_PROCESSES: WeakKeyDictionary[PreTrainedTokenizerBase, _TokenizerProce
 
 
 def _processes_of(tokenizer: PreTrainedTokenizerBase) -> _TokenizerProcesses | None:
-    """None for a tokenizer that is harmless.
+    """Return the tokenizer's processes; None if it is harmless.
 
-    One whose class does more than the library is, or is trusted, as it was loaded.
+    A tokenizer whose class does more than the library is harmless or trusted: it was loaded.
     """
     if tokenizer not in _TOKENIZER_PROCESSES:
         may_be_sent = encodes_as_the_library(tokenizer)
         patterns = doubtful_patterns(tokenizer) if may_be_sent else ()
         made = _TokenizerProcesses(tokenizer, patterns) if patterns else None
-        # Another thread may have been first; its processes are then the ones.
+        # Another thread may have been first; its processes are then used.
         _TOKENIZER_PROCESSES.setdefault(tokenizer, made)
     return _TOKENIZER_PROCESSES[tokenizer]
