@@ -17,7 +17,7 @@ from typing import Any
 from engine.interface.ownership import renew_in_forks
 
 # Idle processes kept for the next job; concurrent jobs start more.
-_MOST_IDLE = 2
+_MAX_IDLE = 2
 # The system limits CPU time. A process that hangs in any other way is killed after this multiple
 # of its CPU time, plus so many seconds.
 _WALL_FACTOR, _WALL_SECONDS = 20, 60.0
@@ -50,9 +50,9 @@ class _JobProcess:
     def ask(self, job: bytes, wall_seconds: float) -> dict[str, Any] | None:
         """Return the answer to a line of JSON; None if the process exited during the job."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        last_resort = threading.Timer(wall_seconds, self._process.kill)
-        last_resort.daemon = True
-        last_resort.start()
+        kill_timer = threading.Timer(wall_seconds, self._process.kill)
+        kill_timer.daemon = True
+        kill_timer.start()
         try:
             self._process.stdin.write(job)
             self._process.stdin.flush()
@@ -60,7 +60,7 @@ class _JobProcess:
         except BrokenPipeError:
             line = b""
         finally:
-            last_resort.cancel()
+            kill_timer.cancel()
         return json.loads(line) if line.endswith(b"\n") else None
 
     @property
@@ -102,7 +102,7 @@ class JobProcesses:
         self.renew_locks()
         renew_in_forks(self)
         # Also runs when this object is dropped or the interpreter ends.
-        weakref.finalize(self, _end, self._idle)
+        weakref.finalize(self, _close_all, self._idle)
 
     def renew_locks(self) -> None:
         """Renew the lock after a fork, and forget the parent's processes and pipes."""
@@ -134,7 +134,7 @@ class JobProcesses:
         with self._lock:
             idle = self._idle.copy()
             self._idle.clear()
-        _end(idle)
+        _close_all(idle)
 
     @contextmanager
     def _borrowed(self) -> Iterator[_JobProcess]:
@@ -150,12 +150,12 @@ class JobProcesses:
             process.close()
             raise
         with self._lock:
-            if process.is_running and len(self._idle) < _MOST_IDLE:
+            if process.is_running and len(self._idle) < _MAX_IDLE:
                 self._idle.append(process)
                 return
         process.close()
 
 
-def _end(idle: list[_JobProcess]) -> None:
+def _close_all(idle: list[_JobProcess]) -> None:
     for process in idle:
         process.close()

@@ -239,8 +239,8 @@ class CompletionText:
         if self._finished:
             raise RuntimeError(f"token {token_id} came after the end of the completion")
         self._num_tokens += 1
-        most = self._params.max_tokens
-        reason = FinishReason.LENGTH if most is not None and self._num_tokens >= most else None
+        limit = self._params.max_tokens
+        reason = FinishReason.LENGTH if limit is not None and self._num_tokens >= limit else None
         if token_id in self._stop_ids and self._may_stop():
             reason = FinishReason.STOP
             self.finish()

@@ -37,7 +37,7 @@ Form: TypeAlias = Literal["text", "parts"]
 _PROCESSOR_FILES = ("processor_config.json", "chat_template.json")
 _TEMPLATE_VALUES = {"messages", "tools", "documents", "add_generation_prompt"}
 _PART_TYPES = ("text", "image", "audio", "video")
-_MOST_TRIES = 16
+_MAX_TRIES = 16
 # Keys of a message's reasoning, in the order in which transformers' templates read them.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
@@ -101,11 +101,11 @@ class TemplateProcesses(JobProcesses):
         if isinstance(answer, dict) and "error" in answer:
             raise TemplateRefusalError(answer["error"], answer["refused"])
         beyond = answer["beyond"] if isinstance(answer, dict) else answer
-        reason = _BEYOND.get(beyond, _BEYOND["status"])
+        reason = _LIMIT_REASONS.get(beyond, _LIMIT_REASONS["status"])
         raise TemplateLimitError(f"the checkpoint's chat template {reason.format(limits, beyond)}")
 
 
-_BEYOND = {
+_LIMIT_REASONS = {
     "characters": "makes more than {0.max_chars} characters of the messages; shorten them, or "
     "raise engine.limits.max_prompt_chars",
     "memory": "took more than {0.num_bytes} bytes of memory; if it is to be trusted, raise "
@@ -130,7 +130,7 @@ _PROCESSES = TemplateProcesses()
 _LIMITS = TemplateLimits()
 
 
-class _Telling(ValueError):
+class _FinalError(ValueError):
     """An image where the template reads text, or tools it does not support: no other form helps."""
 
 
@@ -176,12 +176,12 @@ class _Rendering:
         base = PreTrainedTokenizerBase
         if type(self._tokenizer).apply_chat_template is not base.apply_chat_template:
             # A class that formats chats itself: transformers' own, or trusted remote code.
-            return self._by_tokenizer(messages)
+            return self._render_by_tokenizer(messages)
         left = replace(self._limits, seconds=max(self._limits.seconds - self._spent_s, 1e-3))
         values = {
             **self._tokenizer.special_tokens_map,
             **self._values,
-            "messages": [_as_shown(message) for message in messages],
+            "messages": [_for_template(message) for message in messages],
             "tools": self.tools,
             "documents": None,
             "add_generation_prompt": True,
@@ -194,7 +194,7 @@ class _Rendering:
         self._spent_s += seconds
         return text
 
-    def _by_tokenizer(self, messages: Sequence[Message]) -> str:
+    def _render_by_tokenizer(self, messages: Sequence[Message]) -> str:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -209,7 +209,7 @@ class _Rendering:
             raise TemplateRefusalError(str(error), is_deliberate=False) from error
 
 
-def _as_shown(message: Message) -> dict[str, Any]:
+def _for_template(message: Message) -> dict[str, Any]:
     """Return a message as transformers passes it to templates: without values of None."""
     shown = {key: value for key, value in message.items() if value is not None}
     reasoning = next((shown[key] for key in _REASONING_KEYS if key in shown), None)
@@ -273,16 +273,16 @@ def render_chat(
             raise
         except (TemplateRefusalError, ValueError) as error:
             problems.append(error)
-    raise _most_telling(problems)
+    raise _choose_error(problems)
 
 
-def _most_telling(problems: Sequence[Exception]) -> ValueError:
+def _choose_error(problems: Sequence[Exception]) -> ValueError:
     """Choose the error to raise from those of all forms; the first is of the unchanged messages."""
     first = problems[0]
-    telling = next((each for each in problems if isinstance(each, _Telling)), None)
+    final = next((each for each in problems if isinstance(each, _FinalError)), None)
     is_deliberate = isinstance(first, TemplateRefusalError) and first.is_deliberate
-    if telling is not None and not is_deliberate:
-        return telling
+    if final is not None and not is_deliberate:
+        return final
     if isinstance(first, ValueError):
         return first
     return ValueError(f"the chat template refuses the messages: {first}")
@@ -299,7 +299,7 @@ def _tries(messages: Sequence[Message]) -> Iterator[Mapping[str, Form]]:
         ("text", "parts") if form == "text" else ("parts", "text") for form in given.values()
     ]
     # No template has many roles; messages with many roles must not cost many attempts.
-    for forms in islice(product(*ways[:4]), _MOST_TRIES):
+    for forms in islice(product(*ways[:4]), _MAX_TRIES):
         yield dict(zip(given, forms, strict=False))
 
 
@@ -311,7 +311,7 @@ def _convert(index: int, message: Message, forms: Mapping[str, Form]) -> Message
         return {**message, "content": [{"type": "text", "text": content}]}
     shown = sorted({part["type"] for part in content} - {"text"})
     if shown:
-        raise _Telling(
+        raise _FinalError(
             f"chat message {index} shows {' and '.join(shown)}, but the checkpoint's chat template "
             f"reads text alone from the role {message['role']!r}"
         )
@@ -341,7 +341,9 @@ def _check_read(rendering: _Rendering, messages: Sequence[Message]) -> None:
     for call in (*(rendering.tools or ()), *calls):
         name = _function_name(call)
         if name is not None and name.casefold() not in text:
-            raise _Telling(f"the checkpoint's chat template knows no tools: it leaves out {name!r}")
+            raise _FinalError(
+                f"the checkpoint's chat template knows no tools: it leaves out {name!r}"
+            )
 
 
 def _marked(message: Message, mark: Callable[[str, Message], str]) -> Message:
@@ -427,7 +429,7 @@ _O200K = (
 _LITERAL = r"[^\\\[\](){}*+?|.^$]|\\[^\W\d_pPkgKRXQE]|\\\W|\."
 _CLASS = r"\\[pP]\{\^?\w+\}|\[(?:[^\[\]\\]|\\.)+\]"
 _PIECE = re.compile(
-    rf"(?:{_LITERAL}|{_CLASS})(?P<often>[*+?]|\{{\d{{1,3}}(?:,\d{{0,3}})?\}})?", re.DOTALL
+    rf"(?:{_LITERAL}|{_CLASS})(?P<quantifier>[*+?]|\{{\d{{1,3}}(?:,\d{{0,3}})?\}})?", re.DOTALL
 )
 
 
@@ -452,35 +454,35 @@ def _is_linear(pattern: str) -> bool:
     Each alternative is a run of one kind: before it single characters, at most one of them
     optional, and after it only pieces that cannot fail, so that a shorter run is never tried.
     """
-    place = 0
+    position = 0
     while True:
-        end = _end_of_alternative(pattern, place)
+        end = _end_of_alternative(pattern, position)
         if end is None:
             return False
         if end == len(pattern):
             return True
-        place = end + 1
+        position = end + 1
 
 
-def _end_of_alternative(pattern: str, place: int) -> int | None:
+def _end_of_alternative(pattern: str, position: int) -> int | None:
     """Return the end of a linear alternative (before ``|`` or at the end); None if not linear."""
     for known in (_CONTRACTIONS, *(_SPACES if pattern.endswith(_LAST) else ())):
-        end = place + len(known)
-        if pattern.startswith(known, place) and pattern[end : end + 1] in ("", "|"):
+        end = position + len(known)
+        if pattern.startswith(known, position) and pattern[end : end + 1] in ("", "|"):
             return end
-    start, has_run, may_miss = place, False, False
-    while place < len(pattern) and pattern[place] != "|":
-        piece = _PIECE.match(pattern, place)
+    start, has_run, may_miss = position, False, False
+    while position < len(pattern) and pattern[position] != "|":
+        piece = _PIECE.match(pattern, position)
         if piece is None:
             return None
-        often = piece["often"]
-        cannot_fail = often in ("*", "?")
-        if (has_run and not cannot_fail) or (often == "?" and may_miss and not has_run):
+        quantifier = piece["quantifier"]
+        cannot_fail = quantifier in ("*", "?")
+        if (has_run and not cannot_fail) or (quantifier == "?" and may_miss and not has_run):
             return None
-        may_miss |= often == "?"
-        has_run |= often not in (None, "?")
-        place = piece.end()
-    return place if place > start else None
+        may_miss |= quantifier == "?"
+        has_run |= quantifier not in (None, "?")
+        position = piece.end()
+    return position if position > start else None
 
 
 def _patterns(tokenizer: PreTrainedTokenizerBase, part: str) -> Iterator[str]:
@@ -516,7 +518,7 @@ _TOKENIZER_FILES = (
     "tekken.json",
 )
 # Bounds of the derived limit on a prompt's characters: see RequestLimits.
-_FEWEST_CHARS, _MOST_CHARS = 2**16, 2**22
+_MIN_CHARS, _MAX_CHARS = 2**16, 2**22
 
 
 def load_tokenizer(
@@ -604,9 +606,9 @@ def max_prompt_chars(
     if setting is not None:
         return setting
     if tokenizer is None:
-        return _MOST_CHARS
+        return _MAX_CHARS
     longest = max(map(len, tokenizer.get_vocab()), default=1)
-    return min(max(_FEWEST_CHARS, num_tokens * longest), _MOST_CHARS)
+    return min(max(_MIN_CHARS, num_tokens * longest), _MAX_CHARS)
 
 
 def raise_panic(error: BaseException) -> None:

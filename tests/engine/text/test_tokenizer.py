@@ -31,7 +31,7 @@ from engine.text.tokenizer import (
     TemplateLimits,
     TemplateProcesses,
     TemplateRefusalError,
-    _as_shown,
+    _for_template,
     doubtful_patterns,
     eos_token_ids,
     load_tokenizer,
@@ -344,7 +344,7 @@ def test_templates_see_what_transformers_shows_them(
         {"role": "user", "content": "Ünd?", "thinking": "a", "reasoning_content": "b"},
     ]
     tokenizer = use(template)
-    shown = [_as_shown(message) for message in conversation]
+    shown = [_for_template(message) for message in conversation]
     text, _ = TemplateProcesses().render(
         template,
         {
