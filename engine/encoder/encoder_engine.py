@@ -1,4 +1,4 @@
-"""Runs a bidirectional text encoder: one forward pass per batch, outputs cached by whole inputs."""
+"""Runs a bidirectional text encoder: one forward pass per batch, outputs cached by whole input."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ from prefix_cache import (
 
 
 class EncoderModel:
-    """Loads a checkpoint's encoder and says what it takes and what it gives.
+    """A checkpoint's encoder, with its input and output properties.
 
     Attributes:
-        hidden_size: width of an embedding row that it takes.
-        max_positions: tokens of the longest input; None if the architecture has no limit.
-        takes_embeds: whether rows can be given in the place of ids.
-        row_nbytes: per-token tensors that a forward pass gives, with the bytes of one row.
-        pooler: the checkpoint's own pooling head: ``(1, n, hidden) -> (1, D)``; None when it has
+        hidden_size: width of an input embedding row.
+        max_positions: maximum tokens of an input; None if the architecture has no limit.
+        takes_embeds: True if it accepts embedding rows instead of ids.
+        row_nbytes: the per-token output tensors of a forward pass, with the bytes of one row.
+        pooler: the checkpoint's own pooling head: ``(1, n, hidden) -> (1, D)``; None if it has
             none, or one that cannot be applied to stored hidden states.
 
     Raises:
-        ValueError: the model is no bidirectional encoder, or weights are missing.
+        ValueError: the model is not a bidirectional encoder, or weights are missing.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class EncoderModel:
         self.vocab_size, self.hidden_size = embeddings.num_embeddings, embeddings.embedding_dim
         self.max_positions = _max_positions(self._module)
         self.takes_embeds = "inputs_embeds" in inspect.signature(self._module.forward).parameters
-        # Padding is masked, but RoBERTa counts positions by this very id.
+        # Padding is masked, but RoBERTa derives positions from this id.
         pad_id: Any = getattr(config, "pad_token_id", None)
         self._pad_id = int(pad_id) if pad_id in range(self.vocab_size) else 0
         self._check_is_bidirectional(folder)
-        # Per token at two batch shapes: at one, D might equal the length.
+        # Find per-token outputs by two batch shapes: with one, D might equal the length.
         token = torch.tensor([1 % self.vocab_size])
         small, large = self.forward([token.repeat(2)] * 2), self.forward([token.repeat(3)])
         self.row_nbytes = {name: small[name][0].nbytes for name in small if name in large}
@@ -99,7 +99,7 @@ class EncoderModel:
 
     @property
     def architecture(self) -> str:
-        """Name of the class that runs."""
+        """Class name of the model."""
         return type(self._module).__name__
 
     @property
@@ -129,12 +129,12 @@ class EncoderModel:
         return {
             "hidden_states" if name == "last_hidden_state" else name: value[keep].cpu()
             for name, value in output.items()
-            # Everything else (a pooled row, say) is not per token.
+            # Anything else, such as a pooled row, is not per token.
             if isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == batch_shape
         }
 
     def _check_is_bidirectional(self, folder: str) -> None:
-        """A causal model computes the first row before it sees the second token."""
+        """Raise ``ValueError`` for a causal model, whose first row ignores the second token."""
         first, second = 1 % self.vocab_size, 2 % self.vocab_size
         pair = [torch.tensor([first, first]), torch.tensor([first, second])]
         rows = self.forward(pair)["hidden_states"]
@@ -147,7 +147,7 @@ class EncoderModel:
 
     @torch.inference_mode()
     def _usable_pooler(self) -> nn.Module | None:
-        """The module's ``pooler``, if applying it to its hidden states gives what it gives."""
+        """Return the module's ``pooler`` if applying it to hidden states reproduces its output."""
         pooler = getattr(self._module, "pooler", None)
         if not isinstance(pooler, nn.Module):
             return None
@@ -164,7 +164,7 @@ class EncoderModel:
 def _load(
     folder: str, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, bool]:
-    """The module, and whether the checkpoint lacks the weights of its pooler."""
+    """Load the module; also return True if the checkpoint lacks the weights of its pooler."""
     try:
         _check_weights(Path(folder), config, trust_remote_code)
         with hidden_progress_bars():
@@ -176,7 +176,7 @@ def _load(
                 output_loading_info=True,
                 trust_remote_code=trust_remote_code,
             )
-    # Values of a wrong kind make transformers raise whatever it stumbles over.
+    # Values of a wrong type make transformers raise arbitrary exceptions.
     except Exception as error:
         raise ValueError(f"cannot load an encoder from {folder}: {describe(error)}") from error
     missing = sorted(info["missing_keys"])
@@ -190,10 +190,10 @@ def _load(
 
 
 def _check_weights(folder: Path, config: PreTrainedConfig, trust_remote_code: bool) -> None:
-    """Compare the headers of the files with the module, which has no memory for weights yet."""
+    """Compare the files' headers with the module on the meta device, before allocating weights."""
     with torch.device("meta"):
         module = AutoModel.from_config(deepcopy(config), trust_remote_code=trust_remote_code)
-    # A checkpoint that has a head as well puts a name before those of the module.
+    # A checkpoint with a head prefixes the module's names.
     places, prefix = module.state_dict(), f"{module.base_model_prefix}."
     files = WeightFiles(folder)
     named = {name: name.removeprefix(prefix) for name in files.files}
@@ -203,7 +203,7 @@ def _check_weights(folder: Path, config: PreTrainedConfig, trust_remote_code: bo
 def _max_positions(module: PreTrainedModel) -> int | None:
     for name, part in module.named_modules():
         if name.endswith("position_embeddings") and isinstance(part, nn.Embedding):
-            # RoBERTa and its kin count positions from one after the padding index.
+            # RoBERTa and its variants count positions from one after the padding index.
             offset = 0 if part.padding_idx is None else part.padding_idx + 1
             return part.num_embeddings - offset
     return getattr(module.config, "max_position_embeddings", None)
@@ -216,9 +216,9 @@ class EncoderRequest:
     Attributes:
         request_id: unique among the engine's live requests.
         content: ``(n,)`` int64 token ids, or ``(n, hidden_size)`` embeddings; on the CPU.
-        input_hash: of everything that determines the output, salt included.
-        arrival: when it came, by ``time.monotonic``.
-        blocks: of its rows, for the length of one step.
+        input_hash: hash of everything that determines the output, including the salt.
+        arrival: arrival time, by ``time.monotonic``.
+        blocks: blocks of its rows, held for one step.
     """
 
     request_id: str
@@ -236,12 +236,12 @@ class EncoderRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens, or embedding rows."""
+        """Number of tokens or embedding rows."""
         return self.content.shape[0]
 
     @property
     def is_embeds(self) -> bool:
-        """Whether ``content`` takes the place of the model's own embeddings."""
+        """True if ``content`` replaces the model's own embeddings."""
         return self.content.ndim == 2
 
     def output(
@@ -252,7 +252,7 @@ class EncoderRequest:
         num_cached_tokens: int = 0,
         error: str | None = None,
     ) -> EncoderOutput:
-        """The result, given when the step that ran it began (by ``time.monotonic``)."""
+        """Build the output; ``started`` is the start of its step by ``time.monotonic``."""
         return EncoderOutput(
             request_id=self.request_id,
             finished=True,
@@ -274,21 +274,21 @@ def next_batch(
     *,
     share: bool,
 ) -> list[EncoderRequest]:
-    """Choose what runs next.
+    """Choose the next batch.
 
     A batch is one padded rectangle, so its cost is ``longest * inputs``::
 
-        head  ■ ■ ■ ■ ■ ■          the first in the order is always in: no input starves
-        mate  ■ ■ ■ ■ ■ ■          then those nearest to it in length
+        head  ■ ■ ■ ■ ■ ■          the first in the order is always included: no input starves
+        mate  ■ ■ ■ ■ ■ ■          then those of the nearest length
         mate  ■ ■ ■ ■ ■ ·
         mate  ■ ■ ■ ■ · ·          at most half of the rectangle is padding
 
     Args:
-        waiting: in the order of their turn.
-        share: leave out equals of one of the batch: they find its outputs in the next step.
+        waiting: requests in queue order.
+        share: leave out duplicates of inputs in the batch: they find its outputs in the next step.
 
     Returns:
-        The head of the order and its mates, all token ids or all embeddings.
+        The head of the queue and its mates, all token ids or all embeddings.
     """
     if not waiting:
         return []
@@ -316,24 +316,24 @@ logger = package_logger(__name__)
 class EncoderEngine(Engine[EncoderOutput]):
     """Runs one text encoder: batching by length, outputs kept in the stage-output cache.
 
-    A bidirectional encoder's rows depend on the whole input, so a hit is all or nothing. An answer
-    takes the same way, cached or not; a hit only skips the forward pass. ::
+    A bidirectional encoder's rows depend on the whole input, so a hit is all or nothing. Cached and
+    uncached inputs share one code path; a hit only skips the forward pass. ::
 
         waiting ──► found? ──────────────────────────────► gather ─► pool ─► output
                       └ no ─► batch ─► forward ─► write ─────┘
                                                     └ publish (when caching)
 
     Args:
-        config: what to run and with how much. ``max_num_batched_tokens`` bounds the padded size
-            of a batch, and thereby the longest input: such an encoder cannot be chunked.
-        output_names: give these outputs only (``hidden_states``, ``pooled``, ...); None gives all.
+        config: the model and its limits. ``max_num_batched_tokens`` bounds the padded size of a
+            batch and thereby the longest input: a bidirectional encoder cannot run in chunks.
+        output_names: outputs to return (``hidden_states``, ``pooled``, ...); None returns all.
         pooling: see :data:`engine.encoder.sentence_layout.Pooling`.
 
     Attributes:
-        pooling: what ``auto`` has become.
+        pooling: the resolved pooling, never ``auto``.
 
     Raises:
-        ValueError: the checkpoint, a limit or an output name does not work out.
+        ValueError: the checkpoint, a limit or an output name is invalid.
     """
 
     def __init__(
@@ -357,7 +357,7 @@ class EncoderEngine(Engine[EncoderOutput]):
             )
         checkpoint = open_configured(config)
         checkpoint.require_plain()
-        # Says what is wrong with the weight files, if anything is, before they are loaded.
+        # Raises if the weight files are invalid, before they are loaded.
         checkpoint.weight_files  # noqa: B018
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, getattr(checkpoint.config, "dtype", None), device)
@@ -379,7 +379,7 @@ class EncoderEngine(Engine[EncoderOutput]):
         self.max_model_len = _max_model_len(config, self._model)
         self.pooling = resolve_pooling(pooling, self._model.pooler)
         self._output_names = self._check_output_names(output_names)
-        # What is wanted, and what that is made from.
+        # The requested outputs, and the rows that they are computed from.
         pooled_from = {"hidden_states"} if "pooled" in self._output_names else set()
         self._stored = self._output_names - {"pooled"} | pooled_from
         self.memory_plan = self._plan_memory()
@@ -388,21 +388,21 @@ class EncoderEngine(Engine[EncoderOutput]):
         self._enable_prefix_caching = config.enable_prefix_caching
         self._limits = self._input_limits()
         self._live: dict[str, EncoderRequest] = {}
-        # Of the last step, by the mark of its call: the requests that were live before it.
+        # The mark of the last step's call, and the requests that were live before it.
         self._before: tuple[object, dict[str, EncoderRequest]] = None, {}
         self._stats = EngineStats()
         for line in self.memory_plan.lines():
             logger.info("%s: %s", config.model, line)
 
     def check_sampling(self, params: SamplingParams) -> None:
-        """Refuse all but ``truncate_prompt_tokens``, and more tokens than the model takes."""
+        """Refuse all but ``truncate_prompt_tokens``, and more tokens than the model accepts."""
         if not params.only_truncates:
             super().check_sampling(params)
         if params.truncate_prompt_tokens is not None:
             self._limits.num_kept_tokens(params)
 
     def _prepare(self, new: NewRequest) -> EncoderRequest:
-        """Prepare text, chat messages, token ids, or embeddings if the model takes them."""
+        """Prepare text, chat messages, token ids, or embeddings if the model accepts them."""
         prompt, params = new.prompt, new.sampling
         if params is not None:
             self.check_sampling(params)
@@ -440,7 +440,7 @@ class EncoderEngine(Engine[EncoderOutput]):
         self._live[content.request_id] = content
 
     def _step(self) -> list[EncoderOutput]:
-        """Answer what is cached, then run one batch; return what has finished. Idle: nothing."""
+        """Answer cached inputs, then run one batch; return the outputs, empty if idle."""
         if not self._live:
             return []
         started, clock = time.monotonic(), time.perf_counter()
@@ -448,11 +448,11 @@ class EncoderEngine(Engine[EncoderOutput]):
         order = sorted(self._live.values(), key=lambda r: (r.priority, r.arrival_index))
         outputs = self._answer_cached(order, started) if self._enable_prefix_caching else []
         waiting = [request for request in order if request.request_id in self._live]
-        # A padded batch rounds by what else is in it.
+        # The rounding of a padded batch depends on its other inputs.
         max_num_seqs = 1 if self.config.deterministic else self.config.max_num_seqs
         limits = max_num_seqs, self.config.max_num_batched_tokens
         batch: list[EncoderRequest] = []
-        # As much of a batch as blocks last for; the head always fits alone.
+        # Take as much of a batch as there are blocks for; the head alone always fits.
         for request in next_batch(waiting, *limits, share=self._enable_prefix_caching):
             if self._inputs.num_blocks_for(request.num_tokens) > self._pool.num_free():
                 break
@@ -464,13 +464,13 @@ class EncoderEngine(Engine[EncoderOutput]):
         return outputs
 
     def _restart(self) -> None:
-        """Let all inputs wait again, also those of an interrupted step, which emitted nothing."""
+        """Requeue all inputs, including those of an interrupted step, which emitted nothing."""
         if self._before[0] is self._call:
             self._live = self._before[1]
         self._clear_cache()
 
     def _clear_cache(self) -> None:
-        """Forget all inputs, held ones too, in whatever state an interrupted call left them."""
+        """Drop all cached inputs, even held ones, in any state an interrupted call left them."""
         num_blocks, block_size = self.memory_plan.num_blocks, self.config.block_size
         self._pool = BlockPool.uniform(num_blocks)
         generations = self._pool.generations(0)
@@ -479,7 +479,7 @@ class EncoderEngine(Engine[EncoderOutput]):
 
     @property
     def enable_prefix_caching(self) -> bool:
-        """Whether outputs are reused; may be set while no request is live."""
+        """True if outputs are reused; can be set while no request is live."""
         return self._enable_prefix_caching
 
     @enable_prefix_caching.setter
@@ -494,24 +494,24 @@ class EncoderEngine(Engine[EncoderOutput]):
         self._pool.reset()
 
     def stats(self) -> EngineStats:
-        """Read the counters; only ``step`` adds to them."""
+        """Return the counters; only ``step`` increases them."""
         found = KVCacheStats.of_pool(self._pool, self._hit_tokens, self._queried_tokens)
         found = replace(found, output_bytes=self._rows.nbytes)
         return replace(self._stats, num_waiting=len(self._live), kv=found)
 
     def describe(self) -> Mapping[str, Any]:
-        """What the engine resolved and reserved."""
+        """Describe the resolved settings and reserved memory."""
         plan = self.memory_plan.describe(self.hidden_size, self._enable_prefix_caching)
         return plan if self.tokenizer is None else {"input_modalities": ["text"], **plan}
 
     def check_integrity(self) -> None:
-        """Raise ``IntegrityError``, with the equation that failed, if blocks are not conserved."""
+        """Raise ``IntegrityError``, naming the failed equation, if blocks are not conserved."""
         check_pool_integrity(self._pool, tables=())
 
     def _answer_cached(
         self, order: Sequence[EncoderRequest], started: float
     ) -> list[EncoderOutput]:
-        """Answer every waiting input whose outputs are there."""
+        """Answer every waiting input whose outputs are cached."""
         outputs: list[EncoderOutput] = []
         for request in order:
             blocks = self._inputs.find(request.input_hash, request.num_tokens)
@@ -523,7 +523,7 @@ class EncoderEngine(Engine[EncoderOutput]):
         return outputs
 
     def _run(self, batch: Sequence[EncoderRequest], started: float) -> list[EncoderOutput]:
-        """Compute a batch. If it fails, each of it alone, so that only the culprit fails."""
+        """Compute a batch; if it fails, each input alone, so that only the culprit fails."""
         try:
             rows = self._model.forward([request.content for request in batch])
             slots = [
@@ -531,17 +531,17 @@ class EncoderEngine(Engine[EncoderOutput]):
                 for request in batch
             ]
             self._rows.write(torch.cat(slots), rows)
-        except Exception as error:  # one input's fault, as a rule, and it is found out
+        except Exception as error:  # usually one input's fault: find it
             if len(batch) > 1:
                 return [output for request in batch for output in self._run([request], started)]
             return [self._fail(batch[0], error, started)]
         return [self._answer(request, started, cached=False) for request in batch]
 
     def _answer(self, request: EncoderRequest, started: float, *, cached: bool) -> EncoderOutput:
-        """Gather an input's rows and pool them: the same way for a hit and a miss."""
+        """Gather and pool an input's rows, in the same way for a hit and a miss."""
         try:
             tensors = self._gather(request, cached=cached)
-        except Exception as error:  # the others of its batch go on
+        except Exception as error:  # the rest of the batch continues
             return self._fail(request, error, started)
         if self._enable_prefix_caching and not cached:
             self._queried_tokens += request.num_tokens
@@ -551,14 +551,14 @@ class EncoderEngine(Engine[EncoderOutput]):
         self._stats = self._stats.plus(cached_tokens=num_cached_tokens)
         return request.output(tensors, started=started, num_cached_tokens=num_cached_tokens)
 
-    # Not inference_mode: users may go on with the tensors as they like.
+    # Not inference_mode: users may use the tensors freely.
     @torch.no_grad()
     def _gather(self, request: EncoderRequest, *, cached: bool) -> Mapping[str, Tensor]:
         rows = self._rows.gather(request.block_ids, request.num_tokens)
         missing = self._rows.wanted - rows.keys()
         if missing:
             raise RuntimeError(f"the model gave no rows of {', '.join(sorted(missing))}")
-        if not cached:  # wanted or not, it is to be published; what is cached was looked at before
+        if not cached:  # all rows, as all are published; cached rows were checked before
             require_finite(rows)
         if "pooled" in self._output_names:
             rows["pooled"] = pool(self.pooling, rows["hidden_states"], self._model.pooler)
@@ -590,7 +590,7 @@ class EncoderEngine(Engine[EncoderOutput]):
         config, model = self.config, self._model
         block_nbytes = {name: model.row_nbytes[name] * config.block_size for name in self._stored}
         num_blocks = resolve_num_blocks(
-            # Rows lie on the host, wherever the model runs.
+            # Rows are kept on the host, regardless of the model's device.
             config,
             max(1, sum(block_nbytes.values())),
             lambda num_tokens, count: -(-num_tokens // config.block_size) * count,

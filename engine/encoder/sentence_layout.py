@@ -1,14 +1,14 @@
-"""Reads how a checkpoint in the layout of sentence-transformers makes one vector of a text.
+"""Reads the layout of a sentence-transformers checkpoint, which turns a text into one vector.
 
 ::
 
     modules.json                  which modules, in order:
       ""             Transformer    sentence_bert_config.json: longest input, lower case
       "1_Pooling"    Pooling        config.json: from one row per token to one
-      "2_Dense"      Dense          config.json, model.safetensors: a projection; there may be none
+      "2_Dense"      Dense          config.json, model.safetensors: a projection; optional
       "3_Normalize"  Normalize      to length 1
 
-Nothing of it is code: a module of another type is refused, never imported."""
+It contains no code: a module of another type is refused, never imported."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from engine.resources.device import on_device, require_finite
 
 Pooling: TypeAlias = Literal["auto", "mean", "cls", "last", "pooler"]
 """``mean`` of all rows, the first (``cls``), the ``last``, or the checkpoint's own ``pooler``;
-``auto`` is the pooler of a checkpoint that has one, else the mean."""
+``auto`` is the pooler if the checkpoint has one, else the mean."""
 
 _BY_NAME: dict[str, Callable[[Tensor], Tensor]] = {
-    # In fp32: a bf16 sum of hundreds of rows loses what distinguishes them.
+    # In fp32: a bf16 sum of hundreds of rows loses their differences.
     "mean": lambda rows: rows.float().mean(dim=0).to(rows.dtype),
     "cls": lambda rows: rows[0].clone(),
     "last": lambda rows: rows[-1].clone(),
@@ -38,7 +38,7 @@ _BY_NAME: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def resolve_pooling(pooling: Pooling, pooler: nn.Module | None) -> Pooling:
-    """Turn ``auto`` into what it stands for; ``ValueError`` if unknown, or without a pooler."""
+    """Resolve ``auto``; ``ValueError`` for an unknown pooling, or ``pooler`` without a pooler."""
     if pooling not in get_args(Pooling):
         known = ", ".join(get_args(Pooling))
         raise ValueError(f"unknown pooling {pooling!r}; known are {known}")
@@ -63,7 +63,7 @@ def pool(pooling: Pooling, rows: Tensor, pooler: nn.Module | None) -> Tensor:
         ``(D,)`` on the CPU.
 
     Raises:
-        ValueError: what was pooled is not finite.
+        ValueError: the result is not finite.
     """
     if pooling == "pooler":
         if pooler is None:
@@ -78,7 +78,7 @@ def pool(pooling: Pooling, rows: Tensor, pooler: nn.Module | None) -> Tensor:
 
 
 def normalized(row: Tensor) -> Tensor:
-    """``(D,)`` of length 1, its direction kept; in fp32, and back in the type that came."""
+    """Scale a row ``(D,)`` to length 1; computed in fp32, returned in the row's type."""
     return nn.functional.normalize(row.float(), dim=-1).to(row.dtype)
 
 
@@ -106,13 +106,13 @@ class Projection:
     activation: Callable[[Tensor], Tensor]
 
     def apply(self, row: Tensor) -> Tensor:
-        """``(in_features,)`` to ``(out_features,)``, in the type that came."""
+        """Project ``(in_features,)`` to ``(out_features,)``, in the row's type."""
         out = nn.functional.linear(row.float(), self.weight, self.bias)
         return self.activation(out).to(row.dtype)
 
 
 def load_projection(folder: Path, path: str, config: Mapping[str, Any]) -> Projection:
-    """Load one."""
+    """Load a ``Dense`` module of the layout; ``ValueError`` if it is unsupported or damaged."""
     file = folder / path / "config.json"
     name = config.get("activation_function")
     if not isinstance(name, str) or name not in _ACTIVATIONS:
@@ -151,7 +151,7 @@ _PACKAGE = "sentence_transformers."
 _LARGEST_FILE = 2**20
 
 _POOLINGS: Mapping[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
-# Before there was one key for all of them.
+# Keys of the format before ``pooling_mode``.
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -164,13 +164,13 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class SentenceLayout:
-    """What stands around a checkpoint's transformer.
+    """The processing before and after a checkpoint's transformer.
 
     Attributes:
-        projections: what that goes through next, in order.
-        normalize: whether it has length 1 in the end.
-        max_seq_length: tokens of the longest input; None leaves it to the model.
-        lower_case: whether texts are read in lower case.
+        projections: projections of the pooled row, in order.
+        normalize: True if the result is scaled to length 1.
+        max_seq_length: maximum tokens of an input; None uses the model's limit.
+        lower_case: True if texts are lowercased.
     """
 
     pooling: Pooling
@@ -181,19 +181,19 @@ class SentenceLayout:
     prefix: str = ""
 
     def written(self, text: str) -> str:
-        """A text as the model is to read it."""
+        """Return a text as the model should read it."""
         plain = (self.prefix + text).strip()
         return plain.lower() if self.lower_case else plain
 
 
 def read_sentence_layout(folder: Path, pooling: Pooling = "auto") -> SentenceLayout | None:
-    """Read the layout of a checkpoint folder; None where it has no ``modules.json``.
+    """Read the layout of a checkpoint folder; None if it has no ``modules.json``.
 
     Args:
-        pooling: in the place of its own, unless it is ``auto``.
+        pooling: replaces the checkpoint's own, unless it is ``auto``.
 
     Raises:
-        ValueError: a file cannot be read, or asks for what is not supported; names file and key.
+        ValueError: a file is unreadable or requests unsupported settings; names file and key.
     """
     if not (folder / _MODULES).is_file():
         return None
@@ -232,7 +232,7 @@ def read_sentence_layout(folder: Path, pooling: Pooling = "auto") -> SentenceLay
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
-    """The last name of each module's type, with its path in the folder, in order."""
+    """Return the last name of each module's type, with its path in the folder, in order."""
     file = file_inside(folder, _MODULES)
     entries = read_json(file, most_bytes=_LARGEST_FILE)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -290,7 +290,7 @@ def _pooling(file: Path, has_prefix: bool) -> Pooling:
             f"{file}: exactly one way of pooling must be chosen, got {key or 'none'}; "
             "set 'pooling' for the stage"
         )
-    if modes[0] not in list(_POOLINGS):  # it may be anything
+    if modes[0] not in list(_POOLINGS):  # a list, as the mode may be unhashable
         raise ValueError(
             f"{file}: {key} is {modes[0]!r}, and what is supported is {', '.join(_POOLINGS)}; "
             "set 'pooling' for the stage"
@@ -313,7 +313,7 @@ def _optional(file: Path, config: Mapping[str, Any], key: str, kind: type) -> An
 
 def _typed(file: Path, config: Mapping[str, Any], key: str, kind: type) -> Any:
     value = config.get(key)
-    # JSON's true is no number.
+    # JSON's true is not a number.
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         got = "nothing" if key not in config else repr(value)[:80]
         raise ValueError(f"{file}: {key} must be {kind.__name__}, got {got}")

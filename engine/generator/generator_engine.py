@@ -1,14 +1,13 @@
-"""Runs one generator: utterances of codec tokens in, waveforms out, whole or chunk by chunk.
+"""Runs one generator: codec tokens of utterances in, waveforms out, whole or chunk by chunk.
 
-What streaming can and cannot keep: a causal vocoder keeps a state from chunk to chunk, and its
-streamed speech is that of the whole. The flow of a windowed one is an equation that is solved over
-the whole utterance at once. A layer sees one block to the left or right at most, but the layers of
-a pass and then the passes (four for each step of the solver) add up, so that in the end every
-sample depends on nearly every code. Speech that is given out before its last code is known
-therefore cannot equal that of the whole utterance; it equals it nearly, and nearer with wider
-windows. What does hold: equal noise at equal places, no dependence on how the codes arrived or, but
-for rounding in batches of other sizes, on who else ran, and the very same speech for an utterance
-that fits the first window."""
+Exactness of streaming: a causal vocoder keeps a state between chunks; its streamed speech equals
+that of the whole. The flow of a windowed vocoder is an equation that is solved over the whole
+utterance at once. A layer sees at most one block to the left or right, but the layers of a pass and
+then the passes (four for each step of the solver) add up, so that every sample depends on nearly
+every code. Speech emitted before the last code is known therefore cannot equal that of the whole
+utterance; it is close, and closer with wider windows. These properties hold: equal noise at equal
+positions; no dependence on how the codes arrived or (but for rounding in batches of other sizes) on
+other requests; and identical speech for an utterance that fits the first window."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ from prefix_cache import IntegrityError
 
 @dataclass(frozen=True, slots=True)
 class WindowSizes:
-    """How chunks are cut, in codes; see ``StreamWindow``."""
+    """Sizes of the windows that utterances are cut into, in codes; see ``StreamWindow``."""
 
     first: int
     chunk: int
@@ -54,7 +53,7 @@ class WindowSizes:
 
 @dataclass(frozen=True, slots=True)
 class CodeWindow:
-    """Codes ``start`` to ``stop``, of which those from ``kept`` to ``kept_stop`` give sound."""
+    """Codes ``start`` to ``stop``; only ``kept`` to ``kept_stop`` contribute sound."""
 
     start: int
     stop: int
@@ -63,22 +62,22 @@ class CodeWindow:
 
     @property
     def num_codes(self) -> int:
-        """Codes to compute."""
+        """Number of codes to compute."""
         return self.stop - self.start
 
 
 @dataclass(slots=True, eq=False)
 class GeneratorRequest:
-    """A validated utterance, and how far it has come.
+    """A validated utterance and its progress.
 
     Attributes:
         request_id: unique among the engine's live requests.
-        speaker: whose voice, by name; None where there is nothing to choose.
-        whole: it came in one piece and is computed in one.
-        state: what the model handed on behind the codes that are done.
-        is_cut_off: whether the last said that a limit of length cut them off.
-        pieces: that sound, ``(num_samples,)`` each.
-        arrival: when it came, by ``time.monotonic``.
+        speaker: name of the voice; None for a checkpoint without a choice of voices.
+        whole: True if all codes came at once and are computed in one pass.
+        state: the model's state after the codes that are done.
+        is_cut_off: True if the last chunk reported that a length limit cut the codes off.
+        pieces: the samples computed so far, ``(num_samples,)`` each.
+        arrival: arrival time, by ``time.monotonic``.
         num_waits: steps for which its next window has waited for others.
     """
 
@@ -99,15 +98,15 @@ class GeneratorRequest:
 
     @property
     def is_done(self) -> bool:
-        """Whether all its sound is made; at once if it has no codes."""
+        """True if all its sound is computed; immediately for an utterance without codes."""
         return self.is_last and self.num_done == len(self.codes)
 
     def next_window(self, sizes: WindowSizes) -> CodeWindow | None:
-        """What to compute next; None if more codes must come first, or none are left.
+        """Return the next window; None if more codes must come first, or none are left.
 
-        Where windows lie depends on the codes alone, not on how they came. The last takes what is
-        left, ``right`` codes more than its turn at most; so where there are any, a window is cut
-        off only when there is a code beyond it. With a growth of 2::
+        The position of windows depends on the codes alone, not on how they arrived. The last window
+        takes the rest, at most ``right`` codes more than its size; so if ``right`` is not 0, a
+        window is cut off only when there is a code beyond it. With a growth of 2::
 
             codes   0 .................................. n
             kept    | first | 2 x first | rest |           rest <= 4 x first + right
@@ -123,16 +122,16 @@ class GeneratorRequest:
         return None
 
     def coming_window(self, sizes: WindowSizes) -> CodeWindow:
-        """The next window of an utterance that comes in chunks, if its codes go on for so long."""
+        """Return the next window of an utterance in chunks, provided that enough codes follow."""
         done = self.num_done
-        # What is done is a geometric series: of 1, 2, 4, ... times the first, for a growth of 2.
+        # Windows grow as a geometric series: 1, 2, 4, ... times the first, for a growth of 2.
         kept_stop = done + min(done * (sizes.growth - 1) + sizes.first, sizes.chunk)
         return CodeWindow(max(0, done - sizes.left), kept_stop + sizes.right, done, kept_stop)
 
     def output(
         self, sampling_rate: int, samples: Tensor | None = None, error: str | None = None
     ) -> GeneratorOutput:
-        """The next output, with what was made since the one before; the last one with an error."""
+        """Return the next output, with the samples since the last one; an error makes it final."""
         finished = self.is_done or error is not None
         now = time.monotonic()
         return GeneratorOutput(
@@ -156,21 +155,21 @@ _FIRST_PATIENCE, _PATIENCE = 2, 8
 
 
 class WindowGathering:
-    """Puts windows of one length together, from utterances that are not equally far.
+    """Batches windows of one length, from utterances at different positions.
 
     A pass over few codes costs hardly less than one over eight times as many (26 ms and 55 ms on
-    two cores), while utterances that began one after the other come to their windows one after the
-    other. So a window waits while codes keep coming and another utterance is on the way to a window
-    as long. Each step, other stages' work is done in between and costs nothing more::
+    two cores), while utterances that started one after another reach their windows one after
+    another. So a window waits while codes keep arriving and another utterance approaches a window
+    of equal length. Other stages work between the steps, so that waiting costs nothing extra::
 
         codes of A  ────────┤ window         │ both in one pass
         codes of B  ──────────────┤ window   │
-        codes of C  ────────────────┤        └ C is last of those on the way: none waits longer
+        codes of C  ────────────────┤        └ C is the last one on the way: none waits longer
 
-    A step without new codes ends all waiting, so that nothing stands still: where codes come from
-    another process, that is the next step at once. A wait ends after a few steps in any case: of
-    an utterance's first window, which decides when it is first heard, after 2; of those behind it,
-    for which there is sound to hear meanwhile, after 8.
+    A step without new codes ends all waiting, so that nothing stalls: if codes come from another
+    process, that is the very next step. A wait always ends after a few steps: after 2 for an
+    utterance's first window, which determines the time to first audio; after 8 for later ones, as
+    earlier sound is playing meanwhile.
     """
 
     def __init__(self, sizes: WindowSizes, max_batch_size: int) -> None:
@@ -180,15 +179,15 @@ class WindowGathering:
     def next_batch(
         self, requests: Iterable[GeneratorRequest], *, has_new_codes: bool
     ) -> list[tuple[GeneratorRequest, CodeWindow]]:
-        """Choose windows of one length: those of the first in the order that need not wait.
+        """Choose windows of one length: the first in the order that need not wait.
 
         Args:
-            requests: all that are live, in the order in which they should run. Those that wait
-                have it noted.
-            has_new_codes: whether any codes came since this was last asked.
+            requests: all live requests, in the order in which they should run. Updates
+                ``num_waits`` of those that wait.
+            has_new_codes: True if any codes came since the last call.
 
         Returns:
-            A window of each of several requests; none if nothing can run or all should wait.
+            One window per chosen request; empty if nothing can run or all should wait.
         """
         ready: dict[int, list[tuple[GeneratorRequest, CodeWindow]]] = {}
         coming: set[int] = set()
@@ -221,23 +220,23 @@ logger = package_logger(__name__)
 
 
 class GeneratorEngine(Engine[GeneratorOutput]):
-    """Batches utterances, or windows of them, that have the same length.
+    """Batches utterances, or windows of them, of the same length.
 
-    A step may leave a window for a later one, for others to come: see ``WindowGathering``.
+    A step may defer a window until others can join it: see ``WindowGathering``.
 
     ::
 
-        came whole      codes ───────────────────────────► one pass ──► waveform
-        came in chunks  codes ─► window ─► pass ─► delta
-                          more ─► window ─► pass ─► delta ─► ... ──► waveform
+        whole      codes ───────────────────────────► one pass ──► waveform
+        in chunks  codes ─► window ─► pass ─► delta
+                     more ─► window ─► pass ─► delta ─► ... ──► waveform
 
-    Nothing is kept from one request for another.
+    Requests share no state.
 
     Attributes:
         speakers: names of the checkpoint's voices.
 
     Raises:
-        ValueError: the checkpoint is no generator, lacks voices, or the window is too wide for it.
+        ValueError: the checkpoint is not a generator, lacks voices, or is too short for the window.
     """
 
     def __init__(self, config: GeneratorConfig) -> None:
@@ -246,7 +245,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         checkpoint = open_checkpoint(config.model, part=config.part, revision=config.revision)
         self.config = config
         self.hidden_size, self.dtype = None, torch.float32
-        self.enable_prefix_caching = True  # kept as it is set; it changes nothing
+        self.enable_prefix_caching = True  # stored as set, without effect
         self._model = load_generator(checkpoint, resolve_device(config.device))
         self.speakers = self._model.speakers
         self.sampling_rate = self._model.sampling_rate
@@ -261,18 +260,18 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         self._window = _window_sizes(config, self._model)
         max_batch_size = 1 if config.deterministic else config.max_batch_size
         self._gathering = WindowGathering(self._window, max_batch_size)
-        # Since the last step; whether windows may wait for others.
+        # Codes came since the last step, so windows may wait for others.
         self._has_new_codes = False
         self._live: dict[str, GeneratorRequest] = {}
-        # Of the last step, by the mark of its call: how far each live request was before it.
+        # The mark of the last step's call, and the progress of each live request before it.
         self._before: tuple[object, list[tuple[GeneratorRequest, int, int, Any]]] = None, []
         self._stats = EngineStats()
 
     def _prepare(self, new: NewRequest) -> GeneratorRequest:
         """Prepare an utterance, or its first chunk.
 
-        A ``CodecPrompt`` with ``is_last`` is computed as a whole, one without in windows.
-        Utterances share nothing, so that ``cache_salt`` says nothing.
+        A ``CodecPrompt`` with ``is_last`` is computed as a whole, any other in windows.
+        Utterances share nothing, so ``cache_salt`` has no effect.
         """
         if new.sampling is not None:
             self.check_sampling(new.sampling)
@@ -295,14 +294,15 @@ class GeneratorEngine(Engine[GeneratorOutput]):
 
     @property
     def takes_chunks(self) -> bool:
-        """Codes may come as they are made."""
+        """True: codes may arrive in chunks."""
         return True
 
     def extend_request(self, request_id: str, prompt: Prompt) -> None:
-        """Hand in the next codes of a live utterance; one that is not live (it failed) is ignored.
+        """Append codes to a live utterance; one that is no longer live (it failed) is ignored.
 
         Raises:
-            ValueError: its last codes came before, or these cannot follow; the engine is unchanged.
+            ValueError: it already has its last codes, or these cannot follow; the engine is
+                unchanged.
         """
         request = self._live.get(request_id)
         if request is None:
@@ -322,14 +322,14 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         self._has_new_codes = True
 
     def needs_input(self, request_id: str) -> bool:
-        """Whether a request cannot go on before its next chunk comes; False if it is not live."""
+        """Return True if a request needs its next chunk to continue; False if it is not live."""
         request = self._live.get(request_id)
         if request is None or request.is_last:
             return False
         return request.next_window(self._window) is None
 
     def _step(self) -> list[GeneratorOutput]:
-        """Run one batch; return the outputs that moved. Nothing to run, or to run yet: nothing."""
+        """Run one batch and return its outputs; nothing if no window can run yet."""
         clock = time.perf_counter()
         self._before = (
             self._call,
@@ -350,7 +350,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         return outputs
 
     def _restart(self) -> None:
-        """Take back what an interrupted step has done: its outputs were not emitted."""
+        """Roll back an interrupted step, whose outputs were not emitted."""
         call, before = self._before
         if call is not self._call:
             return
@@ -360,14 +360,14 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         self._live = {entry[0].request_id: entry[0] for entry in before}
 
     def _reset_prefix_cache(self) -> None:
-        """Forget nothing: nothing is kept from one utterance for another."""
+        """Do nothing: no utterance reuses another's results."""
 
     def stats(self) -> EngineStats:
-        """Read the counters; ``prompt_tokens`` are codes that became sound."""
+        """Return the counters; ``prompt_tokens`` counts codes that became sound."""
         return replace(self._stats, num_running=len(self._live))
 
     def describe(self) -> Mapping[str, Any]:
-        """What the engine resolved, for people."""
+        """Describe the resolved settings, for people."""
         seconds = self.samples_per_code / self.sampling_rate
         window = self._window
         return {
@@ -388,7 +388,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         }
 
     def check_integrity(self) -> None:
-        """Raise ``IntegrityError`` if a request's sound is not that of its codes."""
+        """Raise ``IntegrityError`` if a request's sound does not match its codes."""
         for request in self._live.values():
             found = sum(len(piece) for piece in request.pieces)
             expected = request.num_done * self.samples_per_code
@@ -400,13 +400,13 @@ class GeneratorEngine(Engine[GeneratorOutput]):
                 )
 
     def _run(self, batch: Sequence[tuple[GeneratorRequest, CodeWindow]]) -> list[GeneratorOutput]:
-        """Compute a batch. If it fails, each of it alone, so that only the culprit fails."""
+        """Compute a batch; if it fails, each request alone, so that only the culprit fails."""
         now = time.monotonic()
         for request, _ in batch:
             request.started = now if request.started is None else request.started
         try:
             samples, states = self._compute(batch)
-        except Exception as error:  # one request's fault, as a rule, and it is found out
+        except Exception as error:  # usually one request's fault: find it
             if len(batch) > 1:
                 return [output for item in batch for output in self._run([item])]
             return [self._fail(batch[0][0], error)]
@@ -416,14 +416,14 @@ class GeneratorEngine(Engine[GeneratorOutput]):
             kept = row[first * self.samples_per_code : stop * self.samples_per_code]
             request.num_done, request.state = window.kept_stop, state
             self._stats = self._stats.plus(prompt_tokens=window.kept_stop - window.kept)
-            # A copy, so that the window's margins are not kept with it.
+            # A copy, which does not keep the window's margins alive.
             outputs.append(self._advance(request, kept.clone()))
         return outputs
 
     def _compute(
         self, batch: Sequence[tuple[GeneratorRequest, CodeWindow]]
     ) -> tuple[Tensor | Sequence[Tensor], Sequence[Any]]:
-        """Samples of each window, and what is kept for each utterance."""
+        """Return the samples of each window, and each utterance's new state."""
         chunks = [
             CodeChunk(
                 torch.tensor(request.codes[window.start : window.stop]),
@@ -455,7 +455,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
     def _check_codes(self, prompt: CodecPrompt, *, num_before: int) -> list[Any]:
         num_codebooks, room = self._model.num_codebooks, self.max_codes - num_before
         try:
-            # One more than there may be is enough to know.
+            # One more than allowed is enough to detect an excess.
             codes = [_place(codes, num_codebooks) for codes in islice(prompt.codes, room + 1)]
         except TypeError as error:
             raise ValueError(f"codes must be integers: {error}") from error
@@ -475,7 +475,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
 
 
 def _place(codes: Any, num_codebooks: int) -> int | tuple[int, ...]:
-    """The codes of one place: an integer, or one for each of several codebooks."""
+    """Return the codes of one position: an integer, or one for each of several codebooks."""
     if num_codebooks == 1:
         return index(codes)
     row = tuple(index(code) for code in codes)
@@ -494,9 +494,9 @@ def _codec_prompt(prompt: Prompt) -> CodecPrompt:
 
 
 def _window_sizes(config: GeneratorConfig, model: GeneratorModel) -> WindowSizes:
-    """The window in codes. It begins where a block does, so that blocks lie as in the whole.
+    """Return the window in codes, aligned to blocks, so that blocks lie as in the whole utterance.
 
-    A model that keeps a state has seen what lies before, and needs nothing of what comes after.
+    A model with a state needs no context: it has seen all codes before, and uses none after.
     """
     window, block = config.generation.window, model.codes_per_block
     is_windowed = model.new_state() is None
