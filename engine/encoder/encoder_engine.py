@@ -194,10 +194,10 @@ def _check_weights(folder: Path, config: PreTrainedConfig, trust_remote_code: bo
     with torch.device("meta"):
         module = AutoModel.from_config(deepcopy(config), trust_remote_code=trust_remote_code)
     # A checkpoint with a head prefixes the module's names.
-    places, prefix = module.state_dict(), f"{module.base_model_prefix}."
+    targets, prefix = module.state_dict(), f"{module.base_model_prefix}."
     files = WeightFiles(folder)
     named = {name: name.removeprefix(prefix) for name in files.files}
-    files.check({name: places[own] for name, own in named.items() if own in places})
+    files.check({name: targets[own] for name, own in named.items() if own in targets})
 
 
 def _max_positions(module: PreTrainedModel) -> int | None:

@@ -148,7 +148,7 @@ _TRANSFORMER_CONFIGS = tuple(
 )
 _PROMPTS = "config_sentence_transformers.json"
 _PACKAGE = "sentence_transformers."
-_LARGEST_FILE = 2**20
+_MAX_FILE_BYTES = 2**20
 
 _POOLINGS: Mapping[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 # Keys of the format before ``pooling_mode``.
@@ -234,7 +234,7 @@ def read_sentence_layout(folder: Path, pooling: Pooling = "auto") -> SentenceLay
 def _modules(folder: Path) -> list[tuple[str, str]]:
     """Return the last name of each module's type, with its path in the folder, in order."""
     file = file_inside(folder, _MODULES)
-    entries = read_json(file, most_bytes=_LARGEST_FILE)
+    entries = read_json(file, most_bytes=_MAX_FILE_BYTES)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f"{file}: must be a list of modules, each a mapping")
     entries.sort(key=lambda entry: _typed(file, entry, "idx", int))
@@ -304,7 +304,7 @@ def _pooling(file: Path, has_prefix: bool) -> Pooling:
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    return read_json_object(file, most_bytes=_LARGEST_FILE)
+    return read_json_object(file, most_bytes=_MAX_FILE_BYTES)
 
 
 def _optional(file: Path, config: Mapping[str, Any], key: str, kind: type) -> Any:

@@ -151,7 +151,7 @@ class GeneratorRequest:
         )
 
 
-_FIRST_PATIENCE, _PATIENCE = 2, 8
+_MAX_FIRST_WAITS, _MAX_WAITS = 2, 8
 
 
 class WindowGathering:
@@ -200,12 +200,12 @@ class WindowGathering:
         chosen: list[tuple[GeneratorRequest, CodeWindow]] = []
         for num_codes, windows in ready.items():
             batch = windows[: self._max_batch_size]
-            may_wait = has_new_codes and num_codes in coming
+            should_wait = has_new_codes and num_codes in coming
             is_late = any(
-                request.num_waits >= (_PATIENCE if request.num_done else _FIRST_PATIENCE)
+                request.num_waits >= (_MAX_WAITS if request.num_done else _MAX_FIRST_WAITS)
                 for request, _ in batch
             )
-            if not may_wait or len(batch) == self._max_batch_size or is_late:
+            if not should_wait or len(batch) == self._max_batch_size or is_late:
                 chosen = batch
                 break
         for windows in ready.values():
@@ -456,7 +456,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         num_codebooks, room = self._model.num_codebooks, self.max_codes - num_before
         try:
             # One more than allowed is enough to detect an excess.
-            codes = [_place(codes, num_codebooks) for codes in islice(prompt.codes, room + 1)]
+            codes = [_read_codes(each, num_codebooks) for each in islice(prompt.codes, room + 1)]
         except TypeError as error:
             raise ValueError(f"codes must be integers: {error}") from error
         if len(codes) > room:
@@ -464,17 +464,17 @@ class GeneratorEngine(Engine[GeneratorOutput]):
                 f"the utterance has {num_before + len(prompt.codes)} codes; this generator takes "
                 f"{self.max_codes} at most"
             )
-        for place, code in enumerate(codes, num_before):
+        for position, code in enumerate(codes, num_before):
             for each in code if isinstance(code, tuple) else (code,):
                 if not 0 <= each < self._model.num_codes:
                     raise ValueError(
-                        f"code {place} is {each}, but the generator knows codes "
+                        f"code {position} is {each}, but the generator knows codes "
                         f"0 to {self._model.num_codes - 1}"
                     )
         return codes
 
 
-def _place(codes: Any, num_codebooks: int) -> int | tuple[int, ...]:
+def _read_codes(codes: Any, num_codebooks: int) -> int | tuple[int, ...]:
     """Return the codes of one position: an integer, or one for each of several codebooks."""
     if num_codebooks == 1:
         return index(codes)
