@@ -1,4 +1,4 @@
-"""What users touch: prompts, configs, sampling, outputs, stats; and reports of mistakes in them.
+"""The user-facing types: prompts, configs, sampling, outputs, stats; and reports of mistakes.
 
 Imports no torch, no other room.
 """

@@ -1,4 +1,4 @@
-"""Arguments that are checked by hand, since nothing else looks at their types."""
+"""Manual type checks of arguments that nothing else validates."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def check_argument(
     """Refuse a value of another type.
 
     Args:
-        kind: what it must be an instance of.
+        kind: the required type or union.
         wanted: the same in words: "a str or None".
-        fix: what to write instead; ``{}`` in it stands for a value that is a str.
+        fix: the suggested code; ``{}`` in it stands for a value that is a str.
 
     Raises:
-        ValueError: it is of another type.
+        ValueError: the value is of another type.
     """
     if isinstance(value, kind):
         return
@@ -36,7 +36,7 @@ def check_argument(
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor whose values cannot be gone through."""
+    """Refuse a tensor whose values cannot be read: sparse or on the device meta."""
     if str(tensor.layout) != "torch.strided":
         raise ValueError(f"{name} must be a dense tensor, got {tensor.layout}")
     if tensor.is_meta:
@@ -44,7 +44,7 @@ def check_dense(name: str, tensor: Tensor) -> None:
 
 
 def check_names(name: str, value: object, *, or_none: bool = False) -> None:
-    """Refuse what is no list of names; above all one name, which is a list of letters."""
+    """Refuse anything but a list of names; above all a single name, which iterates over letters."""
     if or_none and value is None:
         return
     wanted = "a list of names" + (" or None" if or_none else "")
@@ -59,7 +59,7 @@ def check_names(name: str, value: object, *, or_none: bool = False) -> None:
 def check_request_arguments(
     request_id: object, sampling: object, priority: object, cache_salt: object
 ) -> None:
-    """Refuse what an engine would stumble over later, with other requests beside this one."""
+    """Refuse arguments that would fail later, together with an engine's other requests."""
     check_argument("request_id", request_id, str, "a str")
     check_sampling_argument(sampling)
     check_argument("priority", priority, int, "an int, lower for earlier")

@@ -1,4 +1,4 @@
-"""Settings of an engine, and the limits of what one request may ask of it."""
+"""Settings of an engine, and the limits of a single request."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from engine.interface.settings import Settings
 
 
 class StreamWindow(Settings):
-    """How speech that comes in chunks is cut, in blocks of the model.
+    """Windows that speech arriving in chunks is cut into, in blocks of the model.
 
-    A block is what the model's arithmetic works on at a time: 12 codes, or 0.24 s, in the published
-    vocoder. A window is computed whole and its middle is kept. The first is short, so that
-    sound comes early; each gives ``growth`` times the one before (here 2), until they are long
-    enough to cost little more than the whole::
+    A block is the unit of the model's arithmetic: 12 codes, or 0.24 s, in the published vocoder. A
+    window is computed whole and its middle is kept. The first is short, so that sound starts early;
+    each keeps ``growth`` times as much as the one before (here 2), until windows are long enough to
+    cost little more than the whole::
 
         codes    ────────────────────────────────────────────────────►
         window 1 │ first │ right │
@@ -26,19 +26,20 @@ class StreamWindow(Settings):
         window 3         │     left      │           4 x first           │ right │
         ...                                                    up to chunk_blocks
 
-    A window can run as soon as its codes, those at its right and one more are there; where other
-    utterances are about to come to one as long, it waits for them for a few steps. It costs ``(left
-    + kept + right) / kept`` of the whole's work. Speech whose codes come hardly faster than they
-    are heard wants ``chunk_blocks`` no larger than ``first_blocks``, or there is a gap before each
-    longer window. A model that keeps a state from chunk to chunk needs no sides.
+    A window can run once its codes, those at its right and one more have arrived; if other
+    utterances are about to reach a window of equal length, it waits a few steps for them. It costs
+    ``(left + kept + right) / kept`` of the whole's work. If codes arrive hardly faster than they
+    are played, set ``chunk_blocks`` no larger than ``first_blocks``, or there is a gap before each
+    longer window. A model that keeps a state between chunks needs no sides.
 
     Attributes:
-        first_blocks: what the first window gives.
-        chunk_blocks: what a window gives at most.
-        growth: how many times as much a window gives as the one before. Speech that comes hardly
-            faster than it is heard wants the least.
-        left_blocks: what it sees before that; by default what the published model was trained on.
-        right_blocks: what it sees after that; likewise.
+        first_blocks: blocks that the first window keeps.
+        chunk_blocks: maximum blocks that a window keeps.
+        growth: factor by which a window keeps more than the one before. Use the minimum if codes
+            arrive hardly faster than they are played.
+        left_blocks: blocks of context before the kept ones; the default is the published model's
+            context in training.
+        right_blocks: blocks of context after the kept ones; likewise.
     """
 
     first_blocks: int = Field(default=1, ge=1)
@@ -58,16 +59,16 @@ class StreamWindow(Settings):
 
 
 class GenerationParams(Settings):
-    """How sound is made; the ``generation:`` block in YAML. Defaults are transformers' own.
+    """Parameters of sound generation; the ``generation:`` block in YAML. Defaults: transformers'.
 
     Attributes:
         num_steps: points in time of the flow, both ends included; each but the last is four passes.
             A vocoder without a flow refuses this, guidance, sway and seed.
-        guidance_scale: how far to go beyond what voice and codes suggest; 0 halves the passes.
+        guidance_scale: classifier-free guidance by voice and codes; 0 halves the passes.
         sway_coefficient: bends the points towards the start (below 0) or the end; None leaves
             them even. Beyond the bounds time would run backwards.
-        seed: of the noise that every request's flow starts from: equal codes give equal sound.
-        window: how speech that comes in chunks is cut.
+        seed: seed of the noise that every request's flow starts from: equal codes give equal sound.
+        window: windows of speech that arrives in chunks.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -81,15 +82,15 @@ class GenerationParams(Settings):
 
 
 class GeneratorSettings(Settings):
-    """How a generator runs its model; the ``engine:`` block in YAML.
+    """Settings of a generator; the ``engine:`` block in YAML.
 
-    The model computes in float32 wherever it runs: in half precision its flow drifts.
+    The model computes in float32 on every device: in half precision its flow drifts.
 
     Attributes:
         revision: branch, tag or commit of a hub id.
-        device: ``auto`` takes CUDA when there is one.
-        max_batch_size: requests of equal length, or windows of them, that run in one pass.
-        deterministic: the same bits whatever a request runs beside: one window at a time.
+        device: ``auto`` uses CUDA if available.
+        max_batch_size: maximum requests of equal length, or windows of them, in one pass.
+        deterministic: the same bits regardless of other requests: one window at a time.
     """
 
     revision: str | None = None
@@ -103,8 +104,8 @@ class GeneratorConfig(GeneratorSettings):
 
     Attributes:
         model: folder or hub id of a Hugging Face checkpoint, or ``seeded:<name>``.
-        part: which model of a checkpoint that holds several, by its name there.
-        generation: how sound is made.
+        part: name of the model in a checkpoint that holds several.
+        generation: parameters of sound generation.
     """
 
     model: str = Field(min_length=1)
@@ -116,28 +117,28 @@ _MEND = "or raise engine.limits"
 
 
 class RequestLimits(Settings):
-    """What one request may ask for, at most; ``limits:`` in an ``engine:`` block of YAML.
+    """Limits of one request; ``limits:`` in an ``engine:`` block of YAML.
 
-    Each is checked before the work that it bounds, and its error names the setting. What follows
-    from the model needs no setting: token ids, rows of embeddings and placeholders are at most as
-    many as ``max_model_len``, lists of token ids as long as the vocabulary.
+    Each is checked before the work that it bounds, and its error names the setting. Limits of the
+    model need no setting: token ids, embedding rows and placeholders are bounded by
+    ``max_model_len``, lists of token ids by the size of the vocabulary.
 
     Attributes:
-        max_prompt_chars: characters of a prompt's text, or of what a chat template makes of
-            messages, which the tokenizer then reads. None takes as many as ``max_model_len`` of
-            the tokenizer's longest tokens have, but no fewer than 65,536 and no more than
-            4,194,304 (a tokenizer takes some 230 bytes of memory for each).
-        max_completions: ``n`` of the sampling parameters.
-        max_logprobs: ``logprobs`` of the sampling parameters.
-        max_stop_strings: how many ``stop`` may have.
-        max_stop_chars: how many characters they may have together; text is held back and compared
-            with them token by token.
-        max_items: images, sounds and videos of a prompt, all together.
-        tokenizer_seconds: of CPU time that a checkpoint's tokenizer may take for one prompt, if it
-            cuts text by patterns that are none of the published ones: they need not end.
-        template_seconds: of CPU time that a checkpoint's chat template may take for one prompt.
-            Templates come with checkpoints, and are programs that need not end.
-        template_bytes: of memory that the process in which templates run may take.
+        max_prompt_chars: maximum characters of a prompt's text, or of rendered chat messages, for
+            the tokenizer to read. None allows as many as ``max_model_len`` of the tokenizer's
+            longest tokens have, but at least 65,536 and at most 4,194,304 (a tokenizer uses some
+            230 bytes of memory for each).
+        max_completions: maximum ``n`` of the sampling parameters.
+        max_logprobs: maximum ``logprobs`` of the sampling parameters.
+        max_stop_strings: maximum number of strings in ``stop``.
+        max_stop_chars: maximum characters of all stop strings together; text is held back and
+            compared with them token by token.
+        max_items: maximum images, sounds and videos of a prompt, all together.
+        tokenizer_seconds: maximum CPU seconds of a checkpoint's tokenizer for one prompt, if it
+            splits text by patterns other than the published ones, which may never terminate.
+        template_seconds: maximum CPU seconds of a checkpoint's chat template for one prompt.
+            Templates come with checkpoints and are programs that may never terminate.
+        template_bytes: maximum bytes of memory of the process in which templates run.
     """
 
     max_prompt_chars: int | None = Field(default=None, ge=1)
@@ -151,7 +152,7 @@ class RequestLimits(Settings):
     template_bytes: int = Field(default=2**29, ge=2**27)
 
     def check_sampling(self, params: SamplingParams) -> None:
-        """Refuse parameters that ask for more."""
+        """Refuse parameters beyond the limits; ``PlacedError``."""
         if params.n > self.max_completions:
             raise PlacedError(
                 ("n",),
@@ -179,7 +180,7 @@ class RequestLimits(Settings):
             )
 
     def check_items(self, num_items: int) -> None:
-        """Refuse a prompt that shows more images and the like; ``ValueError``."""
+        """Refuse a prompt with too many images, sounds and videos; ``ValueError``."""
         if num_items > self.max_items:
             raise ValueError(
                 f"the prompt shows {num_items} images, sounds and videos, but at most "
@@ -187,24 +188,24 @@ class RequestLimits(Settings):
             )
 
 
-# One gibibyte of RGB, by three and by four: ``PIL.Image.MAX_IMAGE_PIXELS``.
+# ``PIL.Image.MAX_IMAGE_PIXELS``: one gibibyte, divided by four and by three.
 _PILLOW_PIXELS = 2**30 // 4 // 3
 
 
 class MediaLimits(Settings):
-    """What media that requests show may take; the ``media_limits:`` block of ``engine:`` in YAML.
+    """Limits of media in requests; the ``media_limits:`` block of ``engine:`` in YAML.
 
-    Looked at before anything is decoded, as far as a file's header states it. A model may take
-    less: its window, its longest prompt, its encoder cache.
+    Checked before anything is decoded, as far as a file's header allows. A model may accept less:
+    its window, its longest prompt, its encoder cache.
 
     Attributes:
-        max_file_bytes: of a file, or of what stands in its place.
-        max_audio_s: seconds of a sound. A log-mel spectrogram of the default takes about 0.75 GB
-            while it is made.
-        max_image_pixels: width times height of an image. Pillow itself takes images for bombs that
-            have more than can be set.
-        max_video_s: seconds of a video.
-        max_video_pixels: of all frames of a video that are looked at, in the file's own size.
+        max_file_bytes: maximum bytes of a file, or of the content given instead.
+        max_audio_s: maximum seconds of a sound. A log-mel spectrogram of the default length takes
+            about 0.75 GB while it is computed.
+        max_image_pixels: maximum width times height of an image. The bound of this setting is
+            Pillow's own, beyond which it warns of decompression bombs.
+        max_video_s: maximum seconds of a video.
+        max_video_pixels: maximum pixels of all sampled frames of a video, in the file's own size.
     """
 
     max_file_bytes: int = Field(default=256 * 2**20, ge=1)
@@ -218,9 +219,9 @@ class DiskSettings(Settings):
     """A folder for blocks that the pool may evict; the ``disk:`` block of ``offload:`` in YAML.
 
     Attributes:
-        path: of the folder, made if it is not there; ``~`` is the user's home. Several stages,
+        path: path of the folder, created if missing; ``~`` is the user's home. Several stages,
             replicas and processes may share it.
-        bytes: of all files in it together, the least recently used are removed.
+        bytes: maximum size of all its files together; the least recently used are removed.
     """
 
     path: str = Field(min_length=1)
@@ -228,11 +229,11 @@ class DiskSettings(Settings):
 
 
 class OffloadSettings(Settings):
-    """Where blocks are kept that the pool may evict; the ``offload:`` block of ``engine:`` in YAML.
+    """Storage for blocks that the pool may evict; the ``offload:`` block of ``engine:`` in YAML.
 
     Attributes:
-        host_bytes: of host memory, for a pool on a GPU: on a CPU, raise ``num_blocks`` instead.
-        disk: a folder, which later runs find as this one left it.
+        host_bytes: host memory in bytes, for a pool on a GPU; on a CPU, raise ``num_blocks``.
+        disk: a folder, which persists for later runs.
     """
 
     host_bytes: int | None = Field(default=None, ge=1)
@@ -246,53 +247,53 @@ class OffloadSettings(Settings):
 
 
 class EngineSettings(Settings):
-    """How an engine runs its model, whichever model that is; the ``engine:`` block in YAML.
+    """Settings common to the engines of all models; the ``engine:`` block in YAML.
 
     Attributes:
         revision: branch, tag or commit of a hub id.
-        trust_remote_code: run code that the checkpoint brings; off unless asked for.
-        dtype: element type of weights, activations and cache; ``auto`` takes the checkpoint's on
+        trust_remote_code: run code shipped with the checkpoint; off by default.
+        dtype: element type of weights, activations and cache; ``auto`` uses the checkpoint's on
             CUDA and float32 on a CPU. C kernels keep activations in float32 with bfloat16;
             float16 is slow on a CPU.
-        quantization: round the decoder's matrices, as they are loaded, to 8 bits with a scale for
-            each output, or to 4 bits with a scale and an offset for 32 weights.
-        device: ``auto`` takes CUDA when there is one.
-        attention_backend: ``auto`` takes triton on CUDA, native on a CPU (C kernels, compiled on
-            first use, for norms and activations too), torch where those cannot run.
-        deterministic: the same bits whatever a request runs beside, however its prompt is cut into
-            chunks, cached or not; of decoders, on however many threads. They need the C kernels of
-            a CPU; encoders and towers run one input at a time.
-        tensor_parallel: processes among which the heads and MLPs of a decoder's layers are divided,
-            and the pages of its keys and values; on CUDA each on a device of its own, from
-            ``device`` on. Towers, samplers and caches are the first one's.
-        enforce_eager: launch the kernels of every decode step one by one on CUDA, and replay no
-            graphs of them. Graphs take some memory, and time when the engine starts.
+        quantization: round the decoder's matrices on loading to 8 bits with a scale per output, or
+            to 4 bits with a scale and an offset per 32 weights.
+        device: ``auto`` uses CUDA if available.
+        attention_backend: ``auto`` uses triton on CUDA, native on a CPU (C kernels, compiled on
+            first use, also for norms and activations), torch where those cannot run.
+        deterministic: the same bits regardless of other requests, of how the prompt is cut into
+            chunks and of cache hits; for decoders also of the number of threads. Decoders need the
+            C kernels of a CPU; encoders and towers run one input at a time.
+        tensor_parallel: number of processes that share the heads and MLPs of a decoder's layers and
+            the pages of its keys and values; on CUDA each uses a separate device, from ``device``
+            on. Towers, samplers and caches belong to the first process.
+        enforce_eager: launch the kernels of every decode step one by one on CUDA instead of
+            replaying graphs. Graphs take some memory, and time at startup.
         block_size: tokens per KV block.
-        num_blocks: blocks in the pool, the null block included, or large pages in models whose
-            layers keep different things; None sizes the pool for ``max_num_seqs`` requests of
+        num_blocks: blocks in the pool, including the null block, or large pages in models whose
+            layers keep different state; None sizes the pool for ``max_num_seqs`` requests of
             ``max_model_len``, within ``memory_fraction``.
         memory_fraction: share of the device's free memory for a pool whose ``num_blocks`` is None.
-        max_model_len: longest sequence, prompt and output; None takes the checkpoint's.
-        max_num_seqs: requests that run at once.
+        max_model_len: maximum length of a sequence, prompt and output; None uses the checkpoint's.
+        max_num_seqs: maximum requests that run at once.
         max_num_batched_tokens: token budget of one step.
-        max_num_encoder_tokens: rows that towers for images and the like, or an encoder-decoder's
-            encoder, give in one step; a longer input runs alone. None sets no limit.
-        encoder_cache_bytes: most that rows of images, sounds and videos may take of the pool, those
-            in use included; None: they compete with KV blocks for all of it.
-        preemption: what becomes of a request that has to make room: ``recompute`` forgets its
-            state, ``swap`` moves it to host memory as long as there is room.
-        num_swap_blocks: host blocks for ``swap``, the null block included; None: as the pool has.
-        offload: where blocks are kept that the pool may evict, so that they come back as a hit.
-        generation_config: ``auto`` takes defaults of sampling parameters, suppressed tokens, bad
+        max_num_encoder_tokens: maximum rows that towers of images, sounds and videos, or an
+            encoder-decoder's encoder, compute per step; a longer input runs alone. None: no limit.
+        encoder_cache_bytes: maximum bytes of the pool for rows of images, sounds and videos,
+            including those in use; None: they compete with KV blocks for all of it.
+        preemption: handling of a preempted request: ``recompute`` drops its state, ``swap`` moves
+            it to host memory as long as there is room.
+        num_swap_blocks: host blocks for ``swap``, including the null block; None: as in the pool.
+        offload: storage for blocks that the pool may evict, from which they return as a hit.
+        generation_config: ``auto`` reads defaults of sampling parameters, suppressed tokens, bad
             words and ends of sequences from the checkpoint's ``generation_config.json``; ``ignore``
             runs it as if it had no such file.
-        media_limits: how much of a picture, a sound or a video is read.
-        vad: whether an encoder of speech hears speech alone, found by the voice detector of the
-            extra ``serve``, unless a prompt says otherwise: noise, music and silence give no text.
-        transcription: how a speech model goes about recordings, unless a prompt says otherwise.
-        enable_prefix_caching: reuse what earlier requests computed. Never changes what comes out.
-        limits: what one request may ask for, at most.
-        seed: of the engine's own generator, which seeds requests that bring no seed.
+        media_limits: limits of images, sounds and videos.
+        vad: true if a speech encoder receives only speech, found by the voice detector of the
+            extra ``serve``, unless a prompt overrides it: noise, music and silence give no text.
+        transcription: options of a speech model for recordings, unless a prompt overrides them.
+        enable_prefix_caching: reuse results of earlier requests. Never changes an output.
+        limits: limits of one request.
+        seed: seed of the engine's own generator, which seeds requests without a seed.
     """
 
     revision: str | None = None
@@ -359,7 +360,7 @@ class EngineConfig(EngineSettings):
     Attributes:
         model: folder or hub id of a Hugging Face checkpoint, or ``seeded:<name>`` for a small one
             that is built on first use.
-        part: which model of a checkpoint that holds several, by its name there.
+        part: name of the model in a checkpoint that holds several.
     """
 
     model: str = Field(min_length=1)

@@ -1,4 +1,4 @@
-"""CPU threads: how many this process should use, and how those of PyTorch wait for work."""
+"""CPU threads: the number for this process, and the wait policy of PyTorch's threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOUNT = Path("/sys/fs/cgroup")
 
 
 def available_cores() -> int:
-    """CPU cores that this process may use: those of its affinity, bounded by its cgroup's quota.
+    """Return the cores that this process may use: its affinity, bounded by its cgroup's quota.
 
     A quota of 1.5 cores counts as 2.
     """
@@ -26,9 +26,8 @@ def configure_openmp() -> None:
     """Set the defaults that PyTorch's OpenMP reads from the environment when it is loaded.
 
     Waiting threads sleep (``OMP_WAIT_POLICY=PASSIVE``) instead of spinning for milliseconds on a
-    core that another program, or our own kernels' threads, could use. Where a cgroup's quota is
-    below the number of cores, ``OMP_NUM_THREADS`` says so: OpenMP knows nothing of quotas. What the
-    user has set stays.
+    core that another program, or our own kernels' threads, could use. If a cgroup has a quota,
+    ``OMP_NUM_THREADS`` is set, since OpenMP ignores quotas. The user's own settings are kept.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if cpu_quota() is not None:
@@ -36,10 +35,10 @@ def configure_openmp() -> None:
 
 
 def cpu_quota(memberships: Path = _PROC, mount: Path = _MOUNT) -> float | None:
-    """CPUs per second of time that this process's cgroups allow; None without a limit.
+    """Return the CPU seconds per second that this process's cgroups allow; None without a limit.
 
-    Reads version 2 (``cpu.max``) and version 1 (``cpu.cfs_quota_us``) of cgroups, and takes the
-    smallest quota of the process's group and those above it.
+    Reads version 2 (``cpu.max``) and version 1 (``cpu.cfs_quota_us``) of cgroups, and uses the
+    smallest quota of the process's group and its ancestors.
 
     Args:
         memberships: the process's ``/proc/PID/cgroup``, lines of ``id:controllers:path``.
@@ -53,8 +52,8 @@ def cpu_quota(memberships: Path = _PROC, mount: Path = _MOUNT) -> float | None:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        # In a container the path can be that of the host, which is not mounted here: the mount's
-        # root is the container's own group then, and the last of the parents.
+        # In a container the path may be the host's, which is not mounted here: the mount's root is
+        # then the container's own group, and the last of the parents.
         root = mount / controllers if controllers else mount
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
@@ -71,7 +70,7 @@ def _quota_of(folder: Path) -> list[float]:
         else:
             quota = (folder / "cpu.cfs_quota_us").read_text("utf-8")
             period = (folder / "cpu.cfs_period_us").read_text("utf-8")
-    except OSError:  # the root of the tree has no limit, and no file for one
+    except OSError:  # the root of the tree has no limit and no such file
         return []
     if quota == "max" or int(quota) <= 0:
         return []

@@ -1,4 +1,4 @@
-"""The contract of every engine: requests in by an id, outputs out step by step."""
+"""The interface of every engine: requests in by id, outputs out step by step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """The arguments of :meth:`engine.Engine.prepare`; types are checked, but for the prompt's."""
+    """The arguments of :meth:`engine.Engine.prepare`, type-checked except for the prompt."""
 
     request_id: str
     prompt: Prompt
@@ -35,7 +35,7 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRequest:
-    """A request that an engine has prepared, for its :meth:`engine.Engine.add`."""
+    """A request that an engine has prepared, to pass to its :meth:`engine.Engine.add`."""
 
     request_id: str
     engine: Engine[Any]
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class EngineBrokenError(RuntimeError):
-    """An engine was interrupted and could not restart; it is not to be used any more."""
+    """An engine was interrupted, could not restart, and is no longer usable."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(
@@ -56,42 +56,42 @@ class EngineBrokenError(RuntimeError):
 
 
 class Engine(ABC, Generic[OutputT_co]):
-    """Runs one model over requests that come and go. ::
+    """Runs one model for requests that arrive and end at any time. ::
 
         add_request ──► step ──► output ──► step ──► ... ──► output, finished
                          ▲         └──► abort: no more output
         needs_input? ──► extend_request
 
-    A request's id is the handle to it: live from ``add_request`` to the output that says
-    ``finished``, or to ``abort``, and free to be used again after that. A request may end before
-    its caller has seen so, hence a call about one that is not live does nothing.
+    A request's id is its handle: live from ``add_request`` to the ``finished`` output or to
+    ``abort``, and reusable after that. A request may end before its caller notices, so a call for
+    a request that is not live does nothing.
 
-    One thread drives an engine. Every call leaves it consistent, also one that raises; one that
+    One thread drives an engine. Every call leaves it consistent, even if it raises; a call that
     raises ``ValueError`` has changed nothing. Only ``step`` runs the model. Requests and steps are
-    refused, by a ``RuntimeError`` that says what to do, while another thread is in the engine,
-    after :meth:`close`, and in a process that was forked after the engine was built.
+    refused, by a ``RuntimeError`` with a suggestion, while another thread is in the engine, after
+    :meth:`close`, and in a process that was forked after the engine was built.
 
     Attributes:
-        hidden_size: width of the embeddings it takes and of its ``hidden_states``; None without.
+        hidden_size: width of the accepted embeddings and of its ``hidden_states``; None without.
         dtype: element type of weights and activations.
-        enable_prefix_caching: whether requests reuse what was computed for earlier ones; may be
-            set while no request is live. Never changes an output.
+        enable_prefix_caching: True if requests reuse results of earlier ones; can be set while no
+            request is live. Never changes an output.
     """
 
     ownership: Ownership
-    # The requests that were added and have not ended, by their ids, oldest first.
+    # The live requests by id, oldest first.
     _live: dict[str, Any]
     _orders: Iterator[int]
     hidden_size: int | None
     dtype: torch.dtype
     enable_prefix_caching: bool
-    # What interrupted the engine, while it restarts; and a mark of the call that runs or ran
-    # last: what it noted under this mark was not emitted to the caller if it is interrupted.
+    # The interruption that the engine restarts from; and a mark of the current or last call:
+    # results recorded under this mark were not emitted if the call is interrupted.
     _broken_by: str | None = None
     _call: object = None
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Note in which process it is built, whatever the constructor of a kind of engine does."""
+        """Record the process that builds it, independently of a subclass's constructor."""
         engine = super().__new__(cls)
         engine.ownership = Ownership(f"this {cls.__name__}")
         engine._orders = count()
@@ -109,7 +109,7 @@ class Engine(ABC, Generic[OutputT_co]):
         """Queue a request; nothing runs before ``step``. See :meth:`prepare` and :meth:`add`.
 
         Raises:
-            ValueError: this request cannot run, alone and with the whole pool to itself.
+            ValueError: the request cannot run, even alone with the whole pool.
         """
         self.add(
             self.prepare(request_id, prompt, sampling, priority=priority, cache_salt=cache_salt)
@@ -125,24 +125,24 @@ class Engine(ABC, Generic[OutputT_co]):
         cache_salt: str | None = None,
         order: int | None = None,
     ) -> PreparedRequest:
-        """Tokenize, decode, compute features and hash, all that may take long, for :meth:`add`.
+        """Do the slow work for :meth:`add`: tokenize, decode, compute features and hash.
 
-        For any thread, several at once, also while the engine steps. It changes nothing; a request
-        that is never added leaves nothing behind.
+        Thread-safe, even while the engine steps. It changes nothing; a request that is never added
+        leaves nothing behind.
 
         Args:
-            request_id: unique among the live ones when it is added.
-            prompt: what to run, or its first chunk; not to be changed until the request ends.
-            sampling: how tokens are chosen; None takes the defaults. See :meth:`check_sampling`.
-                One without a seed gets the engine's next. Give seeds, if requests that are
-                prepared in several threads are to have the same ones in every run.
+            request_id: unique among the live requests when it is added.
+            prompt: the prompt or its first chunk; must not be changed until the request ends.
+            sampling: the sampling parameters; None uses the defaults. See :meth:`check_sampling`.
+                Without a seed, they get the engine's next one. Set seeds if requests that are
+                prepared in several threads need the same ones in every run.
             priority: lower runs earlier.
-            cache_salt: what was computed is shared only within one salt.
+            cache_salt: cached results are shared only within one salt.
             order: among requests of one priority, the smallest runs first. By default they run in
                 the order of the calls of this method.
 
         Raises:
-            ValueError: this request cannot run, alone and with the whole pool to itself.
+            ValueError: the request cannot run, even alone with the whole pool.
         """
         self.ownership.check()
         check_request_arguments(request_id, sampling, priority, cache_salt)
@@ -166,67 +166,67 @@ class Engine(ABC, Generic[OutputT_co]):
 
     @abstractmethod
     def _prepare(self, new: NewRequest) -> Any:
-        """See :meth:`prepare`; returns what :meth:`_add` takes."""
+        """See :meth:`prepare`; returns the argument of :meth:`_add`."""
 
     @abstractmethod
     def _add(self, content: Any) -> None:
-        """See :meth:`add`; may be interrupted anywhere."""
+        """See :meth:`add`; may be interrupted at any point."""
 
     def check_sampling(self, params: SamplingParams) -> None:
-        """Refuse sampling parameters that no request could run with; an engine without tokens, all.
+        """Refuse sampling parameters that no request could use; without tokens, refuse all.
 
         Raises:
-            ValueError: the model cannot do what they ask for.
+            ValueError: the model does not support them.
         """
         raise ValueError("it generates no tokens, so it takes no sampling parameters")
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether prompts may come in chunks: a first one, and more by ``extend_request``."""
+        """True if prompts may arrive in chunks: a first one, and more by ``extend_request``."""
         return False
 
     def extend_request(self, request_id: str, prompt: Prompt) -> None:
-        """Hand in the next chunk of a live request's prompt; ``is_last`` of it says if it ends.
+        """Add the next chunk of a live request's prompt; its ``is_last`` ends the prompt.
 
         Raises:
-            ValueError: the model takes prompts whole, or not this chunk; the request waits on.
+            ValueError: the model takes no chunks, or not this one; the request keeps waiting.
         """
         raise ValueError("the model takes prompts whole, not in chunks")
 
     def needs_input(self, request_id: str) -> bool:
-        """Whether a live request cannot go on before its next chunk comes."""
+        """Return True if a live request needs its next chunk to continue."""
         return False
 
     def step(self) -> Sequence[OutputT_co]:
-        """Run one batch; return the outputs that moved, finished or not.
+        """Run one batch; return the outputs that changed, finished or not.
 
-        Requests that fail end with an output that says why; others go on. Idle: nothing happens.
-        Whatever interrupts it, wherever (a signal, a lack of memory), every request starts again
-        before the exception is passed on, and what was cached is forgotten.
+        Requests that fail end with an output that states the reason; others continue. Does nothing
+        if idle. On any interruption (a signal, a lack of memory), all requests restart before the
+        exception propagates, and the cache is dropped.
 
         Raises:
-            EngineBrokenError: restarting was interrupted as well, now or before.
+            EngineBrokenError: the restart was interrupted as well, now or earlier.
         """
         return self._consistently(self._step)
 
     def step_deltas(self) -> Sequence[OutputDelta]:
-        """The same as :meth:`step`, of which it returns only what is new: for stages.
+        """Run :meth:`step`, but return only the changes of outputs; for stages.
 
-        A request's outputs come by one of the two, not by both in turn.
+        Use one of the two methods for all steps of a request.
         """
         return self._consistently(self._step_deltas)
 
     @property
     def is_broken(self) -> bool:
-        """Whether it could not restart, so that requests and steps are refused."""
+        """True if it could not restart, so that requests and steps are refused."""
         return self._broken_by is not None
 
     def _consistently(self, call: Callable[[], T], *, wait: bool = False) -> T:
         """Make a call; restart all requests if it is interrupted.
 
         Args:
-            call: to make while no other thread is in the engine.
-            wait: for one that is, instead of being refused.
+            call: called while no other thread is in the engine.
+            wait: True to wait for another thread in the engine, instead of raising.
         """
         self.ownership.check()
         if self._broken_by is not None:
@@ -236,13 +236,13 @@ class Engine(ABC, Generic[OutputT_co]):
             self.ownership.enter(wait=wait)
             self._call, has_begun = object(), True
             result = call()
-            # Here, since an interruption after the call must restart all as well.
+            # Inside the try: an interruption after the call must restart all requests as well.
             if not was_inside:
                 self.ownership.leave()
             return result
         except BaseException as error:
             if has_begun:
-                # At once, whatever else may go wrong: until it has restarted, it is broken.
+                # Set first, before anything can fail: it is broken until it has restarted.
                 self._broken_by = "an exception"
                 self._broken_by = described(error)
                 if self._can_restart:
@@ -254,64 +254,64 @@ class Engine(ABC, Generic[OutputT_co]):
 
     @abstractmethod
     def _step(self) -> Sequence[OutputT_co]:
-        """See :meth:`step`; may be interrupted anywhere."""
+        """See :meth:`step`; may be interrupted at any point."""
 
     def _step_deltas(self) -> Sequence[OutputDelta]:
-        """See :meth:`step_deltas`; may be interrupted anywhere."""
+        """See :meth:`step_deltas`; may be interrupted at any point."""
         return [output.as_delta() for output in self._step()]  # type: ignore[attr-defined]
 
     @property
     def _can_restart(self) -> bool:
-        """Whether all is there that it runs with."""
+        """True if everything that it needs to run still exists."""
         return True
 
     @abstractmethod
     def _restart(self) -> None:
-        """Build everything again from what the live requests themselves hold."""
+        """Rebuild all state from the live requests themselves."""
 
     def abort(self, request_id: str) -> None:
-        """Drop a request and free what it holds; no output of it follows. Others are ignored."""
+        """Drop a live request and free its resources; no output follows. Ignores other ids."""
         if not self.ownership.is_over:
             self._consistently(partial(self._drop, request_id), wait=True)
 
     def _drop(self, request_id: str) -> None:
-        """See :meth:`abort`; the request may have ended, and this be interrupted anywhere."""
+        """See :meth:`abort`; the request may have ended. May be interrupted at any point."""
         self._live.pop(request_id, None)
 
     @property
     def live_request_ids(self) -> tuple[str, ...]:
-        """The requests that were added and have not ended, oldest first."""
+        """Ids of the requests that were added and have not ended, oldest first."""
         return tuple(self._live)
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether requests are live, those that wait for input or are paused included."""
+        """True if any request is live, including those waiting for input or paused."""
         return bool(self._live)
 
     def reset_prefix_cache(self) -> None:
-        """Forget what was computed for requests that are no longer live; as whole as ``step``."""
+        """Drop cached results of requests that are no longer live; as atomic as ``step``."""
         self._consistently(self._reset_prefix_cache)
 
     @abstractmethod
     def _reset_prefix_cache(self) -> None:
-        """See :meth:`reset_prefix_cache`; may be interrupted anywhere."""
+        """See :meth:`reset_prefix_cache`; may be interrupted at any point."""
 
     @abstractmethod
     def stats(self) -> EngineStats:
-        """Read the counters; the reading does not change any more."""
+        """Return a snapshot of the counters."""
 
     @abstractmethod
     def describe(self) -> Mapping[str, Any]:
-        """What the engine resolved and reserved, for people."""
+        """Describe the resolved settings and reserved memory, for people."""
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Raise ``IntegrityError``, with the equation that failed, if anything was lost."""
+        """Raise ``IntegrityError``, naming the failed equation, if anything was lost."""
 
     def close(self) -> None:
-        """Drop all requests and take no more; weights and pages go with the last reference.
+        """Drop all requests and refuse new ones; the last reference frees weights and pages.
 
-        May be called again. In a fork of the process that built the engine it does nothing.
+        Idempotent. Does nothing in a fork of the process that built the engine.
         """
         if not self.ownership.is_over:
             if self._broken_by is None:

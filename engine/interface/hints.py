@@ -1,8 +1,8 @@
-"""Types that need torch, as hints which can be looked up without it.
+"""Type hints for types that need torch, which can be resolved without it.
 
 A decoder reads the hints of messages at run time. To type checkers these names are the types
-themselves; at run time they are classes that everything is an instance of, and by which the decoder
-knows what to make.
+themselves; at run time they are classes that everything is an instance of, and that tell the
+decoder what to build.
 """
 
 from __future__ import annotations
@@ -31,4 +31,4 @@ else:
         """A tensor."""
 
     class Tensors(metaclass=_Hint):
-        """Tensors by their names, which are mapped when they are asked for."""
+        """Tensors by name, mapped into memory on access."""

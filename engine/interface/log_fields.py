@@ -1,4 +1,4 @@
-"""What log records tell besides their message: the stage, its replica, and the request."""
+"""Context fields of log records: the stage, its replica, and the request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ROOT = "omni"
 
 @dataclass(frozen=True, slots=True)
 class LogFields:
-    """What a record is about; None for what it is not about."""
+    """The context of a log record; None for fields that do not apply."""
 
     stage: str | None = None
     replica: int | None = None
@@ -23,15 +23,15 @@ _of_process = LogFields()
 
 
 def set_process_fields(fields: LogFields) -> None:
-    """Say what every record of this process is about, in all of its threads."""
+    """Set the fields of every record of this process, in all its threads."""
     global _of_process
     _of_process = fields
 
 
 class log_fields:
-    """Have what is logged within, in this thread, carry a stage and a request; to be used once."""
+    """Context that adds a stage and a request to this thread's log records; single use."""
 
-    # Entered around every call of a stage: several times cheaper than a generator's context.
+    # Entered around every call of a stage: several times cheaper than @contextmanager.
     __slots__ = ("_token", "fields")
 
     def __init__(self, stage: str, request_id: str | None = None) -> None:
@@ -45,7 +45,7 @@ class log_fields:
 
 
 def package_logger(name: str) -> logging.Logger:
-    """A logger of a module's ``__name__``, below ``omni``, with attributes of ``LogFields``."""
+    """Return a module's logger, below ``omni``, whose records have the fields of ``LogFields``."""
     is_below = name == _ROOT or name.startswith(f"{_ROOT}.")
     logger = logging.getLogger(name if is_below else f"{_ROOT}.{name}")
     logger.addFilter(_FILTER)
@@ -53,10 +53,10 @@ def package_logger(name: str) -> logging.Logger:
 
 
 class _Fields(logging.Filter):
-    """Lets all records pass, with their fields; those given by ``extra`` stay."""
+    """Adds the fields to all records, except those given by ``extra``."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Put the fields on a record."""
+        """Set the fields on a record."""
         fields = _FIELDS.get() or _of_process
         for name in LogFields.__slots__:
             if not hasattr(record, name):

@@ -1,4 +1,4 @@
-"""What an engine hands back."""
+"""Outputs, deltas, metrics and statistics of engines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from prefix_cache import KVCacheStats, OffloadStats
 
 ROW_KEYS = "row_keys"
-"""An output of any model: what the cache of the next stage may know its rows by, without reading
-them. Made only where it is asked for by name."""
+"""An output of any model: keys by which the next stage's cache may identify its rows without
+reading them. Computed only if requested by name."""
 
 _LOUDEST = 2**15 - 1
-"""Of samples of 16 bits."""
+"""Maximum of a 16-bit sample."""
 
 _SUBTYPES = {"wav": "PCM_16", "flac": "PCM_16", "ogg": "VORBIS", "mp3": "MPEG_LAYER_III"}
 
@@ -43,15 +43,15 @@ class Waveform:
     def save(self, path: str | Path, format: str | None = None) -> None:
         """Write a file: WAV of 16 bits, rounded; or FLAC, OGG or MP3.
 
-        What is beyond -1 to 1 is clipped, not wrapped.
+        Samples beyond -1 to 1 are clipped, not wrapped.
 
         Args:
-            path: of the file; one that exists is replaced.
-            format: ``wav``, ``flac``, ``ogg`` or ``mp3``; None takes the path's ending.
+            path: path of the file; an existing file is replaced.
+            format: ``wav``, ``flac``, ``ogg`` or ``mp3``; None uses the path's suffix.
 
         Raises:
-            ValueError: the format is another, or the samples are not ``(num_samples,)`` finite
-                floating point numbers. Nothing is written then.
+            ValueError: another format, or the samples are not ``(num_samples,)`` finite floating
+                point numbers. Nothing is written then.
             OSError: the file cannot be written.
         """
         kind = (Path(path).suffix[1:] if format is None else format).lower()
@@ -63,23 +63,23 @@ class Waveform:
         Path(path).write_bytes(self.encoded(kind))
 
     def encoded(self, format: str) -> bytes:
-        """What :meth:`save` would write into a file.
+        """Return the content of the file that :meth:`save` writes.
 
         Args:
-            format: as there, or ``pcm16`` for the samples alone, little-endian.
+            format: as in :meth:`save`, or ``pcm16`` for the bare samples, little-endian.
 
         Raises:
-            ValueError: as there.
+            ValueError: as in :meth:`save`.
         """
-        # Not when prompts and settings are named.
+        # Imported late: prompts and settings do not need them.
         import numpy
         import torch
 
         samples = self.samples
-        if samples.dtype is torch.bfloat16:  # which numpy does not have
+        if samples.dtype is torch.bfloat16:  # which numpy lacks
             samples = samples.float()
-        # By numpy: a server writes sound in pieces, for which torch takes three times as long, and
-        # lets another thread in at every step, which may keep all of the server's clients waiting.
+        # In numpy: for a server's short pieces torch takes three times as long, and yields to other
+        # threads at every operation, which may keep all of the server's clients waiting.
         values = samples.numpy(force=True)
         if values.ndim != 1 or values.dtype.kind != "f" or not numpy.isfinite(values).all():
             raise ValueError(
@@ -104,12 +104,12 @@ class Waveform:
         return content.getvalue()
 
     def followed_by(self, *others: Waveform) -> Waveform:
-        """Play one after the other.
+        """Concatenate waveforms.
 
         Raises:
             ValueError: their sampling rates differ.
         """
-        import torch  # not when prompts and settings are named
+        import torch  # imported late: prompts and settings do not need it
 
         for other in others:
             if other.sampling_rate != self.sampling_rate:
@@ -122,7 +122,7 @@ class Waveform:
 
 
 class FinishReason(StrEnum):
-    """Why a request ended: a stop token or string, its length, the user, or a failure."""
+    """The reason why a request ended: a stop token or string, its length, the user, or an error."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -132,7 +132,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one generated position, of the raw distribution, likeliest first."""
+    """Log-probabilities at one generated position, from the raw distribution, likeliest first."""
 
     token_id: int
     logprob: float
@@ -141,14 +141,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of one request, in seconds; a time that has not come is None.
+    """Times of one request, in seconds; None for a time not reached yet.
 
     Attributes:
         queue_s: from arrival to the first step that ran it.
         first_token_s: from arrival to the first generated token.
         total_s: from arrival to the end.
-        prefix_miss: in a word, why no more of its prompt was hit in the prefix cache; see
-            :data:`prefix_cache.PrefixMiss`. None if all that can be hit was, or nothing is cached.
+        prefix_miss: keyword for why no more of its prompt was a prefix cache hit; see
+            :data:`prefix_cache.PrefixMiss`. None if all that can be hit was, or without a cache.
     """
 
     queue_s: float | None = None
@@ -159,7 +159,7 @@ class RequestMetrics:
 
 
 class TimedWord(NamedTuple):
-    """A word, and when it is spoken, in seconds of the recording."""
+    """A word with its time in the recording, in seconds."""
 
     word: str
     start: float
@@ -167,16 +167,16 @@ class TimedWord(NamedTuple):
 
 
 class TranscriptionWindow(NamedTuple):
-    """One window of a recording that took several, or that was asked for more than its text.
+    """One window of a recording that has several, or for which more than text was requested.
 
     Attributes:
-        first_token: place of its first token among all that were generated.
-        begin_s: its place in the recording, in seconds; timestamps count from there.
-        temperature: at which its text was written.
-        no_speech_prob: how likely the model took it to be without speech; None where no threshold
-            asks for it.
-        token_timestamps: for each token when it ends, in seconds of the recording, and the words
-            that they make up; none where not asked for.
+        first_token: index of its first token among all generated ones.
+        begin_s: its start in the recording, in seconds; timestamps count from there.
+        temperature: temperature at which its text was sampled.
+        no_speech_prob: the model's probability that it has no speech; None without a threshold
+            that needs it.
+        token_timestamps: end of each token, in seconds of the recording; empty if not requested.
+        words: the words that the tokens form; empty if not requested.
     """
 
     first_token: int
@@ -189,11 +189,11 @@ class TranscriptionWindow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompletionDelta:
-    """What is new of one completion of several.
+    """The changes of one completion of several.
 
     Attributes:
-        index: which of the ``n`` completions, from 1: the first one's are in the delta itself.
-        logprobs: one entry per new token; None when not asked for.
+        index: index among the ``n`` completions, from 1: the delta itself has the first one's.
+        logprobs: one entry per new token; None if not requested.
     """
 
     index: int
@@ -205,23 +205,23 @@ class CompletionDelta:
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What is new of one request: engines and stages emit these.
+    """The changes of one request, emitted by engines and stages.
 
     Text is final: never half a character, never part of a stop string, never taken back. The sum of
     all deltas is the output.
 
     Attributes:
-        text: new text; None from what makes none.
-        logprobs: one entry per new token; None when not asked for.
-        finish_reason: if the first completion has ended.
-        num_completions: how many there are; 0 from what does not generate tokens.
-        others: what is new of the completions after the first.
-        whole_audio: all sound, when finished, where it is not the sum of its pieces.
-        num_cached_tokens: tokens of the input that the cache saved computing.
+        text: new text; None from a model without text.
+        logprobs: one entry per new token; None if not requested.
+        finish_reason: set once the first completion has ended.
+        num_completions: number of completions; 0 from a model that generates no tokens.
+        others: changes of the completions after the first.
+        whole_audio: the whole sound, when finished, if it is not the sum of its pieces.
+        num_cached_tokens: input tokens whose computation the cache saved.
         prompt_token_ids: ids of the input, when finished.
-        encoder_prompt_token_ids: what an encoder-decoder's encoder read, in the first delta.
+        encoder_prompt_token_ids: input ids of an encoder-decoder's encoder, in the first delta.
         tensors: rows of all tokens, when finished.
-        windows: those that have ended so far, when another one has.
+        windows: all windows that have ended so far, whenever another one ends.
         metrics: times, in the first and the last delta and when a count has changed; else None.
     """
 
@@ -246,12 +246,12 @@ class OutputDelta:
 
     @property
     def failure(self) -> str | None:
-        """Why nothing more comes of the request; None while it goes on, and when it is done."""
+        """The reason why the request failed; None while it runs and after success."""
         return failure_of(self.finished, self.error, self.finish_reason)
 
 
 def failure_of(finished: bool, error: str | None, reason: FinishReason | None) -> str | None:
-    """Why a request has failed; None while it goes on, and when it is done."""
+    """Return why a request failed; None while it runs and after success."""
     if finished and error is None and reason in (FinishReason.ERROR, FinishReason.ABORT):
         return f"it ended the request early ({reason})"
     return error if finished else None
@@ -259,19 +259,19 @@ def failure_of(finished: bool, error: str | None, reason: FinishReason | None) -
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One completion of a prompt, as far as it has come.
+    """The current state of one completion of a prompt.
 
     Attributes:
-        index: which of the ``n`` completions.
+        index: index among the ``n`` completions.
         text: all text so far; never half a character, never part of a stop string.
-        delta: what ``text`` grew by since the output before.
-        token_ids: all generated ids so far, a stop token included.
-        logprobs: one entry per generated token, or None when not asked for.
-        finish_reason: None while it goes on.
+        delta: growth of ``text`` since the previous output.
+        token_ids: all generated ids so far, including a stop token.
+        logprobs: one entry per generated token; None if not requested.
+        finish_reason: None while it runs.
         tensors: ``name -> (rows, ...)`` on the CPU: one row for every token whose forward pass
-            has run (the prompt and all generated tokens but the last); what is drawn with a token
-            has one also for a last token that reached a limit. Only when finished.
-        windows: of a recording, those that have ended; none of a text that is one window's alone.
+            has run (the prompt and all generated tokens but the last); values drawn with a token
+            also have a row for a last token that reached a limit. Only when finished.
+        windows: finished windows of a recording; empty if the text is of a single window.
     """
 
     index: int
@@ -286,17 +286,17 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The state of one request after a step that moved it.
+    """The state of one request after a step that changed it.
 
     Attributes:
         outputs: one entry per completion (``SamplingParams.n``), in order of their index.
-        finished: whether every completion has ended; nothing follows after that.
+        finished: True if every completion has ended; no output follows then.
         num_prompt_tokens: tokens (or embedding rows) of the prompt.
         num_cached_tokens: prompt tokens whose computation the prefix cache saved.
-        error: the message of a request that failed alone, with ``FinishReason.ERROR``.
-        prompt_token_ids: the prompt's ids (the whole decoder prompt's); empty for embeddings.
-        encoder_prompt_token_ids: what an encoder-decoder's encoder read, if it was text.
-        encoder_prompt: the text that they came from, if it was text.
+        error: error message of a request that failed alone, with ``FinishReason.ERROR``.
+        prompt_token_ids: ids of the whole (decoder) prompt; empty for embeddings.
+        encoder_prompt_token_ids: input ids of an encoder-decoder's encoder, for text.
+        encoder_prompt: the text of these ids, if given as text.
     """
 
     request_id: str
@@ -313,16 +313,16 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EncoderOutput:
-    """The result of one input of an encoder engine. There are no partial ones.
+    """The result of one input of an encoder engine, never partial.
 
     Attributes:
         finished: always True; the field lets callers treat all engines alike.
         tensors: on the CPU; ``hidden_states`` is ``(num_prompt_tokens, D)``, ``pooled`` ``(D,)``.
-            Empty when the request failed.
+            Empty if the request failed.
         num_prompt_tokens: tokens (or embedding rows) of the input.
-        num_cached_tokens: all of them when the cache had the input, else 0.
+        num_cached_tokens: all of them if the input was cached, else 0.
         prompt_token_ids: the input's ids; empty for embeddings.
-        metrics: times; there is no first token.
+        metrics: times, without a first token.
     """
 
     request_id: str
@@ -335,7 +335,7 @@ class EncoderOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     def as_delta(self) -> OutputDelta:
-        """The one delta of the input."""
+        """Return the only delta of the input."""
         return OutputDelta(
             self.request_id,
             finished=True,
@@ -350,13 +350,13 @@ class EncoderOutput:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorOutput:
-    """What an utterance has become, so far or in the end.
+    """The sound of an utterance, partial or finished.
 
     Attributes:
-        delta: what was made since the output before; None for a request that failed.
-        waveform: all of it, when finished; None before and for a request that failed.
-        is_cut_off: whether its last codes said that a limit of length cut them off.
-        metrics: times; there is no first token.
+        delta: sound since the previous output; None for a failed request.
+        waveform: the whole sound, when finished; None before and for a failed request.
+        is_cut_off: True if its last codes reported that a length limit cut them off.
+        metrics: times, without a first token.
     """
 
     request_id: str
@@ -369,7 +369,7 @@ class GeneratorOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     def as_delta(self) -> OutputDelta:
-        """The same as a delta; the whole is the sum of its pieces, unless it has no sample."""
+        """Return it as a delta, with the whole sound only if that is empty."""
         reason = None
         if self.finished:
             reason = FinishReason.LENGTH if self.is_cut_off else FinishReason.STOP
@@ -388,28 +388,28 @@ class GeneratorOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A reading of one engine's counters, which begin at 0 when it is built.
+    """A snapshot of one engine's counters, which start at 0 when it is built.
 
     Attributes:
-        num_steps: steps run. One that found nothing to do, since every request is paused or
-            waits for input, is not counted: the runtime sees by it whether anything moves.
+        num_steps: steps run, except those without work, as every request is paused or waits for
+            input: the runtime detects progress by it.
         busy_s: seconds spent in steps.
-        prompt_tokens: tokens of all inputs that began to run.
-        cached_tokens: of these, tokens that the cache saved.
-        encoder_runs: inputs that were encoded: by a tower, an image, sound or video each; by an
-            encoder-decoder's encoder, a whole encoder prompt each. An encoder engine, which runs
-            no decoder, counts none.
-        encoder_hits: such inputs that were needed and whose rows were there. What a prefix of
-            cached tokens shows is not needed, and counts for neither.
-        num_preemptions: how often a request had to give its blocks back.
-        num_restarts: how often a stage's engine was rebuilt, or its worker started again; an
-            engine by itself has none.
-        num_transfers: outputs and chunks of other stages that were handed to a stage.
-        num_running: requests in steps at the time of the reading.
-        num_waiting: requests that wait for a step then, preempted and resting ones included.
-        kv: the pool at the time of the reading, what encoders and towers made included; None for an
-            engine without blocks.
-        offload: what the tiers below the pool hold and have given; None without any.
+        prompt_tokens: tokens of all inputs that started to run.
+        cached_tokens: tokens of these that the cache saved.
+        encoder_runs: encoded inputs: each image, sound or video of a tower; each whole encoder
+            prompt of an encoder-decoder's encoder. An encoder engine, which runs no decoder,
+            counts none.
+        encoder_hits: needed inputs of this kind whose rows were cached. Inputs within a cached
+            prefix are not needed, and count for neither.
+        num_preemptions: number of preempted requests.
+        num_restarts: how often a stage's engine was rebuilt, or its worker restarted; 0 for an
+            engine by itself.
+        num_transfers: outputs and chunks of other stages that were passed to a stage.
+        num_running: requests in steps at the time of the snapshot.
+        num_waiting: requests waiting for a step then, including preempted and idle ones.
+        kv: the pool at the time of the snapshot, including rows of encoders and towers; None for
+            an engine without blocks.
+        offload: contents and hits of the tiers below the pool; None without any.
     """
 
     num_steps: int = 0
@@ -429,19 +429,19 @@ class EngineStats:
     offload: OffloadStats | None = None
 
     def plus(self, **counts: float) -> EngineStats:
-        """The counters after some more work, given by their names."""
+        """Return the counters with these counts added, by name."""
         return replace(self, **{name: getattr(self, name) + n for name, n in counts.items()})
 
     def since(self, earlier: EngineStats) -> EngineStats:
-        """What was added since an earlier reading; what is of its time stays as read."""
+        """Return the increase since an earlier snapshot; momentary values are kept."""
         return self.plus(**{name: -getattr(earlier, name) for name in _COUNTERS})
 
     def following(self, earlier: EngineStats) -> EngineStats:
-        """Add both, as if one engine had gone on; what is of its time is as read here."""
+        """Add an earlier snapshot's counters, as of one engine; momentary values are kept."""
         return self.plus(**{name: getattr(earlier, name) for name in _COUNTERS})
 
     def beside(self, other: EngineStats) -> EngineStats:
-        """Add both, of engines that run the same model beside each other."""
+        """Add the counters of two engines that run the same model concurrently."""
         sums = {name: getattr(other, name) for name in (*_COUNTERS, *_COUNTS_OF_NOW)}
         return replace(
             self.plus(**sums),

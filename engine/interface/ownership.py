@@ -1,7 +1,7 @@
-"""Ownership of what keeps state: one owner, one thread at a time, in one process.
+"""Ownership of stateful objects: one owner, one thread at a time, in one process.
 
-Several threads take turns at what they share, and the child of a fork gets new locks: those that
-other threads held at that moment would never be released there.
+Threads take turns with shared objects, and the child of a fork gets new locks: those held by other
+threads at the time of the fork would never be released there.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from weakref import WeakKeyDictionary, WeakSet
 
 
 class Renewable(Protocol):
-    """What has locks."""
+    """An object with locks."""
 
     def renew_locks(self) -> None:
-        """Replace them: a thread of the parent may hold the old ones, and is not there."""
+        """Replace the locks: the old ones may be held by threads that exist only in the parent."""
 
 
 _RENEWED: WeakSet[Renewable] = WeakSet()
 
 
 def renew_in_forks(thing: Renewable) -> None:
-    """Have a thing renew its locks in every child of a fork, as long as it is there.
+    """Renew an object's locks in every child of a fork, for the object's lifetime.
 
     Args:
-        thing: whose locks are taken by several threads, and also where it is only given up, such as
-            by a generator that is dropped; hashable.
+        thing: a hashable object whose locks are taken by several threads, or while it is merely
+            dropped, such as by a generator that is finalized.
     """
     _RENEWED.add(thing)
 
@@ -46,14 +46,14 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Turns:
-    """A lock for each thing, as long as that is there."""
+    """One lock per object, for the object's lifetime."""
 
     def __init__(self) -> None:
         self.renew_locks()
         renew_in_forks(self)
 
     def renew_locks(self) -> None:
-        """Begin with none; see :class:`~engine.interface.ownership.Renewable`."""
+        """Drop all locks; see :class:`~engine.interface.ownership.Renewable`."""
         self._adding = threading.Lock()
         self._locks: WeakKeyDictionary[object, threading.Lock] = WeakKeyDictionary()
 
@@ -67,33 +67,33 @@ _TURNS = _Turns()
 
 @contextmanager
 def turn_of(thing: object) -> Iterator[None]:
-    """Hold while a thing is used, which other threads then wait for.
+    """Hold an object's lock while it is used; other threads wait.
 
-    Requests are prepared in several threads, by tokenizers and processors of transformers, which do
-    not promise to be safe for that.
+    Requests are prepared in several threads, by tokenizers and processors of transformers, which
+    are not guaranteed to be thread-safe.
     """
     with _TURNS.lock_of(thing):
         yield
 
 
-# Between two looks at whether another thread has left.
+# Between two checks of whether another thread has left.
 _PATIENCE_S = 0.001
 
 
 class Ownership:
-    """Refuses, in a sentence each, the uses that would corrupt an engine, a stage or a pipeline.
+    """Refuses, with a message, the uses that would corrupt an engine, a stage or a pipeline.
 
     ::
 
         built ──► claimed by one owner ──► released, or its owner is gone ──► claimed ──► ...
-          └──────────────────────────────► closed: of no more use
+          └──────────────────────────────► closed: no longer usable
 
-    An owner is known by a weak reference: one that was dropped without a word owns nothing. What
-    was built before a fork cannot be used in the child, which has none of the parent's threads, and
-    its locks and the pools of OpenMP as they stood at that moment; a call there would hang.
+    The owner is held by a weak reference, so a dropped owner owns nothing. An object built before a
+    fork cannot be used in the child: a call would hang, since the child has none of the parent's
+    threads, but its locks and OpenMP pools in their state at the fork.
 
     Args:
-        thing: of which this is the ownership, for messages: ``"this LLMEngine"``.
+        thing: name of the owned object in messages: ``"this LLMEngine"``.
     """
 
     def __init__(self, thing: str) -> None:
@@ -107,16 +107,16 @@ class Ownership:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is closed, or belongs to a process that this one is a fork of."""
+        """True if it is closed, or was built in a process that this one is a fork of."""
         return self._is_closed or os.getpid() != self._pid
 
     @property
     def owner_name(self) -> str | None:
-        """The owner, as it was named when it claimed this; None while there is none."""
+        """The name that the owner gave when claiming; None without an owner."""
         return None if self._owner is None or self._owner() is None else self._owner_name
 
     def check(self) -> None:
-        """Refuse to go on with what is over."""
+        """Raise ``RuntimeError`` if it is over."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"{self._thing} was built in process {self._pid} and cannot be used in its fork "
@@ -127,10 +127,10 @@ class Ownership:
             raise RuntimeError(f"{self._thing} is closed: build a new one")
 
     def claim(self, owner: object, name: str) -> None:
-        """Make it someone's own, until :meth:`release`, or until they are gone.
+        """Claim it for an owner, until :meth:`release`, or until the owner is gone.
 
         Args:
-            name: what to call them in the message that a second one gets.
+            name: the owner's name in the error message of a second claim.
 
         Raises:
             RuntimeError: it has an owner, or is over.
@@ -145,31 +145,31 @@ class Ownership:
             self._owner, self._owner_name = weakref.ref(owner), name
 
     def release(self, owner: object) -> None:
-        """Give it back; what belongs to somebody else is left as it is."""
+        """Release it; does nothing if it belongs to another owner."""
         if self._owner is not None and self._owner() is owner:
             self._owner = None
 
     def close(self) -> None:
-        """Let every further use be refused. May be called again."""
+        """Refuse every further use. Idempotent."""
         self._is_closed = True
         self._owner = None
 
     def enter(self, *, wait: bool = False) -> bool:
-        """Have it to this thread alone, until :meth:`leave`.
+        """Take it for this thread exclusively, until :meth:`leave`.
 
         Args:
-            wait: for a thread that has it now, instead of being refused.
+            wait: True to wait for a thread that holds it, instead of raising.
 
         Returns:
-            Whether this began it; False if this thread has it already, and leaves it later.
+            True if this call took it; False if this thread already holds it and leaves it later.
 
         Raises:
-            RuntimeError: another thread has it.
+            RuntimeError: another thread holds it.
         """
         thread = threading.get_ident()
         if self._inside.get("thread") == thread:
             return False
-        # One call decides who of several is first.
+        # A single atomic call decides which thread is first.
         while self._inside.setdefault("thread", thread) != thread:
             if not wait:
                 raise RuntimeError(
@@ -181,10 +181,10 @@ class Ownership:
 
     @property
     def is_inside(self) -> bool:
-        """Whether this thread has it to itself."""
+        """True if this thread holds it."""
         return self._inside.get("thread") == threading.get_ident()
 
     def leave(self) -> None:
-        """Let other threads in; nothing happens if another has it."""
+        """Let other threads in; does nothing if this thread does not hold it."""
         if self._inside.get("thread") == threading.get_ident():
             self._inside.clear()

@@ -7,30 +7,30 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 _LONGEST_VALUE = 80
-"""Characters of a value that a message repeats."""
+"""Maximum characters of a value that a message repeats."""
 
 
 def shortened(value: object) -> str:
-    """Write a value as it came, or its beginning: it may be a whole conversation."""
+    """Return a value's ``repr``, truncated: it may be a whole conversation."""
     text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
 
 
 def described(error: BaseException) -> str:
-    """``"KeyError: 'x'"``; the class alone if the exception cannot say what it is."""
+    """Return ``"KeyError: 'x'"``; the class name alone if the exception's ``str`` fails."""
     name = type(error).__name__
     try:
         return f"{name}: {error}"
-    except Exception:  # its class, and what that does to be shown, is a user's
+    except Exception:  # a user's exception class may raise anything here
         return name
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Say what could have been meant: the nearest known name, or all of them.
+    """Suggest the nearest known name, or list all of them.
 
     Returns:
-        ``"; did you mean 'x'?"``, or ``"; known are 'x', 'y'"`` when nothing is near, or nothing
-        when nothing is known.
+        ``"; did you mean 'x'?"``, or ``"; known are 'x', 'y'"`` if no name is near, or ``""`` if no
+        name is known.
     """
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
@@ -40,11 +40,11 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 KeyPath: TypeAlias = tuple[str | int, ...]
-"""Where a value stands in a document: the keys and list indices that lead to it."""
+"""Location of a value in a document: the keys and list indices that lead to it."""
 
 
 class PlacedError(ValueError):
-    """A mistake found by a check of several places, with the keys and indices that lead to it."""
+    """A mistake found by a check of several values, with the location of the wrong one."""
 
     def __init__(self, place: KeyPath, message: str) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""The forms in which a prompt may come."""
+"""Forms of prompts."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ MultiModalData: TypeAlias = (
     "Mapping[str, Sequence[str | Path | bytes | Image | Tensor | NDArray[Any] | AudioPrompt | "
     "VideoFeatures | VideoPrompt]]"
 )
-"""What a prompt shows beside its text, by modality: as many as it has placeholders, in their order.
+"""Items of a prompt in addition to its text, by modality: one per placeholder, in their order.
 
 - ``"image"``: files of PNG, JPEG, WebP, GIF, BMP or TIFF, images of Pillow, or pixels,
   ``(height, width, 3)`` uint8.
-- ``"audio"``: files of WAV, FLAC, OGG or MP3, mono samples of the rate that the checkpoint's
-  feature extractor wants, or an :class:`AudioPrompt` of either, for samples of another rate.
+- ``"audio"``: files of WAV, FLAC, OGG or MP3, mono samples at the rate of the checkpoint's feature
+  extractor, or an :class:`AudioPrompt` of either, for samples of another rate.
 - ``"video"``: files of mp4 or webm, a :class:`VideoPrompt` of one, or :class:`VideoFeatures`.
 
-In the place of a file may stand its content, as bytes or as a data URL
+A file can be given by its content instead, as bytes or as a data URL
 (``data:audio/wav;base64,UklGR...``).
 
-A placeholder is one token of the checkpoint (``<image>``, ``<|AUDIO|>``); it is replaced by as many
-as the item has rows, and for a video with its sound by as many as both have, and two around them.
+A placeholder is one token of the checkpoint (``<image>``, ``<|AUDIO|>``). It is replaced by one
+token per row of the item; for a video with sound, by one per row of both, and two around them.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VideoFeatures:
-    """A video as the checkpoint's video processor gives it.
+    """A video in the output format of the checkpoint's video processor.
 
     The tensors must not be changed until the request has finished.
 
     Attributes:
         pixel_values_videos: ``(patches, values of a patch)`` floating point.
-        video_grid_thw: number of grids of patches, their height and width; also as a tensor.
+        video_grid_thw: number of grids of patches, their height and width; may be a tensor.
         second_per_grid: seconds from one grid to the next.
-        audio: the video's own sound, from its beginning on, in any form of ``"audio"`` in
-            :data:`MultiModalData`; the model sees and hears the two in step. None for no sound.
-        timestamps: seconds at which each grid is shown, for models that read times as words; None:
+        audio: the video's own sound, from its beginning, in any form of ``"audio"`` in
+            :data:`MultiModalData`; the model receives both in sync. None for no sound.
+        timestamps: time of each grid in seconds, for models that read times as text; None:
             ``second_per_grid`` apart from the beginning on.
     """
 
@@ -60,12 +60,12 @@ class VideoFeatures:
 
 @dataclass(frozen=True, slots=True)
 class VideoPrompt:
-    """A video by its file. Its frames are chosen and scaled as the checkpoint's processor says.
+    """A video file, whose frames are sampled and scaled as by the checkpoint's processor.
 
     Attributes:
         video: a file of mp4 or webm, or its content (as bytes, or as a data URL).
-        use_audio: whether the model also hears its sound, in step with what it sees, if the video
-            has any and the model can.
+        use_audio: true if the model also receives its sound, in sync with the frames, provided that
+            the video has sound and the model supports it.
     """
 
     video: str | Path | bytes
@@ -74,11 +74,11 @@ class VideoPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Text that the checkpoint's tokenizer turns into ids, special tokens added.
+    """Text for the checkpoint's tokenizer, which adds special tokens.
 
     Attributes:
         prompt: the text.
-        add_special_tokens: whether the tokenizer adds its BOS and the like; not to a rendered chat.
+        add_special_tokens: true to add special tokens such as BOS; false for a rendered chat.
         multi_modal_data: see :data:`MultiModalData`.
     """
 
@@ -91,17 +91,17 @@ class TextPrompt:
 class ChatPrompt:
     """Chat messages that the checkpoint's chat template turns into text.
 
-    To a speech model, one sound without words is an :class:`AudioPrompt`.
+    A speech model treats a single sound without text as an :class:`AudioPrompt`.
 
     Attributes:
         messages: each with ``role`` and ``content``, oldest first. The content is text, or a list
-            of parts, such as ``{"type": "image"}`` and ``{"type": "text", "text": ...}``, where
-            the template knows them. An assistant's message may have ``tool_calls`` instead, and one
-            of the role ``tool`` answers a call.
+            of parts, such as ``{"type": "image"}`` and ``{"type": "text", "text": ...}``, if the
+            template supports them. An assistant's message may have ``tool_calls`` instead; a
+            message of the role ``tool`` answers a call.
         multi_modal_data: see :data:`MultiModalData`.
-        tools: functions that the model may ask to be called, in OpenAI's shape:
+        tools: functions that the model may call, in OpenAI's shape:
             ``{"type": "function", "function": {"name": ..., "parameters": {...}}}``.
-        chat_template_kwargs: further values for the template, such as ``enable_thinking``.
+        chat_template_kwargs: further variables for the template, such as ``enable_thinking``.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -112,10 +112,10 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TokensPrompt:
-    """Token ids, used as they are, but for the placeholders of images and the like.
+    """Token ids, used unchanged except for the placeholders of multi-modal items.
 
     Attributes:
-        prompt_token_ids: the ids; one placeholder for each of them.
+        prompt_token_ids: the ids, with one placeholder per item.
         multi_modal_data: see :data:`MultiModalData`.
     """
 
@@ -125,43 +125,43 @@ class TokensPrompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbedsPrompt:
-    """Embeddings in the place of token ids.
+    """Embeddings instead of token ids.
 
     Attributes:
         prompt_embeds: ``(num_tokens, hidden_size)`` floating point. It must not be changed until
-            the request has finished; its content is what the prefix cache knows it by.
+            the request has finished; the prefix cache identifies it by its content.
     """
 
     prompt_embeds: Tensor
 
 
 AudioTask: TypeAlias = Literal["transcribe", "translate"]
-"""What a speech model does: write what it hears, or write it in English."""
+"""Task of a speech model: transcribe speech, or translate it into English."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranscriptionOptions:
-    """How a speech model goes about a recording: transformers' options, by their names.
+    """Transcription options of a speech model, with transformers' names.
 
-    What is None is as the engine has it, or the checkpoint's generation config, or left out.
+    None uses the engine's setting, or the checkpoint's generation config, or no such option.
 
     Attributes:
-        temperature: the first for every window; where its text is poor, it is written again at the
-            next one. None: that of the sampling parameters alone.
-        compression_ratio_threshold: a text is poor whose tokens zlib makes so many times smaller.
-        logprob_threshold: a text is poor whose tokens' mean log-probability is below this.
-        no_speech_threshold: a window is silent whose text is below ``logprob_threshold`` where
-            no speech is likelier than this: it gives no text.
-        condition_on_prev_tokens: whether a window sees the text before it, unless that was written
+        temperature: temperatures to try: the first for every window; a window with a poor text is
+            sampled again at the next one. None: only that of the sampling parameters.
+        compression_ratio_threshold: a text is poor if zlib shrinks its tokens by a larger factor.
+        logprob_threshold: a text is poor if its tokens' mean log-probability is below this.
+        no_speech_threshold: a window is silent, and gives no text, if its no-speech probability
+            exceeds this and its text is below ``logprob_threshold``.
+        condition_on_prev_tokens: true if a window sees the text before it, unless that was sampled
             at a temperature of 0.5 or more.
-        prompt: text before that of the first window, such as names to be spelled so; without
-            ``condition_on_prev_tokens`` before every window's. Its end counts, where it is longer
-            than half of what the model takes.
-        return_token_timestamps: whether to say when each token and word is spoken, by the model's
+        prompt: text before that of the first window, such as the spelling of names; without
+            ``condition_on_prev_tokens`` before every window's. Only its end is used if it is
+            longer than half of the model's maximum.
+        return_token_timestamps: true to return the times of tokens and words, by the model's
             cross-attention, in the output's ``windows``.
 
     Raises:
-        ValueError: a value cannot be.
+        ValueError: a value is invalid.
     """
 
     temperature: tuple[float, ...] | None = None
@@ -186,35 +186,35 @@ class TranscriptionOptions:
         return {name: value for name, value in found if value is not None}
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> TranscriptionOptions:
-        """The same, with these values for the options that are None."""
+        """Return a copy with these values for the options that are None."""
         return replace(self, **{**defaults, **self.given})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AudioPrompt:
-    """Speech for the encoder of an encoder-decoder model, or sound that a prompt shows.
+    """Speech for the encoder of an encoder-decoder model, or a sound in a multi-modal prompt.
 
-    By itself, to a decoder that hears, it is a user's chat message that holds nothing else.
+    By itself, for a decoder with audio input, it is a user's chat message with nothing else.
 
-    Language, task and timestamps say what the decoder is asked for; None leaves it to the
-    checkpoint's generation config. Where that names no language, the model finds out which one is
-    spoken. They cannot stand beside an explicit decoder prompt, nor in :data:`MultiModalData`.
+    Language, task and timestamps form the decoder's prompt; None leaves them to the checkpoint's
+    generation config. If that names no language, the model detects it. They cannot be combined
+    with an explicit decoder prompt, nor used in :data:`MultiModalData`.
 
-    A recording that is longer than the model's window is transcribed window after window, each from
-    where the text of the one before ended. For that timestamps are written, which count from the
-    beginning of their window; the end of a window's text is no token of the output.
+    A recording that is longer than the model's window is transcribed window by window, each from
+    where the text of the one before ended. This requires timestamps, which count from the
+    beginning of their window; the end of a window's text is not a token of the output.
 
     Attributes:
         audio: a file of WAV, FLAC, OGG or MP3, its content (as bytes, or as a data URL), or mono
             samples ``(num_samples,)``, floating point in -1 to 1.
         sampling_rate: samples per second; None: the file's own, or the feature extractor's.
-        language: spoken language, as a code or a name: ``"fr"``, ``"french"``; to a decoder that
-            hears a hint that changes nothing, like the task ``transcribe``.
+        language: spoken language, as a code or a name: ``"fr"``, ``"french"``; for a decoder with
+            audio input a hint without effect, like the task ``transcribe``.
         task: see :data:`AudioTask`.
-        timestamps: whether the text is to be interspersed with tokens of time.
-        vad: whether only speech is heard, found by a voice detector: all else is silence, and a
-            recording without any gives no text. None: as the engine's setting of that name.
-        transcription: how a speech model goes about it; None: as the engine's setting of that name.
+        timestamps: true to intersperse the text with timestamp tokens.
+        vad: true to keep only speech, found by a voice detector: all else becomes silence, and a
+            recording without speech gives no text. None: the engine's setting of that name.
+        transcription: options of a speech model; None: the engine's setting of that name.
 
     Raises:
         ValueError: ``language``, ``vad`` or ``transcription`` is of another type.
@@ -239,7 +239,7 @@ class AudioPrompt:
 class ImagePrompt:
     """An image for the encoder of an encoder-decoder model.
 
-    To a decoder that sees, it is a user's chat message that holds nothing else.
+    For a decoder with image input, it is a user's chat message with nothing else.
 
     Attributes:
         image: a file of PNG, JPEG, WebP, GIF, BMP or TIFF, its content (as bytes, or as a data
@@ -250,22 +250,22 @@ class ImagePrompt:
 
 
 DecoderPrompt: TypeAlias = str | TextPrompt | ChatPrompt | TokensPrompt | EmbedsPrompt
-"""What any decoder takes. A plain string means :class:`TextPrompt`."""
+"""Prompt of a decoder. A plain string means :class:`TextPrompt`."""
 
 EncoderPrompt: TypeAlias = DecoderPrompt | AudioPrompt | ImagePrompt
-"""What the encoder of an encoder-decoder may take; which of these, is the model's to say."""
+"""Prompt of an encoder-decoder's encoder; the supported forms depend on the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExplicitEncoderDecoderPrompt:
     """Both prompts of an encoder-decoder model.
 
-    A prompt of any other form means the encoder's, and the decoder gets its default prompt.
+    A prompt of any other form is the encoder's, and the decoder gets its default prompt.
 
     Attributes:
-        encoder_prompt: what the encoder reads.
-        decoder_prompt: what the decoder goes on from; the decoder's start token is put before it
-            unless it is there. None means the default prompt.
+        encoder_prompt: the encoder's input.
+        decoder_prompt: the beginning of the decoder's sequence; the decoder's start token is
+            prepended unless present. None means the default prompt.
     """
 
     encoder_prompt: EncoderPrompt
@@ -274,11 +274,11 @@ class ExplicitEncoderDecoderPrompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpeechPrompt:
-    """What one model speaks: what another one read and what it replies, one row per token.
+    """Another model's prompt and reply for a model to speak, one row per token.
 
-    A row is the sum of the token's embedding (0 for a placeholder) and of its last hidden state.
-    The rows may come in chunks: the first has all the prompt's and as many of the reply's as
-    there are, later ones go on with the reply's::
+    A row is the sum of the token's embedding (0 for a placeholder) and its last hidden state. The
+    rows may arrive in chunks: the first has all rows of the prompt and the available ones of the
+    reply, later chunks continue the reply::
 
         tokens    | prompt ................ | reply .................... | last |
         rows      |<----- prompt_rows ----->|<- reply_rows ->|<- more -->|       the last token has
@@ -286,13 +286,13 @@ class SpeechPrompt:
 
     Attributes:
         prompt_rows: ``(num_prompt_tokens, width)`` floating point; no rows in later chunks.
-        reply_rows: ``(n, width)``, the reply's next rows; may be none.
-        prompt_keys: ``(num_prompt_tokens, 6)`` int64, the ``row_keys`` of the stage that made the
-            rows: where they are not 0, the cache goes by them and not by the rows; None: by these.
-        positions: ``(axes, num_prompt_tokens)`` int64 places of its tokens; None: their indices.
-        speaker: whose voice; None takes the checkpoint's first choice.
-        is_last: whether the reply ends here.
-        prompt_ids: the prompt's tokens, for models that tell its turns apart.
+        reply_rows: ``(n, width)``, the reply's next rows; may be empty.
+        prompt_keys: ``(num_prompt_tokens, 6)`` int64, the ``row_keys`` of the stage that computed
+            the rows: the cache uses those that are not 0 instead of the rows; None: the rows.
+        positions: ``(axes, num_prompt_tokens)`` int64 positions of its tokens; None: the indices.
+        speaker: name of the voice; None uses the checkpoint's first choice.
+        is_last: true if the reply ends here.
+        prompt_ids: the prompt's tokens, for models that distinguish its turns.
     """
 
     prompt_rows: Tensor
@@ -305,18 +305,18 @@ class SpeechPrompt:
 
 
 Codes: TypeAlias = tuple[int, ...] | tuple[tuple[int, ...], ...]
-"""One code for each place of an utterance, or, of several codebooks, one of each at each place."""
+"""One code per position of an utterance, or one per codebook at each position."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecPrompt:
-    """Codec tokens that a generator, a vocoder say, turns into a waveform, all or the next of them.
+    """Codec tokens (all or the next chunk) for a generator, such as a vocoder, to make a waveform.
 
     Attributes:
-        codes: without the token that ended them.
-        speaker: whose voice; None takes the checkpoint's first choice.
-        is_last: whether the codes end here.
-        is_cut_off: whether they end where a limit of length cut them off, and not by themselves.
+        codes: the codes, without the token that ended them.
+        speaker: name of the voice; None uses the checkpoint's first choice.
+        is_last: true if the codes end here.
+        is_cut_off: true if a length limit cut the codes off.
     """
 
     codes: Codes
@@ -327,12 +327,12 @@ class CodecPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """Text for a stage that begins before it is whole, such as a voice.
+    """Text for a stage that starts before the text is complete, such as a voice.
 
     Attributes:
-        text: all of it that has come so far; the next chunk's begins with it.
-        is_last: whether that is all.
-        speaker: whose voice, as the user wants it; None leaves it to the stage.
+        text: all text so far; the next chunk's text begins with it.
+        is_last: true if the text is complete.
+        speaker: name of the voice that the user requested; None leaves it to the stage.
     """
 
     text: str

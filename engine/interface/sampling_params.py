@@ -1,6 +1,6 @@
 """Sampling parameters: how one request's tokens are chosen and when it ends.
 
-Requests that bring no seed get one here, and biases of single tokens' logits are checked here.
+Also assigns seeds to requests without one, and validates biases of single tokens' logits.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from engine.interface.structured_output import StructuredOutput
 
 
 class RequestSeeds:
-    """One after another, in the order in which requests come: the same wherever a stage runs.
+    """A reproducible sequence of seeds, drawn in the order of requests, wherever a stage runs.
 
     Args:
-        seed: an engine's own; None draws other ones every time.
+        seed: the engine's seed; None draws different seeds in every run.
     """
 
     def __init__(self, seed: int | None) -> None:
@@ -40,8 +40,8 @@ class RequestSeeds:
         self._generator: Any = None
 
     def draw(self) -> int:
-        """Draw the next one, below 2 ** 62."""
-        import torch  # not where parameters are only checked
+        """Draw the next seed, below 2 ** 62."""
+        import torch  # imported late: checking parameters does not need it
 
         if self._generator is None:
             self._generator = torch.Generator()
@@ -54,11 +54,11 @@ class RequestSeeds:
     def seeded(
         self, params: SamplingParams | None, own: SamplingParams | None
     ) -> SamplingParams | None:
-        """Give a request's parameters the next seed, if they need one and have none.
+        """Set the next seed in a request's parameters, if they need one and have none.
 
         Args:
-            params: of the request; None: it takes the stage's own. Greedy ones use a seed up.
-            own: of the stage; None of one that samples nothing.
+            params: the request's parameters; None for the stage's. Greedy ones also consume a seed.
+            own: the stage's parameters; None for a stage that samples nothing.
         """
         given = params or own
         if own is None or given is None or given.seed is not None:
@@ -68,17 +68,17 @@ class RequestSeeds:
 
 
 _LARGEST = 100
-"""To either side, as in OpenAI's API."""
+"""Maximum absolute bias, as in OpenAI's API."""
 
 _PAST_IDS = 10**18
-"""Above all token ids: what has more digits is not worth reporting."""
+"""Greater than any token id; limits the digits in error messages."""
 
 _DIGITS = re.compile("[0-9]{1,18}")
-"""A token id where keys are text, as in JSON."""
+"""A token id as a text key, as in JSON."""
 
 
 class TokenBias(Mapping[int, float]):
-    """A mapping of token ids to numbers, hashable and not to be changed; in order of the ids."""
+    """An immutable, hashable mapping of token ids to numbers, in order of the ids."""
 
     __slots__ = ("_by_id",)
 
@@ -87,7 +87,7 @@ class TokenBias(Mapping[int, float]):
 
     @classmethod
     def of(cls, value: object) -> TokenBias:
-        """Check what a user gave. The first mistake is reported: there may be a million of them."""
+        """Validate a user's value; reports only the first of possibly a million mistakes."""
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
@@ -149,7 +149,7 @@ def _token_id(key: Any) -> int:
 
 
 def _number(token_id: int, value: Any) -> float:
-    if _is_a(Real, value) and -_LARGEST <= value <= _LARGEST:  # not so a NaN
+    if _is_a(Real, value) and -_LARGEST <= value <= _LARGEST:  # false for NaN
         return float(value)
     raise PlacedError(
         (str(token_id),),
@@ -158,16 +158,16 @@ def _number(token_id: int, value: Any) -> float:
 
 
 def _is_a(number: type, value: object) -> bool:
-    """Whether it is of a kind of numbers, such as NumPy's; True and False are of none."""
+    """Return True for a number of this abstract type, including NumPy's, but not for a bool."""
     kind = type(value)
-    # The first, as most are and abstract classes take their time.
+    # The common case first, as checks of abstract classes are slow.
     return kind is int or (kind is not bool and isinstance(value, number))
 
 
-# The first wrong one is reported: a list of a million would make a million messages.
+# Reports only the first mistake: a list of a million would make a million messages.
 TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(fail_fast=True)]
 
-# Any mapping is taken, and becomes one that never changes.
+# Accepts any mapping and converts it into an immutable one.
 LogitBias = Annotated[
     Mapping[int, float], GetPydanticSchema(lambda _source, handler: handler(TokenBias))
 ]
@@ -182,7 +182,7 @@ _OF_CHECKPOINTS = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
 }
-"""Keys of ``generation_config.json``, and the fields that they are the defaults of."""
+"""Keys of ``generation_config.json``, and the fields whose defaults they set."""
 
 CHECKPOINT_FIELDS = tuple(_OF_CHECKPOINTS.values())
 """Fields of ``SamplingParams`` that a checkpoint may have defaults for."""
@@ -195,17 +195,17 @@ _NOT_SUPPORTED = (
 
 
 class SamplingParams(Settings):
-    """How one request's tokens are chosen and when it ends.
+    """Parameters of token selection and termination for one request.
 
     The checkpoint's ``generation_config.json`` may have other defaults for ``temperature``,
     ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``max_tokens`` and ``min_tokens``; an
-    engine takes them for fields that were not set, unless its ``generation_config`` is ``ignore``.
+    engine uses them for fields that were not set, unless its ``generation_config`` is ``ignore``.
 
     Attributes:
-        max_tokens: tokens to generate at most; 0 runs the prompt only (an embedding request). None
-            generates until ``max_model_len``. For a recording that takes several windows they are
-            counted for each.
-        min_tokens: no stop token, EOS or stop string counts before this many tokens.
+        max_tokens: maximum number of generated tokens; 0 runs the prompt only (an embedding
+            request). None generates until ``max_model_len``. In a recording of several windows
+            each window has this limit.
+        min_tokens: stop tokens, EOS and stop strings are ignored before this many tokens.
         temperature: 0 is greedy.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this.
@@ -214,22 +214,22 @@ class SamplingParams(Settings):
             the prompt or the output (CTRL, Keskar et al. 2019).
         presence_penalty: subtracted once from every token that was generated.
         frequency_penalty: subtracted per time that a token was generated.
-        seed: makes this request's draws repeatable whatever it is batched with.
+        seed: makes this request's draws repeatable in any batch.
         stop: strings that end the text; they are not part of it.
         stop_token_ids: token ids that end the text.
-        ignore_eos: go on past the checkpoint's end-of-sequence tokens.
-        max_repeats: end the text, as if it had come to ``max_tokens``, where its last tokens, up to
-            20 of them, stand there more often than this in a row: a model in a loop. None: never.
-        logprobs: report so many likeliest tokens' log-probabilities and the chosen one's; or None.
-        suppress_token_ids: never choose these.
-        logit_bias: numbers from -100 to 100 by token id, each added to its token's logit before
-            anything else is done to it. In files ids are in quotes: {"50256": -100}.
-        structured_output: the form that the text is held to, such as JSON of a schema; or None.
-        n: independent completions of the same prompt.
-        truncate_prompt_tokens: cut a longer prompt to so many tokens, as vLLM does: its last ones,
-            or its first ones where ``max_tokens`` is 0. Special tokens that the tokenizer adds are
-            kept. -1 keeps what ``max_model_len`` leaves beside ``max_tokens`` or, where that is not
-            set, one token; None refuses a prompt that is too long.
+        ignore_eos: continue past the checkpoint's end-of-sequence tokens.
+        max_repeats: end the text, as at ``max_tokens``, if its last tokens, up to 20 of them, occur
+            more than this many times in a row: a model in a loop. None: never.
+        logprobs: report log-probabilities of this many likeliest tokens and of the chosen; or None.
+        suppress_token_ids: token ids that are never chosen.
+        logit_bias: numbers from -100 to 100 by token id, each added to its token's logit before any
+            other processing. In files ids are in quotes: {"50256": -100}.
+        structured_output: the form that constrains the text, such as JSON of a schema; or None.
+        n: number of independent completions of the prompt.
+        truncate_prompt_tokens: truncate a longer prompt to so many tokens, like vLLM: to its last
+            ones, or its first ones if ``max_tokens`` is 0. Special tokens that the tokenizer adds
+            are kept. -1 leaves room in ``max_model_len`` for ``max_tokens`` or, if that is not set,
+            one token; None refuses a prompt that is too long.
     """
 
     max_tokens: int | None = Field(default=None, ge=0)
@@ -258,7 +258,7 @@ class SamplingParams(Settings):
     def _one_stop_string_is_a_list_of_one(cls, value: Any) -> Any:
         if isinstance(value, str):
             return (value,)
-        # Strict validation, as of a configuration file, would refuse the list behind a validator.
+        # Strict validation, as of a configuration file, would refuse a list from a validator.
         return tuple(value) if isinstance(value, list) else value
 
     @field_validator("stop")
@@ -290,7 +290,7 @@ class SamplingParams(Settings):
 
     @property
     def only_truncates(self) -> bool:
-        """Whether they are for a request that generates nothing: no other parameter is set."""
+        """True for a request that generates nothing, with no other parameter set."""
         return self.model_copy(update={"truncate_prompt_tokens": None}) == SamplingParams(
             max_tokens=0
         )
@@ -300,23 +300,23 @@ class SamplingParams(Settings):
         return {name: x for name, x in handler(self).items() if name in self.model_fields_set}
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """The same, with these values for the fields that were not set."""
+        """Return a copy with these values for the fields that were not set."""
         missing = {name: x for name, x in defaults.items() if name not in self.model_fields_set}
         return self.model_copy(update=missing) if missing else self
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """True if the likeliest token is always chosen."""
         return self.temperature == 0.0
 
 
 def checkpoint_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``SamplingParams`` that a ``generation_config.json`` has defaults for.
+    """Return the defaults that a ``generation_config.json`` sets for ``SamplingParams``.
 
-    Like vLLM, it draws tokens where the file does not say ``do_sample: false``.
+    Like vLLM, sampling is on unless the file has ``do_sample: false``.
 
     Raises:
-        ValueError: a value cannot be.
+        ValueError: a value is invalid.
     """
     stated = {
         field: generation[key]
@@ -330,6 +330,6 @@ def checkpoint_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsupported_generation(generation: Mapping[str, Any]) -> list[str]:
-    """Keys of a ``generation_config.json`` that ask for what is not supported."""
+    """Return the keys of a ``generation_config.json`` that request unsupported features."""
     found = {key: generation.get(key) for key in _NOT_SUPPORTED}
     return [key for key, x in found.items() if x is True or x not in (None, 0, 1)]

@@ -1,4 +1,4 @@
-"""What all settings that a user makes in Python have in common."""
+"""Base class of all user settings, and readable messages for their validation errors."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _WORDS = {
     "a valid dictionary": "a mapping",
     "a valid string": "text",
 }
-"""Pydantic speaks of JSON or Python where a user may have written YAML."""
+"""Pydantic's terms of JSON or Python, replaced for users who may have written YAML."""
 
 _SUBJECT = re.compile("^(Input|String|Tuple|List|Dictionary) (?=should )")
-"""What pydantic calls the value; the place names it already."""
+"""Pydantic's name of the value, redundant after the place."""
 
 _COUNT = re.compile(" after validation, not [0-9]+$")
-"""How many items of a list were right; the value shows how many came."""
+"""Pydantic's count of valid list items, redundant with the value."""
 
 _ATTEMPT = re.compile(", unable to parse string as an? [a-z]+$")
-"""What pydantic tried before; what came stands behind it."""
+"""Pydantic's failed parsing attempt, redundant with the value."""
 
 _MOST_TOLD = 10
-"""Mistakes that one message reports: each is compared with all that could have been meant."""
+"""Maximum mistakes in one message: each is compared with all known names."""
 
 
 def explain_validation_error(
@@ -46,13 +46,13 @@ def explain_validation_error(
     lines: Mapping[KeyPath, int | str] | None = None,
     within: KeyPath = (),
 ) -> str:
-    """Describe every mistake that a validation found, one a line.
+    """Describe every mistake that a validation found, one per line.
 
     Args:
-        source: file that ``data`` came from, named before each message.
-        lines: line numbers by place, where they are known; for a place whose value does not come
-            from ``source``, text that says what it comes from, such as a flag.
-        within: where ``data`` itself stands, named before each place.
+        source: file that ``data`` came from, prefixed to each message.
+        lines: known line numbers by place; for a place whose value does not come from ``source``,
+            a text that names its origin, such as a flag.
+        within: location of ``data`` itself, prefixed to each place.
 
     Returns:
         Lines such as ``two.yaml:7: stages.writer.engine.blok_size: unknown key; did you mean
@@ -63,14 +63,14 @@ def explain_validation_error(
     places = [place_of(finding, data) for finding in findings[:_MOST_TOLD]]
     around = {place[:length] for place in places for length in range(len(place))}
     for finding, place in zip(findings, places, strict=False):
-        # A list of one wrong item is "too short" as well, and a wrong mapping is also no text.
+        # A list of one invalid item is also "too short", an invalid mapping also "not a string".
         if finding["type"] in ("too_short", "string_type") and place in around:
             continue
         place, message = _explain(finding, model, data)
         line = _nearest_line(place, lines or {})
         at = dotted(within + place)
         if isinstance(line, str):
-            # A flag names its place already.
+            # A flag already names its place.
             where = (line,) if line.endswith(at) else (line, at)
         else:
             where = (f"{source}:{line}" if line else source or "", at)
@@ -81,12 +81,12 @@ def explain_validation_error(
 
 
 def explain_value_error(error: ValidationError) -> str:
-    """Describe what is wrong with a single value, whose place is named elsewhere."""
+    """Describe the mistakes in a single value whose place is named elsewhere."""
     return explain_validation_error(error, BaseModel, None)
 
 
 def dotted(place: KeyPath) -> str:
-    """Write a place as ``stages.writer.outputs[0]``."""
+    """Format a place as ``stages.writer.outputs[0]``."""
     text = ""
     for part in place:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -94,10 +94,10 @@ def dotted(place: KeyPath) -> str:
 
 
 def place_of(finding: ErrorDetails, data: Any) -> KeyPath:
-    """Where a mistake stands in the data, without pydantic's own words in between."""
+    """Return the location of a mistake in the data, without pydantic's own markers."""
     loc = finding["loc"]
     if finding["type"] == "missing":
-        # The key may be there all the same: with a null, which a model may take for none.
+        # The key may exist with a null, which a model may treat as missing.
         return (*_keys_of(loc[:-1], data), loc[-1])
     cause = finding.get("ctx", {}).get("error")
     return _keys_of(loc, data) + (cause.place if isinstance(cause, PlacedError) else ())
@@ -123,7 +123,7 @@ def _explain(finding: ErrorDetails, model: type[BaseModel], data: Any) -> tuple[
 
 
 def _wanted(message: str) -> str:
-    """Put what pydantic says of a value into a user's words."""
+    """Rewrite pydantic's message about a value in a user's terms."""
     wanted = _ATTEMPT.sub("", _COUNT.sub("", _SUBJECT.sub("", message)))
     for theirs, ours in _WORDS.items():
         wanted = wanted.replace(theirs, ours)
@@ -139,7 +139,7 @@ def _nothing_given(finding_type: str, needed: int) -> str:
 def _keys_of(loc: KeyPath, data: Any) -> KeyPath:
     """Keep the parts of a pydantic location that are keys of the data.
 
-    Others name the member of a union, or say ``[key]`` where the key itself is wrong.
+    Others name the member of a union, or are ``[key]`` if the key itself is wrong.
     """
     place: list[str | int] = []
     for part in loc:
@@ -152,9 +152,9 @@ def _keys_of(loc: KeyPath, data: Any) -> KeyPath:
 
 
 def _key_hint(key: str, model: type) -> str:
-    """Say what could have been meant by an unknown key of a model.
+    """Suggest a replacement for an unknown key of a model.
 
-    A model may have ``unknown_key_hints``: what to say of keys that users are known to try.
+    A model may have ``unknown_key_hints``: hints for keys that users are known to try.
     """
     hints: Mapping[str, str] = getattr(model, "unknown_key_hints", {})
     return f"; {hints[key]}" if key in hints else suggest(key, _annotations(model))
@@ -163,7 +163,7 @@ def _key_hint(key: str, model: type) -> str:
 def _model_at(model: type, loc: KeyPath, data: Any) -> type:
     """Find the model of the mapping at ``loc``.
 
-    A model may have ``model_for``: from a mapping to the subclass that it is checked against.
+    A model may have ``model_for``: a function from a mapping to the subclass that validates it.
     """
     annotation: Any = model
     for part in loc:
@@ -171,8 +171,7 @@ def _model_at(model: type, loc: KeyPath, data: Any) -> type:
         data = data[part] if is_key else data
         if isinstance(part, int):
             continue
-        if not is_key:  # it names the member of a union
-            # By the values of ``kind`` that choose it.
+        if not is_key:  # it names the member of a union, by a value of ``kind``
             tags = {m: typing.get_args(_annotations(m).get("kind")) for m in _members(annotation)}
             annotation = next((m for m in tags if part in tags[m]), annotation)
         elif typing.get_origin(annotation) is dict:
@@ -186,7 +185,7 @@ def _model_at(model: type, loc: KeyPath, data: Any) -> type:
 
 
 def _members(annotation: Any) -> list[type]:
-    """List the models among a union's members, or the one model that it is."""
+    """List the models in an annotation: itself, or among a union's members."""
     if isinstance(annotation, type) and (
         issubclass(annotation, BaseModel) or is_dataclass(annotation)
     ):
@@ -195,7 +194,7 @@ def _members(annotation: Any) -> list[type]:
 
 
 def _annotations(model: type) -> dict[str, Any]:
-    """The types of a model's fields, by their keys."""
+    """Return the types of a model's fields by key."""
     if issubclass(model, BaseModel):
         fields = model.model_fields
     else:
@@ -205,7 +204,7 @@ def _annotations(model: type) -> dict[str, Any]:
 
 
 def _number_hint(finding: ErrorDetails) -> str:
-    """Explain the numbers that YAML 1.1 reads as strings, such as ``1e-5``."""
+    """Explain numbers that YAML 1.1 reads as strings, such as ``1e-5``."""
     value = finding["input"]
     if not isinstance(value, str) or not finding["type"].startswith(("float", "int")):
         return ""
@@ -217,7 +216,7 @@ def _number_hint(finding: ErrorDetails) -> str:
 
 
 def _beneath(place: KeyPath, lines: Mapping[KeyPath, int | str]) -> str:
-    """Name what gave parts of a value: the mistake may be there as well."""
+    """Name the origins of parts of a value, which may contain the mistake."""
     given = [
         line
         for part, line in lines.items()
@@ -235,12 +234,12 @@ def _nearest_line(place: KeyPath, lines: Mapping[KeyPath, int | str]) -> int | s
 
 
 class Settings(BaseModel):
-    """Settings by name, checked when they are made, and not to be changed afterwards.
+    """Immutable settings, validated on construction and given by name.
 
     Raises:
-        ValueError: one line for every mistake, which names the class, the field, what was expected
-            and what came; for an unknown field the nearest one. Where a file's settings are
-            checked, what reads the file reports the mistakes.
+        ValueError: one line per mistake, which names the class, the field, the expected and the
+            given value; for an unknown field the nearest one. For settings of a file, the file's
+            reader reports the mistakes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
@@ -261,8 +260,8 @@ class Settings(BaseModel):
             return
         raise ValueError(message)
 
-    # Settings inside of others are not made by this constructor: the mistakes of all are reported
-    # together, with the whole place of each. Pydantic knows by this mark that it may do without.
+    # This mark lets pydantic build nested settings without this constructor, so that the mistakes
+    # of all are reported together, each with its full place.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     def __setattr__(self, name: str, value: Any) -> None:

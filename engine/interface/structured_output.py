@@ -1,4 +1,4 @@
-"""What a request's text has to be: JSON of a schema, of a regular expression, of a grammar."""
+"""Forms of structured output: JSON of a schema, a regular expression, a choice, a grammar."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from engine.interface.placed_error import PlacedError
 from engine.interface.settings import Settings
 
 _LONGEST = 65_536
-"""Characters of a grammar: 10 times as many take seconds to read."""
+"""Maximum characters of a form: reading 10 times as many takes seconds."""
 _LONGEST_GBNF = 2**12
-"""The same of one that is translated, in a time that grows with the square of its length."""
+"""Maximum characters of GBNF, whose translation takes time quadratic in its length."""
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*[\w-]+[ \t]*::=")
 
 JSON_STYLE: Any = {
@@ -25,28 +25,28 @@ JSON_STYLE: Any = {
     "item_separator": ", ",
     "key_separator": ": ",
 }
-"""On one line, as ``json.dumps`` writes: a model that may write spaces may do so for ever."""
+"""One line, as ``json.dumps`` writes: a model that may write spaces may do so forever."""
 
 _JsonSchema = Annotated[str, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]})]
 
 
 class StructuredOutput(Settings):
-    """The form that a request's text is held to, token by token: one of these fields.
+    """The form that constrains a request's text, token by token: exactly one of these fields.
 
-    Every token that would leave the form is masked, and the text may end only where it is complete
-    (so a text that ``max_tokens`` cuts short may be incomplete). llguidance reads the forms.
+    Every token that would violate the form is masked, and the text may end only where it is
+    complete (a text cut by ``max_tokens`` may be incomplete). llguidance reads the forms.
 
     Attributes:
         json_schema: a JSON Schema, as a mapping or as text. The JSON is on one line, as
             ``json.dumps`` writes it.
-        json_object: whether it is any object of JSON.
+        json_object: true for any JSON object.
         regex: a regular expression that matches the whole text.
-        choice: texts of which it is one.
+        choice: the allowed texts.
         grammar: a context-free grammar in the Lark dialect of llguidance, or in GBNF.
 
     Raises:
-        ValueError: none or several are given, or one cannot be read, asks for what llguidance does
-            not know, or is larger than 65,536 characters.
+        ValueError: none or several are given, or one cannot be read, uses features that llguidance
+            does not support, or is longer than 65,536 characters.
     """
 
     json_schema: _JsonSchema | None = None
@@ -83,7 +83,7 @@ class StructuredOutput(Settings):
             raise PlacedError(
                 (name,), f"has {size} characters; forms of at most {_LONGEST} are taken"
             )
-        from llguidance import LLMatcher  # not where no form is asked for
+        from llguidance import LLMatcher  # imported only if a form is requested
 
         try:
             problem = LLMatcher.validate_grammar(self.compiled_form())
@@ -94,7 +94,7 @@ class StructuredOutput(Settings):
         return self
 
     def compiled_form(self) -> str:
-        """Return the form as llguidance takes it."""
+        """Return the form in llguidance's format."""
         from llguidance import LLMatcher, grammar_from
         from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -107,19 +107,19 @@ class StructuredOutput(Settings):
                 raise ValueError(f"GBNF of more than {_LONGEST_GBNF} characters; give it in Lark")
             try:
                 return LLMatcher.grammar_from_lark(gbnf_to_lark(self.grammar))
-            except Exception as error:  # it raises whatever it stumbles over
+            except Exception as error:  # it raises arbitrary exceptions
                 raise ValueError(f"no GBNF that can be read: {error}") from error
         if self.choice is not None:
             return grammar_from("choice", json.dumps(self.choice))
         schema = self.json_schema if self.json_schema is not None else '{"type": "object"}'
         if '"format"' in schema:
-            with suppress(ValueError, RecursionError):  # what reads the schema says what is wrong
+            with suppress(ValueError, RecursionError):  # llguidance reports a malformed schema
                 schema = json.dumps(_without_unknown_formats(json.loads(schema)))
         return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)
 
 
 def _without_unknown_formats(schema: Any) -> Any:
-    """The same for a reader that refuses formats it does not know: they are annotations."""
+    """Remove formats that llguidance refuses as unknown: they are only annotations."""
     if isinstance(schema, list):
         return [_without_unknown_formats(each) for each in schema]
     if not isinstance(schema, dict):
@@ -132,7 +132,7 @@ def _without_unknown_formats(schema: Any) -> Any:
 
 
 _VALUES = frozenset(("const", "enum", "default", "examples"))
-"""Keys of a schema whose values are no schemas."""
+"""Keys of a schema whose values are not schemas."""
 
 
 @lru_cache(256)
