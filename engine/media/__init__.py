@@ -1,1 +1,1 @@
-"""Sound and pictures as files and as arrays. Imports interface."""
+"""Sound and images as files and as arrays. Imports interface."""

@@ -1,4 +1,4 @@
-"""Opens images, whatever form they come in, and makes tensors of them."""
+"""Opens images in any supported form and converts them to tensors."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 _LONGEST_STRIP = 200
-"""One side by the other. Processors scale the shorter side up, and the longer one with it."""
+"""Maximum ratio of the sides. Processors scale the shorter side up, and the longer one with it."""
 
 _ORIENTATION = 0x0112
 
 
 def open_image(image: object, limits: MediaLimits | None = None) -> Image:
-    """Open a PNG, JPEG, WebP, GIF, BMP or TIFF, or take what is open already, as RGB.
+    """Open a PNG, JPEG, WebP, GIF, BMP or TIFF, or convert an open image, as RGB.
 
-    It is turned as its EXIF data says, and 16 bits of grey become 8. Of an animation the first
-    picture is taken, and no other is decoded.
+    It is rotated by its EXIF data, and 16 bits of grey become 8. Only the first frame of an
+    animation is decoded.
 
     Args:
-        image: a file, what is in one, or a data URL; an image of Pillow; or pixels,
-            ``(height, width, 3)`` uint8, a tensor or of numpy.
-        limits: how large it may be, looked at before it is decoded; None takes the defaults.
+        image: a file, its content, or a data URL; an image of Pillow; or pixels,
+            ``(height, width, 3)`` uint8, a tensor or a numpy array.
+        limits: size limits, checked before it is decoded; None uses the defaults.
 
     Raises:
-        ValueError: it is none of these, too large, cannot be read, or does not say what is white.
+        ValueError: another type, too large, unreadable, or of a pixel mode without a white level.
     """
     from PIL import Image as pillow
 
@@ -64,20 +64,20 @@ def open_image(image: object, limits: MediaLimits | None = None) -> Image:
 
 
 def check_image(source: MediaSource) -> None:
-    """Look at the header of an image alone; ``ValueError`` if it cannot be read."""
+    """Read only the header of an image; ``ValueError`` if it cannot be read."""
     with _opened(source, None):
         pass
 
 
 @contextmanager
 def _opened(source: MediaSource, limits: MediaLimits | None) -> Iterator[Image]:
-    """An image whose header is read; None checks no size."""
+    """Open an image by its header; without limits, its size is not checked."""
     from PIL import Image as pillow
     from PIL import UnidentifiedImageError
 
-    # One at a time: what is a warning or an error is a setting of the whole process.
+    # One at a time: warning filters are settings of the whole process.
     with source.open() as file, turn_of(pillow):
-        # Whatever a decoder meets in a broken file, and raises, is that file's fault.
+        # Any exception of a decoder is the fault of a broken file.
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter(
@@ -117,16 +117,16 @@ def _check_size(size: tuple[int, int], limits: MediaLimits) -> None:
 
 
 def upright_rgb(image: Image) -> Image:
-    """RGB, turned as EXIF data says, 16 bits of grey made 8; ``ValueError`` if white is unknown."""
+    """Convert to RGB, rotated by EXIF data, grey in 8 bits; ``ValueError`` if white is unknown."""
     from PIL import Image as pillow
     from PIL import ImageOps
 
     upright = image
-    # Without one, Pillow would make a copy.
+    # Without an orientation, Pillow would make a copy.
     if image.getexif().get(_ORIENTATION, 1) != 1:
         upright = ImageOps.exif_transpose(image)
     if upright.mode.startswith("I;16"):
-        # Pillow's own conversion takes all that is above 255 for white.
+        # Pillow's own conversion treats all values above 255 as white.
         grey = np.asarray(upright).astype(np.uint32)
         grey += 128
         grey //= 257
@@ -140,7 +140,7 @@ def upright_rgb(image: Image) -> Image:
 
 
 def _check_pixels(image: Tensor | NDArray[Any]) -> NDArray[np.uint8]:
-    # Some types of tensors are none of numpy's.
+    # Some tensor types do not exist in numpy.
     shape, kind = tuple(image.shape), str(image.dtype).removeprefix("torch.")
     if kind != "uint8" or len(shape) != 3 or shape[2] != 3 or 0 in shape:
         raise ValueError(
@@ -157,12 +157,12 @@ def image_features(
     processor: Any, image: object, limits: MediaLimits | None = None
 ) -> BatchFeature:
     """Open an image and process it: tensors with a batch dimension; ``ValueError`` if it fails."""
-    # Opened in its turn as well, so that no large image lies decoded while others are processed.
+    # Opened under the lock as well, so that only one large decoded image is held at a time.
     with turn_of(processor):
         opened = open_image(image, limits)
         try:
             features: BatchFeature = processor(images=opened, return_tensors="pt")
-        # A strip of one pixel's width may shrink to none.
+        # A strip of one pixel's width may shrink to 0.
         except (ValueError, ZeroDivisionError) as error:
             raise ValueError(
                 f"the image of {opened.width} x {opened.height} pixels cannot be processed: {error}"
@@ -171,14 +171,14 @@ def image_features(
 
 
 def load_image_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
-    """Load the image processor of a checkpoint folder; Pillow does its work.
+    """Load the image processor of a checkpoint folder, with the Pillow backend.
 
     Args:
-        trust_remote_code: whether it may come with its own Python code; no prompt asks the user.
+        trust_remote_code: True if its own Python code may run; the user is not prompted.
 
     Raises:
-        ValueError: it brings none, or one that cannot be made or needs code of its own; or Pillow
-            is not installed.
+        ValueError: there is none, it cannot be created or needs untrusted code; or Pillow is not
+            installed.
     """
     try:
         return AutoImageProcessor.from_pretrained(
@@ -187,6 +187,6 @@ def load_image_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
             trust_remote_code=trust_remote_code,
             local_files_only=not trust_remote_code,
         )
-    # Values of a wrong kind make transformers raise whatever it stumbles over.
+    # Values of a wrong type make transformers raise arbitrary exceptions.
     except Exception as error:
         raise ValueError(f"the image processor in {path} cannot be loaded: {error}") from error

@@ -1,4 +1,4 @@
-"""Where the bytes of a picture, a sound or a video come from: a file, a data URL, or the caller."""
+"""Sources of the bytes of an image, a sound or a video: a file, a data URL, or the caller."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-# A pipe would wait for its writer, and a terminal might take the process over.
+# Do not wait for the writer of a pipe, nor let a terminal become the controlling one.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 
 
@@ -27,19 +27,19 @@ def regular_file(
 ) -> Path:
     """Check that a path names a regular file, before anything opens it.
 
-    Opening a pipe blocks until somebody writes to it, and a device such as ``/dev/zero`` never
-    ends; a symbolic link is followed.
+    Opening a pipe blocks until there is a writer, and a device such as ``/dev/zero`` never ends.
+    Symbolic links are followed.
 
     Args:
-        name: of it in messages, such as ``audio 'a.wav'``.
-        max_bytes: its largest size; None sets no limit.
-        setting: what a user raises to read a larger one.
+        name: the file's name in messages, such as ``audio 'a.wav'``.
+        max_bytes: maximum size; None for no limit.
+        setting: the setting that a user can raise for larger files.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: there is no such file, it is of another kind, it is larger, or the path is none.
+        ValueError: the file does not exist, is not regular or too large, or the path is invalid.
     """
     try:
         found = os.stat(path)
@@ -54,7 +54,7 @@ def open_regular_file(
 ) -> BinaryIO:
     """Open a regular file; arguments and errors are those of :func:`regular_file`.
 
-    What was opened is looked at as well: the path may name something else by then.
+    The opened file is checked again: the path may name another file by then.
     """
     regular_file(path, name, max_bytes=max_bytes, setting=setting)
     try:
@@ -70,7 +70,7 @@ def open_regular_file(
 
 
 def _unreadable(name: str, error: Exception) -> ValueError:
-    """A path that is no text of the file system raises ``ValueError``, all else ``OSError``."""
+    """Build the error of an ``OSError``, or of the ``ValueError`` of an unencodable path."""
     reason = error.strerror if isinstance(error, OSError) else None
     return ValueError(f"{name} cannot be read: {reason or error}")
 
@@ -95,19 +95,19 @@ def _check_size(size: int, name: str, max_bytes: int, setting: str | None) -> No
 
 
 _LONGEST = 500
-"""Characters of a path that messages show."""
+"""Maximum characters of a path in messages."""
 
 _SETTING = "engine.media_limits.max_file_bytes"
 
 
 @dataclass(frozen=True, slots=True)
 class MediaSource:
-    """A file of a kind, or what stands in its place.
+    """A media file, or its content.
 
     Attributes:
         given: the path of a file; its content; or its content in base64, as a data URL
             (``data:audio/wav;base64,UklGR...``).
-        kind: what it is taken for, in a word.
+        kind: the expected kind, such as ``audio``.
     """
 
     given: str | Path | bytes
@@ -116,17 +116,17 @@ class MediaSource:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         if isinstance(self.given, bytes) or self._is_data_url:
             return f"the {self.kind}"
         path = str(self.given)
         return f"{self.kind} {path if len(path) <= _LONGEST else path[:_LONGEST] + '...'!r}"
 
     def open(self) -> BinaryIO:
-        """Open it for reading; it is a regular file, or lies in memory.
+        """Open it for reading, as a regular file or in memory.
 
         Raises:
-            ValueError: there is no such file, it is none, it is too large, or the URL is wrong.
+            ValueError: the file does not exist, is not regular or too large, or the URL is invalid.
         """
         given = self.given
         if isinstance(given, bytes):

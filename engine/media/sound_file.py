@@ -1,15 +1,15 @@
 """Reads WAV, FLAC, OGG and MP3 as mono samples, through libsndfile.
 
-libsndfile reads what is left of a file that lost its end, and nothing of one that was written as a
-stream and states no samples. So it is looked up here how many bytes of samples there should be.
+libsndfile silently reads the rest of a file that lost its end, and nothing of one that was written
+as a stream and states no samples. So this module reads the expected number of sample bytes itself.
 
-A WAV file is a row of chunks. Each has a name, its size in bytes, its content, and one byte more if
-the size is odd, so that the next one begins at an even place::
+A WAV file is a sequence of chunks. Each has a name, its size in bytes, its content, and a padding
+byte if the size is odd, so that the next one begins at an even offset::
 
     RIFF size WAVE                                      the file
-      fmt  size  kind channels rate bytes/s align bits  of which sort the samples are
+      fmt  size  kind channels rate bytes/s align bits  format of the samples
                  [length valid speakers subformat]      only if kind is EXTENSIBLE
-      LIST size  ...                                    also fact, JUNK and others: passed over
+      LIST size  ...                                    also fact, JUNK and others: skipped
       data size  first sample of every channel, second of every channel, ..."""
 
 from __future__ import annotations
@@ -37,37 +37,38 @@ from engine.media.media_source import MediaSource
 
 
 class SoundStream(SoundFile):
-    """A file of which one piece after the other is read.
+    """A sound file that is read sequentially.
 
-    soundfile seeks to where it is after every piece. That fails at the end of files that do not
-    know their length, and is inexact in MP3.
+    soundfile seeks to the current position after every read. That fails at the end of files of
+    unknown length, and is inexact in MP3.
     """
 
     def seekable(self) -> bool:
-        """No: nothing here goes back."""
+        """Return False, so that soundfile does not seek."""
         return False
 
 
 _STREAM_BYTES = 2**31 - 2**16
-"""What no honest header states: writers of streams put about 2**31 or 2**32 bytes there."""
+"""Sizes from here on are placeholders: writers of streams state about 2**31 or 2**32 bytes."""
 
 _MOST_CHUNKS = 1000
-"""Before the samples. A large file of zeros would otherwise be a very long row of empty chunks."""
+"""Maximum chunks before the samples: a large file of zeros looks like very many empty chunks."""
 
 _FORMAT = struct.Struct("<HHIIHH")
 
 
 class WavHeaderError(ValueError):
-    """Why a file is no WAV file, without its name."""
+    """The reason why a file is not a WAV file, without the file's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class WavHeader:
-    """Where the samples of a file are.
+    """Location of the samples in a WAV file.
 
     Attributes:
-        num_bytes: of all samples; None in a file that was written as a stream, which cannot know.
-        frame_bytes: of one sample of all channels.
+        begin: offset of the first sample.
+        num_bytes: bytes of all samples; None for a file written as a stream, which cannot know.
+        frame_bytes: bytes of one sample of all channels.
     """
 
     begin: int
@@ -77,7 +78,7 @@ class WavHeader:
 
 
 def read_wav_header(file: BinaryIO) -> WavHeader:
-    """Look for the samples of a file that stands at its beginning, and begins with ``RIFF``."""
+    """Find the samples of a file that begins with ``RIFF``, positioned at its beginning."""
     head = file.read(12)
     if len(head) < 12 or head[8:] != b"WAVE":
         raise WavHeaderError("it does not begin as one")
@@ -87,7 +88,7 @@ def read_wav_header(file: BinaryIO) -> WavHeader:
             chunk = file.read(min(size, _FORMAT.size))
             if len(chunk) < _FORMAT.size:
                 raise WavHeaderError("its format ends too early")
-            # What the samples are is libsndfile's to say.
+            # libsndfile interprets the format of the samples.
             _, channels, rate, _, align, bits = _FORMAT.unpack(chunk)
             if not channels or not align:
                 where = f"{channels} channels of {bits} bits in {align} bytes"
@@ -103,17 +104,17 @@ def read_wav_header(file: BinaryIO) -> WavHeader:
 
 
 def _is_known(size: int, riff_size: int, begin: int) -> bool:
-    """Whether the size of the samples, which begin at a place, was written when it was known.
+    """Return True if the stated size of the samples, which start at ``begin``, is their real size.
 
-    A writer that cannot go back leaves a huge number or 0. But 0 is also what an empty file says,
-    and other chunks may follow there: then the size of the whole file counts them.
+    A writer that cannot seek back leaves a huge number or 0. But an empty file also states 0, and
+    other chunks may follow there: then the size of the whole file includes them.
     """
     counts_more = begin < 8 + riff_size and riff_size < _STREAM_BYTES
     return size < _STREAM_BYTES and (size > 0 or counts_more)
 
 
 def _chunks(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    """Names and stated sizes of the chunks, with the file at the content of each."""
+    """Yield names and stated sizes of the chunks, with the file at the content of each."""
     begin = file.tell()
     for _ in range(_MOST_CHUNKS):
         file.seek(begin)
@@ -127,7 +128,7 @@ def _chunks(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
 
 
 class Resampler:
-    """Takes mono samples of one rate, and gives those of another; however they are cut."""
+    """Resamples a stream of mono samples; the result does not depend on how it is cut."""
 
     def __init__(self, rate: int, wanted: int) -> None:
         self._rates = rate, wanted
@@ -135,17 +136,17 @@ class Resampler:
         self._num_fed = 0
         self._parts: list[NDArray[np.float32]] = []
         if rate != wanted:
-            import soxr  # only where there is something to do for it
+            import soxr  # imported only if needed
 
             self._stream = soxr.ResampleStream(rate, wanted, 1, dtype="float32")
 
     def feed(self, samples: NDArray[np.float32]) -> None:
-        """Take the next samples, ``(n,)``, and keep what they give until the end."""
+        """Resample the next samples, ``(n,)``, and keep the result for :meth:`finish`."""
         self._num_fed += len(samples)
         self._parts.append(self.resampled(samples))
 
     def finish(self, name: str) -> NDArray[np.float32]:
-        """Give all of them, ``(n * wanted / rate,)``, rounded; ``ValueError`` if none are left."""
+        """Return all samples, ``(n * wanted / rate,)``, rounded; ``ValueError`` if none."""
         self._parts.append(self.rest())
         samples = np.concatenate(self._parts)
         if not len(samples):
@@ -157,26 +158,26 @@ class Resampler:
         return samples
 
     def resampled(self, samples: NDArray[np.float32], *, last: bool = False) -> NDArray[np.float32]:
-        """Take the next samples, ``(n,)``, and give what they make certain; perhaps nothing."""
+        """Add the next samples, ``(n,)``, and return the output available now; may be empty."""
         if self._stream is None:
             return samples
         return self._stream.resample_chunk(samples, last=last)
 
     def rest(self) -> NDArray[np.float32]:
-        """Give what was held back until nothing more comes."""
+        """Return the output held back until the end of the stream."""
         return self.resampled(np.zeros(0, np.float32), last=True)
 
 
 logger = package_logger(__name__)
 
 _LOWEST_RATE, _HIGHEST_RATE = 1_000, 384_000
-"""Samples per second of a channel. Recordings lie between these; resampling others would need
-far too much memory."""
+"""Bounds of the samples per second of a channel. Recordings lie between these; resampling others
+would need far too much memory."""
 
 _MOST_CHANNELS = 64
 
 _SAMPLES_PER_S = 2 * 96_000
-"""Of all channels together, in the longest sound that may be read; a shorter one may have more."""
+"""Of all channels together, in the longest allowed sound; a shorter one may have more."""
 
 _SOUND_FILE_PCM = ("PCM_U8", "PCM_S8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE")
 _KINDS: Mapping[str, tuple[str, ...]] = {
@@ -187,19 +188,19 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "MP3": ("MPEG_LAYER_I", "MPEG_LAYER_II", "MPEG_LAYER_III"),
 }
 _WANTED = "WAV of PCM or float samples, FLAC, OGG (Vorbis, Opus) or MP3"
-# Where the length is not known before the end, libsndfile states the largest number it has.
+# libsndfile states its largest number for a length that is unknown before the end.
 _UNKNOWN_FRAMES = 2**62
 _BLOCK_SAMPLES = 2**20
-# MP3 may only estimate its length.
+# Share of the stated length that an MP3 must have, since it may only estimate its length.
 _ESTIMATE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class LongestSound:
-    """How long a sound may be.
+    """Maximum length of a sound.
 
     Attributes:
-        setting: what a user raises to have more read; None where it is the model's window.
+        setting: the setting that a user can raise; None if the limit is the model's window.
     """
 
     seconds: float
@@ -211,21 +212,21 @@ def read_sound(
 ) -> tuple[NDArray[np.float32], int]:
     """Read a sound; channels are averaged.
 
-    It is resampled while it is decoded: nothing longer than a block is held at the file's own rate.
+    It is resampled while it is decoded: at most a block is held at the file's own rate.
 
-    Its rate, channels and length are looked at before any of it is decoded, and decoding ends
-    where a file turns out longer than it says.
+    Its rate, channels and length are checked before decoding, and decoding stops at the limit if a
+    file is longer than it states.
 
     Args:
-        rate: samples per second that are wanted; None takes the file's own.
+        rate: requested samples per second; None keeps the file's rate.
 
     Returns:
-        Mono samples ``(num_samples,)`` in -1 to 1 (floats beyond stay), and how many samples make a
-        second in the file itself.
+        Mono samples ``(num_samples,)`` in -1 to 1 (floats beyond stay), and the samples per second
+        of the file itself.
 
     Raises:
-        ValueError: it cannot be read, is of another kind, is cut off by more than a sample, is
-            beyond a limit, holds NaN or infinity, or no samples at all.
+        ValueError: it is unreadable, of another kind, cut off by more than a sample, beyond a
+            limit, holds NaN or infinity, or has no samples.
     """
     name = source.name
     with source.open() as file:
@@ -250,7 +251,7 @@ def read_sound(
 
 
 def check_sound(source: MediaSource) -> None:
-    """Look at the header of a sound alone; ``ValueError`` if it cannot be read."""
+    """Read only the header of a sound; ``ValueError`` if it cannot be read."""
     with source.open() as file:
         header = _header(file, source.name)
         if header is None or header.num_bytes is not None:
@@ -259,14 +260,14 @@ def check_sound(source: MediaSource) -> None:
 
 
 def stated_duration(source: MediaSource) -> float | None:
-    """Seconds that a sound states itself, or None; ``ValueError`` if it cannot be read."""
+    """Return a sound's stated duration in seconds, or None; ``ValueError`` if unreadable."""
     with source.open() as file, _opened(file, source.name) as sound:
         known = 0 < sound.frames < _UNKNOWN_FRAMES
         return sound.frames / sound.samplerate if known else None
 
 
 def check_rate(rate: int, name: str) -> None:
-    """Refuse a sampling rate that no sound has."""
+    """Refuse an unsupported sampling rate."""
     if not _LOWEST_RATE <= rate <= _HIGHEST_RATE:
         raise ValueError(
             f"{name} has a sampling rate of {rate} samples per second, and what is read has "
@@ -275,7 +276,7 @@ def check_rate(rate: int, name: str) -> None:
 
 
 def check_duration(seconds: float, longest: LongestSound, name: str) -> None:
-    """Refuse what is too long."""
+    """Refuse a sound that is too long."""
     if seconds > longest.seconds:
         why = f"the model takes {longest.seconds:g} s at most: cut it into shorter pieces"
         if longest.setting is not None:
@@ -287,7 +288,7 @@ def check_duration(seconds: float, longest: LongestSound, name: str) -> None:
 
 
 def _header(file: BinaryIO, name: str) -> WavHeader | None:
-    """The header of a WAV file; None of other kinds."""
+    """Read the header of a WAV file; None for other kinds."""
     kind = _kind(file.read(12))
     file.seek(0)
     if kind is None:
@@ -303,14 +304,14 @@ def _header(file: BinaryIO, name: str) -> WavHeader | None:
 
 
 def _kind(head: bytes) -> str | None:
-    """Tell the kind of a file by its first bytes; libsndfile would try many more."""
+    """Detect the kind of a file by its first bytes; libsndfile would try many more."""
     if head[:4] == b"RIFF":
         return "WAV"
     if head[:4] == b"fLaC":
         return "FLAC"
     if head[:4] == b"OggS":
         return "OGG"
-    # With a tag in front, or with the eleven set bits that every frame begins with.
+    # A tag, or the eleven set bits that begin every frame.
     is_mp3 = head[:3] == b"ID3" or (len(head) > 1 and head[0] == 0xFF and head[1] >= 0xE0)
     return "MP3" if is_mp3 else None
 
@@ -318,7 +319,7 @@ def _kind(head: bytes) -> str | None:
 def _with_stated_size(
     file: BinaryIO, header: WavHeader, longest: LongestSound, name: str
 ) -> BinaryIO:
-    """What was written as a stream, in memory, with the size that it turned out to have."""
+    """Load a file written as a stream into memory, with its actual size in the header."""
     num_frames = (file.seek(0, os.SEEK_END) - header.begin) // header.frame_bytes
     check_rate(header.rate, name)
     check_duration(num_frames / header.rate, longest, name)
@@ -332,10 +333,10 @@ def _with_stated_size(
 
 @contextmanager
 def _opened(file: BinaryIO, name: str) -> Iterator[SoundStream]:
-    # The number of an open file spares a call of Python for every piece that is read.
+    # A file descriptor avoids a Python call per read.
     target = file if isinstance(file, BytesIO) else file.fileno()
     if isinstance(target, int):
-        os.lseek(target, 0, os.SEEK_SET)  # whatever was read ahead from it
+        os.lseek(target, 0, os.SEEK_SET)  # undo buffered reads
     try:
         with SoundStream(target, closefd=False) as sound:
             if sound.subtype not in _KINDS.get(sound.format, ()):
@@ -349,7 +350,7 @@ def _opened(file: BinaryIO, name: str) -> Iterator[SoundStream]:
 
 
 def _check_length(sound: SoundStream, num_frames: int, longest: LongestSound, name: str) -> None:
-    """Refuse what takes too long to hear, or has too much in it: all channels are decoded."""
+    """Refuse a sound with a too long duration or too many samples: all channels are decoded."""
     check_duration(num_frames / sound.samplerate, longest, name)
     most = int(_SAMPLES_PER_S * longest.seconds)
     if num_frames * sound.channels > most:
@@ -362,7 +363,7 @@ def _check_length(sound: SoundStream, num_frames: int, longest: LongestSound, na
 def _decode(
     sound: SoundStream, longest: LongestSound, resampler: Resampler, name: str
 ) -> tuple[NDArray[np.float32], int]:
-    """All samples, channels averaged and resampled, a block at a time; and how many there were."""
+    """Decode block by block, average channels and resample; return samples and input frames."""
     block = max(1, _BLOCK_SAMPLES // sound.channels)
     num_found = 0
     while True:
@@ -371,7 +372,7 @@ def _decode(
             break
         num_found += len(frames)
         _check_length(sound, num_found, longest, name)
-        # A sum may overflow, and so may a wide float that becomes a narrow one: both are infinite.
+        # The sum and the narrowing may overflow; both give infinity.
         with np.errstate(all="ignore"):
             samples = frames.mean(axis=1).astype(np.float32)
         if not np.isfinite(samples).all():
@@ -385,7 +386,7 @@ def _decode(
 
 
 def _check_whole(sound: SoundStream, found: int, header: WavHeader | None, name: str) -> None:
-    """Refuse what lost its end, where the file says how long it was."""
+    """Refuse a truncated file, if it states its length."""
     stated = int(sound.frames)
     if header is not None and header.num_bytes is not None:
         stated = header.num_bytes // header.frame_bytes
@@ -402,7 +403,7 @@ _NUMBERS = ("sampling_rate", "n_samples", "hop_length", "n_fft")
 
 
 class SpectrogramExtractor(Protocol):
-    """A feature extractor of transformers that works on windows of a fixed length."""
+    """A transformers feature extractor for windows of a fixed length."""
 
     sampling_rate: int
     n_samples: int
@@ -410,24 +411,24 @@ class SpectrogramExtractor(Protocol):
     n_fft: int
 
     def __call__(self, raw_speech: Any, *, sampling_rate: int, **options: Any) -> Any:
-        """Samples to ``input_features``, ``(1, mel bins, frames)``, by their names."""
+        """Convert samples to a mapping with ``input_features``, ``(1, mel bins, frames)``."""
 
 
 def load_extractor(path: Path, *, trust_remote_code: bool = False) -> SpectrogramExtractor:
     """Load the feature extractor of a checkpoint folder.
 
     Args:
-        trust_remote_code: whether it may come with its own Python code; no prompt asks the user.
+        trust_remote_code: True if its own Python code may run; the user is not prompted.
 
     Raises:
-        ValueError: it brings none, one that makes no spectrograms of windows, or one that cannot
-            be made or needs code of its own.
+        ValueError: there is none, it makes no spectrograms of windows, cannot be created, or needs
+            untrusted code.
     """
     try:
         extractor: Any = AutoFeatureExtractor.from_pretrained(
             path, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
         )
-    # Values of a wrong kind make transformers raise whatever it stumbles over.
+    # Values of a wrong type make transformers raise arbitrary exceptions.
     except Exception as error:
         raise ValueError(f"the feature extractor in {path} cannot be loaded: {error}") from error
     for name in _NUMBERS:
@@ -441,16 +442,16 @@ def load_extractor(path: Path, *, trust_remote_code: bool = False) -> Spectrogra
 
 
 _LOUDEST = 2.0
-"""Above 1 by as much as filters overshoot, and far below integers that were taken as they are."""
+"""Maximum sample: allows filters to overshoot 1, and detects integers that were not scaled."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleReader:
-    """Brings sound to one sampling rate, and refuses what is longer than a window.
+    """Converts sound to one sampling rate, and refuses sound longer than a window.
 
     Attributes:
-        rate: samples per second that are wanted.
-        max_samples: of that rate; None takes as many as the limits allow.
+        rate: samples per second of the result.
+        max_samples: maximum samples at that rate; None uses only the limits.
     """
 
     rate: int
@@ -459,7 +460,7 @@ class SampleReader:
 
     @property
     def longest(self) -> LongestSound:
-        """What the window takes, or the user's limit if that is less."""
+        """The window's length, or the user's limit if that is less."""
         if self.max_samples is not None and self.max_samples <= self.limits.max_audio_s * self.rate:
             return LongestSound(self.max_samples / self.rate)
         return LongestSound(self.limits.max_audio_s, "engine.media_limits.max_audio_s")
@@ -467,25 +468,25 @@ class SampleReader:
     def read(
         self, audio: str | Path | bytes | Tensor | NDArray[Any], sampling_rate: int | None = None
     ) -> NDArray[np.float32]:
-        """Read a sound, or take mono samples, and resample.
+        """Read a sound or mono samples, and resample.
 
         Args:
-            audio: a file, what is in one, or a data URL, of WAV, FLAC, OGG or MP3; or
-                floating-point samples ``(num_samples,)`` in -1 to 1.
-            sampling_rate: samples per second; None means the file's own, or the wanted one.
+            audio: a file, its content, or a data URL, of WAV, FLAC, OGG or MP3; or floating-point
+                samples ``(num_samples,)`` in -1 to 1.
+            sampling_rate: samples per second; None: the file's own, or :attr:`rate`.
 
         Returns:
-            ``(num_samples,)`` of the wanted rate.
+            ``(num_samples,)`` at :attr:`rate`.
 
         Raises:
-            ValueError: it is neither, empty, not mono, not finite, longer than the window, cannot
-                be read, or has a sampling rate that no sound has.
+            ValueError: another type, empty, not mono, not finite, longer than the window,
+                unreadable, or of an unsupported sampling rate.
         """
         if isinstance(audio, str | Path | bytes):
             samples = self._read_file(audio, sampling_rate)
         else:
             samples = self._take(audio, sampling_rate)
-        # Rounded up by the resampler: a whole window must stay one.
+        # The resampler rounds up: a whole window must not grow.
         return samples[: self.max_samples]
 
     def _read_file(

