@@ -113,7 +113,7 @@ class GeneratorConfig(GeneratorSettings):
     generation: GenerationParams = GenerationParams()
 
 
-_MEND = "or raise engine.limits"
+_OR_RAISE = "or raise engine.limits"
 
 
 class RequestLimits(Settings):
@@ -157,26 +157,26 @@ class RequestLimits(Settings):
             raise PlacedError(
                 ("n",),
                 f"n is {params.n}, but at most {self.max_completions} completions are made of a "
-                f"prompt; ask for fewer {_MEND}.max_completions",
+                f"prompt; ask for fewer {_OR_RAISE}.max_completions",
             )
         if params.logprobs is not None and params.logprobs > self.max_logprobs:
             raise PlacedError(
                 ("logprobs",),
                 f"logprobs is {params.logprobs}, but at most {self.max_logprobs} tokens are "
-                f"reported; ask for fewer {_MEND}.max_logprobs",
+                f"reported; ask for fewer {_OR_RAISE}.max_logprobs",
             )
         if len(params.stop) > self.max_stop_strings:
             raise PlacedError(
                 ("stop",),
                 f"stop has {len(params.stop)} strings, but at most {self.max_stop_strings} are "
-                f"looked for; give fewer {_MEND}.max_stop_strings",
+                f"looked for; give fewer {_OR_RAISE}.max_stop_strings",
             )
         num_chars = sum(map(len, params.stop))
         if num_chars > self.max_stop_chars:
             raise PlacedError(
                 ("stop",),
                 f"the stop strings have {num_chars} characters, but at most "
-                f"{self.max_stop_chars} are looked for; shorten them {_MEND}.max_stop_chars",
+                f"{self.max_stop_chars} are looked for; shorten them {_OR_RAISE}.max_stop_chars",
             )
 
     def check_items(self, num_items: int) -> None:
@@ -184,7 +184,7 @@ class RequestLimits(Settings):
         if num_items > self.max_items:
             raise ValueError(
                 f"the prompt shows {num_items} images, sounds and videos, but at most "
-                f"{self.max_items} are taken; show fewer {_MEND}.max_items"
+                f"{self.max_items} are taken; show fewer {_OR_RAISE}.max_items"
             )
 
 

@@ -17,7 +17,7 @@ ROW_KEYS = "row_keys"
 """An output of any model: keys by which the next stage's cache may identify its rows without
 reading them. Computed only if requested by name."""
 
-_LOUDEST = 2**15 - 1
+_PCM_MAX = 2**15 - 1
 """Maximum of a 16-bit sample."""
 
 _SUBTYPES = {"wav": "PCM_16", "flac": "PCM_16", "ogg": "VORBIS", "mp3": "MPEG_LAYER_III"}
@@ -86,7 +86,7 @@ class Waveform:
                 "a waveform must be (num_samples,) finite floating point numbers, "
                 f"got {tuple(samples.shape)} {self.samples.dtype}"
             )
-        scaled = values.clip(-1.0, 1.0).astype(numpy.float32, copy=False) * numpy.float32(_LOUDEST)
+        scaled = values.clip(-1.0, 1.0).astype(numpy.float32, copy=False) * numpy.float32(_PCM_MAX)
         rounded = numpy.rint(scaled, out=scaled).astype(numpy.int16)
         if format == "pcm16":
             return bytes(rounded.astype("<i2", copy=False).tobytes())
@@ -442,7 +442,7 @@ class EngineStats:
 
     def beside(self, other: EngineStats) -> EngineStats:
         """Add the counters of two engines that run the same model concurrently."""
-        sums = {name: getattr(other, name) for name in (*_COUNTERS, *_COUNTS_OF_NOW)}
+        sums = {name: getattr(other, name) for name in (*_COUNTERS, *_COUNT_GAUGES)}
         return replace(
             self.plus(**sums),
             kv=_beside(self.kv, other.kv),
@@ -450,9 +450,9 @@ class EngineStats:
         )
 
 
-_COUNTS_OF_NOW = ("num_running", "num_waiting")
-_OF_NOW = (*_COUNTS_OF_NOW, "kv", "offload")
-_COUNTERS = tuple(each.name for each in fields(EngineStats) if each.name not in _OF_NOW)
+_COUNT_GAUGES = ("num_running", "num_waiting")
+_GAUGES = (*_COUNT_GAUGES, "kv", "offload")
+_COUNTERS = tuple(each.name for each in fields(EngineStats) if each.name not in _GAUGES)
 
 _PoolT = TypeVar("_PoolT", "KVCacheStats", "OffloadStats")
 

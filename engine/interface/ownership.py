@@ -23,7 +23,7 @@ class Renewable(Protocol):
         """Replace the locks: the old ones may be held by threads that exist only in the parent."""
 
 
-_RENEWED: WeakSet[Renewable] = WeakSet()
+_RENEWABLES: WeakSet[Renewable] = WeakSet()
 
 
 def renew_in_forks(thing: Renewable) -> None:
@@ -33,11 +33,11 @@ def renew_in_forks(thing: Renewable) -> None:
         thing: a hashable object whose locks are taken by several threads, or while it is merely
             dropped, such as by a generator that is finalized.
     """
-    _RENEWED.add(thing)
+    _RENEWABLES.add(thing)
 
 
 def _renew() -> None:
-    for thing in tuple(_RENEWED):
+    for thing in tuple(_RENEWABLES):
         thing.renew_locks()
 
 
@@ -45,7 +45,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew)
 
 
-class _Turns:
+class _ObjectLocks:
     """One lock per object, for the object's lifetime."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class _Turns:
             return self._locks.setdefault(thing, threading.Lock())
 
 
-_TURNS = _Turns()
+_OBJECT_LOCKS = _ObjectLocks()
 
 
 @contextmanager
@@ -72,12 +72,12 @@ def turn_of(thing: object) -> Iterator[None]:
     Requests are prepared in several threads, by tokenizers and processors of transformers, which
     are not guaranteed to be thread-safe.
     """
-    with _TURNS.lock_of(thing):
+    with _OBJECT_LOCKS.lock_of(thing):
         yield
 
 
 # Between two checks of whether another thread has left.
-_PATIENCE_S = 0.001
+_POLL_INTERVAL_S = 0.001
 
 
 class Ownership:
@@ -176,7 +176,7 @@ class Ownership:
                     f"{self._thing} is in use by another thread: one thread drives an engine; "
                     "Omni takes requests from any number of threads"
                 )
-            time.sleep(_PATIENCE_S)
+            time.sleep(_POLL_INTERVAL_S)
         return True
 
     @property

@@ -6,14 +6,14 @@ import difflib
 from collections.abc import Iterable
 from typing import TypeAlias
 
-_LONGEST_VALUE = 80
+_MAX_VALUE_CHARS = 80
 """Maximum characters of a value that a message repeats."""
 
 
 def shortened(value: object) -> str:
     """Return a value's ``repr``, truncated: it may be a whole conversation."""
     text = repr(value)
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+    return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 3] + "..."
 
 
 def described(error: BaseException) -> str:

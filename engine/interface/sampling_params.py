@@ -67,10 +67,10 @@ class RequestSeeds:
         return params if given.is_greedy else given.model_copy(update={"seed": seed})
 
 
-_LARGEST = 100
+_MAX_BIAS = 100
 """Maximum absolute bias, as in OpenAI's API."""
 
-_PAST_IDS = 10**18
+_ID_BOUND = 10**18
 """Greater than any token id; limits the digits in error messages."""
 
 _DIGITS = re.compile("[0-9]{1,18}")
@@ -117,7 +117,7 @@ class TokenBias(Mapping[int, float]):
         return {
             "type": "object",
             "propertyNames": {"pattern": f"^{_DIGITS.pattern}$"},
-            "additionalProperties": {"type": "number", "minimum": -_LARGEST, "maximum": _LARGEST},
+            "additionalProperties": {"type": "number", "minimum": -_MAX_BIAS, "maximum": _MAX_BIAS},
         }
 
     def __getitem__(self, token_id: int) -> float:
@@ -140,7 +140,7 @@ def _token_id(key: Any) -> int:
     if isinstance(key, str):
         is_id = _DIGITS.fullmatch(key) is not None
     else:
-        is_id = _is_a(Integral, key) and 0 <= key < _PAST_IDS
+        is_id = _is_a(Integral, key) and 0 <= key < _ID_BOUND
     if is_id:
         return int(key)
     raise PlacedError(
@@ -149,11 +149,11 @@ def _token_id(key: Any) -> int:
 
 
 def _number(token_id: int, value: Any) -> float:
-    if _is_a(Real, value) and -_LARGEST <= value <= _LARGEST:  # false for NaN
+    if _is_a(Real, value) and -_MAX_BIAS <= value <= _MAX_BIAS:  # false for NaN
         return float(value)
     raise PlacedError(
         (str(token_id),),
-        f"should be a number from -{_LARGEST} to {_LARGEST}, got {shortened(value)}",
+        f"should be a number from -{_MAX_BIAS} to {_MAX_BIAS}, got {shortened(value)}",
     )
 
 
@@ -173,7 +173,7 @@ LogitBias = Annotated[
 ]
 
 
-_OF_CHECKPOINTS = {
+_CHECKPOINT_KEYS = {
     "temperature": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -184,7 +184,7 @@ _OF_CHECKPOINTS = {
 }
 """Keys of ``generation_config.json``, and the fields whose defaults they set."""
 
-CHECKPOINT_FIELDS = tuple(_OF_CHECKPOINTS.values())
+CHECKPOINT_FIELDS = tuple(_CHECKPOINT_KEYS.values())
 """Fields of ``SamplingParams`` that a checkpoint may have defaults for."""
 
 _NOT_SUPPORTED = (
@@ -320,7 +320,7 @@ def checkpoint_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     """
     stated = {
         field: generation[key]
-        for key, field in _OF_CHECKPOINTS.items()
+        for key, field in _CHECKPOINT_KEYS.items()
         if generation.get(key) is not None
     }
     if generation.get("do_sample") is False:

@@ -33,7 +33,7 @@ _COUNT = re.compile(" after validation, not [0-9]+$")
 _ATTEMPT = re.compile(", unable to parse string as an? [a-z]+$")
 """Pydantic's failed parsing attempt, redundant with the value."""
 
-_MOST_TOLD = 10
+_MAX_REPORTED = 10
 """Maximum mistakes in one message: each is compared with all known names."""
 
 
@@ -60,7 +60,7 @@ def explain_validation_error(
     """
     messages = []
     findings = error.errors(include_url=False)
-    places = [place_of(finding, data) for finding in findings[:_MOST_TOLD]]
+    places = [place_of(finding, data) for finding in findings[:_MAX_REPORTED]]
     around = {place[:length] for place in places for length in range(len(place))}
     for finding, place in zip(findings, places, strict=False):
         # A list of one invalid item is also "too short", an invalid mapping also "not a string".
@@ -74,9 +74,9 @@ def explain_validation_error(
             where = (line,) if line.endswith(at) else (line, at)
         else:
             where = (f"{source}:{line}" if line else source or "", at)
-            message += _beneath(place, lines or {})
+            message += _origins_hint(place, lines or {})
         messages.append(": ".join(part for part in (*where, message) if part))
-    left = len(findings) - _MOST_TOLD
+    left = len(findings) - _MAX_REPORTED
     return "\n".join(dict.fromkeys([*messages, *([f"and {left} more"] if left > 0 else [])]))
 
 
@@ -116,21 +116,21 @@ def _explain(finding: ErrorDetails, model: type[BaseModel], data: Any) -> tuple[
         case "value_error":
             return place, str(context["error"])
         case "too_short" | "string_too_short" if not finding["input"]:
-            return place, _nothing_given(finding["type"], context["min_length"])
+            return place, _empty_message(finding["type"], context["min_length"])
         case _:
             got = shortened(finding["input"]) + _number_hint(finding)
-            return place, f"{_wanted(finding['msg'])}, got {got}"
+            return place, f"{_expected(finding['msg'])}, got {got}"
 
 
-def _wanted(message: str) -> str:
+def _expected(message: str) -> str:
     """Rewrite pydantic's message about a value in a user's terms."""
-    wanted = _ATTEMPT.sub("", _COUNT.sub("", _SUBJECT.sub("", message)))
+    expected = _ATTEMPT.sub("", _COUNT.sub("", _SUBJECT.sub("", message)))
     for theirs, ours in _WORDS.items():
-        wanted = wanted.replace(theirs, ours)
-    return wanted
+        expected = expected.replace(theirs, ours)
+    return expected
 
 
-def _nothing_given(finding_type: str, needed: int) -> str:
+def _empty_message(finding_type: str, needed: int) -> str:
     unit = "character" if finding_type == "string_too_short" else "item"
     count = f"1 {unit} is" if needed == 1 else f"{needed} {unit}s are"
     return f"must not be empty; at least {count} needed"
@@ -215,7 +215,7 @@ def _number_hint(finding: ErrorDetails) -> str:
     return " (a string; write it without quotes, and in YAML an exponent as 1.0e-5, not 1e-5)"
 
 
-def _beneath(place: KeyPath, lines: Mapping[KeyPath, int | str]) -> str:
+def _origins_hint(place: KeyPath, lines: Mapping[KeyPath, int | str]) -> str:
     """Name the origins of parts of a value, which may contain the mistake."""
     given = [
         line

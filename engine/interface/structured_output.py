@@ -14,9 +14,9 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from engine.interface.placed_error import PlacedError
 from engine.interface.settings import Settings
 
-_LONGEST = 65_536
+_MAX_CHARS = 65_536
 """Maximum characters of a form: reading 10 times as many takes seconds."""
-_LONGEST_GBNF = 2**12
+_MAX_GBNF_CHARS = 2**12
 """Maximum characters of GBNF, whose translation takes time quadratic in its length."""
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*[\w-]+[ \t]*::=")
 
@@ -79,9 +79,9 @@ class StructuredOutput(Settings):
             )
         (name,) = given
         size = len(str(getattr(self, name)))
-        if size > _LONGEST:
+        if size > _MAX_CHARS:
             raise PlacedError(
-                (name,), f"has {size} characters; forms of at most {_LONGEST} are taken"
+                (name,), f"has {size} characters; forms of at most {_MAX_CHARS} are taken"
             )
         from llguidance import LLMatcher  # imported only if a form is requested
 
@@ -103,8 +103,8 @@ class StructuredOutput(Settings):
         if self.grammar is not None:
             if _GBNF_RULE.search(self.grammar) is None:
                 return LLMatcher.grammar_from_lark(self.grammar)
-            if len(self.grammar) > _LONGEST_GBNF:
-                raise ValueError(f"GBNF of more than {_LONGEST_GBNF} characters; give it in Lark")
+            if len(self.grammar) > _MAX_GBNF_CHARS:
+                raise ValueError(f"GBNF of more than {_MAX_GBNF_CHARS} characters; give it in Lark")
             try:
                 return LLMatcher.grammar_from_lark(gbnf_to_lark(self.grammar))
             except Exception as error:  # it raises arbitrary exceptions
@@ -125,13 +125,13 @@ def _without_unknown_formats(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     return {
-        key: value if key in _VALUES else _without_unknown_formats(value)
+        key: value if key in _VALUE_KEYS else _without_unknown_formats(value)
         for key, value in schema.items()
         if key != "format" or not isinstance(value, str) or _is_known_format(value)
     }
 
 
-_VALUES = frozenset(("const", "enum", "default", "examples"))
+_VALUE_KEYS = frozenset(("const", "enum", "default", "examples"))
 """Keys of a schema whose values are not schemas."""
 
 

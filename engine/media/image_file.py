@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
-_LONGEST_STRIP = 200
+_MAX_ASPECT_RATIO = 200
 """Maximum ratio of the sides. Processors scale the shorter side up, and the longer one with it."""
 
 _ORIENTATION = 0x0112
@@ -93,10 +93,10 @@ def _opened(source: MediaSource, limits: MediaLimits | None) -> Iterator[Image]:
                 f"{source.name} cannot be read: it is none of PNG, JPEG, WebP, GIF, BMP and TIFF"
             ) from error
         except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
-            most = "" if limits is None else f", {limits.max_image_pixels}"
+            limit = "" if limits is None else f", {limits.max_image_pixels}"
             raise ValueError(
                 f"{source.name} cannot be read: it has more pixels than "
-                f"engine.media_limits.max_image_pixels{most}; scale it down"
+                f"engine.media_limits.max_image_pixels{limit}; scale it down"
             ) from error
         except Exception as error:  # see above
             raise ValueError(f"{source.name} cannot be read: {error}") from error
@@ -109,9 +109,9 @@ def _check_size(size: tuple[int, int], limits: MediaLimits) -> None:
             f"it has {width} x {height} pixels, and {limits.max_image_pixels} are the most; scale "
             "it down, or raise engine.media_limits.max_image_pixels"
         )
-    if max(width, height) > _LONGEST_STRIP * min(width, height):
+    if max(width, height) > _MAX_ASPECT_RATIO * min(width, height):
         raise ValueError(
-            f"it has {width} x {height} pixels, and one side may be {_LONGEST_STRIP} times the "
+            f"it has {width} x {height} pixels, and one side may be {_MAX_ASPECT_RATIO} times the "
             "other at most; cut it"
         )
 

@@ -94,7 +94,7 @@ def _check_size(size: int, name: str, max_bytes: int, setting: str | None) -> No
         )
 
 
-_LONGEST = 500
+_MAX_CHARS = 500
 """Maximum characters of a path in messages."""
 
 _SETTING = "engine.media_limits.max_file_bytes"
@@ -120,7 +120,7 @@ class MediaSource:
         if isinstance(self.given, bytes) or self._is_data_url:
             return f"the {self.kind}"
         path = str(self.given)
-        return f"{self.kind} {path if len(path) <= _LONGEST else path[:_LONGEST] + '...'!r}"
+        return f"{self.kind} {path if len(path) <= _MAX_CHARS else path[:_MAX_CHARS] + '...'!r}"
 
     def open(self) -> BinaryIO:
         """Open it for reading, as a regular file or in memory.

@@ -51,10 +51,10 @@ class SoundStream(SoundFile):
 _STREAM_BYTES = 2**31 - 2**16
 """Sizes from here on are placeholders: writers of streams state about 2**31 or 2**32 bytes."""
 
-_MOST_CHUNKS = 1000
+_MAX_CHUNKS = 1000
 """Maximum chunks before the samples: a large file of zeros looks like very many empty chunks."""
 
-_FORMAT = struct.Struct("<HHIIHH")
+_FMT_CHUNK = struct.Struct("<HHIIHH")
 
 
 class WavHeaderError(ValueError):
@@ -85,11 +85,11 @@ def read_wav_header(file: BinaryIO) -> WavHeader:
     frame: tuple[int, int] | None = None
     for name, size in _chunks(file):
         if name == b"fmt ":
-            chunk = file.read(min(size, _FORMAT.size))
-            if len(chunk) < _FORMAT.size:
+            chunk = file.read(min(size, _FMT_CHUNK.size))
+            if len(chunk) < _FMT_CHUNK.size:
                 raise WavHeaderError("its format ends too early")
             # libsndfile interprets the format of the samples.
-            _, channels, rate, _, align, bits = _FORMAT.unpack(chunk)
+            _, channels, rate, _, align, bits = _FMT_CHUNK.unpack(chunk)
             if not channels or not align:
                 where = f"{channels} channels of {bits} bits in {align} bytes"
                 raise WavHeaderError(f"it states {where}")
@@ -116,7 +116,7 @@ def _is_known(size: int, riff_size: int, begin: int) -> bool:
 def _chunks(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
     """Yield names and stated sizes of the chunks, with the file at the content of each."""
     begin = file.tell()
-    for _ in range(_MOST_CHUNKS):
+    for _ in range(_MAX_CHUNKS):
         file.seek(begin)
         head = file.read(8)
         if len(head) < 8:
@@ -124,7 +124,7 @@ def _chunks(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
         size = int.from_bytes(head[4:], "little")
         yield head[:4], size
         begin += 8 + size + size % 2
-    raise WavHeaderError(f"none of its first {_MOST_CHUNKS} chunks holds samples")
+    raise WavHeaderError(f"none of its first {_MAX_CHUNKS} chunks holds samples")
 
 
 class Resampler:
@@ -170,13 +170,13 @@ class Resampler:
 
 logger = package_logger(__name__)
 
-_LOWEST_RATE, _HIGHEST_RATE = 1_000, 384_000
+_MIN_RATE, _MAX_RATE = 1_000, 384_000
 """Bounds of the samples per second of a channel. Recordings lie between these; resampling others
 would need far too much memory."""
 
-_MOST_CHANNELS = 64
+_MAX_CHANNELS = 64
 
-_SAMPLES_PER_S = 2 * 96_000
+_MAX_SAMPLES_PER_S = 2 * 96_000
 """Of all channels together, in the longest allowed sound; a shorter one may have more."""
 
 _SOUND_FILE_PCM = ("PCM_U8", "PCM_S8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE")
@@ -187,12 +187,12 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "OGG": ("VORBIS", "OPUS"),
     "MP3": ("MPEG_LAYER_I", "MPEG_LAYER_II", "MPEG_LAYER_III"),
 }
-_WANTED = "WAV of PCM or float samples, FLAC, OGG (Vorbis, Opus) or MP3"
+_FORMATS = "WAV of PCM or float samples, FLAC, OGG (Vorbis, Opus) or MP3"
 # libsndfile states its largest number for a length that is unknown before the end.
 _UNKNOWN_FRAMES = 2**62
 _BLOCK_SAMPLES = 2**20
 # Share of the stated length that an MP3 must have, since it may only estimate its length.
-_ESTIMATE = 0.95
+_MIN_MP3_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +237,9 @@ def read_sound(
             target = file
         with _opened(target, name) as sound:
             check_rate(sound.samplerate, name)
-            if sound.channels > _MOST_CHANNELS:
+            if sound.channels > _MAX_CHANNELS:
                 raise ValueError(
-                    f"{name} has {sound.channels} channels, and {_MOST_CHANNELS} are the most"
+                    f"{name} has {sound.channels} channels, and {_MAX_CHANNELS} are the most"
                 )
             _check_length(
                 sound, sound.frames if sound.frames < _UNKNOWN_FRAMES else 0, longest, name
@@ -268,10 +268,10 @@ def stated_duration(source: MediaSource) -> float | None:
 
 def check_rate(rate: int, name: str) -> None:
     """Refuse an unsupported sampling rate."""
-    if not _LOWEST_RATE <= rate <= _HIGHEST_RATE:
+    if not _MIN_RATE <= rate <= _MAX_RATE:
         raise ValueError(
             f"{name} has a sampling rate of {rate} samples per second, and what is read has "
-            f"{_LOWEST_RATE} to {_HIGHEST_RATE}; resample it"
+            f"{_MIN_RATE} to {_MAX_RATE}; resample it"
         )
 
 
@@ -292,7 +292,7 @@ def _header(file: BinaryIO, name: str) -> WavHeader | None:
     kind = _kind(file.read(12))
     file.seek(0)
     if kind is None:
-        raise ValueError(f"{name} cannot be read: it is none of {_WANTED}; convert it")
+        raise ValueError(f"{name} cannot be read: it is none of {_FORMATS}; convert it")
     if kind != "WAV":
         return None
     try:
@@ -341,7 +341,7 @@ def _opened(file: BinaryIO, name: str) -> Iterator[SoundStream]:
         with SoundStream(target, closefd=False) as sound:
             if sound.subtype not in _KINDS.get(sound.format, ()):
                 raise ValueError(
-                    f"{name} is {sound.format} of {sound.subtype}, and what is read is {_WANTED}; "
+                    f"{name} is {sound.format} of {sound.subtype}, and what is read is {_FORMATS}; "
                     "convert it"
                 )
             yield sound
@@ -352,11 +352,11 @@ def _opened(file: BinaryIO, name: str) -> Iterator[SoundStream]:
 def _check_length(sound: SoundStream, num_frames: int, longest: LongestSound, name: str) -> None:
     """Refuse a sound with a too long duration or too many samples: all channels are decoded."""
     check_duration(num_frames / sound.samplerate, longest, name)
-    most = int(_SAMPLES_PER_S * longest.seconds)
-    if num_frames * sound.channels > most:
+    limit = int(_MAX_SAMPLES_PER_S * longest.seconds)
+    if num_frames * sound.channels > limit:
         raise ValueError(
-            f"{name} has {num_frames * sound.channels} samples in all channels, and {most} are the "
-            f"most in {longest.seconds:g} s; resample it, or cut it into shorter pieces"
+            f"{name} has {num_frames * sound.channels} samples in all channels, and {limit} are "
+            f"the most in {longest.seconds:g} s; resample it, or cut it into shorter pieces"
         )
 
 
@@ -393,7 +393,7 @@ def _check_whole(sound: SoundStream, found: int, header: WavHeader | None, name:
     if stated >= _UNKNOWN_FRAMES:
         return
     if sound.format == "MP3":
-        if found < _ESTIMATE * stated:
+        if found < _MIN_MP3_SHARE * stated:
             logger.warning("%s states %d samples and holds %d: is it whole?", name, stated, found)
     elif found + 1 < stated:
         raise ValueError(f"{name} is cut off: its header states {stated} samples, it holds {found}")
@@ -441,7 +441,7 @@ def load_extractor(path: Path, *, trust_remote_code: bool = False) -> Spectrogra
     return extractor
 
 
-_LOUDEST = 2.0
+_MAX_SAMPLE = 2.0
 """Maximum sample: allows filters to overshoot 1, and detects integers that were not scaled."""
 
 
@@ -485,7 +485,7 @@ class SampleReader:
         if isinstance(audio, str | Path | bytes):
             samples = self._read_file(audio, sampling_rate)
         else:
-            samples = self._take(audio, sampling_rate)
+            samples = self._resample(audio, sampling_rate)
         # The resampler rounds up: a whole window must not grow.
         return samples[: self.max_samples]
 
@@ -501,7 +501,9 @@ class SampleReader:
             )
         return samples
 
-    def _take(self, audio: Tensor | NDArray[Any], sampling_rate: int | None) -> NDArray[np.float32]:
+    def _resample(
+        self, audio: Tensor | NDArray[Any], sampling_rate: int | None
+    ) -> NDArray[np.float32]:
         check_argument("sampling_rate", sampling_rate, Real | None, "a number or None")
         rate = self.rate if sampling_rate is None else sampling_rate
         check_rate(rate, "the audio")
@@ -530,7 +532,7 @@ def _check_samples(audio: Tensor | NDArray[Any]) -> NDArray[np.float32]:
     if not np.isfinite(array).all():
         raise ValueError("the audio holds NaN or infinite samples")
     loudest = float(np.abs(array).max())
-    if loudest > _LOUDEST:
+    if loudest > _MAX_SAMPLE:
         raise ValueError(
             f"the audio holds samples of up to {loudest:g}; floating-point samples lie in -1 to 1: "
             "divide 16-bit integers by 32768"

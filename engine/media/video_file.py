@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _VIDEO_CODECS = ("h264", "hevc", "mpeg4", "vp8", "vp9", "av1")
 _AUDIO_CODECS = ("aac", "mp3", "opus", "vorbis", "flac", "alac")
-_HIGHEST_FPS = 1_000
-_HIGHEST_RATE = 96_000
+_MAX_FPS = 1_000
+_MAX_RATE = 96_000
 _SETTINGS = "engine.media_limits"
 
 
@@ -50,10 +50,10 @@ def probe_video(source: MediaSource, limits: MediaLimits) -> VideoInfo:
         if stream is None:
             raise ValueError(f"{source.name} holds no moving picture")
         fps = float(stream.average_rate or 0)
-        if not 0 < fps <= _HIGHEST_FPS:
+        if not 0 < fps <= _MAX_FPS:
             raise ValueError(
                 f"{source.name} states {fps:g} frames per second, and what is read has more than 0 "
-                f"and at most {_HIGHEST_FPS}"
+                f"and at most {_MAX_FPS}"
             )
         width, height, stated = int(stream.width), int(stream.height), int(stream.frames)
         if min(width, height) < 1 or width * height > limits.max_image_pixels:
@@ -149,10 +149,10 @@ def read_soundtrack(
         if stream is None:
             return None
         rate = int(stream.rate)
-        if not 0 < rate <= _HIGHEST_RATE:
+        if not 0 < rate <= _MAX_RATE:
             raise ValueError(
                 f"the sound of {source.name} has {rate} samples per second, and what is read has "
-                f"at most {_HIGHEST_RATE}; resample it"
+                f"at most {_MAX_RATE}; resample it"
             )
         to_floats = av.AudioResampler(format="fltp", layout=stream.layout, rate=rate)
         parts: list[NDArray[np.float32]] = []

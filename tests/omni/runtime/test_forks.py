@@ -46,8 +46,8 @@ is_held, may_go = threading.Semaphore(0), threading.Event()
 locks = [
     omni._driver._changed,
     omni.pipeline.ownership._claiming,
-    ownership._TURNS.lock_of(omni),
-    ownership._TURNS._adding,
+    ownership._OBJECT_LOCKS.lock_of(omni),
+    ownership._OBJECT_LOCKS._adding,
     tokenizers._PROCESSES._lock,
 ]
 for lock in locks:
