@@ -1,1 +1,1 @@
-"""From a prompt to a request; knows no model. Imports requests and the rooms below it."""
+"""Conversion of prompts to requests; knows no model. Imports requests and the rooms below it."""

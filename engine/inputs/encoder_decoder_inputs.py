@@ -1,4 +1,4 @@
-"""Turns a prompt into what the encoder gets and what the decoder begins with."""
+"""Converts a prompt into the encoder's input and the beginning of the decoder's sequence."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ from prefix_cache import BlockHash, ContentSpan, content_hash, whole_input_hash
 
 @dataclass(frozen=True, slots=True)
 class InputWindows:
-    """Features of the whole input, cut into windows where its reader wants one to begin.
+    """Features of the whole input, cut into windows at positions that the reader chooses.
 
     Attributes:
         features: ``(rows, frames)``.
-        make: from ``(rows, window)`` to an input.
-        end: frames of the input; what follows fills it up to a window.
-        spans: the frames, from one to another, in which there is something to hear; None: all.
+        make: converts ``(rows, window)`` to an input.
+        end: frames of the input, without the padding to a window.
+        spans: spans of frames with speech; None: all frames.
     """
 
     features: Tensor
@@ -76,33 +76,33 @@ class InputWindows:
 
     @property
     def num_frames(self) -> int:
-        """Of the whole input."""
+        """Frames of the whole input."""
         return int(self.features.shape[-1])
 
     @property
     def is_silent(self) -> bool:
-        """Whether there is nothing to hear."""
+        """True if there is no speech."""
         return self.spans is not None and not self.spans
 
     def next_begin(self, frame: int) -> int:
-        """Where the window behind a frame begins; ``num_frames`` where there is none."""
+        """Return the begin of the next window from a frame on; ``num_frames`` if there is none."""
         if self.spans is None:
             return frame
         ahead = (max(frame, begin) for begin, end in self.spans if end > frame)
         return next(ahead, self.num_frames)
 
     def at(self, begin: int) -> EncoderInput:
-        """The window that begins at a frame, filled up with zeros where the input ends in it."""
+        """Return the window that begins at a frame, padded with zeros after the input's end."""
         part = self.features[:, begin : begin + self.window]
         filled = torch.nn.functional.pad(part, (0, self.window - part.shape[-1]))
         return self.make(filled.contiguous())
 
 
 class EncoderInputMaker(ABC):
-    """Turns prompts of one kind into encoder inputs.
+    """Converts prompts of one kind into encoder inputs.
 
     Args:
-        max_len: most rows that the encoder gives for one request.
+        max_len: maximum rows of the encoder's output for one request.
     """
 
     modality: str
@@ -118,15 +118,15 @@ class EncoderInputMaker(ABC):
         """Make the input of one request, or its windows if it is longer than one.
 
         Args:
-            prompt: what the user gave for the encoder; None is refused like any other kind.
+            prompt: the user's encoder prompt; None is refused like any other kind.
             cache_salt: part of the hash, as requests share cached blocks only within one salt.
 
         Raises:
-            ValueError: the prompt is of another kind, empty, too long, or cannot be read.
+            ValueError: the prompt is of another kind, empty, too long, or unreadable.
         """
 
     def of_chat(self, chat: ChatPrompt) -> EncoderPrompt:
-        """What the encoder gets of a chat, by default its text; ``ValueError`` for others."""
+        """Return the encoder's prompt from a chat, by default its text; else ``ValueError``."""
         return chat
 
     def _refuse(self, prompt: object) -> ValueError:
@@ -136,13 +136,13 @@ class EncoderInputMaker(ABC):
         )
 
     def _of_features(self, features: Mapping[str, Tensor], cache_salt: str | None) -> EncoderInput:
-        """Sound and images are padded to a window of fixed size, and all its rows are attended."""
+        """Build the input of a sound or image, padded to a window whose rows are all attended."""
         digest = features_hash(features, self._max_len, cache_salt)
         return EncoderInput(self._max_len, digest, features=features)
 
 
 class TextEncoderInputs(EncoderInputMaker):
-    """Turns text, which needs a tokenizer, or token ids into inputs of a text encoder."""
+    """Converts text, which needs a tokenizer, or token ids into inputs of a text encoder."""
 
     modality = "text"
     takes = "text or token ids"
@@ -180,14 +180,14 @@ class TextEncoderInputs(EncoderInputMaker):
 
 
 class AudioEncoderInputs(EncoderInputMaker):
-    """Turns speech into the log-mel features of a fixed window.
+    """Converts speech into the log-mel features of a fixed window.
 
     ::
 
         file ─► mono samples ─► the extractor's rate ─► silence up to the window ─► log-mel
 
-    A recording that is longer than the window becomes the features of all of it, of which windows
-    are cut. The loudest place of the whole sets what counts as silence, as in transformers.
+    For a recording longer than the window, features of the whole are computed and cut into windows.
+    The loudest frame of the whole determines the level of silence, as in transformers.
     """
 
     modality = "audio"
@@ -208,7 +208,7 @@ class AudioEncoderInputs(EncoderInputMaker):
         self._window = int(extractor.n_samples)
 
     def of_chat(self, chat: ChatPrompt) -> AudioPrompt:
-        """The one sound of a chat without words."""
+        """Return the only sound of a chat without text."""
         counts = {modality: len(items) for modality, items in items_of(chat).items() if items}
         words = ["text"] * _has_words(chat) + ["tools"] * bool(chat.tools)
         if words or counts != {"audio": 1}:
@@ -224,16 +224,16 @@ class AudioEncoderInputs(EncoderInputMaker):
     def make(
         self, prompt: EncoderPrompt | None, *, cache_salt: str | None
     ) -> EncoderInput | InputWindows:
-        """Read, resample and extract, however long it is."""
+        """Read, resample and extract features, for a sound of any length."""
         if not isinstance(prompt, AudioPrompt):
             raise self._refuse(prompt)
         samples = self._reader.read(prompt.audio, prompt.sampling_rate)
         options, spans = prompt.transcription, None
-        # Text without timestamps is given out as it is written, unless more is asked.
+        # Text without timestamps can be streamed, unless other options are requested.
         wishes = options.given.values() if options is not None else ()
         asks = prompt.timestamps or any(wish is not False for wish in wishes)
         if self._vad if prompt.vad is None else prompt.vad:
-            from engine.media.voice_detector import spoken_spans  # its package is seldom there
+            from engine.media.voice_detector import spoken_spans  # needs an optional package
 
             spans = spoken_spans(samples, self._reader.rate)
             heard = np.zeros_like(samples)
@@ -253,7 +253,7 @@ class AudioEncoderInputs(EncoderInputMaker):
             min(-(-len(samples) // hop), whole.shape[-1]),
             spans and [(begin // hop, -(-end // hop)) for begin, end in spans],
         )
-        # A few samples more than a window are no frame more.
+        # A few samples more than a window add no frame.
         is_whole = windows.num_frames <= window and not windows.is_silent and not asks
         return windows.at(0) if is_whole else windows
 
@@ -266,11 +266,11 @@ class AudioEncoderInputs(EncoderInputMaker):
 
 
 class ImageEncoderInputs(EncoderInputMaker):
-    """Turns one image into the tiles and their arrangement that a vision encoder takes.
+    """Converts one image into the tiles and their arrangement for a vision encoder.
 
     Args:
-        processor: of the checkpoint: images to tensors with a batch dimension.
-        feature_names: which of the processor's tensors the encoder takes.
+        processor: the checkpoint's: converts images to tensors with a batch dimension.
+        feature_names: the processor's tensors that the encoder takes.
     """
 
     modality = "image"
@@ -299,7 +299,7 @@ class ImageEncoderInputs(EncoderInputMaker):
 
 
 def _has_words(chat: ChatPrompt) -> bool:
-    messages: Sequence[object] = chat.messages  # of a user, and may be anything
+    messages: Sequence[object] = chat.messages  # a user's, of any type
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else message
         parts = content if isinstance(content, list | tuple) else [content]
@@ -312,7 +312,7 @@ def _has_words(chat: ChatPrompt) -> bool:
 def features_hash(
     features: Mapping[str, Tensor], num_tokens: int, cache_salt: str | None
 ) -> BlockHash:
-    """Hash features as content that lies over as many placeholder tokens as they will give rows."""
+    """Hash features as content of placeholder tokens, one per row of the encoder's output."""
     spans = [
         ContentSpan(kind=name, offset=0, length=num_tokens, content_hash=content_hash(tensor))
         for name, tensor in features.items()
@@ -332,13 +332,13 @@ _IN_WORDS = {
 
 
 def describe_prompt(prompt: object) -> str:
-    """Say in a word or two what kind of prompt this is."""
+    """Name the kind of a prompt in a word or two."""
     return _IN_WORDS.get(type(prompt), f"a {type(prompt).__name__}")
 
 
 @dataclass(frozen=True, slots=True)
 class _EndAtOnce:
-    """Lets nothing follow but the end."""
+    """Allows only the end token."""
 
     end_token_id: int
 
@@ -349,20 +349,20 @@ class _EndAtOnce:
 
 
 class DecoderPromptRule:
-    """How transformers' ``generate`` begins the decoder's sequence, for most models.
+    """Beginning of the decoder's sequence, as by transformers' ``generate`` for most models.
 
     ::
 
         no decoder prompt     <DEC> <BOS>
         51 178                <DEC> 51 178
-        <DEC> 51 178          as it is
+        <DEC> 51 178          unchanged
 
-    ``generate`` forces ``<BOS>`` as the first generated token where the checkpoint asks for it;
-    here it is a part of the prompt, and costs no step.
+    ``generate`` forces ``<BOS>`` as the first generated token if the checkpoint requires it; here
+    it is part of the prompt, and costs no step.
 
     Args:
         generation_config: names tokens that the config may lack.
-        options: the engine's own, of speech models.
+        options: the engine's own options, for speech models.
 
     Attributes:
         start_token_id: ``<DEC>``.
@@ -389,13 +389,13 @@ class DecoderPromptRule:
     _names_of_start: tuple[str, ...] = ("decoder_start_token_id", "bos_token_id")
 
     def prompt_ids(self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None) -> list[int]:
-        """Ids that the decoder goes on from.
+        """Return the ids that the decoder continues.
 
         Args:
-            decoder: what the user gave for the decoder; None means the default prompt.
+            decoder: the user's decoder prompt; None means the default prompt.
 
         Raises:
-            ValueError: the prompt is of a kind that this decoder does not take, empty, or has
+            ValueError: the prompt is of a kind that this decoder does not accept, empty, or has
                 unknown ids.
         """
         if decoder is None:
@@ -406,32 +406,32 @@ class DecoderPromptRule:
     def prompt_choice(
         self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
     ) -> PromptChoice | None:
-        """How the prompt goes on behind :meth:`prompt_ids` by the model's own choice, or None."""
+        """Return the continuation of :meth:`prompt_ids` that the model chooses itself, or None."""
         return None
 
     def logits_processor(self, encoder: EncoderPrompt | None) -> LogitsProcessor | None:
-        """What the kind of model asks of the output of a request, or None."""
+        """Return the rule of this kind of model for a request's output, or None."""
         return None
 
     def resolved(
         self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
     ) -> EncoderPrompt | None:
-        """The encoder's prompt, with all that it leaves to the engine and the checkpoint."""
+        """Return the encoder's prompt with the defaults of the engine and the checkpoint."""
         return encoder
 
     def end_at_once(self) -> LogitsProcessor:
-        """What makes an output empty."""
+        """Return a processor that makes the output empty."""
         return _EndAtOnce(self._first_named("eos_token_id", "bos_token_id"))
 
     def across(
         self, windows: InputWindows, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
     ) -> tuple[EncoderPrompt | None, Continuation]:
-        """What every window's prompt is made for, and how a request goes on; or ``ValueError``."""
+        """Return the encoder prompt for all windows, and their continuation; or ``ValueError``."""
         raise ValueError("this model's encoder takes one window; cut the input into shorter pieces")
 
     @property
     def _first_ids(self) -> tuple[int, ...]:
-        """Ids before which no start token belongs."""
+        """Ids that need no start token before them."""
         return (self.start_token_id,)
 
     def _default(self, encoder: EncoderPrompt | None) -> list[int]:
@@ -455,7 +455,7 @@ class DecoderPromptRule:
         return check_token_ids(ids, self._limits.vocab_size)
 
     def _tokenize(self, decoder: WrittenPrompt) -> list[int]:
-        """Ids of a text that is to go on: an end that only the tokenizer put there is dropped."""
+        """Tokenize a text to be continued, without an end token that only the tokenizer added."""
         ids = tokenize(decoder, self._tokenizer, self._limits)
         own = tokenize(decoder, self._tokenizer, self._limits, as_it_is=True)
         end = [self._tokenizer.eos_token_id] if self._tokenizer is not None else []
@@ -469,7 +469,7 @@ class DecoderPromptRule:
         raise ValueError(f"the checkpoint names no token to begin with: no {' or '.join(names)}")
 
     def _named(self, name: str) -> int | None:
-        """A token id of the generation config, or else of the model's config or its text part."""
+        """Return a token id of the generation config, else of the model's config or text part."""
         for source in (self._generation_config, self._config, self._config.get_text_config()):
             token_id = getattr(source, name, None)
             if isinstance(token_id, int):
@@ -481,9 +481,9 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
     """Splits prompts between the encoder and the decoder of one model.
 
     Args:
-        encoder_inputs: makes what makes the encoder's inputs, from what a checkpoint brings.
-        text_is_for_decoder: whether a lone text or lone ids are the decoder's prompt, and the
-            encoder is left out; else they are the encoder's.
+        encoder_inputs: factory of the maker of encoder inputs.
+        text_is_for_decoder: True if a lone text or lone ids are the decoder's prompt, without any
+            encoder input; else they are the encoder's.
 
     Raises:
         ValueError: a feature extractor, an image processor or a start token is missing.
@@ -500,7 +500,7 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
         text_is_for_decoder: bool = False,
     ) -> None:
         checkpoint, config = sources.checkpoint, sources.checkpoint.config
-        # As transformers does for a checkpoint without one.
+        # As in transformers for a checkpoint without one.
         generation = checkpoint.generation_config or GenerationConfig.from_model_config(config)
         self._model = sources.model
         self._encoder_inputs = encoder_inputs(sources)

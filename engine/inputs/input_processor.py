@@ -1,4 +1,4 @@
-"""Turns what a user gives into a request that is known to fit, or says why it does not."""
+"""Converts a user's input into a request that is known to fit, or raises the reason."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from prefix_cache import EncoderBlocks
 
 _GENERATION = "generation_config.json"
 _SEED_STEP = 2**40
-"""From one sequence of a completion to the next: further than completions lie apart."""
+"""Seed distance between sequences of a completion: greater than that between completions."""
 
 
 class InputProcessor:
     """Validates and builds requests.
 
     Args:
-        prompts: resolves the prompts of the kind of model.
-        seed: of the generator that seeds requests without one.
-        generation: the checkpoint's ``generation_config.json``; empty where there is none.
+        prompts: resolves the prompts of this kind of model.
+        seed: seed of the generator for requests without a seed.
+        generation: the checkpoint's ``generation_config.json``; empty if there is none.
 
     Attributes:
-        sampling_defaults: fields of ``SamplingParams`` as the checkpoint has them.
+        sampling_defaults: the checkpoint's defaults of ``SamplingParams`` fields.
     """
 
     def __init__(
@@ -69,16 +69,15 @@ class InputProcessor:
         self._grammars = GrammarCompiler(tokenizer, self._eos_token_ids, self._num_choices)
 
     def process(self, new: NewRequest) -> list[Request]:
-        """Build one request per completion (``sampling.n``); for any thread, beside other calls.
+        """Build one request per completion (``sampling.n``). Thread-safe.
 
         Args:
-            new: whose id each of them has, or begins with.
+            new: the new request; its id is, or begins, the id of each built request.
 
         Raises:
             ValueError: the prompt is empty, too long, of the wrong width or type, holds unknown
-                ids, shows images that cannot be read or to a model that sees none, or could never
-                fit the pool; or the parameters ask for more than is allowed, or for what the
-                checkpoint cannot do.
+                ids or unreadable or unsupported items, or can never fit the pool; or the
+                parameters exceed limits, or are not supported by the checkpoint.
         """
         params, limits = new.sampling or SamplingParams(), self._fit_check.limits.requests
         limits.check_sampling(params)
@@ -87,13 +86,13 @@ class InputProcessor:
         prompt = self.prompts.as_message(new.prompt)
         if params.truncate_prompt_tokens is not None:
             kept, keeps_end = self._num_kept_tokens(params), params.max_tokens != 0
-            # As in vLLM: an answer follows a prompt's end, an embedding begins with its beginning.
+            # As in vLLM: generation needs a prompt's end, an embedding its beginning.
             length_limits = self._fit_check.limits
             prompt = truncated(prompt, self._tokenizer, length_limits, kept, keeps_end=keeps_end)
         content = self.prompts.process(prompt, cache_salt=new.cache_salt)
         if content.continuation is not None:
             if params.seed is None and params.is_greedy:
-                seed = 0  # what goes on from greedy text at another temperature is alike everywhere
+                seed = 0  # makes retries of greedy text at another temperature deterministic
             params = _at_temperature(params, content.continuation)
         make = self._maker(content, params, new)
         prompt_ids = () if content.embeds is not None else content.token_ids
@@ -126,7 +125,7 @@ class InputProcessor:
     def _maker(
         self, content: PromptContent, params: SamplingParams, new: NewRequest
     ) -> Callable[..., Request]:
-        """Makes the completions of a prompt: what they share is worked out, and known to fit."""
+        """Return a factory of a prompt's completions, with their shared fields checked to fit."""
         entry, choice = content.encoder_input, content.prompt_choice
         num_prompt_tokens = len(content.token_ids)
         num_encoder_tokens = 0 if entry is None else entry.num_tokens
@@ -160,9 +159,9 @@ class InputProcessor:
         )
 
     def next_sequence(self, request: Request, sequel: Sequel) -> Request:
-        """Build the sequence that follows on one that has ended: another input, or another try.
+        """Build the sequence that follows an ended one: another input, or a retry.
 
-        It is known to fit, and takes the place of that one in the queues.
+        It is known to fit, and replaces the ended one in the queues.
         """
         entry, continuation = sequel.encoder_input, sequel.continuation
         if entry is None or continuation is None:
@@ -208,7 +207,7 @@ class InputProcessor:
         return EncoderBlocks.of(entry.content_hash, entry.num_tokens, block_size)
 
     def check_sampling(self, params: SamplingParams) -> None:
-        """Refuse what no request could run with."""
+        """Refuse parameters that no request could run with."""
         self._fit_check.limits.requests.check_sampling(params)
         if params.truncate_prompt_tokens is not None:
             self._num_kept_tokens(params)
@@ -238,7 +237,7 @@ class InputProcessor:
 
     @property
     def checkpoint_token_ids(self) -> dict[str, str]:
-        """The token ids that the checkpoint ends, suppresses or forbids, and where it says so."""
+        """Token ids that the checkpoint ends at, suppresses or forbids, with their source."""
         ids = {
             "eos_token_ids": ("eos_token_id", sorted(self._eos_token_ids)),
             "suppress_token_ids": ("suppress_tokens", self._suppressed),
@@ -247,7 +246,7 @@ class InputProcessor:
         }
         stated = {key for key, value in self._generation.items() if value is not None}
         if "bad_words_ids" in stated:
-            stated.add("suppress_tokens")  # words of one token are among them
+            stated.add("suppress_tokens")  # includes bad words of one token
         return {
             name: f"{list(found)} ({_GENERATION if key in stated else 'checkpoint'})"
             for name, (key, found) in ids.items()
@@ -255,7 +254,7 @@ class InputProcessor:
         }
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
-        """Add the checkpoint's defaults, and what it never wants to see generated."""
+        """Add the checkpoint's defaults and suppressed tokens."""
         params = params.with_defaults(self.sampling_defaults)
         if not self._suppressed:
             return params
@@ -272,13 +271,13 @@ class InputProcessor:
 
 
 def _at_temperature(params: SamplingParams, continuation: Continuation) -> SamplingParams:
-    """The parameters of a sequence, which may have a temperature of its own."""
+    """Return the parameters of a sequence, which may have a separate temperature."""
     own = continuation.temperature
     return params if own is None else params.model_copy(update={"temperature": own})
 
 
 def _check_continued(params: SamplingParams) -> None:
-    """Refuse what cannot be asked of an input that takes several sequences."""
+    """Refuse parameters that are not supported for an input of several sequences."""
     if params.max_tokens == 0:
         raise ValueError(
             "max_tokens is 0, but the input takes several windows, and where one ends is given by "

@@ -1,14 +1,14 @@
-"""Images and the like of a prompt, as features, in the places that they take.
+"""Features of a prompt's images, sounds and videos, at the positions of their placeholders.
 
-A video in step with its own sound, rows of both in the order in which they are seen and heard::
+Rows of a video in sync with its own sound, in the order in which they are shown and heard::
 
     prompt      | a | <video> |  z  |
     expanded    | a | begin | v v v | ~ ~ ~ | v v v | ~ ~ ~ | ~ ~ | end | z |
     seconds             |<--- 0 to 2 -->|<--- 2 to 4 -->| 4 to
 
-Each chunk of two seconds has the rows of the video (v) that are shown in it, then those of the
-sound (~) that are heard in it. So the two items come in pieces, and each tower still runs once.
-Without chunks, rows of both come in the order of their own times, the video's first.
+Each chunk of two seconds has its rows of the video (v), then its rows of the sound (~). So the two
+items are split into pieces, and each tower still runs once. Without chunks, rows of both are
+ordered by their times, the video's first.
 
 Source: Xu et al., arXiv:2503.20215, section 2.2, and its processor in transformers."""
 
@@ -58,44 +58,44 @@ from prefix_cache import ContentSpan
 
 
 class FeatureMaker(ABC):
-    """Makes the features of items of one modality."""
+    """Computes the features of items of one modality."""
 
     @abstractmethod
     def make(self, item: Any) -> Mapping[str, Tensor]:
-        """Make the features of one item, by the names of transformers' processors."""
+        """Compute the features of one item, named as by transformers' processors."""
 
     def read(self, item: object, *, hears: bool, check_rows: Callable[[int], None]) -> object:
-        """Open an item that comes with another one, as a video's file does with its sound.
+        """Open an item that contains another one, such as a video file with sound.
 
-        By default there is none such, and it stays as it is.
+        By default, return the item unchanged.
         """
         return item
 
 
 _FPS = 2.0
-"""What the published processors take where their files say nothing."""
+"""Default of the published processors."""
 
 _PIXELS = 28 * 28
 
 
 @dataclass(frozen=True, slots=True)
 class VideoSampling:
-    """Which frames of a video a checkpoint looks at, and how large.
+    """Number and size of the frames that a checkpoint samples from a video.
 
     ::
 
         24 frames a second   | | | | | | | | | | | | | | | | | | | | | | | | ...
-        2 of them are seen   ^                       ^                       ...
+        2 of them sampled    ^                       ^                       ...
         a grid of patches    |<----- temporal_patch_size of them ----->|
 
     Attributes:
-        fps: frames of a second that are looked at; None where ``num_frames`` is given.
-        num_frames: how many of the whole video; None where ``fps`` says so.
-        min_frames: at least so many, as far as there are.
-        min_pixels: of a frame; a smaller one is scaled up.
-        max_pixels: of a frame; a larger one is scaled down.
-        max_video_tokens: frames are scaled down so that all of them take at most nine tenths of
-            so many rows, as far as ``min_pixels`` lets them; None: each by itself.
+        fps: sampled frames per second; None if ``num_frames`` is given.
+        num_frames: sampled frames of the whole video; None if ``fps`` is given.
+        min_frames: minimum number of frames, if the video has them.
+        min_pixels: minimum pixels of a frame; a smaller one is scaled up.
+        max_pixels: maximum pixels of a frame; a larger one is scaled down.
+        max_video_tokens: frames are scaled down so that together they take at most nine tenths of
+            this many rows, as far as ``min_pixels`` allows; None: no common limit.
     """
 
     fps: float | None = _FPS
@@ -109,14 +109,14 @@ class VideoSampling:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read what a checkpoint's folder says of its video processor.
+        """Read the settings of a checkpoint's video processor from its folder.
 
-        That is ``processor_config.json`` under ``video_processor``, or else
-        ``video_preprocessor_config.json``. What they leave open is as in the published processors;
-        the settings for images are not taken for videos.
+        These are ``video_processor`` of ``processor_config.json``, or else
+        ``video_preprocessor_config.json``. Missing values are those of the published processors;
+        settings for images are not used for videos.
 
         Raises:
-            ValueError: a file cannot be read, or has a wrong value; names file and key.
+            ValueError: a file is unreadable, or has an invalid value; names file and key.
         """
         whole, own = folder / "processor_config.json", folder / "video_preprocessor_config.json"
         stated: Any = read_json_object(whole).get("video_processor") if whole.is_file() else None
@@ -153,7 +153,7 @@ class VideoSampling:
         return cls(**values)
 
     def choose(self, info: VideoInfo, temporal_patch_size: int) -> list[int]:
-        """Which frames are seen, evenly spread, in whole grids; ``ValueError`` if too few."""
+        """Return evenly spread frame indices, in whole grids; ``ValueError`` if too few frames."""
         total, step = info.num_frames, temporal_patch_size
         if self.num_frames is not None:
             count = round(self.num_frames / step) * step
@@ -166,11 +166,11 @@ class VideoSampling:
             wanted = total / info.fps * (self.fps or _FPS)
             count = math.floor(min(max(wanted, self.min_frames), most, total) / step) * step
         if not count:
-            return list(range(min(total, step)))  # shorter than a grid: the last one is repeated
+            return list(range(min(total, step)))  # less than a grid: the last frame is repeated
         return torch.arange(0, total, total / count).int().tolist()
 
     def size(self, num_frames: int, temporal_patch_size: int, side: int) -> dict[str, int]:
-        """How many pixels a frame may have, as image processors of transformers name it."""
+        """Return the bounds of a frame's pixels, named as by transformers' image processors."""
         most = self.max_pixels
         if self.max_video_tokens is not None:
             share = int(self.max_video_tokens * side**2 * 0.9) * temporal_patch_size // num_frames
@@ -180,10 +180,10 @@ class VideoSampling:
 
 @dataclass(frozen=True, slots=True)
 class VideoFeatureMaker(FeatureMaker):
-    """Videos by files, or as tensors already; checks what a tower cannot see from their shapes.
+    """Features of video files or tensors; checks what a tower cannot detect from shapes.
 
     Attributes:
-        processor: of the checkpoint, for images; None if it brings none: tensors only.
+        processor: the checkpoint's image processor; None if it has none: tensors only.
     """
 
     processor: Any = None
@@ -191,7 +191,7 @@ class VideoFeatureMaker(FeatureMaker):
     limits: MediaLimits = field(default_factory=MediaLimits)
 
     def make(self, item: Any) -> Mapping[str, Tensor]:
-        """Take :class:`VideoFeatures`; see :meth:`FeatureMaker.make`."""
+        """Convert :class:`VideoFeatures`; see :meth:`FeatureMaker.make`."""
         if not isinstance(item, VideoFeatures):
             raise ValueError(
                 "a video must be a file, or VideoFeatures, the tensors of the checkpoint's video "
@@ -218,10 +218,10 @@ class VideoFeatureMaker(FeatureMaker):
         }
 
     def read(self, item: object, *, hears: bool, check_rows: Callable[[int], None]) -> object:
-        """Make the tensors of a file, and take its sound; see :meth:`FeatureMaker.read`.
+        """Compute the tensors of a file, and read its sound; see :meth:`FeatureMaker.read`.
 
-        Frames lie as far apart as they were taken, also where rounding or a limit let fewer be
-        looked at, so that the sound is in step. What is no file stays as it is.
+        Frames keep the distance at which they were sampled, even if rounding or a limit reduced
+        their number, so that the sound is in sync. Other items are returned unchanged.
         """
         prompt = VideoPrompt(item) if isinstance(item, str | Path | bytes) else item
         if not isinstance(prompt, VideoPrompt):
@@ -245,7 +245,7 @@ class VideoFeatureMaker(FeatureMaker):
     def _frames(
         self, source: MediaSource, info: VideoInfo, indices: list[int]
     ) -> Iterator[tuple[Tensor, list[int]]]:
-        """Each frame's patches, through the image processor: ``(patches, values)`` and its grid."""
+        """Yield each frame's patches ``(patches, values)`` and grid, by the image processor."""
         processor = self.processor
         side = int(processor.patch_size) * int(processor.merge_size)
         size = self.sampling.size(len(indices), int(processor.temporal_patch_size), side)
@@ -266,7 +266,7 @@ class VideoFeatureMaker(FeatureMaker):
         indices: list[int],
         check_rows: Callable[[int], None],
     ) -> tuple[Tensor, tuple[int, int, int]]:
-        """Lay frames behind each other: an image's patch has one frame in all of its depth."""
+        """Stack frames in time: an image's patch repeats one frame over its depth."""
         depth, side = int(self.processor.temporal_patch_size), int(self.processor.patch_size)
         num_grids = -(-len(indices) // depth)
         whole: Tensor | None = None
@@ -274,7 +274,7 @@ class VideoFeatureMaker(FeatureMaker):
         for place, (patches, (_, height, width)) in enumerate(frames):
             parts = patches.view(len(patches), -1, depth, side * side)
             if whole is None:
-                # Before the others are decoded.
+                # Checked before the other frames are decoded.
                 check_rows(num_grids * len(patches) // int(self.processor.merge_size) ** 2)
                 whole = torch.empty(num_grids, *parts.shape)
                 grid = num_grids, height, width
@@ -287,7 +287,7 @@ class VideoFeatureMaker(FeatureMaker):
 
 
 def _integers(name: str, values: object) -> Tensor:
-    """Integers of any form, int64 on the CPU; ``ValueError`` if they are none."""
+    """Convert integers of any form to int64 on the CPU; ``ValueError`` for other values."""
     try:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -306,16 +306,16 @@ SoundEnd: TypeAlias = Literal["silence", "mirrored", "window"]
 
 
 class FeatureTaker:
-    """What has to be known of a model's tower before it runs.
+    """Properties of a model's tower that are needed before it runs.
 
     Attributes:
-        feature_names: the tensors that it takes, by the names of transformers' processors.
-        row_parts: how many times as wide as an embedding its rows are.
-        sound_end: what stands behind a sound when its features are made: as much ``"silence"`` as
-            its last frame sees, a ``"mirrored"`` end, or silence to the end of a ``"window"``.
-        sampling: how frames of a video's file are chosen.
-        sampling_rate: of a sound, where the tower takes its samples as ``input_values``; None:
-            it takes what the checkpoint's feature extractor makes of them.
+        feature_names: its input tensors, named as by transformers' processors.
+        row_parts: width of its rows, as a multiple of an embedding's width.
+        sound_end: padding after a sound for its features: as much ``"silence"`` as its last frame
+            sees, a ``"mirrored"`` end, or silence to the end of a ``"window"``.
+        sampling: how frames of a video file are sampled.
+        sampling_rate: rate of a sound, if the tower takes its samples as ``input_values``; None: it
+            takes the output of the checkpoint's feature extractor.
     """
 
     feature_names: tuple[str, ...]
@@ -326,23 +326,23 @@ class FeatureTaker:
 
     @abstractmethod
     def num_rows(self, features: Mapping[str, Tensor]) -> int:
-        """Rows that one item gives.
+        """Return the number of rows of one item.
 
         Raises:
-            ValueError: the features are not those of one item that this tower takes.
+            ValueError: the features are not those of one item that this tower supports.
         """
 
     def places(self, features: Mapping[str, Tensor]) -> Tensor:
-        """Where one item's rows lie, counted from its beginning: ``(3, num_rows)`` int64.
+        """Return the positions of one item's rows, from its beginning: ``(3, num_rows)`` int64.
 
-        For a model that places tokens on three axes; by default one row after the other.
+        For a model with positions on three axes; by default consecutive.
         """
         return torch.arange(self.num_rows(features)).expand(3, -1)
 
 
 @dataclass(frozen=True, slots=True)
 class MissingFeatureMaker(FeatureMaker):
-    """Stands in for what the checkpoint does not bring: text runs without it."""
+    """Placeholder for a processor that the checkpoint lacks: text runs without it."""
 
     reason: str
 
@@ -353,7 +353,7 @@ class MissingFeatureMaker(FeatureMaker):
 
 @dataclass(frozen=True, slots=True)
 class ImageFeatureMaker(FeatureMaker):
-    """Images by files or from Pillow, through an image processor: tensors of the given names."""
+    """Features of image files or Pillow images, by an image processor: the named tensors."""
 
     processor: Any
     names: Sequence[str]
@@ -362,18 +362,18 @@ class ImageFeatureMaker(FeatureMaker):
     def make(self, item: Any) -> Mapping[str, Tensor]:
         """See :meth:`FeatureMaker.make`."""
         output = image_features(self.processor, item, self.limits)
-        # Where a grid distinguishes images, their patches come in one row.
+        # With a grid, the patches of all images are packed into one dimension.
         packed = {"pixel_values"} if _GRID in self.names else set()
         return {name: output[name] if name in packed else output[name][0] for name in self.names}
 
 
 class AudioFeatureMaker(FeatureMaker):
-    """Sound by files or samples, through the checkpoint's feature extractor.
+    """Features of sound files or samples, by the checkpoint's feature extractor.
 
-    Transformers fills up a window of silence (five minutes of it in published models) and masks
-    its frames. Those that are masked are cut off here, so that features depend on the sound alone;
-    and no more silence is put behind it than its last frame sees, or none, as the model has it.
-    A model that hears whole windows gets all of their frames.
+    Transformers pads with silence to a window (of five minutes in published models) and masks its
+    frames. Here masked frames are cut off, so that features depend on the sound alone; and the
+    silence after it is limited to what its last frame sees, or none, depending on the model. A
+    model that takes whole windows gets all of their frames.
     """
 
     def __init__(
@@ -384,13 +384,13 @@ class AudioFeatureMaker(FeatureMaker):
         sound_end: SoundEnd = "silence",
     ) -> None:
         self._extractor, self._sound_end = extractor, sound_end
-        # A sound is no longer than the one window, if silence fills that up.
+        # A sound is limited to one window if it is padded with silence.
         longest = int(extractor.n_samples) if sound_end == "silence" else None
         self._reader = SampleReader(int(extractor.sampling_rate), longest, limits or MediaLimits())
         self._told_of_language = False
 
     def make(self, item: Any) -> Mapping[str, Tensor]:
-        """Read, resample and extract: ``input_features`` ``(mel bins, frames)``."""
+        """Read, resample and extract ``input_features``, ``(mel bins, frames)``."""
         prompt = item if isinstance(item, AudioPrompt) else AudioPrompt(item)
         for wish in ("task", "timestamps", "vad", "transcription"):
             if (asked := getattr(prompt, wish)) not in (None, "transcribe"):
@@ -410,7 +410,7 @@ class AudioFeatureMaker(FeatureMaker):
         if self._sound_end == "window":
             padding["pad_to_multiple_of"] = int(self._extractor.n_samples)
         elif self._sound_end == "silence":
-            # Silence fills up the last frame, and half of one more.
+            # Silence pads the last frame, and half of one more.
             hop = int(self._extractor.hop_length)
             filled = -(-(len(samples) + int(self._extractor.n_fft)) // hop) * hop
             most = min(filled, int(self._extractor.n_samples))
@@ -435,7 +435,7 @@ class AudioFeatureMaker(FeatureMaker):
 
 @dataclass(frozen=True, slots=True)
 class SampleMaker(FeatureMaker):
-    """Sound by files or samples, brought to one sampling rate: ``input_values`` ``(n,)``."""
+    """Samples of sound files or arrays at one sampling rate: ``input_values`` ``(n,)``."""
 
     reader: SampleReader
 
@@ -453,13 +453,13 @@ def load_feature_makers(
     *,
     trust_remote_code: bool = False,
 ) -> dict[Modality, FeatureMaker]:
-    """Load what a checkpoint folder brings for what a model's towers take.
+    """Load a checkpoint's processors for the inputs of a model's towers.
 
     A missing processor is reported in the log, and in the error of each request that needs it.
 
     Args:
-        towers: of the model, by what they make rows of.
-        trust_remote_code: whether processors may come with their own Python code.
+        towers: the model's towers, by modality.
+        trust_remote_code: True if the processors' own Python code may run.
     """
     trust = {"trust_remote_code": trust_remote_code}
     makers: dict[Modality, FeatureMaker] = {}
@@ -478,7 +478,7 @@ def load_feature_makers(
                     sampling, frames = tower.sampling.load(path), None
                     try:
                         frames = load_image_processor(path, **trust)
-                    except ValueError as error:  # tensors are still taken
+                    except ValueError as error:  # tensors still work
                         logger.warning("requests cannot show files of videos: %s", error)
                     makers[modality] = VideoFeatureMaker(frames, sampling, limits)
         except ValueError as error:
@@ -489,11 +489,10 @@ def load_feature_makers(
 
 @dataclass(frozen=True, slots=True)
 class AudioInVideo:
-    """How a model takes a video with its sound.
+    """Layout of a video with its sound in a model's prompt.
 
     Attributes:
-        places_per_chunk: how far in time, in the places of rows, a chunk reaches; None: there are
-            no chunks.
+        places_per_chunk: length of a chunk in time, in positions of rows; None: no chunks.
     """
 
     begin_id: int
@@ -509,19 +508,19 @@ class AudioInVideo:
     def interleave(
         self, video: MultiModalInput, sound: MultiModalInput, times: tuple[Tensor, Tensor]
     ) -> tuple[MultiModalInput, ...]:
-        """Cut a video and its sound in pieces, in the order of their places.
+        """Split a video and its sound into pieces, in the order of their positions.
 
         Args:
             video: the whole video, at the position of its placeholder.
-            times: of each one's rows, in places from its beginning, never falling. They are the
-                model's own, so that a row is in the chunk of its place. (At a few odd
-                frame rates, such as 2/49 s to a grid, transformers' processor rounds otherwise
-                than its model, and a grid on the border of two chunks goes into the other.)
+            times: non-decreasing positions of each one's rows, from its beginning. They are the
+                model's own, so that a row is in the chunk of its position. (At a few odd frame
+                rates, such as 2/49 s per grid, transformers' processor rounds differently from its
+                model, and a grid on the border of two chunks falls into the other one.)
 
         Returns:
-            The pieces, from the position after that of :attr:`begin_id` on without a gap.
+            The pieces, contiguous from the position after :attr:`begin_id`.
         """
-        # All of it keys each of its blocks: where a row lies depends on how both are cut.
+        # Each block's key covers both items: a row's position depends on how both are split.
         digest = hashlib.sha256(video.content_hash + sound.content_hash).digest()
         length = video.length + sound.length + 2
         whole = ContentSpan("video with sound", video.offset, length, digest)
@@ -534,7 +533,7 @@ class AudioInVideo:
         return tuple(pieces)
 
     def _runs(self, times: tuple[Tensor, Tensor]) -> Iterator[tuple[int, range]]:
-        """Rows that lie side by side, and whose they are: 0 for the video's, 1 for the sound's."""
+        """Yield runs of adjacent rows with their owner: 0 for the video, 1 for the sound."""
         if self.places_per_chunk is None:
             order = sorted(
                 (time, number, row)
@@ -551,9 +550,9 @@ class AudioInVideo:
 
     @staticmethod
     def _chunks(times: Tensor, places_per_chunk: int) -> Iterator[range]:
-        """Rows of one chunk after the other, as transformers cuts them.
+        """Yield the rows of each chunk, as split by transformers.
 
-        A row that comes late by several chunks begins only the next one.
+        A row that is late by several chunks begins only the next one.
         """
         first, limit = 0, places_per_chunk
         for row, time in enumerate(times.tolist()):
@@ -565,12 +564,12 @@ class AudioInVideo:
 
 
 class ItemSide:
-    """What has to be known of a model that is shown images and the like, before it runs.
+    """Properties of a model with multi-modal input that are needed before it runs.
 
     Attributes:
-        placeholders: ids of the tokens that stand for them in prompts.
-        towers: makes their rows.
-        audio_in_video: how it takes a video with its own sound; None if it does not.
+        placeholders: ids of the items' placeholder tokens in prompts.
+        towers: towers that compute the items' rows.
+        audio_in_video: layout of a video with its own sound; None if unsupported.
     """
 
     placeholders: Mapping[Modality, int]
@@ -580,23 +579,23 @@ class ItemSide:
     def position_ids(
         self, prompt_ids: Sequence[int], multimodal_inputs: Sequence[MultiModalInput]
     ) -> Tensor | None:
-        """Places of a prompt's tokens, where a token's index in its sequence is not its place.
+        """Return the positions of a prompt's tokens, if they are not the indices.
 
         Args:
             multimodal_inputs: its items in the order of their offsets.
 
         Returns:
             ``(num_position_axes, len(prompt_ids))`` int64 on the CPU; generated tokens follow
-            one by one after the largest number of the last token. None where places are indices.
+            one by one after the last token's largest position. None if positions are indices.
         """
         return None
 
 
 class MultiModalPromptProcessor(PlainPromptProcessor):
-    """Expands placeholders, and makes what the model's towers take.
+    """Expands placeholders, and computes the inputs of the model's towers.
 
     Args:
-        sources: of a model that is an :class:`ItemSide`. A processor of features that the
+        sources: sources with a model that is an :class:`ItemSide`. A feature processor that the
             checkpoint lacks is reported when it is needed.
     """
 
@@ -610,7 +609,7 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
             sources.media_limits,
             trust_remote_code=checkpoint.trust_remote_code,
         )
-        # A template that writes messages with pictures names them, as a type of their parts.
+        # A template that supports a modality names it, as a type of message parts.
         template = str(getattr(sources.tokenizer, "chat_template", None) or tuple(self._makers))
         self.modalities += tuple(
             modality
@@ -620,11 +619,11 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
         self._cache_bytes = sources.encoder_cache_bytes
 
     def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
-        """Put each item that a prompt shows in the place of its placeholder.
+        """Replace each placeholder of a prompt by its item.
 
         Raises:
-            ValueError: see :meth:`PromptProcessor.process`; there are more items than
-                placeholders or fewer, or an item cannot be held in the encoder cache.
+            ValueError: see :meth:`PromptProcessor.process`; the numbers of items and placeholders
+                differ, or an item does not fit into the encoder cache.
         """
         content = self._resolve(prompt)
         if content.embeds is not None:
@@ -649,7 +648,7 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
                 raise ValueError(f"{modality} {number}: {error}") from error
             inputs += entries
             expanded += ids
-            # Before the next one is read.
+            # Checked before the next item is read.
             self._limits.check_length(len(expanded))
         table = self._model.position_ids(expanded, inputs)
         return PromptContent(
@@ -660,7 +659,7 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
         )
 
     def as_message(self, prompt: Prompt) -> Prompt:
-        """A sound or an image alone is a user's message that holds nothing else."""
+        """Convert a lone sound or image to a user's message with nothing else."""
         lone = prompt
         if isinstance(prompt, ExplicitEncoderDecoderPrompt) and prompt.decoder_prompt is None:
             lone = prompt.encoder_prompt
@@ -694,7 +693,7 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
     def _expand(
         self, modality: Modality, item: object, offset: int, cache_salt: str | None
     ) -> tuple[list[int], tuple[MultiModalInput, ...]]:
-        """What comes in the place of a placeholder: token ids, and whose rows replace them."""
+        """Expand a placeholder to token ids and the inputs whose rows replace them."""
         way = self._model.audio_in_video
         check_rows = self._limits.check_length
         item = self._makers[modality].read(item, hears=way is not None, check_rows=check_rows)
@@ -722,7 +721,7 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
     def place(
         self, modality: Modality, item: object, offset: int, cache_salt: str | None
     ) -> tuple[list[int], tuple[MultiModalInput, ...]]:
-        """Token ids that show one item, from a position on, and whose rows replace them."""
+        """Return the token ids of one item from a position on, and the inputs that replace them."""
         features = self._makers[modality].make(item)
         entry = self.input_of(modality, features, offset, cache_salt)
         return [self._model.placeholders[modality]] * entry.length, (entry,)
@@ -734,7 +733,7 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
         offset: int,
         cache_salt: str | None,
     ) -> MultiModalInput:
-        """What a tower gets of an item at a position; ``ValueError`` if it cannot be held."""
+        """Build a tower's input for an item at a position; ``ValueError`` if it is too large."""
         tower = self._model.towers[modality]
         length, parts = tower.num_rows(features), tower.row_parts
         check_item(length, self._limits.row_bytes * parts, self._cache_bytes)

@@ -1,4 +1,4 @@
-"""The contract between a request and what a kind of model reads: a prompt in, its content out."""
+"""The interface of prompt processors, which resolve a prompt into a model's input."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from engine.sampling.sampler import LogitsProcessor
 from prefix_cache import ContentSpan
 
 MODALITIES: tuple[Modality, ...] = get_args(Modality)
-"""All of them."""
+"""All modalities."""
 
 
 def items_of(
     prompt: Prompt, modalities: Sequence[Modality] = MODALITIES
 ) -> Mapping[Modality, Sequence[object]]:
-    """The items in a prompt's ``multi_modal_data``; every modality has its list, if an empty one.
+    """Return the items in a prompt's ``multi_modal_data``; each modality has a list, maybe empty.
 
     Raises:
-        ValueError: ``multi_modal_data`` is no mapping, or shows something else, or not a list of
+        ValueError: ``multi_modal_data`` is not a mapping, or has another modality, or not a list of
             items.
     """
-    # Text, chat messages and token ids have some; no other form of prompt does.
+    # Only text, chat messages and token ids have this attribute.
     data: object = getattr(prompt, "multi_modal_data", {})
     if not isinstance(data, Mapping):
         raise ValueError(
@@ -68,7 +68,7 @@ def items_of(
 
 
 def refuse_items(prompt: Prompt) -> None:
-    """Raise ``ValueError`` if a prompt, or either side of one, shows anything."""
+    """Raise ``ValueError`` if a prompt, or either side of one, has multi-modal items."""
     if isinstance(prompt, ExplicitEncoderDecoderPrompt):
         refuse_items(prompt.encoder_prompt)
         if prompt.decoder_prompt is not None:
@@ -85,19 +85,19 @@ def refuse_items(prompt: Prompt) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PromptContent:
-    """A prompt, resolved.
+    """A resolved prompt.
 
     Attributes:
-        spans: what block hashes cover beside the token ids.
-        embeds: ``(num_tokens, hidden_size)`` in the place of the token ids; or None.
-        encoder_input: what the encoder gets, if the model has one.
-        encoder_view: which rows of the encoder's output the tokens see.
-        logits_processor: what the output has to keep to, or None.
-        continuation: what follows when the sequence has ended, or None.
-        prompt_choice: how the prompt goes on, if the model itself chooses; else None.
-        multimodal_inputs: images and the like, in the order of their places.
-        positions: where tokens lie on several axes; None where places are indices.
-        streamed_rows: rows beside the tokens, in models that want them.
+        spans: content that block hashes cover in addition to the token ids.
+        embeds: ``(num_tokens, hidden_size)`` instead of the token ids; or None.
+        encoder_input: input of the encoder, if the model has one.
+        encoder_view: rows of the encoder's output that the tokens see.
+        logits_processor: rule that the output has to follow, or None.
+        continuation: next sequence when this one has ended, or None.
+        prompt_choice: continuation of the prompt that the model itself chooses, or None.
+        multimodal_inputs: images, sounds and videos, in the order of their positions.
+        positions: token positions on several axes; None if positions are indices.
+        streamed_rows: rows in addition to the tokens, for models that need them.
     """
 
     token_ids: list[int]
@@ -115,14 +115,14 @@ class PromptContent:
 
 @dataclass(frozen=True, slots=True)
 class PromptSources:
-    """What a prompt processor is made from.
+    """Constructor arguments of a prompt processor.
 
     Attributes:
-        model: the loaded model, of which a processor asks what it needs to know.
-        encoder_cache_bytes: what the rows of images and the like may take; None: no limit.
-        media_limits: how much of a picture, a sound or a video is read.
-        vad: whether an encoder of speech hears speech alone.
-        transcription: how a speech model goes about recordings.
+        model: the loaded model, which a processor queries for its properties.
+        encoder_cache_bytes: maximum bytes for rows of images, sounds and videos; None: no limit.
+        media_limits: limits of images, sounds and videos.
+        vad: True if a speech encoder receives only speech.
+        transcription: options of a speech model for recordings.
     """
 
     checkpoint: Checkpoint
@@ -136,14 +136,14 @@ class PromptSources:
 
 
 class PromptProcessor(ABC):
-    """Turns the prompts of one kind of model into what requests hold.
+    """Converts the prompts of one kind of model into the content of requests.
 
     Attributes:
-        suppress_token_ids: never to be generated.
-        begin_suppress_token_ids: nor at the first place.
-        stop_token_ids: what ends the output; None leaves it to the checkpoint's configs.
-        takes_chunks: whether prompts may come in chunks, by :meth:`extend`.
-        modalities: what prompts are made of: text, image, audio, video.
+        suppress_token_ids: ids that are never generated.
+        begin_suppress_token_ids: ids that are not generated at the first position.
+        stop_token_ids: ids that end the output; None uses those of the checkpoint's configs.
+        takes_chunks: True if prompts may arrive in chunks, by :meth:`extend`.
+        modalities: modalities of prompts: text, image, audio, video.
         speakers: voices that prompts choose from; None if the model does not speak.
     """
 
@@ -156,7 +156,7 @@ class PromptProcessor(ABC):
     is_encoder_decoder: bool = False
 
     def as_message(self, prompt: Prompt) -> Prompt:
-        """A prompt in the form in which the model reads it; ``ValueError`` if there is none."""
+        """Convert a prompt to the form that the model reads; ``ValueError`` if there is none."""
         return prompt
 
     @abstractmethod
@@ -164,24 +164,24 @@ class PromptProcessor(ABC):
         """Resolve a prompt of :meth:`as_message`, or the first chunk of one.
 
         Args:
-            cache_salt: part of the hashes of what is no token: it is shared only within one salt.
+            cache_salt: part of the hashes of all but tokens: these are shared only within one salt.
 
         Raises:
-            ValueError: the prompt is of a kind that the model does not take, empty, too long, or
-                cannot be read.
+            ValueError: the prompt is of a kind that the model does not accept, empty, too long, or
+                unreadable.
         """
 
     def extend(self, request: Request, prompt: Prompt) -> None:
-        """Take the next chunk of a request's prompt, which its other completions share.
+        """Add the next chunk to a request's prompt, which its other completions share.
 
         Raises:
-            ValueError: the model takes prompts whole, or not this chunk; nothing has changed.
+            ValueError: the model takes no chunks, or not this one; nothing has changed.
         """
         raise ValueError("this model takes its prompts whole, not in chunks")
 
 
 class PlainPromptProcessor(PromptProcessor):
-    """Makes token ids, or embeddings in their place."""
+    """Resolves prompts into token ids, or embeddings instead of them."""
 
     def __init__(self, sources: PromptSources) -> None:
         self._tokenizer = sources.tokenizer

@@ -1,4 +1,4 @@
-"""Prompts of a decoder, or of a text encoder, to token ids or embeddings."""
+"""Conversion of prompts of a decoder or text encoder to token ids or embeddings."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _DEFAULTS = RequestLimits()
 
 @dataclass(frozen=True, slots=True)
 class InputLimits:
-    """What a request has to stay within.
+    """Limits of a request.
 
     Attributes:
-        vocab_size: ids of prompts run from 0 to this.
-        num_logits: ids that can be generated, from 0 to this; an image's placeholder may lie
-            beyond it. 0 for a checkpoint that cannot generate.
+        vocab_size: bound of prompt ids, which start at 0.
+        num_logits: bound of generated ids, which start at 0; an image's placeholder may lie beyond
+            it. 0 for a checkpoint that cannot generate.
         dtype: type of prompt embeddings inside the model.
-        max_prompt_chars: of a prompt's text, see :func:`~engine.text.tokenizer.max_prompt_chars`.
-        max_num_batched_tokens: of a step; 0 where nothing has to run in one.
+        max_prompt_chars: maximum, see :func:`~engine.text.tokenizer.max_prompt_chars`.
+        max_num_batched_tokens: token budget of a step; 0 if no input has to fit into one.
     """
 
     max_model_len: int
@@ -62,11 +62,11 @@ class InputLimits:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row inside the model."""
+        """Bytes of a row of embeddings inside the model."""
         return self.hidden_size * self.dtype.itemsize
 
     def check_length(self, num_prompt_tokens: int, num_wanted: int = 0) -> None:
-        """Refuse a prompt that is too long for the model, with so many tokens to generate."""
+        """Refuse a prompt that is too long for the model with ``num_wanted`` generated tokens."""
         if num_prompt_tokens + num_wanted > self.max_model_len:
             room = f", and {num_wanted} to generate" if num_wanted else ""
             raise ValueError(
@@ -75,10 +75,10 @@ class InputLimits:
             )
 
     def num_kept_tokens(self, params: SamplingParams) -> int:
-        """How many tokens of a prompt ``truncate_prompt_tokens`` keeps.
+        """Return the number of prompt tokens that ``truncate_prompt_tokens`` keeps.
 
         Raises:
-            PlacedError: they are more than the model takes, or ``max_tokens`` leaves no room.
+            PlacedError: it exceeds the model's length, or ``max_tokens`` leaves no room.
         """
         asked, longest = params.truncate_prompt_tokens, self.max_model_len
         kept = longest - (1 if params.max_tokens is None else params.max_tokens)
@@ -92,7 +92,7 @@ class InputLimits:
         )
 
     def check_chars(self, num_chars: int) -> None:
-        """Refuse a text that is too long to be read; ``ValueError``."""
+        """Raise ``ValueError`` for a text that is too long."""
         if num_chars > self.max_prompt_chars:
             raise ValueError(
                 f"the prompt has {num_chars} characters, but at most {self.max_prompt_chars} are "
@@ -101,11 +101,11 @@ class InputLimits:
 
 
 class FitCheck:
-    """Works out how long a request may get, and refuses it if it can never run.
+    """Computes the maximum length of a request, and refuses it if it can never run.
 
     Args:
-        kv_cache: says what the tokens of an encoder take beside those of the decoder; None where
-            no encoder has any.
+        kv_cache: computes the pages of encoder tokens next to those of the decoder; None if no
+            encoder uses pages.
     """
 
     def __init__(self, limits: InputLimits, kv_cache: KVCacheManager | None = None) -> None:
@@ -113,7 +113,7 @@ class FitCheck:
         self._kv_cache = kv_cache
 
     def check_head(self, params: SamplingParams) -> None:
-        """Raise ``PlacedError`` if tokens are asked of a checkpoint that cannot generate."""
+        """Raise ``PlacedError`` if tokens are requested from a checkpoint that cannot generate."""
         if params.max_tokens != 0 and not self.limits.num_logits:
             raise PlacedError(
                 ("max_tokens",),
@@ -129,14 +129,14 @@ class FitCheck:
         num_encoder_tokens: int = 0,
         num_item_rows: int = 0,
     ) -> int:
-        """How long the sequence of a request may get.
+        """Return the maximum length of a request's sequence.
 
         Args:
-            positions: where tokens lie on several axes; None where places are indices.
-            num_item_rows: as wide as embeddings, of the largest item that the prompt shows.
+            positions: token positions on several axes; None if positions are indices.
+            num_item_rows: rows of the prompt's largest item, in the width of embeddings.
 
         Raises:
-            ValueError: the request could never run.
+            ValueError: the request can never run.
         """
         limits, wanted = self.limits, params.max_tokens
         ahead = self._check_length(num_prompt_tokens, 0 if wanted == 0 else 1, positions)
@@ -176,8 +176,8 @@ class FitCheck:
     def _check_length(
         self, num_prompt_tokens: int, wanted: int, positions: PromptPositions | None
     ) -> int:
-        """Refuse what is too long; returns how far places run ahead of indices."""
-        # There are max_model_len of either.
+        """Refuse a prompt that is too long; return by how much positions exceed indices."""
+        # max_model_len bounds both positions and indices.
         ahead, reach = 0, num_prompt_tokens - 1
         if positions is not None:
             ahead = max(0, positions.shift)
@@ -193,7 +193,7 @@ class FitCheck:
 
 
 def check_item(num_rows: int, row_bytes: int, encoder_cache_bytes: int | None) -> None:
-    """Refuse an image or the like whose rows the encoder cache could never hold."""
+    """Refuse an item whose rows the encoder cache could never hold."""
     if encoder_cache_bytes is None:
         return
     room = encoder_cache_bytes // row_bytes
@@ -205,10 +205,10 @@ def check_item(num_rows: int, row_bytes: int, encoder_cache_bytes: int | None) -
 
 
 _DEEPEST = 64
-"""Levels of plain data in a chat message."""
+"""Maximum nesting of plain data in a chat message."""
 
 WrittenPrompt: TypeAlias = str | TextPrompt | ChatPrompt
-"""What a tokenizer makes ids of."""
+"""Prompts that a tokenizer converts to ids."""
 
 
 def tokenize(
@@ -218,14 +218,14 @@ def tokenize(
     *,
     as_it_is: bool = False,
 ) -> list[int]:
-    """Text or chat messages to token ids.
+    """Convert text or chat messages to token ids.
 
     Args:
-        limits: how long the text may be, and what a chat template may take; checked first.
-        as_it_is: whether to leave out the special tokens that the tokenizer adds.
+        limits: limits of the text, checked first, and of a chat template.
+        as_it_is: True to leave out the special tokens that the tokenizer adds.
 
     Raises:
-        ValueError: the checkpoint has no tokenizer, or no chat template, or the text is none or
+        ValueError: the checkpoint has no tokenizer or no chat template, or the text is invalid or
             too long.
     """
     text, add_special_tokens = written(prompt, tokenizer, limits)
@@ -241,7 +241,7 @@ def tokenize(
 def written(
     prompt: WrittenPrompt, tokenizer: PreTrainedTokenizerBase | None, limits: InputLimits
 ) -> tuple[str, bool]:
-    """The text of a prompt, and whether the tokenizer adds special tokens; see :func:`tokenize`."""
+    """Return a prompt's text, and True if special tokens are added; see :func:`tokenize`."""
     if tokenizer is None:
         raise ValueError(
             "the checkpoint has no tokenizer: give prompt_token_ids or prompt_embeds, not text"
@@ -282,7 +282,7 @@ def truncated(
     *,
     keeps_end: bool,
 ) -> Prompt:
-    """Cut a prompt to some of its tokens; the special ones that a tokenizer adds are kept.
+    """Truncate a prompt to some of its tokens, keeping special tokens that the tokenizer adds.
 
     ::
 
@@ -290,17 +290,17 @@ def truncated(
         4 of them   [CLS] 7 8 [SEP]          or, of the end, [CLS] 4 5 [SEP]
 
     Args:
-        prompt: of text, chat messages, token ids or embeddings.
-        limits: of a longer text no more than ``max_prompt_chars`` are read, from the kept end.
+        prompt: text, chat messages, token ids or embeddings.
+        limits: at most ``max_prompt_chars`` of a longer text are read, from the kept end.
 
     Raises:
-        ValueError: the prompt is of another form, shows items, or cannot be tokenized.
+        ValueError: the prompt is of another form, has items, or cannot be tokenized.
     """
     if getattr(prompt, "multi_modal_data", None):
         raise ValueError("truncate_prompt_tokens: a prompt with images or sound is not cut")
     kept = slice(-num_tokens, None) if keeps_end else slice(num_tokens)
     if isinstance(prompt, EmbedsPrompt):
-        rows: object = prompt.prompt_embeds  # of a user, and may be anything
+        rows: object = prompt.prompt_embeds  # a user's, of any type
         return EmbedsPrompt(rows[kept]) if isinstance(rows, Tensor) and rows.ndim else prompt
     if isinstance(prompt, TokensPrompt):
         ids = tuple(first_ids(prompt.prompt_token_ids, limits.max_prompt_chars))
@@ -325,11 +325,11 @@ def truncated(
 def _cut_between(
     ids: list[int], text_ids: list[int], num_tokens: int, *, keeps_end: bool
 ) -> tuple[int, ...]:
-    """Cut a text's ids, and keep the special ones that stand before and after them."""
+    """Cut a text's ids, and keep the special ones before and after them."""
     num_special = len(ids) - len(text_ids)
     places = range(num_special + 1)
     first = next((at for at in places if ids[at : at + len(text_ids)] == text_ids), None)
-    if first is None:  # what is added changes how the rest is cut into tokens
+    if first is None:  # the special tokens change the tokenization of the text
         return tuple(ids[-num_tokens:] if keeps_end else ids[:num_tokens])
     room = num_tokens - num_special
     if room < 1:
@@ -342,7 +342,7 @@ def _cut_between(
 
 
 def _num_chars(value: object) -> int:
-    """Characters of all texts in plain data; ``ValueError`` if it nests without end."""
+    """Count the characters of all texts in plain data; ``ValueError`` if it nests too deep."""
     total, left = 0, [(value, 0)]
     while left:
         each, depth = left.pop()
@@ -359,21 +359,20 @@ def _num_chars(value: object) -> int:
 def resolve_prompt(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, limits: InputLimits
 ) -> tuple[list[int], Tensor | None]:
-    """Turn any form of prompt into token ids, or into zeros and the embeddings in their place.
+    """Convert any form of prompt to token ids, or to zeros with embeddings instead.
 
     Args:
-        limits: what it has to stay within, and the type that embeddings are cast to.
+        limits: limits of the prompt, and the type that embeddings are cast to.
 
     Returns:
         ``num_tokens`` ids, and ``(num_tokens, hidden_size)`` embeddings or None.
 
     Raises:
         ValueError: the prompt is empty, of an unknown form, too long, of the wrong width or type,
-            holds unknown ids or numbers that are not finite, or needs a tokenizer where there is
-            none.
+            holds unknown ids or numbers that are not finite, or needs a missing tokenizer.
     """
     if isinstance(prompt, EmbedsPrompt):
-        rows: object = prompt.prompt_embeds  # of a user, and may be anything
+        rows: object = prompt.prompt_embeds  # a user's, of any type
         if isinstance(rows, Tensor) and rows.ndim:
             limits.check_length(rows.shape[0])
         embeds = check_rows(rows, "prompt_embeds", limits.hidden_size, limits.dtype)
@@ -411,7 +410,7 @@ def resolve_prompt(
 
 
 def first_ids(token_ids: Iterable[SupportsIndex], longest: int) -> Collection[SupportsIndex]:
-    """Ids to be counted: as they are, or one too many of an iterator; ``ValueError`` for others."""
+    """Return a collection of ids, from an iterator at most one too many; else ``ValueError``."""
     if isinstance(token_ids, Collection):
         return token_ids
     try:
@@ -421,7 +420,7 @@ def first_ids(token_ids: Iterable[SupportsIndex], longest: int) -> Collection[Su
 
 
 def check_token_ids(token_ids: Iterable[SupportsIndex], vocab_size: int) -> list[int]:
-    """Give token ids as a list; ``ValueError`` unless they are some integers of the vocabulary."""
+    """Return token ids as a list; ``ValueError`` if empty or not integers of the vocabulary."""
     try:
         ids = [index(token_id) for token_id in token_ids]
     except TypeError as error:
@@ -438,7 +437,7 @@ def check_token_ids(token_ids: Iterable[SupportsIndex], vocab_size: int) -> list
 
 
 def check_rows(rows: object, name: str, width: int, dtype: torch.dtype) -> Tensor:
-    """Give finite ``(num_tokens, width)`` rows, or none, in a model's type; else ``ValueError``."""
+    """Return finite rows, ``(num_tokens, width)``, in the model's type; else ``ValueError``."""
     if not isinstance(rows, Tensor):
         raise ValueError(f"{name} must be a dense tensor, got {type(rows).__name__}")
     check_dense(name, rows)
@@ -448,7 +447,7 @@ def check_rows(rows: object, name: str, width: int, dtype: torch.dtype) -> Tenso
         )
     if not rows.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {rows.dtype}")
-    # In the model's type, in which a number may be infinite that was not in its own.
+    # Check in the model's type, in which a finite number may become infinite.
     rows = rows.detach().to(dtype)
     if not bool(torch.isfinite(rows).all()):
         raise ValueError(f"{name} hold NaN or values that are infinite in {dtype}")
