@@ -230,20 +230,20 @@ class AudioEncoderInputs(EncoderInputMaker):
         samples = self._reader.read(prompt.audio, prompt.sampling_rate)
         options, spans = prompt.transcription, None
         # Text without timestamps can be streamed, unless other options are requested.
-        wishes = options.given.values() if options is not None else ()
-        asks = prompt.timestamps or any(wish is not False for wish in wishes)
+        requested = options.given.values() if options is not None else ()
+        needs_windows = prompt.timestamps or any(value is not False for value in requested)
         if self._vad if prompt.vad is None else prompt.vad:
             from engine.media.voice_detector import spoken_spans  # needs an optional package
 
             spans = spoken_spans(samples, self._reader.rate)
-            heard = np.zeros_like(samples)
+            speech = np.zeros_like(samples)
             for begin, end in spans:
-                heard[begin:end] = samples[begin:end]
-            samples = heard
+                speech[begin:end] = samples[begin:end]
+            samples = speech
         hop, fits = int(self._extractor.hop_length), len(samples) <= self._window
-        if fits and not asks and (spans is None or spans):
+        if fits and not needs_windows and (spans is None or spans):
             return self._of_features({"input_features": self._extract(samples)}, cache_salt)
-        padding = {} if fits and asks else {"truncation": False, "padding": "longest"}
+        padding = {} if fits and needs_windows else {"truncation": False, "padding": "longest"}
         whole = self._extract(samples, **padding)
         window = self._window // hop
         windows = InputWindows(
@@ -254,7 +254,7 @@ class AudioEncoderInputs(EncoderInputMaker):
             spans and [(begin // hop, -(-end // hop)) for begin, end in spans],
         )
         # A few samples more than a window add no frame.
-        is_whole = windows.num_frames <= window and not windows.is_silent and not asks
+        is_whole = windows.num_frames <= window and not windows.is_silent and not needs_windows
         return windows.at(0) if is_whole else windows
 
     def _extract(self, samples: NDArray[np.float32], **options: Any) -> Tensor:
@@ -320,7 +320,7 @@ def features_hash(
     return whole_input_hash([0] * num_tokens, spans=spans, salt=cache_salt)
 
 
-_IN_WORDS = {
+_PROMPT_KINDS = {
     **dict.fromkeys((str, TextPrompt, ChatPrompt), "text"),
     TokensPrompt: "token ids",
     EmbedsPrompt: "embeddings",
@@ -333,11 +333,11 @@ _IN_WORDS = {
 
 def describe_prompt(prompt: object) -> str:
     """Name the kind of a prompt in a word or two."""
-    return _IN_WORDS.get(type(prompt), f"a {type(prompt).__name__}")
+    return _PROMPT_KINDS.get(type(prompt), f"a {type(prompt).__name__}")
 
 
 @dataclass(frozen=True, slots=True)
-class _EndAtOnce:
+class _OnlyEnd:
     """Allows only the end token."""
 
     end_token_id: int
@@ -421,7 +421,7 @@ class DecoderPromptRule:
 
     def end_at_once(self) -> LogitsProcessor:
         """Return a processor that makes the output empty."""
-        return _EndAtOnce(self._first_named("eos_token_id", "bos_token_id"))
+        return _OnlyEnd(self._first_named("eos_token_id", "bos_token_id"))
 
     def across(
         self, windows: InputWindows, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None

@@ -21,7 +21,7 @@ from engine.sampling.token_grammar import GrammarCompiler
 from engine.text.stop_checker import CompletionText, check_stop_strings
 from prefix_cache import EncoderBlocks
 
-_GENERATION = "generation_config.json"
+_GENERATION_FILE = "generation_config.json"
 _SEED_STEP = 2**40
 """Seed distance between sequences of a completion: greater than that between completions."""
 
@@ -248,7 +248,7 @@ class InputProcessor:
         if "bad_words_ids" in stated:
             stated.add("suppress_tokens")  # includes bad words of one token
         return {
-            name: f"{list(found)} ({_GENERATION if key in stated else 'checkpoint'})"
+            name: f"{list(found)} ({_GENERATION_FILE if key in stated else 'checkpoint'})"
             for name, (key, found) in ids.items()
             if found
         }

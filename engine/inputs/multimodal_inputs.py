@@ -162,20 +162,20 @@ class VideoSampling:
                     f"the checkpoint looks at {count} frames of a video, and this one has {total}"
                 )
         else:
-            most = math.floor(min(self.max_frames, total) / step) * step
+            limit = math.floor(min(self.max_frames, total) / step) * step
             wanted = total / info.fps * (self.fps or _FPS)
-            count = math.floor(min(max(wanted, self.min_frames), most, total) / step) * step
+            count = math.floor(min(max(wanted, self.min_frames), limit, total) / step) * step
         if not count:
             return list(range(min(total, step)))  # less than a grid: the last frame is repeated
         return torch.arange(0, total, total / count).int().tolist()
 
     def size(self, num_frames: int, temporal_patch_size: int, side: int) -> dict[str, int]:
         """Return the bounds of a frame's pixels, named as by transformers' image processors."""
-        most = self.max_pixels
+        limit = self.max_pixels
         if self.max_video_tokens is not None:
             share = int(self.max_video_tokens * side**2 * 0.9) * temporal_patch_size // num_frames
-            most = max(min(most, share), int(self.min_pixels * 1.05))
-        return {"shortest_edge": self.min_pixels, "longest_edge": most}
+            limit = max(min(limit, share), int(self.min_pixels * 1.05))
+        return {"shortest_edge": self.min_pixels, "longest_edge": limit}
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,19 +270,19 @@ class VideoFeatureMaker(FeatureMaker):
         depth, side = int(self.processor.temporal_patch_size), int(self.processor.patch_size)
         num_grids = -(-len(indices) // depth)
         whole: Tensor | None = None
-        place = 0
-        for place, (patches, (_, height, width)) in enumerate(frames):
+        index = 0
+        for index, (patches, (_, height, width)) in enumerate(frames):
             parts = patches.view(len(patches), -1, depth, side * side)
             if whole is None:
                 # Checked before the other frames are decoded.
                 check_rows(num_grids * len(patches) // int(self.processor.merge_size) ** 2)
                 whole = torch.empty(num_grids, *parts.shape)
                 grid = num_grids, height, width
-            whole[place // depth, :, :, place % depth] = parts[:, :, 0]
+            whole[index // depth, :, :, index % depth] = parts[:, :, 0]
         if whole is None:
             raise ValueError("the video holds no frames")
-        for rest in range(place + 1, num_grids * depth):
-            whole[rest // depth, :, :, rest % depth] = whole[place // depth, :, :, place % depth]
+        for rest in range(index + 1, num_grids * depth):
+            whole[rest // depth, :, :, rest % depth] = whole[index // depth, :, :, index % depth]
         return whole.flatten(2).flatten(0, 1), grid
 
 
@@ -387,19 +387,19 @@ class AudioFeatureMaker(FeatureMaker):
         # A sound is limited to one window if it is padded with silence.
         longest = int(extractor.n_samples) if sound_end == "silence" else None
         self._reader = SampleReader(int(extractor.sampling_rate), longest, limits or MediaLimits())
-        self._told_of_language = False
+        self._logged_language = False
 
     def make(self, item: Any) -> Mapping[str, Tensor]:
         """Read, resample and extract ``input_features``, ``(mel bins, frames)``."""
         prompt = item if isinstance(item, AudioPrompt) else AudioPrompt(item)
-        for wish in ("task", "timestamps", "vad", "transcription"):
-            if (asked := getattr(prompt, wish)) not in (None, "transcribe"):
-                name = wish if wish != "transcription" else ", ".join(asked.given)
+        for field_name in ("task", "timestamps", "vad", "transcription"):
+            if (value := getattr(prompt, field_name)) not in (None, "transcribe"):
+                name = field_name if field_name != "transcription" else ", ".join(value.given)
                 raise ValueError(
                     f"{name} is for speech models; this one is asked in words beside the sound"
                 )
-        if prompt.language is not None and not self._told_of_language:
-            self._told_of_language = True
+        if prompt.language is not None and not self._logged_language:
+            self._logged_language = True
             logger.info(
                 "a request names the language %.20r: a hint that changes nothing here, where a "
                 "decoder hears",
@@ -413,8 +413,8 @@ class AudioFeatureMaker(FeatureMaker):
             # Silence pads the last frame, and half of one more.
             hop = int(self._extractor.hop_length)
             filled = -(-(len(samples) + int(self._extractor.n_fft)) // hop) * hop
-            most = min(filled, int(self._extractor.n_samples))
-            padding = {"padding": "max_length", "max_length": most}
+            padded = min(filled, int(self._extractor.n_samples))
+            padding = {"padding": "max_length", "max_length": padded}
         elif len(samples) <= (mirrored := int(self._extractor.n_fft) // 2):
             raise ValueError(
                 f"the audio is too short: of {len(samples)} samples {mirrored} cannot be mirrored"
@@ -694,29 +694,29 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
         self, modality: Modality, item: object, offset: int, cache_salt: str | None
     ) -> tuple[list[int], tuple[MultiModalInput, ...]]:
         """Expand a placeholder to token ids and the inputs whose rows replace them."""
-        way = self._model.audio_in_video
+        layout = self._model.audio_in_video
         check_rows = self._limits.check_length
-        item = self._makers[modality].read(item, hears=way is not None, check_rows=check_rows)
+        item = self._makers[modality].read(item, hears=layout is not None, check_rows=check_rows)
         if not isinstance(item, VideoFeatures) or item.audio is None:
             return self.place(modality, item, offset, cache_salt)
-        if way is None:
+        if layout is None:
             raise ValueError("this model takes no video with its own sound; leave out its audio")
         features = self._makers[modality].make(item)
         entry = self.input_of(modality, features, offset, cache_salt)
         try:
-            heard = self._makers["audio"].make(item.audio)
-            sound = self.input_of("audio", heard, offset, cache_salt)
+            sound_features = self._makers["audio"].make(item.audio)
+            sound = self.input_of("audio", sound_features, offset, cache_salt)
         except ValueError as error:
             raise ValueError(f"its audio: {error}") from error
         towers = self._model.towers
         video_times, sound_times = (
             towers[each.modality].places(each.features)[0] for each in (entry, sound)
         )
-        pieces = way.interleave(entry, sound, (video_times, sound_times))
-        ids = [way.begin_id]
+        pieces = layout.interleave(entry, sound, (video_times, sound_times))
+        ids = [layout.begin_id]
         for piece in pieces:
             ids += [self._model.placeholders[piece.modality]] * piece.length
-        return [*ids, way.end_id], pieces
+        return [*ids, layout.end_id], pieces
 
     def place(
         self, modality: Modality, item: object, offset: int, cache_salt: str | None

@@ -204,7 +204,7 @@ def check_item(num_rows: int, row_bytes: int, encoder_cache_bytes: int | None) -
         )
 
 
-_DEEPEST = 64
+_MAX_DEPTH = 64
 """Maximum nesting of plain data in a chat message."""
 
 WrittenPrompt: TypeAlias = str | TextPrompt | ChatPrompt
@@ -349,8 +349,8 @@ def _num_chars(value: object) -> int:
         if isinstance(each, str):
             total += len(each)
         elif isinstance(each, Mapping | list | tuple):
-            if depth > _DEEPEST:
-                raise ValueError(f"a chat message nests deeper than {_DEEPEST} levels")
+            if depth > _MAX_DEPTH:
+                raise ValueError(f"a chat message nests deeper than {_MAX_DEPTH} levels")
             inner = each.values() if isinstance(each, Mapping) else each
             left += zip(inner, repeat(depth + 1))
     return total
