@@ -197,7 +197,7 @@ def read_sentence_layout(folder: Path, pooling: Pooling = "auto") -> SentenceLay
     """
     if not (folder / _MODULES).is_file():
         return None
-    modules = _modules(folder)
+    modules = _read_modules(folder)
     kinds = [kind for kind, _ in modules]
     if kinds[:2] != ["Transformer", "Pooling"]:
         raise ValueError(
@@ -210,13 +210,13 @@ def read_sentence_layout(folder: Path, pooling: Pooling = "auto") -> SentenceLay
             f"{folder / _MODULES}: the path of its Transformer must be the folder itself, "
             f"got {transformer!r}"
         )
-    settings = _transformer_settings(folder)
+    settings = _read_settings(folder)
     if pooling == "auto":
-        pooling = _pooling(_config(folder, pooling_path), bool(settings["prefix"]))
+        pooling = _read_pooling(_config_path(folder, pooling_path), bool(settings["prefix"]))
     projections: list[Projection] = []
     for position, (kind, path) in enumerate(rest, start=2):
         if kind == "Dense":
-            config = _read_object(_config(folder, path))
+            config = _read_object(_config_path(folder, path))
             projections.append(load_projection(folder, path, config))
         elif kind != "Normalize" or position != len(modules) - 1:
             raise ValueError(
@@ -231,16 +231,16 @@ def read_sentence_layout(folder: Path, pooling: Pooling = "auto") -> SentenceLay
     )
 
 
-def _modules(folder: Path) -> list[tuple[str, str]]:
+def _read_modules(folder: Path) -> list[tuple[str, str]]:
     """Return the last name of each module's type, with its path in the folder, in order."""
     file = file_inside(folder, _MODULES)
     entries = read_json(file, most_bytes=_MAX_FILE_BYTES)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f"{file}: must be a list of modules, each a mapping")
-    entries.sort(key=lambda entry: _typed(file, entry, "idx", int))
+    entries.sort(key=lambda entry: _require(file, entry, "idx", int))
     found = []
     for entry in entries:
-        kind, path = _typed(file, entry, "type", str), _typed(file, entry, "path", str)
+        kind, path = _require(file, entry, "type", str), _require(file, entry, "path", str)
         if not kind.startswith(_PACKAGE):
             raise ValueError(
                 f"{file}: type {kind!r} is code that the checkpoint brings, which is not run"
@@ -251,11 +251,11 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     return found
 
 
-def _config(folder: Path, path: str) -> Path:
+def _config_path(folder: Path, path: str) -> Path:
     return file_inside(folder, str(Path(path, "config.json")))
 
 
-def _transformer_settings(folder: Path) -> dict[str, Any]:
+def _read_settings(folder: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {"max_seq_length": None, "lower_case": False, "prefix": ""}
     names = (name for name in _TRANSFORMER_CONFIGS if (folder / name).is_file())
     files = [file_inside(folder, name) for name in names]
@@ -271,12 +271,12 @@ def _transformer_settings(folder: Path) -> dict[str, Any]:
         config = _read_object(prompts)
         name = _optional(prompts, config, "default_prompt_name", str)
         if name is not None:
-            named = _typed(prompts, config, "prompts", dict)
-            settings["prefix"] = _typed(prompts, named, name, str)
+            named = _require(prompts, config, "prompts", dict)
+            settings["prefix"] = _require(prompts, named, name, str)
     return settings
 
 
-def _pooling(file: Path, has_prefix: bool) -> Pooling:
+def _read_pooling(file: Path, has_prefix: bool) -> Pooling:
     config = _read_object(file)
     if "pooling_mode" in config:
         mode = config["pooling_mode"]
@@ -308,10 +308,10 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def _optional(file: Path, config: Mapping[str, Any], key: str, kind: type) -> Any:
-    return None if config.get(key) is None else _typed(file, config, key, kind)
+    return None if config.get(key) is None else _require(file, config, key, kind)
 
 
-def _typed(file: Path, config: Mapping[str, Any], key: str, kind: type) -> Any:
+def _require(file: Path, config: Mapping[str, Any], key: str, kind: type) -> Any:
     value = config.get(key)
     # JSON's true is not a number.
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

@@ -57,12 +57,12 @@ class InputProcessor:
         words = generation.get("bad_words_ids") or ()
         self._bad_words = BadWords(words, self._eos_token_ids)
         # A tokenizer may know more ids than the model's head.
-        self._suppressed = self._generable(
+        self._suppressed = self._only_generable(
             *prompts.suppress_token_ids,
             *(generation.get("suppress_tokens") or ()),
             *self._bad_words.single_ids,
         )
-        self._begin_suppressed = self._generable(
+        self._begin_suppressed = self._only_generable(
             *prompts.begin_suppress_token_ids, *(generation.get("begin_suppress_tokens") or ())
         )
         self._generation = generation
@@ -82,7 +82,7 @@ class InputProcessor:
         params, limits = new.sampling or SamplingParams(), self._fit_check.limits.requests
         limits.check_sampling(params)
         seed = self._seeds.draw() if params.seed is None else params.seed
-        params = self._resolved(params)
+        params = self._resolve(params)
         prompt = self.prompts.as_message(new.prompt)
         if params.truncate_prompt_tokens is not None:
             kept, keeps_end = self._num_kept_tokens(params), params.max_tokens != 0
@@ -93,8 +93,8 @@ class InputProcessor:
         if content.continuation is not None:
             if params.seed is None and params.is_greedy:
                 seed = 0  # makes retries of greedy text at another temperature deterministic
-            params = _at_temperature(params, content.continuation)
-        make = self._maker(content, params, new)
+            params = _with_temperature(params, content.continuation)
+        make = self._make_factory(content, params, new)
         prompt_ids = () if content.embeds is not None else content.token_ids
         sampling = self._sampling_state(
             params,
@@ -122,7 +122,7 @@ class InputProcessor:
             )
         return self._fit_check.limits.num_kept_tokens(params)
 
-    def _maker(
+    def _make_factory(
         self, content: PromptContent, params: SamplingParams, new: NewRequest
     ) -> Callable[..., Request]:
         """Return a factory of a prompt's completions, with their shared fields checked to fit."""
@@ -169,7 +169,7 @@ class InputProcessor:
         ended = request.token_ids[: request.num_prompt_tokens]
         prompt_ids, choice = continuation.opening(ended)
         num_prompt_tokens = len(prompt_ids) + (0 if choice is None else choice.num_tokens)
-        params = _at_temperature(request.params, continuation)
+        params = _with_temperature(request.params, continuation)
         return replace(
             request,
             token_ids=prompt_ids,
@@ -211,7 +211,7 @@ class InputProcessor:
         self._fit_check.limits.requests.check_sampling(params)
         if params.truncate_prompt_tokens is not None:
             self._num_kept_tokens(params)
-        self._sampling_state(self._resolved(params))
+        self._sampling_state(self._resolve(params))
         check_stop_strings(params, self._tokenizer)
         self._fit_check.check_head(params)
 
@@ -253,7 +253,7 @@ class InputProcessor:
             if found
         }
 
-    def _resolved(self, params: SamplingParams) -> SamplingParams:
+    def _resolve(self, params: SamplingParams) -> SamplingParams:
         """Add the checkpoint's defaults and suppressed tokens."""
         params = params.with_defaults(self.sampling_defaults)
         if not self._suppressed:
@@ -261,7 +261,7 @@ class InputProcessor:
         both = tuple(dict.fromkeys((*params.suppress_token_ids, *self._suppressed)))
         return params.model_copy(update={"suppress_token_ids": both})
 
-    def _generable(self, *token_ids: int) -> tuple[int, ...]:
+    def _only_generable(self, *token_ids: int) -> tuple[int, ...]:
         return tuple(each for each in token_ids if 0 <= each < self._num_choices)
 
     @property
@@ -270,7 +270,7 @@ class InputProcessor:
         return self._fit_check.limits.num_logits or self._fit_check.limits.vocab_size
 
 
-def _at_temperature(params: SamplingParams, continuation: Continuation) -> SamplingParams:
+def _with_temperature(params: SamplingParams, continuation: Continuation) -> SamplingParams:
     """Return the parameters of a sequence, which may have a separate temperature."""
     own = continuation.temperature
     return params if own is None else params.model_copy(update={"temperature": own})

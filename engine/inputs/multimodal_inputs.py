@@ -313,7 +313,7 @@ class FeatureTaker:
         row_parts: width of its rows, as a multiple of an embedding's width.
         sound_end: padding after a sound for its features: as much ``"silence"`` as its last frame
             sees, a ``"mirrored"`` end, or silence to the end of a ``"window"``.
-        sampling: how frames of a video file are sampled.
+        sampling: sampling of frames from a video file.
         sampling_rate: rate of a sound, if the tower takes its samples as ``input_values``; None: it
             takes the output of the checkpoint's feature extractor.
     """

@@ -57,13 +57,13 @@ def cpu_quota(memberships: Path = _PROC, mount: Path = _MOUNT) -> float | None:
         root = mount / controllers if controllers else mount
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
-            quotas += _quota_of(folder)
+            quotas += _read_quotas(folder)
             if folder == root:
                 break
     return min(quotas, default=None)
 
 
-def _quota_of(folder: Path) -> list[float]:
+def _read_quotas(folder: Path) -> list[float]:
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text("utf-8").split()

@@ -402,8 +402,8 @@ class EngineStats:
         encoder_hits: needed inputs of this kind whose rows were cached. Inputs within a cached
             prefix are not needed, and count for neither.
         num_preemptions: number of preempted requests.
-        num_restarts: how often a stage's engine was rebuilt, or its worker restarted; 0 for an
-            engine by itself.
+        num_restarts: rebuilds of a stage's engine and restarts of its worker; 0 for an engine by
+            itself.
         num_transfers: outputs and chunks of other stages that were passed to a stage.
         num_running: requests in steps at the time of the snapshot.
         num_waiting: requests waiting for a step then, including preempted and idle ones.

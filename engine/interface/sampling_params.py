@@ -96,10 +96,10 @@ class TokenBias(Mapping[int, float]):
             )
         by_id: dict[int, float] = {}
         for key, number in value.items():
-            token_id = _token_id(key)
+            token_id = _parse_token_id(key)
             if token_id in by_id:
                 raise PlacedError((), f"has the token id {token_id} twice")
-            by_id[token_id] = _number(token_id, number)
+            by_id[token_id] = _check_number(token_id, number)
         return cls(by_id)
 
     @classmethod
@@ -136,11 +136,11 @@ class TokenBias(Mapping[int, float]):
         return repr(self._by_id)
 
 
-def _token_id(key: Any) -> int:
+def _parse_token_id(key: Any) -> int:
     if isinstance(key, str):
         is_id = _DIGITS.fullmatch(key) is not None
     else:
-        is_id = _is_a(Integral, key) and 0 <= key < _ID_BOUND
+        is_id = _is_number(Integral, key) and 0 <= key < _ID_BOUND
     if is_id:
         return int(key)
     raise PlacedError(
@@ -148,8 +148,8 @@ def _token_id(key: Any) -> int:
     )
 
 
-def _number(token_id: int, value: Any) -> float:
-    if _is_a(Real, value) and -_MAX_BIAS <= value <= _MAX_BIAS:  # false for NaN
+def _check_number(token_id: int, value: Any) -> float:
+    if _is_number(Real, value) and -_MAX_BIAS <= value <= _MAX_BIAS:  # false for NaN
         return float(value)
     raise PlacedError(
         (str(token_id),),
@@ -157,7 +157,7 @@ def _number(token_id: int, value: Any) -> float:
     )
 
 
-def _is_a(number: type, value: object) -> bool:
+def _is_number(number: type, value: object) -> bool:
     """Return True for a number of this abstract type, including NumPy's, but not for a bool."""
     kind = type(value)
     # The common case first, as checks of abstract classes are slow.

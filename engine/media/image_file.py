@@ -59,18 +59,18 @@ def open_image(image: object, limits: MediaLimits | None = None) -> Image:
             f"got {type(image).__name__}"
         )
     source = MediaSource(image, "image", limits.max_file_bytes)
-    with _opened(source, limits) as opened:
+    with _open(source, limits) as opened:
         return upright_rgb(opened)
 
 
 def check_image(source: MediaSource) -> None:
     """Read only the header of an image; ``ValueError`` if it cannot be read."""
-    with _opened(source, None):
+    with _open(source, None):
         pass
 
 
 @contextmanager
-def _opened(source: MediaSource, limits: MediaLimits | None) -> Iterator[Image]:
+def _open(source: MediaSource, limits: MediaLimits | None) -> Iterator[Image]:
     """Open an image by its header; without limits, its size is not checked."""
     from PIL import Image as pillow
     from PIL import UnidentifiedImageError

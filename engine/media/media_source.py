@@ -44,7 +44,7 @@ def regular_file(
     try:
         found = os.stat(path)
     except (OSError, ValueError) as error:
-        raise _unreadable(name, error) from error
+        raise _unreadable_error(name, error) from error
     _check(found, name, max_bytes, setting)
     return Path(path)
 
@@ -60,7 +60,7 @@ def open_regular_file(
     try:
         file = os.fdopen(os.open(path, _FLAGS | getattr(os, "O_BINARY", 0)), "rb")
     except (OSError, ValueError) as error:
-        raise _unreadable(name, error) from error
+        raise _unreadable_error(name, error) from error
     try:
         _check(os.fstat(file.fileno()), name, max_bytes, setting)
     except BaseException:
@@ -69,7 +69,7 @@ def open_regular_file(
     return file
 
 
-def _unreadable(name: str, error: Exception) -> ValueError:
+def _unreadable_error(name: str, error: Exception) -> ValueError:
     """Build the error of an ``OSError``, or of the ``ValueError`` of an unencodable path."""
     reason = error.strerror if isinstance(error, OSError) else None
     return ValueError(f"{name} cannot be read: {reason or error}")
@@ -133,7 +133,7 @@ class MediaSource:
             _check_size(len(given), self.name, self.max_bytes, _SETTING)
             return BytesIO(given)
         if self._is_data_url:
-            return BytesIO(self._decoded(str(given)))
+            return BytesIO(self._decode(str(given)))
         if isinstance(given, str) and given.lower().startswith(("http://", "https://")):
             raise ValueError(
                 f"{self.name} is a web address, and nothing is fetched from there; download it, "
@@ -145,7 +145,7 @@ class MediaSource:
     def _is_data_url(self) -> bool:
         return isinstance(self.given, str) and self.given[:5].lower() == "data:"
 
-    def _decoded(self, url: str) -> bytes:
+    def _decode(self, url: str) -> bytes:
         head, comma, data = url.partition(",")
         if not comma or not head.lower().endswith(";base64"):
             raise ValueError(

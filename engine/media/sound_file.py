@@ -177,7 +177,7 @@ would need far too much memory."""
 _MAX_CHANNELS = 64
 
 _MAX_SAMPLES_PER_S = 2 * 96_000
-"""Of all channels together, in the longest allowed sound; a shorter one may have more."""
+"""Samples of all channels per second of the longest allowed sound; a shorter one may have more."""
 
 _SOUND_FILE_PCM = ("PCM_U8", "PCM_S8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE")
 _KINDS: Mapping[str, tuple[str, ...]] = {
@@ -230,12 +230,12 @@ def read_sound(
     """
     name = source.name
     with source.open() as file:
-        header = _header(file, name)
+        header = _read_header(file, name)
         if header is not None and header.num_bytes is None:
             target = _with_stated_size(file, header, longest, name)
         else:
             target = file
-        with _opened(target, name) as sound:
+        with _open(target, name) as sound:
             check_rate(sound.samplerate, name)
             if sound.channels > _MAX_CHANNELS:
                 raise ValueError(
@@ -253,15 +253,15 @@ def read_sound(
 def check_sound(source: MediaSource) -> None:
     """Read only the header of a sound; ``ValueError`` if it cannot be read."""
     with source.open() as file:
-        header = _header(file, source.name)
+        header = _read_header(file, source.name)
         if header is None or header.num_bytes is not None:
-            with _opened(file, source.name):
+            with _open(file, source.name):
                 pass
 
 
 def stated_duration(source: MediaSource) -> float | None:
     """Return a sound's stated duration in seconds, or None; ``ValueError`` if unreadable."""
-    with source.open() as file, _opened(file, source.name) as sound:
+    with source.open() as file, _open(file, source.name) as sound:
         known = 0 < sound.frames < _UNKNOWN_FRAMES
         return sound.frames / sound.samplerate if known else None
 
@@ -287,9 +287,9 @@ def check_duration(seconds: float, longest: LongestSound, name: str) -> None:
         raise ValueError(f"{name} is {seconds:.2f} s long, but {why}")
 
 
-def _header(file: BinaryIO, name: str) -> WavHeader | None:
+def _read_header(file: BinaryIO, name: str) -> WavHeader | None:
     """Read the header of a WAV file; None for other kinds."""
-    kind = _kind(file.read(12))
+    kind = _detect_kind(file.read(12))
     file.seek(0)
     if kind is None:
         raise ValueError(f"{name} cannot be read: it is none of {_FORMATS}; convert it")
@@ -303,7 +303,7 @@ def _header(file: BinaryIO, name: str) -> WavHeader | None:
         file.seek(0)
 
 
-def _kind(head: bytes) -> str | None:
+def _detect_kind(head: bytes) -> str | None:
     """Detect the kind of a file by its first bytes; libsndfile would try many more."""
     if head[:4] == b"RIFF":
         return "WAV"
@@ -332,7 +332,7 @@ def _with_stated_size(
 
 
 @contextmanager
-def _opened(file: BinaryIO, name: str) -> Iterator[SoundStream]:
+def _open(file: BinaryIO, name: str) -> Iterator[SoundStream]:
     # A file descriptor avoids a Python call per read.
     target = file if isinstance(file, BytesIO) else file.fileno()
     if isinstance(target, int):

@@ -45,8 +45,8 @@ def probe_video(source: MediaSource, limits: MediaLimits) -> VideoInfo:
     Raises:
         ValueError: it is unreadable, of another kind, cut off, or beyond a limit.
     """
-    with _opened(source) as container:
-        stream = _stream(source, container, "video", _VIDEO_CODECS)
+    with _open(source) as container:
+        stream = _find_stream(source, container, "video", _VIDEO_CODECS)
         if stream is None:
             raise ValueError(f"{source.name} holds no moving picture")
         fps = float(stream.average_rate or 0)
@@ -80,8 +80,8 @@ def probe_video(source: MediaSource, limits: MediaLimits) -> VideoInfo:
 
 def check_video(source: MediaSource) -> None:
     """Read only the header of a video; ``ValueError`` if it cannot be read."""
-    with _opened(source) as container:
-        _stream(source, container, "video", _VIDEO_CODECS)
+    with _open(source) as container:
+        _find_stream(source, container, "video", _VIDEO_CODECS)
 
 
 def read_frames(
@@ -106,7 +106,7 @@ def read_frames(
             f"it down, cut it, or raise {_SETTINGS}.max_video_pixels"
         )
     wanted, num_found = frozenset(indices), 0
-    with _opened(source) as container:
+    with _open(source) as container:
         for index, frame in enumerate(container.decode(video=0)):
             if index not in wanted:
                 continue
@@ -144,8 +144,8 @@ def read_soundtrack(
     """
     import av
 
-    with _opened(source) as container:
-        stream = _stream(source, container, "audio", _AUDIO_CODECS)
+    with _open(source) as container:
+        stream = _find_stream(source, container, "audio", _AUDIO_CODECS)
         if stream is None:
             return None
         rate = int(stream.rate)
@@ -184,7 +184,7 @@ def _check_duration(source: MediaSource, seconds: float, limits: MediaLimits) ->
         )
 
 
-def _stream(
+def _find_stream(
     source: MediaSource, container: InputContainer, kind: str, codecs: Sequence[str]
 ) -> Any:
     """Return the first stream of a kind, or None."""
@@ -202,7 +202,7 @@ def _stream(
 
 
 @contextmanager
-def _opened(source: MediaSource) -> Iterator[InputContainer]:
+def _open(source: MediaSource) -> Iterator[InputContainer]:
     # Imported only for a video: other requests do not wait for it.
     import av
 

@@ -145,7 +145,7 @@ class SamplingState:
             self.bias = np.array(ids, dtype=np.int64), np.array(values, dtype=np.float32)
         self.seed = seed
         begin = [i for i in begin_suppress_token_ids if i < vocab_size]
-        self._masked, self._masked_early, self._masked_first = _masks(
+        self._masked, self._masked_early, self._masked_first = _build_masks(
             params, eos_token_ids, begin, vocab_size
         )
         self.logits_processor = logits_processor
@@ -219,7 +219,7 @@ class SamplingState:
 _Mask: TypeAlias = NDArray[np.int64] | None
 
 
-def _masks(
+def _build_masks(
     params: SamplingParams,
     eos_token_ids: Collection[int],
     begin_suppress_token_ids: Collection[int],
@@ -561,7 +561,7 @@ class Sampler:
         return _choose(logits, adjusted, states, _TOP_P_SIZE)
 
 
-def _judgements(
+def _judge(
     logits: Tensor, adjusted: Tensor, states: Sequence[SamplingState], token_ids: Sequence[int]
 ) -> list[Judgement | None]:
     """Judge each row's token if requested; else None."""
@@ -634,7 +634,7 @@ def _choose(
         token_id if error is None else None
         for token_id, error in zip(token_ids, errors, strict=True)
     ]
-    judgements = _judgements(logits, adjusted, states, token_ids)
+    judgements = _judge(logits, adjusted, states, token_ids)
     return SamplerOutput(chosen_ids, logprobs, errors, judgements)
 
 

@@ -121,7 +121,7 @@ class JobProcesses:
             The answer; or, if the process exited during the job, ``"seconds"`` if it exceeded its
             CPU time, otherwise its exit status.
         """
-        with self._borrowed() as process:
+        with self._borrow() as process:
             answer = process.ask(job, _WALL_FACTOR * seconds + _WALL_SECONDS)
             if answer is not None:
                 return answer
@@ -137,7 +137,7 @@ class JobProcesses:
         _close_all(idle)
 
     @contextmanager
-    def _borrowed(self) -> Iterator[_JobProcess]:
+    def _borrow(self) -> Iterator[_JobProcess]:
         with self._lock:
             self._idle[:] = [each for each in self._idle if each.is_running]
             process = self._idle.pop() if self._idle else None

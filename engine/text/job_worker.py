@@ -68,7 +68,7 @@ class _PlainDict:
 def _render(job: Mapping[str, Any]) -> dict[str, Any]:
     pieces, num_chars = [], 0
     try:
-        for piece in _compiled(job["template"]).generate(**job["values"]):
+        for piece in _compile(job["template"]).generate(**job["values"]):
             num_chars += len(piece)
             if num_chars > job["chars"]:
                 return {"beyond": "characters"}
@@ -132,7 +132,7 @@ def _limit_time(seconds: float) -> None:
 
 
 @lru_cache(maxsize=8)
-def _compiled(template: str) -> Template:
+def _compile(template: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )

@@ -16,7 +16,7 @@ from engine.text.tokenizer import raise_panic
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_LONGEST_CHARACTER = 4  # bytes of UTF-8
+_MAX_CHARACTER_BYTES = 4  # bytes of UTF-8
 _LONG_WINDOW = 32
 _SHORT_WINDOW = 8
 
@@ -62,7 +62,7 @@ class IncrementalDetokenizer:
     def flush(self) -> str:
         """Return the text held back, without an unfinished character; no ids may follow."""
         text = self._decode(self._window)
-        for num_dropped in range(_LONGEST_CHARACTER):
+        for num_dropped in range(_MAX_CHARACTER_BYTES):
             kept = self._decode(self._window[:-num_dropped]) if num_dropped else text
             if not kept.endswith(_REPLACEMENT):
                 return kept[self._num_sent :]

@@ -86,7 +86,7 @@ class TemplateProcesses(JobProcesses):
             TemplateRefusalError: the template raised.
             ValueError: the values cannot be written as JSON.
         """
-        job = _line(
+        job = _encode(
             {
                 "template": template,
                 "values": values,
@@ -117,7 +117,7 @@ _LIMIT_REASONS = {
 }
 
 
-def _line(job: Mapping[str, Any]) -> bytes:
+def _encode(job: Mapping[str, Any]) -> bytes:
     try:
         # Templates only test the presence of a message's content other than text.
         text = json.dumps(job, default=lambda each: f"<{type(each).__name__}>")
@@ -264,7 +264,7 @@ def render_chat(
             "give the prompt as text"
         )
     rendering, problems = _Rendering(tokenizer, tools, values, limits), []
-    for forms in _tries(messages):
+    for forms in _forms_to_try(messages):
         try:
             converted = [_convert(index, each, forms) for index, each in enumerate(messages)]
             _check_read(rendering, converted)
@@ -288,7 +288,7 @@ def _choose_error(problems: Sequence[Exception]) -> ValueError:
     return ValueError(f"the chat template refuses the messages: {first}")
 
 
-def _tries(messages: Sequence[Message]) -> Iterator[Mapping[str, Form]]:
+def _forms_to_try(messages: Sequence[Message]) -> Iterator[Mapping[str, Form]]:
     """Yield content forms by role, in the order to try them; the first changes nothing."""
     yield {}
     given: dict[str, Form] = {}
@@ -329,7 +329,7 @@ def _check_read(rendering: _Rendering, messages: Sequence[Message]) -> None:
         marks[f"mark {len(marks)} isn't a word"] = message
         return next(reversed(marks))
 
-    text = rendering.render([_marked(message, mark) for message in messages]).casefold()
+    text = rendering.render([_mark(message, mark) for message in messages]).casefold()
     for each, message in marks.items():
         if each not in text or repr(each) in text:
             raise ValueError(
@@ -346,7 +346,7 @@ def _check_read(rendering: _Rendering, messages: Sequence[Message]) -> None:
             )
 
 
-def _marked(message: Message, mark: Callable[[str, Message], str]) -> Message:
+def _mark(message: Message, mark: Callable[[str, Message], str]) -> Message:
     content = message["content"]
     if content is None:
         return message
@@ -657,7 +657,7 @@ def token_ids(
     Raises:
         ValueError: the tokenizer failed, or exceeded the time.
     """
-    processes = _processes_of(tokenizer)
+    processes = _processes_for(tokenizer)
     if processes is not None:
         return processes.token_ids(text, add_special_tokens, seconds)
     # Tokenizers of the tokenizers library, once loaded by load_tokenizer, may be called by many
@@ -711,7 +711,7 @@ _TOKENIZER_PROCESSES: WeakKeyDictionary[PreTrainedTokenizerBase, _TokenizerProce
 )
 
 
-def _processes_of(tokenizer: PreTrainedTokenizerBase) -> _TokenizerProcesses | None:
+def _processes_for(tokenizer: PreTrainedTokenizerBase) -> _TokenizerProcesses | None:
     """Return the tokenizer's processes; None if it is harmless.
 
     A tokenizer whose class does more than the library is harmless or trusted: it was loaded.
