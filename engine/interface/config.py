@@ -49,7 +49,7 @@ class StreamWindow(Settings):
     right_blocks: int = Field(default=1, ge=0)
 
     @model_validator(mode="after")
-    def _first_is_no_longer_than_others(self) -> Self:
+    def _check_first_blocks(self) -> Self:
         if self.first_blocks > self.chunk_blocks:
             raise ValueError(
                 f"first_blocks ({self.first_blocks}) must not be larger than chunk_blocks "
@@ -240,7 +240,7 @@ class OffloadSettings(Settings):
     disk: DiskSettings | None = None
 
     @model_validator(mode="after")
-    def _names_a_place(self) -> Self:
+    def _check_storage(self) -> Self:
         if self.host_bytes is None and self.disk is None:
             raise ValueError("offload needs host_bytes, or disk with path and bytes")
         return self
@@ -325,7 +325,7 @@ class EngineSettings(Settings):
     seed: int = Field(default=0, ge=0, lt=2**63)
 
     @model_validator(mode="after")
-    def _go_together(self) -> Self:
+    def _check_combinations(self) -> Self:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "

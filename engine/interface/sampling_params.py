@@ -255,7 +255,7 @@ class SamplingParams(Settings):
 
     @field_validator("stop", mode="before")
     @classmethod
-    def _one_stop_string_is_a_list_of_one(cls, value: Any) -> Any:
+    def _wrap_stop_string(cls, value: Any) -> Any:
         if isinstance(value, str):
             return (value,)
         # Strict validation, as of a configuration file, would refuse a list from a validator.
@@ -263,13 +263,13 @@ class SamplingParams(Settings):
 
     @field_validator("stop")
     @classmethod
-    def _no_empty_stop_string(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_stop_strings(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if "" in value:
             raise ValueError("an empty stop string would end every text at once")
         return value
 
     @model_validator(mode="after")
-    def _go_together(self) -> SamplingParams:
+    def _check_combinations(self) -> SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})"
@@ -283,7 +283,7 @@ class SamplingParams(Settings):
 
     @field_validator("truncate_prompt_tokens")
     @classmethod
-    def _something_is_kept(cls, value: int | None) -> int | None:
+    def _check_truncation(cls, value: int | None) -> int | None:
         if value == 0:
             raise ValueError("0 would leave nothing of the prompt; -1 keeps as much as fits")
         return value
@@ -296,7 +296,7 @@ class SamplingParams(Settings):
         )
 
     @model_serializer(mode="wrap")
-    def _only_what_was_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _dump_set_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {name: x for name, x in handler(self).items() if name in self.model_fields_set}
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:

@@ -57,7 +57,7 @@ class StructuredOutput(Settings):
 
     @field_validator("json_schema", mode="before")
     @classmethod
-    def _schema_as_text(cls, value: Any) -> Any:
+    def _dump_schema(cls, value: Any) -> Any:
         if isinstance(value, Mapping):
             try:
                 return json.dumps(value)
@@ -66,7 +66,7 @@ class StructuredOutput(Settings):
         return value
 
     @model_validator(mode="after")
-    def _is_one_readable_form(self) -> StructuredOutput:
+    def _check_form(self) -> StructuredOutput:
         given = [
             name
             for name in type(self).model_fields

@@ -282,7 +282,7 @@ class BadWords:
         """Return a request's processor, which applies ``rule`` as well; None without any rule."""
         if not self._lengths:
             return rule
-        return _Behind(self, tuple(prompt_token_ids[-self.longest :]), rule)
+        return _BadWordRule(self, tuple(prompt_token_ids[-self.longest :]), rule)
 
     def mask(self, logits: Tensor, token_ids: tuple[int, ...]) -> None:
         """Mask the logits ``(vocab,)`` of tokens that would complete a word begun by the ids."""
@@ -291,7 +291,7 @@ class BadWords:
             logits[[each for each in ends if 0 <= each < len(logits)]] = -inf
 
 
-class _Behind(NamedTuple):
+class _BadWordRule(NamedTuple):
     words: BadWords
     prompt: tuple[int, ...]
     rule: LogitsProcessor | None

@@ -152,12 +152,9 @@ class StopStrings:
         Args:
             num_passed: matches that end within the first ``num_passed`` characters are ignored.
         """
-        matches: list[tuple[int, int]] = []
-        for stop in self._stop:
-            start = text.find(stop, max(0, num_passed + 1 - len(stop)))
-            if start >= 0:
-                matches.append((start + len(stop), start))
-        return min(matches)[1] if matches else None
+        starts = [(text.find(s, max(0, num_passed + 1 - len(s))), len(s)) for s in self._stop]
+        ends = [(start + length, start) for start, length in starts if start >= 0]
+        return min(ends)[1] if ends else None
 
     def tail(self, text: str) -> str:
         """Return the last characters, in which an incomplete stop string may have begun."""

@@ -155,54 +155,48 @@ def processor_chat_template(folder: Path) -> Any:
     return None
 
 
+@dataclass(slots=True)
 class _Rendering:
     """The rendering attempts of one prompt, which share its limits."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        tools: Sequence[Message],
-        values: Mapping[str, Any],
-        limits: TemplateLimits,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self.tools: list[Any] | None = [dict(tool) for tool in tools] or None
-        self._values = values
-        self._limits = limits
-        self._spent_s = 0.0
+    tokenizer: PreTrainedTokenizerBase
+    tools: list[Any] | None
+    values: Mapping[str, Any]
+    limits: TemplateLimits
+    spent_s: float = 0.0
 
     def render(self, messages: Sequence[Message]) -> str:
         """See :meth:`TemplateProcesses.render`."""
         base = PreTrainedTokenizerBase
-        if type(self._tokenizer).apply_chat_template is not base.apply_chat_template:
+        if type(self.tokenizer).apply_chat_template is not base.apply_chat_template:
             # A class that formats chats itself: transformers' own, or trusted remote code.
             return self._render_by_tokenizer(messages)
-        left = replace(self._limits, seconds=max(self._limits.seconds - self._spent_s, 1e-3))
+        left = replace(self.limits, seconds=max(self.limits.seconds - self.spent_s, 1e-3))
         values = {
-            **self._tokenizer.special_tokens_map,
-            **self._values,
+            **self.tokenizer.special_tokens_map,
+            **self.values,
             "messages": [_for_template(message) for message in messages],
             "tools": self.tools,
             "documents": None,
             "add_generation_prompt": True,
         }
-        template: Any = self._tokenizer.get_chat_template(tools=self.tools)
+        template: Any = self.tokenizer.get_chat_template(tools=self.tools)
         if not isinstance(template, str):
             got = type(template).__name__
             raise ValueError(f"the checkpoint's chat template must be text, got {got}")
         text, seconds = _PROCESSES.render(template, values, left)
-        self._spent_s += seconds
+        self.spent_s += seconds
         return text
 
     def _render_by_tokenizer(self, messages: Sequence[Message]) -> str:
         try:
             return str(
-                self._tokenizer.apply_chat_template(
+                self.tokenizer.apply_chat_template(
                     [dict(message) for message in messages],
                     tools=self.tools,
                     tokenize=False,
                     add_generation_prompt=True,
-                    **self._values,
+                    **self.values,
                 )
             )
         except Exception as error:  # any, as with templates
@@ -263,7 +257,8 @@ def render_chat(
             "the checkpoint has no chat template, so chat messages cannot be turned into text; "
             "give the prompt as text"
         )
-    rendering, problems = _Rendering(tokenizer, tools, values, limits), []
+    rendering = _Rendering(tokenizer, [dict(tool) for tool in tools] or None, values, limits)
+    problems: list[Exception] = []
     for forms in _forms_to_try(messages):
         try:
             converted = [_convert(index, each, forms) for index, each in enumerate(messages)]
