@@ -1,4 +1,4 @@
-"""Turns the roles that docstrings have into what Markdown has, for the Python reference."""
+"""Converts docstring roles to Markdown, for the Python reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SESSION = re.compile(r"^((?:>>>|\.\.\.) .*(?:\n(?:>>>|\.\.\.) .*)*)", re.M)
 
 
 class DocstringRoles(Extension):
-    """Rewrites each docstring when its object is read."""
+    """Converts each docstring when its object is loaded."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """See :class:`griffe.Extension`."""
@@ -22,7 +22,7 @@ class DocstringRoles(Extension):
 
 
 def as_markdown(text: str) -> str:
-    """A docstring with names for roles, one colon before a literal block, and fenced sessions."""
+    """Convert roles to names, ``::`` to a colon, and interactive sessions to fenced blocks."""
     named = _ROLE.sub(lambda role: f"`{_name(*role.groups())}`", text)
     plain = _LITERAL.sub(":", named).replace("``", "`")
     return _SESSION.sub(lambda session: f"```pycon\n{session[1]}\n```", plain)

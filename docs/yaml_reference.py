@@ -1,8 +1,8 @@
-"""What a pipeline's YAML file may say: makes ``docs/yaml.md`` and the schema for editors.
+"""Generates the YAML reference, ``docs/yaml.md``, and the JSON Schema for editors.
 
-    python -m docs.yaml_reference      # write both again
+    python -m docs.yaml_reference      # rewrite both
 
-Both are made of what ``omni schema`` prints. A test compares them with it.
+Both come from the output of ``omni schema``. A test compares them with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KINDS: Mapping[str, type[StageConfig]] = {
     "encoder": EncoderStageConfig,
     "generator": GeneratorStageConfig,
 }
-"""Those that come along: what other packages bring belongs to neither file."""
+"""The built-in kinds; those of other packages are in neither file."""
 
 EXAMPLE = """\
 # yaml-language-server: $schema=pipeline.schema.json
@@ -54,42 +54,42 @@ _HEAD = f"""\
 ```yaml
 {EXAMPLE}```
 
-A file says which stages there are, each with its model, and which stages feed which. `omni validate
-FILE` checks it without loading a model, `omni explain FILE` shows it with every default, and
+A file defines the stages, each with its model, and the edges between them. `omni validate FILE`
+checks it without loading a model, `omni explain FILE` shows it with every default, and
 `--set stages.writer.engine.num_blocks=64` changes a value for one run. An unknown key, a value out
-of its range and a number in quotes are errors that say where, and name the nearest valid key.
+of range and a number in quotes are errors that state the position and name the nearest valid key.
 
 The first line of the example lets editors complete and check keys. `omni schema >
 pipeline.schema.json` writes the file that it names, a JSON Schema of draft 2020-12. The shipped
-pipelines name the schema file beside them.
+pipelines name the schema file next to them.
 
-A list of one name may be given as the name alone: `final_output: text` is `final_output: [text]`.
+Write a list of one name as the name alone: `final_output: text` is `final_output: [text]`.
 The tables below are generated from the schema.
 """
 
 _PARTS = (
     ("Where stages run", ("RuntimeConfig", "Placement")),
-    ("What feeds a stage", ("StageInputs",)),
+    ("Inputs of a stage", ("StageInputs",)),
     (
-        "How a model is run",
+        "Engine settings",
         ("EngineSettings", "OffloadSettings", "DiskSettings", "GeneratorSettings"),
     ),
-    ("How tokens are chosen", ("SamplingParams", "StructuredOutput")),
-    ("How recordings are transcribed", ("TranscriptionOptions",)),
-    ("How sound is made", ("GenerationParams", "StreamWindow", "RecordedVoice")),
-    ("What one request may take", ("RequestLimits", "MediaLimits")),
+    ("Sampling", ("SamplingParams", "StructuredOutput")),
+    ("Transcription", ("TranscriptionOptions",)),
+    ("Sound generation", ("GenerationParams", "StreamWindow", "RecordedVoice")),
+    ("Limits of one request", ("RequestLimits", "MediaLimits")),
 )
 _STAGES = "stages"
 _SIGNS = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
 
 
 def schema_text() -> str:
-    """The schema, as ``omni schema`` prints it where no other package brings kinds of stages."""
+    """Return the schema, as ``omni schema`` prints it without kinds of other packages."""
     return json.dumps(config_schema(_KINDS), indent=2) + "\n"
 
 
 def page() -> str:
-    """The page."""
+    """Return the page."""
     schema = config_schema(_KINDS)
     parts = schema["$defs"]
     lines = [_HEAD, "## The file\n", *_table(schema)]
@@ -107,7 +107,7 @@ def page() -> str:
 
 
 def _table(part: Mapping[str, Any]) -> Iterator[str]:
-    """A row for each key of a mapping."""
+    """Yield the table of a mapping, one row per key."""
     yield "| key | value | default | |"
     yield "|---|---|---|---|"
     required = part.get("required", ())
@@ -120,13 +120,13 @@ def _table(part: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _kind(value: Mapping[str, Any]) -> str:
-    """What a value may be, in words."""
+    """Describe the type of a value."""
     if "$ref" in value:
         name = value["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
     if "anyOf" in value:
         kinds = [_kind(each) for each in value["anyOf"] if each.get("type") != "null"]
-        # One name in the place of a list of one is told once, for all.
+        # A name instead of a list of one is explained once, for all keys.
         lists = [kind for kind in kinds if kind.startswith("list of")]
         return " or ".join(dict.fromkeys(lists or kinds))
     if "const" in value:
