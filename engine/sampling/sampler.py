@@ -308,7 +308,7 @@ def apply_biases(logits: Tensor, states: Sequence[SamplingState]) -> None:
     biased = [(row, state.bias) for row, state in enumerate(states) if state.bias is not None]
     if not biased:
         return
-    indices = _flat_indices([row for row, _ in biased], [ids for _, (ids, _) in biased], logits)
+    indices = _flat_indices([(row, ids) for row, (ids, _) in biased], logits)
     values = np.concatenate([values for _, (_, values) in biased])
     uploaded = upload({"indices": indices, "values": values}, logits.device)
     logits.view(-1)[uploaded["indices"]] += uploaded["values"]
@@ -320,8 +320,7 @@ def apply_masks(logits: Tensor, states: Sequence[SamplingState]) -> None:
         (row, ids) for row, state in enumerate(states) if (ids := state.masked_ids) is not None
     ]
     if masked:
-        indices = _flat_indices([row for row, _ in masked], [ids for _, ids in masked], logits)
-        uploaded = upload({"indices": indices}, logits.device)
+        uploaded = upload({"indices": _flat_indices(masked, logits)}, logits.device)
         logits.view(-1).index_fill_(0, uploaded["indices"], -torch.inf)
 
 
@@ -340,16 +339,15 @@ def apply_penalties(logits: Tensor, states: Sequence[SamplingState]) -> None:
     ]
     if not penalised:
         return
-    ids = [counts.token_ids for _, _, counts in penalised]
-    joined = _flat_indices([row for row, _, _ in penalised], ids, logits)
-    lengths = [len(row_ids) for row_ids in ids]
+    ids = [(row, counts.token_ids) for row, _, counts in penalised]
+    lengths = [len(row_ids) for _, row_ids in ids]
 
     def per_token(values: list[float]) -> NDArray[np.float32]:
         return np.repeat(np.array(values, dtype=np.float32), lengths)
 
     indices, repetition, frequency, presence, generated = upload(
         {
-            "indices": joined,
+            "indices": _flat_indices(ids, logits),
             "repetition": per_token([params.repetition_penalty for _, params, _ in penalised]),
             "frequency": per_token([params.frequency_penalty for _, params, _ in penalised]),
             "presence": per_token([params.presence_penalty for _, params, _ in penalised]),
@@ -363,13 +361,8 @@ def apply_penalties(logits: Tensor, states: Sequence[SamplingState]) -> None:
     logits.view(-1)[indices] = values
 
 
-def _flat_indices(
-    rows: list[int], ids: list[NDArray[np.int64]], logits: Tensor
-) -> NDArray[np.int64]:
-    vocab_size = logits.shape[1]
-    return np.concatenate(
-        [row * vocab_size + row_ids for row, row_ids in zip(rows, ids, strict=True)]
-    )
+def _flat_indices(ids: list[tuple[int, NDArray[np.int64]]], logits: Tensor) -> NDArray[np.int64]:
+    return np.concatenate([row * logits.shape[1] + row_ids for row, row_ids in ids])
 
 
 # Top-p nearly always keeps fewer tokens than this; a full sort costs some ten times more.
