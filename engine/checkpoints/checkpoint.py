@@ -130,7 +130,7 @@ class Checkpoint:
         part: the selected one of several models. Only its weights are visible, without the prefix.
         trust_remote_code: True if processors may run Python code from the checkpoint.
         gguf: header of a GGUF file; None for a folder.
-        packed: format of quantized safetensors weights; None for plain weights.
+        packed: format of quantized safetensors weights; None if those of the part are plain.
         is_outline: True if models are built from its config only, on ``meta``.
     """
 
@@ -184,6 +184,7 @@ class Checkpoint:
         if found is not None:
             config = getattr(config, found.config_name) if found.config_name else config
             generation_config = generation_config if found.has_generation_config else None
+            packed = packed and packed.used_by(path, found.prefix)
         return cls(path, config, generation_config, found, trust_remote_code, packed=packed)
 
     @property

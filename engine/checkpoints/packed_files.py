@@ -102,6 +102,19 @@ class PackedFormat:
         """Suffixes of the tensors' names by their content."""
         return _COMPRESSED if self.method == "compressed-tensors" else _USUAL
 
+    def used_by(self, folder: Path, prefix: str) -> PackedFormat | None:
+        """Return the format if weights with this prefix have it; None for a part stored plain.
+
+        Published omni checkpoints quantize the thinker only. Before the weights are downloaded, the
+        config counts for every part.
+        """
+        if not any(folder.glob("model*.safetensors")):
+            return self
+        codes = f".{self.suffixes['codes']}"
+        names = WeightFiles(folder).stored
+        is_used = any(name.startswith(prefix) and name.endswith(codes) for name in names)
+        return self if is_used else None
+
     def shapes(self, out: int, width: int) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of the tensors of a matrix by their content."""
         n = 32 // self.bits

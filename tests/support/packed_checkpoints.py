@@ -68,11 +68,14 @@ PACKED = {
 }
 
 
-def write_packed(source: str | Path, folder: Path, packed: Packed, plain: Path) -> Path:
+def write_packed(
+    source: str | Path, folder: Path, packed: Packed, plain: Path, prefix: str = ""
+) -> Path:
     """Write a checkpoint whose matrices of layers are quantized.
 
     Args:
         plain: a folder that gets the same with the values that the codes stand for.
+        prefix: beginning of the names of the quantized matrices.
     """
     shutil.copytree(source, folder)
     shutil.copytree(source, plain)
@@ -84,7 +87,7 @@ def write_packed(source: str | Path, folder: Path, packed: Packed, plain: Path) 
     values: dict[str, Tensor] = {}
     rng = np.random.default_rng(0)
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if name.endswith("_proj.weight"):
+        if name.startswith(prefix) and name.endswith("_proj.weight"):
             parts, value = _quantized(tensor.double().numpy(), packed, rng)
             stored |= {name.removesuffix("weight") + part: each for part, each in parts.items()}
             values[name] = torch.from_numpy(value).float()

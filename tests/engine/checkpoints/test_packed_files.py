@@ -28,9 +28,10 @@ from engine import ChatPrompt, EngineConfig, LLMEngine, SamplingParams, TokensPr
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.files.gguf_header import read_gguf_header
 from engine.models.base import ModelSettings
-from engine.models.model_loader import load_model, open_checkpoint
+from engine.models.model_loader import load_generator, load_model, open_checkpoint
 from engine.text.tokenizer import load_tokenizer
 from omni.seeded.language_models import build_causal_lm
+from omni.seeded.omni import build_qwen2_5_omni
 from tests.support.examples import examples
 from tests.support.gguf_files import random_blocks, tiny_gguf, write_gguf
 from tests.support.greedy_reference import GreedyReference, assert_greedy, assert_near
@@ -80,6 +81,24 @@ def test_a_packed_checkpoint_has_the_values_of_a_brute_force(
             assert any("stored as" in line for line in engine.memory_plan.lines())
         assert_greedy(answer, output.outputs[0].token_ids)
         assert_near(output.outputs[0].tensors["hidden_states"], answer.hidden_states, tolerance)
+
+
+def test_parts_stored_plain_load_beside_a_quantized_thinker(tmp_path: Path):
+    """Published quantized omni checkpoints have a talker and a vocoder in plain weights."""
+    source = build_qwen2_5_omni(tmp_path / "source")
+    folder, plain = tmp_path / "packed", tmp_path / "plain"
+    write_packed(source, folder, PACKED["GPTQ"], plain, prefix="thinker.model.layers.")
+    thinker = open_checkpoint(folder, part="thinker")
+    assert thinker.stored is not None
+    for name, weight in open_checkpoint(plain, part="thinker").weights():
+        torch.testing.assert_close(dict(thinker.weights([name]))[name], weight, rtol=0, atol=1e-6)
+    load_model(thinker, SETTINGS)
+    talker = open_checkpoint(folder, part="talker")
+    assert talker.stored is None
+    expected = load_model(open_checkpoint(source, part="talker"), SETTINGS).state_dict()
+    for name, weight in load_model(talker, SETTINGS).state_dict().items():
+        assert torch.equal(weight, expected[name]), name
+    load_generator(open_checkpoint(folder, part="code2wav"), SETTINGS.device)
 
 
 UP = "model.layers.0.mlp.up_proj."
