@@ -207,9 +207,10 @@ def report(omni: Omni, output: OmniOutput, rate: float) -> Table:
     """What each stage took of one answer."""
     sound = output.stages["code2wav"].audio
     assert sound is not None
-    seconds = len(sound.samples) / sound.rate
+    seconds = len(sound.samples) / sound.sampling_rate
     table = Table(title=f"{seconds:.2f} s of sound")
-    for column in ("stage", "tokens", "s", "first token s", "ms a token", "floor ms", "of real time"):
+    columns = ("stage", "tokens", "s", "first token s", "ms a token", "floor ms", "of real time")
+    for column in columns:
         table.add_column(column, justify="left" if column == "stage" else "right")
     whole = 0.0
     for each in output.timeline:
@@ -222,7 +223,8 @@ def report(omni: Omni, output: OmniOutput, rate: float) -> Table:
             first = each.first_token_s or 0.0
             floor = stage.engine.memory_plan.weights_bytes / rate
             decode = (took - first) / max(each.num_tokens - 1, 1)
-            cells = [str(each.num_tokens), f"{first:.2f}", f"{decode * 1e3:.0f}", f"{floor * 1e3:.0f}"]
+            times = f"{first:.2f}", f"{decode * 1e3:.0f}", f"{floor * 1e3:.0f}"
+            cells = [str(each.num_tokens), *times]
         table.add_row(each.stage, cells[0], f"{took:.1f}", *cells[1:], f"{took / seconds:.2f}")
     table.add_row("all", "", f"{whole:.1f}", "", "", "", f"{whole / seconds:.2f}")
     return table

@@ -150,6 +150,7 @@ def load_configured(
             stored_dtype=choices.stored_dtype,
             shards=shards,
         ),
+        check=lambda outline: plan_pages(config, outline, choices),
     )
     return choices.with_heads_of(model, config), model
 

@@ -86,11 +86,13 @@ def load_checked(
     device: torch.device,
     build: Callable[[torch.device], ModelT],
     places_of: Callable[[ModelT], Places],
+    check: Callable[[ModelT], object] = lambda outline: None,
 ) -> ModelT:
     """Build a model and load its weights.
 
     Args:
         build: creates the model, its weights not yet loaded; called for ``meta`` first.
+        check: raises if the model on ``meta`` cannot be used; called before weights are loaded.
 
     Raises:
         ValueError: the config is invalid, its weights do not match the stored ones, or memory is
@@ -98,11 +100,13 @@ def load_checked(
     """
     checkpoint.weight_files  # noqa: B018 - says what is wrong with the files, if anything is
     with told_of_config(checkpoint):
-        places = places_of(build(torch.device("meta")))
+        outline = build(torch.device("meta"))
+        places = places_of(outline)
         rest = [n for n in checkpoint.unplaced(places.targets) if n not in places.ignored]
         ignored = places.ignored | computed_names(checkpoint, rest)
     checkpoint.check_weights(places.targets, ignored=ignored)
     require_memory(places.targets.values(), device, str(checkpoint.path))
+    check(outline)
     model = build(device)
     checkpoint.load_into(places_of(model).targets, ignored=ignored)
     return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -102,8 +103,12 @@ def longest_sequence(checkpoint: Checkpoint) -> int:
         return family.max_positions(checkpoint.config)
 
 
-def load_model(checkpoint: Checkpoint, settings: ModelSettings) -> CausalModel:
-    """Build a checkpoint's model and load its weights.
+def load_model(
+    checkpoint: Checkpoint,
+    settings: ModelSettings,
+    check: Callable[[CausalModel], object] = lambda outline: None,
+) -> CausalModel:
+    """Build a checkpoint's model and load its weights; see :func:`load_checked` for ``check``.
 
     Raises:
         ValueError: the architecture, or something in its config, is not supported; or the weights
@@ -139,7 +144,8 @@ def load_model(checkpoint: Checkpoint, settings: ModelSettings) -> CausalModel:
                 scheme, plain = checkpoint.scheme_of(name), torch.empty(place.shape, device="meta")
                 place.copy_(plain if scheme is None else scheme.quantize(plain))  # type: ignore[arg-type]
     else:
-        model = load_checked(checkpoint, settings.device, build_on, partial(_places, checkpoint))
+        places_of = partial(_places, checkpoint)
+        model = load_checked(checkpoint, settings.device, build_on, places_of, check)
     pack = packable if settings.pack_weights is None else settings.pack_weights
     model.finish_loading(pack_weights=pack)
     return model.eval()

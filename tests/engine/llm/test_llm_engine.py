@@ -26,6 +26,7 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
+from engine.checkpoints.checkpoint import Checkpoint
 from engine.interface.outputs import OutputDelta
 from engine.requests.request import Request
 from engine.text.stop_checker import StopStrings
@@ -226,6 +227,16 @@ def test_start_up_errors_say_what_would_work(
         start(memory_fraction=1e-9)
     with pytest.raises(ValueError, match="LlamaForCausalLM"):
         start(model=seeded("bert"))
+
+
+def test_a_pool_that_is_too_small_is_refused_before_weights_are_read(
+    qwen2_checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[object] = []
+    monkeypatch.setattr(Checkpoint, "load_into", lambda *args, **options: read.append(args))
+    with pytest.raises(ValueError, match="max_model_len 512 needs 32 blocks"):
+        LLMEngine(EngineConfig(model=qwen2_checkpoint, max_model_len=512, num_blocks=8))
+    assert not read
 
 
 def test_a_headless_checkpoint_embeds_but_does_not_generate(seeded: Callable[[str], str]) -> None:
