@@ -207,7 +207,7 @@ def report(omni: Omni, output: OmniOutput, rate: float) -> Table:
     """What each stage took of one answer."""
     sound = output.stages["code2wav"].audio
     assert sound is not None
-    seconds = len(sound.samples) / sound.sampling_rate
+    seconds = sound.duration_s
     table = Table(title=f"{seconds:.2f} s of sound")
     columns = ("stage", "tokens", "s", "first token s", "ms a token", "floor ms", "of real time")
     for column in columns:
