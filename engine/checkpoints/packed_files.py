@@ -105,15 +105,14 @@ class PackedFormat:
     def used_by(self, folder: Path, prefix: str) -> PackedFormat | None:
         """Return the format if weights with this prefix have it; None for a part stored plain.
 
-        Published omni checkpoints quantize the thinker only. Before the weights are downloaded, the
-        config counts for every part.
+        Published omni checkpoints quantize the thinker only. Without any quantized weights, as
+        before the download, the config counts for every part.
         """
         if not any(folder.glob("model*.safetensors")):
             return self
         codes = f".{self.suffixes['codes']}"
-        names = WeightFiles(folder).stored
-        is_used = any(name.startswith(prefix) and name.endswith(codes) for name in names)
-        return self if is_used else None
+        packed = [name for name in WeightFiles(folder).stored if name.endswith(codes)]
+        return self if not packed or any(name.startswith(prefix) for name in packed) else None
 
     def shapes(self, out: int, width: int) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of the tensors of a matrix by their content."""
