@@ -43,6 +43,7 @@ def test_a_file_keeps_the_rules(file: Path):
     if file in _RULED_SOURCES:
         found += [*wrongly_named(file.stem, source), *too_large(source)]
         found += [f"{each} takes any error, and says not why" for each in broad_handlers(source)]
+        found += vague_docstrings(source)
     assert not found, "\n" + "\n".join(found)
 
 
@@ -150,6 +151,25 @@ def test_safe_loads_are_not_found():
 )
 def test_a_planted_broad_handler_is_found(planted: str, is_found: bool):
     assert bool(list(broad_handlers(planted))) is is_found
+
+
+def test_a_planted_vague_docstring_is_found():
+    function = 'def f():\n    """What is."""'
+    for planted in ('"""Whether it runs."""', 'X = 1\n"""Of a step."""', function):
+        assert list(vague_docstrings(planted)), planted
+    assert not list(vague_docstrings('"""Scheduler of steps."""\nx = "Of text"'))
+
+
+def vague_docstrings(source: str) -> Iterator[str]:
+    """Docstrings that begin with a clause, instead of what the thing is or does."""
+    for node in ast.walk(parsed(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                if text.split(maxsplit=1)[0] in _CLAUSES:
+                    yield f"line {node.lineno}: say what it is or does: {text[:40]!r}"
+
+
+_CLAUSES = {"As", "How", "Is", "Of", "That", "What", "Whether", "Where", "Who", "Why"}
 
 
 def test_pyproject_lists_every_package():

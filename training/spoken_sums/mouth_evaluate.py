@@ -29,7 +29,7 @@ from training.spoken_sums.work_folder import WORK
 
 _SWAY = -1.0
 _NUM_STEPS = 4
-"""As in the shipped pipeline."""
+"""Value of the shipped pipeline."""
 
 
 def evaluate_mouth(work: Path, *, every: int = 1) -> list[str]:
