@@ -36,8 +36,8 @@ class EngineStage(Stage):
     # Default parameters of requests; None for an engine that generates no tokens.
     _sampling: SamplingParams | None = None
     # Counters of previous engines of this stage, and their caching setting.
-    _counted: StageStats = StageStats()
-    _caching: bool | None = None
+    _past_stats: StageStats = StageStats()
+    _past_caching: bool | None = None
     # True if the previous step failed as a whole.
     _has_failed: bool = False
 
@@ -74,15 +74,15 @@ class EngineStage(Stage):
         """Drop the engine and build a new one; see :class:`~stages.stage.Stage`."""
         self.ownership.check()
         if hasattr(self, "engine"):
-            self._counted = self.engine.stats().following(self._counted).plus(num_restarts=1)
-            self._caching = self.engine.enable_prefix_caching
+            self._past_stats = self.engine.stats().following(self._past_stats).plus(num_restarts=1)
+            self._past_caching = self.engine.enable_prefix_caching
             # Two engines may not fit into memory. gc.collect() frees reference cycles, too.
             del self.engine
         self._accumulators.clear()
         gc.collect()
         self.engine = self._build_engine()
-        if self._caching is not None:
-            self.engine.enable_prefix_caching = self._caching
+        if self._past_caching is not None:
+            self.engine.enable_prefix_caching = self._past_caching
 
     @property
     def hidden_size(self) -> int | None:
@@ -180,9 +180,9 @@ class EngineStage(Stage):
             _logger.exception("a step of stage %r failed; its requests begin again", self.name)
             return []
         self._has_failed = False
-        return [self._completed(delta) if delta.finished else delta for delta in deltas]
+        return [self._finish_delta(delta) if delta.finished else delta for delta in deltas]
 
-    def _completed(self, delta: OutputDelta) -> OutputDelta:
+    def _finish_delta(self, delta: OutputDelta) -> OutputDelta:
         """Add the tensors to a last delta; if that fails, fail only this request."""
         try:
             return select_tensors(self._with_tensors(delta), self.outputs)
@@ -227,7 +227,7 @@ class EngineStage(Stage):
 
     def stats(self) -> StageStats:
         """Return counters since the stage was built, including those of previous engines."""
-        counted = self._counted
+        counted = self._past_stats
         if hasattr(self, "engine"):
             counted = self.engine.stats().following(counted)
         return counted.plus(

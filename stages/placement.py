@@ -14,8 +14,8 @@ RuntimeKind: TypeAlias = Literal["inline", "processes", "ray"]
 """Kind of runtime: stages take turns in this process, run in separate processes on this machine, or
 in the actors of a Ray cluster."""
 
-_OF_RAY = {"CPU": "num_cpus", "GPU": "num_gpus"}
-_MOST_WORKERS = 256
+_RAY_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus"}
+_MAX_WORKERS = 256
 """Limit per stage, as a pipeline's file may be untrusted."""
 
 
@@ -32,7 +32,7 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-_OF_A_CLUSTER = ("num_cpus", "num_gpus", "resources", "node")
+_RAY_KEYS = ("num_cpus", "num_gpus", "resources", "node")
 """Keys that only Ray supports."""
 
 
@@ -58,7 +58,7 @@ class Placement(Settings):
     """
 
     worker: str | None = Field(default=None, min_length=1, max_length=64)
-    replicas: int = Field(default=1, ge=1, le=_MOST_WORKERS)
+    replicas: int = Field(default=1, ge=1, le=_MAX_WORKERS)
     threads: int | None = Field(default=None, ge=1, le=1024)
     device: _Device | None = None
     devices: Annotated[
@@ -73,7 +73,7 @@ class Placement(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_many_replicas_as_tuple(cls, data: Any) -> Any:
+    def _default_replicas(cls, data: Any) -> Any:
         if isinstance(data, dict) and "replicas" not in data:
             devices = _as_tuple(data.get("devices"))
             if isinstance(devices, tuple) and devices:
@@ -81,7 +81,7 @@ class Placement(Settings):
         return data
 
     @model_validator(mode="after")
-    def _values_go_together(self) -> Self:
+    def _check_consistency(self) -> Self:
         if self.devices is not None and self.device is not None:
             raise PlacedError(
                 ("devices",), "there is a device, too; give the one or the others, not both"
@@ -99,8 +99,8 @@ class Placement(Settings):
                 "leave out one of the two",
             )
         for name in self.resources:
-            if name in _OF_RAY:
-                raise PlacedError(("resources", name), f"is asked for by {_OF_RAY[name]}")
+            if name in _RAY_OPTIONS:
+                raise PlacedError(("resources", name), f"is asked for by {_RAY_OPTIONS[name]}")
         if self.num_gpus is not None and self.num_gpus > 1 and not self.num_gpus.is_integer():
             raise PlacedError(
                 ("num_gpus",), f"above 1 it must be a whole number, got {self.num_gpus:g}"
@@ -144,11 +144,11 @@ class Placement(Settings):
                 f"{self.worker!r} is for processes that stages share; it needs runtime: {{kind: "
                 f"processes}} (or --runtime processes), not {kind!r}, or leave it out"
             )
-        asked = self.model_dump(include=set(_OF_A_CLUSTER), exclude_defaults=True)
-        if kind != "ray" and asked:
-            key = next(iter(asked))
+        given = self.model_dump(include=set(_RAY_KEYS), exclude_defaults=True)
+        if kind != "ray" and given:
+            key = next(iter(given))
             return key, (
-                f"{asked[key]!r} is for a Ray cluster; it needs runtime: {{kind: ray}} "
+                f"{given[key]!r} is for a Ray cluster; it needs runtime: {{kind: ray}} "
                 f"(or --runtime ray), not {kind!r}, or leave it out"
             )
         if kind != "ray":
@@ -167,7 +167,7 @@ class Placement(Settings):
         """Return the keys that a kind of runtime does not support."""
         of_workers = ("worker", "replicas", "devices")
         return {
-            "inline": of_workers + _OF_A_CLUSTER,
-            "processes": _OF_A_CLUSTER,
+            "inline": of_workers + _RAY_KEYS,
+            "processes": _RAY_KEYS,
             "ray": ("worker",),
         }[kind]

@@ -17,7 +17,7 @@ from stages.stage_config import StageConfig
 from stages.transforms.registry import is_custom, resolve_transform
 from stages.transforms.user_code import FOLDER_PACKAGE, find_module, load_custom
 
-_OURS = "stages.transforms."
+_BUILT_IN_PREFIX = "stages.transforms."
 
 
 def check_portable(stages: Mapping[str, Stage | StageConfig]) -> None:
@@ -56,10 +56,10 @@ def portable_transform(spec: str | Transform) -> str:
     if isinstance(spec, str):
         if is_custom(spec):
             if spec.startswith("__main__:"):
-                raise ValueError(f"transform {spec!r}: {_of_main(spec.partition(':')[2])}")
+                raise ValueError(f"transform {spec!r}: {_main_error(spec.partition(':')[2])}")
             return spec
         function = resolve_transform(spec)
-        if function.__module__.startswith(_OURS):
+        if function.__module__.startswith(_BUILT_IN_PREFIX):
             return spec
     else:
         function = spec
@@ -70,7 +70,7 @@ def portable_transform(spec: str | Transform) -> str:
         raise ValueError(f"transform {name!r}: {error}") from error
 
 
-def import_name(thing: Any) -> str:
+def import_name(value: Any) -> str:
     """Return the name by which a process with the same import path finds a function or class.
 
     Returns:
@@ -80,10 +80,10 @@ def import_name(thing: Any) -> str:
     Raises:
         ValueError: there is no such name; states the reason and a remedy.
     """
-    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str):
         raise ValueError(
-            f"a {type(thing).__name__} has no name that a worker could import; write a function of "
+            f"a {type(value).__name__} has no name that a worker could import; write a function of "
             "a module"
         )
     if "<lambda>" in name:
@@ -97,7 +97,7 @@ def import_name(thing: Any) -> str:
             "level of a module"
         )
     if module == "__main__":
-        raise ValueError(_of_main(name))
+        raise ValueError(_main_error(name))
     if module.startswith(FOLDER_PACKAGE):
         return f"{sys.modules[module].__file__}:{name}"
     if find_module(module) is None:
@@ -105,7 +105,7 @@ def import_name(thing: Any) -> str:
             f"its module {module!r} is not on the import path, where a worker would look for it; "
             "install it, or name its folder in PYTHONPATH"
         )
-    if _attribute(sys.modules.get(module), name) is not thing:
+    if _attribute(sys.modules.get(module), name) is not value:
         raise ValueError(
             f"'{module}:{name}' is not it, but something else of that name, or nothing; give it a "
             "name of its own at the top level of its module"
@@ -134,13 +134,13 @@ def load_by_name(name: str) -> Any:
     return found
 
 
-def _attribute(thing: Any, path: str) -> Any:
+def _attribute(value: Any, path: str) -> Any:
     for part in path.split("."):
-        thing = getattr(thing, part, None)
-    return thing
+        value = getattr(value, part, None)
+    return value
 
 
-def _of_main(name: str) -> str:
+def _main_error(name: str) -> str:
     return (
         f"{name!r} is defined in the main script, which a worker does not run; move it into a "
         "module of its own, and import it from there"

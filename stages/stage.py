@@ -89,7 +89,7 @@ Transform: TypeAlias = Callable[[TransformContext], Prompt]
 to fail the request that it was called for."""
 
 
-class _NamedInFiles:
+class _TransformSchema:
     """Schema of a transform: any in Python, a name in a file."""
 
     @classmethod
@@ -99,7 +99,7 @@ class _NamedInFiles:
         return core_schema.json_or_python_schema(json_schema=name, python_schema=in_python)
 
 
-def _located(value: str | Transform, info: ValidationInfo) -> str | Transform:
+def _resolve_location(value: str | Transform, info: ValidationInfo) -> str | Transform:
     locate: Callable[[str], str] | None = (info.context or {}).get("locate_transform")
     return locate(value) if locate is not None and isinstance(value, str) else value
 
@@ -139,7 +139,7 @@ class StageInputs:
     """
 
     sources: Annotated[tuple[str, ...], Field(alias="from", min_length=1), OneOrMore]
-    transform: Annotated[str | Transform, _NamedInFiles, AfterValidator(_located)]
+    transform: Annotated[str | Transform, _TransformSchema, AfterValidator(_resolve_location)]
     chunk_size: Annotated[int | None, Field(ge=1)] = None
     max_pending_chunks: Annotated[int, Field(ge=1)] = 2
 

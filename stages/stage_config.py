@@ -38,21 +38,21 @@ ENTRY_POINTS = "omni_pipeline.stage_kinds"
 
 _ConfigT = TypeVar("_ConfigT", bound="StageConfig")
 _KINDS: dict[str, type[StageConfig]] = {}
-_IN_CODE: dict[str, type[StageConfig]] = {}
+_KINDS_BY_CLASS: dict[str, type[StageConfig]] = {}
 """Kinds that are named by their class, as last loaded."""
 
 
-def _located(value: str, info: ValidationInfo) -> str:
+def _resolve_location(value: str, info: ValidationInfo) -> str:
     locate: Callable[[str], str] | None = (info.context or {}).get("locate_model")
     return value if locate is None else locate(value)
 
 
-ModelReference = Annotated[str, Field(min_length=1), AfterValidator(_located)]
+ModelReference = Annotated[str, Field(min_length=1), AfterValidator(_resolve_location)]
 """Folder, hub id, or a name that the validation's context resolves to one of them by an optional
 function ``locate_model``."""
 
 
-def _noting(build: Callable[..., Any]) -> Callable[..., Any]:
+def _set_built_of(build: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(build)
     def build_stage(self: StageConfig, name: str) -> Any:
         stage = build(self, name)
@@ -94,12 +94,12 @@ class StageConfig(Settings):
     final_output: Annotated[tuple[str, ...], OneOrMore] = ()
     placement: Placement = Field(default=Placement(), description="where the stage runs")
 
-    _named: str | None = PrivateAttr(default=None)
+    _location: str | None = PrivateAttr(default=None)
 
     @property
     def kind_reference(self) -> str:
         """Name of this kind that is valid in any file: the location of its class, if it has one."""
-        return self._named or self.kind
+        return self._location or self.kind
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
@@ -107,18 +107,18 @@ class StageConfig(Settings):
         super().__pydantic_init_subclass__(**options)
         build = vars(cls).get("build_stage")
         if build is not None:
-            cls.build_stage = _noting(build)  # type: ignore[method-assign]
+            cls.build_stage = _set_built_of(build)  # type: ignore[method-assign]
 
     @field_validator("*", mode="after")
     @classmethod
-    def _starts_at_the_file(cls, value: Any, info: ValidationInfo) -> Any:
+    def _resolve_path(cls, value: Any, info: ValidationInfo) -> Any:
         folder = (info.context or {}).get("folder")
         if folder is None or not isinstance(value, Path):
             return value
         return (folder / value.expanduser()).absolute()
 
     @model_validator(mode="after")
-    def _devices_are_the_engines(self) -> Self:
+    def _check_devices(self) -> Self:
         for device in self.placement.all_devices:
             self._check_device(device)
         return self
@@ -191,7 +191,7 @@ class StageConfig(Settings):
     def model_for(cls, data: Mapping[str, Any]) -> type[StageConfig]:
         """Return the class that validates a mapping: that of its kind, or else this one."""
         kind = str(data.get("kind"))
-        return _KINDS.get(kind) or _IN_CODE.get(kind, cls)
+        return _KINDS.get(kind) or _KINDS_BY_CLASS.get(kind, cls)
 
 
 class TokenStageConfig(StageConfig):
@@ -207,7 +207,7 @@ class TokenStageConfig(StageConfig):
     outputs: Annotated[tuple[str, ...], OneOrMore] | None = None
 
     @model_validator(mode="after")
-    def _is_not_divided_and_repeated(self) -> Self:
+    def _check_tensor_parallel(self) -> Self:
         if self.engine.tensor_parallel > 1 and self.placement.replicas > 1:
             raise PlacedError(
                 ("engine", "tensor_parallel"),
@@ -250,7 +250,7 @@ def register_stage_kind(config: type[_ConfigT]) -> type[_ConfigT]:
             'kind: Literal["shout"]'
         )
     known = _KINDS.setdefault(names[0], config)
-    if known is not config and _written_at(known) != _written_at(config):
+    if known is not config and _source_location(known) != _source_location(config):
         raise ValueError(
             f"a stage kind named {names[0]!r} is registered already, by {known.__module__}:"
             f"{known.__qualname__}; give it another name"
@@ -258,7 +258,7 @@ def register_stage_kind(config: type[_ConfigT]) -> type[_ConfigT]:
     return config
 
 
-def _written_at(config: type[StageConfig]) -> tuple[object, ...]:
+def _source_location(config: type[StageConfig]) -> tuple[object, ...]:
     file = getattr(sys.modules.get(config.__module__), "__file__", None)
     return (id(config),) if file is None else (os.path.realpath(file), config.__qualname__)
 
@@ -305,7 +305,7 @@ def parse_stage_config(
     else:
         parsed = config.model_validate(data, context=context)
     if ":" in kind:
-        parsed._named = locate_custom(kind, folder, what="kind")
+        parsed._location = locate_custom(kind, folder, what="kind")
     return parsed
 
 
@@ -353,7 +353,7 @@ def _stage_kind(name: str, folder: Path | None = None) -> type[StageConfig] | No
                 raise ValueError(f"kind {name!r} is no subclass of omni.StageConfig")
         except ValueError as error:
             raise PlacedError(("kind",), str(error)) from error
-        _IN_CODE[name] = found
+        _KINDS_BY_CLASS[name] = found
         return found
     if name not in _KINDS:
         for entry_point in entry_points(group=ENTRY_POINTS, name=name):

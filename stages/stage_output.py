@@ -158,7 +158,7 @@ class OutputAccumulator:
         if delta.num_prompt_tokens:
             self._fields["num_prompt_tokens"] = delta.num_prompt_tokens
             self._fields["num_cached_tokens"] = delta.num_cached_tokens
-        for name in _KEPT if delta.finished or delta.metrics or delta.windows else ():
+        for name in _LATEST_FIELDS if delta.finished or delta.metrics or delta.windows else ():
             value = getattr(delta, name)
             if value is not None and value != ():
                 self._fields[name] = value
@@ -173,11 +173,11 @@ class OutputAccumulator:
         completions = self._all_completions()
         first, fields = completions[0], self._fields
         new_text, self._new_text = "".join(self._new_text), []
-        new_audio, self._new_audio = _joined(self._new_audio), []
+        new_audio, self._new_audio = _concatenate(self._new_audio), []
         failure = failure_of(self.finished, fields.get("error"), first.finish_reason)
         whole = fields.get("whole_audio")
         if whole is None and self.finished and failure is None:
-            whole = _joined(self._audio)
+            whole = _concatenate(self._audio)
         kept = {name: value for name, value in fields.items() if name != "whole_audio"}
         return StageOutput(
             self.request_id,
@@ -196,7 +196,7 @@ class OutputAccumulator:
 
     def sound_from(self, num_samples: int) -> Waveform | None:
         """Return the audio so far after the first ``num_samples`` samples; None if none is left."""
-        whole = _joined(self._audio)
+        whole = _concatenate(self._audio)
         if whole is None or whole.samples.shape[0] <= num_samples:
             return None
         return replace(whole, samples=whole.samples[num_samples:])
@@ -216,7 +216,7 @@ class OutputAccumulator:
                 CompletionDelta(index, each.text, each.token_ids, each.logprobs, each.finish_reason)
                 for index, each in enumerate(others, 1)
             ),
-            _joined(self._audio),
+            _concatenate(self._audio),
             **self._fields,
         )
 
@@ -226,7 +226,7 @@ class OutputAccumulator:
         return tuple(each.completion() for each in self._completions)
 
 
-_KEPT = (
+_LATEST_FIELDS = (
     "error",
     "prompt_token_ids",
     "encoder_prompt_token_ids",
@@ -237,7 +237,7 @@ _KEPT = (
 )
 
 
-def _joined(pieces: Sequence[Waveform]) -> Waveform | None:
+def _concatenate(pieces: Sequence[Waveform]) -> Waveform | None:
     if len(pieces) < 2:
         return pieces[0] if pieces else None
     return pieces[0].followed_by(*pieces[1:])
@@ -248,17 +248,17 @@ def delta_since(output: StageOutput, before: StageOutput | None) -> OutputDelta:
     last = before or StageOutput(output.request_id, output.stage, finished=False)
     text = None
     if output.text is not None:
-        text = _rest("text", output.text, last.text or "")
+        text = _suffix("text", output.text, last.text or "")
     others = []
     for index, each in enumerate(output.completions[1:], 1):
-        had = last.completions[index] if index < len(last.completions) else _NOTHING
-        if each != had:
+        old = last.completions[index] if index < len(last.completions) else _EMPTY_COMPLETION
+        if each != old:
             others.append(
                 CompletionDelta(
                     index,
-                    _rest("text", each.text, had.text),
-                    _rest("token_ids", each.token_ids, had.token_ids),
-                    None if each.logprobs is None else each.logprobs[len(had.logprobs or ()) :],
+                    _suffix("text", each.text, old.text),
+                    _suffix("token_ids", each.token_ids, old.token_ids),
+                    None if each.logprobs is None else each.logprobs[len(old.logprobs or ()) :],
                     each.finish_reason,
                 )
             )
@@ -266,7 +266,7 @@ def delta_since(output: StageOutput, before: StageOutput | None) -> OutputDelta:
         output.request_id,
         output.finished,
         text,
-        _rest("token_ids", output.token_ids, last.token_ids),
+        _suffix("token_ids", output.token_ids, last.token_ids),
         None if output.logprobs is None else output.logprobs[len(last.logprobs or ()) :],
         output.finish_reason,
         len(output.completions),
@@ -284,11 +284,11 @@ def delta_since(output: StageOutput, before: StageOutput | None) -> OutputDelta:
     )
 
 
-_NOTHING = Completion("", (), None)
+_EMPTY_COMPLETION = Completion("", (), None)
 _T = TypeVar("_T", str, tuple[int, ...])
 
 
-def _rest(name: str, now: _T, before: _T) -> _T:
+def _suffix(name: str, now: _T, before: _T) -> _T:
     if now[: len(before)] != before:
         raise ValueError(
             f"its {name} must begin with what its last output had, {before!r:.80}, got {now!r:.80}"

@@ -146,8 +146,8 @@ class Attention:
         cache = self._kv_cache
         if cache is None:
             raise RuntimeError(f"{self.layer_name} has no KV cache yet; call bind first")
-        places = torch.tensor(block_ids) * cache.chunks_per_page + 2 * cache.layer_index
-        keys = cache.chunks[places.to(cache.chunks.device)].flatten(0, 1)
+        chunk_ids = torch.tensor(block_ids) * cache.chunks_per_page + 2 * cache.layer_index
+        keys = cache.chunks[chunk_ids.to(cache.chunks.device)].flatten(0, 1)
         keys = keys[:num_rows, self.aligned_heads].float().cpu()
         scores = torch.einsum("nhd,mhd->hnm", queries.float(), keys)
         return (scores * self.scoring.scale).softmax(dim=-1)

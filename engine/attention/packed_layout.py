@@ -63,12 +63,12 @@ class TimeOrder:
     def of(cls, lengths: Tensor, device: torch.device) -> TimeOrder:
         """Order sequences by their numbers of items, ``(num_sequences,)`` on the CPU."""
         sequences = np.argsort(-lengths.numpy(), kind="stable")
-        places = np.empty_like(sequences)
-        places[sequences] = np.arange(len(lengths))
+        ranks = np.empty_like(sequences)
+        ranks[sequences] = np.arange(len(lengths))
         owners, times = _owners_and_times(lengths.numpy())
-        items = np.argsort(times * len(lengths) + places[owners])
+        items = np.argsort(times * len(lengths) + ranks[owners])
         batch_sizes = tuple(np.bincount(times).tolist())
-        return cls(_on(device, sequences), _on(device, items), batch_sizes)
+        return cls(_upload(device, sequences), _upload(device, items), batch_sizes)
 
     def batches(self) -> Iterator[slice]:
         """Yield the batches as ranges of :attr:`items`, ordered by time."""
@@ -100,7 +100,7 @@ class Chunks:
         owners, times = _owners_and_times(lengths.numpy())
         firsts = (counts.cumsum() - counts) * size
         slots, order = firsts[owners] + times, TimeOrder.of(torch.from_numpy(counts), device)
-        return cls(size, int(counts.sum()), _on(device, slots), order)
+        return cls(size, int(counts.sum()), _upload(device, slots), order)
 
     def pad(self, tokens: Tensor) -> Tensor:
         """Pad ``(num_tokens, ...)`` to ``(count, size, ...)`` with zeros in partial chunks."""
@@ -137,13 +137,13 @@ class PackedLayout:
             starts = self._starts.numpy()
             owners, _ = _owners_and_times(self._lengths.numpy())
             tokens = np.arange(len(owners)) + (owners + 1) * history
-            one = np.arange(history)
-            before = np.arange(self.num_reqs) * history
-            histories = (starts[:-1] + before)[:, None] + one
-            next_histories = (starts[1:] + before)[:, None] + one
+            columns = np.arange(history)
+            shifts = np.arange(self.num_reqs) * history
+            histories = (starts[:-1] + shifts)[:, None] + columns
+            next_histories = (starts[1:] + shifts)[:, None] + columns
             rows = (tokens, histories.reshape(-1), next_histories.reshape(-1))
-            found = HistoryRows(*(_on(self.device, indices) for indices in rows))
-            self._history_rows[history] = found
+            result = HistoryRows(*(_upload(self.device, indices) for indices in rows))
+            self._history_rows[history] = result
         return self._history_rows[history]
 
     @cached_property
@@ -164,5 +164,5 @@ def _owners_and_times(lengths: _IntArray) -> tuple[_IntArray, _IntArray]:
     return owners, np.arange(len(owners)) - firsts[owners]
 
 
-def _on(device: torch.device, indices: _IntArray) -> Tensor:
+def _upload(device: torch.device, indices: _IntArray) -> Tensor:
     return upload_tensor(torch.from_numpy(indices), device)

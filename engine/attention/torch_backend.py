@@ -77,11 +77,11 @@ def attend_to_seen(
     output = attend(keys, values)
     if output.is_cuda or are_finite([output]):
         return output
-    spoilt = ~(keys.isfinite() & values.isfinite()).flatten(-2).all(-1)
-    hidden = spoilt[..., None, None]
-    others = attend(keys.masked_fill(hidden, 0.0), values.masked_fill(hidden, 0.0))
-    is_touched = (sees() & spoilt[..., None, :]).any(-1)
-    return torch.where(is_touched[..., None, None], output, others)
+    is_nonfinite = ~(keys.isfinite() & values.isfinite()).flatten(-2).all(-1)
+    hidden = is_nonfinite[..., None, None]
+    recomputed = attend(keys.masked_fill(hidden, 0.0), values.masked_fill(hidden, 0.0))
+    is_touched = (sees() & is_nonfinite[..., None, :]).any(-1)
+    return torch.where(is_touched[..., None, None], output, recomputed)
 
 
 _TILE_QUERIES = 256
@@ -164,7 +164,7 @@ def lay_out_prefill(metadata: AttentionMetadata, request: int) -> Prefill:
 
 
 def _lay_out_tile(
-    metadata: AttentionMetadata, to_row: int, first_key: int, start: int, end: int, first: int
+    metadata: AttentionMetadata, row_offset: int, first_key: int, start: int, end: int, first: int
 ) -> QueryTile:
     """Lay out the tile of positions ``start`` to ``end``, whose first visible key is ``first``.
 
@@ -172,7 +172,7 @@ def _lay_out_tile(
         to_row: offset from a position to a token of the step.
         first_key: position of the request's first key.
     """
-    queries, ends = slice(to_row + start, to_row + end), metadata.visible_ends
+    queries, ends = slice(row_offset + start, row_offset + end), metadata.visible_ends
     last, spans = end, None
     if ends is not None:
         positions, seen = torch.arange(start, end), ends[queries]
@@ -222,12 +222,12 @@ class TileMask:
             return mask.masked_fill_((keys < first) | (keys >= end), float("-inf"))
         if self._window != window or self._mask.shape[1] < num_keys:
             self._window = window
-            self._mask = self._make(max(num_keys * 5 // 4, _TILE_QUERIES), window)
+            self._mask = self._build(max(num_keys * 5 // 4, _TILE_QUERIES), window)
         corner = self._mask[-num_queries:, -num_keys:]
         # CUDA kernels read masks in vectors, which must begin at aligned addresses.
         return corner.contiguous() if corner.is_cuda else corner
 
-    def _make(self, num_keys: int, window: int | None) -> Tensor:
+    def _build(self, num_keys: int, window: int | None) -> Tensor:
         device = self._mask.device
         queries = torch.arange(-_TILE_QUERIES, 0, device=device)[:, None]
         keys = torch.arange(-num_keys, 0, device=device)[None, :]
@@ -355,8 +355,8 @@ class TorchBackend(AttentionBackend):
             if bucket.members is None:
                 output[decodes] = self._decode(query[decodes], bucket, kv_cache, scoring)
             else:
-                some = query.index_select(0, bucket.members)
-                attended = self._decode(some, bucket, kv_cache, scoring)
+                queries = query.index_select(0, bucket.members)
+                attended = self._decode(queries, bucket, kv_cache, scoring)
                 output.index_copy_(0, bucket.members, attended)
         self._attend_prefills(call, output)
         return output
@@ -381,11 +381,11 @@ class TorchBackend(AttentionBackend):
                     query[tile.queries],
                     keys[tile.keys],
                     values[tile.keys],
-                    self._mask_of(prefill, tile, scoring.bias),
+                    self._build_mask(prefill, tile, scoring.bias),
                     scoring,
                 )
 
-    def _mask_of(self, prefill: Prefill, tile: QueryTile, bias: Tensor | None) -> Tensor | None:
+    def _build_mask(self, prefill: Prefill, tile: QueryTile, bias: Tensor | None) -> Tensor | None:
         """Return ``([num_heads,] queries, keys)``, with heads if biased; None: no mask needed."""
         if not prefill.is_masked:
             return None

@@ -58,7 +58,7 @@ class TritonBackend(KernelBackend):
     def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
         self._multiprocessors = _multiprocessors(device)
         # Placeholder for missing arguments: an argument of another type compiles another kernel.
-        self._nothing = torch.empty(0, device=device)
+        self._placeholder = torch.empty(0, device=device)
         self._launch: _Launch | None = None
         self._torch = TorchBackend(device, dtype)
 
@@ -112,9 +112,9 @@ class TritonBackend(KernelBackend):
         only_decodes = metadata.num_decodes == num_reqs
         num_segments = 1
         if only_decodes and num_reqs:
-            wanted = _PROGRAMS_PER_SM * self._multiprocessors // (num_reqs * num_kv_heads)
+            target = _PROGRAMS_PER_SM * self._multiprocessors // (num_reqs * num_kv_heads)
             longest = -(-int(metadata.seq_lens.max()) // _SEGMENT_KEYS)
-            num_segments = max(1, min(wanted, longest, _MAX_SEGMENTS))
+            num_segments = max(1, min(target, longest, _MAX_SEGMENTS))
         starts, lengths = metadata.query_start_loc, metadata.seq_lens
         if metadata.on_device is not None:
             starts, lengths = metadata.on_device
@@ -133,7 +133,7 @@ class TritonBackend(KernelBackend):
         metadata, scoring, kv_cache = call.metadata, call.scoring, call.kv_cache
         num_tokens, num_heads, head_dim = query.shape
         is_split = launch.num_segments > 1
-        partial = stats = self._nothing
+        partial = stats = self._placeholder
         if is_split:
             rows = num_tokens, num_heads, launch.num_segments
             partial = query.new_empty(*rows, head_dim, dtype=torch.float32)
@@ -150,7 +150,7 @@ class TritonBackend(KernelBackend):
             launch.query_start_loc,
             launch.seq_lens,
             metadata.block_table,
-            self._nothing if bias is None else bias,
+            self._placeholder if bias is None else bias,
             scoring.scale if capped else scoring.scale * _LOG2_E,
             scoring.softcap if capped else 1.0,
             query.stride(0),
@@ -207,18 +207,18 @@ class _Shape:
         num_heads, head_dim = query.shape[1:]
         num_kv_heads = kv_cache.keys.shape[1]
         group = num_heads // num_kv_heads
-        padded_dim = max(16, _power_of_two(head_dim))
+        padded_dim = max(16, _next_power_of_two(head_dim))
         keys = 64 if padded_dim <= 128 else 32
-        most_rows = _PREFILL_ROWS
+        max_rows = _PREFILL_ROWS
         if query.element_size() > 2:
             # Tensor cores do not multiply float32: each product uses registers.
-            keys = most_rows = 16
-        rows = max(_DECODE_ROWS if only_decodes else most_rows, _power_of_two(group))
+            keys = max_rows = 16
+        rows = max(_DECODE_ROWS if only_decodes else max_rows, _next_power_of_two(group))
         num_warps = 8 if rows * padded_dim >= 8192 else 4
         return cls(rows, keys, padded_dim, num_kv_heads, rows // group, num_warps)
 
 
-def _power_of_two(number: int) -> int:
+def _next_power_of_two(number: int) -> int:
     """Return the smallest power of two that is not less than the number."""
     return 1 << (number - 1).bit_length()
 

@@ -39,7 +39,7 @@ def dot_dtype(dtype: torch.dtype) -> tl.dtype:
 
 
 # Per-step numbers, and tensors at any offset of a packed one: kernels are not specialized for them.
-_OF_A_STEP = [
+_UNSPECIALIZED = [
     "starts_ptr",
     "seq_lens_ptr",
     "table_ptr",
@@ -55,7 +55,7 @@ _OF_A_STEP = [
 
 
 @triton.jit
-def _request_of(
+def _find_request(
     starts_ptr: tl.tensor, num_reqs: tl.tensor, program: tl.tensor, BLOCK_Q: tl.constexpr
 ) -> tl.tensor:
     """Find the request of a program: the last whose first program is not after it."""
@@ -70,7 +70,7 @@ def _request_of(
     return low
 
 
-@triton.jit(do_not_specialize=_OF_A_STEP)
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def paged_attention(
     query_ptr: tl.tensor,
     chunks_ptr: tl.tensor,
@@ -123,7 +123,7 @@ def paged_attention(
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
     segment = tl.program_id(2)
-    request = _request_of(starts_ptr, num_reqs, program, BLOCK_Q)
+    request = _find_request(starts_ptr, num_reqs, program, BLOCK_Q)
     start = tl.load(starts_ptr + request)
     query_len = tl.load(starts_ptr + request + 1) - start
     first_query = (program - (start // BLOCK_Q + request)) * BLOCK_Q
@@ -168,16 +168,16 @@ def paged_attention(
             table_ptr + request * table_stride + key // BLOCK_SIZE, mask=is_key, other=0
         ).to(tl.int64)
         slot = (page * CHUNKS_PER_PAGE + first_chunk) * BLOCK_SIZE + key % BLOCK_SIZE
-        place = slot * KV_STRIDE + kv_head * HEAD_DIM
+        offset = slot * KV_STRIDE + kv_head * HEAD_DIM
         is_read = is_key[:, None] & in_dim[None, :]
-        keys = tl.load(chunks_ptr + place[:, None] + dim[None, :], mask=is_read, other=0.0).to(
+        keys = tl.load(chunks_ptr + offset[:, None] + dim[None, :], mask=is_read, other=0.0).to(
             DOT_DTYPE
         )
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
         if IS_CAPPED:
             # tanh(x) is 1 - 2 / (exp(2 x) + 1).
-            bent = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / softcap)) + 1.0)
-            scores = bent * (softcap * LOG2_E)
+            tanh = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / softcap)) + 1.0)
+            scores = tanh * (softcap * LOG2_E)
         if num_distances > 0:
             distance = tl.minimum(
                 tl.maximum(position[:, None] - key[None, :], 0), num_distances - 1
@@ -192,7 +192,7 @@ def paged_attention(
         weights = tl.exp2(scores - shift[:, None])
         rescale = tl.exp2(largest - shift)
         values = tl.load(
-            chunks_ptr + (place + BLOCK_SIZE * KV_STRIDE)[:, None] + dim[None, :],
+            chunks_ptr + (offset + BLOCK_SIZE * KV_STRIDE)[:, None] + dim[None, :],
             mask=is_read,
             other=0.0,
         )
@@ -205,17 +205,17 @@ def paged_attention(
         largest = now_largest
 
     is_written = is_row[:, None] & in_dim[None, :]
-    row_place = token * NUM_HEADS + head
+    output_row = token * NUM_HEADS + head
     if num_segments == 1:
         # Rows without visible keys (of an encoder without output) are zeros.
         attended = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
         tl.store(
-            output_ptr + row_place[:, None] * HEAD_DIM + dim[None, :],
+            output_ptr + output_row[:, None] * HEAD_DIM + dim[None, :],
             attended.to(output_ptr.dtype.element_ty),
             mask=is_written,
         )
     else:
-        part = row_place * num_segments + segment
+        part = output_row * num_segments + segment
         tl.store(partial_ptr + part[:, None] * HEAD_DIM + dim[None, :], total, mask=is_written)
         tl.store(stats_ptr + part * 2, largest, mask=is_row)
         tl.store(stats_ptr + part * 2 + 1, weight, mask=is_row)
@@ -239,8 +239,8 @@ def merge_segments(
     part = row * num_segments + segment
     largest = tl.load(stats_ptr + part * 2, mask=is_segment, other=float("-inf"))
     weight = tl.load(stats_ptr + part * 2 + 1, mask=is_segment, other=0.0)
-    most = tl.max(largest, 0)
-    share = tl.exp2(largest - tl.where(most == float("-inf"), 0.0, most))
+    overall = tl.max(largest, 0)
+    share = tl.exp2(largest - tl.where(overall == float("-inf"), 0.0, overall))
     totals = tl.load(
         partial_ptr + part[:, None] * HEAD_DIM + dim[None, :],
         mask=is_segment[:, None] & (dim < HEAD_DIM)[None, :],

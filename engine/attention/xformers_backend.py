@@ -49,12 +49,12 @@ def with_a_key_for_all(metadata: AttentionMetadata) -> tuple[AttentionMetadata, 
     if not empty.any():
         return metadata, None
     table = metadata.block_table
-    blind = empty.repeat_interleave(metadata.query_start_loc.diff())
+    is_void = empty.repeat_interleave(metadata.query_start_loc.diff())
     return replace(
         metadata,
         seq_lens=metadata.seq_lens.clamp(min=1),
         block_table=table if table.shape[1] else table.new_zeros(metadata.num_reqs, 1),
-    ), blind[:, None, None].to(table.device)
+    ), is_void[:, None, None].to(table.device)
 
 
 def prefill_bias(
@@ -90,8 +90,8 @@ def prefill_bias(
     seq_lens = metadata.seq_lens[prefills].tolist()
     if not metadata.causal:
         return BlockDiagonalMask.from_seqlens(query_lens, seq_lens, device=device)
-    begins = metadata.seq_lens[prefills] - metadata.query_start_loc.diff()[prefills]
-    keys = (metadata.seq_lens[prefills] - first_visible(begins, metadata.window)).tolist()
+    starts = metadata.seq_lens[prefills] - metadata.query_start_loc.diff()[prefills]
+    keys = (metadata.seq_lens[prefills] - first_visible(starts, metadata.window)).tolist()
     bias = BlockDiagonalCausalFromBottomRightMask.from_seqlens(query_lens, keys, device=device)
     if metadata.window is None or metadata.window >= max(keys):
         return bias
@@ -191,7 +191,7 @@ class XformersBackend(KernelBackend):
         self._decode_bias: Any = None
         self._prefill_bias: Any = None
         self._prefill_rows: Tensor | None = None
-        self._blind_tokens: Tensor | None = None
+        self._void_tokens: Tensor | None = None
         self._ready = False
         self._torch = TorchBackend(device, dtype)
         self._torch_ready = False
@@ -209,7 +209,7 @@ class XformersBackend(KernelBackend):
     def _prepare(self, metadata: AttentionMetadata, chunks_per_page: int) -> None:
         """Build the biases, and the rows that prefills gather."""
         self._decode_bias = self._prefill_bias = self._prefill_rows = None
-        metadata, self._blind_tokens = with_a_key_for_all(metadata)
+        metadata, self._void_tokens = with_a_key_for_all(metadata)
         if metadata.num_decodes:
             self._decode_bias = decode_bias(metadata, chunks_per_page)
         if metadata.num_decodes < metadata.num_reqs:
@@ -254,8 +254,8 @@ class XformersBackend(KernelBackend):
             )
             parts.append(attended)
         output = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if self._blind_tokens is not None:
-            output = output.masked_fill(self._blind_tokens, 0.0)
+        if self._void_tokens is not None:
+            output = output.masked_fill(self._void_tokens, 0.0)
         return output
 
     def _attend(

@@ -114,9 +114,9 @@ def folder_of_source(model: str) -> Path | None:
 
 # Weights in the Hugging Face layout, configs, tokenizers and chat templates. No pickles except a
 # speech model's voices, from which only tensors and numbers are read.
-_WANTED_FILES = ["model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "spk_dict.pt"]
+_FILE_PATTERNS = ["model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "spk_dict.pt"]
 # Dense layers after the pooling of an embedding model.
-_WANTED_FILES += ["*_Dense/model.safetensors"]
+_FILE_PATTERNS += ["*_Dense/model.safetensors"]
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Checkpoint:
             header = read_gguf_header(file)
             generation = GenerationConfig(**gguf_token_ids(header))
             return cls(file, gguf_config(header), generation, gguf=header)
-        check_files(path, _WANTED_FILES)
+        check_files(path, _FILE_PATTERNS)
         content = read_config_file(path)
         packed = PackedFormat.of(path / CONFIG_FILE, content)
         parts = parts_of(content)
@@ -236,7 +236,7 @@ class Checkpoint:
     @cached_property
     def weight_files(self) -> Mapping[str, str]:
         """File of each tensor; reads headers only, and raises like :attr:`WeightFiles.stored`."""
-        prefix, files = self._prefix, {} if self.is_outline else self._whole.files
+        prefix, files = self._prefix, {} if self.is_outline else self._all_weights.files
         return {
             name.removeprefix(prefix): file
             for name, file in files.items()
@@ -248,7 +248,7 @@ class Checkpoint:
         return "" if self.part is None else self.part.prefix
 
     @cached_property
-    def _whole(self) -> WeightFiles | GGUFWeights:
+    def _all_weights(self) -> WeightFiles | GGUFWeights:
         if self.gguf is not None:
             return GGUFWeights(self.gguf)
         packed = self.packed
@@ -264,8 +264,8 @@ class Checkpoint:
             ValueError: a tensor does not exist, or a file is missing or damaged.
         """
         prefix = self._prefix
-        wanted = self.weight_files.keys() if names is None else names
-        for name, stored in self._whole.tensors([f"{prefix}{name}" for name in wanted]):
+        selected = self.weight_files.keys() if names is None else names
+        for name, stored in self._all_weights.tensors([f"{prefix}{name}" for name in selected]):
             plain = stored.dequantize() if isinstance(stored, QuantizedWeight) else stored
             yield name.removeprefix(prefix), plain
 
@@ -296,7 +296,7 @@ class Checkpoint:
                 f"{self.path} holds weights that {self.architecture} has no place for: "
                 + listed(unexpected)
             )
-        self._whole.check({f"{prefix}{name}": tensor for name, tensor in targets.items()})
+        self._all_weights.check({f"{prefix}{name}": tensor for name, tensor in targets.items()})
 
     def load_into(
         self, targets: Mapping[str, Target], *, ignored: Collection[str] = frozenset()
@@ -308,7 +308,7 @@ class Checkpoint:
         """
         self.check_weights(targets, ignored=ignored)
         prefix = self._prefix
-        for name, stored in self._whole.tensors([f"{prefix}{name}" for name in targets]):
+        for name, stored in self._all_weights.tensors([f"{prefix}{name}" for name in targets]):
             target = targets[name.removeprefix(prefix)]
             if isinstance(stored, QuantizedWeight) and isinstance(target, Tensor):
                 stored = stored.dequantize()
@@ -333,9 +333,9 @@ def locate(
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
     if looks_like_path:
         raise ValueError(f"model folder {model!r} does not exist (and it is no hub id)")
-    wanted = [*(["*.json"] if configs_only else _WANTED_FILES), *(["*.py"] * trust_remote_code)]
+    patterns = [*(["*.json"] if configs_only else _FILE_PATTERNS), *(["*.py"] * trust_remote_code)]
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ValueError(
             f"model {model!r} is no folder here, and it could not be fetched from the "

@@ -30,7 +30,7 @@ from engine.interface.placed_error import described
 from engine.interface.sampling_params import checkpoint_defaults
 
 # The same torch functions as in transformers, whose module takes a second to import.
-_OF_TORCH: Mapping[str, Callable[[], nn.Module]] = {
+_TORCH_ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
     "gelu_pytorch_tanh": partial(nn.GELU, approximate="tanh"),
     "relu": nn.ReLU,
@@ -41,7 +41,7 @@ _OF_TORCH: Mapping[str, Callable[[], nn.Module]] = {
 
 def check_activation(where: str, name: str) -> None:
     """Raise ``ValueError`` if transformers has no such activation; ``where`` names the field."""
-    if name in _OF_TORCH:
+    if name in _TORCH_ACTIVATIONS:
         return
     from transformers.activations import ACT2FN
 
@@ -52,8 +52,8 @@ def check_activation(where: str, name: str) -> None:
 def activation_of(name: str) -> nn.Module:
     """Create the activation with a name of transformers; ``ValueError`` if there is none."""
     check_activation("activation", name)
-    if name in _OF_TORCH:
-        return _OF_TORCH[name]()
+    if name in _TORCH_ACTIVATIONS:
+        return _TORCH_ACTIVATIONS[name]()
     from transformers.activations import ACT2FN
 
     return ACT2FN[name]
@@ -65,23 +65,23 @@ _LOGGERS = (
 )
 # The config of a part may name tokens of another part's larger vocabulary. Sections of three axes
 # are supported by transformers' models, but not by its config check.
-_EXPECTED = ("within the vocabulary", "{'mrope_section'}")
+_HARMLESS = ("within the vocabulary", "{'mrope_section'}")
 
 
 @contextmanager
 def quiet_config_log() -> Iterator[None]:
     """Drop harmless transformers warnings about configs; all others pass."""
     for logger in _LOGGERS:
-        logger.addFilter(_is_unexpected)
+        logger.addFilter(_is_relevant)
     try:
         yield
     finally:
         for logger in _LOGGERS:
-            logger.removeFilter(_is_unexpected)
+            logger.removeFilter(_is_relevant)
 
 
-def _is_unexpected(record: logging.LogRecord) -> bool:
-    return not any(each in str(record.msg) for each in _EXPECTED)
+def _is_relevant(record: logging.LogRecord) -> bool:
+    return not any(each in str(record.msg) for each in _HARMLESS)
 
 
 @contextmanager
@@ -107,18 +107,18 @@ def _kind(names: str, wanted: str, check: Check) -> tuple[re.Pattern[str], str, 
     return re.compile(names), wanted, check
 
 
-def _whole(names: str, least: int, most: int) -> tuple[re.Pattern[str], str, Check]:
+def _integer(names: str, minimum: int, maximum: int) -> tuple[re.Pattern[str], str, Check]:
     """Make a rule for integers and (nested) lists of integers."""
 
     def check(value: Any) -> bool:
         if isinstance(value, list | tuple):
-            return (bool(value) or least == 0) and all(map(check, value))
-        return _is_whole(value) and least <= value <= most
+            return (bool(value) or minimum == 0) and all(map(check, value))
+        return _is_integer(value) and minimum <= value <= maximum
 
-    return _kind(names, f"an integer of {least} to {most}", check)
+    return _kind(names, f"an integer of {minimum} to {maximum}", check)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -131,7 +131,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_id(value: Any) -> bool:
-    return _is_whole(value) and abs(value) < 2**31
+    return _is_integer(value) and abs(value) < 2**31
 
 
 def _list_of(check: Check, lengths: range = range(2**31)) -> Check:
@@ -149,7 +149,7 @@ def _is_token(value: Any) -> bool:
     return isinstance(text, str) and text != ""
 
 
-def _is_forced(value: Any) -> bool:
+def _is_forced_id(value: Any) -> bool:
     is_pair = isinstance(value, list) and len(value) == 2
     return is_pair and _is_id(value[0]) and (value[1] is None or _is_id(value[1]))
 
@@ -165,17 +165,17 @@ def _is_dtype(value: Any) -> bool:
     return True
 
 
-def _at_most(most: int) -> Check:
-    return lambda value: not isinstance(value, int | float) or -most <= value <= most
+def _at_most(maximum: int) -> Check:
+    return lambda value: not isinstance(value, int | float) or -maximum <= value <= maximum
 
 
-_MOST = 2**31 - 1
+_MAX_INT = 2**31 - 1
 # Maximum spectrogram rows per code, or samples per row: no audio model has more.
-_MOST_RATIO = 64
+_MAX_RATIO = 64
 _NAMES = _kind(r".*_(type|class|side)|language|task", "a name", _is_text)
 
 # Keys of config.json. Lists of layers and labels are built before any check of a field.
-_STATED: Kinds = (
+_FILE_KEYS: Kinds = (
     _kind("model_type", "a name", _is_text),
     _kind("architectures", "a list of names", _list_of(_is_text)),
     _kind("id2label|label2id", "an object", lambda value: isinstance(value, dict)),
@@ -190,14 +190,14 @@ _STATED: Kinds = (
 )
 # Fields of transformers configs.
 _FIELDS: Kinds = (
-    _whole(r"repeats|upsample_rates|ff_mult|mamba_expand|spatial_merge_size", 1, _MOST_RATIO),
+    _integer(r"repeats|upsample_rates|ff_mult|mamba_expand|spatial_merge_size", 1, _MAX_RATIO),
     # Each distance has a column in a table.
-    _whole("relative_attention_max_distance", 1, 2**16),
-    _whole(
+    _integer("relative_attention_max_distance", 1, 2**16),
+    _integer(
         r"(image|audio|video|tts|vision)_(\w+_)?token_(id|index)|.*_(offset|indexes|indices)"
         r"|(num_global|max_window|look_\w+|cross_attention)_layers|(position_id|tokens)_per_\w+",
         0,
-        _MOST,
+        _MAX_INT,
     ),
     _kind(r".*_softcapping", "a number above 0", lambda value: 0 < value < math.inf),
     _kind(r".*norm_eps(ilon)?", "a number of at least 0 and below 1", lambda value: 0 <= value < 1),
@@ -212,14 +212,14 @@ _ACTIVATIONS = re.compile(
 # The outputs of processors grow with these numbers.
 _PROCESSOR: Kinds = (
     _NAMES,
-    _whole("feature_size", 1, 1024),
-    _whole("temporal_patch_size|merge_size", 1, 2**6),
-    _whole("patch_size|max_image_tiles", 1, 2**10),
-    _whole("height|width", 1, 2**14),
-    _whole("n_fft|hop_length", 1, 2**16),
-    _whole("chunk_length", 1, 24 * 3600),
-    _whole("sampling_rate", 1, 2**20),
-    _whole(r".*_(edge|pixels)", 1, 2**28),  # an edge is a number of pixels in some processors
+    _integer("feature_size", 1, 1024),
+    _integer("temporal_patch_size|merge_size", 1, 2**6),
+    _integer("patch_size|max_image_tiles", 1, 2**10),
+    _integer("height|width", 1, 2**14),
+    _integer("n_fft|hop_length", 1, 2**16),
+    _integer("chunk_length", 1, 24 * 3600),
+    _integer("sampling_rate", 1, 2**20),
+    _integer(r".*_(edge|pixels)", 1, 2**28),  # an edge is a number of pixels in some processors
     _kind(
         "image_(mean|std)",
         "a number, or a list of one for each channel",
@@ -227,7 +227,7 @@ _PROCESSOR: Kinds = (
     ),
     _kind(r".*_(factor|value|ratio)|dither", "a number", _is_number),
 )
-_BOTH_SIDES = _whole("(crop_)?size", 1, 2**14)
+_BOTH_SIDES = _integer("(crop_)?size", 1, 2**14)
 _TOKENIZER: Kinds = (
     _NAMES,
     _kind("model_max_length", "a number", _is_number),
@@ -250,7 +250,7 @@ _GENERATION: Kinds = (
     _kind(
         "forced_decoder_ids",
         "a list of pairs, each of a position and a token id",
-        _list_of(_is_forced),
+        _list_of(_is_forced_id),
     ),
     _kind(
         "bad_words_ids",
@@ -281,11 +281,11 @@ def check_files(folder: Path, patterns: Collection[str]) -> None:
             file_inside(folder, entry.name)
     for file in (folder / name for name in _PROCESSORS):
         if file.is_file():
-            for place, key, value in _entries(read_json_object(file)):
-                _check(f"{file}: {place}", key, value, _PROCESSOR)
+            for path, key, value in _entries(read_json_object(file)):
+                _check(f"{file}: {path}", key, value, _PROCESSOR)
                 # A size may be a single number for both sides.
                 if not isinstance(value, dict):
-                    _check(f"{file}: {place}", key, value, (_BOTH_SIDES,))
+                    _check(f"{file}: {path}", key, value, (_BOTH_SIDES,))
     file = folder / _TOKENIZER_FILE
     if file.is_file():
         for key, value in read_json_object(file).items():
@@ -303,12 +303,12 @@ def check_content(file: Path, content: Mapping[str, Any]) -> None:
 
     Rejects what makes transformers run code, read other files or build huge lists.
     """
-    for place, key, value in _entries(content):
-        if key in _reserved():
+    for path, key, value in _entries(content):
+        if key in _reserved_names():
             raise ValueError(
-                f"{file}: {place}{key} is the name of a method of transformers' configs"
+                f"{file}: {path}{key} is the name of a method of transformers' configs"
             )
-        _check(f"{file}: {place}", key, value, _STATED)
+        _check(f"{file}: {path}", key, value, _FILE_KEYS)
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -316,71 +316,71 @@ def check_config(config: PreTrainedConfig) -> None:
 
     Fields of classes outside transformers are not checked.
     """
-    for place, part in _parts(config):
+    for path, part in _parts(config):
         if not type(part).__module__.startswith("transformers."):
             continue
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
             if value is not None:
-                _check_field(place, field, value)
+                _check_field(path, field, value)
 
 
-def _check_field(place: str, field: dataclasses.Field[Any], value: Any) -> None:
+def _check_field(path: str, field: dataclasses.Field[Any], value: Any) -> None:
     name, default = field.name, field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
     if _ACTIVATIONS.fullmatch(name):
-        check_activation(f"{place}{name}", value)
+        check_activation(f"{path}{name}", value)
     elif value == default and type(value) is type(default):
         return
     elif any(names.fullmatch(name) for names, _, _ in _FIELDS):
-        _check(place, name, value, _FIELDS)
+        _check(path, name, value, _FIELDS)
     # The default of the class determines which fields are integers, and which may be 0.
-    elif value != "auto" and not isinstance(value, bool) and (least := _least(default)) is not None:
+    elif value != "auto" and not isinstance(value, bool) and (low := _minimum(default)) is not None:
         # A list of layers contains their indices, from 0.
-        is_places = isinstance(value, list) and name.endswith("layers")
-        _check(place, name, value, (_whole(_COUNT_NAMES, 0 if is_places else least, _MOST),))
+        is_indices = isinstance(value, list) and name.endswith("layers")
+        _check(path, name, value, (_integer(_COUNT_NAMES, 0 if is_indices else low, _MAX_INT),))
 
 
-def _least(default: Any) -> int | None:
+def _minimum(default: Any) -> int | None:
     """Return the minimum of a count, given the default of its class; None if it is no count."""
     if isinstance(default, list | tuple):
-        each = [_least(inner) for inner in default]
-        known = [least for least in each if least is not None]
+        each = [_minimum(inner) for inner in default]
+        known = [minimum for minimum in each if minimum is not None]
         return min(known, default=0) if len(known) == len(each) else None
     if default is None or default == "auto" or default is dataclasses.MISSING:
         return 1
-    return max(0, min(1, default)) if _is_whole(default) else None
+    return max(0, min(1, default)) if _is_integer(default) else None
 
 
-def _parts(config: PreTrainedConfig, place: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
-    yield place, config
+def _parts(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
+    yield path, config
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if isinstance(part, PreTrainedConfig):
-            yield from _parts(part, f"{place}{name}.")
+            yield from _parts(part, f"{path}{name}.")
 
 
-def _entries(content: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, str, Any]]:
+def _entries(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str, Any]]:
     """Yield every key of an object and its nested objects, preceded by its path."""
     for key, value in content.items():
-        yield place, key, value
+        yield path, key, value
         if isinstance(value, dict):
-            yield from _entries(value, f"{place}{key}.")
+            yield from _entries(value, f"{path}{key}.")
 
 
 @cache
-def _reserved() -> frozenset[str]:
+def _reserved_names() -> frozenset[str]:
     """Return names that would shadow a method of a config, or a table of its class."""
     names = {name for name in dir(PreTrainedConfig) if callable(getattr(PreTrainedConfig, name))}
     return frozenset(names | {"attribute_map", "sub_configs", "sub_configs_defaults"})
 
 
-def _check(place: str, key: str, value: Any, kinds: Kinds) -> None:
+def _check(path: str, key: str, value: Any, kinds: Kinds) -> None:
     for names, wanted, check in kinds:
         if value is not None and names.fullmatch(key):
             if not check(value):
-                raise ValueError(f"{place}{key} must be {wanted}, got {value!r}")
+                raise ValueError(f"{path}{key} must be {wanted}, got {value!r}")
             return
 
 

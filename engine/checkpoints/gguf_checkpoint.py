@@ -23,10 +23,10 @@ from engine.checkpoints.quantized_weight import QuantizationScheme, QuantizedWei
 from engine.files.gguf_header import GGUFHeader, GGUFTensor
 
 _ROPE_FACTORS = "rope_freqs.weight"
-_PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_PLAIN_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 # Types kept as codes: bits, values per group, and the code of zero if it is a constant.
-_HELD: Mapping[str, tuple[Literal[4, 8], int, int | None]] = {
+_CODE_FORMATS: Mapping[str, tuple[Literal[4, 8], int, int | None]] = {
     "Q4_0": (4, 32, 8),
     "Q4_1": (4, 32, None),
     "Q5_0": (8, 32, 16),
@@ -36,7 +36,7 @@ _HELD: Mapping[str, tuple[Literal[4, 8], int, int | None]] = {
     "Q5_K": (8, 32, None),
     "Q6_K": (8, 16, 32),
 }
-_READABLE = (*_PLAIN, *_BLOCKS, "IQ4_NL", "IQ4_XS")
+_READABLE = (*_PLAIN_TYPES, *_BLOCKS, "IQ4_NL", "IQ4_XS")
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _NAMES_IN_LAYERS = {
     "attn_norm": "input_layernorm",
@@ -54,7 +54,7 @@ _NAMES_IN_LAYERS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 # Target of ffn_norm in models that also normalise the outputs of attention and MLP.
-_NORM_BETWEEN = "pre_feedforward_layernorm"
+_PRE_MLP_NORM = "pre_feedforward_layernorm"
 # Keys, without the architecture prefix, that transformers' table lacks for some architectures.
 _MORE_KEYS = {
     "attention.key_length": "head_dim",
@@ -99,7 +99,7 @@ def gguf_config(header: GGUFHeader) -> PreTrainedConfig:
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]],
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "dtype": _PLAIN.get(largest.type_name),
+        "dtype": _PLAIN_TYPES.get(largest.type_name),
     }
     for key, tensor in (("attention_bias", "attn_q"), ("mlp_bias", "ffn_up")):
         if f"blk.0.{tensor}.bias" in header.tensors:
@@ -123,7 +123,7 @@ def _number(header: GGUFHeader, key: str) -> Any:
 
 
 def _add_rope(header: GGUFHeader, content: dict[str, Any]) -> None:
-    place = f"{header.architecture}.rope"
+    prefix = f"{header.architecture}.rope"
     hidden, heads = content.get("hidden_size"), content.get("num_attention_heads")
     head_dim = content.get("head_dim") or (hidden // heads if hidden and heads else None)
     for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
@@ -133,18 +133,18 @@ def _add_rope(header: GGUFHeader, content: dict[str, Any]) -> None:
                 f"{header.path}: {header.architecture}.{key} is {width}, but heads are "
                 f"{head_dim} wide; models that turn a part of each head are not supported"
             )
-    kind = header.metadata.get(f"{place}.scaling.type", "none")
-    factor = _number(header, f"{place}.scaling.factor")
+    kind = header.metadata.get(f"{prefix}.scaling.type", "none")
+    factor = _number(header, f"{prefix}.scaling.factor")
     if kind == "none":
         return
     if kind not in ("linear", "yarn") or factor is None:
         raise ValueError(
-            f"{header.path}: {place}.scaling.type must be none, or linear or yarn with a "
-            f"{place}.scaling.factor; got {kind!r:.80} and {factor!r}"
+            f"{header.path}: {prefix}.scaling.type must be none, or linear or yarn with a "
+            f"{prefix}.scaling.factor; got {kind!r:.80} and {factor!r}"
         )
     content["rope_scaling"] = {"rope_type": kind, "factor": float(factor)}
     if kind == "yarn":
-        original = _number(header, f"{place}.scaling.original_context_length")
+        original = _number(header, f"{prefix}.scaling.original_context_length")
         content["rope_scaling"]["original_max_position_embeddings"] = original
 
 
@@ -201,7 +201,7 @@ class GGUFWeights:
     def _stored(self) -> Mapping[str, str]:
         """Names in the file by transformers' names; unknown names are unchanged."""
         has_output_norms = any(".post_ffw_norm." in name for name in self.header.tensors)
-        names = _NAMES_IN_LAYERS | ({"ffn_norm": _NORM_BETWEEN} if has_output_norms else {})
+        names = _NAMES_IN_LAYERS | ({"ffn_norm": _PRE_MLP_NORM} if has_output_norms else {})
         stored = {}
         for name in self.header.tensors:
             if name == _ROPE_FACTORS:
@@ -227,26 +227,26 @@ class GGUFWeights:
     def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Stored]]:
         """See :class:`WeightFiles`; blocks are returned as codes, or as float32 values."""
         for name in names:
-            stored = self._name(name)
+            stored = self._stored_name(name)
             tensor, values = self.header.tensors[stored], self.values(stored)
-            if tensor.type_name not in _HELD or len(tensor.shape) != 2:
+            if tensor.type_name not in _CODE_FORMATS or len(tensor.shape) != 2:
                 yield name, torch.from_numpy(self._undo(values, stored))
                 continue
-            bits, size, _ = _HELD[tensor.type_name]
+            bits, size, _ = _CODE_FORMATS[tensor.type_name]
             arrays = self._codes(tensor, values)
             codes, scales, offsets = (torch.from_numpy(self._undo(a, stored)) for a in arrays)
             yield name, QuantizedWeight(codes, scales, offsets, size, bits)
 
     def scheme_of(self, name: str) -> QuantizationScheme | None:
         """Return the storage scheme of a matrix that is read as codes; None for others."""
-        tensor = self.header.tensors[self._name(name)]
-        held = _HELD.get(tensor.type_name) if len(tensor.shape) == 2 else None
-        return held and QuantizationScheme(*held[:2])
+        tensor = self.header.tensors[self._stored_name(name)]
+        code_format = _CODE_FORMATS.get(tensor.type_name) if len(tensor.shape) == 2 else None
+        return code_format and QuantizationScheme(*code_format[:2])
 
     def check(self, expected: Mapping[str, Target]) -> None:
         """See :class:`WeightFiles`; all types must be readable."""
         for name, target in expected.items():
-            stored = self.header.tensors[self._name(name)]
+            stored = self.header.tensors[self._stored_name(name)]
             if stored.shape != tuple(target.shape):
                 raise ValueError(
                     f"{name} in {self.header.path} has shape {stored.shape}; "
@@ -262,18 +262,18 @@ class GGUFWeights:
         """Compute codes, scales and offsets of the groups of a matrix from its values."""
         from gguf.quants import Q4_K
 
-        bits, size, zero = _HELD[tensor.type_name]
+        bits, size, zero = _CODE_FORMATS[tensor.type_name]
         content = np.fromfile(self.header.path, np.uint8, tensor.nbytes, offset=tensor.start)
         blocks = content.reshape(values.size // tensor.block_size, -1)
 
-        def half(place: int) -> Any:
-            return blocks[:, place : place + 2].copy().view("<f2").astype(np.float32)
+        def half(start: int) -> Any:
+            return blocks[:, start : start + 2].copy().view("<f2").astype(np.float32)
 
         if tensor.type_name == "Q6_K":
             scales = half(208) * blocks[:, 192:208].view(np.int8)
         elif tensor.type_name.endswith("_K"):
-            of_scales, of_minima = Q4_K.get_scale_min(blocks[:, 4:16])
-            scales, offsets = half(0) * of_scales, -half(2) * of_minima
+            factors, minima = Q4_K.get_scale_min(blocks[:, 4:16])
+            scales, offsets = half(0) * factors, -half(2) * minima
         else:
             scales, offsets = half(0), half(2)
         if zero is not None:
@@ -285,7 +285,7 @@ class GGUFWeights:
         codes = np.nan_to_num(codes, posinf=0, neginf=0).clip(0, 2**bits - 1).astype(np.uint8)
         return codes.reshape(values.shape), scales[..., 0], offsets[..., 0]
 
-    def _name(self, name: str) -> str:
+    def _stored_name(self, name: str) -> str:
         if name not in self._stored:
             raise ValueError(f"{self.header.path} lacks the weights {name}")
         return self._stored[name]

@@ -31,18 +31,18 @@ from engine.checkpoints.weight_files import WeightFiles
 
 _METHODS = {"gptq": "GPTQ", "awq": "AWQ", "compressed-tensors": "compressed-tensors"}
 # The only supported value of further keys.
-_ONLY = {
+_REQUIRED_VALUES = {
     "awq": {"version": "gemm"},
     "compressed-tensors": {"format": "pack-quantized", "type": "int", "dynamic": "false"},
 }
-_USUAL = {"codes": "qweight", "scales": "scales", "zeros": "qzeros", "groups": "g_idx"}
+_GPTQ_SUFFIXES = {"codes": "qweight", "scales": "scales", "zeros": "qzeros", "groups": "g_idx"}
 _COMPRESSED = {"codes": "weight_packed", "scales": "weight_scale", "zeros": "weight_zero_point"}
 _COMPRESSED |= {"groups": "weight_g_idx", "shape": "weight_shape"}
-_WHOLE = ("I32", "I64")
-_TYPES = {"codes": ("I32",), "zeros": ("I32",), "groups": _WHOLE, "shape": _WHOLE}
+_INTEGERS = ("I32", "I64")
+_TYPES = {"codes": ("I32",), "zeros": ("I32",), "groups": _INTEGERS, "shape": _INTEGERS}
 _TYPES |= {"scales": ("F16", "BF16", "F32")}
 # Position in an int32 of each of eight columns in AWQ.
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,12 @@ class PackedFormat:
             )
         weights: Mapping[str, Any] = stated
         if method == "compressed-tensors":
-            weights = {"format": stated.get("format"), **_only_group(place, stated)}
+            weights = {"format": stated.get("format"), **_single_group(place, stated)}
             place = f"{place}.config_groups"
-        for key, only in _ONLY.get(method, {}).items():
-            given = weights.get(key, only)
-            if str(given).lower() != only:
-                raise ValueError(f"{place}: {key} must be {only!r}, got {given!r:.80}")
+        for key, required in _REQUIRED_VALUES.get(method, {}).items():
+            given = weights.get(key, required)
+            if str(given).lower() != required:
+                raise ValueError(f"{place}: {key} must be {required!r}, got {given!r:.80}")
         bits: Any = weights.get("num_bits", weights.get("bits", weights.get("w_bit", 4)))
         size = weights.get("group_size", weights.get("q_group_size", -1))
         size = None if size in (None, -1) else size
@@ -90,8 +90,8 @@ class PackedFormat:
             raise ValueError(f"{place}: weights must have 4 or 8 bits (AWQ: 4), got {bits!r:.80}")
         if size is not None and not (isinstance(size, int) and 1 <= size <= 2**16):
             raise ValueError(f"{place}: group_size must be -1 or 1 to 65536, got {size!r:.80}")
-        is_less = method == "gptq" and stated.get("checkpoint_format", "gptq") != "gptq_v2"
-        return cls(method, 4 if bits == 4 else 8, size, int(is_less))
+        is_shifted = method == "gptq" and stated.get("checkpoint_format", "gptq") != "gptq_v2"
+        return cls(method, 4 if bits == 4 else 8, size, int(is_shifted))
 
     def __str__(self) -> str:
         groups = "a scale a row" if self.group_size is None else f"groups of {self.group_size}"
@@ -100,7 +100,7 @@ class PackedFormat:
     @property
     def suffixes(self) -> Mapping[str, str]:
         """Suffixes of the tensors' names by their content."""
-        return _COMPRESSED if self.method == "compressed-tensors" else _USUAL
+        return _COMPRESSED if self.method == "compressed-tensors" else _GPTQ_SUFFIXES
 
     def used_by(self, folder: Path, prefix: str) -> PackedFormat | None:
         """Return the format if weights with this prefix have it; None for a part stored plain.
@@ -128,13 +128,13 @@ class PackedFormat:
     def unpack(self, packed: Tensor, axis: int, size: int) -> Tensor:
         """Unpack integers from int32; ``size`` is their number along the axis."""
         n = 32 // self.bits
-        places = _AWQ_PLACES if self.method == "awq" else range(n)
+        places = _AWQ_ORDER if self.method == "awq" else range(n)
         parts = [(packed >> place * self.bits) & (2**self.bits - 1) for place in places]
         stacked = torch.stack([part.to(torch.uint8) for part in parts], axis + 1)
         return stacked.flatten(axis, axis + 1).narrow(axis, 0, size)
 
 
-def _only_group(place: str, stated: Mapping[str, Any]) -> Mapping[str, Any]:
+def _single_group(place: str, stated: Mapping[str, Any]) -> Mapping[str, Any]:
     groups = stated.get("config_groups")
     values = list(groups.values()) if isinstance(groups, dict) else []
     weights = values[0].get("weights") if values and isinstance(values[0], dict) else None
@@ -204,9 +204,9 @@ class PackedFiles(WeightFiles):
                 yield from super().tensors([name])
                 continue
             read: dict[str, Any] = dict(super().tensors(list(parts.values())))
-            yield name, self._joined(name, {part: read[each] for part, each in parts.items()})
+            yield name, self._unpack(name, {part: read[each] for part, each in parts.items()})
 
-    def _joined(self, name: str, parts: Mapping[str, Tensor]) -> Stored:
+    def _unpack(self, name: str, parts: Mapping[str, Tensor]) -> Stored:
         scheme, packed, scales = self.format, parts["codes"], parts["scales"].float()
         if scheme.method == "compressed-tensors":
             out, width = (int(size) for size in parts["shape"])

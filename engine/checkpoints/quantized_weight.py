@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 # Number of weights that are quantized at once.
-_AT_ONCE = 1 << 22
+_CHUNK_SIZE = 1 << 22
 
 
 class Target(Protocol):
@@ -143,12 +143,12 @@ class QuantizationScheme:
         """Round a matrix to the nearest codes."""
         rows, width = weight.shape
         size = self.group_size or width
-        groups, most = -(-width // size), 2**self.bits - 1
+        groups, max_code = -(-width // size), 2**self.bits - 1
         codes = torch.empty(rows, groups * size, dtype=torch.uint8, device=weight.device)
         scales, offsets = torch.empty(2, rows, groups, device=weight.device)
         if weight.is_meta:
             return QuantizedWeight(codes[:, :width], scales, offsets, size, self.bits)
-        step = max(_AT_ONCE // width, 1)
+        step = max(_CHUNK_SIZE // width, 1)
         for start in range(0, rows, step):
             at = slice(start, start + step)
             # Padding repeats the last value, so that it changes no group's minimum or maximum.
@@ -156,19 +156,19 @@ class QuantizationScheme:
             part = torch.nn.functional.pad(part[None], (0, groups * size - width), "replicate")[0]
             part = part.unflatten(1, (groups, size))
             if self.group_size is None:
-                scale = part.abs().amax(-1).div_(most // 2)
-                offset = scale * -(most // 2 + 1)
+                scale = part.abs().amax(-1).div_(max_code // 2)
+                offset = scale * -(max_code // 2 + 1)
             else:
                 low, high = part.aminmax(dim=-1)
-                scale, offset = _as_half((high - low).div_(most)), _as_half(low)
+                scale, offset = _round_to_half((high - low).div_(max_code)), _round_to_half(low)
             scales[at], offsets[at] = scale, offset
             safe = torch.where(scale == 0, 1.0, scale)[..., None]
-            rounded = part.sub(offset[..., None]).div_(safe).round_().clamp_(0, most)
+            rounded = part.sub(offset[..., None]).div_(safe).round_().clamp_(0, max_code)
             codes[at] = rounded.nan_to_num_(0.0).flatten(1).to(torch.uint8)
         return QuantizedWeight(codes[:, :width], scales, offsets, size, self.bits)
 
 
-def _as_half(values: Tensor) -> Tensor:
+def _round_to_half(values: Tensor) -> Tensor:
     """Round to the eleven significant bits of float16, with unlimited exponents."""
     mantissa, exponent = torch.frexp(values)
     return torch.ldexp(mantissa.mul_(2**11).round_(), exponent - 11)

@@ -21,7 +21,7 @@ _INDEX_FILE = "model.safetensors.index.json"
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Floating-point types of safetensors that torch supports. All others are integers.
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-_LISTED = 8
+_MAX_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,6 @@ class WeightFiles:
 
 def listed(names: Sequence[str]) -> str:
     """Join the first names, followed by the number of further ones."""
-    shown = ", ".join(names[:_LISTED])
-    more = len(names) - _LISTED
+    shown = ", ".join(names[:_MAX_LISTED])
+    more = len(names) - _MAX_LISTED
     return f"{shown} and {more} more" if more > 0 else shown

@@ -31,9 +31,9 @@ logger = package_logger(__name__)
 
 _SUMS = "SHA256SUMS"
 # Longer than any build takes. After this wait, a process builds concurrently, which is safe.
-_LONGEST_WAIT_S = 1800.0
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_LOCK_TIMEOUT_S = 1800.0
+_LOCK_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class CacheFolderError(ValueError):
@@ -42,12 +42,12 @@ class CacheFolderError(ValueError):
 
 def cache_root() -> Path:
     """Return ``$OMNI_CACHE_DIR`` or ``~/.cache/omni-pipeline``; raise ``CacheFolderError``."""
-    asked = os.environ.get("OMNI_CACHE_DIR")
+    configured = os.environ.get("OMNI_CACHE_DIR")
     try:
-        return Path(asked) if asked else Path.home() / ".cache" / "omni-pipeline"
+        return Path(configured) if configured else Path.home() / ".cache" / "omni-pipeline"
     except RuntimeError as error:
-        why = f"there is no place for a cache: {error}; set OMNI_CACHE_DIR"
-        raise CacheFolderError(why) from error
+        message = f"there is no place for a cache: {error}; set OMNI_CACHE_DIR"
+        raise CacheFolderError(message) from error
 
 
 class DiskCache:
@@ -71,15 +71,15 @@ class DiskCache:
             CacheFolderError: the cache's folder belongs to another user, or is not writable.
         """
         folder = self.root / name
-        if self._is_closed() and _problem(folder) is None:
+        if self._is_private() and _find_problem(folder) is None:
             return folder
         try:
-            self._open_root()
-            with self._lock(name) as is_alone:
-                if is_alone:
-                    for left in self.root.glob(f".{name}~*"):
-                        shutil.rmtree(left, ignore_errors=True)
-                self._make(folder, build)
+            self._prepare_root()
+            with self._lock(name) as is_locked:
+                if is_locked:
+                    for leftover in self.root.glob(f".{name}~*"):
+                        shutil.rmtree(leftover, ignore_errors=True)
+                self._build_entry(folder, build)
         except OSError as error:
             raise CacheFolderError(
                 f"the cache {self.root} cannot be used: {error}; set OMNI_CACHE_DIR to a folder "
@@ -87,14 +87,14 @@ class DiskCache:
             ) from error
         return folder
 
-    def _is_closed(self) -> bool:
+    def _is_private(self) -> bool:
         """Return True if the root exists and no other user can write to it."""
         try:
             return _distrust(self.root.stat()) is None
         except OSError:
             return False
 
-    def _open_root(self) -> None:
+    def _prepare_root(self) -> None:
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = self.root.stat()
         if not _is_own(status):
@@ -104,19 +104,19 @@ class DiskCache:
             )
         if _distrust(status) is not None:
             logger.warning("other users could write to the cache %s: now they cannot", self.root)
-            self.root.chmod(stat.S_IMODE(status.st_mode) & ~_OF_OTHERS)
+            self.root.chmod(stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE)
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[bool]:
         """Wait for another process that builds an entry; yield True if the lock was acquired."""
         from filelock import FileLock, Timeout  # only here: validating a pipeline builds nothing
 
-        lock = FileLock(self.root / f".{name}.lock", timeout=_LONGEST_WAIT_S)
+        lock = FileLock(self.root / f".{name}.lock", timeout=_LOCK_TIMEOUT_S)
         try:
             lock.acquire()
         except (Timeout, NotImplementedError, OSError) as error:
             # Some network file systems do not support locks.
-            if isinstance(error, OSError) and error.errno not in (*_NO_LOCKS, None):
+            if isinstance(error, OSError) and error.errno not in (*_LOCK_UNSUPPORTED, None):
                 raise
             logger.warning("%s is built without a lock: %s", name, error)
             yield False
@@ -126,8 +126,8 @@ class DiskCache:
         finally:
             lock.release()
 
-    def _make(self, folder: Path, build: Callable[[Path], object]) -> None:
-        problem = _problem(folder)
+    def _build_entry(self, folder: Path, build: Callable[[Path], object]) -> None:
+        problem = _find_problem(folder)
         if problem is None:
             return
         was_there = os.path.lexists(folder)
@@ -135,27 +135,27 @@ class DiskCache:
             logger.warning("%s is not used and built again: %s", folder, problem)
         with tempfile.TemporaryDirectory(
             dir=self.root, prefix=f".{folder.name}~", ignore_cleanup_errors=True
-        ) as aside:
-            made = Path(aside, "made")
-            made.mkdir()
+        ) as temporary:
+            new = Path(temporary, "made")
+            new.mkdir()
             logger.info("building %s/%.24s, once", self.root.name, folder.name)
-            build(made)
-            _seal(made)
+            build(new)
+            _seal(new)
             if was_there:
-                folder.rename(Path(aside, "old"))
+                folder.rename(Path(temporary, "old"))
             try:
-                made.rename(folder)
+                new.rename(folder)
             except OSError:
                 # Without a lock, another process may have been first; its content is the same.
-                if _problem(folder) is not None:
+                if _find_problem(folder) is not None:
                     raise
 
 
 # Entries that this process has verified, with the file marks at that time.
-_known: dict[Path, frozenset[tuple[object, ...]]] = {}
+_verified: dict[Path, frozenset[tuple[object, ...]]] = {}
 
 
-def _problem(folder: Path) -> str | None:
+def _find_problem(folder: Path) -> str | None:
     """Return the reason why an entry cannot be used; None if it is unmodified.
 
     All bytes are read once per process, and again if a file has changed since.
@@ -166,7 +166,7 @@ def _problem(folder: Path) -> str | None:
             (name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
             for name, status in found.items()
         )
-        if _known.get(folder) == marks:
+        if _verified.get(folder) == marks:
             return None
         sums = _read_sums(folder / _SUMS)
         if found.keys() - {_SUMS} != sums.keys():
@@ -177,7 +177,7 @@ def _problem(folder: Path) -> str | None:
                 return f"{name} is damaged"
     except (OSError, ValueError) as error:
         return str(error)
-    _known[folder] = marks
+    _verified[folder] = marks
     return None
 
 
@@ -203,9 +203,9 @@ def _files(folder: Path) -> dict[str, os.stat_result]:
     files: dict[str, os.stat_result] = {}
     for path in (folder, *folder.rglob("*")):
         status = path.lstat()
-        distrusted = _distrust(status)
-        if distrusted is not None:
-            raise ValueError(f"{path.name}: {distrusted}")
+        reason = _distrust(status)
+        if reason is not None:
+            raise ValueError(f"{path.name}: {reason}")
         if stat.S_ISREG(status.st_mode) and path != folder:
             files[path.relative_to(folder).as_posix()] = status
         elif not stat.S_ISDIR(status.st_mode):
@@ -228,6 +228,7 @@ def _distrust(status: os.stat_result) -> str | None:
     """Return the reason why another user may have changed a file; None if this is impossible."""
     if not _is_own(status):
         return f"it belongs to another user (uid {status.st_uid})"
-    if hasattr(os, "getuid") and status.st_mode & _OF_OTHERS and not stat.S_ISLNK(status.st_mode):
+    is_writable = status.st_mode & _OTHERS_WRITE and not stat.S_ISLNK(status.st_mode)
+    if is_writable and hasattr(os, "getuid"):
         return f"other users may write to it (mode {stat.S_IMODE(status.st_mode):o})"
     return None

@@ -20,11 +20,11 @@ from typing import Any
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 # Published headers have some 50 entries, a few thousand tensors and 16 MiB of vocabulary.
-_MOST_ENTRIES, _MOST_TENSORS, _MOST_HEADER_BYTES = 2**12, 2**16, 2**26
-_MOST_NAME_BYTES, _MOST_STRING_BYTES, _MOST_ITEMS = 2**10, 2**22, 2**22
-_MOST_DIMENSIONS, _ALIGNMENTS = 4, (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_MAX_ENTRIES, _MAX_TENSORS, _MAX_HEADER_BYTES = 2**12, 2**16, 2**26
+_MAX_NAME_BYTES, _MAX_STRING_BYTES, _MAX_ITEMS = 2**10, 2**22, 2**22
+_MAX_DIMENSIONS, _ALIGNMENTS = 4, (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 # Longer arrays, such as a vocabulary's scores, are represented by their lengths.
-_SHORT = 2**10
+_MAX_KEPT_ITEMS = 2**10
 _SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
 
@@ -103,10 +103,10 @@ class _Reader:
     """Sequential reader of a header; raises ``ValueError`` on invalid content."""
 
     def __init__(self, content: mmap.mmap) -> None:
-        self._content, self._place = content, 0
+        self._content, self._offset = content, 0
 
     def header(self, path: Path) -> GGUFHeader:
-        magic = self._take(4, "the magic bytes")
+        magic = self._read(4, "the magic bytes")
         if magic != _MAGIC:
             raise ValueError(f"it must begin with {_MAGIC!r}, got {magic!r}")
         (version,) = self._numbers("I", "the version")
@@ -114,42 +114,42 @@ class _Reader:
             hint = ": it is big-endian" if version & 0xFFFF == 0 else ""
             raise ValueError(f"its version must be 2 or 3, got {version}{hint}")
         num_tensors, num_entries = self._numbers("QQ", "the counts")
-        _at_most("the number of tensors", num_tensors, _MOST_TENSORS)
-        _at_most("the number of metadata entries", num_entries, _MOST_ENTRIES)
+        _check_at_most("the number of tensors", num_tensors, _MAX_TENSORS)
+        _check_at_most("the number of metadata entries", num_entries, _MAX_ENTRIES)
         metadata: dict[str, Any] = {}
         for _ in range(num_entries):
-            key = self._string("a metadata key", _MOST_NAME_BYTES)
+            key = self._string("a metadata key", _MAX_NAME_BYTES)
             if key in metadata:
                 raise ValueError(f"the key {key!r} is there twice")
             (kind,) = self._numbers("I", key)
             metadata[key] = self._value(key, kind)
         if metadata.get("split.count", 0) not in (0, 1):
             raise ValueError(f"it is one of {metadata['split.count']} parts; join them first")
-        places = self._places(num_tensors)
+        infos = self._tensor_infos(num_tensors)
         alignment = metadata.get("general.alignment", 32)
         if alignment not in _ALIGNMENTS:
             raise ValueError(f"general.alignment must be one of {_ALIGNMENTS}, got {alignment!r}")
-        start = -(-self._place // alignment) * alignment
+        start = -(-self._offset // alignment) * alignment
         tensors = {}
-        for name, (shape, number, offset) in places.items():
+        for name, (shape, number, offset) in infos.items():
             if offset % alignment:
                 raise ValueError(f"{name} lies at {offset}, no multiple of {alignment}")
             tensors[name] = self._tensor(name, shape, number, start + offset)
         return GGUFHeader(path, metadata, tensors)
 
-    def _places(self, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
+    def _tensor_infos(self, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
         """Read shape, type and offset of each tensor, by name."""
-        places = {}
+        infos = {}
         for _ in range(count):
-            name = self._string("a tensor's name", _MOST_NAME_BYTES)
-            if name in places:
+            name = self._string("a tensor's name", _MAX_NAME_BYTES)
+            if name in infos:
                 raise ValueError(f"the tensor {name!r} is there twice")
             (num_dimensions,) = self._numbers("I", name)
-            if not 1 <= num_dimensions <= _MOST_DIMENSIONS:
+            if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
                 raise ValueError(f"{name!r} must have 1 to 4 dimensions, got {num_dimensions}")
             shape = self._numbers("Q" * num_dimensions, name)[::-1]
-            places[name] = (shape, *self._numbers("IQ", name))
-        return places
+            infos[name] = (shape, *self._numbers("IQ", name))
+        return infos
 
     def _tensor(self, name: str, shape: tuple[int, ...], number: int, start: int) -> GGUFTensor:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -176,47 +176,47 @@ class _Reader:
         if kind in _SCALARS:
             return self._numbers(_SCALARS[kind], key)[0]
         if kind == _STRING:
-            return self._string(key, _MOST_STRING_BYTES)
+            return self._string(key, _MAX_STRING_BYTES)
         if kind != _ARRAY:
             raise ValueError(f"{key} is of the type {kind}, which is not known")
         item_kind, count = self._numbers("IQ", key)
-        _at_most(f"the length of {key}", count, _MOST_ITEMS)
+        _check_at_most(f"the length of {key}", count, _MAX_ITEMS)
         if item_kind in _SCALARS:
-            if count <= _SHORT:
+            if count <= _MAX_KEPT_ITEMS:
                 return list(self._numbers(_SCALARS[item_kind] * count, key))
-            self._take(count * struct.calcsize(_SCALARS[item_kind]), key)
+            self._read(count * struct.calcsize(_SCALARS[item_kind]), key)
         elif item_kind == _STRING:
             for _ in range(count):
-                self._take(self._length(key, _MOST_STRING_BYTES), key)
+                self._read(self._length(key, _MAX_STRING_BYTES), key)
         else:
             raise ValueError(f"{key} is an array of the type {item_kind}, which is not supported")
         return count
 
-    def _string(self, what: str, most: int) -> str:
-        return self._take(self._length(what, most), what).decode("utf-8")
+    def _string(self, what: str, limit: int) -> str:
+        return self._read(self._length(what, limit), what).decode("utf-8")
 
-    def _length(self, what: str, most: int) -> int:
+    def _length(self, what: str, limit: int) -> int:
         (length,) = self._numbers("Q", what)
-        _at_most(f"the length of {what}", length, most)
+        _check_at_most(f"the length of {what}", length, limit)
         return int(length)
 
     def _numbers(self, formats: str, what: str) -> tuple[Any, ...]:
         packed = f"<{formats}"
-        return struct.unpack(packed, self._take(struct.calcsize(packed), what))
+        return struct.unpack(packed, self._read(struct.calcsize(packed), what))
 
-    def _take(self, length: int, what: str) -> bytes:
-        end = self._place + length
+    def _read(self, length: int, what: str) -> bytes:
+        end = self._offset + length
         if end > len(self._content):
             raise ValueError(
                 f"it is cut off: {what} ends at {end}, but the file has {len(self._content)} bytes"
             )
-        if end > _MOST_HEADER_BYTES:
-            raise ValueError(f"its header has more than {_MOST_HEADER_BYTES} bytes")
-        taken = self._content[self._place : end]
-        self._place = end
-        return taken
+        if end > _MAX_HEADER_BYTES:
+            raise ValueError(f"its header has more than {_MAX_HEADER_BYTES} bytes")
+        data = self._content[self._offset : end]
+        self._offset = end
+        return data
 
 
-def _at_most(what: str, value: int, most: int) -> None:
-    if value > most:
-        raise ValueError(f"{what} must be at most {most}, got {value}")
+def _check_at_most(what: str, value: int, limit: int) -> None:
+    if value > limit:
+        raise ValueError(f"{what} must be at most {limit}, got {value}")

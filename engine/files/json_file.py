@@ -35,17 +35,17 @@ def file_inside(folder: Path, name: str) -> Path:
 
 def _roots(folder: Path) -> Iterator[Path]:
     yield folder.resolve()
-    for place in (folder.absolute(), folder.resolve()):
-        if place.parent.name == "snapshots" and "--" in place.parents[1].name:
-            yield place.parents[1].resolve() / "blobs"
-            yield place.parents[2].resolve() / "blobs"
+    for path in (folder.absolute(), folder.resolve()):
+        if path.parent.name == "snapshots" and "--" in path.parents[1].name:
+            yield path.parents[1].resolve() / "blobs"
+            yield path.parents[2].resolve() / "blobs"
 
 
 _MIB = 2**20
-_MOST_BYTES = 64 * _MIB
+_MAX_BYTES = 64 * _MIB
 
 
-def read_json_object(file: Path, *, most_bytes: int = _MOST_BYTES) -> dict[str, Any]:
+def read_json_object(file: Path, *, most_bytes: int = _MAX_BYTES) -> dict[str, Any]:
     """Read a JSON file whose outermost value is an object; see :func:`read_json`.
 
     Raises:
@@ -57,7 +57,7 @@ def read_json_object(file: Path, *, most_bytes: int = _MOST_BYTES) -> dict[str, 
     return content
 
 
-def read_json(file: Path, *, most_bytes: int = _MOST_BYTES) -> Any:
+def read_json(file: Path, *, most_bytes: int = _MAX_BYTES) -> Any:
     """Read a JSON file.
 
     Infinity is accepted, as some published configs use it as a limit; NaN is not.

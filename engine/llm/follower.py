@@ -54,7 +54,7 @@ class Follower:
         bind_layers(model, self._memory)
         model.drop_all_but_layers()
 
-    def take(self, message: FollowerMessage) -> None:
+    def handle(self, message: FollowerMessage) -> None:
         """Execute a message."""
         match message:
             case StepMessage():
@@ -100,26 +100,26 @@ def main(answers: IO[str]) -> int:
     setup: FollowerSetup = read_message(pipe, FollowerSetup)
     torch.set_num_threads(setup.num_threads)
 
-    def say(line: str) -> None:
+    def report(line: str) -> None:
         print(line.replace("\n", " "), file=answers, flush=True)
 
     try:
-        say("started")
+        report("started")
         config = EngineConfig.model_validate_json(setup.config)
         choices = Choices.of(config)
         shards = join_group(setup.folder, setup.rank, setup.size, choices.device)
         with on_device(choices.device):
             choices, model = load_configured(config, choices, shards)
-            say("loaded")
+            report("loaded")
             pages: FollowerPages = read_message(pipe, FollowerPages)
             config = config.model_copy(update={"num_blocks": pages.num_pages})
             follower = Follower(config, choices, model, shards)
-            say("ready")
+            report("ready")
             with torch.inference_mode():
                 while True:
-                    follower.take(read_message(pipe, FollowerMessage))
+                    follower.handle(read_message(pipe, FollowerMessage))
     except EOFError:
         return 0
     except Exception as error:  # the leader reports any error
-        say(described(error))
+        report(described(error))
         raise

@@ -70,7 +70,7 @@ logger = package_logger(__name__)
 # The warm-up runs two requests, of three tokens and of two.
 _WARM_UP_SEQS, _WARM_UP_LEN, _WARM_UP_TOKENS = 2, 3, 5
 # Maximum number of positions from a checkpoint; a user may set more explicitly.
-_LONGEST_UNASKED = 2**20
+_MAX_DEFAULT_LEN = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,10 +313,10 @@ def _cache_groups(model: CausalModel, block_size: int) -> tuple[KVCacheGroup, ..
 def _max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:
     limit = longest_sequence(checkpoint)
     if config.max_model_len is None:
-        if limit > _LONGEST_UNASKED:
+        if limit > _MAX_DEFAULT_LEN:
             raise ValueError(
                 f"the checkpoint {config.model!r} allows {limit} positions, more than the "
-                f"{_LONGEST_UNASKED} for which tables are made unasked; set max_model_len"
+                f"{_MAX_DEFAULT_LEN} for which tables are made unasked; set max_model_len"
             )
         return limit
     if config.max_model_len > limit:
@@ -354,7 +354,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)
 
 
-def _check_free(engine: Engine[RequestOutput], method: str) -> None:
+def _check_exclusive(engine: Engine[RequestOutput], method: str) -> None:
     engine.ownership.check()
     if (owner := engine.ownership.owner_name) is not None:
         raise RuntimeError(
@@ -369,7 +369,7 @@ def _check_free(engine: Engine[RequestOutput], method: str) -> None:
         )
 
 
-def _check_whole(prompt: Prompt) -> None:
+def _check_complete(prompt: Prompt) -> None:
     if isinstance(prompt, SpeechPrompt) and not prompt.is_last:
         raise ValueError(
             "the prompt is the first of several chunks (is_last=False): use add_request, "
@@ -426,7 +426,7 @@ class LLMEngine(Engine[RequestOutput]):
             max_num_batched_tokens=config.max_num_batched_tokens,
             memory=memory,
         )
-        self._hold_pages(config, choices, model, memory, plan)
+        self._build_execution(config, choices, model, memory, plan)
         emitted = self._runner.warm_up()
         _check_output_names(output_names, emitted, self._kv)
         limits = _input_limits(config, model, self._kv, choices, self.tokenizer)
@@ -453,7 +453,7 @@ class LLMEngine(Engine[RequestOutput]):
         for line in self.memory_plan.lines():
             logger.info("%s: %s", config.model, line)
 
-    def _hold_pages(
+    def _build_execution(
         self,
         config: EngineConfig,
         choices: Choices,
@@ -530,12 +530,12 @@ class LLMEngine(Engine[RequestOutput]):
             raise
 
     def _step(self) -> list[RequestOutput]:
-        return [group.output() for group in self._moved()]
+        return [group.output() for group in self._run_step()]
 
     def _step_deltas(self) -> list[OutputDelta]:
-        return [group.delta() for group in self._moved()]
+        return [group.delta() for group in self._run_step()]
 
-    def _moved(self) -> list[RequestGroup]:
+    def _run_step(self) -> list[RequestGroup]:
         """Run one step; return the requests with progress, finished or not.
 
         It does nothing if there are no live requests, or if all of them are paused, wait for input,
@@ -551,10 +551,10 @@ class LLMEngine(Engine[RequestOutput]):
             return self._output_processor.fail_interrupted(self._call)
         started = time.perf_counter()
         scheduled = self._schedule()
-        moved = self._run(scheduled)
+        groups = self._run(scheduled)
         self._num_steps += bool(scheduled.scheduled)
         self._busy_s += time.perf_counter() - started
-        return moved
+        return groups
 
     def _schedule(self) -> SchedulerOutput:
         scheduled = self._scheduler.schedule()
@@ -705,10 +705,10 @@ class LLMEngine(Engine[RequestOutput]):
             ValueError: a prompt cannot run (then none has run) or is only a first chunk, the
                 lengths differ, or other requests are live.
         """
-        _check_free(self, "generate")
+        _check_exclusive(self, "generate")
         batch = _as_list(prompts)
         for prompt in batch:
-            _check_whole(prompt)
+            _check_complete(prompt)
         if sampling is None or isinstance(sampling, SamplingParams):
             params = [sampling] * len(batch)
         else:
@@ -743,8 +743,8 @@ class LLMEngine(Engine[RequestOutput]):
             ValueError: the prompt cannot run or is only a first chunk, or other requests are live;
                 see :meth:`generate`.
         """
-        _check_free(self, "stream")
-        _check_whole(prompt)
+        _check_exclusive(self, "stream")
+        _check_complete(prompt)
         request_id = "stream"
         self.add_request(request_id, prompt, sampling)
         try:

@@ -46,7 +46,7 @@ class OutputProcessor:
     _group_of: dict[str, RequestGroup] = field(default_factory=dict)
     # The requests whose tokens the last call processed. If it is interrupted after that started,
     # they may be partially updated, and their outputs have not reached the caller.
-    _taken_in: tuple[object, Sequence[RequestGroup]] = (None, ())
+    _processed: tuple[object, Sequence[RequestGroup]] = (None, ())
     interrupted: tuple[RequestGroup, ...] = ()
     # True while blocks change owners: errors raised then do not concern a single request.
     _moves_blocks: bool = False
@@ -67,10 +67,10 @@ class OutputProcessor:
     def abort(self, request_id: str) -> None:
         """Drop a request and free its resources; an unknown id is ignored."""
         for request in self.live(request_id):
-            self._keep_partial(request)
+            self._publish_partial(request)
             self._release(request)
         if request_id in self.groups:
-            self._forget(self.groups[request_id])
+            self._remove(self.groups[request_id])
         # Do not end it a second time, especially if its id is reused by then.
         self.interrupted = tuple(x for x in self.interrupted if x.request_id != request_id)
 
@@ -97,8 +97,8 @@ class OutputProcessor:
         For ``call``, see :meth:`restart`.
         """
         groups = [self._group_of[item.request.request_id] for item in scheduled.scheduled]
-        self._taken_in = call, groups
-        moved: dict[str, RequestGroup] = {}
+        self._processed = call, groups
+        updated: dict[str, RequestGroup] = {}
         for token in sampled:
             group = self._group_of[token.request.request_id]
             if token.judgement is not None:
@@ -106,13 +106,13 @@ class OutputProcessor:
             if token.token_id is not None and token.request.prompt_choice is not None:
                 self._complete_prompt(group, token.request, token.token_id)
                 continue
-            moved[group.request_id] = group
+            updated[group.request_id] = group
             if token.token_id is None:
                 group.error = token.error
                 continue
             self.num_generated_tokens += 1
             try:
-                self._accept(group, token, token.token_id)
+                self._append_token(group, token, token.token_id)
             except Exception as error:  # for example of a tokenizer: fails only this request
                 if self._moves_blocks:
                     raise
@@ -128,14 +128,14 @@ class OutputProcessor:
                 and group.error is None
                 and request.status is RequestStatus.RUNNING
             ):
-                moved[group.request_id] = group
+                updated[group.request_id] = group
                 self._finish(group, request, FinishReason.LENGTH)
-        for group in moved.values():
+        for group in updated.values():
             if group.error is not None:
                 self._fail(group, group.error)
             elif group.finished:
-                self._forget(group)
-        return list(moved.values())
+                self._remove(group)
+        return list(updated.values())
 
     def restart(self, call: object) -> None:
         """Restart every live request after ``call`` was interrupted at any point.
@@ -144,9 +144,9 @@ class OutputProcessor:
         fails them.
         """
         self._moves_blocks = False
-        mark, groups = self._taken_in
-        spoilt = (*self.interrupted, *groups) if mark is call else self.interrupted
-        self.interrupted = tuple({group.request_id: group for group in spoilt}.values())
+        mark, groups = self._processed
+        corrupted = (*self.interrupted, *groups) if mark is call else self.interrupted
+        self.interrupted = tuple({group.request_id: group for group in corrupted}.values())
         self.scheduler.clear()
         self.model_runner.clear()
         for group in self.interrupted:
@@ -160,15 +160,15 @@ class OutputProcessor:
 
     def fail_interrupted(self, call: object) -> list[RequestGroup]:
         """Fail the requests that an interruption has corrupted."""
-        self._taken_in = call, self.interrupted
+        self._processed = call, self.interrupted
         self.interrupted = ()
         message = "the step was interrupted while its tokens were taken in"
-        return [self._fail(group, message) for group in self._taken_in[1]]
+        return [self._fail(group, message) for group in self._processed[1]]
 
     def fail(self, requests: Iterable[Request], error: str, call: object) -> list[RequestGroup]:
         """Fail the requests of these sequences with an error."""
-        self._taken_in = call, tuple(self._group_of[each.request_id] for each in requests)
-        return [self._fail(group, error) for group in self._taken_in[1]]
+        self._processed = call, tuple(self._group_of[each.request_id] for each in requests)
+        return [self._fail(group, error) for group in self._processed[1]]
 
     def _complete_prompt(self, group: RequestGroup, request: Request, token_id: int) -> None:
         """Complete the prompt with the token that the model chose for it; emits no output."""
@@ -177,14 +177,14 @@ class OutputProcessor:
         if choice is not None and choice.is_alone and completion.ended is not None:
             self._release(request)
             sequel = Sequel(0, None, request.encoder_input, request.continuation)
-            self._go_on(group, request, sequel)
+            self._continue_with(group, request, sequel)
             completion.ended.first = completion.request
             return
         self.stats = self.stats.plus(prompt_tokens=len(new))
         for each in new:
             self.model_runner.append_token(request, each)
 
-    def _accept(self, group: RequestGroup, token: SampledToken, token_id: int) -> None:
+    def _append_token(self, group: RequestGroup, token: SampledToken, token_id: int) -> None:
         """Append one sampled token; finish the completion if it is the last."""
         request = token.request
         request.append(token_id, token.logprobs, token.codes)
@@ -193,7 +193,7 @@ class OutputProcessor:
         reason = request.text.append(token_id)
         if reason is None and request.num_tokens >= request.max_num_tokens:
             reason = FinishReason.LENGTH
-        if reason is None and _repeats(request):
+        if reason is None and _is_repeating(request):
             reason = FinishReason.LENGTH
         if reason is None:
             self.model_runner.append_token(request, token_id)
@@ -221,7 +221,7 @@ class OutputProcessor:
             group.error = f"the model did not emit {', '.join(sorted(missing))} for every token"
         self._moves_blocks = True
         if not missing:
-            self._keep_partial(request)
+            self._publish_partial(request)
         continuation, ended = request.continuation, group.completion_of(request).ended
         attention = self.model_runner.alignment(request)
         self._release(request)
@@ -231,18 +231,18 @@ class OutputProcessor:
             if sequel.window is not None:
                 ended.take_in(request, sequel.num_kept, sequel.window, rows, encoder_rows)
             if sequel.encoder_input is not None and group.error is None:
-                self._go_on(group, request, sequel)
+                self._continue_with(group, request, sequel)
                 return
             tensors = ended.tensors()
         group.finish(request, reason, tensors)
 
-    def _go_on(self, group: RequestGroup, request: Request, sequel: Sequel) -> None:
+    def _continue_with(self, group: RequestGroup, request: Request, sequel: Sequel) -> None:
         """Continue a completion with another sequence, under the same id and index."""
         following = self.next_sequence(request, sequel)
         group.completion_of(request).request = following
         self.scheduler.add(following)
 
-    def _keep_partial(self, request: Request) -> None:
+    def _publish_partial(self, request: Request) -> None:
         """Publish the partial last block, so that the next turn of a conversation can hit it."""
         if request.status is not RequestStatus.RUNNING:
             return  # it holds no blocks
@@ -260,27 +260,27 @@ class OutputProcessor:
             self._release(request)
             group.finish(request, FinishReason.ERROR, {})
         group.finished = True  # an interruption may have come after the last finish_reason
-        self._forget(group)
+        self._remove(group)
         return group
 
-    def _forget(self, group: RequestGroup) -> None:
+    def _remove(self, group: RequestGroup) -> None:
         self.groups.pop(group.request_id, None)
         for completion in group.completions:
             self._group_of.pop(completion.request.request_id, None)
 
 
-_LONGEST_LOOP = 20
+_MAX_LOOP_LENGTH = 20
 """Maximum length in tokens of a detected repetition."""
 
 
-def _repeats(request: Request) -> bool:
+def _is_repeating(request: Request) -> bool:
     """Return True if the last tokens repeat more often in a row than the parameters allow."""
-    most, token_ids = request.params.max_repeats, request.token_ids
-    if most is None:
+    max_repeats, token_ids = request.params.max_repeats, request.token_ids
+    if max_repeats is None:
         return False
-    longest = (len(token_ids) - request.num_prompt_tokens) // (most + 1)
-    for length in range(1, min(_LONGEST_LOOP, longest) + 1):
-        last = token_ids[-length * (most + 1) :]
+    longest = (len(token_ids) - request.num_prompt_tokens) // (max_repeats + 1)
+    for length in range(1, min(_MAX_LOOP_LENGTH, longest) + 1):
+        last = token_ids[-length * (max_repeats + 1) :]
         if last[length:] == last[:-length]:
             return True
     return False

@@ -22,7 +22,7 @@ logger = package_logger(__name__)
 def load_kernels() -> NativeKernels:
     """Return the kernels, compiled and loaded once; or raise ``NativeBuildError`` with a reason."""
     if os.environ.get("OMNI_NATIVE") == "0":
-        _say_that_they_are_turned_off()
+        _log_disabled()
         raise NativeBuildError("native kernels are turned off by OMNI_NATIVE=0")
     loaded = _load_once()
     if isinstance(loaded, NativeBuildError):
@@ -41,5 +41,5 @@ def _load_once() -> NativeKernels | NativeBuildError:
 
 
 @cache
-def _say_that_they_are_turned_off() -> None:
+def _log_disabled() -> None:
     logger.info("no native kernels, torch does their work: OMNI_NATIVE=0 turns them off")

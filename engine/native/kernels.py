@@ -42,14 +42,14 @@ class NativeBuildError(RuntimeError):
 
 def find_compiler() -> str:
     """Return ``$CC``, or the first of gcc, cc and clang; ``NativeBuildError`` if there is none."""
-    asked = os.environ.get("CC")
-    for name in (asked,) if asked else ("gcc", "cc", "clang"):
+    configured = os.environ.get("CC")
+    for name in (configured,) if configured else ("gcc", "cc", "clang"):
         path = shutil.which(name)
         if path is not None:
             return path
     raise NativeBuildError(
-        f"$CC is {asked!r}, which is no program"
-        if asked
+        f"$CC is {configured!r}, which is no program"
+        if configured
         else "there is no C compiler (gcc, cc, clang)"
     )
 
@@ -251,12 +251,12 @@ class NativeKernels:
         rows, width = x.shape
         panels, in_features, _ = packed.shape
         if x.dtype != torch.float32 or not x.is_cpu or width != in_features:
-            raise _unfit_rows(x, in_features)
+            raise _rows_error(x, in_features)
         output = x.new_empty(rows, panels * _PANEL)
         copy = x.new_empty(rows, width) if rows >= _MANY_ROWS else None
-        added = None if bias is None else bias.data_ptr()
+        bias_ptr = None if bias is None else bias.data_ptr()
         self._functions.omni_linear(
-            *(x.data_ptr(), x.stride(0), packed.data_ptr(), added, output.data_ptr()),
+            *(x.data_ptr(), x.stride(0), packed.data_ptr(), bias_ptr, output.data_ptr()),
             *(rows, width, panels * _PANEL, None if copy is None else copy.data_ptr()),
             torch.get_num_threads(),
         )
@@ -337,17 +337,17 @@ class NativeKernels:
         """Like :meth:`linear`, with a weight of :meth:`pack_quantized` or :meth:`pack_bfloat16`."""
         if x.stride(-1) != 1:
             x = x.contiguous()
-        whole = self.has_bfloat16 if packed.bits == 16 else self.has_whole_codes
+        is_direct = self.has_bfloat16 if packed.bits == 16 else self.has_whole_codes
         (rows, width), (out, in_features) = x.shape, packed.shape
         if x.dtype != torch.float32 or not x.is_cpu or width != in_features:
-            raise _unfit_rows(x, in_features)
+            raise _rows_error(x, in_features)
         output = x.new_empty(rows, out)
         blocks = packed.codes.shape[1]
         scratch = x.new_empty(rows * (blocks * (packed.block + 1) + 1))
         self._functions.omni_quantized(
             *(x.data_ptr(), x.stride(0), packed.codes.data_ptr(), packed.factors.data_ptr()),
             *(None if bias is None else bias.data_ptr(), output.data_ptr()),
-            *(rows, width, out, packed.block, packed.bits, whole, scratch.data_ptr()),
+            *(rows, width, out, packed.block, packed.bits, is_direct, scratch.data_ptr()),
             torch.get_num_threads(),
         )
         return output
@@ -479,11 +479,11 @@ class NativeKernels:
                 raise ValueError(f"{num_heads} heads take no bias {tuple(bias.shape)}")
         scratch = query.new_empty(num_tokens, spans.num_parts, num_heads, head_dim + 2)
         output = query.new_empty(query.shape)
-        first_row, to_next = spans.spans.data_ptr(), spans.spans.stride(0) * 4
+        first_row, row_stride = spans.spans.data_ptr(), spans.spans.stride(0) * 4
         self._functions.omni_paged_attention(
             *(query.data_ptr(), query.stride(0)),
             *(spans.block_table.data_ptr(), spans.block_table.stride(0)),
-            *(first_row, first_row + to_next, first_row + 2 * to_next),
+            *(first_row, first_row + row_stride, first_row + 2 * row_stride),
             *(kv_cache.keys.data_ptr(), kv_cache.values.data_ptr(), half),
             kv_cache.chunks_per_page * block_size * num_kv_heads * head_dim,
             *(num_tokens, spans.num_parts, PART_TOKENS, block_size),
@@ -536,7 +536,7 @@ def _require(**tensors: Tensor) -> None:
             )
 
 
-def _unfit_rows(x: Tensor, width: int) -> ValueError:
+def _rows_error(x: Tensor, width: int) -> ValueError:
     return ValueError(
         f"expected float32 rows of {width} on a CPU, got {x.dtype} rows of {x.shape[-1]} "
         f"on {x.device}"
@@ -547,8 +547,8 @@ def _require_rows(**tensors: Tensor) -> None:
     """Like :func:`_require`, but contiguous only within ``tensor[i]`` ``(heads, head_dim)``."""
     for name, tensor in tensors.items():
         _, heads, head_dim = tensor.shape
-        _, to_head, to_next = tensor.stride()
-        packed = to_next == 1 and (to_head == head_dim or heads == 1)
+        _, head_stride, stride = tensor.stride()
+        packed = stride == 1 and (head_stride == head_dim or heads == 1)
         if tensor.dtype != torch.float32 or not tensor.is_cpu or not packed:
             raise ValueError(
                 f"{name} must be float32 on a CPU with contiguous (heads, head_dim), got "

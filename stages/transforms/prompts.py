@@ -51,7 +51,7 @@ def text_as_prompt(context: TransformContext) -> TextPrompt:
         texts.append(source.text)
     text = "".join(texts)
     if not text:
-        raise ValueError(f"the text of {_names(context)} is empty and cannot be a prompt")
+        raise ValueError(f"the text of {_source_names(context)} is empty and cannot be a prompt")
     return TextPrompt(text)
 
 
@@ -84,9 +84,9 @@ def token_ids_as_prompt(context: TransformContext) -> TokensPrompt:
     """
     token_ids = tuple(token for source in context.sources for token in source.token_ids)
     if not token_ids:
-        raise ValueError(f"{_names(context)} generated no token ids to use as a prompt")
+        raise ValueError(f"{_source_names(context)} generated no token ids to use as a prompt")
     return TokensPrompt(token_ids)
 
 
-def _names(context: TransformContext) -> str:
+def _source_names(context: TransformContext) -> str:
     return " and ".join(f"stage {source.stage!r}" for source in context.sources)

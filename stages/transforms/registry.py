@@ -177,7 +177,7 @@ def locate_transform(spec: str, folder: Path | None = None) -> str:
     """
     if is_custom(spec):
         return locate_custom(spec, folder)
-    _registered(spec)
+    _get_registered(spec)
     return spec
 
 
@@ -204,13 +204,13 @@ def resolve_transform(spec: str | Transform) -> Transform:
         _check_signature(spec, getattr(spec, "__qualname__", repr(spec)))
         return spec
     if not is_custom(spec):
-        return _registered(spec)
+        return _get_registered(spec)
     function: Any = load_custom(spec)
-    _check_is_one(function, spec)
+    _check_is_transform(function, spec)
     return function
 
 
-def _registered(name: str) -> Transform:
+def _get_registered(name: str) -> Transform:
     if name not in _REGISTRY:
         close = difflib.get_close_matches(name, _REGISTRY, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
@@ -242,7 +242,7 @@ def _check_signature(function: object, name: str) -> None:
         ) from error
 
 
-def _check_is_one(function: Any, name: str) -> None:
+def _check_is_transform(function: Any, name: str) -> None:
     """Reject functions that are not recognizable as transforms, such as ``os:system``."""
     _check_signature(function, name)
     if hasattr(function, _REQUIREMENTS) or function in _REGISTRY.values():

@@ -37,13 +37,13 @@ def thinker_to_talker(context: TransformContext) -> SpeechPrompt:
     Raises:
         ValueError: the source's tensors have different numbers of rows.
     """
-    hidden_states, token_embeds, places = _rows_of(
+    hidden_states, token_embeds, positions = _rows_of(
         context, "hidden_states", "token_embeds", "position_ids"
     )
     num_prompt_rows = _num_prompt_rows(context)
     keys = context.sources[0].tensors.get(ROW_KEYS) if num_prompt_rows else None
     prompt_keys = None if keys is None else keys[:num_prompt_rows]
-    return _speech(context, hidden_states + token_embeds, places, prompt_keys=prompt_keys)
+    return _speech(context, hidden_states + token_embeds, positions, prompt_keys=prompt_keys)
 
 
 @register_transform("qwen3_thinker_to_talker")
@@ -51,9 +51,9 @@ def thinker_to_talker(context: TransformContext) -> SpeechPrompt:
 @chunkable
 def qwen3_thinker_to_talker(context: TransformContext) -> SpeechPrompt:
     """Make a talker's prompt from a thinker's outputs; see :func:`thinker_to_talker`."""
-    rows, places, ids = _rows_of(context, "speech_rows", "position_ids", "token_ids")
+    rows, positions, ids = _rows_of(context, "speech_rows", "position_ids", "token_ids")
     prompt_ids = tuple(ids[: _num_prompt_rows(context)].tolist())
-    return _speech(context, rows, places, prompt_ids=prompt_ids)
+    return _speech(context, rows, positions, prompt_ids=prompt_ids)
 
 
 @register_transform("talker_to_code2wav")
@@ -76,7 +76,7 @@ def qwen3_talker_to_code2wav(context: TransformContext) -> CodecPrompt:
     The last token ended the speech, or reached ``max_tokens``, where transformers drops it, too.
     """
     (talker,) = context.sources
-    codes = tuple(map(tuple, _drawn(context, "codes").tolist()))
+    codes = tuple(map(tuple, _reply_rows(context, "codes").tolist()))
     return _codec(context, codes[:-1] if talker.finish_reason is FinishReason.LENGTH else codes)
 
 
@@ -85,7 +85,7 @@ def qwen3_talker_to_code2wav(context: TransformContext) -> CodecPrompt:
 @chunkable
 def csm_backbone_to_codec(context: TransformContext) -> CodecPrompt:
     """Make a codec's prompt from the frames of a backbone."""
-    return _codec(context, tuple(map(tuple, _drawn(context, "codes").tolist())))
+    return _codec(context, tuple(map(tuple, _reply_rows(context, "codes").tolist())))
 
 
 @register_transform("pocket_tts_to_codec")
@@ -95,10 +95,10 @@ def pocket_tts_to_codec(context: TransformContext) -> CodecPrompt:
     """Make a codec's prompt from the latents of Pocket TTS; codes are the bits of their numbers."""
     from engine.models.pocket_tts.codec import bits_of  # lazily, like torch below
 
-    return _codec(context, tuple(map(tuple, bits_of(_drawn(context, "latents")).tolist())))
+    return _codec(context, tuple(map(tuple, bits_of(_reply_rows(context, "latents")).tolist())))
 
 
-def _drawn(context: TransformContext, name: str) -> Tensor:
+def _reply_rows(context: TransformContext, name: str) -> Tensor:
     """Return the rows of generated tokens."""
     return context.sources[0].tensors[name][_num_prompt_rows(context) :]
 
@@ -120,7 +120,7 @@ def _num_prompt_rows(context: TransformContext) -> int:
     return max(context.sources[0].num_prompt_tokens - context.first_row, 0)
 
 
-def _speech(context: TransformContext, rows: Tensor, places: Tensor, **more: Any) -> SpeechPrompt:
+def _speech(context: TransformContext, rows: Tensor, positions: Tensor, **kw: Any) -> SpeechPrompt:
     """Build a talker's prompt; ``places`` are the positions ``(num_tokens, axes)``.
 
     Positions are omitted if they equal the token's index on all axes, as for text and audio.
@@ -128,16 +128,16 @@ def _speech(context: TransformContext, rows: Tensor, places: Tensor, **more: Any
     import torch  # lazily: names of transforms are checked without it
 
     num_prompt_rows = _num_prompt_rows(context)
-    places = places[:num_prompt_rows]
-    indices = torch.arange(len(places), dtype=places.dtype)
-    are_indices = bool((places == indices[:, None]).all())
+    positions = positions[:num_prompt_rows]
+    indices = torch.arange(len(positions), dtype=positions.dtype)
+    are_indices = bool((positions == indices[:, None]).all())
     return SpeechPrompt(
         prompt_rows=rows[:num_prompt_rows],
         reply_rows=rows[num_prompt_rows:],
-        positions=None if are_indices else places.T.contiguous(),
+        positions=None if are_indices else positions.T.contiguous(),
         speaker=context.speaker,
         is_last=context.is_last,
-        **more,
+        **kw,
     )
 
 

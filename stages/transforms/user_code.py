@@ -26,7 +26,7 @@ FOLDER_PACKAGE = "omni_transforms_"
 """Prefix of the names of packages that represent folders of pipelines' files."""
 
 _FORM = "the form 'package.module:function', or 'file.py:function'"
-_MOST_BYTES = 2**20
+_MAX_BYTES = 2**20
 
 
 def locate_custom(spec: str, folder: Path | None, *, what: str = "transform") -> str:
@@ -51,11 +51,11 @@ def locate_custom(spec: str, folder: Path | None, *, what: str = "transform") ->
         if not _is_file(file):
             raise ValueError(f"{what} {spec!r}: there is no file {str(file)[:200]!r}")
     else:
-        beside = None if folder is None else _source_in(folder, module.split("."))
-        if beside is None:
+        local = None if folder is None else _source_in(folder, module.split("."))
+        if local is None:
             _check_installed(spec, module, function, folder, what)
             return spec
-        file = beside
+        file = local
     _check_defines(spec, file, function, what)
     return f"{file.resolve()}:{function}"
 
@@ -82,7 +82,7 @@ def load_custom(spec: str, *, what: str = "transform") -> object:
             f"{type(error).__name__}: {error}{_neighbour_hint(module_name, error)}"
         ) from error
     if not hasattr(module, function_name):
-        raise ValueError(_lacks(f"{what} {spec!r}", module_name, function_name, dir(module)))
+        raise ValueError(_missing(f"{what} {spec!r}", module_name, function_name, dir(module)))
     return getattr(module, function_name)
 
 
@@ -118,7 +118,7 @@ def _check_installed(spec: str, module: str, function: str, folder: Path | None,
     if imported is not None:
         names = vars(imported).keys()
         if function not in names and "__getattr__" not in names:
-            raise ValueError(_lacks(subject, module, function, list(names)))
+            raise ValueError(_missing(subject, module, function, list(names)))
         return
     found = find_module(module)
     if found is None:
@@ -153,17 +153,17 @@ def find_module(module: str) -> ModuleSpec | None:
 def _check_defines(spec: str, file: Path, function: str, what: str) -> None:
     """Raise ``ValueError`` unless a file's text defines a top-level name."""
     subject = f"{what} {spec!r}"
-    if file.stat().st_size > _MOST_BYTES:
+    if file.stat().st_size > _MAX_BYTES:
         raise ValueError(
-            f"{subject}: {str(file)!r} has more than {_MOST_BYTES} bytes; put the "
+            f"{subject}: {str(file)!r} has more than {_MAX_BYTES} bytes; put the "
             f"{what} into a module of its own"
         )
     try:
-        names = _names(decode_source(file.read_bytes()), str(file))
+        names = _top_level_names(decode_source(file.read_bytes()), str(file))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{subject}: {str(file)!r} is no Python: {error}") from error
     if names.isdisjoint({function, "*", "__getattr__"}):
-        raise ValueError(_lacks(subject, str(file), function, list(names)))
+        raise ValueError(_missing(subject, str(file), function, list(names)))
 
 
 def _load_file(file: Path) -> ModuleType:
@@ -173,12 +173,12 @@ def _load_file(file: Path) -> ModuleType:
     while (root / "__init__.py").is_file():
         parts.insert(0, root.name)
         root = root.parent
-    folder = _package_of(root)
+    folder = _folder_package(root)
     importlib.invalidate_caches()  # the file may be newer than the cached listing of its folder
     return importlib.import_module(".".join((folder, *parts)))
 
 
-def _package_of(folder: Path) -> str:
+def _folder_package(folder: Path) -> str:
     """Return a package for a folder, whose modules import each other by ``from .``."""
     name = f"{FOLDER_PACKAGE}{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
     if name not in sys.modules:
@@ -197,13 +197,13 @@ def _neighbour_hint(module_name: str, error: Exception) -> str:
     return f"; a module imports its neighbours by 'from . import {missing}'"
 
 
-def _lacks(subject: str, module: str, function: str, names: list[str]) -> str:
+def _missing(subject: str, module: str, function: str, names: list[str]) -> str:
     near = suggest(function, names)
     hint = near if near.endswith("?") else ""  # do not list all names of a module
     return f"{subject}: module {module!r} has no {function!r}{hint}"
 
 
-def _names(text: str, file: str) -> set[str]:
+def _top_level_names(text: str, file: str) -> set[str]:
     """Return the top-level names that a module's text defines; ``"*"`` for star imports."""
     imports = (each for each in ast.walk(ast.parse(text, file)) if isinstance(each, ast.ImportFrom))
     stars = {alias.name for each in imports for alias in each.names if alias.name == "*"}

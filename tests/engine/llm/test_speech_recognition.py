@@ -44,7 +44,7 @@ from engine import (
     TranscriptionOptions,
 )
 from engine.inputs.encoder_decoder_inputs import InputWindows
-from engine.llm.output_processor import OutputProcessor, _repeats
+from engine.llm.output_processor import OutputProcessor, _is_repeating
 from engine.media.voice_detector import spoken_spans
 from engine.models.whisper.whisper import TimestampRule
 from engine.models.whisper.windows import SpeechWindows
@@ -763,8 +763,8 @@ class Written:
 def test_a_loop_is_what_a_regular_expression_says(prompt: list[int], ids: list[int], most: int):
     text = "".join(map(str, ids))
     is_loop = re.search(rf"(.{{1,20}})\1{{{most}}}$", text) is not None
-    assert _repeats(Written(prompt, ids, most)) == is_loop
-    assert not _repeats(Written(prompt, ids, None))
+    assert _is_repeating(Written(prompt, ids, most)) == is_loop
+    assert not _is_repeating(Written(prompt, ids, None))
 
 
 def test_a_loop_ends_the_text(vad_engine: LLMEngine):
