@@ -37,9 +37,8 @@ def check_portable(stages: Mapping[str, Stage | StageConfig]) -> None:
 
 
 def _check_stage(stage: Stage | StageConfig) -> None:
-    kind = type(stage)
     try:
-        import_name(kind)
+        import_name(type(stage))
     except ValueError as error:
         what = f"kind {stage.kind!r}" if isinstance(stage, StageConfig) else "its class"
         raise ValueError(f"{what}: {error}") from error

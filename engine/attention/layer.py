@@ -90,8 +90,7 @@ class StateLayer:
         """Copy the states to continue, ``(num_reqs, *shape)`` each; zeros for new requests."""
         metadata = self.metadata(step)
         read = tuple(states.index_select(0, metadata.read_pages) for states in self._states)
-        has_state = metadata.has_state
-        if has_state is None:
+        if (has_state := metadata.has_state) is None:
             return read
         return tuple(
             torch.where(has_state.view(-1, *(1,) * (each.ndim - 1)), each, each.new_zeros(()))

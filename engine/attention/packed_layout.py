@@ -105,9 +105,7 @@ class Chunks:
     def pad(self, tokens: Tensor) -> Tensor:
         """Pad ``(num_tokens, ...)`` to ``(count, size, ...)`` with zeros in partial chunks."""
         padded = tokens.new_zeros(self.count * self.size, *tokens.shape[1:])
-        return padded.index_copy_(0, self.slots, tokens).view(
-            self.count, self.size, *tokens.shape[1:]
-        )
+        return padded.index_copy_(0, self.slots, tokens).unflatten(0, (self.count, self.size))
 
 
 class PackedLayout:

@@ -194,8 +194,7 @@ class GGUFWeights:
     @property
     def formats(self) -> Mapping[str, int]:
         """Number of tensors of each type, most frequent first."""
-        counts = Counter(tensor.type_name for tensor in self.header.tensors.values())
-        return dict(counts.most_common())
+        return dict(Counter(x.type_name for x in self.header.tensors.values()).most_common())
 
     @cached_property
     def _stored(self) -> Mapping[str, str]:

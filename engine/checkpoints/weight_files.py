@@ -147,8 +147,7 @@ class WeightFiles:
                 raise ValueError(
                     f"{index} is no index of shards: {name} must be in a file, got {file!r}"
                 )
-        shards = sorted(set(weight_map.values()))
-        for name in shards:
+        for name in sorted(set(weight_map.values())):
             try:
                 file_inside(self.folder, name)
             except ValueError as error:

@@ -46,8 +46,9 @@ def cache_root() -> Path:
     try:
         return Path(configured) if configured else Path.home() / ".cache" / "omni-pipeline"
     except RuntimeError as error:
-        message = f"there is no place for a cache: {error}; set OMNI_CACHE_DIR"
-        raise CacheFolderError(message) from error
+        raise CacheFolderError(
+            f"there is no place for a cache: {error}; set OMNI_CACHE_DIR"
+        ) from error
 
 
 class DiskCache:

@@ -236,10 +236,9 @@ def _input_processor(
     config: EngineConfig, sources: PromptSources, manager: KVCacheManager
 ) -> InputProcessor:
     checkpoint, tokenizer = sources.checkpoint, sources.tokenizer
-    prompts = find_family(checkpoint).prompts(sources)
-    stop_token_ids = prompts.stop_token_ids
     generation = checkpoint.generation_config
-    if stop_token_ids is None:
+    prompts = find_family(checkpoint).prompts(sources)
+    if (stop_token_ids := prompts.stop_token_ids) is None:
         stop_token_ids = eos_token_ids(checkpoint.config, generation, tokenizer)
     return InputProcessor(
         tokenizer,
@@ -293,9 +292,8 @@ def attention_backends(
 
 def _recorder(config: EngineConfig, model: CausalModel, choices: Choices) -> Recorder | None:
     """Return a recorder of decode steps if kernels read lengths from the device, else None."""
-    if config.enforce_eager or choices.attention != "triton" or choices.device.type != "cuda":
-        return None
-    if config.tensor_parallel > 1:
+    has_kernels = choices.attention == "triton" and choices.device.type == "cuda"
+    if config.enforce_eager or config.tensor_parallel > 1 or not has_kernels:
         return None
     return CudaGraphs() if model.has_static_decodes else None
 
@@ -551,10 +549,10 @@ class LLMEngine(Engine[RequestOutput]):
             return self._output_processor.fail_interrupted(self._call)
         started = time.perf_counter()
         scheduled = self._schedule()
-        groups = self._run(scheduled)
+        updated = self._run(scheduled)
         self._num_steps += bool(scheduled.scheduled)
         self._busy_s += time.perf_counter() - started
-        return groups
+        return updated
 
     def _schedule(self) -> SchedulerOutput:
         scheduled = self._scheduler.schedule()

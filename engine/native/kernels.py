@@ -246,12 +246,9 @@ class NativeKernels:
             packed: W, packed by :meth:`pack_linear`.
             bias: ``(out,)`` or None.
         """
-        if x.stride(-1) != 1:
-            x = x.contiguous()
-        rows, width = x.shape
-        panels, in_features, _ = packed.shape
-        if x.dtype != torch.float32 or not x.is_cpu or width != in_features:
-            raise _rows_error(x, in_features)
+        panels, width, _ = packed.shape
+        x = _checked_rows(x, width)
+        rows, _ = x.shape
         output = x.new_empty(rows, panels * _PANEL)
         copy = x.new_empty(rows, width) if rows >= _MANY_ROWS else None
         bias_ptr = None if bias is None else bias.data_ptr()
@@ -335,12 +332,10 @@ class NativeKernels:
 
     def quantized(self, packed: PackedCodes, x: Tensor, bias: Tensor | None) -> Tensor:
         """Like :meth:`linear`, with a weight of :meth:`pack_quantized` or :meth:`pack_bfloat16`."""
-        if x.stride(-1) != 1:
-            x = x.contiguous()
         is_direct = self.has_bfloat16 if packed.bits == 16 else self.has_whole_codes
-        (rows, width), (out, in_features) = x.shape, packed.shape
-        if x.dtype != torch.float32 or not x.is_cpu or width != in_features:
-            raise _rows_error(x, in_features)
+        out, width = packed.shape
+        x = _checked_rows(x, width)
+        rows, _ = x.shape
         output = x.new_empty(rows, out)
         blocks = packed.codes.shape[1]
         scratch = x.new_empty(rows * (blocks * (packed.block + 1) + 1))
@@ -370,14 +365,8 @@ class NativeKernels:
             raise ValueError(f"weight is {tuple(weight.shape)}, rows are {width} wide")
         output = torch.empty_like(residual)
         self._functions.omni_add_rms_norm(
-            None if x is None else x.data_ptr(),
-            residual.data_ptr(),
-            weight.data_ptr(),
-            output.data_ptr(),
-            residual.numel() // width,
-            width,
-            eps,
-            torch.get_num_threads(),
+            *(None if x is None else x.data_ptr(), residual.data_ptr(), weight.data_ptr()),
+            *(output.data_ptr(), residual.numel() // width, width, eps, torch.get_num_threads()),
         )
         return output
 
@@ -431,16 +420,9 @@ class NativeKernels:
                 f"key {tuple(key.shape)}, value {tuple(value.shape)} for keys {tuple(keys.shape)}"
             )
         self._functions.omni_write_kv(
-            key.data_ptr(),
-            value.data_ptr(),
-            key.stride(0),
-            value.stride(0),
-            rows.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-            rows.shape[0],
-            keys.shape[1] * keys.shape[2],
-            keys.dtype == torch.bfloat16,
+            *(key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0)),
+            *(rows.data_ptr(), keys.data_ptr(), values.data_ptr()),
+            *(rows.shape[0], keys.shape[1] * keys.shape[2], keys.dtype == torch.bfloat16),
         )
 
     def paged_attention(
@@ -536,11 +518,13 @@ def _require(**tensors: Tensor) -> None:
             )
 
 
-def _rows_error(x: Tensor, width: int) -> ValueError:
-    return ValueError(
-        f"expected float32 rows of {width} on a CPU, got {x.dtype} rows of {x.shape[-1]} "
-        f"on {x.device}"
-    )
+def _checked_rows(x: Tensor, width: int) -> Tensor:
+    if x.dtype != torch.float32 or not x.is_cpu or x.shape[-1] != width:
+        raise ValueError(
+            f"expected float32 rows of {width} on a CPU, got {x.dtype} rows of {x.shape[-1]} "
+            f"on {x.device}"
+        )
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _require_rows(**tensors: Tensor) -> None:

@@ -46,16 +46,16 @@ def locate_custom(spec: str, folder: Path | None, *, what: str = "transform") ->
         ValueError: it has another form, or there is no such file, module or function.
     """
     module, function = _parts(spec, what)
+    file: Path | None
     if module.endswith(".py"):
         file = Path(module) if folder is None else folder / module
         if not _is_file(file):
             raise ValueError(f"{what} {spec!r}: there is no file {str(file)[:200]!r}")
     else:
-        local = None if folder is None else _source_in(folder, module.split("."))
-        if local is None:
+        file = None if folder is None else _source_in(folder, module.split("."))
+        if file is None:
             _check_installed(spec, module, function, folder, what)
             return spec
-        file = local
     _check_defines(spec, file, function, what)
     return f"{file.resolve()}:{function}"
 
@@ -86,7 +86,7 @@ def load_custom(spec: str, *, what: str = "transform") -> object:
     return getattr(module, function_name)
 
 
-def _parts(spec: str, what: str = "transform") -> tuple[str, str]:
+def _parts(spec: str, what: str) -> tuple[str, str]:
     module, _, function = spec.rpartition(":")
     is_file = module.endswith(".py")
     is_module = all(part.isidentifier() for part in module.split("."))
