@@ -548,13 +548,6 @@ class LLMEngine(Engine[RequestOutput]):
         if self._output_processor.interrupted:
             return self._output_processor.fail_interrupted(self._call)
         started = time.perf_counter()
-        scheduled = self._schedule()
-        updated = self._run(scheduled)
-        self._num_steps += bool(scheduled.scheduled)
-        self._busy_s += time.perf_counter() - started
-        return updated
-
-    def _schedule(self) -> SchedulerOutput:
         scheduled = self._scheduler.schedule()
         if not scheduled.scheduled and not self._scheduler.has_idle_requests:
             raise RuntimeError(
@@ -562,7 +555,10 @@ class LLMEngine(Engine[RequestOutput]):
                 f"the pool is {self._kv.stats()}"
             )
         self._output_processor.note_first_run(scheduled)
-        return scheduled
+        updated = self._run(scheduled)
+        self._num_steps += bool(scheduled.scheduled)
+        self._busy_s += time.perf_counter() - started
+        return updated
 
     def _run(self, scheduled: SchedulerOutput) -> list[RequestGroup]:
         try:
