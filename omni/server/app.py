@@ -30,7 +30,7 @@ from omni.server.openai.realtime import talk
 from omni.server.openai.responses import (
     Responses,
     ResponsesRequest,
-    forget_response,
+    delete_response,
     show_response,
 )
 from omni.server.openai.speech import Speech, SpeechRequest
@@ -59,7 +59,7 @@ def create_app(server: PipelineServer) -> Guard:
         _json_route("/v1/chat/completions", ChatRequest, Chat),
         _json_route("/v1/responses", ResponsesRequest, Responses),
         Route("/v1/responses/{id}", show_response),
-        Route("/v1/responses/{id}", forget_response, methods=["DELETE"]),
+        Route("/v1/responses/{id}", delete_response, methods=["DELETE"]),
         _json_route("/v1/completions", CompletionRequest, Completions),
         _json_route("/v1/embeddings", EmbeddingsRequest, Embeddings),
         _json_route("/v1/audio/speech", SpeechRequest, Speech),
@@ -69,7 +69,7 @@ def create_app(server: PipelineServer) -> Guard:
         WebSocketRoute("/v1/realtime", talk),
         Route("/v1/models", _list_models),
         Route("/v1/models/{name}", _retrieve_model),
-        Route("/v1/pipelines", _figures),
+        Route("/v1/pipelines", _list_stats),
         BodyRoute("/v1/pipelines/{name}", run_pipeline, PipelineRequest),
         Route("/v1/pipelines/{name}/requests", list_recent),
         Route("/", _page),
@@ -146,7 +146,7 @@ async def _version(_: Request) -> Response:
 
 async def _page(_: Request) -> Response:
     """Web page: a single file without external resources."""
-    return _html(_file("page.html"))
+    return _html(_read_file("page.html"))
 
 
 async def _openapi(request: Request) -> Response:
@@ -158,7 +158,7 @@ async def _docs(request: Request) -> Response:
     """This description of all routes, for people."""
     import jinja2  # slow to import, and rarely needed
 
-    page = jinja2.Environment(autoescape=True).from_string(_file("docs.html"))
+    page = jinja2.Environment(autoescape=True).from_string(_read_file("docs.html"))
     return _html(page.render(await _description(request), type_of=type_of))
 
 
@@ -166,7 +166,7 @@ async def _description(request: Request) -> dict[str, Any]:
     return await asyncio.to_thread(describe_routes, request.scope["router"].routes)
 
 
-def _file(name: str) -> str:
+def _read_file(name: str) -> str:
     return (resources.files("omni.server") / name).read_text("utf-8")
 
 
@@ -188,21 +188,21 @@ def _html(text: str) -> Response:
 async def _health(request: Request) -> Response:
     """Readiness of the server and its pipelines."""
     server: PipelineServer = request.state.server
-    pipelines = {name: _condition(pipeline) for name, pipeline in server.pipelines.items()}
+    pipelines = {name: _describe_health(pipeline) for name, pipeline in server.pipelines.items()}
     return JSONResponse(
         {"status": server.status, "pipelines": pipelines},
         HTTPStatus.OK if server.status == "ready" else HTTPStatus.SERVICE_UNAVAILABLE,
     )
 
 
-def _condition(pipeline: ServedPipeline) -> dict[str, Any]:
+def _describe_health(pipeline: ServedPipeline) -> dict[str, Any]:
     """Describe the state of a pipeline, and of its stages' workers if they are remote."""
     status, error = pipeline.state.value, pipeline.error
     if pipeline.lost_stages:
         status = PipelineState.FAILED.value
         error = f"no worker is left of {', '.join(pipeline.lost_stages)}"
     workers = pipeline.worker_states()
-    waiting, starting = (_ended_in(workers, state) for state in ("waiting", "starting"))
+    waiting, starting = (_describe_ended(workers, state) for state in ("waiting", "starting"))
     if waiting:
         error = f"waiting for a place in the cluster: {'; '.join(waiting)}"
     elif starting and error is None:
@@ -214,7 +214,7 @@ def _condition(pipeline: ServedPipeline) -> dict[str, Any]:
     return condition
 
 
-def _ended_in(workers: Mapping[str, Sequence[WorkerState]], state: str) -> list[str]:
+def _describe_ended(workers: Mapping[str, Sequence[WorkerState]], state: str) -> list[str]:
     """List the workers in this state that ended before, with their stage and exit reason."""
     return [
         f"{name}: {worker.last_end}"
@@ -230,16 +230,16 @@ async def _metrics(request: Request) -> Response:
     return Response(await asyncio.to_thread(server.meters.text), media_type=CONTENT_TYPE_LATEST)
 
 
-async def _figures(request: Request) -> Response:
+async def _list_stats(request: Request) -> Response:
     """All pipelines with the counters of their stages, for the web page."""
     server: PipelineServer = request.state.server
     data = await asyncio.to_thread(
-        lambda: [_figures_of(pipeline) for pipeline in server.pipelines.values()]
+        lambda: [_stats_of(pipeline) for pipeline in server.pipelines.values()]
     )
     return JSONResponse({"object": "list", "status": server.status, "data": data})
 
 
-def _figures_of(pipeline: ServedPipeline) -> dict[str, Any]:
+def _stats_of(pipeline: ServedPipeline) -> dict[str, Any]:
     stats = pipeline.stats()
     return {
         "name": pipeline.name,
@@ -286,7 +286,7 @@ def describe_routes(routes: Sequence[BaseRoute]) -> dict[str, Any]:
         methods = sorted(getattr(route, "methods", {"GET"}) - {"HEAD"})
         described = (route.body if isinstance(route, BodyRoute) else route.endpoint).__doc__ or ""
         operation: dict[str, Any] = {
-            "summary": _plain(described.partition("\n")[0]),
+            "summary": _without_roles(described.partition("\n")[0]),
             "responses": {"200": {"description": "the answer"}, "default": _ERROR},
         }
         if names := list(route.param_convertors):
@@ -302,7 +302,7 @@ def describe_routes(routes: Sequence[BaseRoute]) -> dict[str, Any]:
         for method in methods:
             paths.setdefault(route.path, {})[method.lower()] = operation
     for schema in defined["$defs"].values():
-        schema["description"] = _plain(schema.get("description", ""))
+        schema["description"] = _without_roles(schema.get("description", ""))
     return {
         "openapi": "3.1.0",
         "info": {"title": "omni serve", "version": version("omni-pipeline")},
@@ -311,7 +311,7 @@ def describe_routes(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     }
 
 
-def _plain(docstring: str) -> str:
+def _without_roles(docstring: str) -> str:
     return re.sub(r"(:\w+:)?`+~?([^`]*)`+", r"`\2`", docstring)
 
 

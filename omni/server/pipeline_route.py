@@ -51,7 +51,7 @@ async def run_pipeline(request: Request) -> Response:
     omni = pipeline.omni
     server.check_room(request.state.client, pipeline.name)
     try:
-        parsed = await asyncio.to_thread(_request, line, pipeline, request.state.client)
+        parsed = await asyncio.to_thread(_build_request, line, pipeline, request.state.client)
         omni.pipeline.merge_sampling(parsed.sampling)
         omni.pipeline.voices.find(parsed.speaker)
     except ValueError as error:
@@ -59,7 +59,7 @@ async def run_pipeline(request: Request) -> Response:
     return _PipelineOutput(request, pipeline.name, line, parsed)
 
 
-def _request(line: PipelineRequest, pipeline: ServedPipeline, client: Client) -> OmniRequest:
+def _build_request(line: PipelineRequest, pipeline: ServedPipeline, client: Client) -> OmniRequest:
     # Imported lazily: the server must respond before torch is imported.
     from omni.requests.request_line import prompt_of, sampling_of
 
@@ -129,7 +129,7 @@ class _PipelineOutput(PipelineResponse):
             "request_id": self._request_id,
             "error": None,
             "stages": {
-                name: describe_stage(output, finals[name].final_output, tensor=_file, sound=wav)
+                name: describe_stage(output, finals[name].final_output, tensor=_encode, sound=wav)
                 for name, output in last.items()
             },
         }
@@ -162,7 +162,7 @@ class _InlineFiles:
                 f"{key}: must be a data URL, such as 'data:audio/wav;base64,...': a server reads "
                 f"no files of its own, got {name!r:.80}"
             )
-        return _decoded(key, data)
+        return _decode_base64(key, data)
 
     def at_url(self, key: str, url: str) -> bytes:
         """Decode the file of a message part."""
@@ -176,7 +176,7 @@ class _InlineFiles:
         from omni.requests.request_line import only_embeds
 
         try:
-            tensors = load(_decoded("prompt_embeds", name))
+            tensors = load(_decode_base64("prompt_embeds", name))
         except (SafetensorError, ValueError) as error:
             raise ValueError(
                 f"prompt_embeds: must be a safetensors file in base64: {error}"
@@ -184,7 +184,7 @@ class _InlineFiles:
         return only_embeds(tensors, "prompt_embeds")
 
 
-def _decoded(key: str, data: str) -> bytes:
+def _decode_base64(key: str, data: str) -> bytes:
     try:
         return b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -195,7 +195,7 @@ def _event(content: Mapping[str, Any]) -> bytes:
     return event(json.dumps(content, allow_nan=False).encode())
 
 
-def _file(name: str, rows: Tensor) -> str:
+def _encode(name: str, rows: Tensor) -> str:
     from safetensors.torch import save  # lazy, as above
 
     return b64encode(save({name: rows.contiguous()})).decode()

@@ -64,19 +64,19 @@ class TokenTexts:
 
     def text(self, token_id: int) -> str:
         """Return a token's text, with U+FFFD for bytes of an incomplete character."""
-        return self._of(token_id)[0]
+        return self._lookup(token_id)[0]
 
     def bytes_of(self, token_id: int) -> bytes | None:
         """Return a token's bytes, which may be part of a character; None if unknown."""
-        return self._of(token_id)[1]
+        return self._lookup(token_id)[1]
 
-    def _of(self, token_id: int) -> tuple[str, bytes | None]:
+    def _lookup(self, token_id: int) -> tuple[str, bytes | None]:
         known = self._known.get(token_id)
         if known is None:
-            known = self._known[token_id] = self._look(token_id)
+            known = self._known[token_id] = self._compute(token_id)
         return known
 
-    def _look(self, token_id: int) -> tuple[str, bytes | None]:
+    def _compute(self, token_id: int) -> tuple[str, bytes | None]:
         piece: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         alone = self._decode(token_id)
         if piece is None:  # models often have more ids than their tokenizers have tokens
@@ -84,13 +84,13 @@ class TokenTexts:
         if token_id in self._names:
             return alone, alone.encode()
         if _REPLACEMENT in alone:
-            return alone, self._bytes_behind(piece, alone)
+            return alone, self._bytes_of_piece(piece, alone)
         # Many decoders strip the space of a first token, but not of later ones.
         twice = self._decode(token_id, token_id)
         text = twice.removeprefix(alone) if twice.startswith(alone) else alone
         return text, text.encode()
 
-    def _bytes_behind(self, piece: str, text: str) -> bytes | None:
+    def _bytes_of_piece(self, piece: str, text: str) -> bytes | None:
         # Byte-level tokenizers map every byte to a separate character. For other tokenizers, the
         # mapped bytes do not decode to the same text.
         if all(character in self._byte_of for character in piece):
@@ -106,7 +106,7 @@ class TokenTexts:
         return str(self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
 
-class TokenPlaces:
+class TokenOffsets:
     """Computes the offset of each token in a completion's text, token by token.
 
     The text is decoded along with the tokens, so that offsets match the text of the answer. While
@@ -152,7 +152,7 @@ class TokenPlaces:
         return begin
 
 
-_LEAST = -9999.0
+_MIN_LOGPROB = -9999.0
 """Replacement for minus infinity, which JSON lacks; the same as in OpenAI's own answers."""
 
 
@@ -227,7 +227,7 @@ class LogprobWriter:
                 "logprobs", f"the stage {stage!r} has no tokenizer to name tokens by"
             )
         self._texts = texts = TokenTexts(tokenizer)
-        self._places = defaultdict[int, TokenPlaces](lambda: TokenPlaces(tokenizer, texts))
+        self._offsets = defaultdict[int, TokenOffsets](lambda: TokenOffsets(tokenizer, texts))
 
     def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """Return entries in the format of chats."""
@@ -241,34 +241,34 @@ class LogprobWriter:
 
     def completion(self, entries: Sequence[TokenLogprobs], index: int) -> dict[str, list[Any]]:
         """Return the next entries of a completion in the format of completions."""
-        places = self._places[index]
+        offsets = self._offsets[index]
         return {
             "tokens": [self._texts.text(entry.token_id) for entry in entries],
-            "token_logprobs": [_number(entry.logprob) for entry in entries],
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
             "top_logprobs": [self._by_text(entry) for entry in entries],
-            "text_offset": [places.append(entry.token_id) for entry in entries],
+            "text_offset": [offsets.append(entry.token_id) for entry in entries],
         }
 
     def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
         """Map texts of the top and sampled tokens to logprobs, by text that of the likeliest."""
         by_text: dict[str, float] = {}
         for token_id, logprob in entry.top:
-            by_text.setdefault(self._texts.text(token_id), _number(logprob))
+            by_text.setdefault(self._texts.text(token_id), _finite(logprob))
         # Clients look the sampled token up by its text.
-        by_text[self._texts.text(entry.token_id)] = _number(entry.logprob)
+        by_text[self._texts.text(entry.token_id)] = _finite(entry.logprob)
         return by_text
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         own = self._texts.bytes_of(token_id)
         return {
             "token": self._texts.text(token_id),
-            "logprob": _number(logprob),
+            "logprob": _finite(logprob),
             "bytes": None if own is None else list(own),
         }
 
 
-def _number(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else _LEAST
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _MIN_LOGPROB
 
 
 _ENCODER = Encoder()

@@ -27,10 +27,10 @@ from omni.server.openai.chat_request import ChatRequest, CompletionRequest, prom
 from omni.server.openai.speech import AudioFileFormat, SpokenFile, check_voice, speaking_stage
 from omni.server.openai.tokenize import prompt_reader
 from omni.server.openai.tools import ToolCallParser
-from omni.server.serving.request_body import decoded, fetched
+from omni.server.serving.request_body import decode_base64, fetch_file
 from omni.server.serving.response_stream import DONE, ResponseStream
 
-_KEPT_S = 3600
+_AUDIO_TTL_S = 3600
 """Seconds for which a spoken answer is stored under the id of its audio, if memory allows."""
 
 
@@ -49,7 +49,7 @@ class Chat(TextResponse):
             self._voice = speaking_stage(self.stages, "modalities")
             check_voice(self.stages, body.audio.voice, "audio.voice")
         self._audio_id = f"audio-{self.client.request_id}"
-        self._expires_at = self._created + _KEPT_S
+        self._expires_at = self._created + _AUDIO_TTL_S
         self._words = ""  # text of the spoken completion, in a stream
         self._has_spoken = False
         self._held_sound: list[Waveform] = []
@@ -77,14 +77,14 @@ class Chat(TextResponse):
                 message.content, message.tool_calls = words or None, calls
             # Without audio, the answer is text only, as in a stream; calls are not spoken.
             if sound is not None and sound.duration_s and not index and not calls:
-                message.audio = await self._file(sound, words)
-                self._keep_words(words)
+                message.audio = await self._audio_file(sound, words)
+                self._store_text(words)
             choices.append(
                 Choice(
                     index=index,
                     message=message,
                     logprobs=self._logprobs.chat(each.logprobs or ()) if self._logprobs else None,
-                    finish_reason=_reason(each.finish_reason, self._parsers[index]),
+                    finish_reason=_finish_reason(each.finish_reason, self._parsers[index]),
                 )
             )
         answer = self._answer("chat.completion", choices)
@@ -101,14 +101,14 @@ class Chat(TextResponse):
                     self._count.add(delta)
                 # Batch events, and the last ones with the end of the stream: each piece costs a
                 # system call and wakes the client.
-                new = self._new(delta, sound, is_over=update.is_last)
+                new = self._new_choices(delta, sound, is_over=update.is_last)
                 piece = b"".join(map(self._event, new))
                 if piece and not update.is_last:
                     yield piece
         if self._options.include_usage:
             piece += self._event_of([], usage_of([self._count]))
         if self._has_spoken:
-            self._keep_words(self._words)
+            self._store_text(self._words)
         yield piece + DONE
 
     async def _stream(self) -> ResponseStream:
@@ -140,8 +140,8 @@ class Chat(TextResponse):
                 content, audio = message.content, message.audio
                 if content is None and audio is not None:
                     place = f"messages[{number}].audio.id"
-                    content = audio.transcript or self._words_of(audio.id, place)
-                said.append(message.as_templates_know_it(content))
+                    content = audio.transcript or self._stored_text(audio.id, place)
+                said.append(message.for_template(content))
                 continue
             parts: list[dict[str, str | None]] = []
             for index, part in enumerate(message.content):
@@ -149,25 +149,25 @@ class Chat(TextResponse):
                 if part.file_url is not None:
                     place += f".{part.type}.url"
                     kind = part.type.removesuffix("_url")
-                    file = await fetched(part.file_url, place, self.server.fetcher, room)
+                    file = await fetch_file(part.file_url, place, self.server.fetcher, room)
                     room -= len(file)
                     shown[kind].append(file)
                     parts.append({"type": kind})
                 elif part.input_audio is not None:
                     place += ".input_audio.data"
-                    shown["audio"].append(await decoded(part.input_audio.data, place))
+                    shown["audio"].append(await decode_base64(part.input_audio.data, place))
                     parts.append({"type": "audio"})
                 else:
                     parts.append({"type": "text", "text": part.text})
-            said.append(message.as_templates_know_it(parts))
+            said.append(message.for_template(parts))
         return said, shown
 
-    def _keep_words(self, words: str) -> None:
+    def _store_text(self, words: str) -> None:
         """Store the text of the spoken answer, so that later requests can refer to its audio id."""
         kept = {"id": self._audio_id, "expires_at": self._expires_at}
         self.server.spoken.add(self.client, kept, [{"role": "assistant", "content": words}])
 
-    def _words_of(self, audio_id: str, param: str) -> str:
+    def _stored_text(self, audio_id: str, param: str) -> str:
         _, (said,) = self.server.spoken.find(self.client, audio_id, param)
         return str(said["content"])
 
@@ -178,7 +178,7 @@ class Chat(TextResponse):
             usage = self._count.usage_of(None if is_first else choice.index)
         return self._event_of([choice], usage)
 
-    def _new(
+    def _new_choices(
         self, delta: OutputDelta | None, sound: Waveform | None, *, is_over: bool
     ) -> list[Choice]:
         """Return the new choices: starts and text of each completion, audio, and ends."""
@@ -207,7 +207,7 @@ class Chat(TextResponse):
             if calls:
                 new.append(Choice(index=index, delta=AssistantMessage(tool_calls=calls)))
             if ends:
-                self._ended[index] = _reason(part.finish_reason, parser)
+                self._ended[index] = _finish_reason(part.finish_reason, parser)
         self._has_roles |= delta is not None
         if sound is not None:
             self._held_sound.append(sound)
@@ -229,9 +229,9 @@ class Chat(TextResponse):
             self._ended.clear()
         return new
 
-    async def _file(self, sound: Waveform, transcript: str) -> ChatAudio:
+    async def _audio_file(self, sound: Waveform, transcript: str) -> ChatAudio:
         assert self._body.audio is not None
-        content = await asyncio.to_thread(_encoded, sound, self._body.audio.format)
+        content = await asyncio.to_thread(_encode, sound, self._body.audio.format)
         return ChatAudio(
             id=self._audio_id,
             data=content,
@@ -241,14 +241,14 @@ class Chat(TextResponse):
         )
 
 
-def _encoded(sound: Waveform, form: AudioFileFormat | Literal["pcm16"]) -> bytes:
+def _encode(sound: Waveform, form: AudioFileFormat | Literal["pcm16"]) -> bytes:
     if form == "opus" or form == "aac":
         file = SpokenFile(form)
-        return file.of(sound) + file.rest()
+        return file.feed(sound) + file.flush()
     return sound.encoded(form)
 
 
-def _reason(reason: FinishReason | None, parser: ToolCallParser) -> str | None:
+def _finish_reason(reason: FinishReason | None, parser: ToolCallParser) -> str | None:
     """Return the finish reason of a completion in OpenAI's terms."""
     if parser.num_calls and reason == "stop":
         return "tool_calls"

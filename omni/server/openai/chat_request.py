@@ -112,7 +112,7 @@ class ResponseFormat(ApiModel):
     json_schema: JsonSchemaFormat | None = None
 
     @model_validator(mode="after")
-    def _has_its_schema(self) -> ResponseFormat:
+    def _check_schema(self) -> ResponseFormat:
         check_part(self, ("json_schema",), self.type, f"a response format of type {self.type!r}")
         return self
 
@@ -153,7 +153,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{"length_penalty": (1.0,), "best_of": (1,), "bad_words": ()},
 }
 """Fields of vLLM with their defaults, the only accepted values."""
-_HINTS = frozenset(("user", "request_id", "guided_decoding_backend"))
+_IGNORED_HINTS = frozenset(("user", "request_id", "guided_decoding_backend"))
 
 
 class TextRequest(StageFields):
@@ -197,7 +197,7 @@ class TextRequest(StageFields):
     guided_grammar: str | None = None
 
     @model_validator(mode="after")
-    def _streams_with_options(self) -> Self:
+    def _check_stream_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise PlacedError(("stream_options",), "needs stream to be true")
         return self
@@ -208,26 +208,26 @@ class TextRequest(StageFields):
         """Return the answering stage's fields, and the request's names of those that differ."""
         fields = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         fields |= {"max_tokens": max_tokens, "logprobs": logprobs}
-        forms = self._forms()
-        if len(forms) > 1:
-            first, second, *_ = forms
+        constraints = self._constraints()
+        if len(constraints) > 1:
+            first, second, *_ = constraints
             raise ApiError.bad_field(second, f"given beside {first}; give one of them")
         names: dict[str, str] = {}
-        for name, form in forms.items():
+        for name, form in constraints.items():
             fields["structured_output"], names["structured_output"] = form, name
         return {name: value for name, value in fields.items() if value is not None}, names
 
-    def _forms(self) -> dict[str, dict[str, Any]]:
+    def _constraints(self) -> dict[str, dict[str, Any]]:
         """Return the constraints on the text by the name of the request's field."""
-        forms = {"structured_output": self.structured_output}
+        found = {"structured_output": self.structured_output}
         if self.response_format is not None:
-            forms["response_format"] = self.response_format.as_structured_output()
+            found["response_format"] = self.response_format.as_structured_output()
         if self.structured_outputs is not None:
-            forms["structured_outputs"] = self.structured_outputs.model_dump(exclude_none=True)
+            found["structured_outputs"] = self.structured_outputs.model_dump(exclude_none=True)
         for name, key in _GUIDES.items():
             if (guide := getattr(self, name)) is not None:
-                forms[name] = {key: guide}
-        return {name: form for name, form in forms.items() if form is not None}
+                found[name] = {key: guide}
+        return {name: form for name, form in found.items() if form is not None}
 
 
 _GUIDES = {
@@ -332,7 +332,7 @@ class ContentPart(ApiModel):
         return None if at is None else at.url
 
     @model_validator(mode="after")
-    def _has_what_it_names(self) -> ContentPart:
+    def _check_named_field(self) -> ContentPart:
         names = ("text", "image_url", "input_audio", "audio_url", "video_url")
         check_part(self, names, self.type, f"a part of type {self.type!r}")
         return self
@@ -372,7 +372,7 @@ class ChatMessage(ApiModel):
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
-    def _fields_suit_the_role(self) -> ChatMessage:
+    def _check_role_fields(self) -> ChatMessage:
         for field in ("tool_calls", "audio"):
             if getattr(self, field) and self.role != "assistant":
                 raise PlacedError((field,), f"belongs to an assistant's message, not {self.role}'s")
@@ -382,15 +382,13 @@ class ChatMessage(ApiModel):
             raise PlacedError(("content",), "missing; it must be given")
         return self
 
-    def as_templates_know_it(
-        self, content: str | list[dict[str, str | None]] | None
-    ) -> dict[str, Any]:
+    def for_template(self, content: str | list[dict[str, str | None]] | None) -> dict[str, Any]:
         """Return the message with this content in the format of chat templates."""
         # OpenAI's newer name of the same role.
         role = "system" if self.role == "developer" else self.role
         said: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls:
-            said["tool_calls"] = [call.as_templates_know_it() for call in self.tool_calls]
+            said["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return said | self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
 
 
@@ -424,7 +422,7 @@ class ChatRequest(TextRequest):
     without_effect: ClassVar = frozenset(
         ("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
          "prediction", "verbosity", "prompt_cache_retention")
-    ) | _HINTS  # fmt: skip
+    ) | _IGNORED_HINTS  # fmt: skip
     not_supported: ClassVar = _NEUTRAL | {
         "functions": (),
         "function_call": ("none", "auto"),
@@ -447,7 +445,7 @@ class ChatRequest(TextRequest):
     reasoning_effort: str | None = None
 
     @model_validator(mode="after")
-    def _fields_go_together(self) -> ChatRequest:
+    def _check_combinations(self) -> ChatRequest:
         if (
             None not in (self.max_tokens, self.max_completion_tokens)
             and self.max_tokens != self.max_completion_tokens
@@ -501,7 +499,7 @@ class ChatRequest(TextRequest):
         """Create the parser of one completion's tool calls."""
         names = [tool.function.name for tool in self.offered_tools]
         is_required, most = self.required_tools is not None, None if self.parallel_tool_calls else 1
-        return ToolCallParser(names, form, is_required=is_required, most=most)
+        return ToolCallParser(names, form, is_required=is_required, max_calls=most)
 
 
 class CompletionRequest(TextRequest):
@@ -510,7 +508,7 @@ class CompletionRequest(TextRequest):
     ``logprobs`` is the number of tokens to report in addition to the sampled one.
     """
 
-    without_effect: ClassVar = _HINTS
+    without_effect: ClassVar = _IGNORED_HINTS
     not_supported: ClassVar = _NEUTRAL | {"suffix": ("",), "add_special_tokens": (True,)}
 
     prompt: PromptList
@@ -519,7 +517,7 @@ class CompletionRequest(TextRequest):
     echo: bool = False
 
     @model_validator(mode="after")
-    def _echoes_text_alone(self) -> CompletionRequest:
+    def _check_echo(self) -> CompletionRequest:
         if self.echo and self.logprobs is not None:
             raise PlacedError(("echo",), "not supported with logprobs: the prompt's are not known")
         return self

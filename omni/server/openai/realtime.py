@@ -48,25 +48,25 @@ from omni.server.openai.realtime_events import (
     TurnDetection,
     UpdateSession,
     event_id_of,
-    in_older_names,
     parse_event,
+    to_older_names,
 )
 from omni.server.openai.realtime_response import (
     RealtimeResponse,
     failure_of,
-    merged_options,
+    merge_options,
     plan_response,
 )
 from omni.server.openai.transcription import words_of
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
 from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
-from omni.server.serving.request_body import decoded, without_faltering
+from omni.server.serving.request_body import decode_base64, in_thread_if_large
 
 _logger = package_logger(__name__)
 _OLDER_API = "realtime=v1"
 
-_GONE = (WebSocketDisconnect, OSError, RuntimeError)
+_DISCONNECTED = (WebSocketDisconnect, OSError, RuntimeError)
 """Errors of sending to a client that has disconnected, or was disconnected."""
 
 
@@ -92,7 +92,7 @@ async def talk(websocket: WebSocket) -> None:
     except ApiError as error:
         websocket.state.refusal = error
         is_full = error.status is HTTPStatus.TOO_MANY_REQUESTS
-        with suppress(*_GONE):
+        with suppress(*_DISCONNECTED):
             await websocket.send_json({"type": "error", **error.to_object()})
             code = status.WS_1013_TRY_AGAIN_LATER if is_full else status.WS_1008_POLICY_VIOLATION
             await websocket.close(code, error.message[:100])
@@ -122,7 +122,7 @@ class RealtimeSession:
         self._client = client
         self._kind = kind
         self._is_older = is_older
-        self._options = _first_options(server, pipeline, kind)
+        self._options = _initial_options(server, pipeline, kind)
         # Refuse the session if it could not respond with its initial options.
         self._check(self._options)
         self._conversation = Conversation(self._limits.max_body_bytes)
@@ -135,7 +135,7 @@ class RealtimeSession:
 
     async def run(self) -> None:
         """Handle events until the client disconnects."""
-        await self._send("session.created", session=self._session())
+        await self._send("session.created", session=self._describe_session())
         try:
             while True:
                 message = await self._websocket.receive()
@@ -143,12 +143,12 @@ class RealtimeSession:
                     return
                 text = message.get("text")
                 if text is None:
-                    with suppress(*_GONE):
+                    with suppress(*_DISCONNECTED):
                         await self._websocket.close(
                             status.WS_1003_UNSUPPORTED_DATA, "events are JSON in text"
                         )
                     return
-                await self._take(text)
+                await self._handle(text)
         finally:
             for task in self._transcriptions:
                 task.cancel()
@@ -156,19 +156,19 @@ class RealtimeSession:
                 await self._response.abort()
             await asyncio.gather(*self._transcriptions, return_exceptions=True)
 
-    async def _take(self, text: str) -> None:
+    async def _handle(self, text: str) -> None:
         """Handle one event; an invalid one causes an error event, and changes nothing."""
         try:
-            match await without_faltering(parse_event, text):
+            match await in_thread_if_large(parse_event, text):
                 case UpdateSession() as event:
                     self._update(event.session)
-                    await self._send("session.updated", session=self._session())
+                    await self._send("session.updated", session=self._describe_session())
                 case AppendAudio() as event:
-                    content = await decoded(event.audio, "audio")
+                    content = await decode_base64(event.audio, "audio")
                     self._conversation.check_room(len(self._input) + len(content))
                     self._input.append(content)
                     async for turn in self._input.turns():
-                        await self._turn(turn)
+                        await self._handle_turn(turn)
                 case EndAudio(type="input_audio_buffer.commit"):
                     await self._commit(self._input.take())
                 case EndAudio():
@@ -183,7 +183,7 @@ class RealtimeSession:
                     await self._add(item, event.previous_item_id)
                 case AboutItem(type="conversation.item.retrieve") as event:
                     item = self._conversation.find(event.item_id, "retrieve")
-                    shown = await asyncio.to_thread(item.described, with_sound=True)
+                    shown = await asyncio.to_thread(item.describe, with_sound=True)
                     await self._send("conversation.item.retrieved", item=shown)
                 case AboutItem() as event:
                     self._conversation.delete(event.item_id)
@@ -195,7 +195,7 @@ class RealtimeSession:
                         audio_end_ms=event.audio_end_ms,
                     )  # fmt: skip
         except ApiError as error:
-            await self._send_error(error, await without_faltering(event_id_of, text))
+            await self._send_error(error, await in_thread_if_large(event_id_of, text))
 
     def _check(self, options: OneResponse) -> None:
         if self._kind == "realtime":
@@ -210,7 +210,7 @@ class RealtimeSession:
             )
         if session.model and self._server.names.get(session.model) is not self._pipeline:
             raise ApiError.bad_field("session.model", "the model of a session cannot be changed")
-        options = merged_options(self._options, session)
+        options = merge_options(self._options, session)
         if session.stages is not None:  # replace all of them, so that one can be removed
             options = options.model_copy(update={"stages": session.stages})
         self._check(options)
@@ -218,7 +218,7 @@ class RealtimeSession:
         self._input.change(options.audio.input.format, options.audio.input.turn_detection)
         self._options = options
 
-    async def _turn(self, turn: SpeechTurn) -> None:
+    async def _handle_turn(self, turn: SpeechTurn) -> None:
         """Handle a detected start or end of speech."""
         detection, item_id = self._input.detection, self._speech_id
         if turn.sound is None:
@@ -249,7 +249,7 @@ class RealtimeSession:
         """Add an item to the conversation, and start to transcribe its audio."""
         before = self._conversation.add(item, previous_id)
         transcriber = self._transcriber(self._options)
-        shown = item.described()
+        shown = item.describe()
         await self._send("conversation.item.added", previous_item_id=before, item=shown)
         await self._send("conversation.item.done", previous_item_id=before, item=shown)
         for index, part in enumerate(item.parts):
@@ -310,7 +310,7 @@ class RealtimeSession:
             self._pipeline,
             self._client,
             self._conversation,
-            merged_options(self._options, options),
+            merge_options(self._options, options),
             next(self._numbers),
             self._send,
         )
@@ -337,12 +337,12 @@ class RealtimeSession:
         event: Mapping[str, Any] | None
         event = {"type": kind, "event_id": f"event_{uuid.uuid4().hex}", **content}
         if self._is_older:
-            event = in_older_names(event)
+            event = to_older_names(event)
         if event is not None:
-            with suppress(*_GONE):
+            with suppress(*_DISCONNECTED):
                 await self._websocket.send_text(json.dumps(event))
 
-    def _session(self) -> Mapping[str, Any]:
+    def _describe_session(self) -> Mapping[str, Any]:
         options = self._options.model_dump(exclude_none=True)
         sound = options["audio"]["input"]
         if sound["turn_detection"]["type"] == "none":
@@ -363,7 +363,7 @@ class RealtimeSession:
         }
 
 
-def _first_options(
+def _initial_options(
     server: PipelineServer, pipeline: ServedPipeline, kind: SessionKind
 ) -> OneResponse:
     """Return a session's initial options: OpenAI's defaults, if the pipeline supports them."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from omni.server.openai.realtime_events import AudioFormat, Item, TurnDetection
 from omni.server.openai.tools import add_call
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.request_body import decoded
+from omni.server.serving.request_body import decode_base64
 
 if TYPE_CHECKING:
     from engine.media.sound_file import Resampler
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _SLICE_S = 0.25
 """Seconds of audio per detector call; longer audio is processed in slices in a thread."""
-_SPARE_S = 0.2
+_MARGIN_S = 0.2
 """Seconds kept in addition to the padding, on which the detector has not decided yet."""
 
 
@@ -47,7 +47,7 @@ class Sound:
         return np.frombuffer(self.samples, "<i2").astype(np.float32) / np.float32(2**15)
 
 
-_TELEPHONES = {"audio/pcmu": "ULAW", "audio/pcma": "ALAW"}
+_SUBTYPES = {"audio/pcmu": "ULAW", "audio/pcma": "ALAW"}
 
 
 def telephone_code(samples: bytes, kind: str) -> bytes:
@@ -55,7 +55,7 @@ def telephone_code(samples: bytes, kind: str) -> bytes:
     import soundfile
 
     file = BytesIO()
-    soundfile.write(file, np.frombuffer(samples, "<i2"), 8000, _TELEPHONES[kind], format="RAW")
+    soundfile.write(file, np.frombuffer(samples, "<i2"), 8000, _SUBTYPES[kind], format="RAW")
     return file.getvalue()
 
 
@@ -65,7 +65,7 @@ def samples_of(content: bytes, form: AudioFormat) -> bytes:
         return content
     import soundfile
 
-    how = {"samplerate": 8000, "channels": 1, "format": "RAW", "subtype": _TELEPHONES[form.type]}
+    how = {"samplerate": 8000, "channels": 1, "format": "RAW", "subtype": _SUBTYPES[form.type]}
     samples, _ = soundfile.read(BytesIO(content), dtype="int16", **how)
     return bytes(samples.astype("<i2").tobytes())
 
@@ -129,14 +129,14 @@ class InputSound:
             # Loading the detector is slow, and a large append has many slices: use a thread.
             is_little = self._turns is not None and self._num_heard + size >= whole
             if is_little:
-                found = self._listen(piece)
+                found = self._detect(piece)
             else:
-                found = await asyncio.to_thread(self._listen, piece)
+                found = await asyncio.to_thread(self._detect, piece)
             self._num_heard += len(piece)
             for begins, at_s in found:
                 yield self._begin(at_s) if begins else self._end(at_s)
             if not self.is_speaking:
-                kept_s = self.detection.prefix_padding_ms / 1000 + _SPARE_S
+                kept_s = self.detection.prefix_padding_ms / 1000 + _MARGIN_S
                 self._drop_before(self._num_heard - self._bytes_at(kept_s))
 
     @property
@@ -186,7 +186,7 @@ class InputSound:
             self._turns = self._resampler = None
         self.form, self.detection = form, detection
 
-    def _listen(self, piece: bytes) -> list[tuple[bool, float]]:
+    def _detect(self, piece: bytes) -> list[tuple[bool, float]]:
         # Imported lazily: audio libraries would delay the server's start.
         from engine.media.sound_file import Resampler
         from engine.media.voice_detector import DETECTOR_RATE, SpeechTurns, TurnSettings
@@ -253,7 +253,7 @@ class Part:
     sound: Sound | None = None
     transcription: asyncio.Task[None] | None = None
 
-    def described(self, *, with_sound: bool = False) -> dict[str, Any]:
+    def describe(self, *, with_sound: bool = False) -> dict[str, Any]:
         """Return the part in the format of events."""
         if self.sound is None:
             name = "transcript" if self.kind == "output_audio" else "text"
@@ -298,7 +298,7 @@ class ConversationItem:
                 parts.append(Part(part.type, part.text or ""))
                 continue
             place = f"item.content[{index}].audio"
-            samples = samples_of(await decoded(part.audio, place), form)
+            samples = samples_of(await decode_base64(part.audio, place), form)
             parts.append(Part(part.type, sound=whole_sound(samples, form.rate, place)))
         return cls(id=item.id or new_item_id(), role=item.role, parts=parts)
 
@@ -314,12 +314,12 @@ class ConversationItem:
         """Text and transcripts of all parts."""
         return " ".join(part.text for part in self.parts if part.text)
 
-    def described(self, *, with_sound: bool = False) -> Mapping[str, Any]:
+    def describe(self, *, with_sound: bool = False) -> Mapping[str, Any]:
         """Return the item in the format of events."""
         head = {"id": self.id, "object": "realtime.item", "type": self.type, "status": self.status}
         if self.type != "message":
             return head | self.call
-        parts = [part.described(with_sound=with_sound) for part in self.parts]
+        parts = [part.describe(with_sound=with_sound) for part in self.parts]
         return head | {"role": self.role, "content": parts}
 
     def keep_heard(self, seconds: float) -> None:

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from engine.interface.placed_error import PlacedError
 from omni.server.openai.chat_request import ChatRequest, Voice
-from omni.server.openai.responses import FunctionToolParts, NamedFunction, tools_of_chat
+from omni.server.openai.responses import FunctionToolParts, NamedFunction, to_chat_tools
 from omni.server.openai.tools import JsonObject
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import ApiModel, check_part, parse_json
@@ -23,7 +23,7 @@ from omni.server.serving.request_body import ApiModel, check_part, parse_json
 _Rate = Annotated[int, Field(ge=1000, le=384_000)]
 _Milliseconds = Annotated[int, Field(ge=0, le=60_000)]
 _PCM_RATE, _TELEPHONE_RATE = 24_000, 8_000
-_TELEPHONES = ("audio/pcmu", "audio/pcma")
+_TELEPHONE_TYPES = ("audio/pcmu", "audio/pcma")
 
 
 class AudioFormat(ApiModel):
@@ -34,8 +34,8 @@ class AudioFormat(ApiModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _telephones_have_one_rate(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or data.get("type") not in _TELEPHONES:
+    def _fill_telephone_rate(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("type") not in _TELEPHONE_TYPES:
             return data
         if data.get("rate") not in (None, _TELEPHONE_RATE):
             message = f"{data['type']} has 8000 samples a second, got {data['rate']!r:.80}"
@@ -90,7 +90,7 @@ class _AudioIn(ApiModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_turns_off(cls, data: Any) -> Any:
+    def _read_null_as_off(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         off: dict[str, dict[str, str]] = {"turn_detection": {"type": "none"}, "transcription": {}}
@@ -157,7 +157,7 @@ class ResponseOptions(ApiModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _by_newer_names(cls, data: Any) -> Any:
+    def _rename_older_options(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         newer = {key: value for key, value in data.items() if key not in _OLDER_OPTIONS}
@@ -186,7 +186,7 @@ class ResponseOptions(ApiModel):
             "messages": [{"role": "user", "content": ""}],
             "max_completion_tokens": limit,
             "temperature": self.temperature,
-            **tools_of_chat(self.tools, self.tool_choice),
+            **to_chat_tools(self.tools, self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
         }
         return ChatRequest.model_validate(asked, strict=True)
@@ -213,13 +213,13 @@ class ItemPart(ApiModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _what_was_spoken_is_text(cls, data: Any) -> Any:
+    def _read_audio_as_text(cls, data: Any) -> Any:
         if isinstance(data, dict) and data.get("type") in ("output_audio", "audio"):
             return {"type": "output_text", "text": data.get("transcript")}
         return data
 
     @model_validator(mode="after")
-    def _has_what_it_names(self) -> ItemPart:
+    def _check_named_field(self) -> ItemPart:
         wanted = "audio" if self.type == "input_audio" else "text"
         check_part(self, ("text", "audio"), wanted, f"a part of type {self.type!r}")
         return self
@@ -240,7 +240,7 @@ class Item(ApiModel):
     output: str | None = None
 
     @model_validator(mode="after")
-    def _has_what_its_type_has(self) -> Item:
+    def _check_type_fields(self) -> Item:
         wanted = {
             "message": ("role", "content"),
             "function_call": ("call_id", "name", "arguments"),
@@ -362,36 +362,36 @@ def event_id_of(text: str) -> str | None:
         return None
 
 
-_OUTPUT = re.compile(r"\boutput_(text|audio)")
+_OUTPUT_PREFIX = re.compile(r"\boutput_(text|audio)")
 """Prefix in the types of events and parts; beta names have only the captured word."""
 
 
-def in_older_names(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def to_older_names(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Convert an event to its beta names; return None for an event unknown to the beta."""
     if event["type"] == "conversation.item.done":
         return None
     older: dict[str, Any]
-    older = _in_older_kinds({key: value for key, value in event.items() if key != "session"})
+    older = _to_older_types({key: value for key, value in event.items() if key != "session"})
     if event["type"] == "conversation.item.added":
         older["type"] = "conversation.item.created"
     if "session" in event:
-        older["session"] = _older_session(event["session"])
+        older["session"] = _to_older_session(event["session"])
     return older
 
 
-def _in_older_kinds(value: Any) -> Any:
+def _to_older_types(value: Any) -> Any:
     """Return an event, or a value in it, with the beta types of parts."""
     if isinstance(value, list):
-        return [_in_older_kinds(each) for each in value]
+        return [_to_older_types(each) for each in value]
     if not isinstance(value, dict):
         return value
-    older = {key: _in_older_kinds(each) for key, each in value.items()}
+    older = {key: _to_older_types(each) for key, each in value.items()}
     if isinstance(kind := value.get("type"), str):
-        older["type"] = _OUTPUT.sub(r"\1", kind)
+        older["type"] = _OUTPUT_PREFIX.sub(r"\1", kind)
     return older
 
 
-def _older_session(session: Mapping[str, Any]) -> Mapping[str, Any]:
+def _to_older_session(session: Mapping[str, Any]) -> Mapping[str, Any]:
     left_out = ("type", "audio", "output_modalities", "max_output_tokens")
     older = {key: value for key, value in session.items() if key not in left_out}
     formats = {newer: name for name, newer in _OLDER_FORMATS.items()}

@@ -95,11 +95,11 @@ class RealtimeResponse:
         if self._message is not None:
             self._message.status = "incomplete"
         await self._send("error", error={**error.to_object()["error"], "event_id": None})
-        await self._send("response.done", response=self.described("failed", error))
+        await self._send("response.done", response=self.describe("failed", error))
 
     async def _answer(self) -> None:
         plan = self._plan
-        await self._send("response.created", response=self.described("in_progress"))
+        await self._send("response.created", response=self.describe("in_progress"))
         request = self._client.request(
             await self._prompt(), plan.sampling, index=self._number, speaker=plan.speaker
         )
@@ -115,19 +115,19 @@ class RealtimeResponse:
                     break
         if self._message is None and not self._output:
             await self._open_message()
-        await self._send_samples(self._sound.rest())
+        await self._send_samples(self._sound.flush())
         self.is_over = True
         if self._message is not None:
             self._message.is_spoken = True
             await self._close_message(self._message, self._end)
-        await self._send("response.done", response=self.described(self._end))
+        await self._send("response.done", response=self.describe(self._end))
 
     async def _prompt(self) -> ChatPrompt:
         read = self._pipeline.describe()["modalities"]["input"]
         hears = "audio" in read
         items, instructions = self._items, self._options.instructions
         if not hears:
-            await _written_down(items)
+            await _await_transcripts(items)
         elif "text" not in read:
             items = tuple(item for item in items if any(part.sound for part in item.parts))[-1:]
             instructions = None
@@ -166,14 +166,14 @@ class RealtimeResponse:
             return
         if message is not None:
             await self._close_message(message, "incomplete")
-        await self._send("response.done", response=self.described("cancelled"))
+        await self._send("response.done", response=self.describe("cancelled"))
 
     async def abort(self) -> None:
         """Cancel the task, without further events."""
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
-    def described(self, status: str, error: ApiError | None = None) -> Mapping[str, Any]:
+    def describe(self, status: str, error: ApiError | None = None) -> Mapping[str, Any]:
         """Return the response in the format of events."""
         details: dict[str, Any] | None = None
         if error is not None:
@@ -193,7 +193,7 @@ class RealtimeResponse:
             "object": "realtime.response",
             "status": status,
             "status_details": details,
-            "output": [item.described() for item in self._output],
+            "output": [item.describe() for item in self._output],
             "output_modalities": ["audio" if self._speaks else "text"],
             "metadata": self._options.metadata,
             "usage": usage,
@@ -217,7 +217,7 @@ class RealtimeResponse:
         if self._message is not None or not self._plan.chat.offered_tools:
             held, self._held_sound = self._held_sound, []
             for each in () if self._parser.num_calls else held:
-                await self._send_samples(self._sound.of(each))
+                await self._send_samples(self._sound.feed(each))
 
     async def _send_words(self, words: str) -> None:
         message = self._message or await self._open_message()
@@ -260,7 +260,7 @@ class RealtimeResponse:
         place = await self._open(item)
         item.parts.append(Part(kind))
         await self._send(
-            "response.content_part.added", **place, content_index=0, part=_in_event(item.parts[0])
+            "response.content_part.added", **place, content_index=0, part=_part_event(item.parts[0])
         )
         return item
 
@@ -273,12 +273,12 @@ class RealtimeResponse:
             await self._send("response.output_audio.done", **place)
         text = {"transcript" if self._speaks else "text": part.text}
         await self._send(f"response.{self._text_kind}.done", **place, **text)
-        await self._send("response.content_part.done", **place, part=_in_event(part))
+        await self._send("response.content_part.done", **place, part=_part_event(part))
         await self._close(item, status)
 
     async def _open(self, item: ConversationItem) -> dict[str, Any]:
         self._output.append(item)
-        place, shown = self._place(item), item.described()
+        place, shown = self._place(item), item.describe()
         await self._send("response.output_item.added", **place, item=shown)
         before = self._conversation.add(item)
         await self._send("conversation.item.added", previous_item_id=before, item=shown)
@@ -286,7 +286,7 @@ class RealtimeResponse:
 
     async def _close(self, item: ConversationItem, status: str) -> None:
         item.status = status
-        shown = item.described()
+        shown = item.describe()
         await self._send("response.output_item.done", **self._place(item), item=shown)
         await self._send("conversation.item.done", item=shown)
 
@@ -295,12 +295,12 @@ class RealtimeResponse:
         return {"response_id": self.id, "output_index": index, "item_id": item.id}
 
 
-def _in_event(part: Part) -> dict[str, Any]:
+def _part_event(part: Part) -> dict[str, Any]:
     """Return a part in the format of part events, whose types differ from those of items."""
-    return {**part.described(), "type": part.kind.removeprefix("output_")}
+    return {**part.describe(), "type": part.kind.removeprefix("output_")}
 
 
-async def _written_down(items: Sequence[ConversationItem]) -> None:
+async def _await_transcripts(items: Sequence[ConversationItem]) -> None:
     for part in chain.from_iterable(item.parts for item in items):
         if part.transcription is not None:
             await asyncio.wait([part.transcription])
@@ -372,9 +372,9 @@ def plan_response(pipeline: Pipeline, options: ResponseOptions, place: str) -> R
     return ResponsePlan(writer, voice, speaker, output.format, chat, sampling)
 
 
-def merged_options(before: ResponseOptions, change: ResponseOptions) -> OneResponse:
+def merge_options(before: ResponseOptions, change: ResponseOptions) -> OneResponse:
     """Apply a change to options; absent fields keep their values, also within ``audio``."""
-    merged = _laid_over(
+    merged = _overlay(
         before.model_dump(exclude_none=True),
         change.model_dump(exclude_unset=True, exclude_none=True, exclude={"type", "model"}),
         depth=2,  # down to the fields of a stage's sampling, and of audio input or output
@@ -382,10 +382,10 @@ def merged_options(before: ResponseOptions, change: ResponseOptions) -> OneRespo
     return OneResponse.model_validate(merged)
 
 
-def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any], depth: int) -> dict[str, Any]:
+def _overlay(below: Mapping[str, Any], above: Mapping[str, Any], depth: int) -> dict[str, Any]:
     both = below.keys() & above.keys() if depth else ()
     deeper = {
-        key: _laid_over(below[key], above[key], depth - 1)
+        key: _overlay(below[key], above[key], depth - 1)
         for key in both
         if isinstance(below[key], dict) and isinstance(above[key], dict)
     }

@@ -39,13 +39,13 @@ class ContentPart(ApiModel):
     image_url: str | None = None
 
     @model_validator(mode="after")
-    def _has_what_it_names(self) -> ContentPart:
+    def _check_named_field(self) -> ContentPart:
         name = "image_url" if self.type == "input_image" else "text"
         if getattr(self, name) is None:
             raise PlacedError((name,), "missing; it must be given")
         return self
 
-    def of_chat(self) -> dict[str, Any]:
+    def to_chat(self) -> dict[str, Any]:
         """Convert to a chat message's content part."""
         if self.image_url is not None:
             return {"type": "image_url", "image_url": {"url": self.image_url}}
@@ -61,8 +61,8 @@ def _form_of_content(value: Any) -> str:
     return "text" if isinstance(value, str) else "list"
 
 
-def _of_chat(content: str | Sequence[ContentPart]) -> str | list[dict[str, Any]]:
-    return content if isinstance(content, str) else [part.of_chat() for part in content]
+def _to_chat_content(content: str | Sequence[ContentPart]) -> str | list[dict[str, Any]]:
+    return content if isinstance(content, str) else [part.to_chat() for part in content]
 
 
 class _Item(ApiModel):
@@ -142,7 +142,7 @@ class NamedFunction(FunctionName):
     type: Literal["function"]
 
 
-def tools_of_chat(
+def to_chat_tools(
     tools: Sequence[FunctionToolParts] | None, choice: str | NamedFunction | None
 ) -> dict[str, Any]:
     """Convert tools and the tool choice to the fields of a chat request."""
@@ -166,7 +166,7 @@ class TextFormat(ApiModel):
     json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
 
     @model_validator(mode="after")
-    def _has_its_schema(self) -> TextFormat:
+    def _check_schema(self) -> TextFormat:
         if (self.json_schema is not None) != (self.type == "json_schema"):
             raise PlacedError(("schema",), "goes together with the type 'json_schema'")
         return self
@@ -234,12 +234,12 @@ class ResponsesRequest(StageFields):
         for item in self.input:
             match item:
                 case MessageItem():
-                    messages.append({"role": item.role, "content": _of_chat(item.content)})
+                    messages.append({"role": item.role, "content": _to_chat_content(item.content)})
                 case CallItem():
                     function = {"name": item.name, "arguments": item.arguments}
                     add_call(messages, {"id": item.call_id, "function": function})
                 case CallOutputItem():
-                    content = _of_chat(item.output)
+                    content = _to_chat_content(item.output)
                     messages.append(
                         {"role": "tool", "tool_call_id": item.call_id, "content": content}
                     )
@@ -265,7 +265,7 @@ class ResponsesRequest(StageFields):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "stream": self.stream,
-            **tools_of_chat(self.tools, self.tool_choice),
+            **to_chat_tools(self.tools, self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": form
             and {
@@ -332,10 +332,10 @@ class Responses(Chat):
                 if ends:
                     has_ended, is_cut = True, delta.finish_reason == "length"
         writer.end(is_cut, usage_of([self._count]))
-        self._keep()
+        self._store()
         yield writer.take()
 
-    def _keep(self) -> None:
+    def _store(self) -> None:
         if not self._request.store:
             return
         said: list[dict[str, Any]] = []
@@ -476,7 +476,7 @@ async def show_response(request: Request) -> Response:
     return JSONResponse(response)
 
 
-async def forget_response(request: Request) -> Response:
+async def delete_response(request: Request) -> Response:
     """Delete a stored response."""
     state, response_id = request.state, request.path_params["id"]
     state.server.responses.remove(state.client, response_id)

@@ -18,7 +18,7 @@ from omni.pipelines.voices import speak_like
 from omni.server.openai.answers import TokenCount, as_event, usage_of
 from omni.server.openai.chat_request import StageFields, Voice, merge_sampling
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.request_body import fetched
+from omni.server.serving.request_body import fetch_file
 from omni.server.serving.response_stream import EVENTS, PipelineResponse
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ AudioFileFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm"]
 _PCM_RATE = 24_000
 """Sampling rate that clients assume for ``pcm``, which has no header to state it."""
 
-_LOUDEST = np.float32(2**15 - 1)
+_MAX_SAMPLE = np.float32(2**15 - 1)
 
 AUDIO_FILES: dict[AudioFileFormat, tuple[str, str, str, dict[str, str]]] = {
     "pcm": ("audio/pcm", "s16le", "pcm_s16le", {}),
@@ -60,26 +60,26 @@ class SpokenPieces:
         self._tempo: Graph | None = None
         self._resampler: Resampler | None = None
 
-    def of(self, sound: Waveform) -> bytes:
+    def feed(self, sound: Waveform) -> bytes:
         """Convert the next piece of audio; speed and rate conversion may delay the output."""
         samples, made = sound.encoded("pcm16"), sound.sampling_rate
         self.rate = self.rate or made
         if self._speed != 1.0 and samples:
             if self._tempo is None:
-                self._tempo = _tempo(made, self._speed)
-            samples = self._at_speed(_frame(samples, made))
+                self._tempo = _tempo_graph(made, self._speed)
+            samples = self._change_tempo(_frame(samples, made))
         if self.rate != made and self._resampler is None:
             # Imported lazily: audio libraries would delay the server's start.
             from engine.media.sound_file import Resampler
 
             self._resampler = Resampler(made, self.rate)
-        return self._at_rate(samples)
+        return self._resample(samples)
 
-    def rest(self) -> bytes:
+    def flush(self) -> bytes:
         """Flush the output after the last piece."""
-        return self._at_rate(b"" if self._tempo is None else self._at_speed(None), last=True)
+        return self._resample(b"" if self._tempo is None else self._change_tempo(None), last=True)
 
-    def _at_speed(self, frame: AudioFrame | None) -> bytes:
+    def _change_tempo(self, frame: AudioFrame | None) -> bytes:
         import av
 
         assert self._tempo is not None
@@ -91,15 +91,15 @@ class SpokenPieces:
             except (av.BlockingIOError, av.EOFError):
                 return b"".join(parts)
 
-    def _at_rate(self, samples: bytes, *, last: bool = False) -> bytes:
+    def _resample(self, samples: bytes, *, last: bool = False) -> bytes:
         if self._resampler is None:
             return samples
-        given = np.frombuffer(samples, "<i2").astype(np.float32) / _LOUDEST
-        made = self._resampler.resampled(given, last=last).clip(-1, 1) * _LOUDEST
+        given = np.frombuffer(samples, "<i2").astype(np.float32) / _MAX_SAMPLE
+        made = self._resampler.resampled(given, last=last).clip(-1, 1) * _MAX_SAMPLE
         return bytes(np.rint(made).astype("<i2").tobytes())
 
 
-def _tempo(rate: int, speed: float) -> Graph:
+def _tempo_graph(rate: int, speed: float) -> Graph:
     """Create a graph of FFmpeg's ``atempo`` filters."""
     import av.filter
 
@@ -139,20 +139,20 @@ class SpokenFile:
         """True once any audio was added."""
         return self._container is not None
 
-    def of(self, sound: Waveform) -> bytes:
+    def feed(self, sound: Waveform) -> bytes:
         """Encode the next piece of audio, and return the new bytes of the file, if any."""
-        samples = self._pieces.of(sound)
+        samples = self._pieces.feed(sound)
         if self._container is None:
             self._open(self._pieces.rate or sound.sampling_rate)
         self._encode(samples)
-        return b"" if self._form == "flac" else self._new()
+        return b"" if self._form == "flac" else self._new_bytes()
 
-    def rest(self) -> bytes:
+    def flush(self) -> bytes:
         """Close the file, and return its remaining bytes."""
-        self._encode(self._pieces.rest())
+        self._encode(self._pieces.flush())
         self._container.mux(self._stream.encode(None))
         self._container.close()
-        return self._new()
+        return self._new_bytes()
 
     def _open(self, rate: int) -> None:
         import av
@@ -168,7 +168,7 @@ class SpokenFile:
             assert self._pieces.rate is not None
             self._container.mux(self._stream.encode(_frame(samples, self._pieces.rate)))
 
-    def _new(self) -> bytes:
+    def _new_bytes(self) -> bytes:
         new = bytes(self._out.getbuffer()[self._num_taken :])
         self._num_taken += len(new)
         return new
@@ -246,7 +246,7 @@ class Speech(PipelineResponse):
                 if sound is None or not sound.duration_s:
                     continue
                 # Encoding is slow; a thread keeps other responses running.
-                if piece := await asyncio.to_thread(self._file.of, sound):
+                if piece := await asyncio.to_thread(self._file.feed, sound):
                     yield self._piece(piece)
         if not self._file.has_begun:
             raise ApiError(
@@ -255,7 +255,7 @@ class Speech(PipelineResponse):
                 code="no_sound",
                 headers={"x-should-retry": "false"},  # clients retry automatically
             )
-        if piece := await asyncio.to_thread(self._file.rest):
+        if piece := await asyncio.to_thread(self._file.flush):
             yield self._piece(piece)
         if self._has_events:
             usage = usage_of([self._count])
@@ -275,7 +275,7 @@ class Speech(PipelineResponse):
         if body.ref_audio is None:
             return prompt
         room = self.server.settings.limits.max_body_bytes
-        sound = await fetched(body.ref_audio, "ref_audio", self.server.fetcher, room)
+        sound = await fetch_file(body.ref_audio, "ref_audio", self.server.fetcher, room)
         return speak_like(prompt, sound, body.ref_text)
 
     def _piece(self, content: bytes) -> bytes:

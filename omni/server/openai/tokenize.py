@@ -16,7 +16,7 @@ from omni.server.serving.api_error import ApiError
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.request_body import ApiModel, read_json
 
-_MOST_TOKENS = 1_000_000
+_MAX_TOKENS = 1_000_000
 
 
 class TokenizeRequest(ApiModel):
@@ -34,7 +34,7 @@ class TokenizeRequest(ApiModel):
     return_token_strs: bool = False
 
     @model_validator(mode="after")
-    def _is_one_prompt(self) -> TokenizeRequest:
+    def _check_one_prompt(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise PlacedError(("prompt",), "give a prompt or messages, one of them")
         return self
@@ -44,14 +44,14 @@ class DetokenizeRequest(ApiModel):
     """A list of token ids."""
 
     model: str
-    tokens: list[Annotated[int, Field(ge=0)]] = Field(max_length=_MOST_TOKENS)
+    tokens: list[Annotated[int, Field(ge=0)]] = Field(max_length=_MAX_TOKENS)
 
 
 async def tokenize(request: Request) -> Response:
     """Return the token ids of a prompt."""
     body = await read_json(request, TokenizeRequest)
     tokenizer, length = prompt_reader(request.state.server, body.model)
-    ids = await asyncio.to_thread(_ids, body, tokenizer)
+    ids = await asyncio.to_thread(_encode, body, tokenizer)
     answer = {"count": len(ids), "max_model_len": length, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
@@ -80,7 +80,7 @@ def prompt_reader(server: PipelineServer, model: str) -> tuple[Any, int | None]:
     raise ApiError.bad_request("this model reads its prompts without a tokenizer", param="model")
 
 
-def _ids(body: TokenizeRequest, tokenizer: Any) -> list[int]:
+def _encode(body: TokenizeRequest, tokenizer: Any) -> list[int]:
     # Imported lazily: the server must respond before transformers is imported.
     from engine.text.tokenizer import render_chat
 
@@ -91,7 +91,7 @@ def _ids(body: TokenizeRequest, tokenizer: Any) -> list[int]:
             is_spoken = message.content is None and message.audio is not None
             if is_spoken or isinstance(message.content, list):
                 raise ApiError.bad_field("messages", "contents must be text here")
-            messages.append(message.as_templates_know_it(message.content))
+            messages.append(message.for_template(message.content))
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         adds_special = False
         try:

@@ -30,8 +30,8 @@ from omni.pipelines.pipeline_config import ToolFormat
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import ApiModel
 
-_MOST_TOOLS = 128
-_LONGEST_PYTHON = 65_536
+_MAX_TOOLS = 128
+_MAX_PYTHON_CHARS = 65_536
 
 
 class FunctionParts(ApiModel):
@@ -64,13 +64,13 @@ class NamedTool(ApiModel):
     function: FunctionName
 
 
-def _is_an_object(value: str) -> str:
-    if not isinstance(_loaded(value or "{}"), dict):
+def _check_json_object(value: str) -> str:
+    if not isinstance(_parse_json(value or "{}"), dict):
         raise ValueError(f"should be a JSON object in a string, got {value!r:.80}")
     return value
 
 
-JsonObject = Annotated[str, AfterValidator(_is_an_object)]
+JsonObject = Annotated[str, AfterValidator(_check_json_object)]
 """A JSON object in a string, such as the arguments of a call."""
 
 
@@ -90,7 +90,7 @@ class RequestedCall(ApiModel):
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    def as_templates_know_it(self) -> dict[str, Any]:
+    def for_template(self) -> dict[str, Any]:
         """Return the call with its arguments as a mapping, as transformers' templates expect."""
         arguments = json.loads(self.function.arguments or "{}")
         function = {"name": self.function.name, "arguments": arguments}
@@ -115,8 +115,8 @@ class ToolCall(Struct, kw_only=True):
 
 def check_tools(tools: Sequence[FunctionTool], choice: str | NamedTool | None) -> None:
     """Refuse too many tools, duplicate names, and the choice of a missing tool."""
-    if len(tools) > _MOST_TOOLS:
-        raise ApiError.bad_field("tools", f"at most {_MOST_TOOLS} are taken, got {len(tools)}")
+    if len(tools) > _MAX_TOOLS:
+        raise ApiError.bad_field("tools", f"at most {_MAX_TOOLS} are taken, got {len(tools)}")
     names = [tool.function.name for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -161,11 +161,11 @@ class ToolCallParser:
 
     Args:
         is_required: true if :func:`call_grammar` constrains the text.
-        most: maximum number of calls to emit; None for no limit.
+        max_calls: maximum number of calls to emit; None for no limit.
     """
 
     def __init__(
-        self, names: Sequence[str], form: ToolFormat, *, is_required: bool, most: int | None
+        self, names: Sequence[str], form: ToolFormat, *, is_required: bool, max_calls: int | None
     ) -> None:
         self._names = frozenset(names)
         self._form: ToolFormat = "mistral" if is_required else form
@@ -179,7 +179,7 @@ class ToolCallParser:
             "auto": ["{", "[", "<|python_tag|>", *named],
         }
         self._beginnings = beginnings[self._form]
-        self._most = most
+        self._max_calls = max_calls
         self._held = ""
         self._has_begun = self._follows_call = False
         self.num_calls = 0
@@ -190,22 +190,22 @@ class ToolCallParser:
             return text, []
         self._held += text
         if not self._has_begun:
-            if not is_last and self._may_begin_a_call(self._held.lstrip()):
+            if not is_last and self._may_begin_call(self._held.lstrip()):
                 return "", []
             self._has_begun = True
-            calls = self._calls_alone(self._held.strip()) if is_last else []
+            calls = self._parse_only_calls(self._held.strip()) if is_last else []
             if calls:
                 self._held = ""
-                return "", self._numbered(calls)
-        return self._tagged(is_last)
+                return "", self._number(calls)
+        return self._parse_tagged(is_last)
 
-    def _may_begin_a_call(self, text: str) -> bool:
+    def _may_begin_call(self, text: str) -> bool:
         """Return True if this incomplete text may be the beginning of a text of calls only."""
         return not text or any(
             text.startswith(begin) or begin.startswith(text) for begin in self._beginnings
         )
 
-    def _calls_alone(self, text: str) -> list[FunctionCall]:
+    def _parse_only_calls(self, text: str) -> list[FunctionCall]:
         """Return the calls of a text that consists only of calls; empty otherwise."""
         calls = None
         if self._form != "hermes" and self._form != "pythonic":
@@ -214,7 +214,7 @@ class ToolCallParser:
             calls = _python_calls(text, self._names)
         return calls or []
 
-    def _tagged(self, is_last: bool) -> tuple[str, list[ToolCall]]:
+    def _parse_tagged(self, is_last: bool) -> tuple[str, list[ToolCall]]:
         """Return plain text and tagged calls; spaces around a call are dropped."""
         words, calls = "", list[FunctionCall]()
         while self._form in ("auto", "hermes"):
@@ -225,21 +225,21 @@ class ToolCallParser:
             inside, end, after = rest.partition(_CLOSE)
             if not tag or not (end or is_last):
                 break
-            call = _call_of(_loaded(inside), None)
+            call = _call_of(_parse_json(inside), None)
             if call is None:
                 words += before + tag + inside + end
             else:
                 words += before.rstrip()
                 calls.append(call)
             self._held, self._follows_call = after, call is not None
-        kept = 0 if is_last else _undecided(self._held)
+        kept = 0 if is_last else _count_undecided(self._held)
         free = len(self._held) - kept
         words, self._held = words + self._held[:free], self._held[free:]
-        return words, self._numbered(calls)
+        return words, self._number(calls)
 
-    def _numbered(self, calls: Sequence[FunctionCall]) -> list[ToolCall]:
-        if self._most is not None:
-            calls = calls[: max(0, self._most - self.num_calls)]
+    def _number(self, calls: Sequence[FunctionCall]) -> list[ToolCall]:
+        if self._max_calls is not None:
+            calls = calls[: max(0, self._max_calls - self.num_calls)]
         # Nine letters and digits, as Mistral's templates require.
         numbered = [
             ToolCall(id=secrets.token_hex(5)[:9], function=call, index=self.num_calls + index)
@@ -254,7 +254,7 @@ _MARKERS = re.compile(r"^(?:<\|python_tag\|>|\[TOOL_CALLS\])\s*")
 _NAMED = re.compile(r"\s*([A-Za-z0-9_.-]+)(?:\[ARGS\])?(?=\{)")
 
 
-def _undecided(text: str) -> int:
+def _count_undecided(text: str) -> int:
     """Return the number of characters at the end of a text that may belong to a call."""
     start = text.find(_OPEN)
     if start < 0:
@@ -293,7 +293,7 @@ def _json_calls(text: str, names: frozenset[str], *, may_be_cut: bool) -> list[F
 
 def _python_calls(text: str, names: frozenset[str]) -> list[FunctionCall] | None:
     """Parse calls that are a Python list; None for anything else."""
-    if not text.startswith("[") or len(text) > _LONGEST_PYTHON:
+    if not text.startswith("[") or len(text) > _MAX_PYTHON_CHARS:
         return None
     try:
         (node,) = ast.parse(text).body
@@ -317,7 +317,7 @@ def _call_of(value: Any, names: frozenset[str] | None) -> FunctionCall | None:
     name = value.get("name")
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
-        arguments = _loaded(arguments)
+        arguments = _parse_json(arguments)
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         return None
     return _call(name, arguments) if names is None or name in names else None
@@ -327,7 +327,7 @@ def _call(name: str, arguments: Mapping[str, Any]) -> FunctionCall:
     return FunctionCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
 
 
-def _loaded(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

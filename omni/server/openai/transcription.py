@@ -46,10 +46,10 @@ _TIMESTAMP_S = 0.02
 
 _HEADING = re.compile(r"\A ?language [^<]{1,40}<asr_text>")
 """Language heading that an audio decoder writes before the words."""
-_LONGEST_HEADING = 64
+_MAX_HEADING_CHARS = 64
 
 
-class _Words:
+class _WordReader:
     """Strips headings, timestamps and a leading space from generated text, piece by piece."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class _Words:
         if self._held is not None:
             text = self._held + text
             begin = text.removeprefix(" ")[: len("language ")]
-            may_follow = len(text) < _LONGEST_HEADING and "language ".startswith(begin)
+            may_follow = len(text) < _MAX_HEADING_CHARS and "language ".startswith(begin)
             if may_follow and not (is_last or _HEADING.match(text)):
                 self._held = text
                 return ""
@@ -113,7 +113,7 @@ def segments_of(
         first, begin = window.first_token, window.begin_s
         whole = tokenizer.decode(token_ids[first:last], skip_special_tokens=True).encode()
         likely = [each.logprob for each in logprobs[first:last]] or [0.0]
-        for start, stop, ids in _between(token_ids[first:last], begin, end, tokenizer):
+        for start, stop, ids in _split_at_times(token_ids[first:last], begin, end, tokenizer):
             text = str(tokenizer.decode(ids, skip_special_tokens=True))
             found.append(
                 TranscriptionSegment(
@@ -126,7 +126,7 @@ def segments_of(
     return found
 
 
-def _between(
+def _split_at_times(
     token_ids: Sequence[int], begin: float, end: float | None, tokenizer: Any
 ) -> Iterator[tuple[float, float, list[int]]]:
     """Yield every run of word tokens, with its start and end times.
@@ -151,9 +151,9 @@ def _between(
 
 _UNLIMITED_S = 1e6
 """Maximum duration of a recording that the model has already processed."""
-_MOST_REPEATS = 8
+_MAX_REPEATS = 8
 """Maximum repeats of the same words in a row, unless set by the stage; more are a loop."""
-_MOST_FIELDS = 20
+_MAX_FIELDS = 20
 """Maximum number of fields, and of files, in a form."""
 
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
@@ -184,7 +184,7 @@ class TranscriptionRequest(ApiModel):
     chunking_strategy: Literal["auto", "server_vad"] | None = None
 
     @model_validator(mode="after")
-    def _streams_text(self) -> TranscriptionRequest:
+    def _check_format(self) -> TranscriptionRequest:
         if self.stream and self.response_format not in ("json", "text"):
             raise PlacedError(
                 ("stream",), f"goes with json and text, not with {self.response_format}"
@@ -220,14 +220,14 @@ def _subtitles(segments: Sequence[TranscriptionSegment], *, as_vtt: bool) -> str
     point = "." if as_vtt else ","
     cues = ["WEBVTT"] if as_vtt else []
     for number, segment in enumerate(segments, 1):
-        times = f"{_clock(segment.start, point)} --> {_clock(segment.end, point)}"
+        times = f"{_format_time(segment.start, point)} --> {_format_time(segment.end, point)}"
         # Escape cue syntax: an arrow starts a cue, and an empty line ends one.
         text = " ".join(segment.text.split()).replace("-->", "->")
         cues.append("\n".join([*([] if as_vtt else [str(number)]), times, text]))
     return "\n\n".join(cues) + "\n"
 
 
-def _clock(seconds: float, point: str) -> str:
+def _format_time(seconds: float, point: str) -> str:
     milliseconds = round(seconds * 1000)
     minutes, milliseconds = divmod(milliseconds, 60_000)
     hours, minutes = divmod(minutes, 60)
@@ -238,7 +238,7 @@ def _clock(seconds: float, point: str) -> str:
 async def read_transcription(request: Request) -> tuple[TranscriptionRequest, bytes]:
     """Parse a form and its file."""
     # Accepts more than one file, so that the error can name the problem.
-    async with request.form(max_files=_MOST_FIELDS, max_fields=_MOST_FIELDS) as form:
+    async with request.form(max_files=_MAX_FIELDS, max_fields=_MAX_FIELDS) as form:
         given: dict[str, Any] = {}
         for key in form:
             name = key.removesuffix("[]").replace("chunking_strategy[type]", "chunking_strategy")
@@ -282,14 +282,14 @@ class Transcription(PipelineResponse):
         self._body = body
         self._task = task
         self._audio = audio
-        self._stage = _hearing_stage(self.stages)
+        self._stage = _transcribing_stage(self.stages)
         self._tokenizer: Any = self.pipeline.tokenizer(self._stage)
         if self._tokenizer is None:
             raise ApiError.bad_request("this model has no tokenizer", param="model")
         own = self.stages.stages[self._stage].sampling
         sampling: dict[str, Any] = {}
         if own is not None and own.max_repeats is None:
-            sampling["max_repeats"] = _MOST_REPEATS
+            sampling["max_repeats"] = _MAX_REPEATS
         if body.temperature is not None:
             sampling["temperature"] = body.temperature[0]
         if body.response_format == "verbose_json":
@@ -313,7 +313,7 @@ class Transcription(PipelineResponse):
         async with self.stream([self._request], [self._stage]) as stream:
             (last,) = await stream.last_outputs()
         output = last[self._stage]
-        text = _Words().read(output.text or "", is_last=True)
+        text = _WordReader().read(output.text or "", is_last=True)
         if self._body.response_format == "text":
             return Response(text + "\n", media_type="text/plain; charset=utf-8")
         answer: dict[str, Any] = {"text": text}
@@ -326,7 +326,7 @@ class Transcription(PipelineResponse):
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yield the text as events, as it is generated."""
-        text, reader = "", _Words()
+        text, reader = "", _WordReader()
         async with self.stream([self._request], [self._stage]) as stream:
             async for update in stream.updates():
                 delta = update.of(self._stage)
@@ -337,7 +337,7 @@ class Transcription(PipelineResponse):
         yield as_event({"type": "transcript.text.done", "text": text}) + DONE
 
     async def _verbose(self, output: StageOutput) -> dict[str, Any]:
-        language = self._body.language or self._detected(output)
+        language = self._body.language or self._detected_language(output)
         source = MediaSource(self._audio, "sound", len(self._audio))
         # Imported lazily: audio libraries would delay the server's start.
         from engine.media.sound_file import stated_duration
@@ -347,7 +347,7 @@ class Transcription(PipelineResponse):
         first = (self._body.temperature or (0.0,))[0]
         segments = segments_of(*found, output.logprobs or (), first)
         if self._body.response_format == "verbose_json":
-            await asyncio.to_thread(_look_for_speech, source, segments)
+            await asyncio.to_thread(_set_no_speech_probs, source, segments)
         answer: dict[str, Any] = {} if language is None else {"language": language}
         answer |= {"task": self._task, "duration": duration}
         if "segment" in self._body.timestamp_granularities:
@@ -357,14 +357,14 @@ class Transcription(PipelineResponse):
             answer["words"] = [each._replace(word=each.word.strip())._asdict() for each in words]
         return answer
 
-    def _detected(self, output: StageOutput) -> str | None:
+    def _detected_language(self, output: StageOutput) -> str | None:
         """Return the language detected by the model; None for single-language models."""
         pieces = self._tokenizer.convert_ids_to_tokens(list(output.prompt_token_ids))
         found = (_LANGUAGE.fullmatch(piece or "") for piece in pieces)
         return next((match[1] for match in found if match is not None), None)
 
 
-def _look_for_speech(source: MediaSource, segments: Sequence[TranscriptionSegment]) -> None:
+def _set_no_speech_probs(source: MediaSource, segments: Sequence[TranscriptionSegment]) -> None:
     """Set the missing no-speech probabilities of segments by the voice detector."""
     from engine.media.sound_file import LongestSound, read_sound
     from engine.media.voice_detector import DETECTOR_RATE, WINDOW, VoiceDetector
@@ -382,11 +382,11 @@ async def words_of(
     pipeline: ServedPipeline, client: Client, prompt: AudioPrompt, number: int
 ) -> AsyncIterator[str]:
     """Yield the words of audio as they are generated; ``number`` numbers the client's requests."""
-    stage = _hearing_stage(pipeline.omni.pipeline)
+    stage = _transcribing_stage(pipeline.omni.pipeline)
     spoken = ExplicitEncoderDecoderPrompt(prompt)
-    fields = {"max_repeats": _MOST_REPEATS}
+    fields = {"max_repeats": _MAX_REPEATS}
     sampling = merge_sampling(pipeline.omni.pipeline, stage, fields, {}, {})
-    request, reader = client.request(spoken, sampling, index=number), _Words()
+    request, reader = client.request(spoken, sampling, index=number), _WordReader()
     async with ResponseStream(pipeline, client, [request], "audio", [stage]) as stream:
         async for update in stream.updates():
             delta = update.of(stage)
@@ -395,7 +395,7 @@ async def words_of(
                 yield words
 
 
-def _hearing_stage(pipeline: Pipeline) -> str:
+def _transcribing_stage(pipeline: Pipeline) -> str:
     """Return the first stage that reads the user's prompt and outputs text to the user."""
     for name, stage in pipeline.stages.items():
         if stage.inputs is None and "text" in stage.final_output:

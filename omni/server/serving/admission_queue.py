@@ -11,7 +11,7 @@ from itertools import count
 
 from omni.server.serving.api_error import ApiError
 
-_LONGEST_RETRY_S = 60
+_MAX_RETRY_S = 60
 _SMOOTHING = 0.2
 """Weight of the newest request in the moving average of request durations."""
 
@@ -30,7 +30,7 @@ class QueuePlace:
     admitted: asyncio.Future[None] = field(compare=False)
     waiting: set[int] = field(compare=False)
     began_s: float | None = field(default=None, compare=False)
-    is_left: bool = field(default=False, compare=False)
+    has_left: bool = field(default=False, compare=False)
 
 
 class AdmissionQueue:
@@ -47,7 +47,7 @@ class AdmissionQueue:
         self._max_waiting = max_waiting
         self._waiting: list[QueuePlace] = []
         self._numbers = count()
-        self._mean_s = 1.0
+        self._mean_duration_s = 1.0
 
     def enter(self, priorities: list[int]) -> list[QueuePlace]:
         """Enqueue a group of requests, all or none, and return their places."""
@@ -70,7 +70,7 @@ class AdmissionQueue:
         if num_requests <= free or self.num_waiting < self._max_waiting:
             return
         ahead = self.num_waiting + self.num_running
-        seconds = min(_LONGEST_RETRY_S, math.ceil(self._mean_s * ahead / self.max_running))
+        seconds = min(_MAX_RETRY_S, math.ceil(self._mean_duration_s * ahead / self.max_running))
         seconds = max(1, seconds)
         raise ApiError.too_many(
             f"{self.num_running} requests run and {self.num_waiting} wait, of at most "
@@ -81,28 +81,28 @@ class AdmissionQueue:
 
     def leave(self, place: QueuePlace) -> None:
         """Free the place of a waiting or running request. Idempotent."""
-        if place.is_left:
+        if place.has_left:
             return
-        place.is_left = True
+        place.has_left = True
         if place.began_s is None:
-            self._stops_waiting(place)
+            self._remove_waiting(place)
             place.admitted.cancel()
         else:
             self.num_running -= 1
             took_s = time.monotonic() - place.began_s
-            self._mean_s += _SMOOTHING * (took_s - self._mean_s)
+            self._mean_duration_s += _SMOOTHING * (took_s - self._mean_duration_s)
         self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and (self._waiting[0].is_left or self.num_running < self.max_running):
+        while self._waiting and (self._waiting[0].has_left or self.num_running < self.max_running):
             place = heapq.heappop(self._waiting)
-            if place.is_left:
+            if place.has_left:
                 continue
-            self._stops_waiting(place)
+            self._remove_waiting(place)
             self.num_running += 1
             place.began_s = time.monotonic()
             place.admitted.set_result(None)
 
-    def _stops_waiting(self, place: QueuePlace) -> None:
+    def _remove_waiting(self, place: QueuePlace) -> None:
         place.waiting.remove(place.number)
         self.num_waiting -= not place.waiting

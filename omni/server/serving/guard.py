@@ -30,13 +30,13 @@ from omni.server.serving.client import Client
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.settings import ServerLimits
 
-_REST_S = 5.0
+_DRAIN_TIMEOUT_S = 5.0
 """Timeout for the rest of a body after the response; nginx waits as long for more data."""
 
-_UNCOUNTED = 1 << 16
+_UNCOUNTED_BYTES = 1 << 16
 """Bytes of each body that do not count towards the limit shared by all bodies."""
 
-_RETRY_S = 5
+_RETRY_AFTER_S = 5
 
 
 class ArrivingBodies:
@@ -46,7 +46,7 @@ class ArrivingBodies:
         self.limits = limits
         self.num_bytes = 0
 
-    def take(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> None:
         """Reserve more bytes; raise an error with status 429 if the limit is exceeded."""
         most = self.limits.max_arriving_bytes
         if num_bytes and self.num_bytes + num_bytes > most:
@@ -54,7 +54,7 @@ class ArrivingBodies:
                 f"bodies of {most} bytes are being sent already, as much as this server takes at "
                 "once; try again later",
                 "bodies_full",
-                _RETRY_S,
+                _RETRY_AFTER_S,
             )
         self.num_bytes += num_bytes
 
@@ -82,8 +82,8 @@ class ArrivingBody:
         self._num_held = 0
         self._announced = headers.get("content-length", "0")
         # True while part of the body is outstanding and the client is connected.
-        self.is_coming = self._announced != "0" or "transfer-encoding" in headers
-        self._is_waiting = "expect" in headers
+        self.is_incomplete = self._announced != "0" or "transfer-encoding" in headers
+        self._awaits_continue = "expect" in headers
 
     def check_length(self) -> None:
         """Refuse with status 413 a body whose announced length is invalid or over the limit."""
@@ -98,36 +98,36 @@ class ArrivingBody:
             ApiError: with status 413 if the body is too large; with 408 if it stalls or takes too
                 long; with 429 if the bodies of all clients together are too large.
         """
-        if not self.is_coming:  # a reader that waits for more has read the whole body
-            self.let_go()
+        if not self.is_incomplete:  # a reader that waits for more has read the whole body
+            self.release()
             return await self._next()
-        message = await self._next_in_time()
+        message = await self._next_with_timeout()
         self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > self._limits.max_body_bytes:
             raise self._too_large()
-        more = max(self._num_bytes - _UNCOUNTED, 0) - self._num_held
-        self._others.take(more)
+        more = max(self._num_bytes - _UNCOUNTED_BYTES, 0) - self._num_held
+        self._others.reserve(more)
         self._num_held += more
         return message
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the reserved bytes. Idempotent."""
         self._others.num_bytes -= self._num_held
         self._num_held = 0
 
     async def drop_rest(self) -> None:
         """Read and discard the rest of the body, for a limited time."""
-        self.let_go()
-        if self._is_waiting:  # for "100 Continue", which will not be sent
+        self.release()
+        if self._awaits_continue:  # for "100 Continue", which will not be sent
             return
         try:
-            async with asyncio.timeout(_REST_S):
-                while self.is_coming:
+            async with asyncio.timeout(_DRAIN_TIMEOUT_S):
+                while self.is_incomplete:
                     await self._next()
         except TimeoutError:  # a client this slow may lose the response
             pass
 
-    async def _next_in_time(self) -> Message:
+    async def _next_with_timeout(self) -> Message:
         quiet_s = self._limits.body_timeout_s
         left_s = self._end - time.monotonic()
         try:
@@ -145,9 +145,9 @@ class ArrivingBody:
             ) from None
 
     async def _next(self) -> Message:
-        self._is_waiting = False
+        self._awaits_continue = False
         message = await self._receive()
-        self.is_coming = message["type"] == "http.request" and message.get("more_body", False)
+        self.is_incomplete = message["type"] == "http.request" and message.get("more_body", False)
         return message
 
     def _too_large(self) -> ApiError:
@@ -187,7 +187,7 @@ class Guard:
         self._bodies = ArrivingBodies(settings.limits)
         self._origins = frozenset(_origin(each) for each in settings.allow_origins)
         # DNS rebinding: a web page can reach a local server by a host name that resolves to it.
-        self._only_local = not settings.api_keys and _is_local(settings.host)
+        self._is_local_only = not settings.api_keys and _is_local(settings.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
@@ -221,7 +221,7 @@ class Guard:
             state["refusal"] = refusal = _as_api_error(error, scope)
             await _refuse(refusal, scope, receive, answer.send)
         finally:
-            body.let_go()
+            body.release()
             ended: ApiError | None = state.get("refusal")
             answer.log(scope, ended)
             if ended is not None and not ended.is_recorded:
@@ -268,7 +268,7 @@ class Guard:
 
     def _check_origin(self, headers: Headers) -> None:
         host = headers.get("host", "")
-        if self._only_local and not _names_local(host):
+        if self._is_local_only and not _has_local_name(host):
             raise ApiError(
                 HTTPStatus.FORBIDDEN,
                 f"this server is for its own machine, and answers to its local names only, not to "
@@ -332,7 +332,7 @@ class _Answer:
                 headers.add_vary_header("Origin")
         elif message["type"] == "http.response.body" and not message.get("more_body", False):
             self._ended_s = time.monotonic()
-            if self._body.is_coming:
+            if self._body.is_incomplete:
                 await self._send({**message, "more_body": True})
                 await self._body.drop_rest()
                 message = {"type": "http.response.body", "body": b"", "more_body": False}
@@ -393,7 +393,7 @@ def _origin(text: str) -> str:
 
 
 @lru_cache(maxsize=64)
-def _names_local(host: str) -> bool:
+def _has_local_name(host: str) -> bool:
     try:
         return _is_local(urlsplit(f"//{host}").hostname or "")
     except ValueError:  # not a valid host

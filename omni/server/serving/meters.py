@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 _logger = package_logger(__name__)
 
-_KEPT = 200
-_KEPT_REJECTED = 50
+_MAX_RECENT = 200
+_MAX_RECENT_REJECTED = 50
 _REJECTED = "rejected"
 
 
@@ -105,8 +105,8 @@ class RecentRequests:
     """
 
     def __init__(self) -> None:
-        self._records: deque[RequestRecord] = deque(maxlen=_KEPT)
-        self._rejected: deque[RequestRecord] = deque(maxlen=_KEPT_REJECTED)
+        self._records: deque[RequestRecord] = deque(maxlen=_MAX_RECENT)
+        self._rejected: deque[RequestRecord] = deque(maxlen=_MAX_RECENT_REJECTED)
 
     def add(self, record: RequestRecord) -> None:
         """Add a finished request."""
@@ -144,7 +144,7 @@ class RequestSpans:
             "omni.request_id": record.request_id,
             "omni.status": record.status,
         }
-        span = self._begin(
+        span = self._start(
             f"request {record.model}",
             record.traceparent,
             attributes,
@@ -182,9 +182,9 @@ class RequestSpans:
         """Create the span of a request refused just now, before it reached a pipeline."""
         end = time.time_ns()
         start = end - round(took_s * 1e9)
-        self._begin(name, traceparent, {"omni.status": "refused", **attributes}, start).end(end)
+        self._start(name, traceparent, {"omni.status": "refused", **attributes}, start).end(end)
 
-    def _begin(
+    def _start(
         self, name: str, traceparent: str | None, attributes: Mapping[str, str | int], start: int
     ) -> Span:
         from opentelemetry.trace import SpanKind
@@ -195,7 +195,7 @@ class RequestSpans:
         return self._tracer.start_span(name, context, SpanKind.SERVER, attributes, start_time=start)
 
 
-def spans_by_environment(environment: Mapping[str, str] = os.environ) -> RequestSpans | None:
+def spans_from_environment(environment: Mapping[str, str] = os.environ) -> RequestSpans | None:
     """Configure spans by environment variables; return None if none are requested.
 
     A provider set by the surrounding program, such as ``opentelemetry-instrument``, takes
@@ -237,7 +237,7 @@ def _provider(names: list[str], environment: Mapping[str, str]) -> TracerProvide
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     known = {each.name: each for each in entry_points(group=_EXPORTERS)}
     for wanted in names:
-        name = _otlp_by_protocol(known, environment) if wanted == "otlp" else wanted
+        name = _resolve_otlp(known, environment) if wanted == "otlp" else wanted
         if name not in known:
             _logger.warning(
                 "no spans are sent to %r: installed are the exporters %s; for otlp, "
@@ -250,7 +250,7 @@ def _provider(names: list[str], environment: Mapping[str, str]) -> TracerProvide
     return provider
 
 
-def _otlp_by_protocol(known: Collection[str], environment: Mapping[str, str]) -> str:
+def _resolve_otlp(known: Collection[str], environment: Mapping[str, str]) -> str:
     """Resolve ``otlp`` to the exporter of the requested protocol, else to an installed one."""
     wanted = next((environment[name] for name in _PROTOCOLS if environment.get(name)), None)
     if wanted is not None:
@@ -479,14 +479,14 @@ class RequestMeter:
         )
         self._record.traceparent = client.traceparent
         self._tokens: dict[str, tuple[Histogram, float]] = {}  # with the time of the last tokens
-        self._sound_s: dict[str, float] = {}
+        self._audio_s: dict[str, float] = {}
 
     def begin(self) -> None:
         """Record that the request was admitted."""
         self._record.turn_s = time.monotonic()
         self._meters.queue.labels(self._model).observe(self._elapsed)
 
-    def note(self, delta: OmniDelta) -> None:
+    def record_delta(self, delta: OmniDelta) -> None:
         """Record new output."""
         record = self._record
         for each in delta.timeline:
@@ -499,15 +499,15 @@ class RequestMeter:
                 if record.first_audio_s is None:
                     record.first_audio_s = time.monotonic()
                     self._meters.first_audio.labels(self._model).observe(self._elapsed)
-                self._sound_s[name] = self._sound_s.get(name, 0.0) + new.audio.duration_s
+                self._audio_s[name] = self._audio_s.get(name, 0.0) + new.audio.duration_s
             if new.whole_audio is not None:
-                self._sound_s[name] = new.whole_audio.duration_s
+                self._audio_s[name] = new.whole_audio.duration_s
         for name, number in num_tokens.items():
-            self._note_tokens(name, number)
+            self._record_tokens(name, number)
         if not delta.finished:
             return
         if delta.error is None:
-            for duration_s in filter(None, self._sound_s.values()):
+            for duration_s in filter(None, self._audio_s.values()):
                 factor = self._elapsed / duration_s
                 self._meters.real_time.labels(self._model).observe(factor)
             self.end("ok")
@@ -526,7 +526,7 @@ class RequestMeter:
             if status == "ok":
                 self._meters.total.labels(self._model).observe(self._elapsed)
 
-    def _note_tokens(self, stage: str, number: int) -> None:
+    def _record_tokens(self, stage: str, number: int) -> None:
         """Time new tokens; tokens of one delta share the elapsed time equally."""
         now = time.monotonic()
         if stage not in self._tokens:

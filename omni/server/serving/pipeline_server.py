@@ -17,7 +17,7 @@ from omni.pipelines.pipeline_config import PipelineConfig
 from omni.server.serving.admission_queue import AdmissionQueue
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
-from omni.server.serving.meters import Meters, RequestMeter, spans_by_environment
+from omni.server.serving.meters import Meters, RequestMeter, spans_from_environment
 from omni.server.serving.response_store import ResponseStore
 from omni.server.serving.settings import ServerLimits, ServerSettings
 from omni.server.serving.url_fetcher import UrlFetcher
@@ -237,7 +237,7 @@ class PipelineServer:
         self.settings = settings
         self.pipelines: dict[str, ServedPipeline] = {}
         self.meters = Meters(self.pipelines.values())  # a view of the dict filled below
-        self.meters.spans = spans_by_environment()
+        self.meters.spans = spans_from_environment()
         for config in configs:
             if config.name in self.pipelines:
                 raise ValueError(
@@ -251,9 +251,9 @@ class PipelineServer:
         for alias, name in settings.aliases.items():
             if alias in self.names:
                 raise ValueError(f"the alias {alias!r} is the name of a pipeline that is served")
-            self.names[alias] = self._served("pipeline of an alias", name)
+            self.names[alias] = self._find_served("pipeline of an alias", name)
         if settings.transcriber is not None:
-            self._served("transcriber", settings.transcriber)
+            self._find_served("transcriber", settings.transcriber)
         self.fetcher = UrlFetcher(settings.allow_url_hosts, settings.limits)
         self.responses = ResponseStore()
         self.spoken = ResponseStore(kind="audio")
@@ -264,7 +264,7 @@ class PipelineServer:
         self.on_loaded: Callable[[], None] = lambda: None
         self._loader = threading.Thread(target=self._load, name="omni-loader", daemon=True)
 
-    def _served(self, what: str, name: str) -> ServedPipeline:
+    def _find_served(self, what: str, name: str) -> ServedPipeline:
         if name not in self.pipelines:
             raise ValueError(
                 f"the {what} {name!r} is none of the pipelines that are served"

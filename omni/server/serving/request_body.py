@@ -19,23 +19,23 @@ from engine.interface.settings import dotted, explain_validation_error, place_of
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.url_fetcher import UrlFetcher
 
-_SMALL = 1 << 16
+_MAX_INLINE_BYTES = 1 << 16
 _ResultT = TypeVar("_ResultT")
 
 
-async def without_faltering(
+async def in_thread_if_large(
     work: Callable[..., _ResultT], data: bytes | str, *more: object
 ) -> _ResultT:
     """Process small data directly, and large data in a thread so that no stream stalls."""
-    if len(data) <= _SMALL:
+    if len(data) <= _MAX_INLINE_BYTES:
         return work(data, *more)
     return await asyncio.to_thread(work, data, *more)
 
 
-async def decoded(data: str, param: str) -> bytes:
+async def decode_base64(data: str, param: str) -> bytes:
     """Decode base64; an error names ``param``, its path in the request."""
     try:
-        content = await without_faltering(partial(b64decode, validate=True), data)
+        content = await in_thread_if_large(partial(b64decode, validate=True), data)
     except (binascii.Error, ValueError) as error:
         raise ApiError.bad_field(param, f"not valid base64: {error}") from error
     if not content:
@@ -43,7 +43,7 @@ async def decoded(data: str, param: str) -> bytes:
     return content
 
 
-async def fetched(url: str, param: str, fetcher: UrlFetcher, room: int) -> bytes:
+async def fetch_file(url: str, param: str, fetcher: UrlFetcher, room: int) -> bytes:
     """Decode a data URL, or fetch a file of at most ``room`` bytes by HTTP; never read a path.
 
     An error names ``param``, its path in the request.
@@ -53,7 +53,7 @@ async def fetched(url: str, param: str, fetcher: UrlFetcher, room: int) -> bytes
     if scheme == "data":
         if not comma or not head.lower().endswith(";base64"):
             raise ApiError.bad_field(param, "a data URL must begin like 'data:image/png;base64,'")
-        return await decoded(data, param)
+        return await decode_base64(data, param)
     if scheme in ("http", "https"):
         return await fetcher.fetch(url, param, room)
     raise ApiError.bad_field(
@@ -65,7 +65,7 @@ async def fetched(url: str, param: str, fetcher: UrlFetcher, room: int) -> bytes
 
 _ModelT = TypeVar("_ModelT", bound=BaseModel)
 
-_ABSENT: tuple[Any, ...] = (None, [], {})
+_EMPTY_VALUES: tuple[Any, ...] = (None, [], {})
 
 
 def _add_hints(schema: dict[str, Any], model: type[ApiModel]) -> None:
@@ -90,16 +90,16 @@ class ApiModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_what_is_supported(cls, data: Any) -> Any:
+    def _drop_ignored_keys(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         for key in cls.not_supported.keys() & data.keys():
-            harmless = (*_ABSENT, *cls.not_supported[key])
+            harmless = (*_EMPTY_VALUES, *cls.not_supported[key])
             if data[key] not in harmless:
                 raise PlacedError((key,), f"not supported by this server, got {data[key]!r:.80}")
-        left_out = cls.not_supported.keys() | cls.without_effect
+        dropped = cls.not_supported.keys() | cls.without_effect
         return {
-            key: value for key, value in data.items() if key not in left_out and value is not None
+            key: value for key, value in data.items() if key not in dropped and value is not None
         }
 
 
@@ -120,7 +120,7 @@ async def read_json(request: Request, model: type[_ModelT]) -> _ModelT:
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
             f"Content-Type must be application/json, got {kind or 'none'!r:.80}",
         )
-    return await without_faltering(parse_json, await request.body(), model)
+    return await in_thread_if_large(parse_json, await request.body(), model)
 
 
 def parse_json(body: bytes | str, model: type[_ModelT]) -> _ModelT:

@@ -13,7 +13,7 @@ from typing import Any
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
 
-_MOST_BYTES = 64 * 2**20
+_MAX_BYTES = 64 * 2**20
 
 
 class ResponseStore:
@@ -23,21 +23,21 @@ class ResponseStore:
     ``kind`` is the name of an entry in errors.
     """
 
-    def __init__(self, most_bytes: int = _MOST_BYTES, kind: str = "response") -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int = _MAX_BYTES, kind: str = "response") -> None:
+        self._max_bytes = max_bytes
         self._kind = kind
         self._num_bytes = 0
-        self._kept: OrderedDict[tuple[str | None, str], tuple[bytes, bytes]] = OrderedDict()
+        self._entries: OrderedDict[tuple[str | None, str], tuple[bytes, bytes]] = OrderedDict()
 
     def add(
         self, client: Client, response: dict[str, Any], messages: Sequence[dict[str, Any]]
     ) -> None:
         """Store a response."""
         entry = json.dumps(response).encode(), json.dumps(messages).encode()
-        self._kept[client.tenant, response["id"]] = entry
+        self._entries[client.tenant, response["id"]] = entry
         self._num_bytes += sum(map(len, entry))
-        while self._num_bytes > self._most_bytes:
-            _, oldest = self._kept.popitem(last=False)
+        while self._num_bytes > self._max_bytes:
+            _, oldest = self._entries.popitem(last=False)
             self._num_bytes -= sum(map(len, oldest))
 
     def find(self, client: Client, response_id: str, param: str | None = None) -> tuple[Any, Any]:
@@ -47,7 +47,7 @@ class ResponseStore:
             ApiError: there is none: with status 404, or 400 if ``param`` names a request's field.
         """
         key = (client.tenant, response_id)
-        response, messages = map(json.loads, self._kept.get(key, ("{}", "[]")))
+        response, messages = map(json.loads, self._entries.get(key, ("{}", "[]")))
         if not response or response.get("expires_at", math.inf) < time.time():
             status = HTTPStatus.NOT_FOUND if param is None else HTTPStatus.BAD_REQUEST
             raise ApiError(
@@ -56,10 +56,10 @@ class ResponseStore:
                 param=param,
                 code=f"previous_{self._kind}_not_found" if param is not None else None,
             )
-        self._kept.move_to_end(key)
+        self._entries.move_to_end(key)
         return response, messages
 
     def remove(self, client: Client, response_id: str) -> None:
         """Remove a response; raises the same errors as :meth:`find`."""
         self.find(client, response_id)
-        self._num_bytes -= sum(map(len, self._kept.pop((client.tenant, response_id))))
+        self._num_bytes -= sum(map(len, self._entries.pop((client.tenant, response_id))))

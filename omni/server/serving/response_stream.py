@@ -66,7 +66,7 @@ class _Running:
     error: BaseException | None = None
 
     def put(self, delta: OmniDelta) -> None:
-        self.meter.note(delta)
+        self.meter.record_delta(delta)
         self.last = delta
         for name, each in delta.deltas:
             before = self.new.get(name)
@@ -145,9 +145,9 @@ class ResponseStream:
         ]
         for running in self._running:
             if running.place.admitted.done():
-                self._admitted(running, running.place.admitted)
+                self._on_admitted(running, running.place.admitted)
             else:
-                running.place.admitted.add_done_callback(partial(self._admitted, running))
+                running.place.admitted.add_done_callback(partial(self._on_admitted, running))
         return self
 
     async def __aexit__(
@@ -156,7 +156,7 @@ class ResponseStream:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        unfinished = [each for each in self._running if not each.place.is_left]
+        unfinished = [each for each in self._running if not each.place.has_left]
         self._driver.discard(each.ticket for each in unfinished if each.ticket is not None)
         for running in unfinished:
             # A reader may abandon the remaining requests once it has enough output.
@@ -195,9 +195,9 @@ class ResponseStream:
             whole[update.index].add(update.delta)
         return [each.output().stages for each in whole]
 
-    def _admitted(self, running: _Running, admitted: asyncio.Future[None]) -> None:
+    def _on_admitted(self, running: _Running, admitted: asyncio.Future[None]) -> None:
         """Submit a request, unless a stage has lost its workers since the request arrived."""
-        if running.place.is_left or admitted.cancelled():
+        if running.place.has_left or admitted.cancelled():
             return
         try:
             self._pipeline.check_stages()
@@ -205,7 +205,7 @@ class ResponseStream:
             self._fail(running, error)
             return
         running.meter.begin()
-        request, take = running.request, partial(self._take, running)
+        request, take = running.request, partial(self._on_event, running)
         wake = self._loop.call_soon_threadsafe
         try:
             running.ticket = self._driver.submit(
@@ -214,8 +214,8 @@ class ResponseStream:
         except RuntimeError as error:  # the pipeline is closed, or its driver has crashed
             self._fail(running, error)
 
-    def _take(self, running: _Running, event: OmniDelta | BaseException) -> None:
-        if running.place.is_left:
+    def _on_event(self, running: _Running, event: OmniDelta | BaseException) -> None:
+        if running.place.has_left:
             return
         if isinstance(event, BaseException):
             self._fail(running, RuntimeError("the pipeline's driver has crashed"))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from stages import StageConfig
 
 _MIB = 2**20
-_ABOVE_0 = {"gt": 0.0, "allow_inf_nan": False}
+_POSITIVE = {"gt": 0.0, "allow_inf_nan": False}
 
 
 def _limit(what: str, how: str, **field: Any) -> Any:
@@ -44,7 +44,7 @@ class ServerLimits(BaseModel):
         "a request's body", "--max-body-mib; a larger one gets 413", default=64 * _MIB, ge=1024
     )
     body_timeout_s: float = _limit(
-        "a body that stands still", "fixed; it then ends with 408", default=30.0, **_ABOVE_0
+        "a body that stands still", "fixed; it then ends with 408", default=30.0, **_POSITIVE
     )
     max_sessions: int = _limit(
         "realtime sessions", "--max-sessions; one more gets an error", default=64, ge=0
@@ -54,7 +54,7 @@ class ServerLimits(BaseModel):
         "a request, with its waiting",
         "--request-timeout; it then ends with 504",
         default=600.0,
-        **_ABOVE_0,
+        **_POSITIVE,
     )
     stop_timeout_s: float = _limit(
         "what runs when the server stops",
@@ -66,7 +66,7 @@ class ServerLimits(BaseModel):
     max_url_bytes: int = _limit(
         "a file that is fetched", "fixed; only with --allow-url-hosts", default=20 * _MIB, ge=1
     )
-    url_timeout_s: float = _limit("fetching it", "fixed", default=10.0, **_ABOVE_0)
+    url_timeout_s: float = _limit("fetching it", "fixed", default=10.0, **_POSITIVE)
 
     @property
     def max_arriving_bytes(self) -> int:
@@ -82,7 +82,7 @@ class ServerLimits(BaseModel):
         """Return how many requests run concurrently in a pipeline of these stages."""
         if self.max_running_requests is not None:
             return self.max_running_requests
-        return sum(_most_at_once(stage) for stage in stages)
+        return sum(_max_concurrent(stage) for stage in stages)
 
 
 class ServerSettings(BaseModel):
@@ -111,7 +111,7 @@ class ServerSettings(BaseModel):
 
     @field_validator("api_keys")
     @classmethod
-    def _keys_can_be_sent(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+    def _check_keys(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
         for key in keys:
             text = key.get_secret_value()
             if not text or not text.isascii() or not text.isprintable() or " " in text:
@@ -122,7 +122,7 @@ class ServerSettings(BaseModel):
         return keys
 
 
-def _most_at_once(stage: StageConfig) -> int:
+def _max_concurrent(stage: StageConfig) -> int:
     """Return how many requests a stage's workers run per step; 1 each for kinds without a limit."""
     engine = getattr(stage, "engine", None)
     sizes = (getattr(engine, name, None) for name in ("max_num_seqs", "max_batch_size"))

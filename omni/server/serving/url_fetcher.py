@@ -14,7 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.settings import ServerLimits
 
-_AT_ONCE = 8
+_MAX_CONCURRENT = 8
 _CODE = "invalid_url"
 
 
@@ -33,16 +33,16 @@ class UrlFetcher:
         self._hosts = frozenset(host.lower().rstrip(".") for host in hosts)
         self._limits = limits
         self._num_requests = 0
-        self._room = asyncio.Semaphore(_AT_ONCE)
+        self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
         # A separate pool: slow DNS lookups must not starve other work of threads.
-        self._threads = ThreadPoolExecutor(_AT_ONCE, "omni-fetch")
+        self._threads = ThreadPoolExecutor(_MAX_CONCURRENT, "omni-fetch")
 
     def close(self) -> None:
         """Stop the threads that resolve names."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
-    def _place(self) -> Generator[None]:
+    def _count_waiting(self) -> Generator[None]:
         """Count a request that waits for a file during the block; refuse it above the limit."""
         if self._num_requests >= max(1, self._limits.max_waiting_requests):
             raise ApiError.too_many(
@@ -75,9 +75,9 @@ class UrlFetcher:
             raise ApiError.bad_field(param, "it has characters that an address cannot have", _CODE)
         if parts.username is not None or parts.password is not None:
             raise ApiError.bad_field(param, "it must not name a user", _CODE)
-        with self._place():
+        with self._count_waiting():
             try:
-                async with asyncio.timeout(self._limits.url_timeout_s), self._room:
+                async with asyncio.timeout(self._limits.url_timeout_s), self._slots:
                     return await self._get(parts, host, port, room)
             except Exception as error:  # of the network, of TLS, of the host's response
                 message = str(error) or type(error).__name__
@@ -135,15 +135,15 @@ def is_public(address: str) -> bool:
     found = ip_address(address.partition("%")[0])
     if not found.is_global or found.is_multicast or found.is_reserved:
         return False
-    return all(is_public(str(inner)) for inner in _inner(found))
+    return all(is_public(str(embedded)) for embedded in _embedded(found))
 
 
-def _inner(address: IPv4Address | IPv6Address) -> list[IPv4Address]:
+def _embedded(address: IPv4Address | IPv6Address) -> list[IPv4Address]:
     if isinstance(address, IPv4Address):
         return []
-    inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+    embedded = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
     packed = address.packed
     # 64:ff9b::/96 and, for local translators, ::/96.
     if packed[:12] in (bytes.fromhex("0064ff9b0000000000000000"), bytes(12)):
-        inner.append(IPv4Address(packed[12:]))
-    return [each for each in inner if each is not None]
+        embedded.append(IPv4Address(packed[12:]))
+    return [each for each in embedded if each is not None]

@@ -45,18 +45,18 @@ def test_all_that_comes_is_dropped_however_much_it_is(last: dict[str, Any]) -> N
     sender = Sender(*[PART] * 5, last, PART)
     body = body_of(sender, transfer_encoding="chunked")
     asyncio.run(body.drop_rest())
-    assert not body.is_coming and sender.left == [PART], "nothing after its end was asked for"
+    assert not body.is_incomplete and sender.left == [PART], "nothing after its end was asked for"
 
 
 def test_who_sends_nothing_more_is_not_waited_for_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "_REST_S", 0.01)
+    monkeypatch.setattr(guard, "_DRAIN_TIMEOUT_S", 0.01)
     body = body_of(Sender(PART), content_length="6")
     asyncio.run(body.drop_rest())
-    assert body.is_coming
+    assert body.is_incomplete
 
 
 @pytest.mark.parametrize(
-    ("headers", "is_coming"),
+    ("headers", "is_incomplete"),
     [
         ({}, False),
         ({"content_length": "0"}, False),
@@ -64,8 +64,8 @@ def test_who_sends_nothing_more_is_not_waited_for_for_long(monkeypatch: pytest.M
         ({"transfer_encoding": "chunked"}, True),
     ],
 )
-def test_only_what_is_announced_is_coming(headers: dict[str, str], is_coming: bool) -> None:
-    assert body_of(Sender(), **headers).is_coming == is_coming
+def test_only_what_is_announced_is_coming(headers: dict[str, str], is_incomplete: bool) -> None:
+    assert body_of(Sender(), **headers).is_incomplete == is_incomplete
 
 
 def test_what_is_too_long_is_refused_and_the_rest_of_it_is_coming() -> None:
@@ -74,7 +74,7 @@ def test_what_is_too_long_is_refused_and_the_rest_of_it_is_coming() -> None:
     assert [asyncio.run(body.receive()) for _ in range(2)] == [PART, PART]
     with pytest.raises(ApiError, match="larger than 2048 bytes"):
         asyncio.run(body.receive())
-    assert body.is_coming
+    assert body.is_incomplete
 
 
 @pytest.mark.parametrize("length", ["2049", "-1", "1e3", ""])
@@ -124,8 +124,8 @@ def test_all_large_bodies_together_have_so_much_room_and_give_it_back() -> None:
         assert error.value.status == 429 and error.value.headers["Retry-After"]
         small = body_of(Sender(PART, END), others, content_length="2000")
         assert [await small.receive() for _ in range(2)] == [PART, END], "it needs no room"
-        held[7].let_go()
-        held[7].let_go()
+        held[7].release()
+        held[7].release()
         assert others.num_bytes == 700_000
         await held[0].receive()  # a little more, and the end
         assert others.num_bytes == 701_000, "its reader is still about it"

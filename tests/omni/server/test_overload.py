@@ -222,7 +222,7 @@ def test_turns_go_by_priority_and_then_by_arrival():
         order = []
         queue.leave(first)
         for _ in places:
-            (now,) = (place for place in places if is_admitted(place) and not place.is_left)
+            (now,) = (place for place in places if is_admitted(place) and not place.has_left)
             order.append(places.index(now))
             queue.leave(now)
         assert order == [3, 1, 4, 0, 2]

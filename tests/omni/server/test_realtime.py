@@ -21,7 +21,7 @@ from websockets.sync.client import ClientConnection, connect
 from omni import AudioPrompt, ChatPrompt, OmniRequest
 from omni.server.openai.realtime import RealtimeSession
 from omni.server.openai.realtime_events import ResponseOptions
-from omni.server.openai.realtime_response import merged_options
+from omni.server.openai.realtime_response import merge_options
 from omni.server.serving.client import Client
 from tests.support.encoder_decoder_requests import tone
 from tests.support.gated_stage import GATES, GatedStage, gated_pipeline
@@ -396,7 +396,7 @@ def test_what_is_said_of_a_response_lies_over_what_its_session_is_like():
     before = ResponseOptions.model_validate({**options, "stages": {"thinker": bias, "talker": {}}})
     change: dict[str, Any] = {"audio": {"output": {"format": {"type": "audio/pcm", "rate": 8000}}}}
     change["stages"] = {"thinker": {"logit_bias": {"6": 1.0}, "seed": 1}}
-    merged = merged_options(before, ResponseOptions.model_validate(change))
+    merged = merge_options(before, ResponseOptions.model_validate(change))
     assert merged.audio.output.voice == "Ethan" and merged.audio.output.format.rate == 8000
     assert merged.stages == {
         "thinker": {"logit_bias": {"6": 1.0}, "seed": 1},

@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from omni.server.serving.meters import RequestRecord, RequestSpans, spans_by_environment
+from omni.server.serving.meters import RequestRecord, RequestSpans, spans_from_environment
 from tests.support.http_call import call
 from tests.support.import_graph import ROOT
 from tests.support.live_server import LiveServer
@@ -166,7 +166,7 @@ def test_a_failed_request_is_an_error(spans: RequestSpans, exporter: InMemorySpa
     ],
 )
 def test_nobody_is_told_unless_the_environment_says_so(environment: dict[str, str]) -> None:
-    assert spans_by_environment(environment) is None
+    assert spans_from_environment(environment) is None
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_an_exporter_that_is_not_there_is_told_and_harms_nothing(
 ) -> None:
     module = "omni.server.serving.meters"
     monkeypatch.setattr(f"{module}.entry_points", lambda **_: ())
-    found = spans_by_environment(environment)
+    found = spans_from_environment(environment)
     assert found is not None
     found.add(RequestRecord("m", "r", None, 1.0, 1.0, status="ok"))
     found.close()
@@ -192,7 +192,7 @@ def test_the_exporter_of_the_protocol_that_is_asked_for_is_meant(
     protocol: str, named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": protocol}
-    spans = spans_by_environment(told)
+    spans = spans_from_environment(told)
     assert spans is not None
     spans.close()
     assert f"no spans are sent to {named}" in caplog.text, "it is not installed for the tests"
@@ -227,7 +227,7 @@ def test_a_collector_gets_spans_that_belong_together(
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
         monkeypatch.setenv("OTEL_SERVICE_NAME", "spoken")
-        spans = spans_by_environment()
+        spans = spans_from_environment()
         assert spans is not None
         monkeypatch.setattr(running.pipelines.meters, "spans", spans)
         client = running.client(default_headers={"traceparent": f"00-{TRACE_ID}-{'1' * 16}-01"})
@@ -267,7 +267,7 @@ def test_a_collector_gets_spans_that_belong_together(
 def test_the_environment_s_exporter_gets_the_spans() -> None:
     code = (
         "import os, sys\n"
-        "from omni.server.serving.meters import spans_by_environment\n"
+        "from omni.server.serving.meters import spans_from_environment\n"
         "from omni.server.serving.meters import RequestRecord\n"
         "assert not any(name.startswith('opentelemetry') for name in sys.modules)\n"
         "service = {'OTEL_SERVICE_NAME': 'spoken'}\n"
@@ -276,7 +276,7 @@ def test_the_environment_s_exporter_gets_the_spans() -> None:
         "    for name in (*service, *resource):\n"
         "        os.environ.pop(name, None)\n"
         "    os.environ.update(told)\n"
-        "    spans = spans_by_environment()\n"
+        "    spans = spans_from_environment()\n"
         "    spans.add(RequestRecord('mine', 'r', None, 1.0, 1.0, ended_s=2.0, status='ok'))\n"
         "    spans.close()\n"
     )

@@ -237,7 +237,7 @@ def test_a_mistake_is_named(
 
 
 def test_the_store_is_bounded_and_keeps_clients_apart() -> None:
-    store, ann, bob = ResponseStore(most_bytes=480), Client("1", "ann"), Client("2", "bob")
+    store, ann, bob = ResponseStore(max_bytes=480), Client("1", "ann"), Client("2", "bob")
     for name in ("a", "b", "c"):
         store.add(ann, {"id": name}, [{"role": "user", "content": "x" * 100}])
     assert store.find(ann, "a")[0] == {"id": "a"}

@@ -40,8 +40,8 @@ def test_speed_changes_the_time_and_not_the_pitch(speed: float, rate: int):
     found = []
     for cut in (rate // 10, 997):
         pieces = SpokenPieces(24_000, speed)
-        parts = [pieces.of(each) for each in pieces_of(tone(rate, 2.0), rate, cut)]
-        found.append(np.frombuffer(b"".join([*parts, pieces.rest()]), "<i2") / 2**15)
+        parts = [pieces.feed(each) for each in pieces_of(tone(rate, 2.0), rate, cut)]
+        found.append(np.frombuffer(b"".join([*parts, pieces.flush()]), "<i2") / 2**15)
     assert len(found[0]) / 24_000 == pytest.approx(2.0 / speed, abs=0.12)
     assert pitch_of(found[0], 24_000) == pytest.approx(PITCH, abs=2)
     assert np.abs(found[0]).max() == pytest.approx(0.5, abs=0.05)
@@ -52,8 +52,8 @@ def test_speed_changes_the_time_and_not_the_pitch(speed: float, rate: int):
 @pytest.mark.parametrize("rate", [16_000, 22_050, 40_000])
 def test_files_are_what_others_decode(form: Any, rate: int):
     file = SpokenFile(form)
-    parts = [file.of(each) for each in pieces_of(tone(rate), rate, rate // 20)]
-    content = b"".join([*parts, file.rest()])
+    parts = [file.feed(each) for each in pieces_of(tone(rate), rate, rate // 20)]
+    content = b"".join([*parts, file.flush()])
     with av.open(io.BytesIO(content)) as opened:
         frames = [frame.to_ndarray()[0] for frame in opened.decode(audio=0)]
         read_rate = opened.streams.audio[0].rate

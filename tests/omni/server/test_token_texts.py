@@ -14,7 +14,7 @@ from omni.server.openai.answers import (
     AssistantMessage,
     ChatAudio,
     Choice,
-    TokenPlaces,
+    TokenOffsets,
     TokenTexts,
     as_json,
 )
@@ -36,7 +36,7 @@ def places_in(name: str, ids: list[int]) -> tuple[str, list[tuple[str, int]]]:
     """The text of some tokens, and each token with where it stands."""
     tokenizer = TOKENIZERS[name]()
     texts = TokenTexts(tokenizer)
-    places = TokenPlaces(tokenizer, texts)
+    places = TokenOffsets(tokenizer, texts)
     found = [(texts.text(each), places.append(each)) for each in ids]
     text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return str(text), found

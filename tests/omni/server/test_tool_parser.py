@@ -49,7 +49,7 @@ TEXTS: list[tuple[str, str, str, list[Any]]] = [
 
 
 def parsed(pieces: list[str], form: str, **more: Any) -> tuple[str, list[Any]]:
-    parser = ToolCallParser(NAMES, form, **({"is_required": False, "most": None} | more))
+    parser = ToolCallParser(NAMES, form, **({"is_required": False, "max_calls": None} | more))
     words, calls = "", []
     for index, piece in enumerate(pieces):
         new, found = parser.feed(piece, is_last=index == len(pieces) - 1)
@@ -92,7 +92,7 @@ def test_other_forms_are_words() -> None:
 
 
 def test_words_come_at_once() -> None:
-    parser = ToolCallParser(NAMES, "auto", is_required=False, most=None)
+    parser = ToolCallParser(NAMES, "auto", is_required=False, max_calls=None)
     assert parser.feed("Hel", is_last=False) == ("Hel", [])
     assert parser.feed("lo <too", is_last=False) == ("lo", [])
     assert parser.feed("ls>", is_last=False) == (" <tools>", [])
@@ -102,7 +102,7 @@ def test_of_required_calls_that_are_cut_off_the_whole_ones_are_given() -> None:
     text = f"[{ADD_JSON}, {WEATHER_JSON}]"
     first, second = text.index("}}") + 2, len(text) - 1
     for end in range(len(text) + 1):
-        parser = ToolCallParser(NAMES, "auto", is_required=True, most=None)
+        parser = ToolCallParser(NAMES, "auto", is_required=True, max_calls=None)
         words, calls = parser.feed(text[:end], is_last=True)
         assert len(calls) == (end >= first) + (end >= second)
         assert words == ("" if calls else text[:end].lstrip()), "nothing is lost"
@@ -110,5 +110,5 @@ def test_of_required_calls_that_are_cut_off_the_whole_ones_are_given() -> None:
 
 def test_more_calls_than_are_wanted_are_left_out() -> None:
     text = f"<tool_call>{ADD_JSON}</tool_call><tool_call>{WEATHER_JSON}</tool_call>"
-    assert parsed([text], "auto", most=1) == ("", [ADD])
-    assert parsed([f"[{ADD_JSON}, {WEATHER_JSON}]"], "mistral", most=1) == ("", [ADD])
+    assert parsed([text], "auto", max_calls=1) == ("", [ADD])
+    assert parsed([f"[{ADD_JSON}, {WEATHER_JSON}]"], "mistral", max_calls=1) == ("", [ADD])

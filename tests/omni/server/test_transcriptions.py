@@ -23,8 +23,8 @@ from omni.pipelines.pipeline_config import PipelineConfig
 from omni.server.openai.transcription import (
     TIMESTAMP,
     TranscriptionRequest,
-    _clock,
-    _Words,
+    _format_time,
+    _WordReader,
     read_transcription,
 )
 from omni.server.serving.api_error import ApiError
@@ -109,7 +109,10 @@ def test_subtitles_have_the_segments_and_their_times(client: Any, kind: str):
 
 
 def test_clocks_count_hours():
-    assert _clock(3723.4567, ",") == "01:02:03,457" and _clock(0.9996, ".") == "00:00:01.000"
+    assert (
+        _format_time(3723.4567, ",") == "01:02:03,457"
+        and _format_time(0.9996, ".") == "00:00:01.000"
+    )
 
 
 def test_a_transcription_is_streamed(client: Any):
@@ -172,7 +175,7 @@ def test_words_are_the_same_however_their_text_is_cut(
 ) -> None:
     pieces = re.findall(r"<\|.*?\|>|.", text)  # a time comes whole, as a token
     places = sorted(data.draw(st.sets(st.integers(0, len(pieces)))) | {0, len(pieces)})
-    reader = _Words()
+    reader = _WordReader()
     read = ["".join(pieces[a:b]) for a, b in pairwise(places)]
     assert "".join([*map(reader.read, read), reader.read("", is_last=True)]) == words
 
