@@ -305,10 +305,8 @@ class Completions(TextResponse):
                         yield self._event_of([self._choice(at, part)], usage)
                     if ends:
                         over.add(at)
-        end = DONE
-        if self._options.include_usage:
-            end = self._event_of([], usage_of(counts)) + DONE
-        yield end
+        end = self._event_of([], usage_of(counts)) if self._options.include_usage else b""
+        yield end + DONE
 
     def _text_of(self, prompt: Prompt) -> str:
         if isinstance(prompt, TextPrompt):

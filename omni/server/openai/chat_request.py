@@ -498,8 +498,9 @@ class ChatRequest(TextRequest):
     def tool_parser(self, form: ToolFormat) -> ToolCallParser:
         """Create the parser of one completion's tool calls."""
         names = [tool.function.name for tool in self.offered_tools]
-        is_required, most = self.required_tools is not None, None if self.parallel_tool_calls else 1
-        return ToolCallParser(names, form, is_required=is_required, max_calls=most)
+        is_required = self.required_tools is not None
+        limit = None if self.parallel_tool_calls else 1
+        return ToolCallParser(names, form, is_required=is_required, max_calls=limit)
 
 
 class CompletionRequest(TextRequest):

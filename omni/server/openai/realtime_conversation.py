@@ -126,11 +126,9 @@ class InputSound:
         while self._num_heard < whole:
             begin = self._num_heard - self._num_dropped
             piece = bytes(self._buffer[begin : min(begin + size, whole - self._num_dropped)])
-            # Loading the detector is slow, and a large append has many slices: use a thread.
-            is_little = self._turns is not None and self._num_heard + size >= whole
-            if is_little:
+            if self._turns is not None and self._num_heard + size >= whole:
                 found = self._detect(piece)
-            else:
+            else:  # in a thread: loading the detector is slow, and so are many slices
                 found = await asyncio.to_thread(self._detect, piece)
             self._num_heard += len(piece)
             for begins, at_s in found:

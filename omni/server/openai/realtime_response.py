@@ -349,14 +349,11 @@ def plan_response(pipeline: Pipeline, options: ResponseOptions, place: str) -> R
     """Plan a response; errors name a field below ``place``: ``session`` or ``response``."""
     writer = text_stage(pipeline)
     output = options.audio.output
-    speaker = output.voice
     is_spoken = options.output_modalities == ["audio"]
     # Checked early if the pipeline speaks; for others, clients may name any voice.
     if is_spoken or pipeline.voices.speaks:
-        check_voice(pipeline, speaker, f"{place}.audio.output.voice")
-    voice = None
-    if is_spoken:
-        voice = speaking_stage(pipeline, f"{place}.output_modalities")
+        check_voice(pipeline, output.voice, f"{place}.audio.output.voice")
+    voice = speaking_stage(pipeline, f"{place}.output_modalities") if is_spoken else None
     chat = options.as_chat()
     fields, _ = chat.stage_fields()
     if pipeline.stages[writer].sampling is not None:
@@ -368,7 +365,7 @@ def plan_response(pipeline: Pipeline, options: ResponseOptions, place: str) -> R
     if writer in sampling and sampling[writer].n != 1:
         at = f"{place}.stages.{writer}.n"
         raise ApiError.bad_field(at, "a conversation goes on in one way only")
-    speaker = speaker if voice is not None else None
+    speaker = output.voice if is_spoken else None
     return ResponsePlan(writer, voice, speaker, output.format, chat, sampling)
 
 

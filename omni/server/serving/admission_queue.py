@@ -47,7 +47,7 @@ class AdmissionQueue:
         self._max_waiting = max_waiting
         self._waiting: list[QueuePlace] = []
         self._numbers = count()
-        self._mean_duration_s = 1.0
+        self._mean_s = 1.0
 
     def enter(self, priorities: list[int]) -> list[QueuePlace]:
         """Enqueue a group of requests, all or none, and return their places."""
@@ -70,8 +70,7 @@ class AdmissionQueue:
         if num_requests <= free or self.num_waiting < self._max_waiting:
             return
         ahead = self.num_waiting + self.num_running
-        seconds = min(_MAX_RETRY_S, math.ceil(self._mean_duration_s * ahead / self.max_running))
-        seconds = max(1, seconds)
+        seconds = min(max(1, math.ceil(self._mean_s * ahead / self.max_running)), _MAX_RETRY_S)
         raise ApiError.too_many(
             f"{self.num_running} requests run and {self.num_waiting} wait, of at most "
             f"{self.max_running} and {self._max_waiting}; try again in {seconds} s",
@@ -90,7 +89,7 @@ class AdmissionQueue:
         else:
             self.num_running -= 1
             took_s = time.monotonic() - place.began_s
-            self._mean_duration_s += _SMOOTHING * (took_s - self._mean_duration_s)
+            self._mean_s += _SMOOTHING * (took_s - self._mean_s)
         self._admit()
 
     def _admit(self) -> None:
