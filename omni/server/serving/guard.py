@@ -291,7 +291,7 @@ class Guard:
 _PREFLIGHT = Response(
     status_code=HTTPStatus.NO_CONTENT,
     headers={
-        "access-control-allow-methods": "GET, POST",
+        "access-control-allow-methods": "GET, POST, DELETE",
         "access-control-allow-headers": "authorization, content-type",
         "access-control-max-age": "600",
     },

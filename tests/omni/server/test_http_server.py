@@ -166,6 +166,8 @@ def test_a_browser_is_told_what_an_allowed_page_may_send(keyed: LiveServer):
         assert answer.status == 204
         assert answer.headers["access-control-allow-origin"] == "https://a.example"
         assert "authorization" in answer.headers["access-control-allow-headers"]
+        # Responses are deleted.
+        assert answer.headers["access-control-allow-methods"] == "GET, POST, DELETE"
 
 
 def test_a_name_that_strangers_point_to_this_machine_does_not_open_a_server_without_keys():
