@@ -118,7 +118,7 @@ def bias_at(bias: Tensor, distances: Tensor) -> Tensor:
     return bias[:, distances.clamp(0, bias.shape[1] - 1)]
 
 
-def bias_of_tile(bias: Tensor, num_queries: int, num_keys: int) -> Tensor:
+def tile_bias(bias: Tensor, num_queries: int, num_keys: int) -> Tensor:
     """Return the bias of neighbouring queries, the last of which is at the last key's position.
 
     One row holds all distances of the tile; the biases of each query are a slice of it::

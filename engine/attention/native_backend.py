@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.metadata import AttentionMetadata, LayerCall, first_visible
-from engine.attention.torch_backend import TorchBackend, new_output
+from engine.attention.torch_backend import TorchBackend, allocate_output
 from engine.native import NativeBuildError, PagedSpans, load_kernels
 from engine.native.kernels import PART_TOKENS
 
@@ -123,7 +123,7 @@ class NativeBackend(TorchBackend):
             half = kv_cache.values.dtype
             key, value = key.to(half).to(key.dtype), value.to(half).to(value.dtype)
             call = call._replace(key=key, value=value)
-        output = new_output(query, metadata)
+        output = allocate_output(query, metadata)
         num_short = self._short_spans.spans.shape[1]
         if num_short:
             short = query[:num_short]

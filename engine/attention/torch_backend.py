@@ -50,10 +50,10 @@ from engine.attention.metadata import (
     LayerCall,
     Scoring,
     bias_at,
-    bias_of_tile,
     first_visible,
     layer_chunks,
     soft_capped_attention,
+    tile_bias,
     visible_blocks,
     write_kv,
 )
@@ -255,7 +255,7 @@ def bucket_by_length(lengths: list[int]) -> list[list[int]]:
     return [sorted(bucket) for bucket in buckets]
 
 
-def new_output(query: Tensor, metadata: AttentionMetadata) -> Tensor:
+def allocate_output(query: Tensor, metadata: AttentionMetadata) -> Tensor:
     """Allocate the output of ``forward``, with zeros if some tokens may have nothing to see."""
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     return output if metadata.causal else output.zero_()
@@ -349,7 +349,7 @@ class TorchBackend(AttentionBackend):
         """See :meth:`AttentionBackend.forward`."""
         query, key, value, kv_cache, metadata, scoring = call
         write_kv(key, value, kv_cache, metadata.row_mapping)
-        output = new_output(query, metadata)
+        output = allocate_output(query, metadata)
         decodes = slice(0, metadata.num_decodes)
         for bucket in self._buckets:
             if bucket.members is None:
@@ -390,7 +390,7 @@ class TorchBackend(AttentionBackend):
         if not prefill.is_masked:
             return None
         mask = self._tile_mask.corner(tile, prefill.window)
-        return mask if bias is None else mask + bias_of_tile(bias, *mask.shape).to(mask.dtype)
+        return mask if bias is None else mask + tile_bias(bias, *mask.shape).to(mask.dtype)
 
     def _decode(
         self, query: Tensor, bucket: _DecodeBucket, kv_cache: LayerKVCache, scoring: Scoring

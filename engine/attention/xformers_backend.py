@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
 
 
-def with_a_key_for_all(metadata: AttentionMetadata) -> tuple[AttentionMetadata, Tensor | None]:
+def pad_empty_sequences(metadata: AttentionMetadata) -> tuple[AttentionMetadata, Tensor | None]:
     """Let requests with nothing to see attend to the null page, as kernels need at least one key.
 
     Returns:
@@ -209,7 +209,7 @@ class XformersBackend(KernelBackend):
     def _prepare(self, metadata: AttentionMetadata, chunks_per_page: int) -> None:
         """Build the biases, and the rows that prefills gather."""
         self._decode_bias = self._prefill_bias = self._prefill_rows = None
-        metadata, self._void_tokens = with_a_key_for_all(metadata)
+        metadata, self._void_tokens = pad_empty_sequences(metadata)
         if metadata.num_decodes:
             self._decode_bias = decode_bias(metadata, chunks_per_page)
         if metadata.num_decodes < metadata.num_reqs:

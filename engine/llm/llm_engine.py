@@ -554,7 +554,7 @@ class LLMEngine(Engine[RequestOutput]):
                 f"none of {self._scheduler.num_waiting} waiting requests can be scheduled; "
                 f"the pool is {self._kv.stats()}"
             )
-        self._output_processor.note_first_run(scheduled)
+        self._output_processor.count_first_run(scheduled)
         updated = self._run(scheduled)
         self._num_steps += bool(scheduled.scheduled)
         self._busy_s += time.perf_counter() - started

@@ -74,7 +74,7 @@ class OutputProcessor:
         # Do not end it a second time, especially if its id is reused by then.
         self.interrupted = tuple(x for x in self.interrupted if x.request_id != request_id)
 
-    def note_first_run(self, scheduled: SchedulerOutput) -> None:
+    def count_first_run(self, scheduled: SchedulerOutput) -> None:
         """Count the requests and encoder runs that start with a step, before it runs."""
         for item in scheduled.scheduled:
             request = item.request
