@@ -184,8 +184,7 @@ class AttentionMetadata:
             or, without causality, one per encoder output of this step, possibly none.
         num_decodes: number of leading requests with exactly one query token.
         window: maximum number of positions a token sees, including itself; None: unlimited.
-        causal: if true, query tokens end their sequence and see no later token; if false, they
-            see the whole sequence.
+        causal: True if query tokens end their sequence and see no later token; else they see all.
         visible_ends: ``(num_tokens,)`` int32 on the CPU: end of the positions that a token sees,
             possibly after the token, but within the step. None: it sees nothing after itself.
         on_device: ``query_start_loc`` and ``seq_lens`` on the device, for kernels that read them;

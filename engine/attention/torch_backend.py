@@ -109,8 +109,7 @@ class Prefill:
     Attributes:
         pages: its blocks from the first visible one on, whose tokens are its keys; None if nothing
             is cached, so that its keys are those of this step's tokens.
-        is_causal: True if it can run in one call without a mask: every query sees all keys up to
-            its own.
+        is_causal: True if it can run at once without a mask: queries see all keys up to their own.
         is_masked: False if every query of a tile sees all keys of the tile.
         window: maximum number of positions a query sees, including itself; None: unlimited.
     """

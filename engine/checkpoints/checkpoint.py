@@ -83,9 +83,7 @@ _REFERENCE = re.compile(r"([A-Za-z][\w+-]+):.*", re.DOTALL)
 
 
 def folder_of_source(model: str) -> Path | None:
-    """Get the folder of a ``source:name`` model from the package that provides the source.
-
-    The package may build the folder.
+    """Get the folder of a ``source:name`` model from the source's package, which may build it.
 
     Returns:
         The folder; None for names of another form, such as hub ids.

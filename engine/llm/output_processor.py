@@ -92,10 +92,7 @@ class OutputProcessor:
     def process(
         self, scheduled: SchedulerOutput, sampled: Sequence[SampledToken], call: object
     ) -> list[RequestGroup]:
-        """Process the results of a step run by ``call``; return the requests with progress.
-
-        For ``call``, see :meth:`restart`.
-        """
+        """Process a step that ``call`` has run, see :meth:`restart`; return requests with news."""
         groups = [self._group_of[item.request.request_id] for item in scheduled.scheduled]
         self._processed = call, groups
         updated: dict[str, RequestGroup] = {}

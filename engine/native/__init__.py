@@ -1,7 +1,6 @@
 """Optional C kernels for the CPU. Without a compiler everything runs in torch.
 
-The environment variable ``OMNI_NATIVE=0`` turns them off. Imports files, interface and
-prefix_cache.
+``OMNI_NATIVE=0`` in the environment turns them off. Imports files, interface and prefix_cache.
 """
 
 from __future__ import annotations
