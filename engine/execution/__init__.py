@@ -1,1 +1,1 @@
-"""Execution of a scheduled step, from input tables to samples. Imports scheduling and models."""
+"""Execution of a scheduled step, from tables to samples. Imports scheduling, models and below."""

@@ -1,1 +1,1 @@
-"""Scheduler and request queues: tokens per step, and blocks per request. Imports no model."""
+"""Scheduler, request queues and their resources. Imports requests and below; no model."""

@@ -257,7 +257,7 @@ class DiskTier:
         self.nbytes += size
 
     def _trim(self) -> None:
-        """Scan the folder, and remove the least recently used files if they are too large."""
+        """Scan the folder, and remove the least recently used files if it is too large."""
         found: list[tuple[float, int, str]] = []
         now = time.time()
         for path in iglob(f"{escape(str(self._root))}/*/*/*"):

@@ -72,7 +72,7 @@ class PageCopy:
 class PagedMemory:
     """One byte buffer on one device, divided into pages of ``KVCacheConfig.groups``.
 
-    Every group views the whole buffer as pages of its own size; the
+    Every group views the whole buffer as pages of its own size;
     :class:`prefix_cache.BlockPool` assigns pages to groups.
     """
 
