@@ -45,9 +45,9 @@ class DecodeGraphs:
         record: Recorder,
     ) -> None:
         self._forward, self._batch, self._device = forward, batch, device
-        most = batch.max_num_seqs
-        powers = (1 << power for power in range(most.bit_length()))
-        self.sizes = (*(size for size in powers if size < most), most)
+        max_size = batch.max_num_seqs
+        powers = (1 << power for power in range(max_size.bit_length()))
+        self.sizes = (*(size for size in powers if size < max_size), max_size)
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._record = record
         self._recorded: dict[tuple[torch.Size, ...], tuple[Tensor, Forward]] = {}
@@ -97,7 +97,7 @@ class CudaGraphs:
     def __call__(self, forward: Forward, inputs: ModelInputs) -> Forward:
         """Record a forward pass on inputs; the result replays it with their memory."""
         metadata = [
-            replace(each, seq_lens=torch.full_like(each.seq_lens, _longest(each)))
+            replace(each, seq_lens=torch.full_like(each.seq_lens, _max_seq_len(each)))
             if isinstance(each, AttentionMetadata)
             else each
             for each in inputs.step.metadata
@@ -115,6 +115,6 @@ class CudaGraphs:
         return replay
 
 
-def _longest(metadata: AttentionMetadata) -> int:
+def _max_seq_len(metadata: AttentionMetadata) -> int:
     """Return the sequence length for which the host plans launches, at its maximum."""
     return metadata.block_table.shape[1] * metadata.block_size

@@ -157,20 +157,16 @@ class ModelInputBuilder:
 
     def cut(self, scheduled: Sequence[ScheduledRequest]) -> StepInputs:
         """Update the persistent tables, and gather the step's inputs from them."""
-        ids: list[str] = []
-        computed: list[int] = []
-        counts: list[int] = []
-        encoder_lens: list[int] = []
-        arriving: list[int] = []
         for item in scheduled:
             self._sync_tables(item)
-            request, blocks = item.request, item.request.encoder_blocks
-            ids.append(request.request_id)
-            computed.append(request.num_computed_tokens)
-            counts.append(item.num_tokens)
-            encoder_lens.append(request.num_visible_encoder_tokens if request.encoder_view else 0)
-            arriving.append(blocks.num_tokens if item.runs_encoder and blocks is not None else 0)
-        return self.batch.prepare(ids, computed, counts, encoder_lens, arriving)
+        requests = [item.request for item in scheduled]
+        return self.batch.prepare(
+            [request.request_id for request in requests],
+            [request.num_computed_tokens for request in requests],
+            [item.num_tokens for item in scheduled],
+            [request.num_visible_encoder_tokens for request in requests],
+            [item.request.num_encoder_tokens if item.runs_encoder else 0 for item in scheduled],
+        )
 
     def build(
         self,
@@ -227,8 +223,7 @@ class ModelInputBuilder:
             size = group.spec.block_size
             is_cross = isinstance(group.spec, CrossAttentionSpec)
             if is_cross:
-                blocks = item.request.encoder_blocks
-                first, end = 0, 0 if blocks is None else blocks.num_tokens
+                first, end = 0, item.request.num_encoder_tokens
             else:
                 first = item.request.num_computed_tokens
                 end = first + item.num_tokens
@@ -250,8 +245,8 @@ class ModelInputBuilder:
             begin = max(first, request.num_prompt_tokens)
             drawn = request.codes_of(begin, first + item.num_tokens)
             if drawn:
-                place = start + begin - first
-                codes[place : place + len(drawn)] = drawn
+                row = start + begin - first
+                codes[row : row + len(drawn)] = drawn
         return codes
 
     def _embeds(
@@ -271,16 +266,16 @@ class ModelInputBuilder:
             self.model.add_codes(embeds, codes)
         for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
             request = item.request
-            given, beside = request.prompt_embeds, request.streamed_rows
-            if given is None and beside is None:
+            given, streamed = request.prompt_embeds, request.streamed_rows
+            if given is None and streamed is None:
                 continue
             chunk = embeds[start : start + item.num_tokens]
             first = request.num_computed_tokens
             if given is not None and first < given.shape[0]:
                 rows = given[first : first + item.num_tokens]
                 chunk[: rows.shape[0]] = rows.to(self.device)
-            if beside is not None:
-                beside.apply(chunk, first)
+            if streamed is not None:
+                streamed.apply(chunk, first)
         return embeds
 
     def _merge_items(
@@ -325,9 +320,9 @@ def _follows_encoder(
 ) -> npt.NDArray[np.bool_] | None:
     """Return a mask of tokens after their request's encoder input; None if all are."""
     starts = np.zeros_like(step.seq_lens)
-    for place, item in enumerate(scheduled):
+    for index, item in enumerate(scheduled):
         view = item.request.encoder_view
-        starts[place] = 0 if view is None else view.start
+        starts[index] = 0 if view is None else view.start
     follows = step.positions >= np.repeat(starts, step.seq_lens - step.num_computed_tokens)
     return None if follows.all() else follows
 
@@ -445,11 +440,10 @@ class InputBatch:
 
     def clear(self) -> None:
         """Free every row, even if an interrupted call left them inconsistent."""
-        max_num_seqs = len(self._num_tokens)
         for table in self._block_tables:
             table.fill(0)
-        self._num_blocks = [[0] * max_num_seqs for _ in self._block_sizes]
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._num_blocks = [[0] * self.max_num_seqs for _ in self._block_sizes]
+        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
         self._row_of: dict[str, int] = {}
 
     def __contains__(self, request_id: str) -> bool:

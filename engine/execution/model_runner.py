@@ -101,7 +101,7 @@ class HostCopy:
 class FilledPage:
     """Page that a step has filled completely."""
 
-    place: int
+    index: int
     group_id: int
     page_id: int
 
@@ -135,9 +135,9 @@ class PageContents:
                 stop = np.where(runs_encoder, -(-step.encoder_lens // size), 0)
             else:
                 first, stop = step.num_computed_tokens // size, step.seq_lens // size
-            for place in (stop > first).nonzero()[0].tolist():
-                ids = table[place, first[place] : stop[place]].tolist()
-                found += [FilledPage(place, group_id, page_id) for page_id in ids]
+            for index in (stop > first).nonzero()[0].tolist():
+                ids = table[index, first[index] : stop[index]].tolist()
+                found += [FilledPage(index, group_id, page_id) for page_id in ids]
         return found
 
     def numbers(
@@ -182,15 +182,15 @@ class PageContents:
         found: dict[int, list[str]] = {}
         for name, made in rows.items():
             is_finite = made.isfinite().reshape(len(made), -1).all(1).cpu()
-            for place, start in enumerate(query_start_loc[:-1]):
-                if not is_finite[start : query_start_loc[place + 1]].all():
-                    found.setdefault(place, []).append(name)
-        for place in sorted({page.place for page in filled}):
-            if not self.are_finite([page for page in filled if page.place == place]):
-                found.setdefault(place, []).append("keys or values")
+            for index, start in enumerate(query_start_loc[:-1]):
+                if not is_finite[start : query_start_loc[index + 1]].all():
+                    found.setdefault(index, []).append(name)
+        for index in sorted({page.index for page in filled}):
+            if not self.are_finite([page for page in filled if page.index == index]):
+                found.setdefault(index, []).append("keys or values")
         return {
-            place: f"the model's {' and '.join(names)} are NaN or infinite for some of its tokens"
-            for place, names in found.items()
+            index: f"the model's {' and '.join(names)} are NaN or infinite for some of its tokens"
+            for index, names in found.items()
         }
 
 
@@ -343,7 +343,7 @@ class ModelRunner:
         if self._items is not None:
             self._run_towers(output.scheduled, self._items)
         filled = self._contents.filled(step, runs_encoder)
-        samples = [place for place, item in enumerate(output.scheduled) if item.samples]
+        samples = [index for index, item in enumerate(output.scheduled) if item.samples]
         extra = {_SAMPLED: step.query_start_loc[1:][samples] - 1}
         if filled:
             extra |= page_indices(filled)
@@ -358,7 +358,7 @@ class ModelRunner:
         if self._aligned:
             self._keep_queries(step, output.scheduled)
         self._host_copy.start(mirrored | {_FINITE: made})
-        sampling = [output.scheduled[place].request for place in samples]
+        sampling = [output.scheduled[index].request for index in samples]
         sampled = self._sample(tensors["hidden_states"], inputs.uploaded[_SAMPLED], sampling)
         # Wait only now, because the sampler has waited for the device anyway.
         on_host = self._host_copy.finish()
@@ -367,7 +367,7 @@ class ModelRunner:
         if is_finite:
             return sampled
         errors = self._contents.errors(rows, filled, step.query_start_loc.tolist())
-        failed = {output.scheduled[place].request: error for place, error in errors.items()}
+        failed = {output.scheduled[index].request: error for index, error in errors.items()}
         return [
             *(each for each in sampled if each.request not in failed),
             *(SampledToken(request, None, None, error) for request, error in failed.items()),
@@ -375,9 +375,9 @@ class ModelRunner:
 
     def _keep_queries(self, step: StepInputs, scheduled: Sequence[ScheduledRequest]) -> None:
         """Store the queries of requests whose text will be aligned."""
-        for place, item in enumerate(scheduled):
+        for index, item in enumerate(scheduled):
             if item.request.is_aligned:
-                start, stop = step.query_start_loc[place : place + 2].tolist()
+                start, stop = step.query_start_loc[index : index + 2].tolist()
                 queries = [layer.queries for layer in self._aligned if layer.queries is not None]
                 rows = torch.cat([each[start:stop] for each in queries], dim=1).cpu()
                 item.request.queries |= dict(enumerate(rows, item.request.num_computed_tokens))
@@ -389,7 +389,7 @@ class ModelRunner:
         ``(heads, generated tokens except the last, encoder rows)``; None if nothing was stored.
         """
         encoder, first = request.encoder_blocks, request.num_prompt_tokens
-        queries = [request.queries[place] for place in sorted(request.queries) if place >= first]
+        queries = [rows for position, rows in sorted(request.queries.items()) if position >= first]
         if not queries or encoder is None:
             return None
         group_id = self._kv.coordinator.encoder_managers[0].group_id
@@ -403,8 +403,8 @@ class ModelRunner:
         """Copy pages in the order of the decisions; see :class:`SchedulerOutput`."""
         try:
             for move in output.page_moves:
-                places = self._memory, swap_memory
-                source, target = places if move.to_host else reversed(places)
+                memories = self._memory, swap_memory
+                source, target = memories if move.to_host else reversed(memories)
                 for copy in move.copies:
                     source.copy_pages(copy, target)
         except Exception as error:  # any error of host or device memory

@@ -45,8 +45,8 @@ from engine.layers import WHOLE, Shards
 from prefix_cache import KVCacheConfig, PageCopy, PagedMemory
 
 # A live process is waited for, because it may compute, or be stopped, for any length of time.
-_MEETING: Final = timedelta(minutes=10)
-_PATIENCE: Final = timedelta(days=365)
+_JOIN_TIMEOUT: Final = timedelta(minutes=10)
+_GROUP_TIMEOUT: Final = timedelta(days=365)
 
 
 class FollowerSetup(msgspec.Struct, frozen=True):
@@ -130,10 +130,10 @@ def join_group(folder: str, rank: int, size: int, device: torch.device) -> Shard
         group = nccl(store, rank, size, nccl.Options())
     else:
         options = ProcessGroupGloo._Options()
-        options._timeout = _MEETING
+        options._timeout = _JOIN_TIMEOUT
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         group = ProcessGroupGloo(store, rank, size, options)
-    group._set_default_timeout(_PATIENCE)
+    group._set_default_timeout(_GROUP_TIMEOUT)
     return Shards(rank, size, group)
 
 
@@ -165,7 +165,7 @@ class Followers:
     """
 
     def __init__(self, size: int, config_of: Callable[[int], str], device: torch.device) -> None:
-        self._device, self._ended_by, self.shards = device, "", WHOLE
+        self._device, self._exit_cause, self.shards = device, "", WHOLE
         folder = tempfile.mkdtemp(prefix="omni-shards-")
         program = [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path)]
         self._processes = [
@@ -214,7 +214,7 @@ class Followers:
         try:
             yield
         except BaseException as error:
-            self._ended_by = self._ended_by or described(error)
+            self._exit_cause = self._exit_cause or described(error)
             self.close()
             raise
 
@@ -225,7 +225,7 @@ class Followers:
             FollowerError: if one of them has exited; the others are then killed.
         """
         if self.is_closed:
-            raise FollowerError(f"the processes of tensor_parallel have ended: {self._ended_by}")
+            raise FollowerError(f"the processes of tensor_parallel have ended: {self._exit_cause}")
         content = msgspec.msgpack.encode(message)
         with self.together():
             for process in self._processes:

@@ -167,6 +167,11 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def num_encoder_tokens(self) -> int:
+        """Length of its encoder sequence; 0 without one."""
+        return 0 if self.encoder_blocks is None else self.encoder_blocks.num_tokens
+
+    @property
     def num_visible_encoder_tokens(self) -> int:
         """Number of rows of the encoder's output that are visible to this step's tokens."""
         view = self.encoder_view
@@ -274,8 +279,8 @@ class Request:
 
     def _spans(self, first: int, stop: int, block_size: int) -> tuple[ContentSpan, ...]:
         """Return the content besides token ids that hashes of blocks in ``[first, stop)`` cover."""
-        beside, begin = self.streamed_rows, max(first, self.num_prompt_tokens)
-        rows = () if beside is None else beside.spans(first, stop, block_size)
+        streamed, begin = self.streamed_rows, max(first, self.num_prompt_tokens)
+        rows = () if streamed is None else streamed.spans(first, stop, block_size)
         drawn = enumerate(self.codes_of(begin, stop), begin)
         codes = (ContentSpan("codes", at, 1, content_hash(torch.tensor(row))) for at, row in drawn)
         return (*self.spans, *rows, *codes)

@@ -137,7 +137,7 @@ def resolve_dtype(
     """
     if name != "auto":
         if device.type == "cpu":
-            _warn_of_slow(name)
+            _warn_if_slow(name)
         return getattr(torch, name)
     if device.type == "cpu" or checkpoint_dtype is None:
         return torch.float32
@@ -145,7 +145,7 @@ def resolve_dtype(
 
 
 @cache
-def _warn_of_slow(dtype_name: str) -> None:
+def _warn_if_slow(dtype_name: str) -> None:
     """Warn once per process about a dtype that torch multiplies more slowly than float32."""
     suffix = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype_name)
     if suffix is None:

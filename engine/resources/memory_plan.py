@@ -480,6 +480,6 @@ def plan_memory(
 def _item_pages(config: KVCacheConfig) -> str | None:
     if not config.item_page_bytes:
         return None
-    size, most = config.item_page_bytes, config.max_item_pages
-    bound = "" if most is None else f"up to {format_bytes(most * size)} "
+    size, max_pages = config.item_page_bytes, config.max_item_pages
+    bound = "" if max_pages is None else f"up to {format_bytes(max_pages * size)} "
     return f"{bound}of the KV cache, in pages of {format_bytes(size)}, as rows are needed"

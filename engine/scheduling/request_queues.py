@@ -149,10 +149,10 @@ class EncoderCacheManager:
             blocks = self._find(item)
             num_pages = self._num_pages(item) if blocks is None else 0
             needs = self._needs(request, stop, prefix)
-            lacks_room = not self._rows.has_room(num_pages, beside=needs)
+            lacks_room = not self._rows.has_room(num_pages, others=needs)
             if lacks_room or (blocks is None and not budget.allows(item.num_rows)):
                 if blocks is not None:
-                    self._give_back(item, blocks)
+                    self._release(item, blocks)
                 stop = max(start, item.offset)
                 break
             if blocks is None:
@@ -206,7 +206,7 @@ class EncoderCacheManager:
             if not passed_only or item.end <= request.num_computed_tokens:
                 blocks = held.pop(item)
                 if not any(other is blocks for other in held.values()):
-                    self._give_back(item, blocks)
+                    self._release(item, blocks)
         if not held:
             self._held.pop(request.request_id, None)
 
@@ -240,17 +240,16 @@ class EncoderCacheManager:
 
     def _needs(self, request: Request, stop: int, prefix: CachedPrefix | None) -> dict[int, int]:
         """Return how many blocks of each group a request lacks for its tokens before ``stop``."""
-        encoder = request.encoder_blocks
         return self._kv.coordinator.needs(
             request.request_id,
             stop,
             prefix.blocks if prefix is not None else (),
             sources=prefix.sources if prefix is not None else {},
             num_computed_tokens=request.num_computed_tokens,
-            num_encoder_tokens=encoder.num_tokens if encoder is not None else 0,
+            num_encoder_tokens=request.num_encoder_tokens,
         )
 
-    def _give_back(self, item: MultiModalInput, blocks: Sequence[KVCacheBlock]) -> None:
+    def _release(self, item: MultiModalInput, blocks: Sequence[KVCacheBlock]) -> None:
         self._rows.release(blocks)
         if not blocks[0].ref_cnt and self._unpublished.get(item.content_hash) == blocks:
             del self._unpublished[item.content_hash]
@@ -259,9 +258,9 @@ class EncoderCacheManager:
 Key: TypeAlias = tuple[int, int]
 _Entry: TypeAlias = "tuple[Key, int, Request | _Branch]"
 
-_Choice: TypeAlias = Callable[[Set[BlockHash]], Set[BlockHash]]
+_ChildFilter: TypeAlias = Callable[[Set[BlockHash]], Set[BlockHash]]
 
-_FEW = 16
+_MIN_STALE = 16
 _BY_KEY = attrgetter("queue_key")
 
 
@@ -278,7 +277,7 @@ class _Branch:
             first, or there are many.
         posted: key of the first request here, as in the parent's heap; None: none is open.
         ticket: number of that entry; entries with other numbers are stale.
-        but: None while it is open. Otherwise everything except these children is skipped.
+        exempt: None while it is open. Otherwise everything except these children is skipped.
     """
 
     parent: _Branch | None
@@ -290,7 +289,7 @@ class _Branch:
     num_stale: int = 0
     posted: Key | None = None
     ticket: int = -1
-    but: tuple[_Branch, ...] | None = None
+    exempt: tuple[_Branch, ...] | None = None
 
 
 class WaitingQueue:
@@ -298,17 +297,17 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._root = _Branch(None, (), 0)
-        self._places: dict[str, tuple[_Branch, int, Request]] = {}
+        self._locations: dict[str, tuple[_Branch, int, Request]] = {}
         self._closed: list[_Branch] = []
-        self._passed: list[Request] = []
+        self._skipped: list[Request] = []
         self._num_tickets = 0
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._locations)
 
     def __iter__(self) -> Iterator[Request]:
         """Iterate over all requests, in no particular order."""
-        return (request for _, _, request in self._places.values())
+        return (request for _, _, request in self._locations.values())
 
     def add(self, request: Request, hashes: Sequence[BlockHash]) -> None:
         """Add a request.
@@ -324,19 +323,19 @@ class WaitingQueue:
                 branch.children[hashes[branch.depth]] = child
             else:
                 end = min(child.depth, len(hashes))
-                alike = _num_alike(child.hashes, hashes, branch.depth + 1, end)
-                if alike < child.depth:
-                    child = self._split(child, alike)
+                common = _common_length(child.hashes, hashes, branch.depth + 1, end)
+                if common < child.depth:
+                    child = self._split(child, common)
             branch = child
         branch.num_own += 1
-        self._enter(branch, request)
+        self._push(branch, request)
 
     def remove(self, request: Request) -> None:
         """Remove a request. Raises ``KeyError`` if it is not in the queue."""
-        branch, _, _ = self._places.pop(request.request_id)
+        branch, _, _ = self._locations.pop(request.request_id)
         branch.num_own -= 1
-        self._outdate(branch)
-        self._tidy(branch)
+        self._add_stale(branch)
+        self._prune(branch)
 
     def first(self) -> Request | None:
         """Return the first request that is not skipped, or None."""
@@ -347,60 +346,60 @@ class WaitingQueue:
                 return item
             branch = item
 
-    def pass_over(self, request: Request) -> None:
+    def skip(self, request: Request) -> None:
         """Skip a request until :meth:`reopen`."""
-        branch, _, _ = self._places[request.request_id]
-        self._places[request.request_id] = (branch, -1, request)
-        self._outdate(branch)
-        self._passed.append(request)
-        self._post(branch)
+        branch, _, _ = self._locations[request.request_id]
+        self._locations[request.request_id] = (branch, -1, request)
+        self._add_stale(branch)
+        self._skipped.append(request)
+        self._propagate(branch)
 
-    def pass_over_alike(
-        self, request: Request, num_hashes: int, but: _Choice | None = None
+    def skip_prefix(
+        self, request: Request, num_hashes: int, keep: _ChildFilter | None = None
     ) -> None:
         """Skip all requests with the same leading hashes as ``request`` until :meth:`reopen`.
 
         Args:
             request: it is skipped in any case.
             num_hashes: number of leading hashes to compare, at least 1.
-            but: selects, from the hashes with which others continue, those not to skip.
+            keep: selects, from the hashes with which others continue, those not to skip.
         """
-        branch, _, _ = self._places[request.request_id]
+        branch, _, _ = self._locations[request.request_id]
         if branch.depth < num_hashes:  # it has more hashes than when it was added
-            self.pass_over(request)
+            self.skip(request)
             return
         own_child = branch
         while branch.parent is not None and branch.parent.depth >= num_hashes:
             own_child, branch = branch, branch.parent
         if branch.depth > num_hashes:
             own_child, branch = branch, self._split(branch, num_hashes)
-        branch.but = ()
-        if but is not None:
-            kept = (branch.children[each] for each in but(branch.children.keys()))
-            branch.but = tuple(child for child in kept if child is not own_child)
+        branch.exempt = ()
+        if keep is not None:
+            kept = (branch.children[each] for each in keep(branch.children.keys()))
+            branch.exempt = tuple(child for child in kept if child is not own_child)
         self._closed.append(branch)
-        self._post(branch)
+        self._propagate(branch)
 
     def reopen(self) -> None:
         """Stop skipping requests."""
         closed, self._closed = self._closed, []
         for branch in closed:
-            branch.but = None
+            branch.exempt = None
             if branch.parent is not None:
-                self._post(branch)
-                self._tidy(branch)
-        passed, self._passed = self._passed, []
-        for request in passed:
-            if request.request_id in self._places:
-                self._enter(self._places[request.request_id][0], request)
+                self._propagate(branch)
+                self._prune(branch)
+        skipped, self._skipped = self._skipped, []
+        for request in skipped:
+            if request.request_id in self._locations:
+                self._push(self._locations[request.request_id][0], request)
 
-    def _enter(self, branch: _Branch, request: Request) -> None:
+    def _push(self, branch: _Branch, request: Request) -> None:
         self._num_tickets += 1
-        self._places[request.request_id] = (branch, self._num_tickets, request)
+        self._locations[request.request_id] = (branch, self._num_tickets, request)
         heappush(branch.heap, (request.queue_key, self._num_tickets, request))
-        self._post(branch)
+        self._propagate(branch)
 
-    def _post(self, branch: _Branch) -> None:
+    def _propagate(self, branch: _Branch) -> None:
         """Propagate the key of the first request here to the branches above."""
         while branch.parent is not None:
             parent, key = branch.parent, self._first_key(branch)
@@ -410,7 +409,7 @@ class WaitingQueue:
             self._num_tickets += 1
             branch.ticket = self._num_tickets
             if was_posted:
-                self._outdate(parent)
+                self._add_stale(parent)
             if key is not None:
                 heappush(parent.heap, (key, branch.ticket, branch))
             branch = parent
@@ -423,8 +422,8 @@ class WaitingQueue:
 
     def _first_of(self, branch: _Branch) -> Request | _Branch | None:
         """Return the first open child or own request of a branch, or None."""
-        if branch.but is not None:
-            opened = [(child.posted, child) for child in branch.but if child.posted is not None]
+        if branch.exempt is not None:
+            opened = [(child.posted, child) for child in branch.exempt if child.posted is not None]
             return min(opened, key=lambda pair: pair[0])[1] if opened else None
         heap = branch.heap
         while heap and not self._is_current(heap[0]):
@@ -432,10 +431,10 @@ class WaitingQueue:
             branch.num_stale -= 1
         return heap[0][2] if heap else None
 
-    def _outdate(self, branch: _Branch) -> None:
+    def _add_stale(self, branch: _Branch) -> None:
         """Count a stale entry of a branch's heap; drop stale entries when they are the majority."""
         branch.num_stale += 1
-        if branch.num_stale > _FEW + len(branch.heap) // 2:
+        if branch.num_stale > _MIN_STALE + len(branch.heap) // 2:
             branch.heap = [entry for entry in branch.heap if self._is_current(entry)]
             heapify(branch.heap)
             branch.num_stale = 0
@@ -444,8 +443,8 @@ class WaitingQueue:
         _, ticket, item = entry
         if isinstance(item, _Branch):
             return item.ticket == ticket and item.posted is not None
-        place = self._places.get(item.request_id)
-        return place is not None and place[1] == ticket
+        location = self._locations.get(item.request_id)
+        return location is not None and location[1] == ticket
 
     def _split(self, branch: _Branch, depth: int) -> _Branch:
         """Insert a new branch of this depth between a branch and its parent."""
@@ -454,14 +453,14 @@ class WaitingQueue:
             raise ValueError("the root has no parent")
         new = _Branch(parent, branch.hashes, depth)
         self._replace(parent, branch, new)
-        self._hang(branch, new)
+        self._attach(branch, new)
         return new
 
-    def _tidy(self, branch: _Branch) -> None:
+    def _prune(self, branch: _Branch) -> None:
         """Remove branches that are empty or have only one child."""
         while (
             branch.parent is not None
-            and branch.but is None
+            and branch.exempt is None
             and not branch.num_own
             and len(branch.children) < 2
         ):
@@ -469,9 +468,9 @@ class WaitingQueue:
             self._replace(parent, branch, only)
             branch.parent = None
             if only is not None:
-                self._hang(only, parent)
+                self._attach(only, parent)
             branch = parent
-        self._post(branch)
+        self._propagate(branch)
 
     def _replace(self, parent: _Branch, old: _Branch, new: _Branch | None) -> None:
         """Replace a child of a parent by another branch, or remove it."""
@@ -480,22 +479,22 @@ class WaitingQueue:
             del parent.children[key]
         else:
             parent.children[key] = new
-        if parent.but is not None:
-            kept = (new if child is old else child for child in parent.but)
-            parent.but = tuple(child for child in kept if child is not None)
+        if parent.exempt is not None:
+            kept = (new if child is old else child for child in parent.exempt)
+            parent.exempt = tuple(child for child in kept if child is not None)
         if old.posted is not None:
             old.posted = None
-            self._outdate(parent)
+            self._add_stale(parent)
 
-    def _hang(self, branch: _Branch, parent: _Branch) -> None:
+    def _attach(self, branch: _Branch, parent: _Branch) -> None:
         """Attach a branch to a parent whose heap does not contain it yet."""
         branch.parent = parent
         parent.children[branch.hashes[parent.depth]] = branch
         branch.posted = None
-        self._post(branch)
+        self._propagate(branch)
 
 
-def _num_alike(a: Sequence[BlockHash], b: Sequence[BlockHash], start: int, end: int) -> int:
+def _common_length(a: Sequence[BlockHash], b: Sequence[BlockHash], start: int, end: int) -> int:
     """Return the number of equal leading hashes, at least ``start``; each covers earlier ones."""
     return start + bisect_left(range(start, end), True, key=lambda index: a[index] != b[index])
 
@@ -550,9 +549,9 @@ class RequestQueues:
         if request.is_paused:
             self.resting[request.request_id] = request
             return
-        self.waiting.add(request, self._hashes_to_find(request))
+        self.waiting.add(request, self._queue_hashes(request))
 
-    def _hashes_to_find(self, request: Request) -> Sequence[BlockHash]:
+    def _queue_hashes(self, request: Request) -> Sequence[BlockHash]:
         """Return the hashes that sort a request in the queue: the encoder's input, then blocks."""
         if not self.kv_cache_manager.enable_prefix_caching:
             return ()
@@ -646,14 +645,14 @@ class RequestQueues:
 
     def restart(self, request: Request) -> None:
         """Queue a request for recomputation, from the start or from its own cached blocks."""
-        self._take_out(request)
+        self._dequeue(request)
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
         self.add(request)
 
     def finish(self, request: Request) -> None:
         """Remove a request permanently from any queue."""
-        self._take_out(request)
+        self._dequeue(request)
         request.status = RequestStatus.FINISHED
 
     def chunk(self, request: Request, budget: int) -> int:
@@ -703,7 +702,7 @@ class RequestQueues:
         _insert(self.running, request)
         request.status = RequestStatus.RUNNING
 
-    def _take_out(self, request: Request) -> None:
+    def _dequeue(self, request: Request) -> None:
         """Remove a request from its queue, and release what it holds."""
         self.release_items(request)
         is_resting = self.resting.pop(request.request_id, None) is not None

@@ -97,7 +97,7 @@ class StepPlan:
         self.num_tokens -= share.num_tokens
         self.encoding_budget = share.budget
         if runs_encoder and request.encoder_blocks:
-            self.encoding_budget = share.budget.less(request.encoder_blocks.num_tokens)
+            self.encoding_budget = share.budget.less(request.num_encoder_tokens)
 
     def output(self) -> SchedulerOutput:
         """Return the finished step, smallest shares first."""
@@ -177,14 +177,14 @@ class Admission:
                 break
             prefix = self._find_prefix(request)
             if prefix.in_flight:
-                self._pass_over_alike(request, prefix)
+                self._skip_same_wait(request, prefix)
             elif not request.can_run_from(prefix.num_tokens):
                 self.queues.rest(request)  # until more of its input arrives
-            elif request.is_isolated or not self._let_in(request, prefix, step):
+            elif request.is_isolated or not self._try_admit(request, prefix, step):
                 break  # an isolated request runs before later ones, in a separate step
         waiting.reopen()
 
-    def _pass_over_alike(self, request: Request, prefix: CachedPrefix) -> None:
+    def _skip_same_wait(self, request: Request, prefix: CachedPrefix) -> None:
         """Skip all waiting requests that wait for the same block as this one.
 
         They share the prefix up to the block in flight. If some layers lack an earlier block than
@@ -193,16 +193,16 @@ class Admission:
         waiting, kv = self.queues.waiting, self.kv_cache_manager
         encoder = request.encoder_blocks
         if encoder is not None and not prefix.encoder_cached and encoder.hashes[0] in kv.pending:
-            waiting.pass_over_alike(request, 1)
+            waiting.skip_prefix(request, 1)
             return
         num_before = 0 if encoder is None else 1
         num_hit = prefix.num_tokens // self.block_size
         usable = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
         num_found = num_hit + kv.outputs.num_blocks_found(usable[num_hit:])
         if num_found == num_hit:
-            waiting.pass_over_alike(request, num_before + num_hit + 1)
+            waiting.skip_prefix(request, num_before + num_hit + 1)
         else:
-            waiting.pass_over_alike(request, num_before + num_found, kv.outputs.blocks_found)
+            waiting.skip_prefix(request, num_before + num_found, kv.outputs.blocks_found)
 
     def _find_prefix(self, request: Request, *, whole_blocks: bool = False) -> CachedPrefix:
         """Find the cached prefix of a waiting request."""
@@ -220,15 +220,13 @@ class Admission:
         prefix = self._find_prefix(request)
         if prefix.in_flight or not request.can_run_from(prefix.num_tokens):
             return True
-        return self._let_in(request, prefix, step)
+        return self._try_admit(request, prefix, step)
 
-    def _let_in(self, request: Request, prefix: CachedPrefix, step: StepPlan) -> bool:
+    def _try_admit(self, request: Request, prefix: CachedPrefix, step: StepPlan) -> bool:
         """Admit a waiting request if there are a seat and blocks; return True if admitted."""
         prefix = self._fetch(request, prefix, step)
-        to_encode = None if prefix.encoder_cached else request.encoder_blocks
-        if to_encode is not None and not step.encoding_budget.allows(to_encode.num_tokens):
-            return False
-        if not self._first_chunk(request, prefix, step):
+        fits = prefix.encoder_cached or step.encoding_budget.allows(request.num_encoder_tokens)
+        if not fits or not self._first_chunk(request, prefix, step):
             return False
         self._take_seat(step)
         while not self._admit(request, prefix, step):
@@ -307,11 +305,10 @@ class Admission:
         return request.clip_chunk(num_tokens)
 
     def _can_finish(self, request: Request, prefix: CachedPrefix) -> bool:
-        encoder = request.encoder_blocks
         return self.kv_cache_manager.can_finish(
             request.num_tokens,
             prefix=prefix,
-            num_encoder_tokens=encoder.num_tokens if encoder is not None else 0,
+            num_encoder_tokens=request.num_encoder_tokens,
             headroom=len(self.queues.running),
             num_item_pages=self.queues.largest_item(request, prefix.num_tokens),
         )
@@ -548,10 +545,10 @@ class Scheduler:
         num_served = 0
         while num_served < len(self._running):
             request = self._running[num_served]
-            seats_behind = len(self._running) - num_served - 1
+            num_behind = len(self._running) - num_served - 1
             num_tokens = 0
             if not request.is_isolated:
-                num_tokens = self._queues.chunk(request, step.num_tokens - seats_behind)
+                num_tokens = self._queues.chunk(request, step.num_tokens - num_behind)
                 num_tokens = num_tokens or self._queues.chunk(request, step.num_tokens)
             num_served += self._serve(request, num_tokens, step)
 
@@ -603,8 +600,7 @@ class Scheduler:
             if item.runs_encoder and request.encoder_blocks is not None:
                 self._kv.publish_encoder(request.request_id, request.encoder_blocks)
                 if self._offloaded is not None:
-                    num_rows = request.encoder_blocks.num_tokens
-                    self._offloaded.store_encoder(request.request_id, num_rows)
+                    self._offloaded.store_encoder(request.request_id, request.num_encoder_tokens)
             if request.num_computed_tokens // self._block_size > full_before:
                 request.extend_hashes(self._block_size)
                 self._kv.publish(

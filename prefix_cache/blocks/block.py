@@ -100,15 +100,15 @@ def extend_block_hashes(
     if len(hashes) == num_full_blocks:
         return
     parent = hashes[-1] if hashes else _root_hash(salt, lora_name)
-    to_come = deque(sorted(spans, key=_span_order))
+    upcoming = deque(sorted(spans, key=_span_order))
     overlapping: list[ContentSpan] = []
     first, end_of_all = len(hashes) * block_size, num_full_blocks * block_size
     ids = struct.pack(f"<{end_of_all - first}q", *token_ids[first:end_of_all])
     for start in range(first, end_of_all, block_size):
         end = start + block_size
         if spans:
-            while to_come and to_come[0].offset < end:
-                overlapping.append(to_come.popleft())
+            while upcoming and upcoming[0].offset < end:
+                overlapping.append(upcoming.popleft())
             overlapping = [span for span in overlapping if span.end > start]
         own_ids = ids[(start - first) * 8 : (end - first) * 8]
         parent = _hash_of(b"block", parent, own_ids, overlapping, start, block_size)

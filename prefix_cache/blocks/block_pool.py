@@ -592,14 +592,14 @@ class BlockPool:
         blocks: dict[int, list[KVCacheBlock]] = {group_id: [] for group_id in needs}
         for group_id, count in needs.items():
             page, arena = near.get(group_id) if near else None, self._arena_of[group_id]
-            is_plenty = sum(rest.values()) < arena.num_available  # at most one page per block
-            if is_plenty and arena.groups[group_id].blocks_per_page == 1:
+            has_plenty = sum(rest.values()) < arena.num_available  # at most one page per block
+            if has_plenty and arena.groups[group_id].blocks_per_page == 1:
                 num_free = min(count, len(arena.free_pages))
                 blocks[group_id] += arena.take_free_pages(group_id, num_free)
                 rest[group_id] -= num_free
             taken = blocks[group_id]
             for _ in range(rest[group_id]):
-                may_take_page = is_plenty or self._may_take_page(arena, group_id, rest)
+                may_take_page = has_plenty or self._may_take_page(arena, group_id, rest)
                 block, evicted = arena.take(group_id, page, may_take_page)
                 if evicted:
                     self._forget_evicted(evicted)

@@ -509,8 +509,8 @@ class KVCacheManager:
         self.pending = PendingBlocks()
         self.item_rows: WholeInputCache | None = None
         if page_bytes := self.config.item_page_bytes:
-            group_id, most = self.config.item_group_id, self.config.max_item_pages
-            self.item_rows = WholeInputCache(self.pool, None, page_bytes, group_id, most)
+            group_id, max_pages = self.config.item_group_id, self.config.max_item_pages
+            self.item_rows = WholeInputCache(self.pool, None, page_bytes, group_id, max_pages)
         self._partial_blocks = PartialBlocks(
             self.coordinator, self.stage_outputs, self.mirrored_group_id
         )

@@ -449,20 +449,19 @@ class MambaManager(SingleTypeKVCacheManager):
         if table is None:
             return
         end = min(self.first_needed_block(num_computed_tokens), len(table))
-        for index in range(self._num_released[request_id], end):
+        first, kept = self._num_released[request_id], self._kept.get(request_id, ())
+        for index in range(first, end):
             block, block_hash = table[index], table[index].block_hash
             if block is self.null_block:
                 continue
-            if index in self._kept.get(request_id, ()):
+            if index in kept:
                 self._release_shared(request_id, block)
             else:
                 self.pool.release([block], HIGH_PRIORITY)
-            if block_hash is None:
-                continue
-            self._demote_latest(request_id)
-            if index not in self._kept.get(request_id, ()):
-                self._latest[request_id] = (block, block_hash)
-        first = self._num_released[request_id]
+            if block_hash is not None:
+                self._demote_latest(request_id)
+                if index not in kept:
+                    self._latest[request_id] = (block, block_hash)
         table[first:end] = [self.null_block] * max(0, end - first)
         self._num_released[request_id] = max(first, end)
 

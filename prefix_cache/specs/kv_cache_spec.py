@@ -281,21 +281,21 @@ class KVCacheConfig:
         """Group id of the tower rows, after those of the layer groups."""
         return len(self.groups)
 
-    def with_item_pages(self, num_bytes: int, most_bytes: int | None = None) -> KVCacheConfig:
+    def with_item_pages(self, num_bytes: int, max_bytes: int | None = None) -> KVCacheConfig:
         """Return a copy with the smallest aligned item pages of at least ``num_bytes`` bytes.
 
         An item page is never larger than a large page.
 
         Args:
-            most_bytes: limit on all item pages together, rounded up to whole pages; None: no limit.
+            max_bytes: limit on all item pages together, rounded up to whole pages; None: no limit.
         """
         whole, count = self.large_page_bytes, 1
         for each in range(2, whole // num_bytes + 1):
             if whole % (each * _STATE_ALIGNMENT) == 0:
                 count = each
         size = whole // count
-        most = None if most_bytes is None else -(-most_bytes // size)
-        return replace(self, item_page_bytes=size, max_item_pages=most)
+        max_pages = None if max_bytes is None else -(-max_bytes // size)
+        return replace(self, item_page_bytes=size, max_item_pages=max_pages)
 
     def item_pages(self, num_bytes: int) -> int:
         """Return the number of pages for an item's rows of ``num_bytes`` bytes."""

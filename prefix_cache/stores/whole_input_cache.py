@@ -50,12 +50,12 @@ class WholeInputCache:
             raise ValueError(f"an input has a length of at least 1, got {length}")
         return -(-length // self.block_size)
 
-    def has_room(self, num_blocks: int, beside: Mapping[int, int]) -> bool:
-        """Return True if ``num_blocks`` more blocks fit, together with ``beside`` of other groups.
+    def has_room(self, num_blocks: int, others: Mapping[int, int]) -> bool:
+        """Return True if ``num_blocks`` more blocks fit, together with ``others`` per group.
 
         Evicts cached blocks of this group as ``max_blocks`` requires.
         """
-        if not self.pool.can_allocate({**beside, self.group_id: num_blocks}):
+        if not self.pool.can_allocate({**others, self.group_id: num_blocks}):
             return False
         if self.max_blocks is None:
             return True

@@ -296,7 +296,7 @@ class PlainAdmission(Admission):
             prefix = self._find_prefix(request)
             if prefix.in_flight or not request.can_run_from(prefix.num_tokens):
                 continue
-            if request.is_isolated or not self._let_in(request, prefix, step):
+            if request.is_isolated or not self._try_admit(request, prefix, step):
                 break
 
 
@@ -341,9 +341,9 @@ def check_queue(queue: WaitingQueue) -> None:
     for branch in branches:
         branches += branch.children.values()
         assert len(branch.heap) <= 2 * (branch.num_own + len(branch.children)) + 40
-        if branch.parent is not None and not (queue._closed or queue._passed):
+        if branch.parent is not None and not (queue._closed or queue._skipped):
             assert branch.num_own or len(branch.children) > 1
-    if not (queue._closed or queue._passed):
+    if not (queue._closed or queue._skipped):
         assert queue.first() is min(queue, key=lambda request: request.queue_key, default=None)
 
 
@@ -425,13 +425,13 @@ def test_the_order_is_that_of_a_plain_loop(
 def test_the_streams_do_wait_for_blocks_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the property above would prove less: groups are passed over, with and without gaps."""
     found: list[tuple[str, bool]] = []
-    pass_over_alike = Admission._pass_over_alike
+    skip_same_wait = Admission._skip_same_wait
 
     def noting(self: Admission, request: Request, prefix: object) -> None:
-        pass_over_alike(self, request, prefix)  # type: ignore[arg-type]
-        found.append((mix, any(branch.but for branch in self.queues.waiting._closed)))
+        skip_same_wait(self, request, prefix)  # type: ignore[arg-type]
+        found.append((mix, any(branch.exempt for branch in self.queues.waiting._closed)))
 
-    monkeypatch.setattr(Admission, "_pass_over_alike", noting)
+    monkeypatch.setattr(Admission, "_skip_same_wait", noting)
     for mix in ("full", "jamba"):
         pair = Pair(mix=mix, budget=40, num_blocks=60)
         for tail in range(6):
