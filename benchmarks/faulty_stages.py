@@ -68,9 +68,9 @@ class _Breaker:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.bind(_address(os.getpid()))
             while what := sock.recv(16):
-                self._told(what)
+                self._handle(what)
 
-    def _told(self, what: bytes) -> None:
+    def _handle(self, what: bytes) -> None:
         with self._lock:
             self._is_ruined |= what == _RUIN
             if self._inside is None or self._is_ruined:

@@ -38,7 +38,7 @@ PARTS: dict[str, float] = {
 }
 """The parts in order, each with its maximum seconds."""
 
-_POLL_S = 0.2
+_POLL_INTERVAL_S = 0.2
 _LOG_LINES = 12
 
 
@@ -127,7 +127,7 @@ def run_part(report: Report, name: str, command: Sequence[str], limit_s: float) 
         )
         try:
             while process.poll() is None and outcome.seconds < limit_s:
-                time.sleep(_POLL_S)
+                time.sleep(_POLL_INTERVAL_S)
                 outcome.seconds = time.monotonic() - started
                 found = read_rows(rows)
                 if len(found) > len(outcome.rows):

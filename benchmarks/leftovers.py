@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-_SETTLING_S = 10.0
+_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Leftovers:
 
         Other programs on this machine create and remove names in ``/dev/shm`` as well.
         """
-        until_s = time.monotonic() + _SETTLING_S
+        until_s = time.monotonic() + _TIMEOUT_S
         while (now := cls.now()).more_than(before, spared) and time.monotonic() < until_s:
             time.sleep(0.05)
         return now

@@ -44,7 +44,7 @@ from omni.commands.bench.load import (
     RequestFailure,
     Send,
     line_source,
-    made_up_text,
+    synthetic_text,
 )
 from omni.commands.bench.report import LevelReport
 
@@ -96,7 +96,7 @@ async def _overload(served: Served, given: argparse.Namespace, wrong: list[str])
     sender = LeanSender(served.url)
     sends = [
         sender.prepare(
-            "/v1/completions", {"model": _PIPELINE["name"], "prompt": made_up_text(64, number)}
+            "/v1/completions", {"model": _PIPELINE["name"], "prompt": synthetic_text(64, number)}
         )
         for number in range(_NUM_PROMPTS)
     ]
@@ -110,14 +110,14 @@ async def _overload(served: Served, given: argparse.Namespace, wrong: list[str])
     with MemoryWatch(served) as watch:
         report = await _run(checked, LoadLevel(rate=_OVERLOAD * rate), 10**9, flags)
     after = await _first_token(checked)
-    _tell(report, rate, wrong)
+    _print_report(report, rate, wrong)
     early, late = watch.peaks()
     print(f"memory, second and last quarter: {early / 2**20:.1f} and {late / 2**20:.1f} MiB")
     print(f"first token, alone: {1000 * before:.1f} ms before, {1000 * after:.1f} ms after")
     _check_idle(served, wrong)
 
 
-def _tell(report: LevelReport, capacity: float, wrong: list[str]) -> None:
+def _print_report(report: LevelReport, capacity: float, wrong: list[str]) -> None:
     counts = report.requests
     print(
         f"accepted and answered: {counts.ok}, {report.throughput_per_s['requests']:.1f} requests/s"
@@ -168,7 +168,7 @@ async def _leave(served: Served, given: argparse.Namespace, wrong: list[str]) ->
 
     async def leave(number: int) -> None:
         async with room:
-            text = made_up_text(chance.randint(1, 64), "leaver", number)
+            text = synthetic_text(chance.randint(1, 64), "leaver", number)
             await _one_that_leaves(served.url, {**body, "prompt": text}, chance)
 
     await asyncio.gather(*(leave(number) for number in range(given.clients)))

@@ -20,8 +20,8 @@ from typing import Any, Self
 import psutil
 import yaml
 
-_READY_S = 300.0
-_EVERY_S = 0.25
+_READY_TIMEOUT_S = 300.0
+_POLL_INTERVAL_S = 0.25
 
 
 class Served:
@@ -56,7 +56,7 @@ class Served:
         self.url = found.group(1)
         # Later output must not fill the pipe.
         threading.Thread(target=self._pass_on, daemon=True).start()
-        end = time.monotonic() + _READY_S
+        end = time.monotonic() + _READY_TIMEOUT_S
         while self._get("/health")["status"] != "ready":
             if time.monotonic() > end or self._process.poll() is not None:
                 raise RuntimeError("the server does not become ready")
@@ -145,5 +145,5 @@ class MemoryWatch:
 
     def _watch(self) -> None:
         began = time.monotonic()
-        while not self._is_over.wait(_EVERY_S):
+        while not self._is_over.wait(_POLL_INTERVAL_S):
             self.samples.append((time.monotonic() - began, self._served.rss()))

@@ -274,7 +274,9 @@ class _Comparison:
     ) -> None:
         self._omni, self._served = omni, served
         children = psutil.Process().children(recursive=True)
-        self._beside = [_cpu_clock(each.pid) for each in children if each.name()[:5] == "omni "]
+        self._pipeline_clocks = [
+            _cpu_clock(each.pid) for each in children if each.name()[:5] == "omni "
+        ]
         self._ask = ask
         self._num, self._turns, self._rounds = given.requests, given.turns, given.rounds
         self._times: list[float] = []
@@ -308,7 +310,7 @@ class _Comparison:
                 cost = self._cost(self._ways[name](number))
                 if number >= 0:
                     seen[name].append(cost)
-        self._tell(seen)
+        self._print_costs(seen)
 
     def _cost(self, run: Callable[[], object]) -> _Cost:
         self._clients_s = 0.0
@@ -319,7 +321,7 @@ class _Comparison:
         )
         return _Cost(seconds, cpu, thread, self._clients_s)
 
-    def _tell(self, seen: dict[str, list[_Cost]]) -> None:
+    def _print_costs(self, seen: dict[str, list[_Cost]]) -> None:
         count = self._num * self._turns
         print(f"{self._rounds} rounds of {count} requests each way, {self._num} at a time")
         for name, each in seen.items():
@@ -347,7 +349,7 @@ class _Comparison:
     def _clocks(self) -> tuple[float, float, float]:
         """Read clocks in seconds: wall, CPU, and CPU of the requesting and serving threads."""
         server = int(self._server.read_text().split()[0]) / 1e9
-        cpu = time.process_time() + sum(map(time.clock_gettime, self._beside))
+        cpu = time.process_time() + sum(map(time.clock_gettime, self._pipeline_clocks))
         return time.perf_counter(), cpu, server + time.thread_time()
 
     def _in_one_call(self, number: int) -> object:

@@ -22,7 +22,7 @@ from tests.support.model_trial import TRIALS
 from torture.guarded_process import Guarded, run_guarded
 from torture.outcome_table import Tally
 
-SECONDS, MOST_BYTES, MOST_MB = 30.0, 3 * 2**29, 1500.0
+SECONDS, MAX_BYTES, MAX_MB = 30.0, 3 * 2**29, 1500.0
 
 
 def judge(found: Guarded, folder: Path, names: tuple[str, ...]) -> tuple[str, str]:
@@ -38,7 +38,7 @@ def judge(found: Guarded, folder: Path, names: tuple[str, ...]) -> tuple[str, st
         return "hangs", detail
     if found.kind == "died":
         return "wrong", detail
-    if found.peak_mb > MOST_MB:
+    if found.peak_mb > MAX_MB:
         return "wrong", f"{found.peak_mb:.0f} MB: {detail}"
     if found.kind == "returned" and not found.told[0]:
         return ("silently broken", "it loaded and answered") if names else ("went on", detail)
@@ -70,7 +70,7 @@ def try_one(
         folder = Path(place, "checkpoint")
         shutil.copytree(resolve_model(f"seeded:{trial.seeded}"), folder)
         spoil(folder)
-        found = run_guarded(partial(trial.run, folder), SECONDS, MOST_BYTES)
+        found = run_guarded(partial(trial.run, folder), SECONDS, MAX_BYTES)
         outcome, detail = judge(found, folder, names)
         tally.add(outcome, f"{family}: {what}: {detail}")
         return found.told[-1] if found.kind == "raised" else None

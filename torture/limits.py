@@ -21,8 +21,8 @@ from typing import Any
 
 from torture.outcome_table import Tally
 
-_SILENCE_S = 60.0
-_MOST_MB = 1500.0
+_TIMEOUT_S = 60.0
+_MAX_MB = 1500.0
 _MILLION = 10**6
 
 
@@ -206,7 +206,7 @@ def watch(name: str) -> Tally:
         [sys.executable, "-m", "torture.limits", "--case", name], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    timer = threading.Timer(_SILENCE_S, process.kill)
+    timer = threading.Timer(_TIMEOUT_S, process.kill)
     timer.start()
     last = [line for line in process.stdout if line.startswith("outcome\t")]
     timer.cancel()
@@ -219,7 +219,7 @@ def watch(name: str) -> Tally:
         print(f"  {name}: {said[:150]}", file=sys.stderr, flush=True)
     else:
         tally.add("hangs" if status == 9 else "wrong", f"the process ended with status {status}")
-    if tally.peak_mb is not None and tally.peak_mb > _MOST_MB:
+    if tally.peak_mb is not None and tally.peak_mb > _MAX_MB:
         tally.add("wrong", f"{tally.peak_mb:.0f} MB")
     return tally
 

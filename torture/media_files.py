@@ -26,7 +26,7 @@ from tests.support.videos import FORMATS, moving_picture, video_file
 from torture.guarded_process import run_guarded
 from torture.outcome_table import Tally
 
-SECONDS, MOST_BYTES, MOST_MB = 30.0, 3 * 2**29, 1500.0
+SECONDS, MAX_BYTES, MAX_MB = 30.0, 3 * 2**29, 1500.0
 BATCH = 50
 LIMITS = MediaLimits(max_audio_s=60.0, max_video_s=60.0)
 
@@ -128,8 +128,8 @@ def _try(kind: str, contents: list[bytes]) -> str:
 
 def try_batch(kind: str, contents: list[bytes], tally: Tally) -> None:
     """Read files in a process; if it dies or hangs, read each in a separate one."""
-    found = run_guarded(partial(_try, kind, contents), SECONDS, MOST_BYTES)
-    if found.kind != "returned" or found.peak_mb > MOST_MB:
+    found = run_guarded(partial(_try, kind, contents), SECONDS, MAX_BYTES)
+    if found.kind != "returned" or found.peak_mb > MAX_MB:
         if len(contents) == 1:
             detail = f"{found.kind} {' '.join(found.told)}, {found.peak_mb:.0f} MB"
             tally.add("hangs" if found.kind == "hangs" else "wrong", detail)

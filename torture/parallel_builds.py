@@ -36,7 +36,7 @@ for name in sys.argv[1:]:
 """
 _BUSY = "while True: pass"
 # Far longer than a round takes: a process that is not done by then hangs.
-_HANGS_S = 900.0
+_TIMEOUT_S = 900.0
 
 
 def main() -> int:
@@ -74,7 +74,7 @@ def _round(processes: int, kills: int, cache: Path, chance: random.Random) -> li
     wrong = []
     for each in running:
         try:
-            _, errors = each.communicate(timeout=_HANGS_S)
+            _, errors = each.communicate(timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             each.kill()
             wrong.append("a builder hangs")

@@ -48,8 +48,8 @@ WHAT = {
     "templates": "chat templates",
 }
 _PER_PROCESS = 500
-_SILENCE_S = 120.0
-_MOST_MB = 1500.0
+_TIMEOUT_S = 120.0
+_MAX_MB = 1500.0
 _NEIGHBOURS = ("Once upon a time", "The quick brown fox")
 _TIGHT = TemplateLimits(max_chars=100_000, seconds=0.3, num_bytes=2**28)
 
@@ -185,7 +185,7 @@ def watch(kind: str, first: int, num: int, tally: Tally) -> None:
     done = 0
     while done < num:
         # Inputs of kind "requests" are processed in groups of four.
-        timer = threading.Timer(_SILENCE_S, end)
+        timer = threading.Timer(_TIMEOUT_S, end)
         timer.start()
         line = process.stdout.readline()
         timer.cancel()
@@ -201,7 +201,7 @@ def watch(kind: str, first: int, num: int, tally: Tally) -> None:
     if done < num:
         what = "hangs" if hangs.is_set() else "wrong"
         tally.add(what, f"{kind} {first + done}: the process ended with status {status}")
-    if peak_mb > _MOST_MB:
+    if peak_mb > _MAX_MB:
         tally.add("wrong", f"{kind} {first} to {first + num}: {peak_mb:.0f} MB")
 
 

@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     from omni.commands.bench.load import LoadTarget
     from omni.pipelines.pipeline_config import PipelineConfig
 
-_MOST_DESCRIPTORS = 65_536
+_MAX_DESCRIPTORS = 65_536
 _TABLE_WIDTH = 110
 """Width of tables that are written to a file or a pipe."""
 
-_OF_URL = ("model", "api_key", "speech", "voice")
-_OF_PIPELINE = ("runtime", "address", "overrides")
-_OF_TEXT = ("max_tokens", "ignore_eos", "temperature", "turns")
-_OF_MADE_UP = (
+_URL_FLAGS = ("model", "api_key", "speech", "voice")
+_PIPELINE_FLAGS = ("runtime", "address", "overrides")
+_TEXT_FLAGS = ("max_tokens", "ignore_eos", "temperature", "turns")
+_SYNTHETIC_FLAGS = (
     *("prompt_tokens", "max_tokens", "ignore_eos", "temperature"),
     *("shared_prefix_tokens", "prefixes", "turns"),
 )
-_OF_LINES = "is about requests that are made up; the lines of --input say it themselves"
-_FLAGS = {"overrides": "--set", "input_file": "--input"}
+_NOT_WITH_INPUT = "is about requests that are made up; the lines of --input say it themselves"
+_FLAG_NAMES = {"overrides": "--set", "input_file": "--input"}
 _NOT_SETTINGS = {"api_key", "json", "plot", "verbose", "quiet", "debug"}
 _DEFAULTS = {each.name: each.default for each in fields(BenchOptions)}
 
@@ -62,7 +62,7 @@ def run_bench(options: BenchOptions, load_config: Callable[[str], PipelineConfig
     _check(options)
     levels = parse_levels(options.concurrency, options.rate)
     limits = {} if options.goodput is None else parse_goodput(options.goodput)
-    server = _server(options) if options.url is not None else None
+    server = _create_target(options) if options.url is not None else None
     lines = None if options.input_file is None else RequestLines(options.input_file)
     num_conversations = options.num_conversations(None if lines is None else len(lines))
     if options.config is not None:
@@ -112,7 +112,7 @@ def run_bench(options: BenchOptions, load_config: Callable[[str], PipelineConfig
 def _allow_many_connections() -> None:
     """Raise the limit of open file descriptors: each request in flight needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
@@ -137,24 +137,24 @@ def _check(options: BenchOptions) -> None:
     if (options.config is None) == (options.url is None):
         raise ValueError("give either a pipeline or --url")
     if options.url is None:
-        _refuse(options, _OF_URL, "goes together with --url")
+        _reject(options, _URL_FLAGS, "goes together with --url")
     else:
-        _refuse(options, _OF_PIPELINE, "is about a pipeline in this process, not about --url")
+        _reject(options, _PIPELINE_FLAGS, "is about a pipeline in this process, not about --url")
     if not options.is_text:
         _check_endpoint(options)
     elif options.input_file is not None:
-        _refuse(options, ("endpoint",), _OF_LINES)
+        _reject(options, ("endpoint",), _NOT_WITH_INPUT)
     if options.input_file is not None:
-        _refuse(options, _OF_MADE_UP, _OF_LINES)
+        _reject(options, _SYNTHETIC_FLAGS, _NOT_WITH_INPUT)
     for flag, path, suffix in (("--json", options.json, ""), ("--plot", options.plot, ".svg")):
         if path is not None:
             _check_file(flag, path, suffix)
     if options.plot is not None and find_spec("matplotlib") is None:
-        raise _missing("--plot", "matplotlib")
-    if options.shared_prefix_tokens >= options.made_up_tokens:
+        raise _missing_package("--plot", "matplotlib")
+    if options.shared_prefix_tokens >= options.synthetic_tokens:
         raise ValueError(
             f"--shared-prefix-tokens ({options.shared_prefix_tokens}) must be fewer than "
-            f"--prompt-tokens ({options.made_up_tokens}): each request has words of its own too"
+            f"--prompt-tokens ({options.synthetic_tokens}): each request has words of its own too"
         )
 
 
@@ -163,20 +163,20 @@ def _check_endpoint(options: BenchOptions) -> None:
     name = options.endpoint
     if options.url is None:
         raise ValueError(f"--endpoint {name} goes together with --url")
-    _refuse(options, _OF_TEXT, f"says nothing to --endpoint {name}")
+    _reject(options, _TEXT_FLAGS, f"says nothing to --endpoint {name}")
     if name == "transcriptions" and options.input_file is None:
         raise ValueError("--endpoint transcriptions goes together with --input: no speech is "
                          "made up")  # fmt: skip
 
 
-def _refuse(options: BenchOptions, names: Sequence[str], why: str) -> None:
+def _reject(options: BenchOptions, names: Sequence[str], why: str) -> None:
     for name in names:
         if getattr(options, name) != _DEFAULTS[name]:
             raise ValueError(f"{_flag(name)} {why}")
 
 
 def _flag(name: str) -> str:
-    return _FLAGS.get(name, "--" + name.replace("_", "-"))
+    return _FLAG_NAMES.get(name, "--" + name.replace("_", "-"))
 
 
 def _check_file(flag: str, path: Path, suffix: str) -> None:
@@ -187,18 +187,18 @@ def _check_file(flag: str, path: Path, suffix: str) -> None:
         raise ValueError(f"{flag}: {str(path)!r} cannot be written there")
 
 
-def _missing(flag: str, package: str | None) -> ValueError:
+def _missing_package(flag: str, package: str | None) -> ValueError:
     return ValueError(
         f"omni bench {flag} needs a package that is not installed ({package}): "
         "pip install -e '.[bench]' in a checkout of omni-pipeline"
     )
 
 
-def _server(options: BenchOptions) -> HttpTarget:
+def _create_target(options: BenchOptions) -> HttpTarget:
     try:
         from omni.commands.bench.http_target import HttpTarget
     except ImportError as error:
-        raise _missing("--url", error.name) from error
+        raise _missing_package("--url", error.name) from error
     return HttpTarget(options)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,13 +66,13 @@ def main(
 def run(options: RunOptions) -> bool:
     """Run requests through a pipeline. Exit status 1 if any of them failed."""
     _check_output_flags(options)
-    pipeline = _load_changed(options)
-    given = _requests(pipeline, options, options.input_file)
+    pipeline = _load_with_flags(options)
+    requests, digest = _requests(pipeline, options, options.input_file)
     from omni.commands.run_command import run_requests
 
-    with _writer(pipeline, given, options) as writer:
+    with _writer(pipeline, digest, len(requests), options) as writer:
         return run_requests(
-            pipeline, given.requests, writer=writer, quiet=options.quiet, trace=options.trace
+            pipeline, requests, writer=writer, quiet=options.quiet, trace=options.trace
         )
 
 
@@ -86,7 +85,7 @@ def validate(options: ValidateOptions) -> bool:
     for name, transform in pipeline.custom_transforms().items():
         typer.echo(f"stage {name}: its transform {transform} is there; it was not run")
     if options.input_file is not None:
-        requests = _read_file(pipeline, options.input_file).requests
+        requests, _ = _read_file(pipeline, options.input_file)
         _refuse_bad_lines(requests)
         typer.echo(f"{options.input_file}: valid; requests: {len(requests)}")
     return True
@@ -123,8 +122,8 @@ def verify(options: VerifyOptions) -> bool:
     Exit status 1 if anything differed or a request failed, 3 if nothing was hit: then nothing was
     proven.
     """
-    pipeline = _load_changed(options)
-    requests = _refuse_bad_lines(_requests(pipeline, options, options.input_file).requests)
+    pipeline = _load_with_flags(options)
+    requests = _refuse_bad_lines(_requests(pipeline, options, options.input_file)[0])
     from omni.runtime.omni import Omni
     from omni.verification.verify import verify as verify_requests
 
@@ -195,14 +194,6 @@ def schema(_: CommandOptions) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """Requests, and the SHA-256 of the file or the flags that they come from."""
-
-    requests: list[OmniRequest | RequestError]
-    digest: str
-
-
 def _load(config: str, where: RuntimeFlags, overrides: list[str] | None = None) -> PipelineConfig:
     from omni.pipelines.config_file import parse_overrides
     from omni.pipelines.pipeline_config import PipelineConfig
@@ -216,7 +207,7 @@ def _load(config: str, where: RuntimeFlags, overrides: list[str] | None = None) 
     )
 
 
-def _load_changed(options: RunOptions | VerifyOptions) -> PipelineConfig:
+def _load_with_flags(options: RunOptions | VerifyOptions) -> PipelineConfig:
     """Load a pipeline and apply the sampling and speaker flags."""
     pipeline = options.with_sampling(_load(options.config, options, options.overrides))
     if options.speaker is None:
@@ -242,7 +233,10 @@ def _check_voices(
         raise ValueError(f"{config}: {error}") from error
 
 
-def _requests(pipeline: PipelineConfig, flags: PromptFlags, input_file: Path | None) -> _Given:
+def _requests(
+    pipeline: PipelineConfig, flags: PromptFlags, input_file: Path | None
+) -> tuple[list[OmniRequest | RequestError], str]:
+    """Return the requests, and the SHA-256 of the file or the flags that they come from."""
     if flags.given == (input_file is not None):
         raise ValueError(
             "give either --chat, --prompt, --audio or --encoder-prompt, once or several times, or "
@@ -252,10 +246,12 @@ def _requests(pipeline: PipelineConfig, flags: PromptFlags, input_file: Path | N
         return _read_file(pipeline, input_file)
     requests = flags.requests()
     flags.check_files(pipeline.modalities())
-    return _Given([*requests], flags.digest())
+    return [*requests], flags.digest()
 
 
-def _read_file(pipeline: PipelineConfig, input_file: Path) -> _Given:
+def _read_file(
+    pipeline: PipelineConfig, input_file: Path
+) -> tuple[list[OmniRequest | RequestError], str]:
     import hashlib
 
     from omni.requests.request_file import read_requests
@@ -264,7 +260,7 @@ def _read_file(pipeline: PipelineConfig, input_file: Path) -> _Given:
     digest = hashlib.sha256()
     # Pass a str: the file may be "-".
     requests = read_requests(os.fspath(input_file), sampling, digest.update)
-    return _Given(requests, digest.hexdigest())
+    return requests, digest.hexdigest()
 
 
 def _refuse_bad_lines(requests: list[OmniRequest | RequestError]) -> list[OmniRequest]:
@@ -286,7 +282,7 @@ def _check_output_flags(options: RunOptions) -> None:
 
 
 def _writer(
-    pipeline: PipelineConfig, given: _Given, options: RunOptions
+    pipeline: PipelineConfig, digest: str, num_requests: int, options: RunOptions
 ) -> OutputWriter | nullcontext[None]:
     """Open the writer of ``--output-dir``, if given, which raises if the folder is unusable."""
     if options.output_dir is None:
@@ -297,6 +293,6 @@ def _writer(
     return OutputWriter(
         options.output_dir,
         {name: stage.final_output for name, stage in pipeline.stages.items() if stage.final_output},
-        RunRecord.of(pipeline, given.digest, len(given.requests)),
+        RunRecord.of(pipeline, digest, num_requests),
         Existing.OVERWRITE if options.overwrite else existing,
     )

@@ -75,14 +75,14 @@ def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
     """
     import asyncio  # imported here so that --help does not wait for it
 
-    came: list[int] = []
+    received: list[int] = []
 
     async def cancelled_by_sigterm() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
         def cancel() -> None:
-            came.append(signal.SIGTERM)
+            received.append(signal.SIGTERM)
             task.cancel()
 
         loop.add_signal_handler(signal.SIGTERM, cancel)
@@ -96,15 +96,14 @@ def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
     try:
         asyncio.run(cancelled_by_sigterm() if is_ours else work)
     except asyncio.CancelledError:
-        if not came:
+        if not received:
             raise
-    if came:
+    if received:
         raise Terminated
 
 
 _LOGGER = "omni"
-_QUIET = -1
-_LEVELS = {_QUIET: logging.ERROR, 0: logging.WARNING, 1: logging.INFO}
+_LEVELS = {-1: logging.ERROR, 0: logging.WARNING, 1: logging.INFO}
 
 
 @contextmanager
@@ -118,7 +117,7 @@ def shown_log(verbosity: int, *, tracebacks: bool) -> Iterator[None]:
     """
     logger = logging.getLogger(_LOGGER)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Lines(tracebacks=tracebacks, with_place=verbosity >= 1))
+    handler.setFormatter(_LogFormatter(tracebacks=tracebacks, with_location=verbosity >= 1))
     before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(_LEVELS.get(verbosity, logging.DEBUG))
@@ -131,23 +130,23 @@ def shown_log(verbosity: int, *, tracebacks: bool) -> Iterator[None]:
         logger.level, logger.propagate = before
 
 
-class _Lines(logging.Formatter):
+class _LogFormatter(logging.Formatter):
     """Formats ``warning: what happened``, in one line unless tracebacks are enabled.
 
     With the location: ``warning: [writer/1 prompt-3] what happened``.
     """
 
-    def __init__(self, *, tracebacks: bool, with_place: bool) -> None:
+    def __init__(self, *, tracebacks: bool, with_location: bool) -> None:
         super().__init__("%(levelname)s: %(message)s")
         self._tracebacks = tracebacks
-        self._with_place = with_place
+        self._with_location = with_location
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record."""
         shown = copy.copy(record)
         shown.levelname = record.levelname.lower()
-        if self._with_place and (place := _place(record)):
-            shown.msg, shown.args = f"[{place}] {record.getMessage()}", ()
+        if self._with_location and (location := _location(record)):
+            shown.msg, shown.args = f"[{location}] {record.getMessage()}", ()
         if not self._tracebacks and (error := _error_of(record)):
             shown.msg, shown.args = f"{shown.getMessage()}: {error}", ()
             shown.exc_info = shown.exc_text = shown.stack_info = None
@@ -162,7 +161,7 @@ def _error_of(record: logging.LogRecord) -> str | None:
     return record.exc_text.splitlines()[-1] if record.exc_text else None
 
 
-def _place(record: logging.LogRecord) -> str:
+def _location(record: logging.LogRecord) -> str:
     """Return the stage, its replica if there are workers, and the request of a record."""
     stage, replica = getattr(record, "stage", None), getattr(record, "replica", None)
     worker = stage if replica is None else f"{stage}/{replica}"
@@ -236,7 +235,7 @@ class _Command(TyperCommand):
 
 
 _OptionsT = TypeVar("_OptionsT", bound=CommandOptions)
-_LAST = {field.name: place for place, field in enumerate(fields(CommandOptions), start=1)}
+_COMMON_ORDER = {field.name: place for place, field in enumerate(fields(CommandOptions), start=1)}
 
 
 def command(
@@ -261,7 +260,7 @@ def command(
         parameter.replace(annotation=hints[name])
         for name, parameter in inspect.signature(options).parameters.items()
     ]
-    parameters.sort(key=lambda parameter: _LAST.get(parameter.name, 0))
+    parameters.sort(key=lambda parameter: _COMMON_ORDER.get(parameter.name, 0))
 
     def decorate(function: Callable[[_OptionsT], bool]) -> Callable[[_OptionsT], bool]:
         @functools.wraps(function)

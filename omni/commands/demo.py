@@ -29,10 +29,10 @@ NEXT = (
 
 
 _FOLDER = Path(stage_configs.__file__).parent / "spoken_sums" / "questions"
-_SPOKEN = ("twelve_plus_thirty", "and_times_two", "what_is_ninety_one_minus_thirty_eight")
+_QUESTIONS = ("twelve_plus_thirty", "and_times_two", "what_is_ninety_one_minus_thirty_eight")
 """Sound files, named by their words. One that begins with "and" continues a conversation."""
 
-_READER, _VOICE = "thinker", "code2wav"
+_THINKER, _VOCODER = "thinker", "code2wav"
 
 
 def run_demo(folder: Path) -> bool:
@@ -48,12 +48,12 @@ def run_demo(folder: Path) -> bool:
     typer.echo("spoken_sums: it hears plus, minus or times of two numbers to 99, writes it and")
     typer.echo("says the result. A small checkpoint, trained for this; all runs on this CPU.\n")
     folder.mkdir(parents=True, exist_ok=True)
-    with _builds_shown(), Omni("spoken_sums") as omni:
+    with _show_builds(), Omni("spoken_sums") as omni:
         requests: list[OmniRequest] = []
         messages: list[dict[str, object]] = []
         sounds: list[Path] = []
-        for number, question in enumerate(_SPOKEN, start=1):
-            if not _continues(question):
+        for number, question in enumerate(_QUESTIONS, start=1):
+            if not _is_follow_up(question):
                 messages, sounds = [], []
             messages.append({"role": "user", "content": [{"type": "audio"}]})
             sounds.append(_FOLDER / f"{question}.flac")
@@ -65,13 +65,13 @@ def run_demo(folder: Path) -> bool:
             messages.append({"role": "assistant", "content": text})
         typer.echo("All questions again: caches off, caches empty, caches warm.")
         report = verify(omni, requests)
-    typer.echo("\n".join((*report.lines(), summed_up(report), "\nWhat to try next:\n")))
+    typer.echo("\n".join((*report.lines(), summarize(report), "\nWhat to try next:\n")))
     for command in NEXT:
         typer.echo(f"    {_program()} {command}")
     return report.equal and not report.failures
 
 
-def summed_up(report: VerifyReport) -> str:
+def summarize(report: VerifyReport) -> str:
     """Summarize in a sentence what warm caches saved."""
     hits = sum(stage.warm_hit_tokens for stage in report.stages)
     inputs = sum(stage.prompt_tokens for stage in report.stages)
@@ -85,19 +85,19 @@ def summed_up(report: VerifyReport) -> str:
     return f"{begin} and saved {saved:.2f} of {uncached:.2f} seconds of {names}."
 
 
-def _continues(question: str) -> bool:
+def _is_follow_up(question: str) -> bool:
     return question.startswith("and_")
 
 
 def _ask(omni: Omni, request: OmniRequest, question: str, path: Path) -> str | None:
     """Stream an answer, save its audio, print both; return the text, or None if it failed."""
-    follows = ", in the same conversation" if _continues(question) else ""
+    follows = ", in the same conversation" if _is_follow_up(question) else ""
     words = question.replace("_", " ")
     typer.echo(f"  asked   {words!r}, by voice{follows} ({question}.flac)")
-    output, lines = _streamed(omni, request)
+    output, lines = _run_streaming(omni, request)
     text = None
     if (sound := _sound_of(output)) is not None:
-        text = output.stages[_READER].text or ""
+        text = output.stages[_THINKER].text or ""
         heard, _, said = text.rpartition(" = ")
         sound.save(path)
         typer.echo(f"  heard   {heard or 'no sum'}")
@@ -106,7 +106,7 @@ def _ask(omni: Omni, request: OmniRequest, question: str, path: Path) -> str | N
     return text
 
 
-def _streamed(omni: Omni, request: OmniRequest) -> tuple[OmniOutput, list[str]]:
+def _run_streaming(omni: Omni, request: OmniRequest) -> tuple[OmniOutput, list[str]]:
     """Run a request; return its last output, and lines on its cache hits and latencies."""
     begun = time.perf_counter()
     times: dict[str, float] = {}
@@ -119,9 +119,9 @@ def _streamed(omni: Omni, request: OmniRequest) -> tuple[OmniOutput, list[str]]:
     sound = _sound_of(output)
     if sound is None:
         return output, [f"error: {output.error or 'it made no sound'}"]
-    read = output.stages[_READER]
+    read = output.stages[_THINKER]
     return output, [
-        f"{_READER}: {read.num_cached_tokens} of {read.num_prompt_tokens} input tokens from the "
+        f"{_THINKER}: {read.num_cached_tokens} of {read.num_prompt_tokens} input tokens from the "
         "cache",
         f"first text after {times.get('text', all_s):.2f} s, first sound after "
         f"{times.get('sound', all_s):.2f} s, all {sound.duration_s:.2f} s of sound after "
@@ -131,7 +131,7 @@ def _streamed(omni: Omni, request: OmniRequest) -> tuple[OmniOutput, list[str]]:
 
 def _sound_of(output: OmniOutput) -> Waveform | None:
     """Return the audio of the vocoder stage; None if the request failed."""
-    voice = output.stages.get(_VOICE)
+    voice = output.stages.get(_VOCODER)
     return None if output.error is not None or voice is None else voice.audio
 
 
@@ -145,7 +145,7 @@ def _program() -> str:
 
 
 @contextmanager
-def _builds_shown() -> Iterator[None]:
+def _show_builds() -> Iterator[None]:
     """Print the log messages about files built on the first start."""
     logger = logging.getLogger("omni.engine.files.disk_cache")
     handler, level = logging.Handler(), logger.level

@@ -116,7 +116,7 @@ def columns(rows: Sequence[Sequence[str]], gap: str = "  ") -> list[str]:
     return [f"  {gap.join(cells)}".rstrip() for cells in padded]
 
 
-_HANDED_ON = {
+_TRANSFERS = {
     "inline": "its output",
     "processes": "a handle of shared memory",
     "ray": "a reference into the object store",
@@ -130,7 +130,7 @@ def draw_placement(config: PipelineConfig, cores: int) -> str:
     heading = f"Where the stages run ({kind}, {count}):"
     if kind == "inline":
         threads = {name: stage.placement.threads for name, stage in config.stages.items()}
-        lines = _by_turns(config, config.topological_order(), threads)
+        lines = _stage_lines(config, config.topological_order(), threads)
         boxes = _box("this process: all stages by turns", lines)
     else:
         line = "takes requests, and hands on handles: what stages compute goes past it"
@@ -139,14 +139,14 @@ def draw_placement(config: PipelineConfig, cores: int) -> str:
     return "\n".join([heading, "", *(f"  {line}" for line in boxes)])
 
 
-def _by_turns(
+def _stage_lines(
     config: PipelineConfig, names: Sequence[str], threads: Mapping[str, int | None]
 ) -> list[str]:
     """List the stages of one process, each with its inputs."""
     lines = []
     for name in names:
         count = threads[name]
-        of = "" if count is None else f"{_many(count, 'thread', 'threads')}, "
+        of = "" if count is None else f"{_counted(count, 'thread', 'threads')}, "
         lines.append(f"{name}, {of}{_device(config.stages[name])}")
         lines += [f"  {edge}" for edge in _edges(config, name)]
     return lines
@@ -158,12 +158,12 @@ def _processes(config: PipelineConfig, cores: int) -> list[str]:
     for worker, names in stages_by_worker(config.placements):
         stage = config.stages[names[0]]
         if stage.placement.worker is None:
-            workers = _many(stage.placement.replicas, "process", "processes")
-            of = _many(threads[worker], "thread", "threads")
+            workers = _counted(stage.placement.replicas, "process", "processes")
+            of = _counted(threads[worker], "thread", "threads")
             lines = [f"{workers} of {of}, {_device(stage)}", *_edges(config, worker)]
             boxes += _box(worker, lines)
         else:
-            lines = _by_turns(config, names, threads)
+            lines = _stage_lines(config, names, threads)
             boxes += _box(f"{worker}: one process, its stages by turns", lines)
     return boxes
 
@@ -176,7 +176,7 @@ def _cluster(config: PipelineConfig) -> list[str]:
         needs = [f"{placement.reserved_cpus:g} CPU", f"{placement.reserved_gpus:g} GPU"]
         needs += [f"{amount:g} {resource}" for resource, amount in placement.resources.items()]
         where = "" if placement.node is None else f", on node {placement.node}"
-        actors = _many(placement.replicas, "actor", "actors")
+        actors = _counted(placement.replicas, "actor", "actors")
         line = f"{actors} that reserves {', '.join(needs)}{where}, {_device(stage)}"
         if placement.replicas > 1:
             line = line.replace("reserves", "reserve")
@@ -189,15 +189,15 @@ def _edges(config: PipelineConfig, name: str) -> list[str]:
     inputs = config.stages[name].inputs
     if inputs is None:
         return ["◄── prompt"]
-    handed_on = _HANDED_ON[config.runtime.kind]
+    transfer = _TRANSFERS[config.runtime.kind]
     if inputs.chunk_size is not None:
         (source,) = inputs.sources
-        tokens = _many(inputs.chunk_size, "token", "tokens")
+        tokens = _counted(inputs.chunk_size, "token", "tokens")
         return [
-            f"◄~~ {source}: {handed_on}, every {tokens}; "
+            f"◄~~ {source}: {transfer}, every {tokens}; "
             f"{inputs.max_pending_chunks} of them may wait"
         ]
-    return [f"◄── {source}: {handed_on}, when it is done" for source in inputs.sources]
+    return [f"◄── {source}: {transfer}, when it is done" for source in inputs.sources]
 
 
 def _device(stage: StageConfig) -> str:
@@ -209,7 +209,7 @@ def _device(stage: StageConfig) -> str:
     return "no device" if device is None else f"device {device}"
 
 
-def _many(count: int, one: str, several: str) -> str:
+def _counted(count: int, one: str, several: str) -> str:
     return f"{count} {one if count == 1 else several}"
 
 
@@ -229,7 +229,7 @@ _MEDIA = {
 """Quantity that each media limit of a stage bounds."""
 
 
-def _written(name: str, value: float) -> str:
+def _format_limit(name: str, value: float) -> str:
     """Format a limit in the unit that its name ends in."""
     if name.endswith("_bytes"):
         return format_bytes(int(value))
@@ -247,16 +247,16 @@ def describe_serving(config: PipelineConfig) -> str:
     }
     rows = []
     for name, field in ServerLimits.model_fields.items():
-        rows.append((field.title or "", _written(name, values[name]), field.description or ""))
+        rows.append((field.title or "", _format_limit(name, values[name]), field.description or ""))
         if name == "max_body_bytes":
-            most = _written("_bytes", limits.max_arriving_bytes)
+            most = _format_limit("_bytes", limits.max_arriving_bytes)
             rows.append(("bodies that come at once", most, "four times that; more get 429"))
     for stage, settings in config.stages.items():
         media = getattr(getattr(settings, "engine", None), "media_limits", None)
         if settings.inputs is None and media is not None:
             place = f"stages.{stage}.engine.media_limits"
             rows += [
-                (what, _written(name, getattr(media, name)), f"{place}.{name}")
+                (what, _format_limit(name, getattr(media, name)), f"{place}.{name}")
                 for name, what in _MEDIA.items()
             ]
     width = max(len(shown) for _, shown, _ in rows)

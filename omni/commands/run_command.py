@@ -48,7 +48,7 @@ def run_requests(
         if writer is not None:
             run.finish(writer)
     except KeyboardInterrupt as interrupt:
-        message = f"interrupted: {run.what_was_done()}"
+        message = f"interrupted: {run.describe_progress()}"
         raise Stopped(message, exit_status(interrupt)) from interrupt
     return not run.num_failed
 
@@ -77,10 +77,10 @@ class _Run:
             with progress, Omni(config, trace=trace) as omni:
                 progress.begin()
                 for position, output in self._outputs(omni):
-                    self._take(position, output, progress)
+                    self._handle_output(position, output, progress)
                 stats = omni.stats()
         except TraceError as error:
-            raise self._not_written(error) from error
+            raise self._write_failure(error) from error
         if not self._quiet:
             seconds = time.perf_counter() - start
             num_run = len(self._requests) - self._num_kept
@@ -92,7 +92,7 @@ class _Run:
         try:
             writer.finish()
         except OSError as error:
-            raise self._not_written(error) from error
+            raise self._write_failure(error) from error
         if not self._quiet:
             kept = f", {self._num_kept} of them before" if self._num_kept else ""
             typer.echo(
@@ -119,13 +119,13 @@ class _Run:
             if output.finished:
                 yield position_of[output.request_id], output
 
-    def _take(self, position: int, output: OmniOutput, progress: RunProgress) -> None:
+    def _handle_output(self, position: int, output: OmniOutput, progress: RunProgress) -> None:
         error = output.error
         if self._writer is not None:
             try:
                 error = self._writer.write(position, output)
             except OSError as failure:
-                raise self._not_written(failure) from failure
+                raise self._write_failure(failure) from failure
         progress.echo(format_output(output))
         self.num_done += 1
         if error is not None:
@@ -133,11 +133,11 @@ class _Run:
             progress.echo(f"{output.request_id}: error: {error}", err=True)
         progress.advance()
 
-    def _not_written(self, error: OSError) -> Stopped:
+    def _write_failure(self, error: OSError) -> Stopped:
         where = f"{error.filename}: " if error.filename else ""
-        return Stopped(f"error: {where}{error.strerror or error}; {self.what_was_done()}")
+        return Stopped(f"error: {where}{error.strerror or error}; {self.describe_progress()}")
 
-    def what_was_done(self) -> str:
+    def describe_progress(self) -> str:
         """Describe how far the run got, and how to resume it."""
         done = f"{self.num_done} of {len(self._requests)} requests are done"
         if self._writer is None:

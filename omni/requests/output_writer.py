@@ -39,7 +39,7 @@ from stages import Completion, StageOutput
 logger = package_logger(__name__)
 
 _LOCK = ".outputs.lock"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of file systems that do not support locks."""
 
 
@@ -66,7 +66,7 @@ class OutputFolder:
                 "another --output-dir"
             ) from None
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in _LOCKS_UNSUPPORTED:
                 hint = "give an --output-dir that can be made and written to"
                 where = error.filename or str(self.path)
                 raise OSError(error.errno, f"{error.strerror}; {hint}", where) from error
@@ -84,23 +84,23 @@ class OutputFolder:
         """
         target = self.path / place
         target.parent.mkdir(parents=True, exist_ok=True)
-        aside = target.with_name(f".{target.name}.partial")
-        aside.unlink(missing_ok=True)  # from a run that was killed
-        aside.touch()
-        mode = stat.S_IMODE(aside.stat().st_mode)
+        temporary = target.with_name(f".{target.name}.partial")
+        temporary.unlink(missing_ok=True)  # from a run that was killed
+        temporary.touch()
+        mode = stat.S_IMODE(temporary.stat().st_mode)
         try:
-            write(aside)
+            write(temporary)
             # Some writers replace the file with a new one that only its owner may read.
-            aside.chmod(mode)
-            os.replace(aside, target)
+            temporary.chmod(mode)
+            os.replace(temporary, target)
         except BaseException as error:
             with suppress(OSError):
-                aside.unlink()
+                temporary.unlink()
             if isinstance(error, OSError):
                 raise OSError(error.errno, error.strerror, str(target)) from error
             raise
 
-    def holds(self, place: str) -> bool:
+    def contains(self, place: str) -> bool:
         """Return True if the file exists and is inside the folder."""
         try:
             path = (self.path / place).resolve()
@@ -132,7 +132,7 @@ class OutputFolder:
 JOURNAL = "outputs.partial.jsonl"
 
 
-_Place: TypeAlias = tuple[int, int]
+_LineSpan: TypeAlias = tuple[int, int]
 """Position of a line in the journal: its first byte, and its length with the newline."""
 
 
@@ -148,7 +148,7 @@ class _Journal:
         self._descriptor = os.open(self._name, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         self._end = os.fstat(self._descriptor).st_size
 
-    def lines(self) -> Iterator[tuple[_Place, bytes]]:
+    def lines(self) -> Iterator[tuple[_LineSpan, bytes]]:
         """Yield every complete line and its position; then truncate an incomplete last line."""
         start = 0
         with open(self._descriptor, "rb", closefd=False) as file:
@@ -160,7 +160,7 @@ class _Journal:
         os.ftruncate(self._descriptor, start)
         self._end = start
 
-    def append(self, line: bytes) -> _Place:
+    def append(self, line: bytes) -> _LineSpan:
         """Append a line, which ends in a newline, completely or not at all."""
         rest = memoryview(line)
         try:
@@ -175,7 +175,7 @@ class _Journal:
         self._end += len(line)
         return place
 
-    def line_at(self, place: _Place) -> bytes:
+    def line_at(self, place: _LineSpan) -> bytes:
         """Read back a line that was read or appended."""
         start, length = place
         return os.pread(self._descriptor, length, start)
@@ -296,7 +296,7 @@ def _number(value: float) -> float | None:
 
 
 RUN_RECORD = "run.json"
-_MOST_DIFFERENCES = 3
+_MAX_DIFFERENCES = 3
 """Maximum number of differences named in a message; the others are counted."""
 
 
@@ -337,8 +337,8 @@ class RunRecord(BaseModel):
         if self.requests != other.requests:
             were, are = other.num_requests, self.num_requests
             found.insert(0, "the requests" + (f": {were} then, {are} now" if were != are else ""))
-        more = len(found) - _MOST_DIFFERENCES
-        return "; ".join(found[:_MOST_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+        more = len(found) - _MAX_DIFFERENCES
+        return "; ".join(found[:_MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _differences(then: Any, now: Any, place: str) -> Iterator[str]:
@@ -362,7 +362,7 @@ class Existing(Enum):
 
 
 class _Done(NamedTuple):
-    place: _Place | None
+    place: _LineSpan | None
     failed: bool
 
 
@@ -401,7 +401,7 @@ class OutputWriter:
         self._done: dict[int, _Done] = {}
         self._finished = False
         try:
-            self._take_over(existing)
+            self._open_existing(existing)
         except BaseException:
             self.close()
             raise
@@ -418,7 +418,7 @@ class OutputWriter:
 
     @property
     def location(self) -> Path:
-        """The file that currently holds the lines."""
+        """The file that currently contains the lines."""
         return self._folder.path / (OUTPUTS if self._finished else JOURNAL)
 
     def is_done(self, position: int) -> bool:
@@ -439,8 +439,8 @@ class OutputWriter:
             raise ValueError(f"the output at position {position} has been written already")
         if not 0 <= position < self._record.num_requests:
             raise ValueError(f"position {position} of {self._record.num_requests} requests")
-        journal = self._begun()
-        line = {"position": position} | self._described(output)
+        journal = self._ensure_journal()
+        line = {"position": position} | self._write_files(output)
         place = journal.append(_encoded(line))
         error: str | None = line["error"]
         self._done[position] = _Done(place, error is not None)
@@ -458,7 +458,7 @@ class OutputWriter:
             raise ValueError(f"{missing} of {self._record.num_requests} requests are not done")
         if self._finished:
             return
-        self._folder.write(OUTPUTS, self._put_in_order)
+        self._folder.write(OUTPUTS, self._write_ordered)
         self._finished = True
         self._folder.sync()
         self._close_journal()
@@ -475,7 +475,7 @@ class OutputWriter:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _described(self, output: OmniOutput) -> dict[str, Any]:
+    def _write_files(self, output: OmniOutput) -> dict[str, Any]:
         """Write the files of an output, and return its line.
 
         An output that cannot be written, such as audio with samples that are not finite, becomes
@@ -509,7 +509,7 @@ class OutputWriter:
         wanted = self._final_output[output.stage]
         return describe_stage(output, wanted, tensor=tensor, sound=sound)
 
-    def _take_over(self, existing: Existing) -> None:
+    def _open_existing(self, existing: Existing) -> None:
         journal_size = self._size_of(JOURNAL)
         interrupted, whole = bool(journal_size), self._size_of(OUTPUTS) is not None
         if existing is Existing.OVERWRITE or not (interrupted or whole):
@@ -525,7 +525,7 @@ class OutputWriter:
         if interrupted:
             self._resume()
         else:
-            self._find_finished()
+            self._load_finished()
 
     def _size_of(self, name: str) -> int | None:
         """Return the size of a file in bytes; None if it does not exist."""
@@ -562,10 +562,10 @@ class OutputWriter:
             position = line.pop("position", None)
             if not isinstance(position, int) or not 0 <= position < self._record.num_requests:
                 raise self._damaged(JOURNAL, number)
-            if all(self._folder.holds(file) for file in _files_of(line)):
+            if all(self._folder.contains(file) for file in _files_of(line)):
                 self._done[position] = _Done(place, line["error"] is not None)
 
-    def _find_finished(self) -> None:
+    def _load_finished(self) -> None:
         lines = (self._folder.path / OUTPUTS).read_bytes().splitlines(keepends=True)
         for number, content in enumerate(lines, start=1):
             line = self._parsed(content, OUTPUTS, number)
@@ -578,12 +578,11 @@ class OutputWriter:
         """Parse a line that an earlier run wrote."""
         try:
             line: dict[str, Any] = json.loads(content)
-            if not isinstance(line["request_id"], str) or not isinstance(line["error"], str | None):
-                raise self._damaged(name, number)
-            files = _files_of(line)
+            texts = [line["request_id"], *_files_of(line)]
+            is_valid = isinstance(line["error"], str | None)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise self._damaged(name, number) from None
-        if not all(isinstance(file, str) for file in files):
+        if not is_valid or not all(isinstance(text, str) for text in texts):
             raise self._damaged(name, number)
         return line
 
@@ -593,7 +592,7 @@ class OutputWriter:
             "wrote; replace the outputs with --overwrite"
         )
 
-    def _begun(self) -> _Journal:
+    def _ensure_journal(self) -> _Journal:
         """Return the journal; the first call of a run removes the outputs that it replaces."""
         if self._journal is None:
             self._folder.remove(OUTPUTS)
@@ -603,7 +602,7 @@ class OutputWriter:
             self._journal = _Journal(self._folder)
         return self._journal
 
-    def _put_in_order(self, file: Path) -> None:
+    def _write_ordered(self, file: Path) -> None:
         assert self._journal is not None
         with open(file, "wb") as ordered:
             for _, done in sorted(self._done.items()):

@@ -112,7 +112,7 @@ class RequestError:
     message: str
 
 
-class _WrongShapeError(ValueError):
+class _InvalidFormError(ValueError):
     """The line does not have a valid form; the message includes an example."""
 
 
@@ -147,13 +147,13 @@ def read_requests(
         first = first_line.setdefault(request_id, line.number)
         try:
             if line.error:
-                raise _WrongShapeError(line.error)
+                raise _InvalidFormError(line.error)
             if first != line.number:
                 raise ValueError(f"request_id: {request_id!r} is already used on line {first}")
             entries.append(make_request(line.data, request_id, folder, sampling))
         except (ValueError, RecursionError) as error:
-            where = f"{name}:{line.number}" + (f":{line.column}" if line.column else "")
-            entries.append(RequestError(line.number, request_id, f"{where}: {_told(error, line)}"))
+            at = f"{name}:{line.number}" + (f":{line.column}" if line.column else "")
+            entries.append(RequestError(line.number, request_id, f"{at}: {_message(error, line)}"))
     return entries
 
 
@@ -178,11 +178,11 @@ def read_lines(
         raise ValueError(f"{name!r}: cannot be read: {error}") from error
 
 
-def _told(error: ValueError | RecursionError, line: JsonLine) -> str:
+def _message(error: ValueError | RecursionError, line: JsonLine) -> str:
     if isinstance(error, RecursionError):
         return "not valid JSON: nested too deeply"
     message = str(error).encode("utf-8", "backslashreplace").decode("utf-8")
-    if not isinstance(error, _WrongShapeError):
+    if not isinstance(error, _InvalidFormError):
         return message
     return f"{message}; a right line: {example_line(line.data)}"
 
@@ -217,7 +217,7 @@ def make_request(
         line = parse_line(data)
         params = sampling_of(line.sampling, sampling)
     except ValueError as error:
-        raise _WrongShapeError(str(error)) from error
+        raise _InvalidFormError(str(error)) from error
     return OmniRequest(
         prompt_of(line, FolderFiles(folder)),
         request_id=request_id,

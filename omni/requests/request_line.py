@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, TypeAlias
 from urllib.parse import urlsplit
@@ -58,7 +59,7 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
     "audio": {"audio": ["question.wav"]},
     "images": {"images": ["photo.png"], "decoder_prompt": "What is this?"},
 }
-_BESIDE: Mapping[str, Any] = {
+_EXAMPLE_FIELDS: Mapping[str, Any] = {
     "request_id": "first",
     "sampling": {"max_tokens": 16},
     "priority": 0,
@@ -70,13 +71,13 @@ _BESIDE: Mapping[str, Any] = {
 def example_line(data: Mapping[str, Any]) -> str:
     """Format an example of the kind of line that the user seems to have meant."""
     line = dict(_form(data))
-    line |= {key: value for key, value in _BESIDE.items() if key in data}
-    if sampling := _sampling_beside(data):
+    line |= {key: value for key, value in _EXAMPLE_FIELDS.items() if key in data}
+    if sampling := _top_level_sampling(data):
         line["sampling"] = sampling
     return json.dumps(line)
 
 
-def _sampling_beside(data: Mapping[str, Any]) -> dict[str, Any]:
+def _top_level_sampling(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sampling fields that were written at the top level, by their valid names."""
     return {
         SAMPLING_KEYS[key]: value
@@ -92,17 +93,17 @@ def _form(data: Mapping[str, Any]) -> Mapping[str, Any]:
         return next(forms, {"prompt": _TEXT})
     types = _types_of_parts(prompt)
     if types & {"audio", "input_audio"} or "audio" in data:
-        return {"messages": _asked([{"type": "audio"}, _QUESTION]), "audio": ["question.wav"]}
+        return {"messages": _chat([{"type": "audio"}, _QUESTION]), "audio": ["question.wav"]}
     if types & {"image", "image_url"} or "images" in data:
-        return {"messages": _asked([_IMAGE, _QUESTION])}
+        return {"messages": _chat([_IMAGE, _QUESTION])}
     if types:
-        return {"messages": _asked([_QUESTION])}
+        return {"messages": _chat([_QUESTION])}
     if "messages" in data or isinstance(prompt, list | dict):
-        return {"messages": _asked("Why is the sky blue?")}
+        return {"messages": _chat("Why is the sky blue?")}
     return {"prompt": _TEXT}
 
 
-def _asked(content: object) -> list[dict[str, Any]]:
+def _chat(content: object) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
@@ -163,7 +164,8 @@ def _in_order(
 ) -> Iterator[Any]:
     """Yield items in the order of their parts, from the parts themselves and the line's list."""
     rest = iter(listed)
-    for part in _parts(messages):
+    contents = (message.content for message in messages if not isinstance(message.content, str))
+    for part in chain.from_iterable(contents):
         if part.modality != modality:
             continue
         at = part.image_url or part.video_url
@@ -176,12 +178,6 @@ def _in_order(
         elif (item := next(rest, None)) is not None:
             yield item
     yield from rest
-
-
-def _parts(messages: tuple[ChatMessage, ...]) -> Iterator[ContentPart]:
-    for message in messages:
-        if not isinstance(message.content, str):
-            yield from message.content
 
 
 def _video(entry: str | VideoFile, files: RequestFiles) -> VideoPrompt:
@@ -203,7 +199,7 @@ def _prompt_of_form(line: RequestLine | PromptForm, files: RequestFiles) -> Deco
         return TextPrompt(line.prompt)
     messages = _messages(line)
     if messages is not None:
-        return ChatPrompt(tuple(_said(message) for message in messages))
+        return ChatPrompt(tuple(_template_message(message) for message in messages))
     if line.prompt_token_ids is not None:
         return TokensPrompt(line.prompt_token_ids)
     if line.prompt_embeds is None:
@@ -217,7 +213,7 @@ def _messages(line: RequestLine | PromptForm) -> tuple[ChatMessage, ...] | None:
     return None if isinstance(line.prompt, str) else line.prompt
 
 
-def _said(message: ChatMessage) -> Mapping[str, Any]:
+def _template_message(message: ChatMessage) -> Mapping[str, Any]:
     """Convert a message for chat templates, without the contents of its media parts."""
     said = message.model_dump(exclude_none=True)
     if not isinstance(message.content, str):
@@ -354,7 +350,7 @@ class InputAudio(_Strict):
     format: str = Field(pattern="^[A-Za-z0-9]{1,16}$")
 
 
-_CARRYING = ("text", "image_url", "input_audio", "video_url")
+_CONTENT_TYPES = ("text", "image_url", "input_audio", "video_url")
 """Types of parts with content, in a field of the same name; other types have none."""
 
 
@@ -385,8 +381,8 @@ class ContentPart(_Strict):
         return self.type.removeprefix("input_").removesuffix("_url")
 
     @model_validator(mode="after")
-    def _carries_what_its_type_says(self) -> ContentPart:
-        for key in _CARRYING:
+    def _check_content(self) -> ContentPart:
+        for key in _CONTENT_TYPES:
             if (key == self.type) != (getattr(self, key) is not None):
                 article = "an" if key[0] in "aeiou" else "a"
                 raise ValueError(f"a part of type {key} has {article} {key}, and no other part has")

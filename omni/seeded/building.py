@@ -249,7 +249,7 @@ def initialise(
         parameter.normal_(0.0, fan_in**-0.5, generator=generator).mul_(gains.get(owner, 1.0))
 
 
-def quieten(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def suppress_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Make special tokens and bytes that are not text unlikely, so that outputs are readable."""
     quiet = [
         token_id

@@ -54,9 +54,9 @@ from omni.seeded.building import (
     byte_level_tokenizer,
     chat_tokenizer,
     initialise,
-    quieten,
     save_checkpoint,
     seeded_model,
+    suppress_special_tokens,
     train_byte_level,
     wordpiece_tokenizer,
 )
@@ -114,7 +114,7 @@ EXPERTS: Mapping[str, Mapping[str, Any]] = {
 # With steps of about 0.13, as in trained models, and rates of exp of the two bounds, a state
 # decays by 1/40 to 2/5 per token.
 _STEP = -2.0
-_SLOWEST, _FASTEST = -1.5, 1.5
+_LOG_RATES = -1.5, 1.5
 
 _LAYER_PATTERNS = {
     "ministral": ["sliding_attention", "full_attention"],
@@ -139,7 +139,7 @@ def build_causal_lm(directory: str | Path, architecture: str = "qwen2", **settin
     auto_class = AutoModelForCausalLM if size.with_head else AutoModel
     model = _seeded(auto_class, config, size.seed)
     if size.with_head:
-        quieten(model, tokenizer)
+        suppress_special_tokens(model, tokenizer)
     written = tokenizer if size.with_tokenizer else None
     return save_checkpoint(directory, model, written, max_shard_size=size.max_shard_size)
 
@@ -203,7 +203,7 @@ def _initialise_recurrence(name: str, parameter: nn.Parameter, generator: torch.
     tests of caching must detect a lost state.
     """
     if name.endswith("A_log"):
-        centre = torch.linspace(_SLOWEST, _FASTEST, parameter.shape[-1]).expand_as(parameter)
+        centre = torch.linspace(*_LOG_RATES, parameter.shape[-1]).expand_as(parameter)
     elif name.endswith(("dt_bias", "dt_proj.bias")):
         centre = torch.full_like(parameter, _STEP)
     elif name.endswith(".D"):
@@ -255,7 +255,7 @@ def build_bart(directory: str | Path, **settings: Any) -> Path:
         model.final_logits_bias.normal_(
             0.0, NOISE_STD, generator=torch.Generator().manual_seed(size.seed)
         )
-    quieten(model, tokenizer)
+    suppress_special_tokens(model, tokenizer)
     written = tokenizer if size.with_tokenizer else None
     return save_checkpoint(directory, model, written, max_shard_size=size.max_shard_size)
 
@@ -277,7 +277,7 @@ def build_t5(directory: str | Path, *, gated: bool = False, **config_overrides: 
         "decoder_start_token_id": 0,
     }
     model = _sharpened(T5ForConditionalGeneration, T5Config(**(settings | config_overrides)))
-    quieten(model, tokenizer)
+    suppress_special_tokens(model, tokenizer)
     return save_checkpoint(directory, model, tokenizer)
 
 
@@ -303,7 +303,7 @@ def build_whisper(directory: str | Path, **config_overrides: Any) -> Path:
     config = WhisperConfig(**(settings | config_overrides))
     model = _sharpened(WhisperForConditionalGeneration, config)
     model.generation_config = _whisper_generation(tokenizer, config)
-    quieten(model, tokenizer)
+    suppress_special_tokens(model, tokenizer)
     return save_checkpoint(directory, model, tokenizer, extractor)
 
 
@@ -628,7 +628,7 @@ def _save(
     *processors: Any,
 ) -> Path:
     model = _sharpened(make, config)
-    quieten(model, tokenizer)
+    suppress_special_tokens(model, tokenizer)
     return save_checkpoint(directory, model, tokenizer, *processors)
 
 

@@ -30,9 +30,9 @@ from omni.seeded.building import (
     DecoderSettings,
     byte_level_tokenizer,
     initialise,
-    quieten,
     save_checkpoint,
     seeded_model,
+    suppress_special_tokens,
 )
 from omni.seeded.language_models import DEEP_VISION, EXPERTS, HEARING, QWEN_VISION, rope
 
@@ -195,13 +195,24 @@ def build_qwen2_5_omni(directory: str | Path, **changes: Mapping[str, Any]) -> P
 def save_omni(
     directory: str | Path, model: Any, tokenizer: PreTrainedTokenizerFast, processor_class: str
 ) -> Path:
-    """Write thinker, talker and vocoder with their processors' files."""
-    quieten(model.thinker, tokenizer)
+    """Write thinker, talker and vocoder with their processors' files.
+
+    Image processor and feature extractor share a file, as in published checkpoints.
+    """
+    suppress_special_tokens(model.thinker, tokenizer)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     path = save_checkpoint(directory, model, tokenizer)
     num_mel_bins = model.thinker.config.audio_config.num_mel_bins
-    _save_processors(path, num_mel_bins, processor_class)
+    image = Qwen2VLImageProcessorPil(
+        patch_size=14, temporal_patch_size=2, merge_size=2, min_pixels=28**2, max_pixels=16 * 28**2
+    )
+    audio = WhisperFeatureExtractor(feature_size=num_mel_bins, chunk_length=30)
+    both = image.to_dict() | audio.to_dict() | {"processor_class": processor_class}
+    (path / "preprocessor_config.json").write_text(json.dumps(both, indent=2, default=str))
+    video = {"fps": 2.0, "min_frames": 4, "max_frames": 768}
+    video |= {"min_pixels": image.size["shortest_edge"], "max_pixels": image.size["longest_edge"]}
+    (path / "video_preprocessor_config.json").write_text(json.dumps(video, indent=2))
     return path
 
 
@@ -251,19 +262,6 @@ def _initialise(name: str, parameter: nn.Parameter, generator: torch.Generator) 
         # A transposed convolution has its inputs in the first dimension.
         fan_in = parameter.shape[0] if ".ups." in name else parameter[0].numel()
         parameter.normal_(0.0, _VOCODER_GAIN * fan_in**-0.5, generator=generator)
-
-
-def _save_processors(path: Path, num_mel_bins: int, processor_class: str) -> None:
-    """Write image processor and feature extractor to one file, as in published checkpoints."""
-    image = Qwen2VLImageProcessorPil(
-        patch_size=14, temporal_patch_size=2, merge_size=2, min_pixels=28**2, max_pixels=16 * 28**2
-    )
-    audio = WhisperFeatureExtractor(feature_size=num_mel_bins, chunk_length=30)
-    both = image.to_dict() | audio.to_dict() | {"processor_class": processor_class}
-    (path / "preprocessor_config.json").write_text(json.dumps(both, indent=2, default=str))
-    video = {"fps": 2.0, "min_frames": 4, "max_frames": 768}
-    video |= {"min_pixels": image.size["shortest_edge"], "max_pixels": image.size["longest_edge"]}
-    (path / "video_preprocessor_config.json").write_text(json.dumps(video, indent=2))
 
 
 def _save_speakers(

@@ -156,11 +156,11 @@ class VerifyReport:
             *(
                 f"difference: request {each.request_id!r}"
                 f"{'' if each.stage is None else f', stage {each.stage!r}'}, "
-                f"{_where(each.run)}: {each.message}"
+                f"{_run_name(each.run)}: {each.message}"
                 for each in self.differences
             ),
             *(
-                f"near tie: request {tie.request_id!r}, stage {tie.stage!r}, {_where(tie.run)}: "
+                f"near tie: request {tie.request_id!r}, stage {tie.stage!r}, {_run_name(tie.run)}: "
                 f"generated token {tie.position} is {tie.token_ids[0]} or {tie.token_ids[1]}, "
                 f"whose log-probabilities are {tie.gap:.1e} apart; not compared from there on"
                 for tie in self.near_ties
@@ -181,14 +181,14 @@ class VerifyReport:
             else f"cached equals uncached: {compared} of {self.num_requests} requests compared"
         ]
         if self.equal and not self.has_hits:
-            lines.insert(0, self._why_nothing())
+            lines.insert(0, self._describe_no_hits())
         if regrouped:
             lines.append(
                 f"outputs DEPEND ON BATCH MATES, without any caching, in {regrouped} places"
             )
         return lines
 
-    def _why_nothing(self) -> str:
+    def _describe_no_hits(self) -> str:
         if not any(stage.has_cache and stage.is_cached for stage in self.stages):
             return "NOTHING WAS PROVEN: no stage has a cache that its settings turn on"
         return (
@@ -198,7 +198,7 @@ class VerifyReport:
         )
 
 
-def _where(run: Run) -> str:
+def _run_name(run: Run) -> str:
     return "uncached with other batch mates" if run == "regrouped" else f"{run} cache"
 
 
@@ -232,7 +232,7 @@ WAVEFORM = "waveform"
 """Name of a stage's audio among the compared tensors."""
 
 # Noise is measured on a few requests; the maximum over all requests may be larger.
-_SAFETY = 4.0
+_NOISE_FACTOR = 4.0
 
 
 class _Limits(NamedTuple):
@@ -315,20 +315,20 @@ class Tolerance:
         if self.atol is not None:
             return self.atol
         limits = _LIMITS.get(dtype, _EXACT)
-        least = max(limits.tensor, _SAMPLE_STEP) if name == WAVEFORM else limits.tensor
-        return self._allowed(self.noise.tensors.get(name, 0.0), least, limits.tensor_noise)
+        minimum = max(limits.tensor, _SAMPLE_STEP) if name == WAVEFORM else limits.tensor
+        return self._allowed(self.noise.tensors.get(name, 0.0), minimum, limits.tensor_noise)
 
     def tie(self, dtype: torch.dtype | None) -> float:
         """Return the gap of log-probabilities below which rounding may decide between tokens."""
         limits = _LIMITS.get(dtype or torch.float32, _EXACT)
         return self._allowed(self.noise.logprobs, limits.tie, limits.tie_noise)
 
-    def _allowed(self, noise: float, least: float, most_noise: float) -> float:
-        return most_noise if self.measuring else max(least, _SAFETY * min(noise, most_noise))
+    def _allowed(self, noise: float, minimum: float, max_noise: float) -> float:
+        return max_noise if self.measuring else max(minimum, _NOISE_FACTOR * min(noise, max_noise))
 
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-_SWAYING = ("min_tokens", *_PENALTIES, "suppress_token_ids", "logit_bias", "n")
+_LOGIT_CHANGES = ("min_tokens", *_PENALTIES, "suppress_token_ids", "logit_bias", "n")
 
 
 def compare_outputs(
@@ -377,7 +377,7 @@ class Comparison:
     spread: Spread = field(default_factory=Spread)
 
     def tie_at(
-        self, position: int, sampling: SamplingParams | None, widest: float
+        self, position: int, sampling: SamplingParams | None, max_gap: float
     ) -> NearTie | None:
         """Return the near tie that explains the divergence, if the uncached logprobs show one.
 
@@ -394,7 +394,7 @@ class Comparison:
         if not all(token in top for token in choices):
             return None
         gap = abs(top[choices[0]] - top[choices[1]])
-        if gap >= widest:
+        if gap >= max_gap:
             return None
         return NearTie(ours.request_id, ours.stage, self.run, position, choices, gap)
 
@@ -520,7 +520,7 @@ def _at(token_ids: tuple[int, ...], position: int) -> str:
 def _is_plain_greedy(sampling: SamplingParams) -> bool:
     neutral = SamplingParams()
     return sampling.is_greedy and all(
-        getattr(sampling, name) == getattr(neutral, name) for name in _SWAYING
+        getattr(sampling, name) == getattr(neutral, name) for name in _LOGIT_CHANGES
     )
 
 
@@ -720,10 +720,10 @@ def _compare(
             found.differences.append(Difference(request_id, None, run, "error", message))
         if ours is not None or theirs is not None:
             continue
-        parted: set[str] = set()
+        diverged: set[str] = set()
         for name, stage in pipeline.stages.items():
-            if stage.inputs is not None and parted & set(stage.inputs.sources):
-                parted.add(name)
+            if stage.inputs is not None and diverged & set(stage.inputs.sources):
+                diverged.add(name)
                 continue
             override = request.sampling.get(name)
             one = compare_outputs(
@@ -738,7 +738,7 @@ def _compare(
             found.spreads[name].include(one.spread)
             if one.near_tie is not None:
                 found.near_ties.append(one.near_tie)
-                parted.add(name)
+                diverged.add(name)
     return found
 
 

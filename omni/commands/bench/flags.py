@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from omni.commands.command import option
 
-_ENDLESS = 10**9
-_USUAL_REQUESTS, _USUAL_PROMPT_TOKENS, _USUAL_MAX_TOKENS = 32, 128, 64
+_UNLIMITED = 10**9
+_DEFAULT_REQUESTS, _DEFAULT_PROMPT_TOKENS, _DEFAULT_MAX_TOKENS = 32, 128, 64
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -74,16 +74,16 @@ class BenchFlags:
         return self.endpoint in (None, "chat", "completions")
 
     @property
-    def made_up_tokens(self) -> int:
+    def synthetic_tokens(self) -> int:
         """Approximate number of tokens of each synthetic prompt."""
-        return self.prompt_tokens or _USUAL_PROMPT_TOKENS
+        return self.prompt_tokens or _DEFAULT_PROMPT_TOKENS
 
     @property
     def sampling(self) -> dict[str, Any]:
         """Sampling fields of synthetic requests, for the stage that answers."""
         if not self.is_text:
             return {}
-        fields: dict[str, Any] = {"max_tokens": self.max_tokens or _USUAL_MAX_TOKENS}
+        fields: dict[str, Any] = {"max_tokens": self.max_tokens or _DEFAULT_MAX_TOKENS}
         if self.ignore_eos:
             fields["ignore_eos"] = True
         return fields | ({} if self.temperature is None else {"temperature": self.temperature})
@@ -93,6 +93,6 @@ class BenchFlags:
         requests = self.requests
         if requests is None:
             if self.duration is not None:
-                return _ENDLESS
-            requests = _USUAL_REQUESTS if num_lines is None else num_lines
+                return _UNLIMITED
+            requests = _DEFAULT_REQUESTS if num_lines is None else num_lines
         return math.ceil(requests / self.turns)

@@ -25,11 +25,11 @@ from omni.commands.bench.load import MeasuredRequest, RequestFailure, Send
 from omni.requests.request_line import AudioFile, ChatMessage, ContentPart, RequestLine, parse_line
 
 _DONE = "[DONE]"
-_USUAL_RATE = 24_000
+_DEFAULT_RATE = 24_000
 """Samples per second of OpenAI's pcm16, and of servers that do not report a rate."""
 
 _SAMPLE_BYTES = 2
-_MOST_BYTES = 64 * 2**20
+_MAX_BYTES = 64 * 2**20
 """Maximum size of an event and of a session's message."""
 
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
@@ -43,7 +43,7 @@ async def read_events(response: httpx2.Response, record: MeasuredRequest) -> str
     """
     events = AnswerEvents(record)
     try:
-        async for event in httpx2.EventSource(response, max_event_size=_MOST_BYTES):
+        async for event in httpx2.EventSource(response, max_event_size=_MAX_BYTES):
             if event.data:
                 events.take(event.data)
     except httpx2.SSEError as error:
@@ -62,7 +62,7 @@ async def read_sound(response: httpx2.Response, record: MeasuredRequest) -> str:
     """
     async for chunk in response.aiter_bytes():
         if chunk:
-            record.audio(len(chunk) / _SAMPLE_BYTES / _USUAL_RATE)
+            record.audio(len(chunk) / _SAMPLE_BYTES / _DEFAULT_RATE)
     if not record.audio_s:
         raise RequestFailure("no sound", "the answer has no samples")
     return ""
@@ -119,7 +119,7 @@ class AnswerEvents:
             if event.get("error"):
                 raise RequestFailure("error in the stream", error_text(event))
             for choice in event.get("choices") or ():
-                self._take_choice(choice)
+                self._handle_choice(choice)
             usage = event.get("usage")
             if usage:
                 details = usage.get("prompt_tokens_details") or {}
@@ -131,7 +131,7 @@ class AnswerEvents:
         except _UNREADABLE as error:
             raise _unreadable("event", error, data) from error
 
-    def _take_choice(self, choice: Mapping[str, Any]) -> None:
+    def _handle_choice(self, choice: Mapping[str, Any]) -> None:
         index = choice.get("index") or 0
         self._has_ended[index] = bool(self._has_ended.get(index) or choice.get("finish_reason"))
         delta = choice.get("delta") or {}
@@ -195,7 +195,7 @@ def _unreadable(what: str, error: Exception, content: str | bytes) -> RequestFai
 
 def _pcm_seconds(data: str, rate: int | None) -> float:
     try:
-        return len(b64decode(data, validate=True)) / _SAMPLE_BYTES / (rate or _USUAL_RATE)
+        return len(b64decode(data, validate=True)) / _SAMPLE_BYTES / (rate or _DEFAULT_RATE)
     except binascii.Error as error:
         raise ValueError(f"its sound is no base64: {error}") from error
 
@@ -298,7 +298,7 @@ def _transcription(line: RequestLine, folder: Path, model: str) -> OpenAICall:
 
 
 def _streamed(data: Mapping[str, Any], folder: Path, flags: BenchFlags, model: str) -> OpenAICall:
-    path, given = _of_batch(data) if "body" in data else _of_line(parse_line(data), folder)
+    path, given = _from_batch(data) if "body" in data else _from_line(parse_line(data), folder)
     fields: dict[str, Any] = {**given, "model": model, "stream": True}
     fields["stream_options"] = {"include_usage": True}
     if path == _CHAT and flags.speech:
@@ -311,7 +311,7 @@ def _streamed(data: Mapping[str, Any], folder: Path, flags: BenchFlags, model: s
     return OpenAICall(path, {"json": fields}, _EVENTS, read_events)
 
 
-def _of_batch(data: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def _from_batch(data: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     path = str(data.get("url", "")).removeprefix("/v1")
     if path not in (_CHAT, _COMPLETIONS):
         raise ValueError(
@@ -322,7 +322,7 @@ def _of_batch(data: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     return path, data["body"]
 
 
-def _of_line(line: RequestLine, folder: Path) -> tuple[str, Mapping[str, Any]]:
+def _from_line(line: RequestLine, folder: Path) -> tuple[str, Mapping[str, Any]]:
     for key in _UNSUPPORTED:
         if getattr(line, key) is not None:
             raise ValueError(f"{key}: OpenAI's API has no form for it")
@@ -407,7 +407,7 @@ def _content(file: Path) -> bytes:
 
 
 _CHECK_TIMEOUT_S = 30.0
-_IDLE_S = 2.0
+_KEEPALIVE_S = 2.0
 """Keep-alive of idle connections. The server may close them at any moment after longer."""
 
 
@@ -442,7 +442,7 @@ class HttpTarget:
             headers=self._headers,
             # Unlimited connections: a limit of the client would be measured as the server's.
             limits=httpx2.Limits(
-                max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S
+                max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S
             ),
             timeout=None,
         )
@@ -462,7 +462,7 @@ class HttpTarget:
         """Prepare a request; see :class:`~omni.commands.bench.load.LoadTarget`."""
         if self._flags.endpoint == "realtime":
             events = [json.dumps(event) for event in realtime_events(line, self._flags)]
-            return partial(self._talk, events)
+            return partial(self._send_realtime, events)
         call = openai_call(line, folder, self._flags, self.model)
         url, headers = self.base_url + call.path, {"accept": call.answer_type}
         request = self._client.build_request("POST", url, headers=headers, **call.body)
@@ -497,7 +497,7 @@ class HttpTarget:
         except (httpx2.TransportError, httpx2.StreamError) as error:
             raise RequestFailure("connection broke", _message(error)) from error
 
-    async def _talk(self, events: Sequence[str], record: MeasuredRequest) -> str:
+    async def _send_realtime(self, events: Sequence[str], record: MeasuredRequest) -> str:
         """Send a text over a WebSocket; connecting is part of the measured time, as over HTTP."""
         base = "ws" + self.base_url.removeprefix("http")
         url = f"{base}/realtime?{urlencode({'model': self.model})}"
@@ -505,7 +505,7 @@ class HttpTarget:
         record.send()
         try:
             async with connect(
-                url, additional_headers=self._headers, max_size=_MOST_BYTES, proxy=None
+                url, additional_headers=self._headers, max_size=_MAX_BYTES, proxy=None
             ) as connection:
                 for event in events:
                     await connection.send(event)

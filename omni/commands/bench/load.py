@@ -268,7 +268,7 @@ def token_lengths(shorter: tuple[int, int], longer: tuple[int, int]) -> tuple[fl
     return per_word, max(0.0, fewer_tokens - per_word * fewer_words)
 
 
-class MadeUpSource:
+class SyntheticSource:
     """Source of synthetic conversations, different for every level, to avoid hits across levels.
 
     Args:
@@ -284,7 +284,7 @@ class MadeUpSource:
         # At least one word, unless there is no shared prefix.
         shared = flags.shared_prefix_tokens
         self._prefix_words = max(1, round(shared / per_word)) if shared else 0
-        all_words = round((flags.made_up_tokens - around) / per_word)
+        all_words = round((flags.synthetic_tokens - around) / per_word)
         self._own_words = max(1, all_words - self._prefix_words)
 
     def conversation(self, level: int, number: int) -> LoadTurns:
@@ -294,13 +294,13 @@ class MadeUpSource:
         first turn has in addition to its prefix.
         """
         flags = self._flags
-        prefix = made_up_text(
+        prefix = synthetic_text(
             self._prefix_words, flags.seed, level, "prefix", number % flags.prefixes
         )
         messages: list[dict[str, str]] = []
         text = ""
         for turn in range(flags.turns):
-            said = made_up_text(self._own_words, flags.seed, level, number, turn)
+            said = synthetic_text(self._own_words, flags.seed, level, number, turn)
             if prefix and not turn:
                 said = f"{prefix} {said}"
             messages.append({"role": "user", "content": said})
@@ -312,7 +312,7 @@ class MadeUpSource:
 
     def probe(self, num_words: int) -> Send:
         """Prepare a request of ``num_words`` words and one answer token, to count prompt tokens."""
-        text = made_up_text(num_words, self._flags.seed, "probe", num_words)
+        text = synthetic_text(num_words, self._flags.seed, "probe", num_words)
         sampling = {**self._flags.sampling, "max_tokens": 1} if self._flags.is_text else {}
         prompt = [{"role": "user", "content": text}] if self._is_chat else text
         return self._prepare(prompt, sampling)
@@ -325,19 +325,19 @@ class MadeUpSource:
         return self._target.prepare(line, Path())
 
 
-def made_up_text(num_words: int, *seeds: object) -> str:
+def synthetic_text(num_words: int, *seeds: object) -> str:
     """Generate a text of common words that depends only on the seeds."""
     return " ".join(random.Random(" ".join(map(str, seeds))).choices(_WORDS, k=num_words))
 
 
-_MOST_AT_ONCE = 65_536
-_FASTEST_PER_S = 1_000_000.0
-_LAG_EVERY_S = 0.01
+_MAX_CONCURRENCY = 65_536
+_MAX_RATE = 1_000_000.0
+_LAG_INTERVAL_S = 0.01
 _PROBE_WORDS = (32, 96)
 """Words of the two prompts from which the tokens per word are estimated."""
 
 _WARMUP = -1
-_USUAL = BenchFlags()
+_DEFAULT_FLAGS = BenchFlags()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,13 +357,13 @@ class LoadLevel:
     def __post_init__(self) -> None:
         if (self.concurrency is None) == (self.rate is None):
             raise ValueError("a level is either a concurrency or a rate")
-        if self.concurrency is not None and not 1 <= self.concurrency <= _MOST_AT_ONCE:
+        if self.concurrency is not None and not 1 <= self.concurrency <= _MAX_CONCURRENCY:
             raise ValueError(
-                f"--concurrency: must be from 1 to {_MOST_AT_ONCE}, got {self.concurrency}"
+                f"--concurrency: must be from 1 to {_MAX_CONCURRENCY}, got {self.concurrency}"
             )
-        if self.rate is not None and not 0.0 < self.rate <= _FASTEST_PER_S:
+        if self.rate is not None and not 0.0 < self.rate <= _MAX_RATE:
             raise ValueError(
-                f"--rate: must be above 0 and at most {_FASTEST_PER_S:g} requests a second, got "
+                f"--rate: must be above 0 and at most {_MAX_RATE:g} requests a second, got "
                 f"{self.rate:g}"
             )
 
@@ -424,7 +424,7 @@ class LevelRun:
         self,
         level: LoadLevel,
         num_conversations: int,
-        flags: BenchFlags = _USUAL,
+        flags: BenchFlags = _DEFAULT_FLAGS,
         *,
         index: int = 0,
         on_end: Callable[[MeasuredRequest], object] = lambda _: None,
@@ -443,12 +443,13 @@ class LevelRun:
         self._now = asyncio.get_running_loop().time
         self._began, cpu_began = self._now(), time.process_time()
         lag = asyncio.create_task(self._measure_lag())
+        conversations = (source(self._index, number) for number in range(self._num_conversations))
         try:
             if self.level.concurrency is not None:
-                await self._closed_loop(source, self.level.concurrency)
+                await self._closed_loop(conversations, self.level.concurrency)
             else:
                 assert self.level.rate is not None
-                await self._open_loop(source, self.level.rate)
+                await self._open_loop(conversations, self.level.rate)
         except ExceptionGroup as errors:  # from the loops' tasks; one of them is enough
             raise errors.exceptions[0] from errors
         finally:
@@ -458,42 +459,37 @@ class LevelRun:
 
     async def _measure_lag(self) -> None:
         while True:
-            planned = self._now() + _LAG_EVERY_S
-            await asyncio.sleep(_LAG_EVERY_S)
+            planned = self._now() + _LAG_INTERVAL_S
+            await asyncio.sleep(_LAG_INTERVAL_S)
             self.loop_lags.append(max(0.0, self._now() - planned))
 
-    async def _closed_loop(self, source: LoadSource, concurrency: int) -> None:
-        conversations = self._conversations(source)
+    async def _closed_loop(self, conversations: Iterator[LoadTurns], concurrency: int) -> None:
         async with asyncio.TaskGroup() as group:
             for _ in range(min(concurrency, self._num_conversations)):
                 group.create_task(self._client(conversations))
 
     async def _client(self, conversations: Iterator[LoadTurns]) -> None:
         scheduled = self._now()
-        while self._goes_on(scheduled) and (conversation := next(conversations, None)) is not None:
-            await self._hold(conversation, scheduled)
+        while self._in_time(scheduled) and (conversation := next(conversations, None)) is not None:
+            await self._run_conversation(conversation, scheduled)
             scheduled = self._now()
 
-    async def _open_loop(self, source: LoadSource, rate: float) -> None:
+    async def _open_loop(self, conversations: Iterator[LoadTurns], rate: float) -> None:
         chance = random.Random(f"{self._flags.seed} {self._index}")
         scheduled = self._now()
         async with asyncio.TaskGroup() as group:
-            for conversation in self._conversations(source):
+            for conversation in conversations:
                 await asyncio.sleep(max(0.0, scheduled - self._now()))
-                if not self._goes_on(scheduled):
+                if not self._in_time(scheduled):
                     return
-                group.create_task(self._hold(conversation, scheduled))
+                group.create_task(self._run_conversation(conversation, scheduled))
                 scheduled += chance.expovariate(rate)
 
-    def _conversations(self, source: LoadSource) -> Iterator[LoadTurns]:
-        for number in range(self._num_conversations):
-            yield source(self._index, number)
-
-    def _goes_on(self, moment: float) -> bool:
+    def _in_time(self, moment: float) -> bool:
         limit = self._flags.duration
         return limit is None or moment - self._began < limit
 
-    async def _hold(self, conversation: LoadTurns, scheduled: float) -> None:
+    async def _run_conversation(self, conversation: LoadTurns, scheduled: float) -> None:
         """Send the requests of a conversation one after the other, until one fails."""
         send = next(conversation, None)
         while send is not None:
@@ -554,7 +550,7 @@ class Measurement:
 
     async def run(self, target: LoadTarget, sends: Sequence[Send] | None = None) -> None:
         """Measure all levels; ``ValueError`` if not even the first requests are answered."""
-        source = await self._made_up(target) if sends is None else line_source(sends)
+        source = await self._synthetic_source(target) if sends is None else line_source(sends)
         if self._flags.warmup:
             await self._warm_up(source)
         self._on_begin()
@@ -566,19 +562,19 @@ class Measurement:
             self.runs.append(run)
             await run.run(source)
 
-    async def _made_up(self, target: LoadTarget) -> LoadSource:
-        source = MadeUpSource(target, self._flags)
+    async def _synthetic_source(self, target: LoadTarget) -> LoadSource:
+        source = SyntheticSource(target, self._flags)
         counts = []
         for words in _PROBE_WORDS:
             record = MeasuredRequest(0.0)
             try:
                 await source.probe(words)(record)
             except RequestFailure as error:
-                raise _nothing_works(error) from error
+                raise _no_answer(error) from error
             if record.prompt_tokens is None:  # not counted by the server: assume a token per word
                 return source.conversation
             counts.append((words, record.prompt_tokens))
-        return MadeUpSource(target, self._flags, *token_lengths(*counts)).conversation
+        return SyntheticSource(target, self._flags, *token_lengths(*counts)).conversation
 
     async def _warm_up(self, source: LoadSource) -> None:
         most = max(level.concurrency or 1 for level in self._levels)
@@ -589,8 +585,8 @@ class Measurement:
         await run.run(source)
         failures = [record.failure for record in run.records if record.failure is not None]
         if len(failures) == len(run.records):
-            raise _nothing_works(failures[0])
+            raise _no_answer(failures[0])
 
 
-def _nothing_works(error: RequestFailure) -> ValueError:
+def _no_answer(error: RequestFailure) -> ValueError:
     return ValueError(f"the first request was not answered: {error.kind}: {error}")

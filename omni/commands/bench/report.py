@@ -355,8 +355,8 @@ def _answered(levels: Sequence[LevelReport]) -> Table:
         _, heading, form = _THROUGHPUTS[name]
         heading = heading.replace("tokens", "pieces") if are_pieces else heading
         rows[heading] = [format(value, form) for value in values]
-    rows["prompt tokens"] = [_known(level.tokens.prompt, "d") for level in levels]
-    rows["hits"] = [_known(level.tokens.hit_rate, ".0%") for level in levels]
+    rows["prompt tokens"] = [_format_optional(level.tokens.prompt, "d") for level in levels]
+    rows["hits"] = [_format_optional(level.tokens.hit_rate, ".0%") for level in levels]
     return _columns("answered", rows)
 
 
@@ -364,7 +364,7 @@ def _playback(levels: Sequence[LevelReport]) -> Table:
     rows = {"load": [level.label for level in levels]}
     for limit in _CONTINUITY_LIMITS_MS:
         name = f"C{limit}"
-        rows[name] = [_known(level.continuity.get(name), ".0%") for level in levels]
+        rows[name] = [_format_optional(level.continuity.get(name), ".0%") for level in levels]
     return _columns("sound that never ran dry by more than 50, 100, 200 ms", rows)
 
 
@@ -386,7 +386,7 @@ def _throughputs(levels: Sequence[LevelReport]) -> Iterator[tuple[str, list[floa
                 yield name, values
 
 
-def _known(value: float | None, form: str) -> str:
+def _format_optional(value: float | None, form: str) -> str:
     return "not told" if value is None else format(value, form)
 
 
@@ -394,10 +394,10 @@ def _times(levels: Sequence[LevelReport]) -> Table:
     table = _statistics("times, in milliseconds")
     for level in levels:
         for name, heading in METRICS.items():
-            _add(table, level, heading, level.latencies.get(name))
+            _add_row(table, level, heading, level.latencies.get(name))
         for stage, found in level.stage_starts.items():
-            _add(table, level, f"{stage} entered", found)
-        _add(table, level, "until status 429", level.rejection)
+            _add_row(table, level, f"{stage} entered", found)
+        _add_row(table, level, "until status 429", level.rejection)
         table.add_section()
     return table
 
@@ -405,8 +405,8 @@ def _times(levels: Sequence[LevelReport]) -> Table:
 def _sender(levels: Sequence[LevelReport]) -> Table:
     table = _statistics("the sender itself, in milliseconds")
     for level in levels:
-        _add(table, level, "sent too late by", level.generator.send_delay)
-        _add(table, level, "event loop late by", level.generator.loop_lag)
+        _add_row(table, level, "sent too late by", level.generator.send_delay)
+        _add_row(table, level, "event loop late by", level.generator.loop_lag)
         table.add_row(level.label, "CPU, of one core", "", f"{level.generator.cpu_share:.0%}")
         table.add_section()
     return table
@@ -421,7 +421,7 @@ def _statistics(title: str) -> Table:
     return table
 
 
-def _add(table: Table, level: LevelReport, name: str, found: Distribution | None) -> None:
+def _add_row(table: Table, level: LevelReport, name: str, found: Distribution | None) -> None:
     if found is None:
         return
     is_factor = name == METRICS["real_time_factor"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import soundfile
 
-from omni.commands.demo import NEXT, summed_up
+from omni.commands.demo import NEXT, summarize
 from omni.verification.verify import StageVerification, VerifyReport
 from tests.support.command_line import omni
 from tests.support.pages import commands
@@ -46,7 +46,7 @@ def test_what_was_saved_is_told_of_stages_with_a_cache_and_never_below_nothing(
         StageVerification("a", 30, 0, 16, (), 2.0, 2.0, warm_s),
         StageVerification("b", 12, 0, 0, (), 9.0, 9.0, 1.0, has_cache=False),
     )
-    said = summed_up(VerifyReport(1, stages, (), (), ()))
+    said = summarize(VerifyReport(1, stages, (), (), ()))
     assert said.strip().startswith("Warm caches hit 16 of 42 input tokens") and said.endswith(told)
 
 

@@ -15,13 +15,13 @@ from omni.commands.bench.load import (
     LevelRun,
     LoadLevel,
     LoadTurns,
-    MadeUpSource,
     MeasuredRequest,
     Measurement,
     RequestFailure,
     Send,
+    SyntheticSource,
     line_source,
-    made_up_text,
+    synthetic_text,
 )
 from tests.support.virtual_clock import run_virtually
 
@@ -278,11 +278,11 @@ def test_a_server_whose_counts_do_not_grow_is_not_believed():
 
 def test_no_prompt_is_empty_however_much_stands_around_it():
     listener = Listener()
-    source = MadeUpSource(listener, BenchFlags(warmup=0, prompt_tokens=3), 1.0, 500.0)
+    source = SyntheticSource(listener, BenchFlags(warmup=0, prompt_tokens=3), 1.0, 500.0)
     asyncio.run(next(source.conversation(0, 0))(MeasuredRequest(0.0)))
     assert len(listener.lines[0]["prompt"][0]["content"].split()) == 1
 
 
 def test_texts_of_a_seed_are_its_own():
-    assert made_up_text(30, 1, 2) == made_up_text(30, 1, 2) != made_up_text(30, 12)
-    assert made_up_text(0, 1) == ""
+    assert synthetic_text(30, 1, 2) == synthetic_text(30, 1, 2) != synthetic_text(30, 12)
+    assert synthetic_text(0, 1) == ""

@@ -207,7 +207,7 @@ def read(reader: Any, *chunks: bytes) -> tuple[str, MeasuredRequest]:
 
 
 def test_an_event_without_an_end_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("omni.commands.bench.http_target._MOST_BYTES", 1000)
+    monkeypatch.setattr("omni.commands.bench.http_target._MAX_BYTES", 1000)
     for chunk in (b"x" * 100, b"data: " + b"x" * 90 + b"\n"):
         with pytest.raises(RequestFailure, match="exceeded the 1000 byte limit") as error:
             read(read_events, *[chunk] * 20)
