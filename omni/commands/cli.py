@@ -59,7 +59,7 @@ def main(
         typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Multi-stage model pipelines with prefix caching that never changes what comes out."""
+    """Multi-stage model pipelines with prefix caching that never changes the outputs."""
 
 
 @command(app, RunOptions)
@@ -93,7 +93,7 @@ def validate(options: ValidateOptions) -> bool:
 
 @command(app, ExplainOptions)
 def explain(options: ExplainOptions) -> bool:
-    """Show a pipeline's graph, every setting with its default, limits, and what it reserves."""
+    """Show a pipeline's graph, every setting with its default, limits, and reserved memory."""
     from engine.interface.cpu_threads import available_cores
     from omni.commands.explanation import (
         describe_config,
@@ -119,8 +119,8 @@ def explain(options: ExplainOptions) -> bool:
 def verify(options: VerifyOptions) -> bool:
     """Run your own requests with and without caches, and compare.
 
-    Exit status 1 if anything differed or a request failed, 3 if nothing was hit: then nothing was
-    proven.
+    Exit status 1 if anything differed or a request failed, 3 if nothing was hit, which proves
+    nothing.
     """
     pipeline = _load_with_flags(options)
     requests = _refuse_bad_lines(_requests(pipeline, options, options.input_file)[0])
@@ -137,7 +137,7 @@ def verify(options: VerifyOptions) -> bool:
 
 @command(app, ServeOptions)
 def serve(options: ServeOptions) -> bool:
-    """Serve pipelines over HTTP, in the shapes of OpenAI's API."""
+    """Serve pipelines over HTTP, with an OpenAI-compatible API."""
     # Check all of them before anything starts.
     pipelines = [_load(config, options) for config in options.configs]
     for pipeline, config in zip(pipelines, options.configs, strict=True):
@@ -150,7 +150,7 @@ def serve(options: ServeOptions) -> bool:
 def bench(options: BenchOptions) -> bool:
     """Measure a pipeline, or a server with OpenAI's API, under load.
 
-    Exit status 1 if a request failed; those refused with status 429 are counted apart.
+    Exit status 1 if a request failed; those refused with status 429 are counted separately.
     """
     from omni.commands.bench_command import run_bench
 
@@ -159,7 +159,7 @@ def bench(options: BenchOptions) -> bool:
 
 @command(app, DemoOptions)
 def demo(options: DemoOptions) -> bool:
-    """Ask spoken_sums aloud: what it hears, says, finds in its caches, and how soon."""
+    """Ask spoken_sums aloud; show what it hears and says, its cache hits and latencies."""
     from omni.commands.demo import run_demo
 
     return run_demo(options.output_dir)
@@ -167,7 +167,7 @@ def demo(options: DemoOptions) -> bool:
 
 @command(app, ConvertOptions)
 def convert(options: ConvertOptions) -> bool:
-    """Make a checkpoint folder of a CTranslate2 Whisper, such as faster-whisper's."""
+    """Convert a CTranslate2 Whisper, such as faster-whisper's, to a checkpoint folder."""
     from engine.models.whisper import ctranslate2
 
     ctranslate2.convert(options.folder, options.out)
@@ -176,7 +176,7 @@ def convert(options: ConvertOptions) -> bool:
 
 @command(app, ListOptions, name="list")
 def list_names(options: ListOptions) -> bool:
-    """List what a YAML file can name: pipelines, models, architectures, transforms, kinds."""
+    """List names that a YAML file can use: pipelines, models, architectures, transforms, kinds."""
     from omni.commands.names import described_names
 
     typer.echo("\n\n".join(described_names(options.what)))

@@ -186,7 +186,7 @@ class CommandOptions:
     """
 
     verbose: int = option(
-        "Show what is decided on the way; -vv shows all, with the tracebacks of errors.",
+        "Log decisions such as the selected kernels; -vv logs everything, with tracebacks.",
         "--verbose",
         "-v",
         default=0,
@@ -195,7 +195,7 @@ class CommandOptions:
         metavar="",
     )
     quiet: bool = option("No progress, no summary, no warnings.", "--quiet", "-q", default=False)
-    debug: bool = option("Show the traceback of an error.", "--debug", default=False)
+    debug: bool = option("Show tracebacks of errors.", "--debug", default=False)
 
     @property
     def verbosity(self) -> int:

@@ -29,44 +29,43 @@ class PromptFlags:
     """
 
     prompts: list[str] | None = option(
-        "A prompt, taken as it stands, placeholders included; may be given several times.",
+        "A prompt, used unchanged, including placeholders; may be given several times.",
         "--prompt",
         "-p",
         metavar="TEXT",
     )
     chats: list[str] | None = option(
-        "What a user says, in the checkpoint's chat template, after each --image, --audio and "
-        "--video; needs no placeholders. Each of several is a conversation of its own.",
+        "A user's message, in the checkpoint's chat template, after each --image, --audio and "
+        "--video; needs no placeholders. Each of several is a separate conversation.",
         "--chat",
         metavar="TEXT",
     )
     audio: list[Path] | None = option(
-        "Sound (WAV, FLAC, OGG, MP3) that every --chat begins with, after its images, or that "
-        "every --prompt shows where its next placeholder is; without either, each is a request "
-        "of its own. May be given several times.",
+        "An audio file (WAV, FLAC, OGG, MP3) for every --chat, after its images, or for the next "
+        "placeholder of every --prompt; without either, each is a separate request. May be given "
+        "several times.",
         "--audio",
         metavar="FILE",
     )
     language: str | None = option(
-        "The language spoken in every --audio: en, fr, ...; the model finds out if it is left out.",
+        "The language of every --audio: en, fr, ...; the model detects it by default.",
         metavar="CODE",
     )
     encoder_prompts: list[str] | None = option(
         "Text for an encoder; may be given several times.", "--encoder-prompt", metavar="TEXT"
     )
     decoder_prompt: str | None = option(
-        "What the decoder goes on from, beside every --audio or --encoder-prompt.", metavar="TEXT"
+        "Start of the decoder's text, for every --audio or --encoder-prompt.", metavar="TEXT"
     )
     images: list[Path] | None = option(
-        "An image that every --chat begins with, or that every --prompt shows where its next "
-        "placeholder is; may be given several times.",
+        "An image for every --chat, or for the next placeholder of every --prompt; may be given "
+        "several times.",
         "--image",
         metavar="FILE",
     )
     videos: list[Path] | None = option(
-        "A video (mp4, webm), with its sound where the model hears it, that every --chat begins "
-        "with, after its sounds, or that every --prompt shows where its next placeholder is; "
-        "may be given several times.",
+        "A video (mp4, webm), with its sound if the model supports that, for every --chat, after "
+        "its audio, or for the next placeholder of every --prompt; may be given several times.",
         "--video",
         metavar="FILE",
     )
@@ -190,7 +189,7 @@ Config: TypeAlias = Annotated[
     str,
     typer.Argument(
         metavar="CONFIG",
-        help="A pipeline's YAML file, or the name of a shipped one: two_step.",
+        help="A pipeline's YAML file, or the name of a shipped one, such as two_step.",
         autocompletion=complete_config,
     ),
 ]
@@ -200,7 +199,7 @@ Input: TypeAlias = Annotated[
         "--input",
         "-i",
         metavar="FILE",
-        help="Requests, one JSON object a line; - is the standard input.",
+        help="A file of requests, one JSON object per line; - is standard input.",
     ),
 ]
 Overrides: TypeAlias = Annotated[
@@ -213,7 +212,7 @@ Overrides: TypeAlias = Annotated[
 ]
 SpeakerName: TypeAlias = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Whose voice speaks, where a request does not say."),
+    typer.Option(metavar="NAME", help="Voice of the answers, unless a request names one."),
 ]
 
 
@@ -222,11 +221,12 @@ class SamplingFlags:
     """Flags that change the sampling of every stage that samples; requests override them."""
 
     max_tokens: int | None = option(
-        "Tokens to generate at most, in every stage that samples, where a request does not say.",
+        "Maximum tokens to generate, in every stage that samples, unless a request sets it.",
         metavar="N",
     )
     temperature: float | None = option(
-        "Of every stage that samples, where a request does not say; 0 is greedy.", metavar="NUMBER"
+        "Temperature of every stage that samples, unless a request sets it; 0 is greedy.",
+        metavar="NUMBER",
     )
 
     def with_sampling(self, pipeline: PipelineConfig) -> PipelineConfig:
@@ -264,13 +264,13 @@ class RuntimeFlags:
     """Flags that override where the stages run."""
 
     runtime: str | None = option(
-        "Where the stages run: inline, in this process; processes, each in processes of its "
-        "own; ray, in a Ray cluster.",
+        "Where the stages run: inline, in this process; processes, in separate processes; ray, in "
+        "a Ray cluster.",
         metavar="KIND",
         autocompletion=_complete_runtime,
     )
     address: str | None = option(
-        "Of the Ray cluster to join; without it one that runs here, or a new one.",
+        "Address of the Ray cluster to join; by default one on this machine, or a new one.",
         metavar="HOST:PORT",
     )
 
@@ -288,22 +288,21 @@ class RunOptions(PromptFlags, SamplingFlags, RuntimeFlags, CommandOptions):
     config: Config
     input_file: Input = None
     output_dir: Path | None = option(
-        "Write outputs.jsonl, tensors and sounds here; texts are printed as well.",
+        "Write outputs.jsonl, tensors and audio here; texts are printed as well.",
         "--output-dir",
         "-o",
         metavar="DIR",
     )
     resume: bool = option(
-        "Go on with a run into --output-dir that was cut short, if there is.",
+        "Resume an interrupted run in --output-dir, if there is one.",
         "--resume",
         default=False,
     )
     overwrite: bool = option(
-        "Replace the outputs that --output-dir has.", "--overwrite", default=False
+        "Replace existing outputs in --output-dir.", "--overwrite", default=False
     )
     trace: Path | None = option(
-        "Write a timeline of every request, which Perfetto (ui.perfetto.dev) and "
-        "chrome://tracing show.",
+        "Write a timeline of every request, for Perfetto (ui.perfetto.dev) or chrome://tracing.",
         metavar="FILE",
     )
     speaker: SpeakerName = None
@@ -315,7 +314,7 @@ class ConvertOptions(CommandOptions):
     """Options of ``omni convert``."""
 
     folder: Path = argument("With model.bin, config.json and tokenizer.json.", metavar="FOLDER")
-    out: Path = argument("A new folder, for the checkpoint.", metavar="NEW")
+    out: Path = argument("New folder for the checkpoint.", metavar="NEW")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -346,7 +345,7 @@ class ExplainOptions(RuntimeFlags, CommandOptions):
 
     config: Config
     load: bool = option(
-        "Load the models, to show what each stage reserves; they must be here, or on a hub that "
+        "Load the models to show what each stage reserves; they must be local, or on a hub that "
         "can be reached.",
         "--load/--no-load",
         default=True,
@@ -361,8 +360,8 @@ class VerifyOptions(PromptFlags, SamplingFlags, RuntimeFlags, CommandOptions):
     config: Config
     input_file: Input = None
     atol: float | None = option(
-        "How far tensor elements may be apart (in proportion in rows that exceed 1), instead of "
-        "measuring what rounding does.",
+        "Allowed difference of tensor elements (relative in rows that exceed 1), instead of "
+        "measuring rounding errors.",
         metavar="NUMBER",
     )
     exact: bool = option(
@@ -379,7 +378,7 @@ class ListOptions(CommandOptions):
     """Options of ``omni list``."""
 
     what: Literal["pipelines", "models", "architectures", "transforms", "kinds"] | None = argument(
-        "pipelines, models, architectures, transforms or kinds; all of them if left out.",
+        "pipelines, models, architectures, transforms or kinds; all of them by default.",
         default=None,
         metavar="[WHAT]",
     )
@@ -401,8 +400,6 @@ class BenchOptions(BenchFlags, RuntimeFlags, CommandOptions):
         "per_token, first_audio, end_to_end; a factor for real_time_factor.",
         metavar="MEASURE=NUMBER,...",
     )
-    json: Path | None = option(
-        "Write all figures here, for other programs.", "--json", "-o", metavar="FILE"
-    )
-    plot: Path | None = option("Draw them over the load.", metavar="FILE.svg")
+    json: Path | None = option("Write all results here as JSON.", "--json", "-o", metavar="FILE")
+    plot: Path | None = option("Plot the results over the load.", metavar="FILE.svg")
     overrides: Overrides = None

@@ -29,51 +29,51 @@ class ServeOptions(RuntimeFlags, CommandOptions):
         metavar="CONFIG...",
     )
     host: str = option(
-        "Where to listen; 0.0.0.0 for all networks.", default="127.0.0.1", metavar="NAME"
+        "Address to listen on; 0.0.0.0 for all networks.", default="127.0.0.1", metavar="NAME"
     )
-    port: int = option("0 takes a free one.", default=8000, min=0, max=65535)
+    port: int = option("0 selects a free port.", default=8000, min=0, max=65535)
     api_keys: list[str] | None = option(
-        "Let in only who sends it; may be given several times. Better in "
-        f"${_KEY_VARIABLE}, with commas between several: others see what is typed here.",
+        "Require this key; may be given several times. Better set "
+        f"${_KEY_VARIABLE}, with commas between several: others can see command lines.",
         "--api-key",
         metavar="KEY",
     )
     allow_origins: list[str] | None = option(
-        "Let web pages of another host ask, such as https://example.org; may be given several "
-        "times.",
+        "Allow requests from web pages of another host, such as https://example.org; may be given "
+        "several times.",
         "--allow-origin",
         metavar="URL",
     )
     allow_url_hosts: list[str] | None = option(
-        "Fetch images and videos from there that requests give the address of; may be given "
-        "several times.",
+        "Fetch images and videos from this host if requests name their URL; may be given several "
+        "times.",
         "--allow-url-hosts",
         metavar="NAME",
     )
     aliases: list[str] | None = option(
-        "A further name of a pipeline, such as gpt-4o=chat for clients that insist on one; may be "
+        "Another name of a pipeline, such as gpt-4o=chat for clients that require one; may be "
         "given several times.",
         "--alias",
         metavar="NAME=PIPELINE",
     )
     transcriber: str | None = option(
-        "The pipeline, one of those served, that writes down what is said in realtime sessions; "
-        "models that only read are spoken to by it.",
+        "The served pipeline that transcribes speech in realtime sessions; with it, users can "
+        "speak to models that only read text.",
         metavar="NAME",
     )
     max_running_requests: int | None = option(
-        "Of each pipeline at once; else as many as its stages together can run.", min=1
+        "Limit per pipeline; by default as many as its stages together can run.", min=1
     )
     max_waiting_requests: int = option(
-        "Behind these, per pipeline; one more is answered with 429.", default=64, min=0
+        "Limit per pipeline; further requests get status 429.", default=64, min=0
     )
-    max_sessions: int = option("Realtime sessions that are open at once.", default=64, min=0)
-    max_body_mib: int = option("Of one request, in MiB.", default=64, min=1)
+    max_sessions: int = option("Maximum open realtime sessions.", default=64, min=0)
+    max_body_mib: int = option("Maximum body of one request, in MiB.", default=64, min=1)
     request_timeout: float = option(
-        "Of one request, with waiting.", default=600.0, min=0.001, metavar="SECONDS"
+        "Timeout of one request, including waiting.", default=600.0, min=0.001, metavar="SECONDS"
     )
     stop_timeout: float = option(
-        "For what still runs when the server is to stop.", default=30.0, min=0.0, metavar="SECONDS"
+        "Time for running requests to finish on stop.", default=30.0, min=0.0, metavar="SECONDS"
     )
 
 

@@ -21,52 +21,52 @@ class BenchFlags:
         "process.",
         metavar="URL",
     )
-    model: str | None = option("Of the server; else its only one.", metavar="NAME")
-    api_key: str | None = option("That the server wants; better in $OMNI_API_KEY.", metavar="KEY")
-    speech: bool = option(
-        "Let the server's chats be answered by sound as well.", "--speech", default=False
+    model: str | None = option("Model of the server; by default its only one.", metavar="NAME")
+    api_key: str | None = option("Key of the server; better set $OMNI_API_KEY.", metavar="KEY")
+    speech: bool = option("Request spoken answers as well, with --url.", "--speech", default=False)
+    voice: str | None = option(
+        "Voice of the answers, with --speech or --endpoint speech.", metavar="NAME"
     )
-    voice: str | None = option("Whose, with --speech.", metavar="NAME")
     endpoint: (
         Literal["chat", "completions", "speech", "embeddings", "transcriptions", "realtime"] | None
     ) = option(
-        "Ask by chat messages, as is done if left out, or for completions, for models without a "
-        "chat template; with --url also for speech, embeddings, transcriptions (of --input) and "
-        "realtime answers.",
+        "chat (by default), or completions for models without a chat template; with --url also "
+        "speech, embeddings, transcriptions (of --input) and realtime.",
         metavar="NAME",
     )
-    prompt_tokens: int | None = option("Of each prompt, about; else 128.", min=1, metavar="N")
-    max_tokens: int | None = option("Of each answer at most; else 64.", min=1, metavar="N")
+    prompt_tokens: int | None = option(
+        "Approximate prompt length; default 128.", min=1, metavar="N"
+    )
+    max_tokens: int | None = option("Maximum tokens per answer; default 64.", min=1, metavar="N")
     ignore_eos: bool = option(
-        "Let every answer have all of --max-tokens.", "--ignore-eos", default=False
+        "Generate all --max-tokens of every answer.", "--ignore-eos", default=False
     )
-    temperature: float | None = option("0 is greedy; else the model's.", metavar="NUMBER")
+    temperature: float | None = option("0 is greedy; by default the model's.", metavar="NUMBER")
     shared_prefix_tokens: int = option(
-        "Of each prompt, that it shares with others, about.", default=0, min=0, metavar="N"
+        "Approximate tokens of each prompt that others share.", default=0, min=0, metavar="N"
     )
-    prefixes: int = option("How many such beginnings there are.", default=1, min=1, metavar="N")
+    prefixes: int = option("Number of different shared prefixes.", default=1, min=1, metavar="N")
     turns: int = option(
-        "Requests of one conversation, each with all before it.", default=1, min=1, metavar="N"
+        "Requests per conversation, each with all earlier turns.", default=1, min=1, metavar="N"
     )
     concurrency: str | None = option(
-        "So many requests at once, one level after the other; else 1.", metavar="1,2,4"
+        "Concurrent requests of each level, in order; by default 1.", metavar="1,2,4"
     )
     rate: str | None = option(
-        "Instead: so many a second arrive, by chance (Poisson), whether or not others are "
-        "answered.",
+        "Instead: mean arrivals per second of each level (Poisson), independent of answers.",
         metavar="0.5,1,2",
     )
     requests: int | None = option(
-        "Of each level; else 32, or as many as the file has, or with --duration all that fit.",
+        "Of each level; by default 32, or all of --input, or with --duration as many as fit.",
         min=1,
         metavar="N",
     )
     duration: float | None = option(
-        "After which a level sends no more.", min=0.001, metavar="SECONDS"
+        "Time after which a level sends no more requests.", min=0.001, metavar="SECONDS"
     )
-    warmup: int = option("Requests before, which are not counted.", default=4, min=0, metavar="N")
-    timeout: float = option("Of one request.", default=600.0, min=0.001, metavar="SECONDS")
-    seed: int = option("Of words and arrivals.", default=0)
+    warmup: int = option("Warm-up requests, which are not counted.", default=4, min=0, metavar="N")
+    timeout: float = option("Timeout of one request.", default=600.0, min=0.001, metavar="SECONDS")
+    seed: int = option("Seed of words and arrivals.", default=0)
 
     @property
     def is_text(self) -> bool:
