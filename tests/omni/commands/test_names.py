@@ -113,7 +113,9 @@ def test_the_schema_tells_what_keys_are_for() -> None:
     }
     silent = [key for key, words in described.items() if not words]
     assert not silent
-    assert described["AutoregressiveStageConfig.outputs"].startswith("names of the tensors to keep")
+    assert described["AutoregressiveStageConfig.outputs"].startswith(
+        "names of the tensors to output"
+    )
     assert described["EngineSettings.block_size"] == "tokens per KV block."
     assert "from" in schema["$defs"]["StageInputs"]["properties"]
 
