@@ -1,9 +1,9 @@
-"""An exception at any line of a step leaves an engine that goes on rightly.
+"""An engine continues correctly after an exception at any line of a step.
 
-Whatever interrupts a step (a lack of memory, a signal), the requests begin anew, and those whose
-tokens were being taken in fail alone. Every run here interrupts one step at one line, or between
-two bytecodes, goes on, and asks everything again: all that is answered has to be what each request
-says alone, uncached. ``torture/interrupted_steps.py`` does so at every line.
+Whatever interrupts a step (a lack of memory, a signal), the requests start over, and only those
+whose tokens were being processed fail. Every run here interrupts one step at one line, or between
+two bytecodes, continues, and repeats all requests: every answer must equal that of the request
+alone, uncached. ``torture/interrupted_steps.py`` does so at every line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.patience import PATIENCE_S
 from tests.support.subjects import SUBJECTS, subject_of
 
 FAULTS = 6
-# A run of it takes as long as ten of the others.
+# Its run takes as long as ten of the others.
 FAULTS_OF_VOCODER = 2
 SOUND = {"went on", "failed alone"}
 
@@ -50,7 +50,7 @@ def test_a_step_interrupted_anywhere_answers_nothing_wrongly(
     kinds = set()
     num_faults = FAULTS_OF_VOCODER if "vocoder" in subject.name else FAULTS
     for number, (step, nth) in enumerate(sorted(draw.sample(places, num_faults))):
-        if "swapping" in subject.name:  # one that failed to is not asked to again
+        if "swapping" in subject.name:  # after a failure, an engine stops swapping
             engine = warmed_up(subject)
         engine.reset_prefix_cache()
         fault = LineFault(nth, error, bytecodes=bytecodes)
@@ -86,7 +86,7 @@ def test_an_engine_interrupted_while_it_mends_itself_says_so(
 def test_a_request_interrupted_while_it_ends_is_answered(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its completion has ended by then, and the request has not."""
+    """The interruption comes after its completion has ended, but not the request."""
     engine: Any = subject.build()
     engine.add_request("r", TokensPrompt((30, 31, 32)), SamplingParams(max_tokens=1))
 
@@ -126,7 +126,7 @@ def test_who_is_interrupted_on_the_way_in_or_out_lets_other_threads_in(subject: 
 
 @pytest.mark.parametrize("subject", ["qwen2", "bert"], indirect=True)
 def test_what_is_wrong_would_be_noticed(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that loses an output, or an engine that holds on to something, is not called sound."""
+    """A lost output, an endless run and a failed integrity check are detected."""
     engine: Any = subject.build()
     step = engine.step
 

@@ -1,4 +1,4 @@
-"""A request fails alone if its rows, or what a tower or vocoder gives it, are not finite."""
+"""A request fails alone if its rows, or those of its tower or vocoder, are not finite."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def prompt_of(ids: tuple[int, ...], has_encoder: bool) -> Prompt:
 
 @dataclass(frozen=True)
 class Rig:
-    """An engine, and what one without cache says to ids alone, for so many tokens."""
+    """An engine, and uncached answers to single prompts of ids and ``max_tokens``."""
 
     engine: LLMEngine
     alone: Callable[[tuple[int, ...], int], RequestOutput]
@@ -99,12 +99,12 @@ RIGS = [
 @pytest.fixture(scope="module", params=RIGS, ids="-".join)
 def module_rig(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Rig:
     name, backend = request.param
-    # Jamba and Bamba have one page for a state, in which many tokens fit.
+    # Jamba and Bamba have one page per state, in which many tokens fit.
     settings = {"attention_backend": backend, "max_num_batched_tokens": 128}
     uncached = engine_of(seeded(name), **settings, enable_prefix_caching=False, max_num_seqs=1)
     has_encoder = name == "bart"
 
-    @cache  # many faults hurt the same requests
+    @cache  # many faults use the same requests
     def alone(ids: tuple[int, ...], max_tokens: int) -> RequestOutput:
         return uncached.generate(prompt_of(ids, has_encoder), greedy(max_tokens))[0]
 
@@ -132,7 +132,7 @@ def ids_of(seed: int, length: int) -> tuple[int, ...]:
 def test_a_nan_late_in_a_prompt_leaves_the_prefix_to_others(
     rig: Rig, max_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prompt is computed in one step: its first blocks are full before the NaN comes."""
+    """The prompt is computed in one step: its first blocks are full before the NaN."""
     prefix = ids_of(1, 70)
     with monkeypatch.context() as patch:
         poison_embeddings(rig.engine, patch)
@@ -142,7 +142,7 @@ def test_a_nan_late_in_a_prompt_leaves_the_prefix_to_others(
         well = rig.one((*prefix, 6))
         assert_same(well, rig.alone((*prefix, 6), 3), ATOL)
         assert_failed(rig.one((*prefix, POISON, 5), max_tokens))
-    # It was the token's fault, and is over: the whole prompt is as if it had never been tried.
+    # Without the poisoned embedding, the prompt runs as if it had never failed.
     healed = rig.one((*prefix, POISON, 5))
     assert_same(healed, rig.alone((*prefix, POISON, 5), 3), ATOL)
     assert healed.num_cached_tokens <= 70
@@ -175,7 +175,7 @@ def test_random_batches_lose_nobody_but_who_is_poisoned(
 
 FAULTS = [
     *(("key", 0, float("nan")), ("value", 7, float("nan")), ("value", -1, float("nan"))),
-    # No key that is infinite has to show in a row: it may have no weight.
+    # An infinite key need not show in a row: it may have no weight.
     *(("key", -1, float("inf")), ("key", 7, float("-inf"))),
 ]
 
@@ -219,7 +219,7 @@ def assert_as_if_never_tried(rig: Rig, ids: tuple[int, ...]) -> None:
 def test_a_fault_while_it_decodes_keeps_what_came_before(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prompt's blocks were found finite in their own step, and can still be hit."""
+    """The prompt's blocks were found finite in an earlier step, and can still be hit."""
     ids = ids_of(4, 40)
     rig.engine.add_request("r", rig.prompt(ids), greedy(20))
     for _ in range(3):

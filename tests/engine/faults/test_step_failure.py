@@ -1,4 +1,4 @@
-"""A step that fails costs the request whose fault it is, and no other; so does a copy of pages."""
+"""A failed step fails only the request that caused it; a failed copy of pages fails none."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ from tests.support.request_stream import (
 )
 
 POINTS = ("prepared", "computed", "sampled", "written")
-"""How far a step gets: nothing computed yet; keys and values written; a token chosen; rows
-written as well."""
+"""Where a step fails: before the forward pass, after it, after sampling, after writing the
+output rows."""
 
 
 class Faults:
-    """Lets an engine's steps of several requests fail as planned; steps of one go through.
+    """Makes an engine's steps of several requests fail as planned; steps of one succeed.
 
     Args:
-        engine: used for nothing else.
+        engine: not used elsewhere.
 
     Attributes:
-        count: steps that failed.
-        batches: ids of the requests of every step, failed ones included.
-        num_isolated_steps: steps in which an isolated request ran.
-        violations: steps that an isolated request shared, or was swapped out in.
+        count: number of failed steps.
+        batches: request ids of every step, including failed ones.
+        num_isolated_steps: number of steps with an isolated request.
+        violations: steps in which an isolated request ran with others, or was swapped out.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -71,7 +71,7 @@ class Faults:
         self._wrap(runner, "_write_outputs", None, "written")
 
     def plan(self, points: Iterable[str | None]) -> None:
-        """Where the next steps of several requests fail, one each; None for nowhere."""
+        """Set where each of the next steps of several requests fails; None for a success."""
         self._plan = iter(points)
 
     def _wrap_execute(self, runner: Any) -> None:
@@ -240,7 +240,7 @@ def test_a_row_of_the_tables_that_was_being_taken_is_not_lost(
         self._free_rows.pop()
         raise MemoryError("no room for a row")
 
-    # A third request holds blocks, and a row, in the step that fails.
+    # A third request holds blocks and a row in the step that fails.
     engine.add_request("paused", prompt(90, 9), tokens(9))
     (moved,) = engine.step()
     engine.pause("paused")
@@ -305,7 +305,7 @@ KINDS = {
 
 
 class Faulty:
-    """An engine with a small pool, whose steps can be made to fail."""
+    """An engine with a small pool and injected faults."""
 
     def __init__(self, checkpoint: str, kind: str, output_names: tuple[str, ...] | None) -> None:
         self.engine = LLMEngine(
@@ -323,8 +323,8 @@ class Faulty:
         self.alone = alone_with(checkpoint, output_names)
 
 
-# Without outputs nothing but the blocks' hashes keeps a later request from keys and values that
-# a failed step did not write.
+# Without outputs, only the blocks' hashes protect later requests from keys and values that a
+# failed step did not write.
 @pytest.fixture(scope="module", params=[(kind, names) for kind in KINDS for names in (None, ())])
 def faulty(request: pytest.FixtureRequest, qwen2_checkpoint: str) -> Faulty:
     return Faulty(qwen2_checkpoint, *request.param)
@@ -346,7 +346,7 @@ def test_everybody_says_what_they_say_alone_then_and_later(
 
 
 def test_the_streams_do_fail_and_preempt(faulty: Faulty) -> None:
-    """Else the property above would prove nothing."""
+    """Guards the property above against being vacuous."""
     busy: Script = [
         ("add", Ask(family, 6, tail, 20, False, False, 0, None))
         for family in range(3)
@@ -359,7 +359,7 @@ def test_the_streams_do_fail_and_preempt(faulty: Faulty) -> None:
     assert faulty.engine.stats().num_preemptions > preemptions
 
 
-# With two seats one goes, and the other has the step alone.
+# With two seats, one request is preempted, and the other has the step alone.
 @pytest.mark.parametrize(
     ("num_blocks", "seats", "caching"),
     [(12, 4, True), (16, 4, False), (20, 4, True), (12, 2, True), (12, 2, False)],
@@ -409,7 +409,7 @@ def test_where_copying_always_fails_requests_are_recomputed(
 
 @pytest.fixture
 def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PageMove, ...]]:
-    """What each step that ran has moved."""
+    """Page moves of each executed step."""
     noted: list[tuple[PageMove, ...]] = []
     execute = ModelRunner.execute
 
@@ -429,7 +429,7 @@ def host_pages(move: PageMove) -> set[tuple[int, int]]:
     }
 
 
-# One group of pages; and two, one of which keeps a window.
+# One group of pages; and two, one of them with a window.
 @pytest.mark.parametrize(
     ("name", "num_blocks", "num_swap_blocks"), [("qwen2", 15, 7), ("gemma2", 29, 13)]
 )
@@ -470,8 +470,8 @@ def test_one_may_leave_for_where_another_came_back_from(
         add(request_id)
     while not any(move.to_host for made in moves for move in made):
         step()
-    # Now the host holds the last, and there is room for it to come back; not for one more, unless
-    # the one that rests goes where it was.
+    # Now the host holds the last request, and there is room for it to return, but not for one
+    # more, unless the paused one is swapped out to its pages.
     engine.pause("rests")
     engine.abort("ends")
     add("waits")

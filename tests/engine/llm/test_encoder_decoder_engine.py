@@ -34,7 +34,7 @@ OUTPUTS = ("hidden_states", "encoder_hidden_states")
 
 @dataclass(frozen=True)
 class Expected:
-    """What transformers makes of a case: its answer, and what its encoder takes and gives."""
+    """Results of transformers for a case: the answer, and the encoder's input and output."""
 
     answer: GreedyAnswer
     entry: EncoderInput | None
@@ -52,7 +52,7 @@ class Family:
 def family_of(name: str, folder: str) -> Family:
     oracle, kind = Oracle(folder), name.split()[0]
 
-    @cache  # of the same few cases, with which a dozen tests compare
+    @cache  # a dozen tests compare with the same few cases
     def expected(case: Case) -> Expected:
         entry = oracle.read(case)
         rows = torch.empty(0) if entry is None else oracle.reference.encode(entry)
@@ -101,7 +101,7 @@ def assert_parity(family: Family, case: Case, output: RequestOutput) -> None:
 
 
 class Encodes:
-    """What an engine's encoder was given, one list per step in which it ran."""
+    """Inputs of an engine's encoder, one list per step in which it ran."""
 
     def __init__(self) -> None:
         self.steps: list[list[EncoderInput]] = []
@@ -140,7 +140,7 @@ def assert_all_equal_transformers(family: Family, engine: LLMEngine) -> None:
 def test_a_mixed_batch_equals_transformers(
     family: Family, block_size: int, budget: int, backend: Any
 ) -> None:
-    """Chunked decoder prompts and whole ones, more requests than seats."""
+    """Chunked and whole decoder prompts, more requests than ``max_num_seqs``."""
     settings = {"max_num_batched_tokens": budget, "attention_backend": backend}
     assert_all_equal_transformers(family, build(family.folder, block_size=block_size, **settings))
 
@@ -194,7 +194,7 @@ def test_variants_equal_transformers(name: str, tmp_path: Path) -> None:
 
 
 def _add_own_head(weights: dict[str, Tensor]) -> None:
-    """T5 1.1 stores one, although transformers' config says that all T5s are tied."""
+    """Add the head that T5 1.1 stores, although transformers' config ties all T5s."""
     weights["lm_head.weight"] = weights["shared.weight"].flip(0).contiguous()
 
 
@@ -244,7 +244,7 @@ def test_a_second_round_encodes_nothing_and_says_the_same(family: Family) -> Non
 
 
 def test_requests_of_one_input_at_once_encode_it_once(family: Family) -> None:
-    """Whoever comes beside one that is encoding it waits a step and shares its blocks."""
+    """A request whose input is being encoded waits a step and shares the blocks."""
     engine, case = build(family.folder), family.cases[0]
     with counted_encodes(engine) as encodes:
         several = GREEDY.model_copy(update={"n": 2})
@@ -276,7 +276,7 @@ def test_another_salt_encodes_again(family: Family) -> None:
 
 
 def test_a_hit_without_the_encoders_rows_runs_it_again(family: Family) -> None:
-    """Promise 3: the keys and values are there, but not what was asked for."""
+    """Promise 3: keys and values are cached, but the requested output is not."""
     engine, case = build(family.folder), family.cases[0]
     engine.generate(case.prompt, GREEDY)
     rows = engine._kv.encoder_outputs
@@ -297,7 +297,7 @@ def test_encoder_rows_are_kept_only_when_asked_for(family: Family) -> None:
 
 @pytest.mark.parametrize("limit", [1, 40, None])
 def test_a_step_encodes_no_more_than_its_budget(family: Family, limit: int | None) -> None:
-    """Unless a single input is longer: that one runs by itself."""
+    """A single longer input runs alone."""
     engine = build(family.folder, max_num_encoder_tokens=limit, max_num_seqs=5)
     with counted_encodes(engine) as encodes:
         outputs = engine.generate([case.prompt for case in family.cases], GREEDY)
@@ -329,7 +329,7 @@ TEXT = "The rain in spain falls mainly on the"
 def test_whisper_hears_a_file_as_its_own_generate_does(
     tmp_path: Path, seeded: Callable[[str], str]
 ) -> None:
-    """transformers' whole loop over the sound, which chooses the prompt by itself."""
+    """Compares with transformers' own loop, which builds the prompt itself."""
     oracle, engine = Oracle(seeded("whisper")), build(seeded("whisper"))
     path = write_wav(tmp_path / "tone.wav", tone(1.2, 900.0))
     audio = AudioPrompt(path, language="de", task="translate")
@@ -345,7 +345,7 @@ def test_whisper_hears_a_file_as_its_own_generate_does(
 
 
 def heard(oracle: Oracle, path: Path) -> Tensor:
-    """A file's features, by transformers alone."""
+    """Return a file's features, computed by transformers."""
     with wave.open(str(path)) as file:
         stored = np.frombuffer(file.readframes(file.getnframes()), "<i2") / 32768
     entry = oracle.read(Case(stored.astype(np.float32), (), ""))

@@ -1,4 +1,4 @@
-"""The engine's own doors: generate, stream, abort, n, defaults of a checkpoint, keys of rows."""
+"""The engine's methods: generate, stream, abort, n, checkpoint defaults, row keys."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_generate_and_stream_take_nobody_elses_outputs(engine: LLMEngine, drive:
 
 
 def test_a_salt_is_any_string(engine: LLMEngine) -> None:
-    """The hash is taken inside a step, where an error would hit the neighbours as well."""
+    """The hash is computed inside a step, where an error would fail other requests as well."""
     for salt in ("\ud800", "\udfff", "?"):
         engine.add_request(salt, PROMPT, GREEDY, cache_salt=salt)
     done = []
@@ -265,7 +265,7 @@ STATED = {"temperature": 0.6, "top_k": 9, "top_p": 0.8, "repetition_penalty": 1.
 
 @pytest.fixture
 def stating(seeded: Callable[[str], str], tmp_path: Path) -> Callable[..., str]:
-    """Makes a copy of a checkpoint whose generation config states something more."""
+    """Copy a checkpoint, with additional values in its generation config."""
 
     def copy(name: str = "qwen2", **stated: Any) -> str:
         folder = tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}"
@@ -347,7 +347,7 @@ def test_a_stage_s_own_parameters_lie_over_the_checkpoint_s(
     data = {"name": "stating", "stages": {"writer": stage}}
     config = PipelineConfig.model_validate(data)
     expected = STATED | {"max_tokens": 5, "temperature": 0.9}
-    if kind == "processes":  # which builds a stage of the text of its settings
+    if kind == "processes":  # a worker builds its stage from serialized settings
         text = config.resolved("writer").model_dump_json(by_alias=True)
         config = PipelineConfig.model_validate(data | {"stages": {"writer": json.loads(text)}})
     pipeline = Pipeline.from_config(config)
@@ -466,7 +466,7 @@ class CountingList(list[Any]):
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> type[CountingList]:
-    """Tokens and log-probabilities of requests from now on are counted when they are copied."""
+    """Count copies of tokens and log-probabilities of requests added from now on."""
     init = Request.__init__
 
     def counting(self: Request, *args: Any, **fields: Any) -> None:
@@ -494,7 +494,7 @@ def test_steps_copy_no_more_of_a_long_request_than_of_a_short_one(
     deltas = run(engine, LONG)
     num_all = len(LONG_PROMPT.prompt_token_ids) + NUM_LONG
     # The prompt for the tables and for its output, and every token once for its block's hash; some
-    # also for the hashes of partial blocks, of which earlier tests have left any number.
+    # also for the hashes of partial blocks that earlier tests have left.
     assert counted.num_copied <= 5 * num_all
     assert [len(delta.token_ids) for delta in deltas] == [1] * NUM_LONG
     assert [len(delta.logprobs or ()) for delta in deltas] == [1] * NUM_LONG
@@ -505,7 +505,7 @@ def test_deltas_add_up_to_the_cumulative_outputs(engine: LLMEngine, n: int) -> N
     params = SamplingParams(
         temperature=1.0, seed=3, n=n, max_tokens=20, ignore_eos=True, logprobs=2, stop=("e",)
     )
-    # A hit rounds in another way, and log-probabilities are compared to the last bit.
+    # A hit is rounded differently, and log-probabilities are compared exactly.
     engine.reset_prefix_cache()
     deltas = run(engine, params)
     engine.reset_prefix_cache()
@@ -520,7 +520,7 @@ def test_deltas_add_up_to_the_cumulative_outputs(engine: LLMEngine, n: int) -> N
         assert so_far.delta == output.outputs[0].delta
         for ours, theirs in zip(so_far.completions, output.outputs, strict=True):
             assert ours.text == theirs.text and ours.token_ids == theirs.token_ids
-            # Of a completion that has not begun, no delta says whether it will have any.
+            # Before a completion begins, no delta shows whether it will have any.
             assert (ours.logprobs or ()) == (theirs.logprobs or ())
             assert ours.finish_reason == theirs.finish_reason
     assert so_far.finished and so_far.prompt_token_ids == outputs[-1].prompt_token_ids
@@ -563,7 +563,7 @@ def test_block_tables_are_read_from_the_new_blocks_on(
             num_rows += len(rows)
     num_blocks = (len(LONG_PROMPT.prompt_token_ids) + NUM_LONG) // 4
     assert num_rows >= 4 * num_blocks - 4
-    # For the tables, for the rows of every step, and for all rows in the end.
+    # For the tables, for the rows of every step, and for all rows at the end.
     assert sum(num_read) <= 3 * num_blocks + 2 * NUM_LONG
 
 
@@ -594,7 +594,7 @@ def test_rows_that_are_drawn_are_known_with_their_token(
             whole = engine.partial_outputs("r", 0, [drawn, "hidden_states"])
             assert {len(rows) for rows in whole.values()} == {num_tokens - 1}
     expected = output.outputs[0].tensors
-    # A limit has ended it, by a token that is drawn like the others.
+    # It ended at max_tokens, with a token that is drawn like the others.
     assert len(expected[drawn]) == num_tokens + 1 == len(expected["hidden_states"]) + 1
     assert expected[drawn][-2:].any(dim=1).all()
     torch.testing.assert_close(torch.cat(chunks), expected[drawn][:-1], atol=0, rtol=0)
@@ -605,7 +605,7 @@ TALK = tuple(range(20, 30))
 
 
 def keys_of(engine: LLMEngine, ids: tuple[int, ...], salt: str | None = None) -> Tensor:
-    """By whole outputs, which are those that chunks come to."""
+    """Return the keys of a whole output; partial outputs must add up to them."""
     engine.add_request("asks", TokensPrompt(ids), KEYED, cache_salt=salt)
     chunks: list[Tensor] = []
     while True:
@@ -640,7 +640,7 @@ def test_blocks_of_a_prompt_have_the_same_keys_until_all_is_forgotten(
     assert torch.equal(first[0], first[3]) and not torch.equal(first[3], first[4])
     longer = keys_of(engine, (*TALK, 40, 41, 42, 43))
     assert torch.equal(longer[:8], first[:8]) and longer[8:12].any(dim=1).all()
-    engine._kv.reset_prefix_cache()  # as if all were evicted: the rows are computed again
+    engine._kv.reset_prefix_cache()  # like evicting all: the rows are computed again
     assert torch.equal(keys_of(engine, TALK), first)
     assert not torch.equal(keys_of(engine, (9, *TALK[1:]))[:4], first[:4])
     assert not torch.equal(keys_of(engine, TALK, "another")[:4], first[:4])

@@ -1,4 +1,4 @@
-"""Images, sound and videos in prompts: what is encoded, when, what hits, and what never does."""
+"""Images, sound and videos in prompts: which items are encoded, and which blocks hit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.thinker_reference import Talk, clip, talkie, tone
 
 ROW_BYTES = 64 * 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-# Six rows each, as alike as two of a kind can be.
+# Six rows each; the two of a kind have equal shapes.
 PAIRS: dict[Modality, tuple[Any, Any]] = {
     "image": (picture(0), picture(1)),
     "audio": (tone(0.25), tone(0.25, 2000.0)),
@@ -101,7 +101,7 @@ def assert_same(output: RequestOutput, expected: RequestOutput) -> None:
 def test_an_item_that_straddles_a_block_border(
     kind: Modality, engine: LLMEngine, uncached: LLMEngine, towers: TowerRuns
 ) -> None:
-    """The block that an item fills hits, the rest of it comes from the encoder cache::
+    """The block that the item fills hits; its remaining rows come from the encoder cache::
 
     [ ~0 ~1 ~2 ~3 ] [ ~4 ~5 foo <empty> ]
     [ ~0 ~1 ~2 ~3 ] [ ~4 ~5 bar   baz   ]
@@ -149,7 +149,7 @@ def test_an_equally_long_other_item_never_hits(
 
 
 def test_the_same_frames_at_another_pace_never_hit(engine: LLMEngine) -> None:
-    """Their rows are equal, but their places are not."""
+    """Their rows are equal, but their positions are not."""
     slow, fast = clip(0, seconds=2.0), clip(0, seconds=0.5)
     assert torch.equal(slow.pixel_values_videos, fast.pixel_values_videos)
     run(engine, shows(engine, ("video", slow), 7))
@@ -240,7 +240,7 @@ def test_pieces_that_others_push_out_are_encoded_again(
     outputs = engine.generate(prompts, GREEDY)
     for output, answer in zip(outputs, expected, strict=True):
         assert_same(output, answer)
-    # With room for one of the two at a time, each is encoded as often as it comes.
+    # With room for only one of the two, each is encoded again for every request.
     assert len(towers.heard) > 2 if room == 62 else len(towers.heard) == 2
     engine.check_integrity()
     assert item_pages(engine).held == 0
@@ -265,7 +265,7 @@ def test_the_same_video_with_other_sound_hits_what_is_before_it_alone(
 def test_the_same_tokens_and_items_one_after_the_other_never_hit(
     engine: LLMEngine, uncached: LLMEngine
 ) -> None:
-    """In step, the sound begins where its video does, and the mark before them one place back."""
+    """Interleaved, the sound begins where its video does, and the mark before them one earlier."""
     assert engine.tokenizer is not None
     vocabulary = engine.tokenizer.get_vocab()
     names = ("<|vision_bos|>", "<|audio_bos|>", "<|audio_eos|>", "<|vision_eos|>")
@@ -286,7 +286,7 @@ def test_the_same_tokens_and_items_one_after_the_other_never_hit(
 def test_a_reply_after_a_video_with_sound_is_found_as_prompt(
     engine: LLMEngine, uncached: LLMEngine
 ) -> None:
-    """What was generated lies where the next turn has it, though the video reaches further."""
+    """Generated tokens have the positions of the next turn, though the video extends further."""
     far = ("video", talkie(3, tone(0.3), grids=3, seconds=0.9))
     first = shows(engine, far, 6)
     said = run(engine, first)
@@ -303,7 +303,7 @@ NOTHING = SamplingParams(temperature=0.0, max_tokens=0)
 
 
 class Eyes:
-    """Counts what the towers are shown, and what the decoders run."""
+    """Counts images per run of the tower, and tokens per step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.encoded: list[int] = []  # images of each run of the tower
@@ -357,7 +357,7 @@ def placeholder(engine: LLMEngine) -> int:
 
 
 def shows_pictures(engine: LLMEngine, *content: int | Image.Image) -> TokensPrompt:
-    """Token ids and pictures in their places."""
+    """Return a prompt of token ids and pictures in this order."""
     pictures = [part for part in content if not isinstance(part, int)]
     ids = tuple(part if isinstance(part, int) else placeholder(engine) for part in content)
     return TokensPrompt(ids, {"image": pictures})
@@ -374,7 +374,7 @@ def test_an_image_whose_blocks_all_hit_is_not_encoded(vl_engine: LLMEngine, eyes
         vl_engine._kv.pool.evict(vl_engine._kv.config.item_group_id)
     assert vl_engine.generate(prompt, NOTHING)[0].num_cached_tokens == 8
     assert eyes.encoded == [1]
-    # In the middle of the image it has to be, as its other rows are needed.
+    # A hit that ends inside the image needs its remaining rows.
     assert (
         vl_engine.generate(shows_pictures(vl_engine, picture(0), 11), NOTHING)[0].num_cached_tokens
         == 4

@@ -1,4 +1,4 @@
-"""Blocks that outlive the pool and the process: found again if nothing that made them differs."""
+"""Offloaded blocks outlive pool and process, and hit only under the same model and settings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ask(engine: LLMEngine) -> RequestOutput:
 
 
 def run_once(model: str, folder: Path | None, **more: Any) -> RequestOutput:
-    """What an engine says that is built for it and closed."""
+    """Answer with a new engine, and close it."""
     engine = LLMEngine(config_of(model, folder, **more))
     output = ask(engine)
     engine.close()

@@ -1,4 +1,4 @@
-"""Whisper as in transformers: long recordings, languages, timestamps, silence."""
+"""Whisper against transformers: long recordings, languages, timestamps, silence."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SECONDS = (2.5, 4.0, 5.37, 9.0)
 
 
 def melody(seconds: float, seed: int) -> np.ndarray:
-    """Tones of various pitches and loudness, and pauses."""
+    """Return tones of various pitches and loudness, with pauses."""
     draw = np.random.default_rng(seed)
     parts = [
         tone(0.37, float(pitch), seed) * loud
@@ -84,7 +84,7 @@ def engine(folder: str) -> LLMEngine:
 
 @pytest.fixture(scope="module")
 def long_form(folder: str) -> Callable[..., Any]:
-    """``generate`` of transformers over samples of any length."""
+    """transformers' ``generate`` over samples of any length."""
     model: Any = WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     extractor = AutoFeatureExtractor.from_pretrained(folder)
 
@@ -146,7 +146,7 @@ def test_tokens_are_those_of_transformers(
 def test_windows_begin_where_those_of_transformers_do(
     engine: LLMEngine, folder: str, reference_segments: Callable[[np.ndarray, int], Any]
 ) -> None:
-    """By the times of what it says between two timestamps."""
+    """Compares the times of the text between two timestamps."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     num_compared = num_late = 0
     for seed, seconds in enumerate((*SECONDS, 6.5, 8.2)):
@@ -215,7 +215,7 @@ def test_the_language_is_detected_once_in_the_first_window(
 
 
 def test_a_window_and_a_few_samples_more_are_one_window(engine: LLMEngine) -> None:
-    """They make no frame more, so no timestamps have to be written."""
+    """The extra samples give no further frame, so no timestamps are needed."""
     sound = melody(2.0 + 20 / SAMPLING_RATE, 3)
     (output,) = run(engine, [AudioPrompt(sound, language="en")], params(6))
     (plain,) = run(engine, [AudioPrompt(sound[:-20], language="en")], params(6))
@@ -270,7 +270,7 @@ def test_rows_are_those_of_all_windows_and_logprobs_of_all_kept_tokens(engine: L
     assert [entry.token_id for entry in completion.logprobs] == list(completion.token_ids)
     rows = completion.tensors["hidden_states"].shape[0]
     most = num_windows * output.num_prompt_tokens + len(completion.token_ids)
-    # Of a window whose last token is kept, that one has not run.
+    # The last kept token of a window may not have been run.
     assert most - num_windows <= rows <= most
 
 
@@ -308,7 +308,7 @@ def test_an_aborted_recording_leaves_nothing_behind(engine: LLMEngine) -> None:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """The garbage of other tests' engines stays: its finalizers would be interrupted as well."""
+    """Keep the garbage of other tests: finalizers would be interrupted as well."""
     gc.collect()
     gc.disable()
     yield
@@ -321,7 +321,7 @@ def test_a_step_interrupted_where_a_window_ends_answers_nothing_wrongly(engine: 
     (expected,) = run(engine, [prompt], sampling)
 
     def steps(fault_at: int, nth: int) -> tuple[list[tuple[list[Event], int]], RequestOutput]:
-        """Per step which lines ran, and how many tokens were told behind it; the last output."""
+        """Return for each step the lines that ran and the tokens after it; and the last output."""
         engine.reset_prefix_cache()
         engine.add_request("r", prompt, sampling)
         seen: list[tuple[list[Event], int]] = []
@@ -329,7 +329,7 @@ def test_a_step_interrupted_where_a_window_ends_answers_nothing_wrongly(engine: 
         while engine.has_unfinished_requests:
             is_faulty = len(seen) == fault_at
             fault = LineFault(nth if is_faulty else -1)
-            # Whatever an interruption leads to is raised: the engine begins anew.
+            # The interruption's exception is raised; the engine starts the requests over.
             with suppress(*[Exception] * is_faulty), fault:
                 last = list(engine.step()) or last
             seen.append((fault.events, len(last[-1].outputs[0].token_ids) if last else 0))
@@ -343,7 +343,7 @@ def test_a_step_interrupted_where_a_window_ends_answers_nothing_wrongly(engine: 
     for _ in range(14):
         step = draw.choice(ends)
         ran = [code for code, _ in seen[step][0]]
-        # From where tokens are taken in: before that the model runs, and its faults say so.
+        # Only after the forward pass, whose faults have tests of their own.
         nth = draw.randrange(ran.index(OutputProcessor.process.__code__), len(ran))
         _, output = steps(step, nth)
         engine.check_integrity()
@@ -477,7 +477,7 @@ SOUNDS = [
 
 @dataclass(frozen=True)
 class Heard:
-    """What transformers makes of a sound whose language nobody names."""
+    """transformers' result for a sound without a given language."""
 
     samples: NDArray[np.float32]
     prompt: tuple[int, ...]
@@ -540,7 +540,7 @@ def assert_same(found: RequestOutput, expected: RequestOutput) -> None:
         assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
         assert one.tensors.keys() == other.tensors.keys()
         for name, rows in one.tensors.items():
-            # The encoder rounds by its batch, and named requests come in other batches.
+            # The encoder's rounding depends on the batch, and these batches differ.
             torch.testing.assert_close(rows, other.tensors[name], atol=5e-5, rtol=0)
 
 
@@ -747,7 +747,7 @@ def test_windows_without_speech_are_passed_over(vad_engine: LLMEngine):
 
 
 class Written:
-    """What a guard looks at of a request."""
+    """The attributes of a request that the repetition check reads."""
 
     def __init__(self, prompt: list[int], written: list[int], most: int | None) -> None:
         self.token_ids = prompt + written

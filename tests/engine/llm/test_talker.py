@@ -1,4 +1,4 @@
-"""Talkers: chunks say what a whole speech says, cached, preempted or paused; what is refused."""
+"""Talkers: chunked prompts equal whole ones, cached, preempted or paused; invalid prompts."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tests.support.idle_engine import drop_all
 from tests.support.request_stream import assert_same
 from tests.support.speech import WIDTH, cut, made_up
 
-# As the seeded tokenizer has them.
+# Token ids of the seeded tokenizer.
 START, USER, ASSISTANT, NEWLINE = 1, 766, 767, 212
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A speech and how it comes: ``sizes`` rows of the reply a chunk, in turns."""
+    """A speech request; its chunks have ``sizes`` rows of the reply, cyclically."""
 
     family: int
     num_prompt: int
@@ -65,7 +65,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Speech(Ask):
-    """Of several codes a step: a turn of ``num_prompt`` rows and five; greedy or drawn."""
+    """A request for several codes per step: ``num_prompt`` + 5 rows; greedy or sampled."""
 
     @property
     def prompt(self) -> SpeechPrompt:
@@ -79,7 +79,7 @@ class Speech(Ask):
         return super().params.model_copy(update=drawn)
 
 
-# Tokens of a step; few, unless a stream says so, that prompts come in chunks.
+# Token budgets of a step; small by default, so that prompts are chunked.
 BUDGETS = (8, 16, 512)
 ASKS = st.builds(
     Ask,
@@ -107,7 +107,7 @@ Alone = Callable[[Ask], RequestOutput]
 
 @dataclass(frozen=True)
 class Talker:
-    """An engine with a small pool, and what one without a cache says to each speech alone."""
+    """An engine with a small pool, and the uncached answer to each speech alone."""
 
     engine: LLMEngine
     alone: Alone
@@ -160,7 +160,7 @@ def talker(
 
 @dataclass
 class Stream:
-    """Requests of an engine, some of whose chunks are still to come."""
+    """Requests of an engine, with the chunks that are still to be sent."""
 
     talker: Talker
     asks: list[Ask] = field(default_factory=list)
@@ -199,13 +199,13 @@ class Stream:
         rows = self.talker.engine.partial_outputs(output.request_id, 2).get("hidden_states")
         expected = self.talker.alone(self.asks[int(output.request_id)].whole).outputs[0]
         ids = output.outputs[0].token_ids
-        # After a near tie the two have gone different ways.
+        # After a near tie the two may have diverged.
         if rows is not None and ids == expected.token_ids[: len(ids)]:
             theirs = expected.tensors["hidden_states"][2 : 2 + len(rows)]
             torch.testing.assert_close(rows, theirs, atol=1e-5, rtol=0)
 
     def finish(self) -> None:
-        """Feed whoever needs it until all are done."""
+        """Feed the requests that need input until all are finished."""
         for name in tuple(self.paused):
             self.talker.engine.resume(name)
         self.paused.clear()
@@ -215,7 +215,7 @@ class Stream:
             for name in needy:
                 assert self.to_come[name], "a request with all its rows wants more"
                 self.feed(name)
-            # Two steps at most move nobody: chunks of a prompt, or room made for others.
+            # A few steps may give no output: chunks of a prompt, or preemptions.
             num_idle = 0 if self.step() or needy else num_idle + 1
             assert num_idle < 20, "the engine stands still"
         assert not self.talker.engine.has_unfinished_requests
@@ -260,11 +260,11 @@ def test_random_streams_equal_whole_ones(
 
 @ONE_CODE
 def test_streams_do_hit_and_preempt_who_waits(talker: Talker) -> None:
-    """Else the property above would prove less."""
+    """Guards the property above against being vacuous."""
     engine = talker.engine
     before = engine.stats()
     stream = Stream(talker)
-    # First in the order, it grows into what the others hold.
+    # It has priority, and grows until it needs blocks of the others.
     growing = stream.add(Ask(2, 3, 9, False, "Ethan", 30, priority=-1))
     waiting = [stream.add(Ask(i, 16, 9, True, "Ethan", 12, (1,))) for i in range(2)]
     for _ in range(40):
@@ -294,11 +294,11 @@ def test_no_token_runs_ahead_of_its_row(talker: Talker, size: int) -> None:
     num_known = size
     while stream.to_come[name]:
         num_rows = -1
-        # A step that puts nothing out may still have computed a part of the prompt.
+        # A step without an output may still have computed a part of the prompt.
         while num_rows != (num_rows := _num_rows(engine, name)):
             while stream.step():
                 pass
-        # The first row is that of the codec token that begins; each further one gives a code.
+        # The first row is the codec's begin token; each further one gives a code.
         assert num_rows == 9 + 1 + min(num_known, 7)
         assert engine.needs_input(name)
         stream.feed(name)
@@ -317,7 +317,7 @@ def test_a_paused_request_rests_and_others_go_on(talker: Talker) -> None:
     engine.pause(resting)
     stream.paused.add(resting)
     held = engine.partial_outputs(resting, 0)["hidden_states"].shape[0]
-    # The same prompt: it must not wait for blocks that nobody computes.
+    # The same prompt: it must not wait for blocks of the paused request.
     stream.add(Ask(0, 9, 3, False, "Ethan", 8))
     while "1" in stream.to_come:
         stream.step()
@@ -333,7 +333,7 @@ def test_a_paused_request_rests_and_others_go_on(talker: Talker) -> None:
 
 @dataclass(frozen=True)
 class OtherReply(Ask):
-    """The prompt of its family, but the reply of the next one."""
+    """A request with the prompt of its family, but the reply of the next family."""
 
     @property
     def prompt(self) -> SpeechPrompt:
@@ -343,10 +343,10 @@ class OtherReply(Ask):
 
 @ONE_CODE
 def test_blocks_are_not_keyed_before_all_their_rows_are_known(talker: Talker) -> None:
-    """Both fill their second block with a token whose row comes later, and is not the same::
+    """The second block of both ends with a token whose row arrives later, and differs::
 
     tokens   [ mask mask mask mask ] [ mask mask pad bos ] codes ...
-    rows     [   known, and alike  ] [   alike       ^ differ
+    rows     [   known, and equal  ] [   equal       ^ differ
     """
     engine = talker.engine
     engine.reset_prefix_cache()
@@ -369,7 +369,7 @@ def test_blocks_are_not_keyed_before_all_their_rows_are_known(talker: Talker) ->
 
 @SEVERAL_CODES
 def test_they_do_preempt_and_hit(talker: Talker) -> None:
-    """Else the property above would prove less."""
+    """Guards the property above against being vacuous."""
     engine = talker.engine
     before = engine.stats()
     stream = Stream(talker)
@@ -437,7 +437,7 @@ def engine(seeded: Callable[[str], str]) -> LLMEngine:
 
 @pytest.fixture
 def live(engine: LLMEngine) -> LLMEngine:
-    """With one request that has had its first chunk."""
+    """The engine with one request that has received its first chunk."""
     drop_all(engine)
     engine.add_request("live", FIRST, GREEDY)
     return engine
@@ -574,7 +574,7 @@ def test_other_models_take_no_speech(seeded: Callable[[str], str]) -> None:
 
 
 def live_engine_answer(engine: LLMEngine, prompt: SpeechPrompt) -> tuple[int, ...]:
-    """What it says to a whole prompt, while others are live."""
+    """Return the answer to a whole prompt while others are live."""
     engine.add_request("other", prompt, GREEDY)
     return finish_one(engine, "other")
 

@@ -1,4 +1,4 @@
-"""Two processes that divide a model give what one gives, and end with each other."""
+"""Tensor parallelism: two processes compute what one computes, and end together."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PROMPTS = (
     TokensPrompt(tuple(range(60, 73))),
     EmbedsPrompt(torch.randn(13, 64, generator=torch.Generator().manual_seed(0))),
 )
-# Of each way in which layers are built: biases; windows, norms of heads; experts; rows of towers.
+# One per kind of layer: biases; windows and norms of heads; experts; rows of towers.
 DIVIDED = ("qwen2", "gemma3", "qwen3_moe", "qwen3_vl")
 REFUSED = {
     **dict.fromkeys(("jamba", "bamba", "qwen3_next", "qwen3_5"), "has recurrent layers"),
@@ -98,7 +98,7 @@ def test_what_two_processes_make_is_what_one_makes(name: str, seeded: Callable[[
 
 
 def test_a_talker_is_divided(seeded: Callable[[str], str], tmp_path: Path) -> None:
-    """What it reads is wider than its layers; a copy of the seeded one has heads to divide."""
+    """Its input is wider than its layers; the copy has enough key heads to divide."""
     folder = Path(shutil.copytree(seeded("qwen2_5_omni"), tmp_path / "talker"))
     weights = load_file(folder / "model.safetensors")
     for name, weight in weights.items():

@@ -1,4 +1,4 @@
-"""Transcriptions with options are those of transformers' ``generate`` with the same options."""
+"""Transcription options give the results of transformers' ``generate`` with the same options."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from tests.support.encoder_decoder_requests import SAMPLING_RATE
 
 SEED, NUM_TOKENS = 5, 8
 SOUNDS = (melody(2.0, 0), melody(3.5, 1))
-"""Of one window, and of several."""
+"""A sound of one window, and one of several."""
 SMALL = st.integers(-3, 3) | st.floats(-3, 3)
 
 
 class Reference:
-    """transformers' Whisper, whose draws are those of a request with this seed."""
+    """transformers' Whisper, which draws the samples of a request with this seed."""
 
     def __init__(self, folder: str) -> None:
         self.model: Any = WhisperForConditionalGeneration.from_pretrained(
@@ -77,7 +77,7 @@ class Reference:
             **cut,
         )
         if "prompt" in options:
-            # Not ``get_prompt_ids``: it takes all ids above that of the end for special ones.
+            # Not ``get_prompt_ids``: it treats all ids above the end token as special.
             text = f"<|startofprev|> {options.pop('prompt')}"
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             options["prompt_ids"] = torch.tensor(ids)
@@ -145,7 +145,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_tokens_are_those_of_transformers(
     engine: LLMEngine, reference: Reference, case: str
 ) -> None:
-    """Those of all options together are compared with their times."""
+    """All options together are compared below, with their times."""
     options = CASES[case]
     for sound in SOUNDS:
         theirs = reference.answer(sound, language="en", return_timestamps=True, **options)

@@ -1,4 +1,4 @@
-"""Images whose tokens see each other: they run whole, and hits may end inside them."""
+"""Images with bidirectional attention: they run in one step, and hits may end inside them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def build(folder: str, **changed: Any) -> LLMEngine:
 
 
 class Reference:
-    """A checkpoint in transformers."""
+    """A checkpoint loaded by transformers."""
 
     def __init__(self, folder: str) -> None:
         loaded: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
@@ -59,7 +59,7 @@ class Reference:
 
     @torch.inference_mode()
     def check(self, output: RequestOutput, images: list[Any]) -> None:
-        """Hidden states and greedy choices of an answer."""
+        """Check the hidden states and greedy choices of an answer."""
         ids, answer = output.prompt_token_ids, output.outputs[0].token_ids
         row = torch.tensor([[*ids, *answer[:-1]]])
         theirs = self.model.model(
@@ -86,7 +86,7 @@ def reference(folder: str) -> Reference:
 
 
 def test_prompts_and_answers_are_those_of_transformers(folder: str, reference: Reference) -> None:
-    """Line breaks around an image merge with those of the text, which is written before."""
+    """Line breaks around an image merge with those of the text before it."""
     engine = build(folder)
     text = engine.tokenizer.apply_chat_template(  # type: ignore[union-attr]
         list(SHOWS), tokenize=False, add_generation_prompt=True
@@ -108,7 +108,7 @@ def test_prompts_and_answers_are_those_of_transformers(folder: str, reference: R
 
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Each chunk of several tokens that was scheduled: of whom, from where, to where."""
+    """Scheduled chunks of several tokens: request id, begin, end."""
     seen: list[tuple[str, int, int]] = []
     schedule = Scheduler.schedule
 
@@ -134,7 +134,7 @@ def test_no_chunk_ends_inside_an_image(
     reference: Reference,
     chunks: list[tuple[str, int, int]],
 ) -> None:
-    """Others decode beside them, and leave less than an image of the smallest budget."""
+    """Other requests decode at once, and leave less than an image of the smallest budget."""
     engine = build(folder, max_num_batched_tokens=budget, block_size=block_size)
     image_id = reference.model.config.image_token_id
     shown = {"two": [picture(0), picture(3)], "one": [picture(1)], "another": [picture(2)]}

@@ -1,4 +1,4 @@
-"""The vocoder gives what transformers gives, in batches and by kernels; voices are read as data."""
+"""The vocoder against transformers, in batches and by kernels; voices are read as data."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.support.vocoder_reference import VocoderReference, random_codes
 
 ROOT = Path(__file__).resolve().parents[3]
 BLOCK = 4
-# Samples of the seeded vocoder spread by 0.01; a hundredth of a percent of that is rounding.
+# The seeded vocoder's samples have a deviation of 0.01; 0.01 % of that is rounding.
 ATOL = 1e-6
 FAST = GenerationParams(num_steps=3)
 Speakers: TypeAlias = dict[str, Speaker]
@@ -76,7 +76,7 @@ def test_releases_of_transformers_that_turn_the_heads_wrongly_are_not_allowed() 
 
 
 def test_the_networks_heads_are_turned_by_how_far_apart_they_are(folder: str) -> None:
-    """Alike at every place, queries and keys score by their distance alone."""
+    """With equal rows at every position, scores depend on the distance alone."""
     config = open_checkpoint(folder, part="code2wav").config.dit_config
     seen: list[Tensor] = []
 
@@ -213,7 +213,7 @@ def normal(*shape: int) -> Tensor:
     "shape", [(1, 3, 1), (1, 2, 2), (2, 3, 7), (3, 5, 511), (1, 4, 512), (2, 2, 513), (1, 6, 1500)]
 )
 def test_any_number_of_samples_gives_what_transformers_gives(shape: tuple[int, int, int]) -> None:
-    """A tile has 512 samples: what a filter sees of its neighbours, and beyond the ends, counts."""
+    """A tile has 512 samples; filters also read its neighbours, and padding beyond the ends."""
     theirs, samples = snake(shape[1]), normal(*shape)
     made = NativeSnake(theirs, load_kernels())(samples)
     torch.testing.assert_close(made, theirs(samples), atol=1e-5, rtol=1e-5)
@@ -222,7 +222,7 @@ def test_any_number_of_samples_gives_what_transformers_gives(shape: tuple[int, i
 @needs_kernels
 @pytest.mark.parametrize("size", [1e-4, 30.0, 1e5])
 def test_small_and_large_samples_are_as_near_to_exact_as_torch_is(size: float) -> None:
-    """Of large arguments a sine is decided by rounding: measured against float64."""
+    """The sine of a large argument depends on its rounding, hence a comparison with float64."""
     theirs, samples = snake(4), size * normal(1, 4, 700)
     made, by_torch = NativeSnake(theirs, load_kernels())(samples), theirs(samples)
     exact = theirs.double()(samples.double())
@@ -232,7 +232,7 @@ def test_small_and_large_samples_are_as_near_to_exact_as_torch_is(size: float) -
 @needs_kernels
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_not_hidden(value: float) -> None:
-    """An engine fails such a request: it must not come out as a number."""
+    """An engine fails such a request, so NaN and infinity must not become finite."""
     samples = normal(1, 2, 600)
     samples[0, 0, 300] = value
     made = NativeSnake(snake(2), load_kernels())(samples)
@@ -269,7 +269,7 @@ def test_samples_and_parameters_of_wrong_shapes_are_told() -> None:
 def test_without_kernels_the_vocoder_says_the_same(
     seeded: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``OMNI_NATIVE=0``, or no compiler: transformers' own modules, and nearly the same sound."""
+    """``OMNI_NATIVE=0``, or no compiler: transformers' modules give nearly the same sound."""
     said = []
     for native in ("0", "1"):
         monkeypatch.setenv("OMNI_NATIVE", native)

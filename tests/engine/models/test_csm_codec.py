@@ -1,4 +1,4 @@
-"""CSM's codec against transformers': whole, from chunk to chunk, in batches; and its encoder."""
+"""CSM's codec and encoder against transformers': whole, in chunks and in batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PART = CheckpointPart("codec", "csm", "codec_config", "codec_model.", "MimiModel
 PARAMS = GenerationParams()
 CPU = torch.device("cpu")
 NUM_CODES = 32
-# A window of three codes, and layers that weigh as much as what they are added to.
+# A window of three codes, and layer scales of 1, so that layers contribute visibly.
 CODEC: Mapping[str, Any] = {
     "model_type": "mimi",
     "hidden_size": 16,
@@ -71,9 +71,9 @@ def open_codec(folder: Path) -> Checkpoint:
 
 
 def write(folder: Path, **codec: Any) -> Any:
-    """Write a random CSM whose codes sound, and not louder than samples may be.
+    """Write a random CSM whose sound is audible, within the range of samples.
 
-    Transformers begins with codebooks of zeros.
+    Transformers initializes codebooks with zeros.
     """
     torch.manual_seed(0)
     with quiet_config_log():
@@ -175,12 +175,12 @@ def test_utterances_at_different_places_run_together(codec: MimiCodec) -> None:
     for made, alone in zip(samples, expected, strict=True):
         torch.testing.assert_close(made, alone, atol=1e-5, rtol=0)
     assert [state[0] for state in states] == [start + 3 for start in heard]
-    again, _ = codec.generate(chunks, PARAMS)  # a state is as it was
+    again, _ = codec.generate(chunks, PARAMS)  # the states are unchanged
     assert all(torch.equal(a, b) for a, b in zip(samples, again, strict=True))
 
 
 def load_encoder(folder: Path, dtype: torch.dtype = torch.float32) -> MimiEncoder:
-    """As a backbone does: places, and names of the other half, from the whole checkpoint."""
+    """Load the encoder from the whole checkpoint, as a backbone does."""
     checkpoint = Checkpoint.open(folder)
     config: Any = checkpoint.config
     settings = ModelSettings(dtype, CPU, 16, 64)
@@ -197,7 +197,7 @@ def load_encoder(folder: Path, dtype: torch.dtype = torch.float32) -> MimiEncode
 def test_codes_of_sound_are_those_of_transformers(
     num_samples: int, folder: Path, reference: Any
 ) -> None:
-    encoder = load_encoder(folder, torch.bfloat16)  # which it does not take
+    encoder = load_encoder(folder, torch.bfloat16)  # it stays in float32
     samples = torch.randn(num_samples, generator=torch.Generator().manual_seed(1))
     codes = encoder(samples)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""``omni convert`` turns a CTranslate2 Whisper back into a checkpoint."""
+"""``omni convert`` converts a CTranslate2 Whisper back into a checkpoint."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def a_model() -> WhisperForConditionalGeneration:
 
 
 def arrays_of(model: WhisperForConditionalGeneration) -> dict[str, NDArray[Any]]:
-    """The tensors as CTranslate2 names and fuses them."""
+    """Return the tensors as CTranslate2 names and fuses them."""
     arrays: dict[str, NDArray[Any]] = {}
 
     def put(name: str, *modules: torch.nn.Module) -> None:
@@ -86,7 +86,7 @@ def arrays_of(model: WhisperForConditionalGeneration) -> dict[str, NDArray[Any]]
 
 
 def quantized(arrays: dict[str, NDArray[Any]], kind: str) -> dict[str, NDArray[Any]]:
-    """As CTranslate2 stores them in a type: in int8 by row, what is added in float32."""
+    """Convert arrays as CTranslate2 does: int8 per row, biases and scales in float32."""
     if kind != "int8":
         return {n: a.astype(kind) if a.dtype == np.float32 else a for n, a in arrays.items()}
     stored = dict(arrays)

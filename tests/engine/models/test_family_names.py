@@ -1,4 +1,4 @@
-"""A family of models is named in its own folder and nowhere else: in code, prose and comments."""
+"""Model families are named only in their own folders: in code, docstrings and comments."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ EXEMPT = {
     ROOT / "omni/server/openai/tools.py": "the same, and reads them",
 }
 NO_NAMES = {"decoders", "families", "hybrids", "hybrid", "seq2seq", "codec"}
-"""Folders and files of several families."""
+"""Folders and files shared by several families."""
 
 
 def modules_of(row: FamilyRow) -> list[str]:
-    """Under ``engine.models``: the folder, and the file in it."""
+    """Return the family's folder under ``engine.models``, and its module there."""
     place = row.build or row.generator or row.decoder_config
     assert place is not None
     return place.partition(":")[0].split(".")[1:]
 
 
 def names_in(folders: Iterable[str] | None = None) -> set[str]:
-    """What families are called whatever their generation, such as qwen; of some folders or all."""
+    """Return family names without generation, such as qwen, of some folders or all."""
     wanted = None if folders is None else set(folders)
     words = {
         word.lower()
@@ -46,21 +46,21 @@ def names_in(folders: Iterable[str] | None = None) -> set[str]:
         if wanted is None or modules_of(row)[0] in wanted
         for word in (*modules_of(row), row.name)
     } - NO_NAMES
-    # Some names end in a number that is no generation's.
+    # The number in some names, such as t5, is not a generation.
     return {re.sub(r"(\d_.*|\d)$", "", word) if word not in {"t5"} else word for word in words}
 
 
 def pattern(names: Iterable[str]) -> re.Pattern[str]:
-    """Names as words, in whatever case, and as parts of names such as ``OmniTalkerModel``."""
+    """Match names as words in any case, and as parts of names such as ``OmniTalkerModel``."""
     small = "|".join(sorted(names, key=len, reverse=True))
     large = "|".join(sorted({n.capitalize() for n in names} | {n.upper() for n in names}))
     return re.compile(rf"(?:(?<![a-zA-Z])(?:{small})|(?:{large}))(?![a-z])")
 
 
 def found_in(source: str, allowed: Iterable[str] = ()) -> list[str]:
-    """Every line that names a family, but for what is imported from where it is at home."""
+    """Return the lines that name a family, except names imported from transformers or stages."""
     named, may = pattern(names_in()), set(allowed)
-    # Most files hold no such word at all, and are not taken apart.
+    # Most files contain no such word, and need no parsing.
     if not {hit.lower() for hit in named.findall(source)} - may:
         return []
     imported = {
@@ -72,7 +72,7 @@ def found_in(source: str, allowed: Iterable[str] = ()) -> list[str]:
     }
     lines = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        # A module that is imported from is where those names are at home.
+        # Imports from these modules may use their names.
         if token.string.strip("\"'") in imported or token.line.startswith(
             ("from transformers", "from stages.transforms")
         ):
@@ -87,7 +87,7 @@ def found_in(source: str, allowed: Iterable[str] = ()) -> list[str]:
 
 
 def own_names(file: Path) -> set[str]:
-    """What a file may name: its folder's families, and those that it builds on."""
+    """Return the names allowed in a file: those of its folder, and of the folders it imports."""
     if MODELS not in file.parents or file.parent == MODELS:
         return set()
     text = file.read_text("utf-8")

@@ -1,4 +1,4 @@
-"""Loading models: encoders and towers against transformers, names of weights, what is refused."""
+"""Loading models: encoders and towers against transformers, weight names, invalid configs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_model_is_loaded_in_the_type_that_is_asked_for(tmp_path: Path):
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_embeddings_are_scaled_as_in_transformers(family: str, dtype: torch.dtype, tmp_path: Path):
-    # sqrt(72) is no number of any of these types.
+    # sqrt(72) is not representable in any of these types.
     folder = build(tmp_path, family, hidden_size=72, num_heads=4, head_dim=16)
     ids = torch.randint(0, 768, (9,), generator=torch.Generator().manual_seed(3))
     theirs = AutoModel.from_pretrained(folder, dtype=dtype).get_input_embeddings()
@@ -132,7 +132,7 @@ def load_multimodal(folder: Path, **options: Any) -> MultiModalModel:
 
 
 def image(model: MultiModalModel, seed: int, *, wide: bool = False) -> Features:
-    """Noise; for Qwen2.5-VL in 4 x 4 rows, which are several windows, or in 2 x 3."""
+    """Return noise; for Qwen2.5-VL of 4 x 4 rows, which are several windows, or of 2 x 3."""
     generator = torch.Generator().manual_seed(seed)
     if "image_grid_thw" not in model.towers["image"].feature_names:
         return {"pixel_values": torch.randn(3, 56, 56, generator=generator)}
@@ -170,7 +170,7 @@ def _nested(name: str) -> str:
 
 
 def _newer(name: str) -> str:
-    """As recent exports name them: everything but the head in ``model.``."""
+    """Return the name in recent exports: all but the head are in ``model.``."""
     if name.endswith("lm_head.weight"):
         return "lm_head.weight"
     name = name.replace("language_model.model.", "language_model.")
@@ -198,7 +198,7 @@ def test_every_published_naming_of_weights_loads(
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_experts_that_are_stored_transposed_load(quantization: str | None, tmp_path: Path):
-    """As the hub has them; transformers writes them the other way, and reads both."""
+    """The hub stores them transposed; transformers writes the other layout, and reads both."""
     folder = build_qwen3_vl(tmp_path, experts=True)
     tokens = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
 
@@ -338,13 +338,13 @@ def test_every_layer_keeps_its_own_tokens_or_the_encoders(name: str, seeded: Cal
     num_cross = sum(isinstance(spec, CrossAttentionSpec) for spec in specs)
     assert 0 < num_cross < len(specs)
     assert len(set(specs)) == 2
-    # The group whose blocks mirror the stage outputs comes first.
+    # The group whose blocks hold the stage outputs comes first.
     assert not isinstance(specs[0], CrossAttentionSpec)
 
 
 @pytest.mark.parametrize("name", [name for name in PAIRS if name != "whisper"])
 def test_weights_are_held_once(name: str, seeded: Callable[[str], str]):
-    """Also the embedding, at which encoder, decoder and head look.
+    """Also the embedding, which encoder, decoder and head share.
 
     Whisper's keys have no biases; ours have zeros, because queries and values have biases.
     """

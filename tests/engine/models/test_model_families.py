@@ -1,4 +1,4 @@
-"""Families of other packages: this file declares two, and both run through ``omni run``."""
+"""Model families of other packages: this file declares two and runs both by ``omni run``."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def read_config(config: Any) -> DecoderConfig:
 
 
 class Peephole(ItemTower):
-    """A row for each quarter of a picture."""
+    """A tower with one row for each quarter of a picture."""
 
     feature_names = ("pixel_values",)
 
@@ -180,7 +180,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_files(folder: Path, model: Path, requests: Sequence[dict[str, Any]]) -> list[str]:
-    """Arguments of ``omni run``, but for where it writes."""
+    """Return arguments of ``omni run``, except for its output folder."""
     stage = {
         "kind": "autoregressive",
         "model": str(model),
@@ -207,7 +207,7 @@ def omni(*arguments: str) -> None:
 
 
 def results(folder: Path) -> list[tuple[list[int], Tensor, int]]:
-    """Of each request its tokens, its rows, and how many of its tokens were cached."""
+    """Return tokens, rows and number of cached tokens of each request."""
     found = []
     for line in (folder / "outputs.jsonl").read_text("utf-8").splitlines():
         output = json.loads(line)["stages"]["only"]
@@ -221,7 +221,7 @@ def check_equal(cached: Path, uncached: Path) -> None:
     for (tokens, rows, _), (expected_tokens, expected_rows, num_cached) in pairs:
         assert tokens == expected_tokens and len(tokens) == 6 and num_cached == 0
         torch.testing.assert_close(rows, expected_rows, atol=1e-5, rtol=0)
-    # Of the two that share a block, the one whose picture was ready later.
+    # Of the two that share a block, the one that came second.
     has_hit = [cached > 0 for (_, _, cached), _ in pairs]
     assert sorted(has_hit[:2]) == [False, True] and not has_hit[2]
 
@@ -238,7 +238,7 @@ def test_a_registered_decoder_runs_cached_as_uncached(
 
 
 def write_distribution(folder: Path, *entries: str) -> dict[str, str]:
-    """A made-up distribution whose entry points are in this file; how to find both."""
+    """Write a distribution with entry points in this file; return an environment with both."""
     info = folder / "made_up-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 1.0\n")

@@ -1,4 +1,4 @@
-"""Pocket TTS's codec against transformers': whole, from chunk to chunk, in batches; its halves."""
+"""Pocket TTS's codec and its halves against transformers': whole, in chunks and in batches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def some_latents(length: int, seed: int = 0) -> Tensor:
 
 @torch.no_grad()
 def sound_of(folder: Path, latents: Tensor) -> Tensor:
-    """What transformers' codec says, with the fade of its processor."""
+    """Return the sound of transformers' codec, with the fade of its processor."""
     codec: Any = PocketTTSAudioTokenizerModel.from_pretrained(folder).eval()
     sound: Tensor = codec.decode(latents[None]).audio_values.flatten()
     assert sound.std() > 0.02

@@ -1,4 +1,4 @@
-"""Every stored name has its place: computed buffers, old names, and published layouts."""
+"""Every stored weight is loaded or ignored: computed buffers, old names, published layouts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ SETTINGS = ModelSettings(torch.float32, torch.device("cpu"), 4, 64, pack_weights
 
 
 def load(folder: str | Path, part: str | None) -> Mapping[str, Tensor]:
-    """All tensors of a model: its weights, and what it computes."""
+    """Return all tensors of a model: its weights and computed buffers."""
     checkpoint = open_checkpoint(folder, part=part)
     model = (
         load_model(checkpoint, SETTINGS)
@@ -91,7 +91,7 @@ def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
 def with_all_buffers(
     seeded: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], tuple[Path, int]]:
-    """A checkpoint in which transformers has stored all buffers, as 7; and how many there are."""
+    """Build a checkpoint that stores all computed buffers, filled with 7; also their number."""
 
     def build(name: str) -> tuple[Path, int]:
         folder = tmp_path_factory.mktemp(name) / "checkpoint"
@@ -142,7 +142,7 @@ OLD_NAMES = [
 
 
 def add(folder: str, target: Path, name: str) -> Path:
-    """A checkpoint with a tensor more."""
+    """Copy a checkpoint and add a tensor."""
     shutil.copytree(folder, target)
     weights = load_file(target / "model.safetensors")
     assert name not in weights
@@ -197,7 +197,7 @@ FIGURES = (
 
 
 def figures(*values: int, **more: Any) -> dict[str, Any]:
-    """Of a published config: those that all have, and more."""
+    """Return values of a published config: the common ones, and more."""
     return dict(zip(FIGURES, values, strict=True)) | more
 
 
@@ -228,7 +228,7 @@ DECODERS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         figures(26, 262_144, 1152, 6912, 4, 1, head_dim=256, sliding_window=512),
     ),
-    # All 32 layers, of which three have attention.
+    # 32 layers, three of them with attention.
     "ibm-ai-platform/Bamba-9B-v1": (
         "bamba",
         {"vocab_size": 128_256, "attn_layer_indices": [9, 18, 27], "mamba_d_state": 128},
@@ -259,7 +259,7 @@ DECODERS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 262_144,
         },
     ),
-    # The text model alone, as transformers has it by default.
+    # The text model alone, with transformers' defaults.
     "Qwen/Qwen3.5-9B": ("qwen3_5_text", {}),
     "Qwen/Qwen3.5-35B-A3B": ("qwen3_5_moe_text", {}),
     "ai21labs/Jamba-v0.1": (
@@ -277,11 +277,11 @@ CALLED = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "qwen3_5_vision"),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), "qwen3_5"),
 }
-"""Families that are not called as the type of their config."""
+"""Family names that differ from the type of their config."""
 
 
 def of(family: str, hub_id: str) -> Any:
-    """A layout to check, and whose it is."""
+    """Return a parameter for a layout and its family."""
     family = CALLED.get(family, family)
     return pytest.param(hub_id, marks=pytest.mark.shows("layout", of=family, layout=hub_id))
 
@@ -291,14 +291,14 @@ def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def published(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the files that transformers would write of a model."""
+    """Return names and shapes of the weights that transformers would save of a model."""
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
     weights = {name: each for name, each in model.state_dict().items() if name not in tied}
     return shapes(revert_weight_conversion(model, weights))
 
 
 def indexed(folder: Path, names: Mapping[str, Any]) -> Path:
-    """A folder whose index names weights that are not there."""
+    """Write an index of weights whose file is empty."""
     (folder / "model-00001-of-00001.safetensors").touch()
     index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -306,7 +306,7 @@ def indexed(folder: Path, names: Mapping[str, Any]) -> Path:
 
 
 def placed(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Names and shapes that our model of a checkpoint has places for."""
+    """Return names and shapes of the weights that our model of a checkpoint loads."""
     settings = ModelSettings(
         torch.bfloat16, META, 16, 4096, decoder_config_of=FAMILIES.decoder_config_of
     )
@@ -332,7 +332,7 @@ def assert_all_placed(
 
 
 MLLAMA = {"vision_config": {"image_size": 560}}
-# What is not said of these is as in transformers' own defaults.
+# Values that are not given are transformers' defaults.
 TWO_SIDES: Mapping[str, tuple[Any, str, Mapping[str, Any]]] = {
     "facebook/bart-large": (AutoModelForSeq2SeqLM, "bart", {}),
     "google/flan-t5-xxl": (
@@ -409,7 +409,7 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             },
         },
     ),
-    # As published: what is as in transformers' own defaults is not said.
+    # As published: values that equal transformers' defaults are left out.
     "google/gemma-3-4b-it": (
         "gemma3",
         {
@@ -498,7 +498,7 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "vision_config": {"out_hidden_size": 2048},
         },
     ),
-    # As transformers has it by default.
+    # With transformers' defaults.
     "Qwen/Qwen3-ASR-1.7B-hf": (
         "qwen3_asr",
         {
@@ -513,7 +513,7 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "audio_config": {"output_dim": 2048},
         },
     ),
-    # As transformers has it by default.
+    # With transformers' defaults.
     "mistralai/Voxtral-Mini-3B-2507": (
         "voxtral",
         {
@@ -522,7 +522,7 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "text_config": {"model_type": "llama", "num_hidden_layers": 30},
         },
     ),
-    # As transformers has them by default.
+    # With transformers' defaults.
     "Qwen/Qwen3.5-9B": ("qwen3_5", {"vision_config": {"out_hidden_size": 4096}}),
     "Qwen/Qwen3.5-35B-A3B": ("qwen3_5_moe", {"vision_config": {"out_hidden_size": 2048}}),
 }
@@ -565,7 +565,7 @@ QWEN3_OMNI: Mapping[str, Any] = {
 }
 
 
-# Of Qwen/Qwen2.5-Omni-7B, whose other figures are transformers' own defaults.
+# Of Qwen/Qwen2.5-Omni-7B, whose other values are transformers' defaults.
 ROPE = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
 }
@@ -593,7 +593,7 @@ def made(model: Any, config: PreTrainedConfig) -> tuple[PreTrainedConfig, PreTra
 
 @pytest.fixture(scope="module")
 def whole() -> Callable[[str], tuple[PreTrainedConfig, dict[str, tuple[int, ...]]]]:
-    """A config of several models, and what its files hold."""
+    """Build a config of several models, and names and shapes of its stored weights."""
 
     @cache
     def make(hub_id: str) -> tuple[PreTrainedConfig, dict[str, tuple[int, ...]]]:
@@ -630,7 +630,7 @@ def test_every_weight_of_a_published_omni_has_its_place(
     assert {f"{name.split('.')[0]}." for name in stored} == {each.prefix for each in parts}
 
 
-# As transformers has it by default.
+# With transformers' defaults.
 @pytest.mark.parametrize("hub_id", [of("csm", "sesame/csm-1b")])
 def test_every_weight_of_a_published_csm_has_its_place(hub_id: str, tmp_path: Path) -> None:
     config, model = made(CsmForConditionalGeneration, CsmConfig())
@@ -646,7 +646,7 @@ def test_every_weight_of_a_published_csm_has_its_place(hub_id: str, tmp_path: Pa
     assert not sounding & backbone.keys()
 
 
-# As transformers has it by default, less what only training needs.
+# With transformers' defaults, without the weights that only training needs.
 @pytest.mark.parametrize("hub_id", [of("pocket_tts", "eustlb/pocket-tts")])
 def test_every_weight_of_a_published_pocket_tts_has_its_place(hub_id: str, tmp_path: Path) -> None:
     config, model = made(PocketTTSForConditionalGeneration, PocketTTSConfig())
@@ -658,7 +658,7 @@ def test_every_weight_of_a_published_pocket_tts_has_its_place(hub_id: str, tmp_p
     assert mine == {name: shape for name, shape in stored.items() if name not in training}
 
 
-# As transformers has it by default.
+# With transformers' defaults.
 def test_every_weight_of_the_codec_of_a_published_pocket_tts_has_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
-"""Decoders say what transformers says: tokens, hidden states and logits, through the whole engine.
+"""Decoders equal transformers: tokens, hidden states and logits, through the whole engine.
 
-Prompts are chunked beside decodes, in mixed batches, twice: the second time from the cache. Pages
-hold NaN until they are written.
+Prompts run in chunks with decodes, in mixed batches, twice: the second time from the cache.
+Pages hold NaN until they are written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.greedy_reference import GreedyAnswer, GreedyReference, assert
 from tests.support.native_kernels import needs_kernels
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-# Wider than the larger block, no multiple of either.
+# Larger than the larger block, and not a multiple of either.
 WINDOW = 18
 # Shorter and longer than a block, the window, several windows, and a chunk of a recurrent scan.
 PROMPT_LENGTHS = (1, 5, 16, 17, 40, 75, 130)
@@ -45,7 +45,7 @@ SCALED: dict[str, Any] = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
 NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-# Caps so low that they bend these small scores and logits.
+# Caps low enough to change these small scores and logits.
 LOW_CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}
 UNTIED, SLIDES, KEY_HEAD = {"tied": False}, {"sliding_window": WINDOW}, {"num_kv_heads": 1}
 SLIDES_TOO = {"use_sliding_window": True, **SLIDES}
@@ -128,7 +128,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# So that there are layers of each kind.
+# Four layers include each kind.
 FOUR_LAYERS = ("jamba", "bamba", "qwen3_next", "qwen3_5")
 
 
@@ -141,7 +141,7 @@ def build(folder: Path, name: str, **options: Any) -> str:
 
 @dataclass(frozen=True)
 class Variant:
-    """A checkpoint, and hidden states and logits that transformers has for ids, in one pass."""
+    """A checkpoint, and transformers' hidden states and logits for ids in one pass."""
 
     folder: str
     theirs: Any
@@ -175,7 +175,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 
 def engine_of(folder: str, **settings: Any) -> LLMEngine:
-    """All of its pages but the null page hold NaN."""
+    """Build an engine whose pages hold NaN, except for the null page."""
     usual = {"max_num_seqs": 4, "max_model_len": 160, "num_blocks": 400, "block_size": 4}
     engine = LLMEngine(EngineConfig.model_validate({"model": folder} | usual | settings))
     memory = engine._runner._memory
@@ -195,7 +195,7 @@ NATIVE = WAYS[2:]
 
 
 def ways_of(name: str) -> tuple[tuple[int, int, str], ...]:
-    """A family's first variant runs in every way, those after it in one each, in turns."""
+    """Return all ways for a family's first variant, and one each in turn for the others."""
     names = [each for each in VARIANTS if VARIANTS[each][0] == VARIANTS[name][0]]
     place = names.index(name)
     return WAYS if not place else NATIVE if " one " in name else (WAYS[place % len(WAYS)],)
@@ -228,8 +228,8 @@ def test_tokens_hidden_states_and_logits_equal_transformers(
             token_ids = output.outputs[0].token_ids
             rows, logits = expected.pass_over((*ids, *token_ids[:-1]))
             found = output.outputs[0].tensors["hidden_states"]
-            # transformers itself, with experts after 130 tokens, is 1.1e-4 from its own float64 on
-            # some machines, and this engine 5e-5.
+            # With experts after 130 tokens, transformers itself differs by 1.1e-4 from its own
+            # float64 on some machines, this engine by 5e-5.
             torch.testing.assert_close(found, rows, atol=1e-4, rtol=1e-5)
             found = engine._runner._model.compute_logits(found)
             torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-5)
@@ -246,12 +246,12 @@ WINDOWED = [name for name, (_, settings) in VARIANTS.items() if WINDOW in settin
 def test_the_layers_that_slide_are_those_of_transformers_and_the_window_matters(
     variant: Callable[[str], Variant], name: str
 ) -> None:
-    """Else nothing here would show that it is obeyed."""
+    """Otherwise nothing here would show that the window is applied."""
     expected = variant(name)
     theirs = expected.theirs
     layers = theirs.get_decoder().layers
     windows = [
-        # Some layers do not say: all of them obey the config.
+        # Some layers have no such attribute: all of them follow the config.
         WINDOW
         if theirs.config.model_type in ("mistral", "mixtral")
         else layer.self_attn.sliding_window
@@ -310,7 +310,7 @@ def test_a_headless_checkpoint_gives_hidden_states(name: str, tmp_path: Path) ->
 def test_embeddings_and_token_ids_share_a_batch(
     variant: Callable[[str], Variant], budget: int
 ) -> None:
-    """One batch mixes both kinds; the embeddings are not the table's, so ids could not do it."""
+    """The embeddings are not rows of the table, so no token ids could replace them."""
     folder = variant("llama 3 rope").folder
     reference = GreedyReference(folder)
     generator = torch.Generator().manual_seed(5)
@@ -340,7 +340,7 @@ def test_biased_and_penalised_tokens_of_one_batch_are_those_of_transformers(
     given, params, answers, num_changed = prompts()[: len(choices)], [], [], 0
     for prompt, (strength, penalty) in zip(given, choices, strict=True):
         plain = reference.from_ids(prompt, NUM_TOKENS).token_ids
-        # On what was said, up and down: so the penalty meets it.
+        # Positive and negative biases on the greedy tokens, which the penalty also changes.
         bias = {token_id: strength * (-1) ** place for place, token_id in enumerate(plain)}
         changes = {"repetition_penalty": penalty, "logit_bias": bias if strength else {}}
         params.append(SamplingParams(**GREEDY.model_dump() | changes))

@@ -1,4 +1,4 @@
-"""Pictures and videos among text, through the whole engine: equal to transformers."""
+"""Prompts with images and videos, through the whole engine, against transformers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ BUILDERS: dict[str, Callable[[Path], Path]] = {
 
 
 class Reference:
-    """A checkpoint in transformers, with its image processor."""
+    """A checkpoint loaded by transformers, with its image processor."""
 
     def __init__(self, folder: Path) -> None:
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
@@ -66,17 +66,17 @@ class Reference:
     def rows_and_logits(
         self, prompt: Sequence[int], answer: Sequence[int], images: Sequence[Image.Image]
     ) -> tuple[Tensor, Tensor]:
-        """Of the prompt, its placeholders expanded, and of the answer, in one pass.
+        """Compute rows and logits of an expanded prompt and its answer in one pass.
 
-        Not by ``generate``, which counts each axis on from the last token after an image.
+        Not by ``generate``, which continues each axis from the last token after an image.
         """
         ids = torch.tensor([[*prompt, *answer]])
         shown = dict(self.processor(images=list(images), return_tensors="pt")) if images else {}
         if self.model.config.model_type.startswith("qwen"):
-            # What earlier calls left behind would be taken for this one's.
+            # Otherwise the state of earlier calls would be used.
             self.model.model.rope_deltas = None
             is_image = ids == self.model.config.image_token_id
-            # A generated token of that id is no image.
+            # A generated token with that id is not an image.
             is_image[:, len(prompt) :] = False
             shown["mm_token_type_ids"] = is_image.long()
         if self.model.config.model_type == "gemma3":
@@ -100,14 +100,14 @@ KERNELS = [
     [
         *((name, 4, 64, "torch") for name in BUILDERS if " one " not in name and " 7" not in name),
         *((name, 16, 512, "torch") for name in ("llava", "qwen3_vl of experts", "qwen3_5_vision")),
-        ("gemma3_vision", 8, 512, "torch"),  # whose window is of 8 tokens
+        ("gemma3_vision", 8, 512, "torch"),  # its window has 8 tokens
         *(pytest.param(name, 4, 7, "native", marks=needs_kernels) for name in KERNELS),
     ],
 )
 def test_mixed_requests_equal_transformers(
     name: str, block_size: int, budget: int, backend: str, tmp_path: Path
 ) -> None:
-    """Chunks of seven end inside images that may be cut; pages hold NaN until they are written."""
+    """Chunks of seven end inside images where allowed; unwritten pages hold NaN."""
     folder, place = BUILDERS[name](tmp_path / "model"), PLACEHOLDER[name.split()[0]]
     shown = [[picture(0), picture(3)], [], [picture(0)], [picture(2)], [picture(1), picture(2)]]
     texts = [f"See {place} and {place} now", "The harbour wakes", f"See {place}."]
@@ -158,7 +158,7 @@ def text(count: int, seed: int) -> list[int]:
     return ids
 
 
-# A clip is 2 x 3 rows for every grid. The first three end in time before they end in width.
+# A clip has 2 x 3 rows per grid. The first three end in time before they end in width.
 SHORT: dict[str, list[Piece]] = {
     "video": [text(4, 1), clip(1, grids=2, seconds=1.0), text(5, 2)],
     "grids at one place": [text(4, 1), clip(2, grids=3, seconds=0.25), text(3, 3)],
@@ -186,7 +186,7 @@ TALKS = SHORT | LONG
 
 @dataclass(frozen=True)
 class Shown:
-    """A prompt as transformers takes it."""
+    """A prompt in transformers' form."""
 
     ids: Tensor
     kinds: Tensor
@@ -195,7 +195,7 @@ class Shown:
 
 
 class VideoReference:
-    """A checkpoint in transformers; where tokens lie is counted here, one after the other."""
+    """A checkpoint loaded by transformers; token positions are counted here, one by one."""
 
     def __init__(self, folder: str) -> None:
         loaded: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
@@ -204,7 +204,7 @@ class VideoReference:
         self.images: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
 
     def prompt(self, pieces: Sequence[Piece]) -> TokensPrompt:
-        """As the engine takes it."""
+        """Return the engine's prompt."""
         config, ids = self.model.config, list[int]()
         items: dict[str, list[Any]] = {}
         for piece in pieces:
@@ -247,7 +247,7 @@ class VideoReference:
     def _features(
         self, piece: Image.Image | VideoFeatures
     ) -> tuple[int, list[int], float, dict[str, Tensor]]:
-        """Its kind in transformers' numbers, its grid, the seconds between grids, its tensors."""
+        """Return transformers' number of its kind, its grid, seconds between grids, tensors."""
         if isinstance(piece, VideoFeatures):
             grid, seconds = [int(side) for side in piece.video_grid_thw], piece.second_per_grid
             tensors = {
@@ -261,7 +261,7 @@ class VideoReference:
 
     @torch.inference_mode()
     def rows(self, shown: Shown, answer: Sequence[int]) -> Tensor:
-        """Hidden states of prompt and answer, but for its last token, in one pass."""
+        """Compute hidden states of prompt and answer, except its last token, in one pass."""
         follow = torch.arange(len(answer) - 1) + int(shown.places.max()) + 1
         places = torch.cat([shown.places, follow.expand(3, -1)], dim=1)
         self.model.model.rope_deltas = None
@@ -276,7 +276,7 @@ class VideoReference:
 
     @torch.inference_mode()
     def generate(self, shown: Shown) -> list[int]:
-        """By transformers alone, with the places that it finds itself."""
+        """Generate by transformers alone, with the positions that it computes."""
         self.model.model.rope_deltas = None
         output = self.model.generate(
             input_ids=shown.ids,
@@ -292,7 +292,7 @@ class VideoReference:
 
 
 class DatedReference(VideoReference):
-    """One whose videos are written out, and where all lies is found, by transformers alone."""
+    """A reference whose video text and positions come from transformers alone."""
 
     def shown(self, pieces: Sequence[Piece]) -> Shown:
         config, ids, parts = self.model.config, list[int](), dict[str, Any]()
@@ -317,7 +317,7 @@ class DatedReference(VideoReference):
         return Shown(row, kinds, places[:, 0], together)
 
     def _written(self, video: VideoFeatures) -> str:
-        """By its processor, whose own videos' processor needs torchvision."""
+        """Return the text of transformers' processor, whose video processor needs torchvision."""
         grid = torch.as_tensor(video.video_grid_thw)
         processor = Qwen3VLProcessor.__new__(Qwen3VLProcessor)
         processor.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
@@ -418,7 +418,7 @@ def test_mixed_requests_equal_transformers_cold_and_warm(
 def test_generate_of_transformers_gives_the_same(
     references: dict[str, VideoReference], seeded: Callable[[str], str], family: str, name: str
 ) -> None:
-    """Of what ends in time before it ends in height or width, where that matters."""
+    """Videos that end in time before height or width, for families where that matters."""
     reference = references[family]
     shown = reference.shown(TALKS[name])
     (output,) = build(seeded(family), 4, 64, 1).generate(reference.prompt(TALKS[name]), GREEDY)
@@ -427,7 +427,7 @@ def test_generate_of_transformers_gives_the_same(
 
 @pytest.mark.parametrize("name", TALKS)
 def test_places_of_videos_equal_transformers(reference: VideoReference, name: str) -> None:
-    """Each from its own beginning: of that, transformers changed its mind in 5.3."""
+    """Positions relative to each item's beginning, which changed in transformers 5.3."""
     shown = reference.shown(TALKS[name])
     grids = {
         f"{kind}_grid_thw": shown.features.get(f"{kind}_grid_thw") for kind in ("image", "video")
@@ -443,7 +443,7 @@ def test_places_of_videos_equal_transformers(reference: VideoReference, name: st
 
 
 def _runs(kinds: list[int]) -> list[tuple[int, int]]:
-    """Where each run of one kind begins and ends."""
+    """Return begin and end of each run of one kind."""
     borders = [n for n in range(1, len(kinds)) if kinds[n] != kinds[n - 1]]
     return list(zip([0, *borders], [*borders, len(kinds)], strict=True))
 
@@ -452,7 +452,7 @@ def _runs(kinds: list[int]) -> list[tuple[int, int]]:
 def test_answers_depend_on_frames_and_on_their_times(
     references: dict[str, VideoReference], family: str
 ) -> None:
-    """Else parity would show little."""
+    """Guards parity against being vacuous."""
     reference = references[family]
     shown = [clip(4, grids=5, seconds=1.0), clip(4, grids=5, seconds=2.0), clip(5, grids=5)]
     rows = [reference.rows(reference.shown([text(4, 1), each, text(5, 2)]), [7]) for each in shown]

@@ -1,4 +1,4 @@
-"""The talker says what transformers' says, given what transformers' thinker computes."""
+"""The talker equals transformers' talker, given the rows of transformers' thinker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_CODES = 24
 
 @dataclass(frozen=True)
 class Ask:
-    """One conversation; what is shown is named by seeds."""
+    """One conversation; images and sounds are given by seeds."""
 
     messages: Sequence[Mapping[str, Any]]
     images: tuple[int, ...] = ()
@@ -93,7 +93,7 @@ def engine_for(folder: str, **settings: Any) -> LLMEngine:
 
 
 def codes(output: RequestOutput) -> tuple[int, ...]:
-    """Those that a vocoder gets."""
+    """Return the codes that a vocoder receives."""
     first = output.outputs[0]
     assert output.error is None
     return first.token_ids[:-1] if first.finish_reason == "stop" else first.token_ids
@@ -125,7 +125,7 @@ def test_codes_are_those_of_transformers(
 
 
 def test_references_differ_and_images_are_not_placed_by_index(cases: dict[str, Case]) -> None:
-    """Else the test above would show little."""
+    """Guards the test above against being vacuous."""
     assert len({case.codes for case in cases.values()}) == len(cases)
     assert all(len(set(case.codes)) > 5 for case in cases.values())
     for name, case in cases.items():
@@ -147,7 +147,7 @@ def test_hidden_states_are_those_of_transformers(
 
 @torch.inference_mode()
 def talker_hidden_states(reference: OmniReference, case: Case, generated: Sequence[int]) -> Tensor:
-    """All rows in one pass of transformers' talker, whose inputs are put together here."""
+    """Compute all rows in one pass of transformers' talker, with inputs built here."""
     model, config = reference.model, reference.model.config.talker_config
     speaker = model.speaker_map[case.prompt.speaker]["bos_token"]
     text = model.thinker.get_input_embeddings().weight
@@ -174,7 +174,7 @@ def test_a_later_turn_hits_the_blocks_of_the_earlier(folder: str, reference: Omn
     params = SamplingParams(temperature=0.0, max_tokens=NUM_CODES)
     inputs = reference.inputs(first, [picture(1)])
     later = spoken(reference.model, inputs, list(range(20, 30)))
-    # What a thinker hands on of the first turn are the same rows, from its cache.
+    # A thinker's rows of the first turn are the same in the later turn, from its cache.
     num_first = later.prompt_rows.shape[0] - 9
     assert later.positions is not None
     earlier = SpeechPrompt(

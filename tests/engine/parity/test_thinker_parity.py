@@ -1,4 +1,4 @@
-"""Thinkers of Qwen2.5-Omni and Qwen3-Omni through the whole engine, against transformers' own."""
+"""Thinkers of Qwen2.5-Omni and Qwen3-Omni through the whole engine, against transformers'."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ TALKS = {
             [tone(0.3), talkie(1, tone(0.7), 2), "then", picture(0), talkie(2, tone(2.5), 4, 1.0)]
         ),
     },
-    # A place is 1/13 s: seconds of grids are whole numbers of them, as with published settings.
+    # A position is 1/13 s; grids are whole numbers of them apart, as with published settings.
     "qwen3_omni": BOTH
     | {
         "video": Talk([clip(1, seconds=1.0), "What happens?"]),
@@ -80,7 +80,7 @@ class Thinker:
     folder: str
     reference: ThinkerReference
 
-    @cache  # noqa: B019 - of two families, with which every engine is compared
+    @cache  # noqa: B019 - two families, with which every engine is compared
     def answers(self) -> dict[str, ThinkerAnswer]:
         return {n: self.reference.answer(t, NUM_TOKENS) for n, t in TALKS[self.name].items()}
 
@@ -116,7 +116,7 @@ def assert_equal(output: RequestOutput, expected: ThinkerAnswer, handed_on: set[
     assert rows.pop("token_ids", torch.tensor(ids)).tolist() == ids
     for name, found in rows.items():
         expect = getattr(expected, name).to(found.dtype)
-        # Those that are looked up and counted are equal, those that are computed are near.
+        # Looked-up and counted values are equal, computed ones are close.
         near = 1e-4 if name in ("hidden_states", "speech_rows") else 0
         torch.testing.assert_close(found, expect, atol=near, rtol=0)
 
@@ -153,7 +153,7 @@ def test_mixed_requests_equal_transformers_cold_and_warm(
 
 
 def test_answers_depend_on_everything_that_is_shown(thinker: Callable[[str], Thinker]) -> None:
-    """Else parity would show little; and videos do run ahead of indices, images behind them."""
+    """Guards parity against being vacuous; positions of videos exceed indices, images' do not."""
     case = thinker("qwen2_5_omni")
     shown: list[Any] = [picture(0), picture(1), tone(1.0), tone(1.0, 2000.0), clip(1), clip(2)]
     answers = [tuple(case.reference.answer(Talk([x, "What?"]), 8).token_ids) for x in shown]
@@ -169,7 +169,7 @@ def test_answers_depend_on_everything_that_is_shown(thinker: Callable[[str], Thi
 def test_every_naming_of_weights_loads(
     dtype: torch.dtype, tmp_path: Path, seeded: Callable[[str], str]
 ) -> None:
-    """Also that in which the weights are named as the modules are in newer transformers."""
+    """Also names like those of the modules in newer transformers."""
     renamed = tmp_path / "omni"
     shutil.copytree(seeded("qwen2_5_omni"), renamed)
     weights = load_file(renamed / "model.safetensors")
@@ -210,7 +210,7 @@ def test_only_the_thinkers_weights_are_loaded(seeded: Callable[[str], str]) -> N
 def test_features_of_several_depths_matter(
     thinker: Callable[[str], Thinker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else parity would not show that they are added, and where."""
+    """Otherwise parity would not show that they are added, and where."""
     case = thinker("qwen3_omni")
     engine = build(case.folder, num_blocks=64)
     merge = ModelInputBuilder._merge_items

@@ -1,4 +1,4 @@
-"""Decoders that hear, through the whole engine: asked in a chat, or by a sound alone."""
+"""Decoders with audio towers, through the whole engine: in chats, and for transcription."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ ROLES = {"audio_token": "pad", "audio_bos_token": "start", "audio_eos_token": "e
 
 
 class Reference(ABC):
-    """A checkpoint in transformers, with what makes features and prompts for it.
+    """A checkpoint loaded by transformers, which also makes its features and prompts.
 
     Attributes:
-        instance: of the model; its body is ``model``.
+        instance: the whole model; its body is ``model``.
     """
 
     def __init__(self, model: Any) -> None:
@@ -53,11 +53,11 @@ class Reference(ABC):
 
     @abstractmethod
     def chat(self, sound: Any) -> dict[str, Any]:
-        """What the model gets for a chat that shows a sound and asks."""
+        """Return the model's inputs for a chat with a sound and a question."""
 
     @abstractmethod
     def transcription(self, sound: Any, language: str | None, names: str | None) -> dict[str, Any]:
-        """What the model gets to write down a sound."""
+        """Return the model's inputs for a transcription."""
 
     @torch.inference_mode()
     def check(self, output: RequestOutput, shown: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ class Reference(ABC):
 
 
 class Qwen3ASR(Reference):
-    """Prompts by the processor of transformers."""
+    """Prompts of transformers' processor."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(
@@ -101,7 +101,7 @@ class Qwen3ASR(Reference):
 
 
 class Voxtral(Reference):
-    """Prompts as mistral-common 1.13 writes them: the processor of transformers needs it."""
+    """Prompts as in mistral-common 1.13, which transformers' processor requires."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(
@@ -230,7 +230,7 @@ def test_what_it_cannot_do_is_refused_and_harms_no_other(
 
 
 def test_messages_of_other_roles_are_refused_by_the_template(tmp_path: Path) -> None:
-    """Else what a tool says would stand there as the system's."""
+    """Otherwise a tool's result would appear as a system message."""
     engine = build(str(build_voxtral(tmp_path / "model")))
     chat = ({"role": "user", "content": "2+2?"}, {"role": "tool", "content": "4"})
     with pytest.raises(ValueError, match="no messages of the role tool"):
@@ -240,7 +240,7 @@ def test_messages_of_other_roles_are_refused_by_the_template(tmp_path: Path) -> 
 def test_a_folder_with_the_published_tokenizer_file_is_asked_in_the_same_way(
     tmp_path: Path,
 ) -> None:
-    """It has no template, and names no beginning and no end."""
+    """It has no chat template, and names no begin and end tokens."""
     folder = build_voxtral(tmp_path / "model")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / file).unlink()

@@ -1,4 +1,4 @@
-"""``deterministic``: the same bits, whatever a request runs beside and however it is computed."""
+"""``deterministic``: the same bits, whatever the batch, chunks, blocks, cache and threads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.vocoder_reference import random_codes
 
 pytestmark = needs_kernels
 
-# Longer than torch's prefills, several parts of attention, and less than a block.
+# Longer than torch's prefills, several parts of attention, and shorter than a block.
 LENGTHS = (5, 40, 300, 150, 330)
 PROMPTS = [TokensPrompt(tuple((i * 7 * n + i * i + n) % 90 + 4 for i in range(n))) for n in LENGTHS]
 FAMILIES = (
@@ -57,7 +57,7 @@ def threads(number: int) -> Iterator[None]:
 
 
 def sampling(index: int, max_tokens: int) -> SamplingParams:
-    """Greedy and drawn requests by turns."""
+    """Return greedy and random sampling in turn."""
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=0.8 * (index % 2),
@@ -77,7 +77,7 @@ def answers(
     max_tokens: int = 6,
     **settings: Any,
 ) -> list[CompletionOutput]:
-    """What an engine answers to all prompts, one by one or together; the last of some times."""
+    """Return answers to all prompts, one by one or together, of the last of several runs."""
     standard = {"max_num_seqs": 8, "max_model_len": 512, "num_blocks": 300}
     with threads(num_threads):
         engine = LLMEngine(EngineConfig(model=folder, deterministic=True, **standard | settings))

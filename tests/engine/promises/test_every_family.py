@@ -1,4 +1,4 @@
-"""What costs little to ask of every family: streams, and weights and pages in every format."""
+"""Cheap checks of every family: streaming, and weights and pages in every format."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FAMILIES: Mapping[str, Trial] = {
     "qwen2_5_omni": TRIALS["thinker"],
     "qwen3_omni": TRIALS["qwen3 thinker"],
 }
-# How far hidden states may be from those in float32, all of them together: small random models
-# magnify what is rounded more than trained ones do.
+# Maximum relative error of all hidden states against float32: small random models amplify
+# rounding more than trained ones do.
 FORMATS: Mapping[str, tuple[dict[str, Any], float]] = {
     "bfloat16": ({"dtype": "bfloat16"}, 0.1),
     "int8": ({"quantization": "int8"}, 0.1),
@@ -51,7 +51,7 @@ def steps(engine: LLMEngine, trial: Trial) -> Iterator[RequestOutput]:
 
 @pytest.fixture(scope="module")
 def exact(seeded: Callable[[str], str]) -> Callable[[str], RequestOutput]:
-    """A family's answer in float32, whose pieces were those of the whole."""
+    """Return a family's answer in float32, after checking that it is streamed equally."""
 
     @cache
     def make(name: str) -> RequestOutput:
@@ -77,7 +77,7 @@ def test_what_is_streamed_is_the_whole(name: str, exact: Callable[[str], Request
 
 
 def rows(output: RequestOutput) -> Tensor:
-    """Of the prompt: what comes after it may be said otherwise."""
+    """Return the prompt's hidden states: generated tokens may differ."""
     found = output.outputs[0].tensors["hidden_states"]
     return found[: len(output.prompt_token_ids)].float()
 

@@ -1,7 +1,7 @@
-"""The engine's promises for every family whose layers keep different things, and encoder-decoders.
+"""The engine's promises for families with windows, states or experts, and for encoder-decoders.
 
 Windows of 16 in blocks of 4, prompts of up to five windows, shared encoder inputs, on pools that
-evict and preempt, by recomputation and by swapping to a host that has too little room for all.
+evict and preempt, by recomputation and by swapping to a host with too little memory for all.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tests.support.request_stream import (
 Preemption = Literal["recompute", "swap", "disk"]
 
 SOURCES = 3
-# Blocks with which a few requests fill the pool, and one of the longest still fits.
+# Pool sizes that a few requests fill, but in which the longest request fits.
 POOLS = {"bart": 28, "t5": 28, "t5-gated": 28, "whisper": 90, "mllama": 46}
 SWAPPED = {"qwen2": 20, "gemma2": 36, "jamba": 6}
 RECOMPUTED = {
@@ -66,7 +66,7 @@ RECOMPUTED = {
     "qwen3_5": 6,
     "jamba-recurrent": 6,
 }
-# The same in blocks of 16 tokens, of which one of a model with states holds many of them.
+# The same in blocks of 16 tokens; a block of a model with states holds many tokens.
 IN_LONG_BLOCKS = {
     **dict.fromkeys(("bart", "t5", "mllama", "llama", "qwen3", "qwen3_moe", "mixtral"), 20),
     **{"whisper": 22, "gemma2": 20, "gemma3": 16, "ministral": 20},
@@ -84,22 +84,22 @@ FAMILIES = [
     *((name, "swap", "16") for name in IN_LONG_BLOCKS),
 ]
 OUTPUTS = ("hidden_states", "encoder_hidden_states")
-# Sharp attention amplifies rounding: uncached, these differ by as much from batch to batch.
+# Sharp attention amplifies rounding: even uncached, these differ as much between batches.
 ATOL = {
     **{"t5": 1e-4, "t5-gated": 1e-4, "whisper": 5e-5},
     **{"gemma3": 5e-5, "qwen3_next": 1e-4, "qwen3_5": 1e-4},
 }
 RUNS = (RequestStatus.RUNNING, RequestStatus.FINISHED)
-# A state does not grow: who is let in has room to finish, unless keys and values take it.
+# A state does not grow: a running request has room to finish unless keys and values need it.
 MAY_RUN_TO_THE_END = ("jamba", "bamba", "qwen3_next", "qwen3_5", "jamba-recurrent")
-# A step of more tokens than were planned for needs more blocks of a window than were planned for.
+# A step with more tokens than planned needs more blocks of a window than planned.
 WINDOWED = ("mistral-sliding", "qwen2-sliding", "ministral", "gemma2", "gemma3")
 HOST_ONLY = ("mistral-sliding", "jamba-recurrent")
 
 
 @dataclass(frozen=True)
 class PairAsk(Ask):
-    """A request for an encoder-decoder: the tokens of an :class:`Ask` are its decoder's."""
+    """A request for an encoder-decoder; the tokens of :class:`Ask` are the decoder prompt."""
 
     model: str = "bart"
     image_token_id: int = 0
@@ -145,7 +145,7 @@ class Family:
         return self.name in POOLS
 
     def ask(self, plain: Ask, source: int) -> Ask:
-        """The same request for this family."""
+        """Return the same request for this family."""
         if not self.has_encoder:
             return plain
         return PairAsk(
@@ -235,7 +235,7 @@ def on_disk(family: Family) -> OffloadedBlocks:
 def test_random_streams_equal_uncached_with_blocks_on_disk(
     family: Family, data: st.DataObject, sources: list[int], damage: int
 ) -> None:
-    """The pool begins empty, so that hits are of blocks on disk, some of which are damaged."""
+    """The pool begins empty, so hits come from blocks on disk, some of which are damaged."""
     disk = on_disk(family).disk
     assert disk is not None and disk.flush(PATIENCE_S)
     files = sorted(disk._folder.rglob("*.block"))
@@ -265,7 +265,7 @@ def test_what_the_pool_has_lost_is_hit_on_disk(family: Family) -> None:
 
 
 def growing(family: Family, num_requests: int = 6) -> Script:
-    """Requests that are let in side by side, and do not all have room to finish."""
+    """Return requests that start together, but do not all have room to finish."""
     length, max_tokens = (8, 70) if family.max_prompt > 30 else (4, 40)
     plain = [
         Ask(number % 3, length + number, 0, max_tokens, False, False, 0, None)
@@ -275,7 +275,7 @@ def growing(family: Family, num_requests: int = 6) -> Script:
 
 
 class Swaps:
-    """Counts what a swap space has done."""
+    """Counts swaps, and refusals to swap out."""
 
     def __init__(self, engine: LLMEngine, patch: pytest.MonkeyPatch) -> None:
         self.outs = self.ins = self.refused = 0
@@ -299,20 +299,20 @@ class Swaps:
 
 
 def test_streams_do_evict_hit_and_preempt(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the property above would prove nothing."""
+    """Guards the property above against being vacuous."""
     engine = family.engine
     swaps = Swaps(engine, monkeypatch) if family.preemption == "swap" else None
     before = engine.stats()
     assert before.kv is not None
     run_stream(engine, growing(family), family.alone)
     again: Script = [("add", family.ask(Ask(1, 20, 0, 4, False, False, 0, None), 1))]
-    for _ in range(10):  # the shares of the pool's content, learnt before, adapt to what is asked
+    for _ in range(10):  # the pool's learnt shares of content adapt to the requests
         run_stream(engine, again, family.alone)
         after = engine.stats()
         assert after.kv is not None
         if after.kv.hit_tokens > before.kv.hit_tokens:
             break
-    # The fewest pages, one of each group, hold all the states at the ends of long blocks.
+    # The minimum of pages, one per group, holds all the states at the ends of long blocks.
     assert after.kv.evictions > before.kv.evictions or before.kv.num_blocks == 5
     assert after.kv.hit_tokens > before.kv.hit_tokens
     if family.name in MAY_RUN_TO_THE_END:
@@ -348,7 +348,7 @@ def test_a_preempted_request_can_be_aborted(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, swap = family.engine, family.engine._swap
-    if family.name in MAY_RUN_TO_THE_END:  # the pool is said to have no room, once
+    if family.name in MAY_RUN_TO_THE_END:  # allocation fails once
         allocate, calls = engine._kv.allocate_slots, count()
         monkeypatch.setattr(
             engine._kv,
@@ -389,13 +389,13 @@ def test_models_without_full_attention_get_a_group_on_the_host(family: Family) -
 def test_a_conversation_goes_on_from_the_last_token_of_its_last_turn(
     family: Family, length: int
 ) -> None:
-    """Turn after turn, all but the last token is found, in a block that is not full as well."""
+    """Every turn hits all but the last token, also in a partial block."""
     engine = family.engine
     engine.reset_prefix_cache()
     ask = Ask(0, length, 0, 6, False, False, 0, None)
     for turn in range(3):
         (output,) = engine.generate([ask.prompt], [ask.params])
-        # The last turn computed all of its tokens but the last, and three came behind it.
+        # The last turn computed all but its last token, and three more follow it.
         assert output.num_cached_tokens == (output.num_prompt_tokens - 4 if turn else 0)
         assert_same(output, family.alone.answer(ask), family.alone.atol)
         ask = ask.next_turn(output, 3)

@@ -86,12 +86,12 @@ def test_promise_1_and_6_random_streams_equal_uncached_and_conserve_blocks(
 
 
 FORMATS: Mapping[str, tuple[dict[str, Any], float]] = {
-    # Sums of codes are exact, and a row's products the same in every batch: what float32's
-    # attention rounds is all that differs, and may round x's 16 bits the other way.
+    # Sums of codes are exact, and a row's products equal in every batch: only the rounding of
+    # float32 attention differs, which may change the rounding of x to 16 bits.
     "int8": ({"quantization": "int8"}, 1e-4),
     "int4": ({"quantization": "int4"}, 1e-4),
-    # A key or a row that lies between two values of 8 bits is rounded either way, by 2^-8 of it,
-    # and what it changes is rounded again in each of the layers.
+    # A key or row between two values of 8 bits is rounded either way, by 2^-8 of it, and the
+    # difference is rounded again in each of the layers.
     "bfloat16": ({"dtype": "bfloat16"}, 4 * 2**-8),
 }
 
@@ -115,7 +115,7 @@ def test_promise_1_and_6_hold_in_every_format(
 def test_the_random_streams_do_hit_evict_and_preempt(
     engine: LLMEngine, alone: Alone, qwen2_checkpoint: str
 ) -> None:
-    """Else the property above would prove nothing."""
+    """Guards the property above against being vacuous."""
     busy = [
         ("add", Ask(family, 22, tail, 9, as_embeds, False, 0, None))
         for family in range(3)
@@ -230,7 +230,7 @@ def test_promise_5_salts_and_embeddings_keep_blocks_apart(roomy: LLMEngine) -> N
     while roomy.has_unfinished_requests:
         for output in roomy.step():
             assert output.num_cached_tokens == 0
-    # Positions of embeddings hold token id 0 in the tables, as a prompt of zeros does.
+    # Embeddings have token id 0 in the tables, like a prompt of zeros.
     zeros = roomy.generate(TokensPrompt((0,) * 20), params)[0]
     rows = torch.randn(20, 64, generator=torch.Generator().manual_seed(1))
     embeds = roomy.generate(EmbedsPrompt(rows), params)[0]
@@ -327,7 +327,7 @@ def test_promise_7_a_request_with_broken_logits_fails_alone(
 def test_promise_7_broken_numbers_in_a_freed_page_hurt_nobody(
     qwen2_checkpoint: str, backend: str, left_behind: float
 ) -> None:
-    """Whoever gets a page next has rows in it that are not written yet, and kernels read them."""
+    """The next owner of a page has unwritten rows in it, and kernels read them."""
     config = EngineConfig(
         model=qwen2_checkpoint, block_size=BLOCK_SIZE, num_blocks=64, attention_backend=backend
     )
@@ -374,25 +374,25 @@ def test_promise_8_sizes_are_told(roomy: LLMEngine) -> None:
 
 MAX_TEXT = 16
 ROW_BYTES = 64 * 4
-# Prefills of other lengths add up in another order: one of 1,280 hidden values was 1.0014e-5 apart.
-ROUNDING = 1e-5  # of what a value is, beside as much for any
+# Prefills of other lengths sum in another order: one of 1,280 hidden values was 1.0014e-5 off.
+ROUNDING = 1e-5  # relative, in addition to the absolute tolerance
 # Rows of the encoder cache, rows of a step, and blocks of the pool.
 LIMITS = {
     "llava": (40, 20, 20),
     "qwen2_5_vl": (15, 7, 17),
     "qwen3_5_vision": (15, 7, 14),
-    "qwen3_vl": (45, 7, 20),  # of which a row is three times as wide
-    "gemma3_vision": (40, 20, 36),  # of which an image is as long as a step, in two groups
+    "qwen3_vl": (45, 7, 20),  # its rows are three times as wide
+    "gemma3_vision": (40, 20, 36),  # its images are as long as a step, in two groups
     "qwen3_asr": (15, 7, 17),
     "voxtral": (60, 25, 32),
     "csm": (12, 6, 17),
     "pocket_tts": (12, 6, 17),
     "qwen2_5_omni": (18, 13, 17),
-    "qwen3_omni": (54, 13, 36),  # of whose images a row is three times as wide
+    "qwen3_omni": (54, 13, 36),  # rows of its images are three times as wide
 }
 SHOWN: Mapping[str, Mapping[Modality, str]] = {
     **{name: {"image": placeholder} for name, placeholder in PLACEHOLDER.items()},
-    "gemma3_vision": {"image": "<image_soft_token>"},  # in text stands what begins an image
+    "gemma3_vision": {"image": "<image_soft_token>"},  # text has the image's begin token instead
     "qwen3_asr": {"audio": "<|audio_pad|>"},
     "voxtral": {"audio": "[AUDIO]"},
     "csm": {"audio": "<|AUDIO|>"},
@@ -413,7 +413,7 @@ class Family:
 
 @pytest.fixture(scope="module")
 def short_chunks(seeded: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A thinker of four places to a chunk, so that short videos and sounds come in pieces."""
+    """A thinker with chunks of four positions, so that short videos and sounds are split."""
     folder: Path = tmp_path_factory.mktemp("short_chunks") / "omni"
     shutil.copytree(seeded("qwen2_5_omni"), folder)
     config = json.loads((folder / "config.json").read_text())
@@ -422,19 +422,19 @@ def short_chunks(seeded: Callable[[str], str], tmp_path_factory: pytest.TempPath
     return str(folder)
 
 
-# Blocks of 16 tokens of a pool in which few requests find room.
+# Sizes of pools with blocks of 16 tokens in which few requests fit.
 IN_LONG_BLOCKS = dict.fromkeys(LIMITS, 10) | {
     **{"qwen2_5_omni": 12, "qwen3_omni": 12, "gemma3_vision": 12}
 }
 FAMILIES = [
     *((name, way) for name in ("llava", "qwen2_5_omni") for way in ("recompute", "swap")),
-    # Two that place tokens alike.
+    # Two families with equal token positions.
     *(("qwen2_5_vl", "swap"), ("qwen3_vl", "recompute")),
     *(("gemma3_vision", "swap"), ("gemma3_vision", "recompute")),
     *(("qwen3_asr", "swap"), ("qwen3_asr", "recompute"), ("voxtral", "recompute")),
     *(("csm", "recompute"), ("csm", "swap"), ("pocket_tts", "recompute"), ("pocket_tts", "swap")),
     *(("qwen3_omni", "swap"), ("qwen3_omni", "recompute")),
-    # A state does not grow: who is let in has room to finish, and none is preempted.
+    # A state does not grow: running requests have room to finish, and none is preempted.
     ("qwen3_5_vision", "recompute"),
     *((name, "swap", "16") for name in IN_LONG_BLOCKS),
 ]
@@ -448,11 +448,11 @@ def family(
     block_size = int(*size or (BLOCK_SIZE,))
     cache_rows, encoder_rows, num_blocks = LIMITS[name]
     is_thinker = name.endswith("omni")
-    # A text of 16 tokens, a tail of 2, two videos of 12, 9 generated. In Qwen3-Omni a second of a
-    # video is 13 places.
+    # A text of 16 tokens, a tail of 2, two videos of 12, 9 generated. In Qwen3-Omni a second of
+    # video has 13 positions.
     longest = {"qwen2_5_omni": 52, "qwen3_omni": 106}.get(name)
-    # What sees both ways runs in one step; one of more tokens than were planned for needs more
-    # blocks of a window than were planned for.
+    # Bidirectional items run in one step; a step with more tokens than planned needs more
+    # blocks of a window than planned.
     budgets = BUDGETS if name != "gemma3_vision" else BUDGETS[1:] if size else BUDGETS[1:2]
     folder = short_chunks if name == "qwen2_5_omni" else seeded(name)
     part = "thinker" if is_thinker else "backbone" if name == "csm" else None
@@ -476,8 +476,8 @@ def family(
     shown = {kind: PLACEHOLDERS[kind] for kind in KINDS} if is_thinker else SHOWN[name]
     placeholders = tuple(engine.tokenizer.convert_tokens_to_ids(list(shown.values())))
     has_states = name == "qwen3_5_vision"
-    # What the delta rule gives differs from one chunking to another by up to 7e-5, and a latent is
-    # made of those before it: what was rounded stays.
+    # Results of the delta rule differ between chunkings by up to 7e-5, and each latent depends on
+    # those before it, which accumulates rounding.
     atol = {"qwen3_5_vision": 1e-4, "pocket_tts": 1e-3}.get(name, 1e-5)
     alone = alone_with(folder, part=part, atol=atol, rtol=rtol)
     return Family(tuple(shown), placeholders, engine, alone, not has_states, block_size, budgets)
@@ -515,7 +515,7 @@ def ask(family: Family, number: int, item: int, max_tokens: int, num_shown: int)
 
 
 def test_streams_do_hit_evict_and_preempt(family: Family) -> None:
-    """Else the property above would prove nothing."""
+    """Guards the property above against being vacuous."""
     two_each: Script = [
         ("add", ask(family, number // 2, number // 2 % 4, 9, 2)) for number in range(20)
     ]
@@ -524,11 +524,11 @@ def test_streams_do_hit_evict_and_preempt(family: Family) -> None:
     growing: Script = [("add", ask(family, number, 0, long, num_shown)) for number in range(8)]
     family.engine.reset_prefix_cache()
     before = family.engine.stats()
-    # The shares of the pool's content that random streams have left say who finds room.
+    # The pool's shares of content, which random streams have left, decide which requests fit.
     for script in ([*two_each, *two_each, *growing], growing, growing):
         run_stream(family.engine, script, family.alone)
         if family.engine.stats().num_preemptions > before.num_preemptions or not family.preempts:
             break
-    # The fewest pages hold all the states at the ends of long blocks.
+    # The minimum of pages holds all the states at the ends of long blocks.
     evicts = family.preempts or family.block_size == BLOCK_SIZE
     assert_busy(before, family.engine.stats(), preempts=family.preempts, evicts=evicts)
