@@ -36,7 +36,7 @@ from engine.layers.layer_ops import LayerOps, TensorOptions, empty_parameter
 from engine.layers.linear import Linear
 from engine.layers.mamba import CausalConv, Rows, recurrent_state, step_and_scan, weighted
 
-_LEAST = 1e-6
+_EPSILON = 1e-6
 
 
 def delta_step(ops: LayerOps, rows: Rows, states: Tensor) -> Tensor:
@@ -73,18 +73,19 @@ def delta_scan(rows: Rows, states: Tensor, chunks: Chunks) -> tuple[Tensor, Tens
     from_start = sums.float().exp()[..., None]
     decays = from_start[:, :, -1:]
     keys = keys * (sums[..., -1:] - sums).float().exp().unsqueeze(2)
-    wanted, held, asked = beta * v, beta * from_start * k, from_start * q
+    scaled_v, scaled_k, scaled_q = beta * v, beta * from_start * k, from_start * q
     order, y, change = chunks.order, torch.empty_like(v), torch.empty_like(v)
     h = states.index_select(0, order.sequences)
-    for now in order.batches():
-        items = order.items[now]
-        going = h[: len(items)]
+    for batch in order.batches():
+        items = order.items[batch]
+        state = h[: len(items)]
+        right = scaled_v[items] - scaled_k[items] @ state
         changed = torch.linalg.solve_triangular(
-            overlaps[items], wanted[items] - held[items] @ going, upper=False, unitriangular=True
+            overlaps[items], right, upper=False, unitriangular=True
         )
         change.index_copy_(0, items, changed)
-        y.index_copy_(0, items, asked[items] @ going)
-        going.mul_(decays[items]).add_(keys[items] @ changed)
+        y.index_copy_(0, items, scaled_q[items] @ state)
+        state.mul_(decays[items]).add_(keys[items] @ changed)
     y += weighted(weights, change)
     y = y.transpose(1, 2).flatten(0, 1).index_select(0, chunks.slots)
     return y, torch.empty_like(h).index_copy_(0, order.sequences, h)
@@ -184,7 +185,7 @@ class DeltaRuleMixer(nn.Module):
         joined, conv_state = self.conv(joined, conv_state, layout)
         joined = self.ops.each(self.activation, joined).float()
         q, k, v = joined.split(self.conv_splits, dim=-1)
-        q, k = (_normed(part.view(num_tokens, groups, -1)) for part in (q, k))
+        q, k = (_unit_length(part.view(num_tokens, groups, -1)) for part in (q, k))
         q, k = (part.repeat_interleave(heads // groups, dim=1) for part in (q, k))
         shifted = a.reshape(num_tokens, heads).float() + self.dt_bias
         step_size = self.ops.each(F.softplus, shifted)
@@ -199,6 +200,6 @@ class DeltaRuleMixer(nn.Module):
         return self.out_proj(gated.to(x.dtype))
 
 
-def _normed(heads: Tensor) -> Tensor:
+def _unit_length(heads: Tensor) -> Tensor:
     """Scale heads to unit length."""
-    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _LEAST)
+    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _EPSILON)

@@ -133,48 +133,46 @@ class SparseMoE(nn.Module):
         """Map ``(rows, hidden_size)`` to the same shape; each expert runs once, over its rows."""
         weights, chosen = self._route(x)
         per_token = chosen.shape[1]
-        of_choice = chosen.flatten()
+        expert_of_choice = chosen.flatten()
         # Sorted by expert, so that the choices of one expert are adjacent.
-        order = of_choice.argsort(stable=True)
+        order = expert_of_choice.argsort(stable=True)
         rows = x.index_select(0, order // per_token)
-        closed = self._run_on_device(rows, of_choice) if x.is_cuda else None
-        if closed is None:
-            closed = self._run_by_counts(rows, of_choice)
-        output = torch.empty_like(closed).index_copy_(0, order, closed)
+        outputs = self._run_on_device(rows, expert_of_choice) if x.is_cuda else None
+        if outputs is None:
+            outputs = self._run_by_counts(rows, expert_of_choice)
+        output = torch.empty_like(outputs).index_copy_(0, order, outputs)
         mixed = output.view(len(x), per_token, -1).mul_(weights.unsqueeze(2)).sum(dim=1)
         if self.shared is not None:
             share = self.ops.each(torch.sigmoid, self.shared_gate(x))
             mixed += self.shared.part(x).mul_(share)
         return self.shards.add_up(mixed)
 
-    def _run_by_counts(self, rows: Tensor, of_choice: Tensor) -> Tensor:
+    def _run_by_counts(self, rows: Tensor, expert_of_choice: Tensor) -> Tensor:
         """Run each expert over its rows, which are sorted by expert; reads counts on the host."""
-        counts = of_choice.bincount(minlength=len(self.experts)).tolist()
+        counts = expert_of_choice.bincount(minlength=len(self.experts)).tolist()
         experts = [self.experts[index] for index, count in enumerate(counts) if count]
         sizes = [count for count in counts if count]
-        opened = multiply_groups([expert.up for expert in experts], rows, sizes)
-        gated = self.ops.gate(opened, self.activation)
+        hidden = multiply_groups([expert.up for expert in experts], rows, sizes)
+        gated = self.ops.gate(hidden, self.activation)
         return multiply_groups([expert.down for expert in experts], gated, sizes)
 
-    def _run_on_device(self, rows: Tensor, of_choice: Tensor) -> Tensor | None:
+    def _run_on_device(self, rows: Tensor, expert_of_choice: Tensor) -> Tensor | None:
         """Do the same without reading the counts on the host; None if no kernel supports it.
 
         CUDA's grouped products need bfloat16 and rows that are a multiple of 16 bytes long.
         """
         if self._stacks is None:
-            self._stacks = tuple(
-                _stacked([getattr(expert, name) for expert in self.experts])
-                for name in ("up", "down")
-            )
+            ups, downs = zip(*((expert.up, expert.down) for expert in self.experts), strict=True)
+            self._stacks = _stack_weights(ups), _stack_weights(downs)
         up, down = self._stacks
         if up is None or down is None or rows.dtype != torch.bfloat16:
             return None
-        counts = of_choice.new_zeros(len(self.experts)).scatter_add_(
-            0, of_choice, torch.ones_like(of_choice)
+        counts = expert_of_choice.new_zeros(len(self.experts)).scatter_add_(
+            0, expert_of_choice, torch.ones_like(expert_of_choice)
         )
         ends = counts.cumsum(0).to(torch.int32)
-        opened = F.grouped_mm(rows, up.transpose(1, 2), offs=ends)
-        gated = self.ops.gate(opened, self.activation)
+        hidden = F.grouped_mm(rows, up.transpose(1, 2), offs=ends)
+        gated = self.ops.gate(hidden, self.activation)
         return F.grouped_mm(gated, down.transpose(1, 2), offs=ends)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,7 +208,7 @@ class _StackTarget:
                 place.copy_(part.contiguous())
 
 
-def _stacked(linears: Sequence[Linear]) -> Tensor | None:
+def _stack_weights(linears: Sequence[Linear]) -> Tensor | None:
     """Stack all weights, which become views of the result; None if some are packed or unaligned."""
     weights = [linear.weight for linear in linears if linear.weight is not None]
     first = weights[0] if len(weights) == len(linears) else None

@@ -26,9 +26,9 @@ from engine.native import NativeKernels, PackedCodes
 
 # Rows of the cosine and sine table computed at once, which bounds the memory for intermediates.
 _ROWS_AT_ONCE = 2**14
-_MOST_CHANNELS = 2**16
+_MAX_CHANNELS = 2**16
 # Multiple of the vector widths of the C kernels' products and of torch's vector loops.
-_WIDTH = 32
+_VECTOR_SIZE = 32
 # Fewer numbers than torch splits among threads.
 _NUMBERS_AT_ONCE = 2**14
 # Quantized weights that the torch fallback dequantizes at once.
@@ -75,9 +75,9 @@ def rope_frequencies(
         raise ValueError(f"rope_type must be a name, got {rope_type!r}")
     head_dim = getattr(config, "head_dim", None)
     head_dim = head_dim or int(config.hidden_size // config.num_attention_heads)
-    if not 1 <= head_dim <= _MOST_CHANNELS:
+    if not 1 <= head_dim <= _MAX_CHANNELS:
         raise ValueError(
-            f"head_dim, or hidden_size by num_attention_heads, must be 1 to {_MOST_CHANNELS}, "
+            f"head_dim, or hidden_size by num_attention_heads, must be 1 to {_MAX_CHANNELS}, "
             f"got {head_dim}"
         )
     if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
@@ -109,11 +109,7 @@ class RotaryEmbedding(nn.Module):
     """Cosines and sines of all positions, precomputed from ``(rotary_dim / 2,)`` frequencies."""
 
     def __init__(
-        self,
-        inv_freq: Tensor,
-        scaling: float,
-        max_model_len: int,
-        **options: Unpack[TensorOptions],
+        self, inv_freq: Tensor, scaling: float, max_model_len: int, **options: Unpack[TensorOptions]
     ) -> None:
         super().__init__()
         # (max_model_len, rotary_dim): half cosines, half sines, so that one gather serves a step.
@@ -278,11 +274,10 @@ class LayerOps:
         def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
             parts = []
             pieces = (codes.split(step), scales.split(step), offsets.split(step))
-            for some, scale, offset in zip(*pieces, strict=True):
+            for piece, scale, offset in zip(*pieces, strict=True):
                 if bits == 4:
-                    some = torch.stack((some & 15, some >> 4), dim=-1).flatten(1)[:, :width]
-                piece = QuantizedWeight(some, scale, offset, *layout)
-                plain = piece.dequantize(x.dtype)
+                    piece = torch.stack((piece & 15, piece >> 4), dim=-1).flatten(1)[:, :width]
+                plain = QuantizedWeight(piece, scale, offset, *layout).dequantize(x.dtype)
                 parts.append(F.linear(x, plain))
             output = torch.cat(parts, dim=-1)
             return output if bias is None else output.add_(bias)
@@ -340,14 +335,14 @@ class NativeLayerOps(LayerOps):
     def pack_weight(self, weight: Tensor) -> PackedWeight:
         """See :class:`LayerOps`; widths that the kernel does not support use oneDNN."""
         if weight.dtype == torch.bfloat16:
-            return self._packed(self._kernels.pack_bfloat16(weight))
+            return self._pack_codes(self._kernels.pack_bfloat16(weight))
         packed = None if weight.is_meta else self._kernels.pack_linear(weight)
         if packed is None and self.deterministic and not weight.is_meta:
-            return self._widened(weight)
+            return self._pack_padded(weight)
         if packed is None:
             return super().pack_weight(weight)
-        multiply, together = partial(self._kernels.linear, packed), self._kernels.linear_groups
-        return PackedWeight(multiply, packed.nbytes, len(weight), together, packed)
+        multiply, groups = partial(self._kernels.linear, packed), self._kernels.linear_groups
+        return PackedWeight(multiply, packed.nbytes, len(weight), groups, packed)
 
     def pack_quantized(self, weight: QuantizedWeight) -> PackedWeight:
         """See :class:`LayerOps`; group sizes that the kernel does not support use torch."""
@@ -355,7 +350,7 @@ class NativeLayerOps(LayerOps):
             weight.codes, weight.scales, weight.offsets, weight.group_size, weight.bits
         )
         if packed is not None:
-            return self._packed(packed)
+            return self._pack_codes(packed)
         if self.deterministic:
             raise ValueError(
                 f"deterministic: no C kernel multiplies weights of {weight.bits} bits in groups of "
@@ -363,10 +358,10 @@ class NativeLayerOps(LayerOps):
             )
         return super().pack_quantized(weight)
 
-    def _widened(self, weight: Tensor) -> PackedWeight:
+    def _pack_padded(self, weight: Tensor) -> PackedWeight:
         """Pack a weight padded with zero outputs to a number that the kernel supports."""
         rows = len(weight)
-        packed = self._kernels.pack_linear(F.pad(weight, (0, 0, 0, -rows % _WIDTH)))
+        packed = self._kernels.pack_linear(F.pad(weight, (0, 0, 0, -rows % _VECTOR_SIZE)))
         assert packed is not None
 
         def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -382,9 +377,9 @@ class NativeLayerOps(LayerOps):
         """
         if not self.deterministic:
             return function(x)
-        flat = F.pad(x.flatten(), (0, -x.numel() % _WIDTH))
-        made = torch.cat([function(piece) for piece in flat.split(_NUMBERS_AT_ONCE)])
-        return made[: x.numel()].view(x.shape)
+        flat = F.pad(x.flatten(), (0, -x.numel() % _VECTOR_SIZE))
+        output = torch.cat([function(piece) for piece in flat.split(_NUMBERS_AT_ONCE)])
+        return output[: x.numel()].view(x.shape)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """See :class:`LayerOps`; library products round depending on the batch size.
@@ -396,10 +391,10 @@ class NativeLayerOps(LayerOps):
             return a @ b
         width = b.shape[-1]
         if width > 1:
-            b = F.pad(b, (0, -width % _WIDTH))
+            b = F.pad(b, (0, -width % _VECTOR_SIZE))
         return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)[..., :width]
 
-    def _packed(self, packed: PackedCodes) -> PackedWeight:
+    def _pack_codes(self, packed: PackedCodes) -> PackedWeight:
         nbytes = packed.codes.nbytes + packed.factors.nbytes
         return PackedWeight(partial(self._kernels.quantized, packed), nbytes, packed.shape[0])
 

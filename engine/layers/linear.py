@@ -84,19 +84,16 @@ class Linear(nn.Module):
             place: Target = _PartTarget(self, part, shape, plain)
             if plain is not None and self._quantized is None:
                 place = plain
-            yield f"{prefix}{part}.weight", self._cut(place)
+            yield f"{prefix}{part}.weight", self._shard(place)
             if self.bias is not None and part in self.biased_parts:
-                yield f"{prefix}{part}.bias", self._cut(self.bias.data[start : start + rows])
+                yield f"{prefix}{part}.bias", self._shard(self.bias.data[start : start + rows])
             start += rows
 
-    def _cut(self, place: Target) -> Target:
+    def _shard(self, place: Target) -> Target:
         return place if self._split is None else ShardTarget(place, *self._split)
 
     def hold_quantized(
-        self,
-        scheme: QuantizationScheme | None,
-        ops: LayerOps,
-        dtype: torch.dtype | None = None,
+        self, scheme: QuantizationScheme | None, ops: LayerOps, dtype: torch.dtype | None = None
     ) -> None:
         """Hold the weight in quantized form; call before loading.
 
@@ -119,20 +116,18 @@ class Linear(nn.Module):
     def hold(self, part: str, weight: Tensor | QuantizedWeight) -> None:
         """Accept one of the matrices; all are packed once the last one is there."""
         assert self._quantized is not None
-        self._packed += self._quantized.take(part, weight, tuple(self.parts))
+        self._packed += self._quantized.add(part, weight, tuple(self.parts))
 
     def pack(self, ops: LayerOps | None = None) -> None:
         """Replace the weight by a layout that a CPU multiplies faster; see :func:`can_pack`.
 
         Results differ from the plain product only by rounding.
         """
-        if self.weight is None or self._packed:
-            self.weight = None
-            return
-        if self._quantized is None:
-            self._packed = [(ops or LayerOps()).pack_weight(self.weight.data)]
-        else:
-            self._packed = self._quantized.pack(self.weight.data)
+        if self.weight is not None and not self._packed:
+            if self._quantized is None:
+                self._packed = [(ops or LayerOps()).pack_weight(self.weight.data)]
+            else:  # a shared matrix, which was loaded plain for its other users
+                self._packed = self._quantized.add("", self.weight.data, ("",))
         self.weight = None
 
     @property
@@ -170,16 +165,16 @@ class _QuantizedParts:
     """The parts of a quantized weight that are loaded so far.
 
     Attributes:
-        came: matrices that wait for their siblings.
+        received: matrices that wait for their siblings.
     """
 
     scheme: QuantizationScheme | None
     ops: LayerOps
     device: torch.device
     dtype: torch.dtype
-    came: dict[str, Tensor | QuantizedWeight]
+    received: dict[str, Tensor | QuantizedWeight]
 
-    def take(
+    def add(
         self, part: str, weight: Tensor | QuantizedWeight, parts: Sequence[str]
     ) -> list[PackedWeight]:
         """Add a part; after the last one, return the packed weights of all parts, in order."""
@@ -187,23 +182,18 @@ class _QuantizedParts:
         if isinstance(weight, Tensor):
             plain = weight.to(self.dtype)
             weight = plain if self.scheme is None else self.scheme.quantize(plain)
-        self.came[part] = weight
-        if self.came.keys() != set(parts):
+        self.received[part] = weight
+        if self.received.keys() != set(parts):
             return []
-        came = [self.came[name] for name in parts]
-        self.came = {}
+        items = [self.received.pop(name) for name in parts]
         packed = []
-        for layout, group in groupby(came, lambda x: isinstance(x, QuantizedWeight) and x.layout):
+        for layout, group in groupby(items, lambda x: isinstance(x, QuantizedWeight) and x.layout):
             if layout:
                 stack = QuantizedWeight.stacked(list(group))  # type: ignore[arg-type]
                 packed.append(self.ops.pack_quantized(stack))
             else:
                 packed.append(self.ops.pack_weight(torch.cat(list(group))))  # type: ignore[arg-type]
         return packed
-
-    def pack(self, weight: Tensor) -> list[PackedWeight]:
-        """Pack a shared matrix, which was loaded plain for its other users."""
-        return self.take("", weight, ("",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,11 +237,11 @@ def multiply_groups(linears: Sequence[Linear], x: Tensor, sizes: Sequence[int]) 
     """
     packed = [each._packed[0] for each in linears if len(each._packed) == 1]
     panels = [each.panels for each in packed if each.panels is not None]
-    together = packed[0].multiply_groups if len(panels) == len(linears) else None
-    if together is None:
+    multiply = packed[0].multiply_groups if len(panels) == len(linears) else None
+    if multiply is None:
         rows = x.split(list(sizes))
-        return torch.cat([each(mine) for each, mine in zip(linears, rows, strict=True)])
-    return together(panels, x.contiguous(), sizes)
+        return torch.cat([each(own) for each, own in zip(linears, rows, strict=True)])
+    return multiply(panels, x.contiguous(), sizes)
 
 
 class PlainMLP(nn.Module):

@@ -53,12 +53,7 @@ class CausalConv(nn.Module):
     """
 
     def __init__(
-        self,
-        channels: int,
-        kernel_size: int,
-        *,
-        bias: bool,
-        **options: Unpack[TensorOptions],
+        self, channels: int, kernel_size: int, *, bias: bool, **options: Unpack[TensorOptions]
     ) -> None:
         super().__init__()
         if kernel_size < 2:
@@ -221,10 +216,11 @@ def scan_by_steps(
     order = layout.time_order
     rows = tuple(each.index_select(0, order.items) for each in rows)
     h = states.index_select(0, order.sequences)
-    made = []
-    for now in order.batches():
-        made.append(step(tuple(each[now] for each in rows), h[: now.stop - now.start]))
-    y = torch.cat(made)
+    outputs = []
+    for batch in order.batches():
+        state = h[: batch.stop - batch.start]
+        outputs.append(step(tuple(each[batch] for each in rows), state))
+    y = torch.cat(outputs)
     return (
         torch.empty_like(y).index_copy_(0, order.items, y),
         torch.empty_like(h).index_copy_(0, order.sequences, h),
@@ -353,16 +349,16 @@ def ssd_scan(rows: Rows, states: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor
     y = weighted(weights.masked_fill_(future, 0.0), x)
 
     to_end = torch.exp((sums[..., -1:] - sums).float())
-    brought = (x * to_end[..., None]).transpose(-1, -2) @ b.unsqueeze(2)
+    updates = (x * to_end[..., None]).transpose(-1, -2) @ b.unsqueeze(2)
     decays = torch.exp(sums[..., -1].float())
-    brought, decays = brought.flatten(1, 2), decays.flatten(1, 2)
-    order, before = chunks.order, torch.empty_like(brought)
+    updates, decays = updates.flatten(1, 2), decays.flatten(1, 2)
+    order, before = chunks.order, torch.empty_like(updates)
     h = states.index_select(0, order.sequences)
-    for now in order.batches():
-        items = order.items[now]
-        going = h[: len(items)]
-        before.index_copy_(0, items, going)
-        going.mul_(decays[items, :, None, None]).add_(brought[items])
+    for batch in order.batches():
+        items = order.items[batch]
+        state = h[: len(items)]
+        before.index_copy_(0, items, state)
+        state.mul_(decays[items, :, None, None]).add_(updates[items])
 
     from_start = torch.exp(sums.float())[..., None]
     y += from_start * (c.unsqueeze(2) @ before.unflatten(1, (num_groups, -1)).transpose(-1, -2))
@@ -378,9 +374,9 @@ def weighted(weights: Tensor, x: Tensor) -> Tensor:
     y = weights @ x
     if y.is_cuda or are_finite([y]):
         return y
-    spoilt = ~x.isfinite().all(-1)
-    earlier = weights @ x.masked_fill(spoilt[..., None], 0.0)
-    is_reached = spoilt.cumsum(-1) > 0
+    is_nonfinite = ~x.isfinite().all(-1)
+    earlier = weights @ x.masked_fill(is_nonfinite[..., None], 0.0)
+    is_reached = is_nonfinite.cumsum(-1) > 0
     return torch.where(is_reached[..., None], y, earlier)
 
 
@@ -431,7 +427,7 @@ class Mamba2Mixer(RecurrentMixer):
         )
         self.num_heads, self.num_groups = heads, groups
         self.norm_eps = config.rms_norm_eps
-        self.least_dt, self.greatest_dt = config.time_step_limit
+        self.min_dt, self.max_dt = config.time_step_limit
         self.conv_splits, self.in_splits = conv_splits, in_splits
         self.norm_weight = empty_parameter(inner, **options)
         options["dtype"] = torch.float32
@@ -454,7 +450,7 @@ class Mamba2Mixer(RecurrentMixer):
         u = u.unflatten(-1, (self.num_heads, -1))
         # Clamped for decodes too, unlike transformers: prompt and decode tokens must agree.
         dt = self.ops.each(F.softplus, dt.float() + self.dt_bias)
-        dt = dt.clamp_(self.least_dt, self.greatest_dt)
+        dt = dt.clamp_(self.min_dt, self.max_dt)
         b, c = (each.unflatten(-1, (self.num_groups, -1)) for each in (b, c))
         rows = u * dt[..., None], dt * self.a, b, c
         one = partial(ssd_step, self.ops)

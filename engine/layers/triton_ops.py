@@ -32,10 +32,10 @@ def norm_rows(
     loaded = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0)
     x = loaded.to(tl.float32)
     if ADDS:
-        there = residual_ptr + row * WIDTH + at
-        x += tl.load(there, mask=inside, other=0.0).to(tl.float32)
+        residual_at = residual_ptr + row * WIDTH + at
+        x += tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
         added = x.to(loaded.dtype)
-        tl.store(there, added, mask=inside)
+        tl.store(residual_at, added, mask=inside)
         x = added.to(tl.float32)
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / WIDTH + eps)

@@ -21,7 +21,7 @@ from engine.requests.encoder_input import EncoderInput, Modality, MultiModalInpu
 from engine.sampling.sampler import FurtherDraws
 
 
-def _unknown(config: PreTrainedConfig) -> NoReturn:
+def _no_decoder(config: PreTrainedConfig) -> NoReturn:
     raise ValueError(f"no family of decoders is known here, not of type {config.model_type!r}")
 
 
@@ -49,7 +49,7 @@ class ModelSettings:
     block_size: int
     max_model_len: int
     ops: LayerOps = field(default_factory=LayerOps)
-    decoder_config_of: Callable[[PreTrainedConfig], Callable[[PreTrainedConfig], Any]] = _unknown
+    decoder_config_of: Callable[[PreTrainedConfig], Callable[[PreTrainedConfig], Any]] = _no_decoder
     pack_weights: bool | None = None
     quantization: Literal["int8", "int4"] | None = None
     stored_dtype: torch.dtype | None = None
@@ -151,7 +151,7 @@ class GeneratorModel(nn.Module):
 
 
 @runtime_checkable
-class _Derived(Protocol):
+class _HasDerivedValues(Protocol):
     def finish_loading(self) -> None: ...
 
 
@@ -243,7 +243,7 @@ class CausalModel(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear) and (pack_weights or module.is_quantized):
                 module.pack(self.ops)
-            elif module is not self and isinstance(module, _Derived):
+            elif module is not self and isinstance(module, _HasDerivedValues):
                 module.finish_loading()
 
     def drop_all_but_layers(self) -> None:

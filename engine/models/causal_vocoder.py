@@ -71,12 +71,12 @@ class CausalVocoder(GeneratorModel):
         self, chunks: Sequence[CodeChunk], params: GenerationParams
     ) -> tuple[Sequence[Tensor], Sequence[State]]:
         """See :meth:`GeneratorModel.generate`; chunks with equal state shapes are batched."""
-        alike: dict[Any, list[int]] = {}
+        groups: dict[Any, list[int]] = {}
         for index, chunk in enumerate(chunks):
             shapes = tuple(tensor.shape for tensor in chunk.state[1])
-            alike.setdefault(shapes, []).append(index)
-        made: dict[int, tuple[Tensor, State]] = {}
-        for members in alike.values():
+            groups.setdefault(shapes, []).append(index)
+        results: dict[int, tuple[Tensor, State]] = {}
+        for members in groups.values():
             codes = torch.stack([chunks[index].codes for index in members]).to(self.device)
             states = [chunks[index].state for index in members]
             samples, kept = self._run(codes.transpose(1, 2), states)
@@ -84,8 +84,8 @@ class CausalVocoder(GeneratorModel):
                 num_done = states[row][0] + codes.shape[1]
                 # Cloned, so that a state does not keep the whole batch alive.
                 state = tuple(tensor[row].clone() for tensor in kept)
-                made[index] = samples[row], (num_done, state)
-        ordered = [made[index] for index in range(len(chunks))]
+                results[index] = samples[row], (num_done, state)
+        ordered = [results[index] for index in range(len(chunks))]
         return [samples for samples, _ in ordered], [state for _, state in ordered]
 
     def _run(self, codes: Tensor, states: Sequence[State]) -> tuple[Tensor, list[Tensor]]:
@@ -185,12 +185,12 @@ class _Streamed(nn.Module):
         if self._is_transposed:
             self._num_kept = ceil((kernel - stride) / stride)
         self._trimmed = self._num_kept * stride, kernel - stride
-        self._has_zeros = not (begins_late and self._is_transposed)
+        self._pads_start = not (begins_late and self._is_transposed)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map the next chunk ``(B, channels, n)`` to its output ``(B, channels, ...)``."""
         if self._num_kept:
-            zeros = x.new_zeros(*x.shape[:2], self._num_kept) if self._has_zeros else None
+            zeros = x.new_zeros(*x.shape[:2], self._num_kept) if self._pads_start else None
             x = self._stream.extend(x, self._num_kept, zeros)
         output: Tensor = self.conv(x)
         if not self._is_transposed:

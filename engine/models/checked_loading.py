@@ -70,7 +70,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class LoadTargets:
     """Load targets of a model, by checkpoint name.
 
     Attributes:
@@ -85,7 +85,7 @@ def load_checked(
     checkpoint: Checkpoint,
     device: torch.device,
     build: Callable[[torch.device], ModelT],
-    places_of: Callable[[ModelT], Places],
+    targets_of: Callable[[ModelT], LoadTargets],
     check: Callable[[ModelT], object] = lambda outline: None,
 ) -> ModelT:
     """Build a model and load its weights.
@@ -98,22 +98,22 @@ def load_checked(
         ValueError: the config is invalid, its weights do not match the stored ones, or memory is
             insufficient. No memory is allocated in these cases.
     """
-    checkpoint.weight_files  # noqa: B018 - says what is wrong with the files, if anything is
-    with told_of_config(checkpoint):
+    checkpoint.weight_files  # noqa: B018 - raises if the files are invalid
+    with config_errors(checkpoint):
         outline = build(torch.device("meta"))
-        places = places_of(outline)
-        rest = [n for n in checkpoint.unplaced(places.targets) if n not in places.ignored]
-        ignored = places.ignored | computed_names(checkpoint, rest)
-    checkpoint.check_weights(places.targets, ignored=ignored)
-    require_memory(places.targets.values(), device, str(checkpoint.path))
+        wanted = targets_of(outline)
+        rest = [n for n in checkpoint.unplaced(wanted.targets) if n not in wanted.ignored]
+        ignored = wanted.ignored | computed_names(checkpoint, rest)
+    checkpoint.check_weights(wanted.targets, ignored=ignored)
+    require_memory(wanted.targets.values(), device, str(checkpoint.path))
     check(outline)
     model = build(device)
-    checkpoint.load_into(places_of(model).targets, ignored=ignored)
+    checkpoint.load_into(targets_of(model).targets, ignored=ignored)
     return model
 
 
 @contextmanager
-def told_of_config(checkpoint: Checkpoint) -> Iterator[None]:
+def config_errors(checkpoint: Checkpoint) -> Iterator[None]:
     """Convert exceptions raised inside into errors that name the checkpoint's config file.
 
     Raises:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
 from engine.models.base import CausalModel, ModelSettings
-from engine.models.checked_loading import Places, load_checked
+from engine.models.checked_loading import LoadTargets, load_checked
 from engine.requests.encoder_input import EncoderInput, EncoderView
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
@@ -163,7 +163,7 @@ def load_network(
         return build_empty(make, checkpoint.config, ModelSettings(torch.float32, where, 1, 1))
 
     names = frozenset(ignored)
-    return load_checked(checkpoint, device, build, lambda made: Places(targets(made), names))
+    return load_checked(checkpoint, device, build, lambda made: LoadTargets(targets(made), names))
 
 
 class EncoderDecoderModel(CausalModel):

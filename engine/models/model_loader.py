@@ -15,7 +15,7 @@ from engine.checkpoints.quantized_weight import SCHEMES
 from engine.interface.config import EngineConfig
 from engine.layers import NativeLayerOps, ShardError, can_pack
 from engine.models.base import CausalModel, GeneratorModel, ModelSettings
-from engine.models.checked_loading import Places, load_checked, told_of_config
+from engine.models.checked_loading import LoadTargets, config_errors, load_checked
 from engine.models.decoders.decoder import SelfAttention
 from engine.models.family import ModelFamily
 from engine.models.registry import FAMILIES
@@ -99,7 +99,7 @@ def longest_sequence(checkpoint: Checkpoint) -> int:
         ValueError: the architecture is not supported, or the config belongs to another model.
     """
     family = find_family(checkpoint)
-    with told_of_config(checkpoint):
+    with config_errors(checkpoint):
         return family.max_positions(checkpoint.config)
 
 
@@ -133,25 +133,25 @@ def load_model(
         if scheme is not None or dtype is not None or holds_codes:
             model.hold_quantized(scheme, dtype)
         if settings.shards.size > 1:
-            _require_splittable(checkpoint, model)
+            _require_divisible(checkpoint, model)
         return model
 
     if checkpoint.is_outline:
-        with told_of_config(checkpoint):
+        with config_errors(checkpoint):
             model = build_on(torch.device("meta"))
         for name, place in model.targets("model."):
             if not isinstance(place, torch.Tensor):
                 scheme, plain = checkpoint.scheme_of(name), torch.empty(place.shape, device="meta")
                 place.copy_(plain if scheme is None else scheme.quantize(plain))  # type: ignore[arg-type]
     else:
-        places_of = partial(_places, checkpoint)
-        model = load_checked(checkpoint, settings.device, build_on, places_of, check)
+        targets_of = partial(_targets, checkpoint)
+        model = load_checked(checkpoint, settings.device, build_on, targets_of, check)
     pack = packable if settings.pack_weights is None else settings.pack_weights
     model.finish_loading(pack_weights=pack)
     return model.eval()
 
 
-def _require_splittable(checkpoint: Checkpoint, model: CausalModel) -> None:
+def _require_divisible(checkpoint: Checkpoint, model: CausalModel) -> None:
     if checkpoint.stored is not None:
         raise ShardError(
             f"tensor_parallel divides plain weights; these are stored as {checkpoint.stored}"
@@ -171,14 +171,14 @@ def _require_splittable(checkpoint: Checkpoint, model: CausalModel) -> None:
         )
 
 
-def _places(checkpoint: Checkpoint, model: CausalModel) -> Places:
+def _targets(checkpoint: Checkpoint, model: CausalModel) -> LoadTargets:
     stored = checkpoint.weight_files
     ignored = set(model.ignored_weights)
     if getattr(checkpoint.config, "tie_word_embeddings", False):
         ignored |= {name for name in stored if name.endswith(_HEAD)}
     # Some embedding models keep the headless names under a causal architecture.
     targets = dict(model.targets("model." if _EMBEDDING in stored else ""))
-    return Places(targets, frozenset(ignored))
+    return LoadTargets(targets, frozenset(ignored))
 
 
 def load_generator(checkpoint: Checkpoint, device: torch.device) -> GeneratorModel:

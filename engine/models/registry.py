@@ -91,18 +91,18 @@ class FamilyRow:
         if self.decoder_config is not None:
             read_config = imported(self.decoder_config)
             return decoder_family(self.name, self.architectures, read_config, is_base=self.is_base)
-        places = {name: getattr(self, name) for name in _NAMED}
-        declared = {name: imported(place) for name, place in places.items() if place is not None}
+        named = {name: getattr(self, name) for name in _COMPONENTS}
+        declared = {name: imported(path) for name, path in named.items() if path is not None}
         declared |= {"reads_text": self.reads_text, "part": self.part}
         return ModelFamily(self.name, self.architectures, **declared)
 
 
-_NAMED = ("build", "prompts", "generator", "chat_template", "max_positions")
+_COMPONENTS = ("build", "prompts", "generator", "chat_template", "max_positions")
 
 
-def imported(place: str) -> Any:
+def imported(path: str) -> Any:
     """Import a component named by a row."""
-    module, _, name = place.partition(":")
+    module, _, name = path.partition(":")
     return getattr(importlib.import_module(f"engine.{module}"), name)
 
 
@@ -115,9 +115,9 @@ def _decoder(name: str, stem: str, *, is_base: bool = True) -> FamilyRow:
 
 
 _ITEMS = "inputs.multimodal_inputs:MultiModalPromptProcessor"
-_TWO_SIDES = ("encoder_hidden_states", "hidden_states")
-_SEES, _HEARS = ("text", "image", "video"), ("text", "audio")
-_ALL = ("text", "image", "audio", "video")
+_ENCODER_DECODER = ("encoder_hidden_states", "hidden_states")
+_VISION, _AUDIO = ("text", "image", "video"), ("text", "audio")
+_OMNI = ("text", "image", "audio", "video")
 _TABLE = (
     _decoder("llama", "Llama"),
     _decoder("mistral", "Mistral"),
@@ -145,7 +145,7 @@ _TABLE = (
         ("BartForConditionalGeneration",),
         "models.seq2seq.families:build_bart",
         "inputs.encoder_decoder_inputs:EncoderDecoderPromptProcessor",
-        outputs=_TWO_SIDES,
+        outputs=_ENCODER_DECODER,
     ),
     FamilyRow(
         "t5",
@@ -153,7 +153,7 @@ _TABLE = (
         "models.seq2seq.families:build_t5",
         "models.seq2seq.families:T5_PROMPTS",
         max_positions="models.seq2seq.families:trained_length",
-        outputs=_TWO_SIDES,
+        outputs=_ENCODER_DECODER,
     ),
     FamilyRow(
         "whisper",
@@ -161,7 +161,7 @@ _TABLE = (
         "models.whisper.whisper:build_whisper",
         "models.whisper.whisper:WHISPER_PROMPTS",
         max_positions="models.whisper.whisper:longest_text",
-        outputs=_TWO_SIDES,
+        outputs=_ENCODER_DECODER,
         modalities=("audio",),
     ),
     FamilyRow(
@@ -169,7 +169,7 @@ _TABLE = (
         ("MllamaForConditionalGeneration",),
         "models.mllama.mllama:MllamaModel",
         "models.mllama.mllama:MLLAMA_PROMPTS",
-        outputs=_TWO_SIDES,
+        outputs=_ENCODER_DECODER,
         modalities=("text", "image"),
     ),
     FamilyRow(
@@ -184,7 +184,7 @@ _TABLE = (
         ("Qwen3ASRForConditionalGeneration",),
         "models.qwen3_asr.qwen3_asr:build_qwen3_asr",
         "models.qwen3_asr.qwen3_asr:TranscriptionPrompts",
-        modalities=_HEARS,
+        modalities=_AUDIO,
     ),
     FamilyRow(
         "voxtral",
@@ -192,7 +192,7 @@ _TABLE = (
         "models.voxtral.voxtral:build_voxtral",
         "models.voxtral.voxtral:VoxtralPrompts",
         chat_template="models.voxtral.voxtral:CHAT_TEMPLATE",
-        modalities=_HEARS,
+        modalities=_AUDIO,
     ),
     FamilyRow(
         "gemma3_vision",
@@ -206,21 +206,21 @@ _TABLE = (
         ("Qwen2_5_VLForConditionalGeneration",),
         "models.qwen2_5_vl.qwen2_5_vl:build_qwen2_5_vl",
         _ITEMS,
-        modalities=_SEES,
+        modalities=_VISION,
     ),
     FamilyRow(
         "qwen3_vl",
         ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
         "models.qwen3_vl.qwen3_vl:build_qwen3_vl",
         "models.qwen3_vl.qwen3_vl:DatedVideoPrompts",
-        modalities=_SEES,
+        modalities=_VISION,
     ),
     FamilyRow(
         "qwen3_5_vision",
         ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
         "models.qwen3_5.qwen3_5:build_qwen3_5",
         "models.qwen3_vl.qwen3_vl:DatedVideoPrompts",
-        modalities=_SEES,
+        modalities=_VISION,
     ),
     FamilyRow(
         "thinker",
@@ -231,7 +231,7 @@ _TABLE = (
         stored=("thinker_config", "thinker."),
         is_first=True,
         outputs=("hidden_states", "position_ids", "token_embeds"),
-        modalities=_ALL,
+        modalities=_OMNI,
     ),
     FamilyRow(
         "talker",
@@ -262,7 +262,7 @@ _TABLE = (
         stored=("thinker_config", "thinker."),
         is_first=True,
         outputs=("hidden_states", "position_ids", "speech_rows", "token_ids"),
-        modalities=_ALL,
+        modalities=_OMNI,
     ),
     FamilyRow(
         "talker",
@@ -292,7 +292,7 @@ _TABLE = (
         whole="csm",
         is_first=True,
         outputs=("codes", "hidden_states"),
-        modalities=_HEARS,
+        modalities=_AUDIO,
     ),
     FamilyRow(
         "mimi",
@@ -308,7 +308,7 @@ _TABLE = (
         "models.pocket_tts.pocket_tts:PocketTTS",
         "models.pocket_tts.pocket_tts:PocketPrompts",
         outputs=("hidden_states", "latents"),
-        modalities=_HEARS,
+        modalities=_AUDIO,
     ),
     FamilyRow(
         "pocket_tts_audio_tokenizer",
@@ -382,7 +382,7 @@ class FamilyRegistry:
                     f"architecture {name!r} of model family {family.name!r} belongs to the family "
                     f"{owner.name!r} already; give it another name"
                 )
-        _teach_config(family)
+        _register_config(family)
         self._added |= dict.fromkeys(family.architectures, family)
 
     def find(self, architecture: str) -> ModelFamily | None:
@@ -443,7 +443,7 @@ def _origin(entry: EntryPoint) -> str:
     return f"entry point {entry.name} = {entry.value} of {package}"
 
 
-def _teach_config(family: ModelFamily) -> None:
+def _register_config(family: ModelFamily) -> None:
     """Register a family's ``model_type`` with transformers."""
     made = family.config_class
     if made is None:

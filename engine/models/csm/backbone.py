@@ -159,9 +159,8 @@ class CsmBackbone(DecoderModel, ItemSide):
 
     def embed_frames(self, codes: Tensor) -> Tensor:
         """Map frames ``(n, num_codebooks)`` to embeddings ``(n, hidden_size)``."""
-        return self.code_embedding[
-            torch.arange(self.num_codebooks, device=codes.device), codes
-        ].sum(dim=1)
+        codebooks = torch.arange(self.num_codebooks, device=codes.device)
+        return self.code_embedding[codebooks, codes].sum(dim=1)
 
     def encode_multimodal(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
         """See :meth:`CausalModel.encode_multimodal`."""
@@ -185,13 +184,12 @@ class CsmBackbone(DecoderModel, ItemSide):
 
 def _depth_sampling(checkpoint: Checkpoint) -> SamplingParams:
     """Read the sampling of further codes: ``depth_decoder_...`` in ``generation_config.json``."""
-    names = ("temperature", "top_k", "top_p")
-    stated = {
-        name: getattr(checkpoint.generation_config, f"depth_decoder_{name}", None) for name in names
-    }
-    # The defaults of transformers.
-    given = {name: value for name, value in stated.items() if value is not None}
-    return SamplingParams(**{"temperature": 1.0, "top_k": 50} | given)
+    params: dict[str, Any] = {"temperature": 1.0, "top_k": 50}  # the defaults of transformers
+    for name in ("temperature", "top_k", "top_p"):
+        value = getattr(checkpoint.generation_config, f"depth_decoder_{name}", None)
+        if value is not None:
+            params[name] = value
+    return SamplingParams(**params)
 
 
 class CsmPrompts(MultiModalPromptProcessor):

@@ -23,12 +23,7 @@ from torch import Tensor, nn
 from engine.checkpoints.quantized_weight import Target
 from engine.layers import RotaryEmbedding
 from engine.models.base import ModelSettings
-from engine.models.decoders.decoder import (
-    DecoderConfig,
-    DecoderLayer,
-    SelfAttention,
-    build_norm,
-)
+from engine.models.decoders.decoder import DecoderConfig, DecoderLayer, SelfAttention, build_norm
 from engine.sampling.sampler import FurtherDraws
 
 

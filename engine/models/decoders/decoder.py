@@ -134,16 +134,13 @@ class DecoderConfig:
     @classmethod
     def from_transformers(cls, config: PreTrainedConfig) -> DecoderConfig:
         """Read the fields that all families name alike; a family replaces the rest."""
-        head_dim = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
-        # If every layer has experts, this is the only size.
-        size = (
-            "intermediate_size" if hasattr(config, "intermediate_size") else "moe_intermediate_size"
-        )
+        head_dim = getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        # If every layer has experts, there may be no intermediate_size.
+        has_mlp = hasattr(config, "intermediate_size")
         return cls(
             hidden_size=config.hidden_size,
-            intermediate_size=getattr(config, size),
+            intermediate_size=config.intermediate_size if has_mlp else config.moe_intermediate_size,
             layers=(LayerKind(),) * config.num_hidden_layers,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
@@ -216,14 +213,9 @@ class SelfAttention(nn.Module):
         self.output = Linear(query_size, parts, bias=config.output_bias, split=split, **options)
         self.head_norm: HeadNorm | None = None
         if config.qk_norm:
-            self.head_norm = HeadNorm(
-                self.num_heads,
-                num_kv_heads,
-                config.head_dim,
-                config.rms_norm_eps,
-                offset=config.norm_offset,
-                **options,
-            )
+            sizes = (self.num_heads, num_kv_heads, config.head_dim)
+            eps, offset = config.rms_norm_eps, config.norm_offset
+            self.head_norm = HeadNorm(*sizes, eps, offset=offset, **options)
         page = (settings.block_size, num_kv_heads, config.head_dim, settings.page_dtype)
         window = config.layers[index].window
         spec: AttentionSpec = FullAttentionSpec(*page)
@@ -308,10 +300,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.mixer: SelfAttention | StateMixer
-        self.mixer_name, self.mixer = mixer or (
-            "self_attn",
-            SelfAttention(index, config, settings),
-        )
+        self.mixer_name, self.mixer = mixer or ("self_attn", SelfAttention(index, config, settings))
         experts = config.layers[index].experts
         self.mlp, self.mlp_name = build_mlp(config, settings, experts), config.mlp_name
         self.mlp_norm_name = config.mlp_norm_name

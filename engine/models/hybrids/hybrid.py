@@ -22,13 +22,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.layers import (
-    DeltaRuleMixer,
-    ExpertsConfig,
-    Mamba2Mixer,
-    MambaMixer,
-    RotaryEmbedding,
-)
+from engine.layers import DeltaRuleMixer, ExpertsConfig, Mamba2Mixer, MambaMixer, RotaryEmbedding
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import (
     DecoderConfig,

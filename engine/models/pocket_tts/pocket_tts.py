@@ -40,7 +40,7 @@ from engine.requests.encoder_input import Modality, MultiModalInput
 from engine.sampling.sampler import FurtherDraws
 
 _IGNORED = ("loss_weighting.", "latent_stats_num_updates")
-_RARELY = -1e4
+_FALLBACK_LOGIT = -1e4
 """Logit of a token that is sampled only if no other is allowed."""
 
 
@@ -108,7 +108,7 @@ class PocketTTS(DecoderModel, ItemSide):
         self.num_codebooks: int = 1 + width
         options, rule = settings.tensor_options, SpeechEnd.of(checkpoint)
         self._frame_id, self._begin_id, self._end_id = rule.frame, rule.tail, rule.end
-        self._threshold = float(_stated(checkpoint, "eos_threshold", -4.0))
+        self._threshold = float(_setting(checkpoint, "eos_threshold", -4.0))
         self.voice_projection = Linear(width, {"audio_prompt_proj": hidden}, **options)
         self.latent_projection = Linear(width, {"audio_latent_proj": hidden}, **options)
         self.end_head = Linear(hidden, {"eos_head": 1}, bias=True, **options)
@@ -121,7 +121,7 @@ class PocketTTS(DecoderModel, ItemSide):
             parameter.data = parameter.data.to(settings.dtype)
         self.flow = flow.to_empty(device=settings.device).requires_grad_(False)
         has_times = config.flow_head_config.flow_type == "lsd"
-        self._num_steps = int(_stated(checkpoint, "num_flow_steps", 1)) if has_times else 0
+        self._num_steps = int(_setting(checkpoint, "num_flow_steps", 1)) if has_times else 0
         self.towers: dict[Modality, FeatureTaker] = {}
         processor = _processor_config(checkpoint).get("audio_tokenizer") or {}
         self._tower: VoiceTower | None = None
@@ -215,7 +215,7 @@ class SpeechEnd:
         """Read a checkpoint's ids; the last token is padding, because no prompt contains it."""
         config: Any = checkpoint.config
         ids = (config.audio_latent_token_id, config.audio_bos_token_id, config.pad_token_id)
-        return cls(*ids, int(_stated(checkpoint, "min_frames_before_eos", 6)))
+        return cls(*ids, int(_setting(checkpoint, "min_frames_before_eos", 6)))
 
     def apply(self, logits: Tensor, generated: Sequence[int]) -> None:
         """See ``LogitsProcessor``."""
@@ -225,7 +225,7 @@ class SpeechEnd:
         elif len(generated) >= self.min_frames and bool(logits[self.end] > 0):
             chosen = self.tail
         logits.fill_(-torch.inf)
-        logits[self.frame] = _RARELY
+        logits[self.frame] = _FALLBACK_LOGIT
         logits[chosen] = 0
 
 
@@ -274,7 +274,7 @@ def _processor_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return read_json_object(file) if file.is_file() else {}
 
 
-def _stated(checkpoint: Checkpoint, name: str, usual: float) -> float:
-    """Return a number from ``generation_config.json``, or transformers' default ``usual``."""
-    stated = getattr(checkpoint.generation_config, name, None)
-    return usual if stated is None else stated
+def _setting(checkpoint: Checkpoint, name: str, default: float) -> float:
+    """Return a number from ``generation_config.json``, or transformers' ``default``."""
+    value = getattr(checkpoint.generation_config, name, None)
+    return default if value is None else value

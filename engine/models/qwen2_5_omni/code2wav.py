@@ -26,7 +26,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.interface.config import GenerationParams
 from engine.models.base import CodeChunk, GeneratorModel, ModelSettings
-from engine.models.checked_loading import Places, load_checked, told_of_config
+from engine.models.checked_loading import LoadTargets, config_errors, load_checked
 from engine.models.encoder_module import make_unplaced, place
 from engine.models.qwen2_5_omni.speakers import SPEAKERS_FILE, Speaker, find_speaker, load_speakers
 from engine.native import NativeBuildError, NativeKernels, load_kernels
@@ -98,11 +98,11 @@ NEIGHBOUR_ATTENTION = "omni_neighbour_blocks"
 NEIGHBOURS = (-1, 0, 1)
 """Offsets of the blocks that a block may see."""
 
-_ITSELF = (NEIGHBOURS.index(0),)
+_SELF = (NEIGHBOURS.index(0),)
 # On a CPU, laying out a block's keys takes about as long as scoring them once more.
-_COST_OF_CUTTING = 2
+_COST_OF_CUTS = 2
 # All layers and passes over one length share masks; streams have few different lengths.
-_KEPT_MASKS = 32
+_MAX_CACHED_MASKS = 32
 
 
 def neighbour_attention(
@@ -129,7 +129,7 @@ def neighbour_attention(
     seen = tuple(place for place, sees in enumerate(attention_mask.tolist()) if sees)
     length = query.shape[2]
     num_blocks = -(-length // block_size)
-    if num_blocks > _COST_OF_CUTTING * len(seen):
+    if num_blocks > _COST_OF_CUTS * len(seen):
         return _by_blocks((query, key, value), block_size, seen), None
     mask = None if num_blocks == 1 else _seen_pairs(length, block_size, seen, query.device)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2), None
@@ -142,10 +142,10 @@ def _by_blocks(
     query, key, value = (each.transpose(1, 2) for each in tensors)
     batch, length = query.shape[:2]
     mask = None
-    if length % block_size or seen != _ITSELF:
+    if length % block_size or seen != _SELF:
         mask = _existing_keys(batch, length, block_size, seen, query.device)
     blocks = F.scaled_dot_product_attention(
-        _cut(query, block_size, _ITSELF).transpose(1, 2),
+        _cut(query, block_size, _SELF).transpose(1, 2),
         _cut(key, block_size, seen).transpose(1, 2),
         _cut(value, block_size, seen).transpose(1, 2),
         attn_mask=mask,
@@ -160,7 +160,7 @@ def _cut(rows: Tensor, block_size: int, seen: tuple[int, ...]) -> Tensor:
     Zeros are used before the first block and after the last row.
     """
     fill = -rows.shape[1] % block_size
-    around = 0 if seen == _ITSELF else block_size
+    around = 0 if seen == _SELF else block_size
     if around or fill:
         rows = F.pad(rows, (0, 0) * (rows.ndim - 2) + (around, fill + around))
     blocks: Tensor = rows.unflatten(1, (-1, block_size))
@@ -170,7 +170,7 @@ def _cut(rows: Tensor, block_size: int, seen: tuple[int, ...]) -> Tensor:
     return blocks.flatten(0, 1)
 
 
-@lru_cache(_KEPT_MASKS)
+@lru_cache(_MAX_CACHED_MASKS)
 def _seen_pairs(
     length: int, block_size: int, seen: tuple[int, ...], device: torch.device
 ) -> Tensor:
@@ -180,7 +180,7 @@ def _seen_pairs(
     return torch.isin(blocks - blocks[:, None], distances)
 
 
-@lru_cache(_KEPT_MASKS)
+@lru_cache(_MAX_CACHED_MASKS)
 def _existing_keys(
     batch: int, length: int, block_size: int, seen: tuple[int, ...], device: torch.device
 ) -> Tensor:
@@ -218,7 +218,7 @@ class Code2Wav(GeneratorModel):
         super().__init__()
         dit: Any = checkpoint.config.dit_config
         bigvgan: Any = checkpoint.config.bigvgan_config
-        with told_of_config(checkpoint):
+        with config_errors(checkpoint):
             _check_lengths(bigvgan.upsample_rates, bigvgan.upsample_kernel_sizes)
         self.device = device
         self.num_codes = dit.num_embeds + 1
@@ -236,7 +236,7 @@ class Code2Wav(GeneratorModel):
             lambda where: made().placed(
                 ModelSettings(torch.float32, where, dit.block_size, self.max_codes)
             ),
-            lambda networks: Places(networks.state_dict()),
+            lambda networks: LoadTargets(networks.state_dict()),
         )
         self.dit = networks.code2wav_dit_model
         self.bigvgan = networks.code2wav_bigvgan_model
@@ -245,9 +245,9 @@ class Code2Wav(GeneratorModel):
         self._voices = _Voices(self.dit.input_embed.spk_encoder)
         embedding.spk_encoder = self._voices
         # Outputs that depend only on codes or their number are equal in all evaluations of a pass.
-        self._kept = _OncePerPass(self.dit.text_embed), _OncePerPass(self.dit.rotary_embed)
+        self._pass_caches = _PassCache(self.dit.text_embed), _PassCache(self.dit.rotary_embed)
         flow: nn.Module = self.dit
-        flow.text_embed, flow.rotary_embed = self._kept
+        flow.text_embed, flow.rotary_embed = self._pass_caches
         self._voices_file = checkpoint.path / SPEAKERS_FILE
         self._speakers = load_speakers(checkpoint.path)
         self.speakers = tuple(self._speakers)
@@ -272,15 +272,10 @@ class Code2Wav(GeneratorModel):
         self, chunks: Sequence[CodeChunk], params: GenerationParams
     ) -> tuple[Tensor, Sequence[None]]:
         """See :meth:`GeneratorModel.generate`; nothing is kept from chunk to chunk."""
-        noise = [
-            initial_noise(
-                params.seed,
-                chunk.start * self.frames_per_code,
-                (chunk.start + len(chunk.codes)) * self.frames_per_code,
-                self.mel_dim,
-            )
-            for chunk in chunks
-        ]
+        noise, frames = [], self.frames_per_code
+        for chunk in chunks:
+            start, stop = chunk.start * frames, (chunk.start + len(chunk.codes)) * frames
+            noise.append(initial_noise(params.seed, start, stop, self.mel_dim))
         codes = torch.stack([chunk.codes for chunk in chunks])
         speakers = [find_speaker(self._speakers, chunk.speaker) for chunk in chunks]
         samples: Tensor = self(codes, torch.stack(noise), speakers, params)
@@ -312,7 +307,7 @@ class Code2Wav(GeneratorModel):
         scale = params.guidance_scale
         guided = scale >= _NO_GUIDANCE
         self._voices.choose(speakers, with_silence=guided)
-        self._forget_pass()
+        self._clear_pass_caches()
         conditioning = torch.cat([speaker.conditioning for speaker in speakers]).to(self.device)
         conditions = {
             "quantized_code": codes,
@@ -334,12 +329,12 @@ class Code2Wav(GeneratorModel):
         try:
             mel: Tensor = solver.integrate(flow_times(params, self.device))[-1]
         finally:
-            self._forget_pass()
+            self._clear_pass_caches()
         return mel
 
-    def _forget_pass(self) -> None:
-        for each in self._kept:
-            each.forget()
+    def _clear_pass_caches(self) -> None:
+        for each in self._pass_caches:
+            each.clear()
 
 
 class _Networks(nn.Module):
@@ -367,7 +362,7 @@ class _NeighbourDiT(Qwen2_5OmniToken2WavDiTModel):
         return torch.tensor(NEIGHBOURS)
 
 
-class _OncePerPass(nn.Module):
+class _PassCache(nn.Module):
     """Caches a module that transformers runs again, on equal tensors, in every evaluation.
 
     Args:
@@ -380,7 +375,7 @@ class _OncePerPass(nn.Module):
         self.module = module
         self._made: dict[tuple[tuple[str, Any], ...], Any] = {}
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Clear the cache at the end of a pass."""
         self._made = {}
 

@@ -194,7 +194,7 @@ SPEAKERS_FILE = "spk_dict.pt"
 """File with the voices of a Qwen Omni checkpoint. No pickled code is run: it is loaded with
 ``weights_only=True``, which builds tensors and plain containers and rejects everything else."""
 
-_MOST_BYTES = 2**26
+_MAX_BYTES = 2**26
 # The family's own default (``generate(speaker="Chelsie")`` in transformers).
 _PREFERRED = "Chelsie"
 
@@ -264,8 +264,8 @@ def load_speakers(path: Path) -> dict[str, Speaker]:
 def _check_archive(file: Path) -> None:
     """Reject large or compressed archives; ``torch.save`` never compresses."""
     size = file.stat().st_size
-    if size > _MOST_BYTES:
-        raise ValueError(f"it has {size} bytes; voices have at most {_MOST_BYTES}")
+    if size > _MAX_BYTES:
+        raise ValueError(f"it has {size} bytes; voices have at most {_MAX_BYTES}")
     with zipfile.ZipFile(file) as archive:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
             raise ValueError("it is compressed")

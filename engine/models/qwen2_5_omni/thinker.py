@@ -63,7 +63,7 @@ class AudioTower(ItemTower):
     feature_names = (_FRAMES,)
     encoder: Callable[[Any], PreTrainedModel] = Qwen2_5OmniAudioEncoder
     known_weight = "audio_bos_eos_token.weight"
-    least_frames = 3
+    min_frames = 3
 
     def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
         super().__init__()
@@ -78,10 +78,10 @@ class AudioTower(ItemTower):
         if len(shape) != 2 or shape[0] != self.num_mel_bins:
             raise ValueError(f"{_FRAMES} must be ({self.num_mel_bins}, frames), got {shape}")
         num_frames = shape[1]
-        if num_frames < self.least_frames:
+        if num_frames < self.min_frames:
             raise ValueError(
                 f"the audio is too short: it has {num_frames} frames of log-mel features, and "
-                f"{self.least_frames} are needed to make a row"
+                f"{self.min_frames} are needed to make a row"
             )
         return self.rows_of(num_frames)
 

@@ -59,7 +59,7 @@ from engine.models.multimodal import ItemTower, MultiModalModel
 from engine.requests.encoder_input import MultiModalInput
 from prefix_cache import ContentSpan
 
-_MOST_PLACES = 2**31
+_MAX_POSITION = 2**31
 
 
 class ImageTower(ItemTower):
@@ -161,7 +161,7 @@ class VideoTower(ImageTower):
         """See :meth:`ImageTower.times`; in float32 and truncated, as in transformers."""
         seconds = torch.arange(count) * features["video_second_per_grid"].float()
         places = seconds * self.places_per_second
-        if places[-1] >= _MOST_PLACES:
+        if places[-1] >= _MAX_POSITION:
             raise ValueError(
                 f"the video lasts for {float(seconds[-1]):g} s, which cannot be placed"
             )
@@ -187,14 +187,14 @@ class MultiAxisModel(MultiModalModel):
         begin = place = done = 0
         whole: ContentSpan | None = None
         for item in multimodal_inputs:
-            place = _place_text(table[:, done : item.offset], steps[done : item.offset], place)
+            place = _fill_text(table[:, done : item.offset], steps[done : item.offset], place)
             if item.whole is None or item.whole != whole:
                 begin, whole = place, item.whole
             places = self.towers[item.modality].places(item.features)
             table[:, item.offset : item.end] = begin + places[:, item.rows_in(0, item.end)]
             place = int(table[:, item.offset : item.end].max()) + 1
             done = item.end
-        _place_text(table[:, done:], steps[done:], place)
+        _fill_text(table[:, done:], steps[done:], place)
         return None if bool((table == torch.arange(len(prompt_ids))).all()) else table
 
 
@@ -208,7 +208,7 @@ def _steps(num_tokens: int, multimodal_inputs: Sequence[MultiModalInput], pair_s
     return steps
 
 
-def _place_text(columns: Tensor, steps: Tensor, start: int) -> int:
+def _fill_text(columns: Tensor, steps: Tensor, start: int) -> int:
     """Fill positions ``(axes, n)`` of text between two items; return the next position."""
     if not len(steps):
         return start

@@ -51,10 +51,10 @@ class ProjectedAudioTower(Qwen3AudioTower):
         rows, piece = [], 2 * self.audio.n_window
         for item in inputs:
             frames = item.features["input_features"]
-            filled = nn.functional.pad(frames, (0, -frames.shape[1] % piece))[None]
-            is_sound = torch.arange(filled.shape[2], device=self.module.device) < frames.shape[1]
-            filled = filled.to(self.module.device, self.module.dtype)
-            output = self.module.get_audio_features(filled, is_sound[None].long())
+            padded = nn.functional.pad(frames, (0, -frames.shape[1] % piece))[None]
+            mask = torch.arange(padded.shape[2], device=self.module.device) < frames.shape[1]
+            padded = padded.to(self.module.device, self.module.dtype)
+            output = self.module.get_audio_features(padded, mask[None].long())
             rows.append(output.pooler_output)
         return rows
 
@@ -78,7 +78,7 @@ def known_language(language: str, names: Mapping[str, str]) -> tuple[str, str]:
 class TranscriptionPrompts(MultiModalPromptProcessor):
     """Requests the transcription of audio without text, as the model was trained."""
 
-    def asked(self, chat: ChatPrompt, language: str | None, names: str | None) -> str:
+    def transcription_text(self, chat: ChatPrompt, language: str | None, names: str | None) -> str:
         """Return the prompt text that requests a transcription.
 
         Args:
@@ -90,8 +90,8 @@ class TranscriptionPrompts(MultiModalPromptProcessor):
             ValueError: the model does not support the request.
         """
         if names is not None:
-            said = {"role": "system", "content": [{"type": "text", "text": names}]}
-            chat = replace(chat, messages=(said, *chat.messages))
+            system = {"role": "system", "content": [{"type": "text", "text": names}]}
+            chat = replace(chat, messages=(system, *chat.messages))
         text, _ = written(chat, self._tokenizer, self._limits)
         if language is None:
             return text
@@ -103,15 +103,15 @@ class TranscriptionPrompts(MultiModalPromptProcessor):
         chat = super().as_message(prompt)
         if chat is prompt or not isinstance(chat, ChatPrompt):
             return prompt
-        (sound,) = chat.multi_modal_data["audio"]
-        assert isinstance(sound, AudioPrompt)
-        options = sound.transcription or TranscriptionOptions()
-        text = self.asked(chat, sound.language, options.prompt)
+        (audio,) = chat.multi_modal_data["audio"]
+        assert isinstance(audio, AudioPrompt)
+        options = audio.transcription or TranscriptionOptions()
+        text = self.transcription_text(chat, audio.language, options.prompt)
         # A single temperature is a sampling parameter; several are passed on, to be rejected.
         one = options.temperature is not None and len(options.temperature) == 1
-        left = replace(options, prompt=None, temperature=None if one else options.temperature)
-        sound = replace(sound, language=None, transcription=left if left.given else None)
-        return TextPrompt(text, False, {"audio": [sound]})
+        rest = replace(options, prompt=None, temperature=None if one else options.temperature)
+        audio = replace(audio, language=None, transcription=rest if rest.given else None)
+        return TextPrompt(text, False, {"audio": [audio]})
 
 
 def build_qwen3_asr(checkpoint: Checkpoint, settings: ModelSettings) -> MultiModalModel:

@@ -48,8 +48,8 @@ class Qwen3Code2Wav(CausalVocoder):
         rates = (*config.upsampling_ratios, *config.upsample_rates)
         self.samples_per_code = prod(rates)
         # Each of the last rates drops the samples of one input, multiplied by the later rates.
-        behind = [prod(config.upsample_rates[n:]) for n in range(len(config.upsample_rates))]
-        self.num_missing = sum(behind)
+        last = config.upsample_rates
+        self.num_missing = sum(prod(last[n:]) for n in range(len(last)))
         self.network = load_network(checkpoint, device, Qwen3OmniMoeCode2Wav)
         self.stream_convolutions(self.network, _CAUSAL, begins_late=True)
 

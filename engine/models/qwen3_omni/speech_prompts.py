@@ -40,7 +40,7 @@ from engine.requests.encoder_input import PromptPositions, StreamedRows
 # Tokens that open the last turn: start token, role, end of line.
 _NUM_OPENING = 3
 # Codes after the opening: no-think, think, /think, voice, pad, bos.
-_NUM_SIGNS = 6
+_NUM_HEADER_CODES = 6
 _NUM_OTHER_CODES = 1024
 """Number of last ids in a talker's vocabulary that are not audio codes, as in transformers."""
 
@@ -72,11 +72,11 @@ class Qwen3SpeechPrompts(SpeechPromptProcessor):
         self.speakers = tuple(self._voice_codes)
         token_ids = [whole.tts_bos_token_id, whole.tts_eos_token_id, whole.tts_pad_token_id]
         rows = embeddings(sources, token_ids, config.thinker_hidden_size)
-        self._begin_row, self._end_row, self._pad_row = _words(rows).split(1)
-        self._shown_ids = torch.tensor(
+        self._begin_row, self._end_row, self._pad_row = _mark_as_text(rows).split(1)
+        self._item_ids = torch.tensor(
             [config.audio_token_id, config.image_token_id, config.video_token_id]
         )
-        self._signs = (
+        self._header = (
             config.codec_nothink_id,
             config.codec_think_bos_id,
             config.codec_think_eos_id,
@@ -96,7 +96,7 @@ class Qwen3SpeechPrompts(SpeechPromptProcessor):
         if len(ids) != len(rows):
             raise ValueError(f"prompt_ids must be {len(rows)}, one for each row, got {len(ids)}")
         kept, opening = self._turns(ids)
-        rows[:, -1] = torch.isin(ids, self._shown_ids)
+        rows[:, -1] = torch.isin(ids, self._item_ids)
         head = rows[torch.cat((kept, opening))]
         start = torch.cat((head, self._pad_row.expand(4, -1), self._begin_row, reply), dim=0)
         streamed_rows = StreamedRows(start, num_replaced=len(head))
@@ -104,12 +104,12 @@ class Qwen3SpeechPrompts(SpeechPromptProcessor):
         codes = [self._pad] * len(head)
         name = prompt.speaker and prompt.speaker.capitalize()
         voice = self._voice_codes[choose_voice(name, tuple(self._voice_codes), _PREFERRED)]
-        codes += [*self._signs, voice, self._pad, self._bos]
+        codes += [*self._header, voice, self._pad, self._bos]
         return self._content(codes, streamed_rows, positions, is_last=prompt.is_last)
 
     def _check(self, rows: object, name: str) -> Tensor:
         width, dtype = self._pad_row.shape[1] - 1, self._pad_row.dtype
-        return _words(check_rows(rows, name, width, dtype).cpu())
+        return _mark_as_text(check_rows(rows, name, width, dtype).cpu())
 
     def _turns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the indices of user turns, and of the tokens that open the reply."""
@@ -138,9 +138,9 @@ class Qwen3SpeechPrompts(SpeechPromptProcessor):
             # A turn begins with text, whose positions are equal on all axes.
             moved.append(table[:, turn] - table[0, turn[0]] + place)
             place = int(moved[-1][:, -1].max()) + 1
-        return positions_before(torch.cat(moved, dim=1), _NUM_OPENING + _NUM_SIGNS)
+        return positions_before(torch.cat(moved, dim=1), _NUM_OPENING + _NUM_HEADER_CODES)
 
 
-def _words(rows: Tensor) -> Tensor:
+def _mark_as_text(rows: Tensor) -> Tensor:
     """Append the zero that marks rows of text."""
     return torch.nn.functional.pad(rows, (0, 1))

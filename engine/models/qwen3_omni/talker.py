@@ -101,17 +101,11 @@ class Qwen3OmniTalker(DecoderModel):
                 f"num_code_groups is {config.num_code_groups}, and the code predictor's "
                 f"{self.predictor.num_further + 1}"
             )
+        sizes = (config.thinker_hidden_size, text.intermediate_size, text.hidden_act)
+        names, options = ("linear_fc1", "linear_fc2"), settings.tensor_options
+        width, ops = text.hidden_size, settings.ops
         self.text_projection, self.hidden_projection = (
-            PlainMLP(
-                config.thinker_hidden_size,
-                text.intermediate_size,
-                text.hidden_act,
-                names=("linear_fc1", "linear_fc2"),
-                bias=True,
-                output_size=text.hidden_size,
-                ops=settings.ops,
-                **settings.tensor_options,
-            )
+            PlainMLP(*sizes, names=names, bias=True, output_size=width, ops=ops, **options)
             for _ in range(2)
         )
 
@@ -148,8 +142,8 @@ class Qwen3OmniTalker(DecoderModel):
         """Run the layers over embeddings from :meth:`embed` with rows."""
         embeds = inputs_embeds[:, : self.hidden_size]
         rows = inputs_embeds[:, self.hidden_size : -1].contiguous()
-        is_shown = inputs_embeds[:, -1:] > 0
+        is_item = inputs_embeds[:, -1:] > 0
         projected = self.text_projection(rows)
-        if bool(is_shown.any()):
-            projected = torch.where(is_shown, self.hidden_projection(rows), projected)
+        if bool(is_item.any()):
+            projected = torch.where(is_item, self.hidden_projection(rows), projected)
         return super().forward(embeds + projected, positions, step)

@@ -34,11 +34,7 @@ from engine.models.base import ModelSettings
 from engine.models.decoders.families import qwen3_moe_config
 from engine.models.encoder_module import build_empty
 from engine.models.qwen2_5_omni.thinker import AudioTower, Qwen2_5OmniThinker
-from engine.models.qwen2_5_vl.qwen2_5_vl import (
-    ImageTower,
-    VideoTower,
-    build_multi_axis_decoder,
-)
+from engine.models.qwen2_5_vl.qwen2_5_vl import ImageTower, VideoTower, build_multi_axis_decoder
 from engine.requests.encoder_input import MultiModalInput
 
 
@@ -47,7 +43,7 @@ class Qwen3AudioTower(AudioTower):
 
     encoder = Qwen3OmniMoeAudioEncoder
     known_weight = "conv2d1.weight"
-    least_frames = 1
+    min_frames = 1
     sound_end = "mirrored"
 
     def rows_of(self, num_frames: int) -> int:

@@ -38,11 +38,7 @@ from engine.media.video_file import VideoInfo
 from engine.models.base import ModelSettings
 from engine.models.decoders.families import qwen3_config, qwen3_moe_config
 from engine.models.encoder_module import build_empty
-from engine.models.qwen2_5_vl.qwen2_5_vl import (
-    ImageTower,
-    MultiAxisModel,
-    build_multi_axis_decoder,
-)
+from engine.models.qwen2_5_vl.qwen2_5_vl import ImageTower, MultiAxisModel, build_multi_axis_decoder
 from engine.requests.encoder_input import Modality, MultiModalInput
 
 

@@ -26,12 +26,7 @@ from engine.inputs.encoder_decoder_inputs import DecoderPromptRule, EncoderDecod
 from engine.interface.prompts import EncoderPrompt
 from engine.models.base import ModelSettings
 from engine.models.encoder_module import TextEncoder
-from engine.models.seq2seq.seq2seq import (
-    FAIRSEQ_NAMES,
-    Seq2SeqConfig,
-    Seq2SeqModel,
-    Seq2SeqNames,
-)
+from engine.models.seq2seq.seq2seq import FAIRSEQ_NAMES, Seq2SeqConfig, Seq2SeqModel, Seq2SeqNames
 
 _BART_NAMES = replace(
     FAIRSEQ_NAMES,

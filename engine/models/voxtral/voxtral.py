@@ -75,22 +75,19 @@ class VoxtralTower(AudioTower):
     def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
         """Encode one window after the other; see :meth:`ItemTower.forward`."""
         hear, device, dtype = self.module.get_audio_features, self.module.device, self.module.dtype
-        return [
-            torch.cat(
-                [
-                    hear(frames[None].to(device, dtype)).pooler_output
-                    for frames in item.features["input_features"].split(self.window, dim=1)
-                ]
-            )
-            for item in inputs
-        ]
+        rows = []
+        for item in inputs:
+            windows = item.features["input_features"].split(self.window, dim=1)
+            encoded = [hear(each[None].to(device, dtype)).pooler_output for each in windows]
+            rows.append(torch.cat(encoded))
+        return rows
 
 
 class VoxtralPrompts(TranscriptionPrompts):
     """Requests the transcription of audio without text, as the model was trained."""
 
-    def asked(self, chat: ChatPrompt, language: str | None, names: str | None) -> str:
-        """See :meth:`TranscriptionPrompts.asked`."""
+    def transcription_text(self, chat: ChatPrompt, language: str | None, names: str | None) -> str:
+        """See :meth:`TranscriptionPrompts.transcription_text`."""
         if names is not None:
             raise ValueError("this model takes no prompt beside the sound that it writes down")
         text, _ = written(chat, self._tokenizer, self._limits)

@@ -85,15 +85,15 @@ class TimestampRule:
         logits.copy_(self._processor(ids, logits[None])[0])
 
 
-_WISHES = ("language", "task", "timestamps", "transcription")
-_OF_CHECKPOINTS = (
+_REQUEST_OPTIONS = ("language", "task", "timestamps", "transcription")
+_CHECKPOINT_OPTIONS = (
     "compression_ratio_threshold",
     "logprob_threshold",
     "no_speech_threshold",
     "condition_on_prev_tokens",
 )
 """Options that may be set in a generation config."""
-_MOST_INITIAL = 4
+_MAX_INITIAL_TOKENS = 4
 """Maximum number of tokens that end a window's prompt: start, language, task, no timestamps."""
 
 
@@ -118,14 +118,14 @@ class WhisperPromptRule(DecoderPromptRule):
         if not isinstance(encoder, AudioPrompt):
             return encoder
         if decoder is not None:
-            wanted = [name for name in _WISHES if getattr(encoder, name) is not None]
+            wanted = [name for name in _REQUEST_OPTIONS if getattr(encoder, name) is not None]
             if wanted:
                 raise ValueError(
                     f"{' and '.join(wanted)} cannot stand beside a decoder prompt: write the "
                     "tokens into the decoder prompt, or leave it out"
                 )
             return encoder
-        stated = TranscriptionOptions(**{name: self._setting(name) for name in _OF_CHECKPOINTS})
+        stated = TranscriptionOptions(**{name: self._setting(name) for name in _CHECKPOINT_OPTIONS})
         own = (encoder.transcription or TranscriptionOptions()).with_defaults(self._options.given)
         timed = self._wants_timestamps(encoder) or encoder.timestamps
         return replace(encoder, timestamps=timed, transcription=own.with_defaults(stated.given))
@@ -143,11 +143,11 @@ class WhisperPromptRule(DecoderPromptRule):
 
     def logits_processor(self, encoder: EncoderPrompt | None) -> LogitsProcessor | None:
         """Return the rule for timestamps, if they are requested."""
-        without = self._setting("no_timestamps_token_id")
-        if without is None or not self._wants_timestamps(encoder):
+        no_timestamps_id = self._setting("no_timestamps_token_id")
+        if no_timestamps_id is None or not self._wants_timestamps(encoder):
             return None
         end = self._first_named("eos_token_id", "bos_token_id")
-        return TimestampRule(without, end, self._setting("max_initial_timestamp_index"))
+        return TimestampRule(no_timestamps_id, end, self._setting("max_initial_timestamp_index"))
 
     def across(
         self, windows: InputWindows, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
@@ -164,43 +164,42 @@ class WhisperPromptRule(DecoderPromptRule):
                 "a recording that is longer than the model's window is cut by its timestamps: "
                 "leave timestamps out, or cut the recording into shorter pieces"
             )
-        without = self._setting("no_timestamps_token_id")
-        asked = replace(encoder, timestamps=True) if is_long else encoder
+        no_timestamps_id = self._setting("no_timestamps_token_id")
+        prompt = replace(encoder, timestamps=True) if is_long else encoder
         self._with_timestamps([self.start_token_id], is_long)  # raises if there are none
         options = encoder.transcription or TranscriptionOptions()
-        most = self._limits.max_model_len // 2 - 1
-        prompt_ids = () if options.prompt is None else self._prompt_tokens(options.prompt, most)
+        limit = self._limits.max_model_len // 2 - 1
+        prompt_ids = () if options.prompt is None else self._prompt_tokens(options.prompt, limit)
         previous, longest = self._named("prev_sot_token_id"), 0
         if options.condition_on_prev_tokens or prompt_ids:
             self._check_named("prompt and condition_on_prev_tokens", prev_sot_token_id=previous)
-            longest = most if options.condition_on_prev_tokens else len(prompt_ids)
-            longest += 1 + _MOST_INITIAL
-        least, silence = options.logprob_threshold, options.no_speech_threshold
-        if silence is not None:
-            self._check_named("no_speech_threshold", no_timestamps_token_id=without)
-            if least is None:
+            longest = limit if options.condition_on_prev_tokens else len(prompt_ids)
+            longest += 1 + _MAX_INITIAL_TOKENS
+        if options.no_speech_threshold is not None:
+            self._check_named("no_speech_threshold", no_timestamps_token_id=no_timestamps_id)
+            if options.logprob_threshold is None:
                 raise ValueError(
                     "no_speech_threshold needs a logprob_threshold: silence is what is likely to "
                     "be without speech and has an unlikely text"
                 )
-        unknown = self._limits.vocab_size
-        return asked, SpeechWindows(
+        vocab_size = self._limits.vocab_size
+        return prompt, SpeechWindows(
             windows=windows,
             begin=windows.next_begin(0),
             options=options,
             temperature=(options.temperature or (None,))[0],
             # The no-speech token directly precedes the no-timestamps token.
-            judged_id=None if least is None else (without or 1) - 1,
+            judged_id=None if options.logprob_threshold is None else (no_timestamps_id or 1) - 1,
             is_aligned=bool(options.return_token_timestamps),
             longest_prompt=longest,
-            first_timestamp_id=unknown if without is None else without + 1,
+            first_timestamp_id=vocab_size if no_timestamps_id is None else no_timestamps_id + 1,
             end_token_id=self._first_named("eos_token_id", "bos_token_id"),
             start_token_id=self.start_token_id,
-            vocab_size=self._limits.vocab_size,
+            vocab_size=vocab_size,
             previous_id=previous,
             prompt_ids=prompt_ids,
-            said=prompt_ids,
-            most_said=most,
+            previous_ids=prompt_ids,
+            max_previous=limit,
             aligner=self._aligner() if options.return_token_timestamps else None,
         )
 
@@ -210,14 +209,14 @@ class WhisperPromptRule(DecoderPromptRule):
             if value is None:
                 raise ValueError(f"{option}: the checkpoint's generation config has no {name}")
 
-    def _prompt_tokens(self, text: str, most: int) -> tuple[int, ...]:
+    def _prompt_tokens(self, text: str, limit: int) -> tuple[int, ...]:
         """Return the last tokens of an initial prompt, as transformers' ``get_prompt_ids``."""
         written = TextPrompt(f" {text.strip()}", add_special_tokens=False)
         ids = tokenize(written, self._tokenizer, self._limits, as_it_is=True)
         added = {} if self._tokenizer is None else self._tokenizer.get_added_vocab()
         if not set(ids).isdisjoint(added.values()):
             raise ValueError(f"prompt must be text without special tokens, got {text!r:.80}")
-        return tuple(ids[-most:])
+        return tuple(ids[-limit:])
 
     def _aligner(self) -> Aligner:
         heads, tokenizer = self._setting("alignment_heads"), self._tokenizer
@@ -229,8 +228,8 @@ class WhisperPromptRule(DecoderPromptRule):
         return Aligner(tokenizer, self._config.median_filter_width, names)
 
     def _wants_timestamps(self, encoder: EncoderPrompt | None) -> bool:
-        asked = encoder.timestamps if isinstance(encoder, AudioPrompt) else None
-        return bool(self._setting("return_timestamps") if asked is None else asked)
+        requested = encoder.timestamps if isinstance(encoder, AudioPrompt) else None
+        return bool(self._setting("return_timestamps") if requested is None else requested)
 
     @property
     def _first_ids(self) -> tuple[int, ...]:
@@ -248,14 +247,14 @@ class WhisperPromptRule(DecoderPromptRule):
 
     def _plan(self, encoder: EncoderPrompt | None) -> tuple[list[int], bool]:
         """Return the prompt, and True if a detected language belongs after its first id."""
-        asked = encoder if isinstance(encoder, AudioPrompt) else AudioPrompt("")
-        chosen = asked.language is not None or asked.task is not None
-        if chosen and self._setting("is_multilingual") is False:
+        request = encoder if isinstance(encoder, AudioPrompt) else AudioPrompt("")
+        is_chosen = request.language is not None or request.task is not None
+        if is_chosen and self._setting("is_multilingual") is False:
             raise ValueError(
                 "this checkpoint knows English only: neither language nor task can be chosen"
             )
-        language = asked.language if asked.language is not None else self._setting("language")
-        task = asked.task if asked.task is not None else self._setting("task")
+        language = self._setting("language") if request.language is None else request.language
+        task = self._setting("task") if request.task is None else request.task
         ids: list[int | None] = [self.start_token_id]
         if language is None and task is None:
             ids += self._forced_ids()
@@ -277,8 +276,8 @@ class WhisperPromptRule(DecoderPromptRule):
         return self._with_timestamps([i for i in ids if i is not None], wanted), detects
 
     def _with_timestamps(self, ids: list[int], wanted: bool) -> list[int]:
-        without = self._setting("no_timestamps_token_id")
-        if without is None:
+        no_timestamps_id = self._setting("no_timestamps_token_id")
+        if no_timestamps_id is None:
             if wanted:
                 raise ValueError(
                     "timestamps are not to be had: the checkpoint's generation config has no "
@@ -286,8 +285,8 @@ class WhisperPromptRule(DecoderPromptRule):
                 )
             return ids
         if wanted:
-            return ids[:-1] if ids[-1] == without else ids
-        return ids if ids[-1] == without else [*ids, without]
+            return ids[:-1] if ids[-1] == no_timestamps_id else ids
+        return ids if ids[-1] == no_timestamps_id else [*ids, no_timestamps_id]
 
     def _language_id(self, language: str) -> int:
         known: dict[str, int] = self._setting("lang_to_id") or {}

@@ -41,7 +41,7 @@ from engine.requests.request import Continuation, Request, Sequel
 
 _FRAMES_PER_TIMESTAMP = 2
 _TIMESTAMP_S = 0.02
-_HOT = 0.5
+_HOT_TEMPERATURE = 0.5
 """Text generated at this temperature or above is not used as context for the next window."""
 
 
@@ -132,8 +132,8 @@ class SpeechWindows(Continuation):
         start_token_id: first token of the prompt, after any previous text.
         previous_id: token that begins previous text; None: previous text is never used.
         prompt_ids: the user's initial prompt: text before the first window.
-        said: last tokens of the text before the current window.
-        most_said: maximum length of ``said``.
+        previous_ids: last tokens of the text before the current window.
+        max_previous: maximum length of ``previous_ids``.
         attempt: number of texts of the window that failed quality checks.
         aligner: None if no word times are requested.
     """
@@ -147,8 +147,8 @@ class SpeechWindows(Continuation):
     vocab_size: int
     previous_id: int | None = None
     prompt_ids: tuple[int, ...] = ()
-    said: tuple[int, ...] = ()
-    most_said: int = 0
+    previous_ids: tuple[int, ...] = ()
+    max_previous: int = 0
     attempt: int = 0
     is_hot: bool = False
     aligner: Aligner | None = None
@@ -157,8 +157,8 @@ class SpeechWindows(Continuation):
         self, prompt_ids: Sequence[int], choice: PromptChoice | None = None
     ) -> tuple[list[int], PromptChoice | None]:
         """See ``Continuation``; the no-speech probability is read at the start token."""
-        goes_on = self.options.condition_on_prev_tokens and not self.is_hot
-        before = self.said if goes_on else self.prompt_ids
+        has_context = self.options.condition_on_prev_tokens and not self.is_hot
+        before = self.previous_ids if has_context else self.prompt_ids
         own = list(prompt_ids[prompt_ids.index(self.start_token_id) :])
         if choice is not None:
             # As in transformers, the language is detected without previous text.
@@ -192,17 +192,17 @@ class SpeechWindows(Continuation):
         begin = self.windows.next_begin(self.begin + num_frames)
         if ends or begin >= self.windows.end:  # a stop token of the user ends the transcription
             return Sequel(num_kept, window)
-        said = list(self.said)
+        previous = list(self.previous_ids)
         for segment in segments:  # without the second of two timestamps at the end
             ends_twice = len(segment) > 2 and segment[-2] >= self.first_timestamp_id
-            said += segment[:-1] if ends_twice else segment
+            previous += segment[:-1] if ends_twice else segment
         following = replace(
             self,
             begin=begin,
-            said=tuple(said[-self.most_said :]),
+            previous_ids=tuple(previous[-self.max_previous :]),
             attempt=0,
             temperature=temperatures[0] if temperatures else None,
-            is_hot=request.params.temperature >= _HOT,
+            is_hot=request.params.temperature >= _HOT_TEMPERATURE,
         )
         return Sequel(num_kept, window, self.windows.at(begin), following)
 
@@ -216,8 +216,8 @@ class SpeechWindows(Continuation):
             is_poor = ratio > options.compression_ratio_threshold
         if options.logprob_threshold is None or request.mean_score >= options.logprob_threshold:
             return False, is_poor
-        most = options.no_speech_threshold
-        return most is not None and request.judgements[0].probability > most, True
+        limit = options.no_speech_threshold
+        return limit is not None and request.judgements[0].probability > limit, True
 
     def _window(self, request: Request, num: int, attention: Tensor | None) -> TranscriptionWindow:
         """Build the output's description of a window with ``num`` kept tokens."""

@@ -50,7 +50,7 @@ from engine.models.base import ModelSettings
 from engine.models.csm.codec import names_of_half
 from engine.models.encoder_module import build_empty
 from engine.models.model_loader import (
-    _places,
+    _targets,
     find_family,
     is_supported,
     load_generator,
@@ -312,7 +312,7 @@ def placed(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     )
     build = find_family(checkpoint).build
     assert build is not None
-    return shapes(_places(checkpoint, build(checkpoint, settings)).targets)
+    return shapes(_targets(checkpoint, build(checkpoint, settings)).targets)
 
 
 @pytest.mark.parametrize("hub_id", [of(DECODERS[hub_id][0], hub_id) for hub_id in DECODERS])
