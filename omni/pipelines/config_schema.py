@@ -59,7 +59,7 @@ def config_schema(kinds: Mapping[str, type[StageConfig]] | None = None) -> dict[
     definitions: dict[str, Any] = schema["$defs"]
     classes = {model.__name__: model for model in models}
     for name, definition in definitions.items():
-        _describe(definition, name, _inherited_words(classes.get(name)))
+        _describe(definition, name, _inherited_docs(classes.get(name)))
     pipeline: dict[str, Any] = definitions.pop(PipelineConfig.__name__)
     pipeline["properties"]["stages"]["additionalProperties"] = {
         "type": "object",
@@ -77,7 +77,7 @@ def config_schema(kinds: Mapping[str, type[StageConfig]] | None = None) -> dict[
     return head | pipeline | {"title": "omni pipeline", "$defs": definitions}
 
 
-def _inherited_words(model: type[BaseModel] | None) -> str:
+def _inherited_docs(model: type[BaseModel] | None) -> str:
     """Return the docstrings of a class and its bases, the most general one first."""
     documented = [] if model is None else [each for each in model.__mro__ if each.__doc__]
     own = [each for each in documented if issubclass(each, StageConfig)]
@@ -86,16 +86,16 @@ def _inherited_words(model: type[BaseModel] | None) -> str:
 
 def _describe(definition: dict[str, Any], name: str, inherited: str) -> None:
     """Set each key's description from its class's docstring, and the class's to the first part."""
-    words = inspect.cleandoc(definition.get("description", ""))
-    words_of = {
+    docs = inspect.cleandoc(definition.get("description", ""))
+    docs_of = {
         _YAML_NAMES.get(key, key): " ".join(text.replace("``", "").split())
-        for key, text in _ATTRIBUTE.findall(f"{inherited}\n\n{words}")
+        for key, text in _ATTRIBUTE.findall(f"{inherited}\n\n{docs}")
     }
     properties: Mapping[str, dict[str, Any]] = definition.get("properties", {})
     for key, described in properties.items():
         described.pop("title", None)
-        if key in words_of and "description" not in described:
-            described["description"] = words_of[key]
-    if words:
-        definition["description"] = words.partition("\n\n")[0].replace("``", "")
+        if key in docs_of and "description" not in described:
+            described["description"] = docs_of[key]
+    if docs:
+        definition["description"] = docs.partition("\n\n")[0].replace("``", "")
     definition["title"] = name

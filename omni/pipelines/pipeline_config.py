@@ -53,7 +53,7 @@ def _check_name(value: str) -> str:
 Name = Annotated[str, AfterValidator(_check_name)]
 
 
-def _of_its_kind(value: Any, info: ValidationInfo) -> StageConfig:
+def _parse_stage(value: Any, info: ValidationInfo) -> StageConfig:
     folders = info.context or {}
     return parse_stage_config(
         value,
@@ -92,7 +92,7 @@ class PipelineConfig(Settings):
     tool_parser: ToolFormat = "auto"
     deterministic: bool = False
     runtime: RuntimeConfig = RuntimeConfig()
-    stages: dict[Name, Annotated[SerializeAsAny[StageConfig], PlainValidator(_of_its_kind)]] = (
+    stages: dict[Name, Annotated[SerializeAsAny[StageConfig], PlainValidator(_parse_stage)]] = (
         Field(min_length=1)
     )
 
@@ -109,7 +109,7 @@ class PipelineConfig(Settings):
         return load_config(cls, config, overrides or {}, flag=flag, labels=labels)
 
     @model_validator(mode="after")
-    def _stages_make_a_pipeline(self) -> PipelineConfig:
+    def _check_stages(self) -> PipelineConfig:
         try:
             check_graph(self.stages, run_custom=False, emitted=self.emitted())
         except GraphError as error:
@@ -131,14 +131,14 @@ class PipelineConfig(Settings):
 
     def emitted(self) -> dict[str, Collection[str]]:
         """Return the tensors that stages' models emit, if known from their checkpoints' configs."""
-        return self._as_configs_tell(lambda stage, config: stage.emitted(config))
+        return self._from_configs(lambda stage, config: stage.emitted(config))
 
     def modalities(self) -> dict[str, Collection[str]]:
         """Return the modalities that stages with the user's prompt support, where known."""
-        known = self._as_configs_tell(lambda stage, config: stage.modalities(config))
+        known = self._from_configs(lambda stage, config: stage.modalities(config))
         return {name: taken for name, taken in known.items() if self.stages[name].inputs is None}
 
-    def _as_configs_tell(
+    def _from_configs(
         self, ask: Callable[[StageConfig, Mapping[str, Any]], Collection[str] | None]
     ) -> dict[str, Collection[str]]:
         """Call ``ask`` with each stage and its checkpoint's config, if that is on this machine."""

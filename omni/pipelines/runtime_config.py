@@ -23,7 +23,7 @@ from stages.placement import Placement, RuntimeKind
 
 _LOG = package_logger(__name__)
 _KINDS = get_args(RuntimeKind)
-_OF_A_CLUSTER = ("address", "tensor_transport")
+_CLUSTER_KEYS = ("address", "tensor_transport")
 
 
 def leave_behind(data: dict[str, Any], overrides: Mapping[str, Any]) -> list[str]:
@@ -47,7 +47,7 @@ def leave_behind(data: dict[str, Any], overrides: Mapping[str, Any]) -> list[str
     stages = data.get("stages")
     for name, stage in stages.items() if isinstance(stages, dict) else ():
         if isinstance(stage, dict):
-            left += _drop_of_placement(name, stage.get("placement"), kind)
+            left += _drop_from_placement(name, stage.get("placement"), kind)
     return left
 
 
@@ -55,13 +55,13 @@ def runtime_for(settings: Any, kind: str) -> list[str]:
     """Drop a runtime's settings that another kind does not have; return messages about them."""
     if kind == "ray" or kind not in _KINDS:
         return []
-    return _drop(settings, _OF_A_CLUSTER, "runtime", kind)
+    return _drop(settings, _CLUSTER_KEYS, "runtime", kind)
 
 
 def placement_for(name: str, placement: Placement, kind: RuntimeKind) -> Placement:
     """Return a stage's placement for another runtime; warn about dropped settings."""
     settings = placement.model_dump(exclude_defaults=True)
-    left = _drop_of_placement(name, settings, kind)
+    left = _drop_from_placement(name, settings, kind)
     tell(left)
     return Placement(**settings) if left else placement
 
@@ -83,7 +83,7 @@ def _kind_in(overrides: Mapping[str, Any]) -> Any:
     return kind
 
 
-def _drop_of_placement(name: str, settings: Any, kind: RuntimeKind) -> list[str]:
+def _drop_from_placement(name: str, settings: Any, kind: RuntimeKind) -> list[str]:
     keys = Placement.not_of(kind)
     devices = settings.get("devices") if isinstance(settings, dict) else None
     if isinstance(devices, list | tuple) and len(devices) == 1:
@@ -118,13 +118,13 @@ def local_config(model: str) -> Mapping[str, Any] | None:
     try:
         if (gguf := find_gguf(Path(model))) is not None:
             return {"model_type": read_gguf_header(gguf).architecture}
-        file = Path(model, _FILE) if Path(model).is_dir() else _cached(model)
+        file = Path(model, _FILE) if Path(model).is_dir() else _cached_config(model)
         return None if file is None else read_json_object(file, most_bytes=_MAX_BYTES)
     except (OSError, ValueError):
         return None
 
 
-def _cached(hub_id: str) -> Path | None:
+def _cached_config(hub_id: str) -> Path | None:
     """Return the path of a hub model's config in the local cache; None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -182,13 +182,13 @@ class RuntimeConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_a_mapping(cls, data: Any) -> Any:
+    def _check_mapping(cls, data: Any) -> Any:
         if isinstance(data, str):
             raise ValueError(f"is a mapping: write runtime: {{kind: {data[:80]}}}")
         return data
 
     @model_validator(mode="after")
-    def _has_what_its_kind_has(self) -> Self:
+    def _check_kind_settings(self) -> Self:
         given = {"address": self.address, "tensor_transport": self.direct_transport}
         for key, value in given.items():
             if value is not None and self.kind != "ray":

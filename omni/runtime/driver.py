@@ -58,7 +58,7 @@ class Driver:
         self._lent_to: int | None = None
         self._stopping = False
         self._crash: BaseException | None = None
-        self._unwanted: set[Ticket] = set()
+        self._discarded: set[Ticket] = set()
         orchestrator.prepare_aside(self._wake)
         renew_in_forks(self)
 
@@ -102,7 +102,7 @@ class Driver:
         if not gone:  # do not wake the thread
             return
         with self._changed:
-            self._unwanted.update(gone)
+            self._discarded.update(gone)
             self._command(lambda: self._discard(gone))
 
     @contextmanager
@@ -248,7 +248,7 @@ class Driver:
                     raise  # unknown which stages have it
                 about = {"request_id": ticket.request_id}
                 _logger.exception("request %r could not be added", ticket.request_id, extra=about)
-            self._give(ticket, refusal(ticket.request_id, error))
+            self._emit(ticket, refusal(ticket.request_id, error))
         else:
             self._live[ticket.request_id] = ticket
         self._submitted.remove(ticket)
@@ -264,22 +264,22 @@ class Driver:
                 del self._live[ticket.request_id]
                 self._orchestrator.abort(ticket.request_id)
         with self._changed:
-            self._unwanted.difference_update(tickets)
+            self._discarded.difference_update(tickets)
 
     def _deliver(self, output: OmniDelta) -> None:
         ticket = self._live[output.request_id]
         if output.finished:
             self._ending = self._live.pop(output.request_id)
-        self._give(ticket, output)
+        self._emit(ticket, output)
         self._ending = None
 
-    def _give(self, ticket: Ticket, event: OmniDelta | BaseException) -> None:
+    def _emit(self, ticket: Ticket, event: OmniDelta | BaseException) -> None:
         """Pass an event to the sink; if it raises, the request is over."""
         try:
             ticket.sink(event)
         except Exception as error:  # for example, the caller's event loop was closed
             # The sink of a discarded request may be closed before this thread handles the discard.
-            if ticket not in self._unwanted:
+            if ticket not in self._discarded:
                 about = {"request_id": ticket.request_id}
                 _logger.exception(
                     "the outputs of request %r are not taken", ticket.request_id, extra=about
@@ -293,9 +293,9 @@ class Driver:
         _logger.error("a turn of the pipeline failed", exc_info=error)
         message = f"the pipeline was interrupted: {described(error)}"
         ended = {output.request_id: output for output in self._orchestrator.fail_all(message)}
-        for ticket in self._take_waiting():
+        for ticket in self._pop_waiting():
             over = OmniDelta(ticket.request_id, finished=True, error=message)
-            self._give(ticket, ended.get(ticket.request_id, over))
+            self._emit(ticket, ended.get(ticket.request_id, over))
         with self._changed:
             self._busy, self._thread = False, None
             if self._commands and not self._stopping:
@@ -309,10 +309,10 @@ class Driver:
             self._busy = False
             self._commands.clear()
             self._changed.notify_all()
-        for ticket in self._take_waiting():
-            self._give(ticket, error)
+        for ticket in self._pop_waiting():
+            self._emit(ticket, error)
 
-    def _take_waiting(self) -> Collection[Ticket]:
+    def _pop_waiting(self) -> Collection[Ticket]:
         """Remove and return all requests that wait for an output; they are over."""
         with self._changed:
             waiting = dict.fromkeys((*self._live.values(), *self._submitted))

@@ -99,15 +99,15 @@ class Omni:
         if overrides and not isinstance(config, str | Path):
             raise ValueError("overrides change a YAML file, but none was given")
         if isinstance(config, str | Path):
-            config = PipelineConfig.load(config, overrides=_placed(overrides or {}, runtime))
+            config = PipelineConfig.load(config, overrides=_merge(overrides or {}, runtime))
         if isinstance(config, PipelineConfig):
             config = config.with_runtime(runtime)
         self._ownership = Ownership("this Omni")
-        self.pipeline, opened = _built(self, config, runtime, trace, apart)
+        self.pipeline, opened = _build(self, config, runtime, trace, apart)
         self._driver = Driver(Orchestrator(self.pipeline, trace=opened))
         # Also runs when this object is dropped or the interpreter ends.
         self._finalizer = weakref.finalize(
-            self, _close_forgotten, self._ownership, self._driver, self.pipeline, opened
+            self, _finalize, self._ownership, self._driver, self.pipeline, opened
         )
 
     def generate(
@@ -267,7 +267,7 @@ class Omni:
                 running[position] = self._driver.submit(request, name, sink)
 
 
-def _built(
+def _build(
     owner: Omni,
     config: PipelineConfig | Pipeline,
     runtime: str | RuntimeConfig | None,
@@ -293,7 +293,7 @@ def _built(
         raise
 
 
-def _placed(overrides: Mapping[str, Any], runtime: str | RuntimeConfig | None) -> Mapping[str, Any]:
+def _merge(overrides: Mapping[str, Any], runtime: str | RuntimeConfig | None) -> Mapping[str, Any]:
     """Add the kind of a given runtime to overrides.
 
     Raises:
@@ -369,7 +369,7 @@ def _close(ownership: Ownership, driver: Driver, pipeline: Pipeline, trace: Trac
             pipeline.close()
 
 
-def _close_forgotten(*what: Any) -> None:
+def _finalize(*what: Any) -> None:
     """Close a pipeline that has lost its last reference, or is still open at interpreter exit.
 
     The garbage collector may call this in one of the pipeline's own threads, which may be busy and
@@ -399,7 +399,7 @@ def build_pipeline(
     config.check_speaker()
     specs = _worker_specs(config, is_traced=is_traced)
     with ExitStack() as built:
-        connect, close = _connect(config)
+        connect, close = _connector(config)
         built.callback(close)
         workers = start_workers(specs, connect, config.runtime.stall_timeout_s)
         for worker in workers:
@@ -437,7 +437,7 @@ def place_pipeline(
             if isinstance(stage.built_of, StageConfig):
                 placement_for(name, stage.built_of.placement, config.kind)
         return pipeline
-    described = _described(pipeline, config)
+    described = _config_of(pipeline, config)
     check_runtime(described)
     caching = {name: stage.enable_prefix_caching for name, stage in pipeline.stages.items()}
     # Raises if an Omni owns the pipeline already, which can then continue to use it.
@@ -454,7 +454,7 @@ def place_pipeline(
     return placed
 
 
-def _described(pipeline: Pipeline, runtime: RuntimeConfig) -> PipelineConfig:
+def _config_of(pipeline: Pipeline, runtime: RuntimeConfig) -> PipelineConfig:
     """Return the config of a composed pipeline, without settings that the runtime does not have.
 
     Raises:
@@ -480,7 +480,7 @@ def _described(pipeline: Pipeline, runtime: RuntimeConfig) -> PipelineConfig:
     )
 
 
-def _connect(config: PipelineConfig) -> tuple[Connect, Callable[[], object]]:
+def _connector(config: PipelineConfig) -> tuple[Connect, Callable[[], object]]:
     """Return the function that starts workers, and one to call when all have ended.
 
     Imports only what the runtime needs.
@@ -504,7 +504,7 @@ def _connect(config: PipelineConfig) -> tuple[Connect, Callable[[], object]]:
 _FIRST_NUMBER = re.compile(r"\s*([1-9]\d*)\b")
 
 
-def _threads_of_torch() -> int:
+def _torch_threads() -> int:
     """Return PyTorch's default number of threads in this process, without importing it."""
     given = _FIRST_NUMBER.match(os.environ.get("OMP_NUM_THREADS", ""))
     return int(given[1]) if given else available_cores()
@@ -518,7 +518,7 @@ def _worker_specs(config: PipelineConfig, *, is_traced: bool) -> list[WorkerSpec
     """
     order = config.topological_order()
     if config.runtime.kind == "inline":
-        workers = [(config.name, order, _threads_of_torch())]
+        workers = [(config.name, order, _torch_threads())]
     else:
         if config.runtime.kind == "ray":
             threads = {name: each.actor_threads for name, each in config.placements.items()}

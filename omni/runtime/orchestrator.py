@@ -40,7 +40,7 @@ from stages.worker.stage_tracer import TracedWorker
 from stages.worker.stage_worker import StageWorker
 
 # Maximum time that a turn waits for stages driven elsewhere, unless its caller waits itself.
-_PATIENCE_S = 0.1
+_WAIT_TIMEOUT_S = 0.1
 
 StageOutputListener: TypeAlias = Callable[[StageOutput], None] | None
 
@@ -331,7 +331,7 @@ class Orchestrator:
         if not self._caller_waits:
             self._flush()
             if not self.has_work:
-                self._has_events.wait(_PATIENCE_S)
+                self._has_events.wait(_WAIT_TIMEOUT_S)
             self._has_events.clear()
         moved: dict[str, OmniDelta | None] = {}
         has_moved = False
@@ -345,7 +345,7 @@ class Orchestrator:
             if moved:  # deliver it before the other stages work
                 break
         if not has_moved and self._streams_any:
-            self._give_way()
+            self._resume_stalled()
         self._flush()
         return [ended or self._live[each].take_delta() for each, ended in moved.items()]
 
@@ -449,7 +449,7 @@ class Orchestrator:
                     live.finished[name] = live.whole.pop(name).output()
                     self._on_stage_output(live.finished[name])
         for chunk in event.chunks:
-            self._hand_on(live, chunk)
+            self._forward(live, chunk)
         if delta is not None and delta.finished:
             self._enter_ready_stages(live)
         if live.waiting or live.inside:
@@ -457,7 +457,7 @@ class Orchestrator:
         del self._live[live.request_id]
         return live.take_delta(finished=True)
 
-    def _hand_on(self, live: LiveRequest, chunk: Chunk) -> None:
+    def _forward(self, live: LiveRequest, chunk: Chunk) -> None:
         """Send a chunk to its consumer."""
         stream = live.streams[chunk.consumer]
         live.lifted.discard(stream.source)
@@ -521,7 +521,7 @@ class Orchestrator:
             if stream.source in live.inside:
                 self._send(stream.source, CloseStream(live.request_id, name))
 
-    def _give_way(self) -> None:
+    def _resume_stalled(self) -> None:
         """Resume a paused request if the pipeline is stalled."""
         if (found := _next_to_lift(self._live.values(), self._pipeline.order)) is None:
             return
@@ -575,14 +575,14 @@ def _next_to_lift(
 
 def refusal(request_id: str, error: Exception) -> OmniDelta:
     """Return the only output of a request that no stage has started."""
-    is_told = isinstance(error, ValueError)
+    is_value_error = isinstance(error, ValueError)
     return OmniDelta(
         request_id,
         finished=True,
-        error=str(error) if is_told else repr(error),
+        error=str(error) if is_value_error else repr(error),
         # True if the request was at fault, so that its sender can fix it. A ValueError that wraps
         # another kind of exception is an error of the stage itself.
-        refused=is_told and isinstance(error.__cause__, ValueError | None),
+        refused=is_value_error and isinstance(error.__cause__, ValueError | None),
     )
 
 

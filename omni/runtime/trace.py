@@ -17,14 +17,14 @@ from stages.trace_events import RUN_AGAIN, StageEvent, Traced, this_clock
 from stages.worker.messages import Abort, Command, Enter, Extend
 from stages.worker.stage_worker import num_tensor_bytes
 
-_RECEIPTS = ("make prompt", "take chunk")
+_ARRIVALS = ("make prompt", "take chunk")
 """Events by which a stage's worker reports that its input has arrived."""
-_MOST_REQUESTS = 10_000
+_MAX_REQUESTS = 10_000
 """Maximum number of requests whose tracks are remembered; older ones are named again on use."""
-_MOST_UNWRITTEN = 2**16
+_MAX_UNWRITTEN = 2**16
 """Number of bytes, and age, at which buffered events are written."""
-_WRITTEN_AFTER_S = 1.0
-_BELOW_REQUESTS = 1_000_000
+_FLUSH_INTERVAL_S = 1.0
+_REQUEST_TRACKS = 1_000_000
 """Requests' tracks are numbered above this, processes below. Events of a whole worker are on the
 track with its process's own number, the main thread. Perfetto treats a track 0 like that, too, and
 would merge it with a request's track that has the process's number."""
@@ -88,17 +88,17 @@ class Trace:
     def __init__(self, path: str | Path, stages: Sequence[str]) -> None:
         self.path = Path(path)
         self.error: OSError | None = None
-        self._aside = self.path.with_name(f"{self.path.stem}.partial{self.path.suffix}")
+        self._partial_path = self.path.with_name(f"{self.path.stem}.partial{self.path.suffix}")
         if self.path.exists() and not self.path.is_file():
             raise OSError(errno.EINVAL, "is there and no regular file", str(self.path))
-        self._file = self._aside.open("wb", buffering=0)
+        self._file = self._partial_path.open("wb", buffering=0)
         self._unwritten = bytearray(b"[")
         self._separator = "\n"
         self._start_s = self._written_s = time.monotonic()
         self._order = {name: place for place, name in enumerate(stages)}
         self._processes: dict[tuple[str, int], int] = {}
         self._requests: OrderedDict[str, _Request] = OrderedDict()
-        self._tracks = count(_BELOW_REQUESTS + 1)
+        self._tracks = count(_REQUEST_TRACKS + 1)
         self._transfers = count(1)
         self._until_us: dict[int, float] = {}
         # By clock, how far this machine's clock is ahead; the best estimate of all messages.
@@ -137,7 +137,7 @@ class Trace:
                 track = self._track(event.request_id, process)
                 until_us = self._request(event.request_id).until_us
                 self._note(stage, process, event, offset)
-            written = self._written(event, offset, until_us.get(process, 0.0))
+            written = self._format_event(event, offset, until_us.get(process, 0.0))
             until_us[process] = round(written["ts"] + written.get("dur", 0.0), 3)
             self._write(written | {"pid": process, "tid": track})
 
@@ -153,17 +153,17 @@ class Trace:
             try:
                 self._file.close()
                 if self.error is None:
-                    os.replace(self._aside, self.path)
+                    os.replace(self._partial_path, self.path)
             except OSError as error:
                 self.error = self.error or error
         if self.error is not None:
             reason = self.error.strerror
-            raise TraceError(self.error.errno, reason, str(self._aside)) from self.error
+            raise TraceError(self.error.errno, reason, str(self._partial_path)) from self.error
 
     def discard(self) -> None:
         """Delete the file, because there was no run."""
         self._file.close()
-        self._aside.unlink(missing_ok=True)
+        self._partial_path.unlink(missing_ok=True)
 
     def _offset(self, traced: Traced) -> float:
         """Return the offset from a worker's clock to this machine's.
@@ -184,7 +184,7 @@ class Trace:
         if event.name == RUN_AGAIN:
             again = [replace(each, start_s=event.start_s) for each in request.given.get(stage, ())]
             request.sent[stage] = deque(again)
-        if event.name in _RECEIPTS and (on_way := request.sent.get(stage)):
+        if event.name in _ARRIVALS and (on_way := request.sent.get(stage)):
             sent = on_way.popleft()
             for each in self._transfer(sent, process, event, offset):
                 self._write(each)
@@ -207,7 +207,7 @@ class Trace:
         yield common | {"ph": "b", "ts": self._micros(sent.start_s), "args": args}
         yield common | {"ph": "e", "ts": self._micros(end_s)}
 
-    def _written(self, event: StageEvent, offset: float, until_us: float) -> dict[str, Any]:
+    def _format_event(self, event: StageEvent, offset: float, until_us: float) -> dict[str, Any]:
         """Format an event, clipped to start after its track's end: clocks may be slightly off."""
         start_us = max(self._micros(event.start_s + offset), until_us)
         written: dict[str, Any] = {
@@ -245,7 +245,7 @@ class Trace:
         request = self._requests.get(request_id)
         if request is None:
             request = self._requests[request_id] = _Request(next(self._tracks))
-            if len(self._requests) > _MOST_REQUESTS:
+            if len(self._requests) > _MAX_REQUESTS:
                 self._requests.popitem(last=False)
         else:
             self._requests.move_to_end(request_id)
@@ -257,7 +257,7 @@ class Trace:
         if process not in request.named:
             request.named.add(process)
             self._describe("thread_name", process, request.track, name=request_id)
-            order = request.track - _BELOW_REQUESTS
+            order = request.track - _REQUEST_TRACKS
             self._describe("thread_sort_index", process, request.track, sort_index=order)
         return request.track
 
@@ -268,7 +268,7 @@ class Trace:
         self._unwritten += (self._separator + json.dumps(event, separators=(",", ":"))).encode()
         self._separator = ",\n"
         now_s = time.monotonic()
-        if len(self._unwritten) >= _MOST_UNWRITTEN or now_s - self._written_s >= _WRITTEN_AFTER_S:
+        if len(self._unwritten) >= _MAX_UNWRITTEN or now_s - self._written_s >= _FLUSH_INTERVAL_S:
             self._written_s = now_s
             self._flush()
 

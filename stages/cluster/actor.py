@@ -37,10 +37,10 @@ from stages.stage import Stage, Transform
 PROTOCOL_VERSION = 11
 """Version of the protocol between actors and links. A peer with another version is refused."""
 
-_MOST_ITEMS = 4096
+_MAX_ITEMS = 4096
 """Maximum number of items per call of :meth:`ActorWorker.say`; Ray tracks them until it ends."""
 
-_MOST_AT_ONCE = 64
+_MAX_MESSAGES = 64
 
 _LOG = package_logger(__name__)
 
@@ -70,7 +70,7 @@ class Bundle(msgspec.Struct, frozen=True):
     ended: str | None = None
 
 
-_Beside: TypeAlias = "NDArray[np.uint8] | Tensor"
+_Attachment: TypeAlias = "NDArray[np.uint8] | Tensor"
 """Content that a message refers to by number. Tensors go directly from actor to actor."""
 
 
@@ -92,7 +92,7 @@ class ActorWorker:
         spec: WorkerSpec = Decoder(WorkerSpec).decode(argument)
         self._decoder = ObjectDecoder(LinkMessage)
         # Messages with their objects; finally, perhaps twice, the reason for the worker's end.
-        self._outbox: queue.SimpleQueue[tuple[bytes, list[_Beside]] | str] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[bytes, list[_Attachment]] | str] = queue.SimpleQueue()
         self._ended: str | None = None
         self._num_taken = 0
         self._early: dict[int, Any] = {}  # messages that wait for an earlier one, by number
@@ -101,7 +101,7 @@ class ActorWorker:
         self._is_shown = any(stage.is_shown for stage in spec.stages)
         self._loop = WorkerLoop(spec, self._send, self._build_checked)
         self._lock = threading.Lock()  # guards the next field
-        self._num_said = 0
+        self._num_calls = 0
         self._hello: Hello | None = Hello(PROTOCOL_VERSION, os.getpid(), machine_name())
         self._thread = threading.Thread(
             target=self._run, args=(spec,), name=f"stage {spec.label}", daemon=True
@@ -144,18 +144,18 @@ class ActorWorker:
             RuntimeError: a call with this number came before: it was repeated, and both arrived.
         """
         with self._lock:
-            if number != self._num_said:
+            if number != self._num_calls:
                 raise RuntimeError(f"call {number} came twice")
-            self._num_said += 1
+            self._num_calls += 1
         num_items = 0
         ended = None
-        while num_items < _MOST_ITEMS and ended is None:
-            bundle, beside = self._next_bundle()
+        while num_items < _MAX_ITEMS and ended is None:
+            bundle, attachments = self._next_bundle()
             ended = bundle.ended
-            num_items += 1 + len(beside)
+            num_items += 1 + len(attachments)
             yield msgspec.msgpack.encode(bundle)
-            while beside:  # hold no references while waiting for the next bundle
-                yield beside.popleft()
+            while attachments:  # hold no references while waiting for the next bundle
+                yield attachments.popleft()
 
     @ray.method(concurrency_group="hand over")
     def hand_over(self, count: int) -> list[Any]:
@@ -167,7 +167,7 @@ class ActorWorker:
         hello, self._hello = self._hello, None
         if hello is not None:
             return Bundle(hello=hello), deque()
-        messages: list[tuple[bytes, list[_Beside]]] = []
+        messages: list[tuple[bytes, list[_Attachment]]] = []
         ended = None
         while ended is None and (not messages or not self._outbox.empty()):
             match self._outbox.get():
@@ -176,14 +176,14 @@ class ActorWorker:
                     self._outbox.put(reason)  # for the next call
                 case message:
                     messages.append(message)
-            if len(messages) == _MOST_AT_ONCE:
+            if len(messages) == _MAX_MESSAGES:
                 break
-        contents = [each for _, beside in messages for each in beside]
+        contents = [each for _, attachments in messages for each in attachments]
         if self._offers is not None:
             self._offers.add([each for each in contents if isinstance(each, Tensor)])
         bundle = Bundle(
             [content for content, _ in messages],
-            [[isinstance(each, Tensor) for each in beside] for _, beside in messages],
+            [[isinstance(each, Tensor) for each in attachments] for _, attachments in messages],
             num_taken=self._num_taken,
             ended=ended,
         )
@@ -221,7 +221,7 @@ class ActorWorker:
         self._outbox.put(self._ended)
 
     def _send(self, message: WorkerMessage) -> None:
-        beside: list[_Beside] = []
+        attachments: list[_Attachment] = []
         # Content for the user has to outlive this actor.
         offers = None if self._is_shown else self._offers
 
@@ -229,13 +229,13 @@ class ActorWorker:
             offered = None if offers is None else offers.made_of(content)
             if offered is None and content.nbytes <= INLINE_BYTES:
                 return None
-            beside.append(plain_bytes(content) if offered is None else offered)
-            return Reference(len(beside) - 1, content.nbytes)
+            attachments.append(plain_bytes(content) if offered is None else offered)
+            return Reference(len(attachments) - 1, content.nbytes)
 
         encoded = encode(message, share)
         if self._ended is not None:
             raise ConnectionError(f"the actor has ended: {self._ended}")
-        self._outbox.put((encoded, beside))
+        self._outbox.put((encoded, attachments))
 
 
 def machine_name() -> str:
@@ -248,13 +248,13 @@ def machine_name() -> str:
 
 
 _EXIT = re.compile(r"Worker exit type: (\w+) Worker exit detail: ([^.\n]*)")
-_LOST_AFTER_S = 3.0
+_RESEND_AFTER_S = 3.0
 """Timeout after which a message that an active actor has not confirmed is resent."""
 
-_MOST_RESENT = 20
+_MAX_RESENDS = 20
 """Maximum number of consecutive resends before an actor is given up."""
 
-_CHECKED_EACH_S = 1.0
+_CHECK_INTERVAL_S = 1.0
 """Interval of checking that the cluster still has resources for an actor that is starting."""
 
 
@@ -267,7 +267,7 @@ class ActorConnection(Connection):
             the cluster has no more resources for it, for which Ray would wait indefinitely.
     """
 
-    start_patience_s = 300.0
+    start_timeout_s = 300.0
     """An actor starts a new Python process, when there are resources for it."""
 
     def __init__(
@@ -288,9 +288,9 @@ class ActorConnection(Connection):
         # Messages that the actor has not confirmed yet, with their last time of sending, by number.
         self._unconfirmed: dict[int, tuple[float, bytes, list[Any]]] = {}
         self._num_resent = 0  # consecutive
-        self._killed_for: str | None = None
+        self._kill_reason: str | None = None
         self._is_closed = self._is_over = self._is_killed = False
-        self._said: Any = self._actor.say.remote(0)
+        self._stream: Any = self._actor.say.remote(0)
         self._thread = threading.Thread(
             target=self._listen, name=f"actor {label}"[:60], daemon=True
         )
@@ -326,7 +326,7 @@ class ActorConnection(Connection):
 
     def kill(self, reason: str) -> None:
         """See :class:`~stages.remote.supervisor.Connection`."""
-        self._killed_for = reason
+        self._kill_reason = reason
         self._kill()
 
     def close(self, grace_s: float) -> None:
@@ -360,9 +360,9 @@ class ActorConnection(Connection):
 
     def _listen(self) -> None:
         try:
-            reason = self._hear_all()
+            reason = self._receive_all()
         except ray.exceptions.RayError as error:
-            reason = _told(error)
+            reason = _cause_of_death(error)
         except Exception as error:  # of a message handler, or from an invalid message
             _LOG.exception("what an actor said could not be heard")
             reason = f"could not be heard: {described(error)}"
@@ -371,13 +371,13 @@ class ActorConnection(Connection):
         if not is_closed:
             self._kill()
         self._is_over = True
-        self._said = None
+        self._stream = None
         if not is_closed:
-            self._on_end(self._killed_for or reason)
+            self._on_end(self._kill_reason or reason)
 
-    def _hear_all(self) -> str:
+    def _receive_all(self) -> str:
         """Handle all messages of the actor; return the reason for its end."""
-        while not ray.wait([self._said], timeout=_CHECKED_EACH_S)[0]:
+        while not ray.wait([self._stream], timeout=_CHECK_INTERVAL_S)[0]:
             try:
                 self._check_there()
             except NoPlaceError as error:
@@ -393,9 +393,9 @@ class ActorConnection(Connection):
                 if bundle.hello.protocol != PROTOCOL_VERSION:
                     return _refusal(bundle.hello)
                 self._hello = bundle.hello
-            self._send_again(bundle.num_taken)
-            if self._num_resent > _MOST_RESENT:
-                return f"did not get what was sent to it {_MOST_RESENT} times"
+            self._resend_lost(bundle.num_taken)
+            if self._num_resent > _MAX_RESENDS:
+                return f"did not get what was sent to it {_MAX_RESENDS} times"
             # References to objects that the actor keeps for its readers. A call has to return them:
             # Ray does not count references inside a list that a generator yields, so their objects
             # would be freed before they are read.
@@ -407,7 +407,7 @@ class ActorConnection(Connection):
             if bundle.ended is not None:
                 return bundle.ended
 
-    def _send_again(self, num_taken: int) -> None:
+    def _resend_lost(self, num_taken: int) -> None:
         """Resend messages that the actor should have received: Ray repeats not all lost calls."""
         with self._lock:
             for number in [each for each in self._unconfirmed if each < num_taken]:
@@ -415,7 +415,7 @@ class ActorConnection(Connection):
                 self._num_resent = 0
             now_s = time.monotonic()
             lost = [
-                e for e, (at_s, *_) in self._unconfirmed.items() if now_s - at_s > _LOST_AFTER_S
+                e for e, (at_s, *_) in self._unconfirmed.items() if now_s - at_s > _RESEND_AFTER_S
             ]
             self._num_resent += bool(lost)
             for number in lost:
@@ -428,12 +428,12 @@ class ActorConnection(Connection):
         """Yield references to all items of the actor, call after call."""
         for number in itertools.count():
             yield from self._items_of(number)
-            self._said = self._actor.say.remote(number + 1)
+            self._stream = self._actor.say.remote(number + 1)
 
     def _items_of(self, number: int) -> Iterator[Any]:
         """Yield those of one call, which is repeated if it was lost on its way."""
-        for attempt in range(_MOST_RESENT):
-            items = iter(self._said)
+        for attempt in range(_MAX_RESENDS):
+            items = iter(self._stream)
             first = next(items, None)
             if first is None:
                 return
@@ -442,7 +442,7 @@ class ActorConnection(Connection):
                 break
             except ray.exceptions.ActorUnavailableError:
                 time.sleep(min(0.05 * 2**attempt, 1.0))
-                self._said = self._actor.say.remote(number)
+                self._stream = self._actor.say.remote(number)
         yield first
         for item in items:  # noqa: UP028 - Ray's iterator cannot be closed
             yield item
@@ -474,7 +474,7 @@ def _room_for(nbytes: int) -> Iterator[None]:
         ) from error
 
 
-def _told(error: ray.exceptions.RayError) -> str:
+def _cause_of_death(error: ray.exceptions.RayError) -> str:
     """Return an actor's cause of death, phrased to follow "its worker"."""
     text = str(error).strip()
     found = _EXIT.search(text)

@@ -11,9 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-_ANSWER_S = 5.0
+_CONNECT_TIMEOUT_S = 5.0
 # Connection preface of an HTTP/2 client, and so of gRPC; the answer starts with a SETTINGS frame.
-_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4" + bytes(5)
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4" + bytes(5)
 _HEADER_BYTES = 9
 _SETTINGS = 4
 
@@ -35,13 +35,13 @@ def find_cluster(address: str | None) -> str | None:
     if address is not None and address != "auto":
         check_answers(address)
         return address
-    if address is None and _is_in_one():
+    if address is None and _is_in_cluster():
         return None
     named = os.environ.get("RAY_ADDRESS")
     if named:
         check_answers(named, "RAY_ADDRESS")
         return named
-    started = _started_here()
+    started = _local_address()
     if started is not None:
         try:
             check_answers(started)
@@ -57,7 +57,7 @@ def find_cluster(address: str | None) -> str | None:
 
 
 def check_answers(
-    address: str, place: str = "runtime.address", patience_s: float = _ANSWER_S
+    address: str, place: str = "runtime.address", timeout_s: float = _CONNECT_TIMEOUT_S
 ) -> None:
     """Check that what answers at ``host:port`` may be a Ray cluster.
 
@@ -68,26 +68,26 @@ def check_answers(
     try:
         if not host or not port.isdigit():
             raise ValueError("it is no host:port")
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s) as sock:
-            sock.sendall(_GREETING)
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as sock:
+            sock.sendall(_PREFACE)
             said = sock.recv(_HEADER_BYTES)
             if len(said) < 4 or said[3] != _SETTINGS:
                 raise ValueError("what answers there is something else")
     except (OSError, ValueError) as error:
-        reason = f"nothing in {patience_s:g} s" if isinstance(error, TimeoutError) else error
+        reason = f"nothing in {timeout_s:g} s" if isinstance(error, TimeoutError) else error
         raise ValueError(
             f"{place}: no Ray cluster answers at {address!r}: {reason}; leave the address out to "
             "start one on this machine"
         ) from error
 
 
-def _is_in_one() -> bool:
+def _is_in_cluster() -> bool:
     """Return True if this process is in a cluster; Ray is imported only in that case."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
 
-def _started_here() -> str | None:
+def _local_address() -> str | None:
     """Return the address that ``ray start`` has written to its file."""
     folder = os.environ.get("RAY_TMPDIR") or "/tmp"
     try:
@@ -97,11 +97,11 @@ def _started_here() -> str | None:
     return noted or None
 
 
-_PROBE_S = 30.0
+_PROBE_TIMEOUT_S = 30.0
 _PROBE = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 
 
-def check_is_ray(address: str, patience_s: float = _PROBE_S) -> None:
+def check_is_ray(address: str, timeout_s: float = _PROBE_TIMEOUT_S) -> None:
     """Check that a Ray cluster answers, in a subprocess: Ray's ``init`` would retry for minutes.
 
     Raises:
@@ -114,11 +114,11 @@ def check_is_ray(address: str, patience_s: float = _PROBE_S) -> None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=patience_s,
+            timeout=timeout_s,
         )
     except subprocess.TimeoutExpired as error:
         raise ValueError(
-            f"{begin}what answers there did not say in {patience_s:g} s that it is one"
+            f"{begin}what answers there did not say in {timeout_s:g} s that it is one"
         ) from error
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]

@@ -26,8 +26,8 @@ from stages.remote.codec import INLINE_BYTES, plain_bytes
 from stages.remote.shared_memory import RemoteBytes
 
 _FIELD = "runtime.tensor_transport"
-_REGISTERED_WITHIN_S = 60.0
-_ASKED_EACH_S = 0.01
+_REGISTRATION_TIMEOUT_S = 60.0
+_POLL_INTERVAL_S = 0.01
 _HOST, _GPU = "cpu", "cuda"
 
 
@@ -64,7 +64,7 @@ def is_direct(reference: Any) -> bool:
 
 def fetch(reference: Any) -> NDArray[np.uint8] | Tensor:
     """Fetch content that an actor keeps, ``(n,)`` uint8: on its device, or else on the host."""
-    if not _is_within_reach(_whereabouts(reference).tensor_transport_meta):
+    if not _is_reachable(_metadata(reference).tensor_transport_meta):
         return fetch_home(reference)
     get: Any = ray.get
     found: Tensor = get(reference)
@@ -73,7 +73,7 @@ def fetch(reference: Any) -> NDArray[np.uint8] | Tensor:
 
 def fetch_home(reference: Any, timeout_s: float | None = None) -> NDArray[np.uint8]:
     """Fetch it to the host, through the object store, for a reader without a transport."""
-    source: Any = _whereabouts(reference).src_actor
+    source: Any = _metadata(reference).src_actor
     call = source.__ray_call__.options(concurrency_group="_ray_system")
     found: NDArray[np.uint8] = ray.get(call.remote(_on_host, reference.hex()), timeout=timeout_s)
     return found
@@ -85,7 +85,7 @@ def _on_host(_: object, reference_id: str) -> NDArray[np.uint8]:
     return plain_bytes(found)
 
 
-def _is_within_reach(described: Any) -> bool:
+def _is_reachable(described: Any) -> bool:
     """Return True if this process can use the device of an object, according to Ray's metadata."""
     if described.tensor_device == _HOST:
         return True
@@ -95,7 +95,7 @@ def _is_within_reach(described: Any) -> bool:
     return bool(gpus) and is_on_node and is_on_gpu
 
 
-def _whereabouts(reference: Any) -> Any:
+def _metadata(reference: Any) -> Any:
     found = _manager().get_rdt_metadata(reference.hex())
     if found is None:
         raise RuntimeError("it is not known any more where it is")
@@ -121,9 +121,9 @@ class Offers:
     def check(self) -> None:
         """Check that the transport works in this process, or raise ``ValueError``."""
         # Ray registers a program's own transports in an actor by a call that may come later.
-        until = time.monotonic() + _REGISTERED_WITHIN_S
-        while _known_name(self._transport) is None and time.monotonic() < until:
-            time.sleep(_ASKED_EACH_S)
+        deadline_s = time.monotonic() + _REGISTRATION_TIMEOUT_S
+        while _known_name(self._transport) is None and time.monotonic() < deadline_s:
+            time.sleep(_POLL_INTERVAL_S)
         try:
             has_gpu = bool(ray.get_gpu_ids()) and torch.cuda.is_available()
             for device in filter(self._carries, (_HOST, _GPU) if has_gpu else (_HOST,)):
@@ -155,8 +155,8 @@ class Offers:
         device = found.device if isinstance(found, Tensor) else torch.device(_HOST)
         if not self._carries(device.type):
             device = torch.device(_HOST)
-        least = INLINE_BYTES if device.type == _HOST else 0
-        if found.nbytes <= least or not self._carries(device.type):
+        min_bytes = INLINE_BYTES if device.type == _HOST else 0
+        if found.nbytes <= min_bytes or not self._carries(device.type):
             return None
         if not isinstance(found, Tensor):
             return torch.from_numpy(found.copy())

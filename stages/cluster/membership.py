@@ -23,15 +23,15 @@ from engine.interface.placed_error import described
 from stages.cluster.cluster_address import check_is_ray
 from stages.cluster.object_bytes import HeldObjects
 
-_JOINED_WITHIN_S = 120.0
-_LEFT_WITHIN_S = 60.0
+_JOIN_TIMEOUT_S = 120.0
+_LEAVE_TIMEOUT_S = 60.0
 _STORE_BYTES = (80 * 2**20, 8 * 2**30)
 """Minimum that Ray accepts, and a maximum above what rows in transit ever need."""
 
 _LOGICAL_CPUS = 1024
 """CPUs of a cluster that only this process uses: reserving them excludes no other program."""
 
-_QUIET = {
+_OWN_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_metrics_collection": "0",
@@ -44,7 +44,7 @@ _SET_BY_RAY = ("RAY_AUTH_MODE",)
 _TOKEN = secrets.token_hex(32)
 """Authentication token of an own cluster, which is in no file, so that no other program has it."""
 
-_TAKEN_BY_RAY = (
+_RAY_SIGNALS = (
     signal.SIGSEGV,
     signal.SIGILL,
     signal.SIGFPE,
@@ -109,7 +109,7 @@ class Membership:
         self.num_members = 0
         self.held = HeldObjects()
         self._has_ended = False
-        self._over = threading.Event()
+        self._leaving = threading.Event()
         self._thread: threading.Thread | None = None
         if ray.is_initialized():  # by the user of this library; it stays initialized
             _check_same(address)
@@ -119,15 +119,15 @@ class Membership:
         self._ready = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(
-            target=self._keep, args=(address,), name="ray cluster", daemon=True
+            target=self._run, args=(address,), name="ray cluster", daemon=True
         )
         self._thread.start()
         what = "none could be started" if address is None else f"{address!r} could not be joined"
-        if not self._ready.wait(_JOINED_WITHIN_S):
-            self._over.set()
-            raise ValueError(f"a Ray cluster: {what} within {_JOINED_WITHIN_S:g} s")
+        if not self._ready.wait(_JOIN_TIMEOUT_S):
+            self._leaving.set()
+            raise ValueError(f"a Ray cluster: {what} within {_JOIN_TIMEOUT_S:g} s")
         if self._error is not None:
-            raise ValueError(f"a Ray cluster: {what}: {_explained(self._error)}") from self._error
+            raise ValueError(f"a Ray cluster: {what}: {_describe(self._error)}") from self._error
         atexit.register(self._end)
 
     def leave(self) -> None:
@@ -146,11 +146,11 @@ class Membership:
             if ray.is_initialized():
                 self.held.bring_home()
         finally:  # not earlier: fetching an object after that would start another cluster
-            self._over.set()
+            self._leaving.set()
         if self._thread is not None:
-            self._thread.join(_LEFT_WITHIN_S)
+            self._thread.join(_LEAVE_TIMEOUT_S)
 
-    def _keep(self, address: str | None) -> None:
+    def _run(self, address: str | None) -> None:
         folder = None if address is not None else _new_folder()
         remover = None if folder is None else _start_remover(folder)
         try:
@@ -161,8 +161,8 @@ class Membership:
             finally:
                 self._ready.set()
             if self._error is None:
-                self._over.wait()
-            with _signals_kept():
+                self._leaving.wait()
+            with _keep_signals():
                 ray.shutdown()
         finally:
             if folder is not None:
@@ -178,8 +178,8 @@ _PID = os.getpid()
 
 def _connect(address: str | None, folder: str | None) -> None:
     common: dict[str, Any] = {"configure_logging": False, "log_to_driver": False}
-    ours = {} if address is not None else _QUIET | {"RAY_AUTH_TOKEN": _TOKEN}
-    with _environment(ours), _silence(), _signals_kept():
+    ours = {} if address is not None else _OWN_ENVIRONMENT | {"RAY_AUTH_TOKEN": _TOKEN}
+    with _environment(ours), _quiet_log(), _keep_signals():
         if address is not None:
             ray.init(address=address, **common)
         else:
@@ -207,7 +207,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
+def _quiet_log() -> Iterator[None]:
     """Restrict Ray's log to errors.
 
     In a connection of this library, Ray's prints to stdout are disabled for good: they report every
@@ -224,13 +224,13 @@ def _silence() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_kept() -> Iterator[None]:
+def _keep_signals() -> Iterator[None]:
     """Restore signal handlers afterwards: Ray replaces them to print its threads' stacks.
 
     Uses libc, because Python sets handlers only in the main thread, which this one may not be.
     """
     library = ctypes.CDLL(None)
-    kept = {number: ctypes.create_string_buffer(_SIGACTION_BYTES) for number in _TAKEN_BY_RAY}
+    kept = {number: ctypes.create_string_buffer(_SIGACTION_BYTES) for number in _RAY_SIGNALS}
     for number, action in kept.items():
         library.sigaction(int(number), None, action)
     try:
@@ -273,7 +273,7 @@ def _stop(remover: subprocess.Popen[bytes]) -> None:
     remover.wait()
 
 
-def _explained(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     explained = described(error)
     if "AuthenticationError" in type(error).__name__:
         return f"{explained}; see RAY_AUTH_TOKEN of Ray"

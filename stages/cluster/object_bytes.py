@@ -18,7 +18,7 @@ from stages.cluster.direct_transport import fetch, fetch_home, forget_borrowed, 
 from stages.remote.codec import Decoder, Reference, plain_bytes
 from stages.remote.shared_memory import RemoteBytes
 
-_FETCHED_WITHIN_S = 10.0
+_FETCH_TIMEOUT_S = 10.0
 """Timeout of fetching from an actor that may hang, in the process that would end it."""
 
 
@@ -95,7 +95,7 @@ class ObjectBytes(RemoteBytes):
             if not self.is_direct:
                 found: object = ray.get(self.reference)
             elif self._copies:  # this process may lack the transport
-                found = fetch_home(self.reference, _FETCHED_WITHIN_S)
+                found = fetch_home(self.reference, _FETCH_TIMEOUT_S)
             else:
                 found = fetch(self.reference)
         except MemoryError:
@@ -131,9 +131,9 @@ class HeldObjects:
 
     def bring_home_direct(self) -> None:
         """Copy those that are in actors, which are about to end, and may hang."""
-        until = time.monotonic() + _FETCHED_WITHIN_S
+        deadline_s = time.monotonic() + _FETCH_TIMEOUT_S
         for member in self._present():
-            if member.is_direct and time.monotonic() < until:
+            if member.is_direct and time.monotonic() < deadline_s:
                 member.bring_home()
 
     def _present(self) -> list[ObjectBytes]:

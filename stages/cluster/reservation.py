@@ -25,8 +25,8 @@ from stages.remote.fork_server import import_path
 from stages.remote.messages import WorkerSpec
 from stages.remote.supervisor import Connection, NoPlaceError
 
-_RESERVED_WITHIN_S = 60.0
-_PLACED_WITHIN_S = 60.0
+_RESERVE_TIMEOUT_S = 60.0
+_PLACE_TIMEOUT_S = 60.0
 _NODE_ID = "ray.io/node-id"
 _GROUPS = {"take": 1, "say": 2, "hand over": 1}
 """Threads per concurrency group; a call of ``say`` waits for the previous one."""
@@ -89,12 +89,12 @@ class Reservation:
             strategy="PACK",
             bundle_label_selector=self._selectors if any(self._selectors) else None,
         )
-        if not self._group.wait(_RESERVED_WITHIN_S):
+        if not self._group.wait(_RESERVE_TIMEOUT_S):
             remove_placement_group(self._group)
-            wanted = "; ".join(_shown(needs) for needs in self._needs)
+            wanted, free = "; ".join(map(_format, self._needs)), _format(ray.available_resources())
             raise ValueError(
                 f"the Ray cluster has no room for {len(self._needs)} workers: reserving {wanted} "
-                f"took more than {_RESERVED_WITHIN_S:g} s, and {_shown(ray.available_resources())} "
+                f"took more than {_RESERVE_TIMEOUT_S:g} s, and {free} "
                 "is free; see num_cpus, num_gpus, resources and node of each stage's placement"
             )
 
@@ -111,7 +111,7 @@ class Reservation:
             raise ConnectionError("this process has left the Ray cluster")
         index = self._bundles[spec.name, spec.replica]
         begun_s = time.monotonic()
-        self._check_there(index, begun_s)
+        self._check_placed(index, begun_s)
         needs = dict(self._needs[index])
         kind = _ACTOR if spec.tensor_transport is None else _DIRECT_ACTOR
         actor = kind.options(
@@ -125,11 +125,11 @@ class Reservation:
             ),
             runtime_env={"env_vars": _environment(spec.threads)},
         ).remote(encode(spec))
-        check_there = partial(self._check_there, index, begun_s)
+        check_there = partial(self._check_placed, index, begun_s)
         held = self._membership.held
         return ActorConnection(actor, held, spec.label, on_message, on_end, check_there)
 
-    def _check_there(self, index: int, begun_s: float) -> None:
+    def _check_placed(self, index: int, begun_s: float) -> None:
         """Check that a bundle that was lost with its node has been placed, or soon will be."""
         nodes = [node for node in ray.nodes() if node["Alive"]]
         try:
@@ -150,10 +150,10 @@ class Reservation:
                     "placement: Ray places what was lost with a node together, and stage "
                     f"{name!r} was lost with it{error}"
                 ) from error
-        if time.monotonic() - begun_s > _PLACED_WITHIN_S:
+        if time.monotonic() - begun_s > _PLACE_TIMEOUT_S:
             raise NoPlaceError(
-                f"placement: its node was lost, and what it needs, {_shown(self._needs[index])}, "
-                f"has not been free on another one for {_PLACED_WITHIN_S:g} s"
+                f"placement: its node was lost, and what it needs, {_format(self._needs[index])}, "
+                f"has not been free on another one for {_PLACE_TIMEOUT_S:g} s"
             )
 
     def close(self) -> None:
@@ -202,14 +202,14 @@ def _check_fits(
     for resources in there:
         if all(resources.get(name, 0) >= amount for name, amount in needs.items()):
             return
-    shown = "; ".join(_shown(resources) for resources in there[:8])
+    shown = "; ".join(_format(resources) for resources in there[:8])
     raise ValueError(
-        f": each worker needs {_shown(needs)}, and no node of the Ray cluster has that: there is "
+        f": each worker needs {_format(needs)}, and no node of the Ray cluster has that: there is "
         f"{shown}"
     )
 
 
-def _shown(resources: Mapping[str, float]) -> str:
+def _format(resources: Mapping[str, float]) -> str:
     """Format the resources that users know: neither memory sizes nor Ray's internal ones."""
     known = {
         name: amount

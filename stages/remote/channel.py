@@ -31,25 +31,25 @@ PROTOCOL_VERSION = 10
 
 _LOG = package_logger(__name__)
 _HEADER = struct.Struct("<BHQ")
-_MOST_FDS = 250
+_MAX_FDS = 250
 """Maximum number of descriptors per ``sendmsg``; the limit of Linux is 253."""
 
-_MOST_BYTES = 2**30
+_MAX_BYTES = 2**30
 """Maximum size of a message, shared memory excluded."""
 
-_PIECE = 256 * 2**10
+_READ_BYTES = 256 * 2**10
 """Bytes per read."""
 
 _MSG_CMSG_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-_CLOSED_HERE = "it was closed here"
-_CLOSED_THERE = "the other side closed it or has ended"
+_CLOSED_LOCALLY = "it was closed here"
+_CLOSED_BY_PEER = "the other side closed it or has ended"
 
 
 class ChannelClosed(ConnectionError):
     """The peer is gone, or the channel was closed locally; the message says which."""
 
 
-class _Shipment:
+class _Attachments:
     """Large contents of one message: new ones, and forwarded segments."""
 
     def __init__(self) -> None:
@@ -93,9 +93,9 @@ class FrameReader:
         Raises:
             OSError: the connection is broken, or descriptors could not be received.
         """
-        room = socket.CMSG_SPACE(_MOST_FDS * array("i").itemsize)
-        piece, beside, flags, _ = self._sock.recvmsg(_PIECE, room, _MSG_CMSG_CLOEXEC)
-        for level, kind, content in beside:
+        size = socket.CMSG_SPACE(_MAX_FDS * array("i").itemsize)
+        piece, ancillary, flags, _ = self._sock.recvmsg(_READ_BYTES, size, _MSG_CMSG_CLOEXEC)
+        for level, kind, content in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds = array("i")
                 fds.frombytes(content[: len(content) // fds.itemsize * fds.itemsize])
@@ -160,11 +160,11 @@ class Channel:
         self.name = name
         sock.setblocking(True)
         self._sock = sock
-        self._arrived: list[Segment] = []
-        self._decoder = Decoder(kinds, self._find)
+        self._segments: list[Segment] = []
+        self._decoder = Decoder(kinds, self._resolve)
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()  # guards everything below
-        self._waiting: deque[tuple[memoryview, list[Descriptor]]] = deque()
+        self._unsent: deque[tuple[memoryview, list[Descriptor]]] = deque()
         self._has_sender = False
         self._closed: str | None = None
 
@@ -194,32 +194,32 @@ class Channel:
             ChannelClosed: the peer is gone, or the channel is closed.
             ValueError: the message cannot be encoded, or is too large; nothing is sent.
         """
-        shipment = _Shipment()
-        content = encode(message, shipment.share)
+        attachments = _Attachments()
+        content = encode(message, attachments.share)
         files: list[Descriptor] = []
-        if shipment.contents or shipment.numbers:
+        if attachments.contents or attachments.numbers:
             try:
-                files = shipment.files()
+                files = attachments.files()
             except OSError as error:
                 _LOG.debug("no shared memory for a message: %s", error)
                 content = encode(message)
-        if len(content) > _MOST_BYTES:
+        if len(content) > _MAX_BYTES:
             raise ValueError(
-                f"a message of {len(content)} bytes: {_MOST_BYTES} are the most that are sent at "
+                f"a message of {len(content)} bytes: {_MAX_BYTES} are the most that are sent at "
                 "once"
             )
         with self._changed:
             self._check_open()
             num_files = len(files)
-            while len(files) > _MOST_FDS:  # attached to empty frames
-                nothing = memoryview(_HEADER.pack(PROTOCOL_VERSION, 0, 0))
-                self._waiting.append((nothing, files[:_MOST_FDS]))
-                files = files[_MOST_FDS:]
+            while len(files) > _MAX_FDS:  # attached to empty frames
+                empty_frame = memoryview(_HEADER.pack(PROTOCOL_VERSION, 0, 0))
+                self._unsent.append((empty_frame, files[:_MAX_FDS]))
+                files = files[_MAX_FDS:]
             frame = _HEADER.pack(PROTOCOL_VERSION, num_files, len(content)) + content
-            self._waiting.append((memoryview(frame), files))
+            self._unsent.append((memoryview(frame), files))
             if not self._has_sender:
                 self._flush()
-            if self._waiting and not self._has_sender:
+            if self._unsent and not self._has_sender:
                 self._has_sender = True
                 threading.Thread(target=self._send_rest, name="channel sender", daemon=True).start()
             self._check_open()
@@ -232,7 +232,7 @@ class Channel:
         """
         with self._changed:
             done = self._changed.wait_for(
-                lambda: self._closed is not None or not self._waiting, timeout_s
+                lambda: self._closed is not None or not self._unsent, timeout_s
             )
             self._check_open()
             return done
@@ -243,7 +243,7 @@ class Channel:
         Returns immediately; the thread ends soon after. Idempotent, callable from any thread.
         """
         with self._changed:
-            self._end(_CLOSED_HERE)
+            self._end(_CLOSED_LOCALLY)
             if self._thread is None:
                 self._sock.close()
 
@@ -265,64 +265,64 @@ class Channel:
             if not receives:
                 with suppress(OSError):  # the peer has ended
                     self._sock.shutdown(socket.SHUT_RDWR)  # wakes both threads
-        self._waiting.clear()
+        self._unsent.clear()
         self._changed.notify_all()
 
     def _flush(self) -> None:
         """Send what fits into the socket buffer; needs the lock."""
         try:
-            while self._waiting:
-                self._note_sent(self._send_piece(*self._waiting[0], socket.MSG_DONTWAIT))
+            while self._unsent:
+                self._note_sent(self._send_some(*self._unsent[0], socket.MSG_DONTWAIT))
         except BlockingIOError:
             pass
         except OSError:  # the peer stopped reading; what it sent can still be received
-            self._end(_CLOSED_THERE, receives=True)
+            self._end(_CLOSED_BY_PEER, receives=True)
 
     def _send_rest(self) -> None:
         """Send as the peer reads, until the queue is empty."""
         while True:
             with self._changed:
-                if not self._waiting:
+                if not self._unsent:
                     self._has_sender = False
                     self._changed.notify_all()
                     return
-                content, files = self._waiting[0]
+                content, files = self._unsent[0]
             try:
-                num_sent = self._send_piece(content, files, 0)
+                num_sent = self._send_some(content, files, 0)
             except OSError:
                 num_sent = 0
             with self._changed:
                 if not num_sent:
-                    self._end(_CLOSED_THERE, receives=True)
-                elif self._waiting:  # not closed in the meantime
+                    self._end(_CLOSED_BY_PEER, receives=True)
+                elif self._unsent:  # not closed in the meantime
                     self._note_sent(num_sent)
 
-    def _send_piece(self, content: memoryview, files: Sequence[Descriptor], flags: int) -> int:
+    def _send_some(self, content: memoryview, files: Sequence[Descriptor], flags: int) -> int:
         fds = array("i", [file.fd for file in files])
-        beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if files else []
-        return self._sock.sendmsg([content], beside, flags)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if files else []
+        return self._sock.sendmsg([content], ancillary, flags)
 
     def _note_sent(self, num_sent: int) -> None:
-        content, _ = self._waiting[0]
+        content, _ = self._unsent[0]
         if num_sent == len(content):
-            self._waiting.popleft()
+            self._unsent.popleft()
         else:
-            self._waiting[0] = (content[num_sent:], [])
+            self._unsent[0] = (content[num_sent:], [])
 
     def _run(self, on_message: Callable[[Any], object], on_end: Callable[[str], object]) -> None:
-        reader = FrameReader(self._sock, _MOST_BYTES)
+        reader = FrameReader(self._sock, _MAX_BYTES)
         try:
             reason = self._receive(reader, on_message)
         except ConnectionError:  # the peer left without reading everything
-            reason = _CLOSED_THERE
+            reason = _CLOSED_BY_PEER
         except (OSError, ValueError, MemoryError) as error:
             reason = str(error)
         except Exception as error:  # of a message handler; the owner gets it through on_end
             _LOG.exception("a message of %s could not be handled", self.name)
             reason = f"a message could not be handled: {type(error).__name__}: {error}"
         with self._changed:
-            if self._closed == _CLOSED_HERE:
-                reason = _CLOSED_HERE
+            if self._closed == _CLOSED_LOCALLY:
+                reason = _CLOSED_LOCALLY
             self._end(reason)
             while self._has_sender:  # it uses the socket
                 self._changed.wait()
@@ -334,18 +334,18 @@ class Channel:
         """Receive until the end; return the reason for the end."""
         while reader.receive():
             for content, fds in reader.frames():
-                self._arrived = [Segment.received(fd) for fd in fds]
+                self._segments = [Segment.received(fd) for fd in fds]
                 message = self._decoder.decode(content) if content else None
-                self._arrived = []
+                self._segments = []
                 if message is not None:
                     on_message(message)
                 del message  # hold no reference while waiting for the next one
-                if self._closed == _CLOSED_HERE:
-                    return _CLOSED_HERE
-        return _CLOSED_THERE
+                if self._closed == _CLOSED_LOCALLY:
+                    return _CLOSED_LOCALLY
+        return _CLOSED_BY_PEER
 
-    def _find(self, reference: Reference) -> SharedBytes:
+    def _resolve(self, reference: Reference) -> SharedBytes:
         """Resolve a reference; see :data:`stages.remote.codec.Find`."""
-        if not -1 <= reference.number < len(self._arrived):
-            raise ValueError(f"segment {reference.number} of {len(self._arrived)}")
-        return SharedBytes(self._arrived[reference.number], reference.offset, reference.nbytes)
+        if not -1 <= reference.number < len(self._segments):
+            raise ValueError(f"segment {reference.number} of {len(self._segments)}")
+        return SharedBytes(self._segments[reference.number], reference.offset, reference.nbytes)

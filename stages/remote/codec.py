@@ -107,11 +107,11 @@ def encode(message: object, share: Share | None = None) -> bytes:
         return msgspec.msgpack.encode(message, enc_hook=_Writer(share).put)
     except _UnsendableError as error:
         culprit, reason = error.value, str(error)
-        place = _place_of(message, lambda value: value is culprit)
+        place = _path_to(message, lambda value: value is culprit)
     except RecursionError:
         place, reason = "", "it is nested too deeply"
     except (OverflowError, UnicodeEncodeError) as error:
-        place, reason = _place_of(message, _is_beyond_msgpack), str(error)
+        place, reason = _path_to(message, _is_beyond_msgpack), str(error)
     raise ValueError(
         f"{type(message).__name__}{place or ''} cannot be sent to another process: {reason}"
     )
@@ -123,14 +123,14 @@ def _is_beyond_msgpack(value: object) -> bool:
     return isinstance(value, int) and not -(2**63) <= value < 2**64
 
 
-def _place_of(value: object, is_culprit: Callable[[object], bool]) -> str | None:
+def _path_to(value: object, is_culprit: Callable[[object], bool]) -> str | None:
     """Return the path to a part of a message, such as ``.prompt.messages[0]['content']``."""
     if is_culprit(value):
         return ""
     for step, part in _parts(value):
-        way = _place_of(part, is_culprit)
-        if way is not None:
-            return f"{step}{way}"
+        path = _path_to(part, is_culprit)
+        if path is not None:
+            return f"{step}{path}"
     return None
 
 
@@ -156,7 +156,7 @@ class _Writer:
             case Tensor():
                 return self._tensor(value)
             case SharedTensor():
-                return self._block(_TENSOR, _name(value.dtype), value.shape, value.source)
+                return self._block(_TENSOR, _dtype_name(value.dtype), value.shape, value.source)
             case SharedTensors():
                 return dict(value.entries)
             case Mapping():
@@ -176,7 +176,7 @@ class _Writer:
             case Image.Image():
                 return self._image(value)
             case torch.dtype():
-                return _name(value)
+                return _dtype_name(value)
         kind = type(value)
         raise _UnsendableError(value, f"it is of type {kind.__module__}.{kind.__qualname__}")
 
@@ -187,7 +187,7 @@ class _Writer:
         dense = value.detach().resolve_conj().resolve_neg().contiguous()
         # A tensor of at most one element counts as contiguous with any stride.
         flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-        return self._block(_TENSOR, _name(value.dtype), value.shape, flat)
+        return self._block(_TENSOR, _dtype_name(value.dtype), value.shape, flat)
 
     def _array(self, value: NDArray[Any]) -> Any:
         if value.dtype.kind not in "biufc":
@@ -233,7 +233,7 @@ class Decoder:
 
     def __init__(self, kinds: Any, find: Find | None = None) -> None:
         self._find = find
-        self._message = msgspec.msgpack.Decoder(kinds, dec_hook=_hinted, ext_hook=self._extension)
+        self._message = msgspec.msgpack.Decoder(kinds, dec_hook=_convert, ext_hook=self._extension)
         self._block = msgspec.msgpack.Decoder(_Block)
 
     def decode(self, content: bytes | memoryview) -> Any:
@@ -260,10 +260,10 @@ class Decoder:
             return SamplingParams(**msgspec.msgpack.decode(content))
         block = self._block.decode(content)
         if isinstance(block.content, bytearray):
-            return _MAKERS[code](block, np.frombuffer(block.content, np.uint8))
+            return _DECODERS[code](block, np.frombuffer(block.content, np.uint8))
         if self._find is None:
             raise ValueError("a reference, and nothing is shared")
-        return _MAKERS[code](block, self._find(block.content))
+        return _DECODERS[code](block, self._find(block.content))
 
 
 def _tensor(block: _Block, content: _Bytes) -> Tensor | SharedTensor:
@@ -280,30 +280,30 @@ def _array(block: _Block, content: _Bytes) -> NDArray[Any]:
     return plain_bytes(content).view(dtype).reshape(block.shape)
 
 
-def _picture(block: _Block, content: _Bytes) -> Image.Image:
+def _image_of(block: _Block, content: _Bytes) -> Image.Image:
     width, height = block.shape
     if content.nbytes != width * height * _PIXEL_BYTES[block.kind]:
         raise ValueError(f"{content.nbytes} bytes for an image of {block.shape}, {block.kind}")
     return Image.frombytes(block.kind, (width, height), plain_bytes(content).tobytes())
 
 
-_MAKERS: Mapping[int, Callable[[_Block, _Bytes], Any]] = {
+_DECODERS: Mapping[int, Callable[[_Block, _Bytes], Any]] = {
     _TENSOR: _tensor,
     _ARRAY: _array,
-    _IMAGE: _picture,
+    _IMAGE: _image_of,
 }
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _hinted(hint: Any, value: Any) -> Any:
+def _convert(hint: Any, value: Any) -> Any:
     """Convert the value of a field whose type msgspec does not know."""
     if hint is hints.Tensors:
         is_shared = any(isinstance(each, SharedTensor) for each in value.values())
         return SharedTensors(value) if is_shared else value
-    return _prompt(value) if hint in (hints.AnyPrompt, hints.Tensor) else value
+    return _convert_prompt(value) if hint in (hints.AnyPrompt, hints.Tensor) else value
 
 
 _PROMPTS: Mapping[tuple[str, ...], type] = {
@@ -314,7 +314,7 @@ _PROMPTS: Mapping[tuple[str, ...], type] = {
 """Prompt classes by their field names, which are unique per class."""
 
 
-def _prompt(value: Any) -> Any:
+def _convert_prompt(value: Any) -> Any:
     """Convert a prompt, or a part of one, whose types may be wrong.
 
     The engine then refuses it with the same message as a prompt from its own process.
@@ -325,15 +325,15 @@ def _prompt(value: Any) -> Any:
         case [int(), *_] | []:
             return tuple(value)
         case list():
-            return tuple(map(_prompt, value))
+            return tuple(map(_convert_prompt, value))
         case dict() if (kind := _PROMPTS.get(tuple(value))) is not None:
-            return kind(**{name: _prompt_field(name, each) for name, each in value.items()})
+            return kind(**{name: _convert_prompt_field(name, each) for name, each in value.items()})
     return value
 
 
-def _prompt_field(name: str, value: Any) -> Any:
+def _convert_prompt_field(name: str, value: Any) -> Any:
     if name == "multi_modal_data" and isinstance(value, dict):
-        return {modality: _prompt(items) for modality, items in value.items()}
+        return {modality: _convert_prompt(items) for modality, items in value.items()}
     if name == "messages" and isinstance(value, list):  # plain mappings, not prompts
         return tuple(value)
-    return _prompt(value)
+    return _convert_prompt(value)

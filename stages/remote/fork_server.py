@@ -46,11 +46,11 @@ import msgspec
 from engine.interface.log_fields import package_logger
 
 _LOG = package_logger(__name__)
-_STARTS_WITHIN_S = 300.0
+_START_TIMEOUT_S = 300.0
 """Timeout of a fork. The first one waits for the server's imports, maybe on a busy machine."""
 
-_ENDS_WITHIN_S = 10.0
-_REPORTED_WITHIN_S = 10.0
+_STOP_TIMEOUT_S = 10.0
+_REPORT_TIMEOUT_S = 10.0
 """Timeout of the server's report that a killed worker has ended; the server may hang."""
 
 _PROGRAM = (
@@ -93,7 +93,7 @@ class _Server:
     """
 
     def __init__(self) -> None:
-        self._sock, self._theirs = socket.socketpair()
+        self._sock, self._server_sock = socket.socketpair()
         self._lock = threading.Lock()  # guards writes to the socket
         self._process: subprocess.Popen[bytes] | None = None
         self.end: str | None = None  # reason for its end, phrased to follow a worker's name
@@ -129,13 +129,13 @@ class _Server:
         self._is_started.wait()
         with suppress(OSError):  # it has already ended
             self._sock.shutdown(socket.SHUT_RDWR)
-        self._thread.join(_ENDS_WITHIN_S)
+        self._thread.join(_STOP_TIMEOUT_S)
         if self._process is not None and self._thread.is_alive():
             self._process.kill()
         self._thread.join()
 
     def _run(self) -> None:
-        fd = self._theirs.fileno()
+        fd = self._server_sock.fileno()
         arguments = [json.dumps(import_path()), str(fd), str(os.getpid()), *_PRELOADED]
         program = [sys.executable, "-P", "-c", _PROGRAM, *arguments]
         environment = {**os.environ, **dict.fromkeys(_ONE_THREAD, "1")}
@@ -148,7 +148,7 @@ class _Server:
         except OSError as error:
             end = f"the process that workers are forked from cannot be started: {error}"
             self._sock.close()
-        self._theirs.close()
+        self._server_sock.close()
         self._is_started.set()
         if self._process is not None:
             status = self._process.wait()
@@ -210,11 +210,11 @@ class WorkerProcess:
         self._signal(signal.SIGTERM)
         if not self.wait(grace_s):
             self.kill()
-            if not self.wait(_REPORTED_WITHIN_S):
+            if not self.wait(_REPORT_TIMEOUT_S):
                 _LOG.error("%r was killed, but its end was not reported", self)
 
     def _read_pid(self) -> int:
-        if not _is_ready(self._status_fd, _STARTS_WITHIN_S):
+        if not _is_ready(self._status_fd, _START_TIMEOUT_S):
             self._server.stop()
         content = os.read(self._status_fd, _STATUS.size)
         if not content:
@@ -261,14 +261,14 @@ def shut_down() -> None:
             _server.stop()
 
 
-def _forget() -> None:
+def _reset_in_fork() -> None:
     """Drop the server in a fork of this process, which neither has its thread nor owns it."""
     global _server, _server_lock
     _server, _server_lock = None, threading.Lock()
 
 
 atexit.register(shut_down)
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_reset_in_fork)
 
 
 def start_worker(target: str, argument: bytes, *, threads: int, name: str) -> WorkerProcess:
@@ -306,9 +306,9 @@ def start_worker(target: str, argument: bytes, *, threads: int, name: str) -> Wo
 def _fork(server: _Server, name: str, order: bytes) -> WorkerProcess:
     ours, theirs = socket.socketpair()
     status_fd, their_status_fd = os.pipe()
-    nothing = os.open(os.devnull, os.O_WRONLY)
+    null_fd = os.open(os.devnull, os.O_WRONLY)
     try:
-        standard = (fd if _is_open(fd) else nothing for fd in (1, 2))
+        standard = (fd if _is_open(fd) else null_fd for fd in (1, 2))
         try:
             with _unnamed_file() as file:
                 file.write(order)
@@ -320,7 +320,7 @@ def _fork(server: _Server, name: str, order: bytes) -> WorkerProcess:
         finally:
             theirs.close()
             os.close(their_status_fd)
-            os.close(nothing)
+            os.close(null_fd)
         return WorkerProcess(name, ours, server, status_fd)
     except BaseException:
         ours.close()
@@ -411,18 +411,18 @@ def _die_with(parent: int) -> None:
 
 def _serve(control: socket.socket, status_fds: dict[int, int]) -> None:
     """Fork and reap workers until the parent's end of the socket is closed."""
-    alarm, alarmed = os.pipe()
-    for fd in (alarm, alarmed):
+    wakeup_read, wakeup_write = os.pipe()
+    for fd in (wakeup_read, wakeup_write):
         os.set_blocking(fd, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(alarmed, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
     poll = select.poll()
-    poll.register(alarm, select.POLLIN)
+    poll.register(wakeup_read, select.POLLIN)
     poll.register(control, select.POLLIN)
     while True:
         ready = {fd for fd, _ in poll.poll()}
-        if alarm in ready:
-            os.read(alarm, 4096)
+        if wakeup_read in ready:
+            os.read(wakeup_read, 4096)
             _reap(status_fds)
         if control.fileno() in ready:
             content, fds, _, _ = socket.recv_fds(control, 1, _NUM_FDS)
@@ -446,7 +446,7 @@ def _report(status_fd: int, number: int) -> None:
 
 
 def _start(control: socket.socket, fds: Sequence[int], status_fds: dict[int, int]) -> None:
-    *of_worker, status_fd = fds
+    *worker_fds, status_fd = fds
     server = os.getpid()
     try:
         pid = os.fork()
@@ -456,28 +456,28 @@ def _start(control: socket.socket, fds: Sequence[int], status_fds: dict[int, int
     else:
         if not pid:
             control.detach()  # closed with all other descriptors, so not by its finalizer
-            _be_worker(of_worker, server)
+            _run_worker(worker_fds, server)
         status_fds[pid] = status_fd
         _report(status_fd, pid)
-    for fd in of_worker:
+    for fd in worker_fds:
         os.close(fd)
 
 
-def _be_worker(fds: Sequence[int], server: int) -> NoReturn:
+def _run_worker(fds: Sequence[int], server: int) -> NoReturn:
     status = 1
     try:
         _die_with(server)
-        _leave_all_behind(fds)
+        _drop_inherited(fds)
         sock = socket.socket(fileno=_SOCKET)
         with open(_ORDER, "rb") as file:
             order = msgspec.msgpack.decode(file.read(), type=_Order)
-        _look_like(order)
+        _apply_order(order)
         module, _, function = order.target.partition(":")
         run = getattr(importlib.import_module(module), function)
         run(sock, order.argument)
         status = 0
-    except SystemExit as leave:
-        code = leave.code
+    except SystemExit as exit_error:
+        code = exit_error.code
         if isinstance(code, str):
             print(code, file=sys.stderr)
         status = code if isinstance(code, int) else int(code is not None)
@@ -491,20 +491,20 @@ def _be_worker(fds: Sequence[int], server: int) -> NoReturn:
         os._exit(status & 0xFF)
 
 
-def _leave_all_behind(fds: Sequence[int]) -> None:
+def _drop_inherited(fds: Sequence[int]) -> None:
     """Drop the server's descriptors and signal handlers, except those meant for the worker."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Duplicate to high numbers first: a received descriptor may have any of the target numbers.
     sock, out, err, order = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in fds)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for number, fd in enumerate((nothing, out, err, sock, order)):
+    null_fd = os.open(os.devnull, os.O_RDONLY)
+    for number, fd in enumerate((null_fd, out, err, sock, order)):
         os.dup2(fd, number, inheritable=number < _SOCKET)
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    os.closerange(_ORDER + 1, most if most != resource.RLIM_INFINITY else 2**20)
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.closerange(_ORDER + 1, limit if limit != resource.RLIM_INFINITY else 2**20)
 
 
-def _look_like(order: _Order) -> None:
+def _apply_order(order: _Order) -> None:
     """Adopt the parent's environment, directory and import path as of its order."""
     import numpy as np
     import torch

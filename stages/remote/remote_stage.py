@@ -55,12 +55,12 @@ from stages.worker.stage_link import StageLink, WorkerState, why_lost
 if TYPE_CHECKING:
     import torch
 
-MOST_AHEAD = 4
+MAX_AHEAD = 4
 """Maximum excess of requests over the least loaded replica that is accepted for a prefix hit."""
 
 _PIECE_BYTES = 64
-_MOST_PIECES = 512
-_MOST_KNOWN = 2**16
+_MAX_PIECES = 512
+_MAX_KNOWN = 2**16
 
 
 class PrefixRouter:
@@ -70,7 +70,7 @@ class PrefixRouter:
         replica       0       0       1                    goes to 1, if 1 is not overloaded
 
     The choice never affects the output, only how much is recomputed. The replica with the longest
-    known prefix gets the request, unless it has over :data:`MOST_AHEAD` requests more than the
+    known prefix gets the request, unless it has over :data:`MAX_AHEAD` requests more than the
     least loaded one. Without a known prefix the least loaded replica gets it, round-robin among
     equals.
     """
@@ -85,7 +85,7 @@ class PrefixRouter:
             return next(iter(loads))
         hashes = _prefix_hashes(enter)
         fewest = min(loads.values())
-        free = [each for each, load in loads.items() if load <= fewest + MOST_AHEAD]
+        free = [each for each, load in loads.items() if load <= fewest + MAX_AHEAD]
         holders = (self._known.get(each) for each in reversed(hashes))
         chosen = next((each for each in holders if each in free), None)
         if chosen is None:
@@ -94,7 +94,7 @@ class PrefixRouter:
         for each in hashes:
             self._known[each] = chosen
             self._known.move_to_end(each)
-        while len(self._known) > _MOST_KNOWN:
+        while len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
         return chosen
 
@@ -110,7 +110,7 @@ def _prefix_hashes(enter: Enter) -> list[bytes]:
     # Requests with different salts share nothing.
     chain = blake2b((enter.cache_salt or "").encode(), digest_size=16)
     hashes = []
-    for start in range(0, min(len(content), _PIECE_BYTES * _MOST_PIECES), _PIECE_BYTES):
+    for start in range(0, min(len(content), _PIECE_BYTES * _MAX_PIECES), _PIECE_BYTES):
         chain.update(content[start : start + _PIECE_BYTES])
         hashes.append(chain.digest())
     return hashes
@@ -148,8 +148,8 @@ class Attempt:
         places: progress of its streamed edges, by consumer.
         num_samples: audio samples that were passed to the orchestrator.
         again: output of the current run while it only repeats earlier output; else None.
-        num_took: consumed chunks that were reported to the orchestrator.
-        num_taken_again: chunks that the current run has consumed.
+        num_acks: consumed chunks that were reported to the orchestrator.
+        num_acks_again: chunks that the current run has consumed.
         num_runs: number of runs that were started.
         replica: the worker that has it, or gets it once it is up.
     """
@@ -161,8 +161,8 @@ class Attempt:
     places: dict[str, StreamPlace] = field(default_factory=dict)
     num_samples: int = 0
     again: OutputAccumulator | None = None
-    num_took: int = 0
-    num_taken_again: int = 0
+    num_acks: int = 0
+    num_acks_again: int = 0
     num_runs: int = 1
     replica: int = 0
     is_sent: bool = False
@@ -171,7 +171,7 @@ class Attempt:
         """Start another run, in a worker without state of this request."""
         self.ticket = ticket
         self.again = OutputAccumulator(self.enter.request_id, self.emitted.stage)
-        self.num_taken_again = 0
+        self.num_acks_again = 0
         self.num_runs += 1
         self.is_sent = False
 
@@ -181,10 +181,10 @@ class Attempt:
 
     def take(self) -> bool:
         """Count a chunk that the current run has consumed; return True if no run did before."""
-        self.num_taken_again += 1
-        if self.num_taken_again <= self.num_took:
+        self.num_acks_again += 1
+        if self.num_acks_again <= self.num_acks:
             return False
-        self.num_took = self.num_taken_again
+        self.num_acks = self.num_acks_again
         return True
 
     def new_in(self, event: Output) -> Output | None:
@@ -256,13 +256,13 @@ class RemoteLink(StageLink):
     def __init__(
         self,
         name: str,
-        lives: Sequence[WorkerSupervisor],
+        supervisors: Sequence[WorkerSupervisor],
         edges: tuple[StreamedEdge, ...],
         max_retries: int,
     ) -> None:
         self._name = name
-        self._lives = tuple(lives)
-        self._ports = [life.ports[name] for life in lives]
+        self._supervisors = tuple(supervisors)
+        self._ports = [supervisor.ports[name] for supervisor in supervisors]
         self._edges = edges
         self._max_retries = max_retries
         self._router = PrefixRouter()
@@ -272,18 +272,18 @@ class RemoteLink(StageLink):
         self._events: list[Event] = []
         self._traces: list[Traced] = []
         # The stage is built before its link is created.
-        self._is_up = [True] * len(self._lives)
-        self._outboxes: list[list[Command]] = [[] for _ in self._lives]
-        self._idle_at = [-1] * len(self._lives)
-        self._hopeless: dict[int, str] = {}
+        self._is_up = [True] * len(self._supervisors)
+        self._outboxes: list[list[Command]] = [[] for _ in self._supervisors]
+        self._idle_at = [-1] * len(self._supervisors)
+        self._lost: dict[int, str] = {}
         self._has_moved = False
         self._on_event: Callable[[], object] = lambda: None
 
     def notify(self, on_event: Callable[[], object]) -> None:
         """See :class:`~stages.worker.stage_link.StageLink`."""
         self._on_event = on_event
-        for life in self._lives:
-            life.on_event = on_event
+        for supervisor in self._supervisors:
+            supervisor.on_event = on_event
 
     @property
     def has_requests(self) -> bool:
@@ -302,7 +302,7 @@ class RemoteLink(StageLink):
             return False
         # num_commands includes the commands to a worker's other stages.
         busy = {attempt.replica for attempt in self._attempts.values()}
-        return all(self._idle_at[each] == self._lives[each].num_commands for each in busy)
+        return all(self._idle_at[each] == self._supervisors[each].num_commands for each in busy)
 
     def send(self, command: Command) -> None:
         """See :class:`~stages.worker.stage_link.StageLink`."""
@@ -321,18 +321,18 @@ class RemoteLink(StageLink):
                 attempt.places[command.consumer] = place.answered(command)
             case Abort():
                 self._forget(attempt)
-        self._hand_over(attempt, command)
+        self._queue(attempt, command)
 
     def drop_all(self) -> None:
         """See :class:`~stages.worker.stage_link.StageLink`."""
         attempts, self._attempts = self._attempts, {}
         self._by_ticket, self._events = {}, []
         for attempt in attempts.values():
-            self._hand_over(attempt, Abort(attempt.enter.request_id))
+            self._queue(attempt, Abort(attempt.enter.request_id))
 
     def events(self) -> list[Event]:
         """See :class:`~stages.worker.stage_link.StageLink`."""
-        self._listen()
+        self._receive()
         events, self._events = self._events, []
         self._has_moved |= bool(events)
         return events
@@ -342,13 +342,13 @@ class RemoteLink(StageLink):
         traces, self._traces = self._traces, []
         return traces
 
-    def _listen(self) -> None:
+    def _receive(self) -> None:
         for replica, port in enumerate(self._ports):
             for message in port.messages():
-                self._hear(replica, message)
+                self._handle_message(replica, message)
 
     def _enter(self, enter: Enter) -> None:
-        self._listen()  # a worker may have come back since events() was last called
+        self._receive()  # a worker may have come back since events() was last called
         places = {edge.consumer: StreamPlace() for edge in self._edges} | dict(enter.streams)
         emitted = OutputAccumulator(enter.request_id, self._name)
         attempt = Attempt(enter, next(self._tickets), emitted, places=places)
@@ -357,18 +357,18 @@ class RemoteLink(StageLink):
 
     def _place(self, attempt: Attempt) -> None:
         """Choose a replica for a new run, and send it there if that is up."""
-        loads = {each: 0 for each in range(len(self._lives)) if each not in self._hopeless}
+        loads = {each: 0 for each in range(len(self._supervisors)) if each not in self._lost}
         if not loads:
-            self._fail(attempt, next(iter(self._hopeless.values())))
+            self._fail(attempt, next(iter(self._lost.values())))
             return
         for other in self._attempts.values():
             if other is not attempt and other.replica in loads:
                 loads[other.replica] += 1
         up = {each: load for each, load in loads.items() if self._is_up[each]}
         attempt.replica = self._router.choose(attempt.enter, up or loads)
-        self._hand_over(attempt, attempt.entry(), *attempt.extends)
+        self._queue(attempt, attempt.entry(), *attempt.extends)
 
-    def _hand_over(self, attempt: Attempt, *commands: Command) -> None:
+    def _queue(self, attempt: Attempt, *commands: Command) -> None:
         """Queue commands about a request for its worker; ``Built`` resends all to one not up."""
         if self._is_up[attempt.replica]:
             self._outboxes[attempt.replica] += commands
@@ -400,26 +400,26 @@ class RemoteLink(StageLink):
                 is_prompts = not kind and isinstance(commands[0], Enter) and not commands[0].sources
                 self._fail(attempt, f"{kind}{error}", has_begun=has_begun, refused=is_prompts)
                 if has_begun:
-                    self._hand_over(attempt, Abort(attempt.enter.request_id))
+                    self._queue(attempt, Abort(attempt.enter.request_id))
 
-    def _hear(self, replica: int, message: Any) -> None:
+    def _handle_message(self, replica: int, message: Any) -> None:
         match message:
             case tuple():
                 for event in message:
                     if isinstance(event, Traced):
                         self._traces.append(event)
                     else:
-                        self._take(event)
+                        self._handle_event(event)
             case Idle():
                 self._idle_at[replica] = message.num_commands
             case Built():
                 self._is_up[replica] = True
-                self._hopeless.pop(replica, None)
+                self._lost.pop(replica, None)
                 self._trace("worker started", replica)
                 self._outboxes[replica] = []
                 self._idle_at[replica] = -1
                 for attempt in self._attempts_of(replica):
-                    self._hand_over(attempt, attempt.entry(), *attempt.extends)
+                    self._queue(attempt, attempt.entry(), *attempt.extends)
             case NotBuilt():
                 _logger.warning(
                     "a worker of stage %r cannot be built: %s", self._name, message.error
@@ -427,7 +427,7 @@ class RemoteLink(StageLink):
             case WorkerState():
                 self._worker_ended(replica, message)
 
-    def _take(self, event: Event) -> None:
+    def _handle_event(self, event: Event) -> None:
         attempt = self._by_ticket.get(event.ticket)
         if attempt is None:
             return
@@ -443,9 +443,9 @@ class RemoteLink(StageLink):
                     failed = msgspec.structs.replace(event, ticket=attempt.enter.ticket)
                     self._events.append(failed)
             case Output():
-                self._take_output(attempt, event)
+                self._handle_output(attempt, event)
 
-    def _take_output(self, attempt: Attempt, event: Output) -> None:
+    def _handle_output(self, attempt: Attempt, event: Output) -> None:
         delta = event.delta
         if delta is not None and delta.error is not None and attempt.num_runs <= self._max_retries:
             # It may have been interrupted; an error of the request itself occurs again.
@@ -454,13 +454,13 @@ class RemoteLink(StageLink):
         try:
             new = attempt.new_in(event)
         except ValueError:
-            self._hand_over(attempt, Abort(attempt.enter.request_id))
+            self._queue(attempt, Abort(attempt.enter.request_id))
             error = "its worker died, and another run did not say what the first one had said"
             self._fail(attempt, error)
             return
         if delta is not None and delta.finished:
             if delta.error is None:
-                self._lives[attempt.replica].num_starts = 0
+                self._supervisors[attempt.replica].num_starts = 0
             self._forget(attempt)
         if new is not None:
             self._events.append(new)
@@ -473,7 +473,7 @@ class RemoteLink(StageLink):
         self._idle_at[replica] = -1
         self._router.forget(replica)
         if (why := why_lost([ended])) is not None:
-            self._hopeless[replica] = why
+            self._lost[replica] = why
         if ended.state == "down":
             _logger.error("stage %r: a worker %s, for the last time", self._name, ended.last_end)
         for attempt in self._attempts_of(replica):
@@ -502,7 +502,7 @@ class RemoteLink(StageLink):
         self, name: str, replica: int, request_id: str | None = None, **args: int | str
     ) -> None:
         """Record an event that no worker can record, if the run is traced."""
-        if self._lives[replica].spec.is_traced:
+        if self._supervisors[replica].spec.is_traced:
             now_s = time.monotonic()
             event = StageEvent(name, now_s, None, request_id, args)
             self._traces.append(Traced((event,), replica, this_clock(), now_s))
@@ -520,10 +520,10 @@ class RemoteLink(StageLink):
         self._by_ticket.pop(attempt.ticket, None)
 
 
-_ANSWER_S = 0.2
+_CALL_TIMEOUT_S = 0.2
 
 
-def _fact(name: str) -> Any:
+def _fact_property(name: str) -> Any:
     """Return a property that reads a field of the stage's ``StageFacts``."""
     return property(lambda stage: getattr(stage._facts, name))
 
@@ -570,12 +570,12 @@ class RemoteStage(Stage):
 
         return None if self._facts.dtype is None else getattr(torch, self._facts.dtype)
 
-    hidden_size = _fact("hidden_size")
-    sampling = _fact("sampling")
-    seed = _fact("seed")
-    speakers = _fact("speakers")
-    takes_chunks = _fact("takes_chunks")
-    gives_chunks = _fact("gives_chunks")
+    hidden_size = _fact_property("hidden_size")
+    sampling = _fact_property("sampling")
+    seed = _fact_property("seed")
+    speakers = _fact_property("speakers")
+    takes_chunks = _fact_property("takes_chunks")
+    gives_chunks = _fact_property("gives_chunks")
 
     def describe(self) -> Mapping[str, Any]:
         """Return what a worker resolved and reserved."""
@@ -591,7 +591,7 @@ class RemoteStage(Stage):
             return
         up = next((worker for worker in self.workers if worker.is_up), self.workers[0])
         try:
-            up.call(self.name, "check_sampling", params, timeout_s=_ANSWER_S)
+            up.call(self.name, "check_sampling", params, timeout_s=_CALL_TIMEOUT_S)
         except (RuntimeError, TimeoutError):
             return
         if len(self._checked) < 1000:

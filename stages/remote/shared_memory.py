@@ -33,8 +33,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _ALIGNMENT = 64
-_MOST_KEPT, _MOST_KEPT_BYTES = 16, 256 * 2**20
-_MOST_OPEN = 256
+_MAX_KEPT, _MAX_KEPT_BYTES = 16, 256 * 2**20
+_MAX_OPEN = 256
 """Maximum number of received segments that are kept open. Descriptors are scarce."""
 
 
@@ -108,7 +108,7 @@ class Segment:
         """Wrap a segment that another process sent."""
         segment = cls(fd)
         _received.append(weakref.ref(segment, _received.remove))
-        while len(_received) > _MOST_OPEN:
+        while len(_received) > _MAX_OPEN:
             if (oldest := _received.popleft()()) is not None:
                 oldest.detach()
         return segment
@@ -136,12 +136,12 @@ class Segment:
 
 _received: deque[weakref.ref[Segment]] = deque()
 _kept: deque[Descriptor] = deque()
-_keeping = threading.Lock()
+_kept_lock = threading.Lock()
 
 
 def _kept_memory(nbytes: int) -> Descriptor:
     """Return kept memory of about that size that no process uses any more, or new memory."""
-    with _keeping:
+    with _kept_lock:
         for memory in _kept:
             if nbytes <= os.fstat(memory.fd).st_size <= 4 * nbytes and _is_free(memory):
                 _kept.remove(memory)
@@ -160,10 +160,10 @@ def _is_free(memory: Descriptor) -> bool:
 
 def _keep(memory: Descriptor) -> None:
     """Keep memory for reuse, dropping the oldest beyond the limits."""
-    with _keeping:
+    with _kept_lock:
         _kept.append(memory)
         sizes = [os.fstat(each.fd).st_size for each in _kept]
-        while len(_kept) > _MOST_KEPT or sum(sizes) > _MOST_KEPT_BYTES:
+        while len(_kept) > _MAX_KEPT or sum(sizes) > _MAX_KEPT_BYTES:
             _kept.popleft()
             del sizes[0]
 

@@ -40,19 +40,19 @@ from stages.worker.stage_link import WorkerState
 
 _logger = logging.getLogger(f"omni.{__name__}")
 
-MOST_STARTS = 6
+MAX_STARTS = 6
 """Maximum number of consecutive starts of a worker without a finished request."""
 
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 5.0
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.05, 5.0
 _GRACE_S = 5.0
-_LOOK_S = 0.5
-_STATS_PATIENCE_S = 2.0
-_SETTERS = ("set_enable_prefix_caching",)
+_POLL_INTERVAL_S = 0.5
+_STATS_TIMEOUT_S = 2.0
+_REPLAYED_METHODS = ("set_enable_prefix_caching",)
 """Methods replayed on workers that start later."""
 
 
 _MAIN = "stages.remote.worker:worker_main"
-_EXIT_PATIENCE_S = 5.0
+_EXIT_TIMEOUT_S = 5.0
 
 
 class NoPlaceError(ValueError):
@@ -63,11 +63,11 @@ class Connection(ABC):
     """Connection to one worker, for its lifetime. All methods are thread-safe.
 
     Attributes:
-        start_patience_s: minimum heartbeat timeout, in seconds, until the worker is built.
+        start_timeout_s: minimum heartbeat timeout, in seconds, until the worker is built.
         has_no_place: true if it ended because there are currently no resources for it.
     """
 
-    start_patience_s: float = 30.0
+    start_timeout_s: float = 30.0
     has_no_place: bool = False
 
     @property
@@ -116,7 +116,7 @@ class ProcessConnection(Connection):
     ) -> None:
         self._process = process
         self._on_end = on_end
-        self._killed_for: str | None = None
+        self._kill_reason: str | None = None
         self._is_closed = threading.Event()
         self._channel = Channel(process.sock, WorkerMessage, process.name)
         self._channel.start(on_message, self._channel_ended)
@@ -132,7 +132,7 @@ class ProcessConnection(Connection):
 
     def kill(self, reason: str) -> None:
         """See :class:`Connection`."""
-        self._killed_for = reason
+        self._kill_reason = reason
         self._process.kill()
 
     def close(self, grace_s: float) -> None:
@@ -148,10 +148,10 @@ class ProcessConnection(Connection):
         if self._is_closed.is_set():
             return
         self._channel.close()
-        if not self._process.wait(_EXIT_PATIENCE_S):
+        if not self._process.wait(_EXIT_TIMEOUT_S):
             self._process.kill()
-            self._process.wait(_EXIT_PATIENCE_S)
-        self._on_end(self._killed_for or self._process.exit_reason or reason)
+            self._process.wait(_EXIT_TIMEOUT_S)
+        self._on_end(self._kill_reason or self._process.exit_reason or reason)
 
 
 def connect_process(
@@ -207,7 +207,7 @@ class WorkerSupervisor:
     """Keeps a worker running. ::
 
         start ──► Built ──► ... ──► ended ──► (delay) ──► start ──► Built ──► ...
-                                      └── MOST_STARTS in a row that finished nothing: final,
+                                      └── MAX_STARTS in a row that finished nothing: final,
                                           or, if resources are lacking: retried indefinitely
 
     A pending call fails when its worker ends.
@@ -240,7 +240,7 @@ class WorkerSupervisor:
         self.num_starts = 0
         self._call_numbers = count()
         self._answers: dict[int, Future[Any]] = {}
-        self._heard_at = time.monotonic()
+        self._last_message_s = time.monotonic()
         self._settings: dict[tuple[str, str], Call] = {}
         self.on_event: Callable[[], object] = lambda: None
         self._start_at: float | None = None  # when the next worker is due
@@ -273,7 +273,7 @@ class WorkerSupervisor:
             generation = self._generation
             self.num_starts += 1
             self.num_commands = 0
-            self._heard_at = time.monotonic()
+            self._last_message_s = time.monotonic()
             self._is_connected.clear()
             if self._watch.ident is None:
                 self._watch.start()
@@ -337,7 +337,7 @@ class WorkerSupervisor:
         number, answer = next(self._call_numbers), Future[Any]()
         self._answers[number] = answer
         message = Call(number, stage, method, arguments)
-        if method in _SETTERS and stage is not None:
+        if method in _REPLAYED_METHODS and stage is not None:
             self._settings[stage, method] = message
         try:
             self._send_over(self._connection, message)
@@ -365,7 +365,7 @@ class WorkerSupervisor:
         """Return the workers' counters, by stage; without an answer, those reported last."""
         generation, answer = self._generation, None
         with suppress(RuntimeError, TimeoutError):  # use its last report instead
-            answer = self.call(None, "stats", timeout_s=_STATS_PATIENCE_S)
+            answer = self.call(None, "stats", timeout_s=_STATS_TIMEOUT_S)
         with self._lock:
             if answer is not None and generation == self._generation:  # else it is in _ended
                 for name, stats in answer.items():
@@ -411,17 +411,18 @@ class WorkerSupervisor:
                 self._start_at = None
                 self.start()
             elif connection is not None:
-                start_s = 0.0 if self.is_up else connection.start_patience_s
-                patience_s = max(self._stall_timeout_s, start_s)
-                if now_s - self._heard_at > patience_s:
-                    self._heard_at = now_s
-                    connection.kill(f"gave no sign of life for {patience_s:g} s")
+                start_s = 0.0 if self.is_up else connection.start_timeout_s
+                timeout_s = max(self._stall_timeout_s, start_s)
+                if now_s - self._last_message_s > timeout_s:
+                    self._last_message_s = now_s
+                    connection.kill(f"gave no sign of life for {timeout_s:g} s")
             begin_s = time.monotonic()
             due = self._start_at
-            self._is_due.wait(_LOOK_S if due is None else min(_LOOK_S, max(0.0, due - begin_s)))
+            wait_s = _POLL_INTERVAL_S if due is None else max(0.0, due - begin_s)
+            self._is_due.wait(min(_POLL_INTERVAL_S, wait_s))
             self._is_due.clear()
-            if time.monotonic() - begin_s > 2 * _LOOK_S:  # this process itself was stopped
-                self._heard_at = time.monotonic()
+            if time.monotonic() - begin_s > 2 * _POLL_INTERVAL_S:  # this process itself was stopped
+                self._last_message_s = time.monotonic()
 
     def close(self) -> None:
         """End the worker, and start no more. Idempotent."""
@@ -438,7 +439,7 @@ class WorkerSupervisor:
         """Handle a message of a worker, in its connection's thread."""
         if generation != self._generation:
             return
-        self._heard_at = time.monotonic()
+        self._last_message_s = time.monotonic()
         match message:
             case Returned():
                 self._resolve(message)
@@ -477,11 +478,11 @@ class WorkerSupervisor:
                 if is_first:
                     self._first_built.set_result(None)
                 else:
-                    self._put_all(generation, message)
+                    self._broadcast(generation, message)
             case _:
-                self._put_all(generation, message)
+                self._broadcast(generation, message)
 
-    def _put_all(self, generation: int, message: Any) -> None:
+    def _broadcast(self, generation: int, message: Any) -> None:
         for port in self.ports.values():
             port.inbox.append((generation, message))
         self.on_event()
@@ -501,7 +502,7 @@ class WorkerSupervisor:
             self._generation += 1
             has_no_place |= self._connection is not None and self._connection.has_no_place
             self.is_up, self._connection = False, None
-            is_late = self.num_starts >= MOST_STARTS
+            is_late = self.num_starts >= MAX_STARTS
             is_final = self.facts is None or (is_late and not has_no_place)
             is_waiting = is_late and not is_final
             was_waiting = self._state.state == "waiting"
@@ -522,13 +523,13 @@ class WorkerSupervisor:
         self._fail_calls(f"its worker {reason}")
         self._fail_first(f"{self.spec.called}: its worker {reason}, before it was built")
         # Reported before the next one is started, which may send messages immediately.
-        self._put_all(generation, state)
+        self._broadcast(generation, state)
         if not is_final:
             plan = "it is started when there is a place" if is_waiting else "it is started again"
             if not (is_waiting and was_waiting):  # log it once
                 _logger.warning("the worker of %s %s; %s", self.spec.called, reason, plan)
-            tries = min(self.num_starts, MOST_STARTS + 10)
-            delay_s = min(_FIRST_DELAY_S * 2**tries, _LONGEST_DELAY_S)
+            num_tries = min(self.num_starts, MAX_STARTS + 10)
+            delay_s = min(_FIRST_DELAY_S * 2**num_tries, _MAX_DELAY_S)
             self._start_at = time.monotonic() + delay_s
             self._is_due.set()
 

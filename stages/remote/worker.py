@@ -43,7 +43,7 @@ from stages.worker.messages import Abort, Command, Event, Failed, Output
 from stages.worker.stage_tracer import TracedWorker
 from stages.worker.stage_worker import StageWorker
 
-_AT_ONCE = frozenset(("stats", "check_sampling"))
+_IMMEDIATE_CALLS = frozenset(("stats", "check_sampling"))
 """Calls answered immediately, even during a step. The others change the stage and wait for it."""
 
 
@@ -83,9 +83,9 @@ def _facts_of(stage: Stage) -> StageFacts:
 _logger = logging.getLogger(f"omni.{__name__}")
 
 _HEARTBEAT_S = 0.5
-_EXIT_PATIENCE_S = 5.0
+_EXIT_TIMEOUT_S = 5.0
 # Sleep of a worker whose requests all wait for something, doubled each time.
-_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.05
+_MIN_NAP_S, _MAX_NAP_S = 0.001, 0.05
 
 _Send = Callable[[WorkerMessage], None]
 Build = Callable[[StageSpec], tuple[Stage, Transform | None]]
@@ -101,7 +101,7 @@ def build_stage(spec: StageSpec) -> tuple[Stage, Transform | None]:
 
 
 @contextmanager
-def _alive(send: _Send) -> Iterator[None]:
+def _heartbeats(send: _Send) -> Iterator[None]:
     """Send heartbeats from another thread meanwhile: loading a model may take minutes."""
     is_over = threading.Event()
 
@@ -143,12 +143,12 @@ class WorkerLoop:
         self._workers: dict[str, StageWorker] = {}  # the last stage first
         self._num_commands = 0
         self._was_idle = False
-        self._nap_s = _SHORTEST_NAP_S
-        self._counted_at = 0.0
+        self._nap_s = _MIN_NAP_S
+        self._stats_sent_s = 0.0
 
     def take(self, message: Any) -> None:
         """Accept commands or a call, in the connection's thread."""
-        if isinstance(message, Call) and self._stages and message.method in _AT_ONCE:
+        if isinstance(message, Call) and self._stages and message.method in _IMMEDIATE_CALLS:
             self._send(answer_call(self._stages, message))
             return
         if isinstance(message, Commands):
@@ -166,8 +166,8 @@ class WorkerLoop:
         """Build the stages and step them until the end."""
         with ExitStack() as closed:
             try:
-                with _alive(self._send):
-                    facts = {each.name: self._built(each, closed) for each in self._spec.stages}
+                with _heartbeats(self._send):
+                    facts = {each.name: self._add_stage(each, closed) for each in self._spec.stages}
             except Exception as error:  # raised again where the worker was started
                 _logger.debug("%s cannot be built", self._spec.called, exc_info=error)
                 self._send(NotBuilt(str(error)))
@@ -181,7 +181,7 @@ class WorkerLoop:
             while not self._is_over:
                 self._turn()
 
-    def _built(self, spec: StageSpec, closed: ExitStack) -> StageFacts:
+    def _add_stage(self, spec: StageSpec, closed: ExitStack) -> StageFacts:
         try:
             stage, transform = self._build(spec)
             closed.callback(stage.close)
@@ -199,7 +199,7 @@ class WorkerLoop:
 
     def _turn(self) -> None:
         """Handle the inbox; step each stage and send its events; sleep if there are none."""
-        has_moved = self._take_in()
+        has_moved = self._handle_inbox()
         for name, worker in self._workers.items():
             worker.work()
             if (reason := worker.repair()) is not None:
@@ -209,7 +209,7 @@ class WorkerLoop:
             has_moved |= self._emit(name, worker)
         if has_moved:
             self._was_idle = False
-            self._nap_s = _SHORTEST_NAP_S
+            self._nap_s = _MIN_NAP_S
         elif not (busy := [worker for worker in self._workers.values() if worker.has_work]):
             self._sleep(_HEARTBEAT_S)
         elif all([worker.check_idle() for worker in busy]):
@@ -217,17 +217,17 @@ class WorkerLoop:
                 self._was_idle = True
                 self._send(Idle(self._num_commands))
             self._sleep(self._nap_s)
-            self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S)
-        if time.monotonic() - self._counted_at > _HEARTBEAT_S:
-            self._send_counts()
+            self._nap_s = min(2 * self._nap_s, _MAX_NAP_S)
+        if time.monotonic() - self._stats_sent_s > _HEARTBEAT_S:
+            self._send_stats()
 
     def _give_up(self, reason: str) -> None:
         """End this worker, so that another one runs its requests, including this turn's."""
-        self._send_counts()
+        self._send_stats()
         self._send(GaveUp(reason))
         self.end()
 
-    def _take_in(self) -> bool:
+    def _handle_inbox(self) -> bool:
         """Execute the commands and calls in the inbox; return True if there was a command."""
         has_any = False
         while self._inbox:
@@ -268,13 +268,13 @@ class WorkerLoop:
                 self._workers[name].send(Abort(request_id))
             self._send(Events({name: (Failed(event.ticket, message),)}))
 
-    def _send_counts(self) -> None:
-        self._counted_at = time.monotonic()
+    def _send_stats(self) -> None:
+        self._stats_sent_s = time.monotonic()
         self._send(Events({}, {name: each.stage.stats() for name, each in self._workers.items()}))
 
-    def _sleep(self, longest_s: float) -> None:
+    def _sleep(self, timeout_s: float) -> None:
         """Sleep until the inbox or a stage changes."""
-        self._changed.wait(longest_s)
+        self._changed.wait(timeout_s)
         self._changed.clear()  # before the next turn reads the inbox
 
 
@@ -287,7 +287,7 @@ def worker_main(sock: socket.socket, argument: bytes) -> None:
     forward_log(channel.send, spec.log_level, log_fields_of(spec))
     try:
         loop.run()
-        channel.wait_until_sent(_EXIT_PATIENCE_S)
+        channel.wait_until_sent(_EXIT_TIMEOUT_S)
     except ChannelClosed:
         return  # the pipeline is gone, or closed this stage
     finally:

@@ -12,7 +12,7 @@ import msgspec
 from engine.interface.log_fields import LogFields, set_process_fields
 
 _ROOT = "omni"
-_LONGEST = 2**16
+_MAX_CHARS = 2**16
 """Maximum number of characters of a message, and of a traceback."""
 
 
@@ -34,13 +34,13 @@ class LogForwarder(logging.Handler):
     def __init__(self, send: Callable[[Logged], None]) -> None:
         super().__init__()
         self._send = send
-        self._here = threading.local()
+        self._thread_state = threading.local()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send a record; records logged while sending are dropped."""
-        if getattr(self._here, "is_sending", False):
+        if getattr(self._thread_state, "is_sending", False):
             return
-        self._here.is_sending = True
+        self._thread_state.is_sending = True
         try:
             self._send(_logged(record))
         except ConnectionError:
@@ -48,7 +48,7 @@ class LogForwarder(logging.Handler):
         except Exception:  # like logging itself: a record that cannot be sent must not end the work
             self.handleError(record)
         finally:
-            self._here.is_sending = False
+            self._thread_state.is_sending = False
 
 
 def forward_log(send: Callable[[Logged], None], level: int, fields: LogFields) -> LogForwarder:
@@ -85,8 +85,8 @@ def _logged(record: logging.LogRecord) -> Logged:
     return Logged(
         record.name,
         record.levelno,
-        record.getMessage()[:_LONGEST],
+        record.getMessage()[:_MAX_CHARS],
         # The end of a traceback contains the error.
-        None if text is None else text[-_LONGEST:],
+        None if text is None else text[-_MAX_CHARS:],
         **{name: getattr(record, name, None) for name in LogFields.__slots__},
     )

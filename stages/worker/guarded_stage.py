@@ -22,7 +22,7 @@ from stages.worker.request_state import RequestState
 
 _logger = package_logger(__name__)
 
-MOST_REBUILDS = 3
+MAX_REBUILDS = 3
 """Maximum number of consecutive rebuilds of a stage without a finished request."""
 
 
@@ -32,7 +32,7 @@ class BrokenStage:
     ::
 
         works ──► broken ──► rebuilt ──► finishes a request: works
-                    ▲             └──► broken ──► ... at most ``MOST_REBUILDS`` times in a row
+                    ▲             └──► broken ──► ... at most ``MAX_REBUILDS`` times in a row
                     └── cannot be built: retried when a request comes, with the same limit
 
     Attributes:
@@ -45,7 +45,7 @@ class BrokenStage:
         self._cause: str | None = None
         self.num_rebuilds = 0
         self.failure: str | None = None
-        self._is_hopeless = False
+        self._is_final = False
 
     @property
     def is_broken(self) -> bool:
@@ -71,16 +71,16 @@ class BrokenStage:
         Raises:
             ValueError: it cannot be built, now or ever; the message has the reason.
         """
-        if self._is_hopeless:
+        if self._is_final:
             raise self._refusal()
         name, cause = self._stage.name, self._cause
         self.num_rebuilds += 1
         count = self.num_rebuilds
-        if count > MOST_REBUILDS:
+        if count > MAX_REBUILDS:
             raise self._give_up(f"it broke {count} times in a row, the last time by {cause}")
         _logger.warning(
             "stage %r is to be rebuilt, since it broke (%s): %d of at most %d times in a row",
-            *(name, cause, count, MOST_REBUILDS),
+            *(name, cause, count, MAX_REBUILDS),
         )
         try:
             self._stage.rebuild()
@@ -95,7 +95,7 @@ class BrokenStage:
         return f"it broke while it had this request, and was rebuilt: ask again ({cause})"
 
     def _give_up(self, why: str) -> ValueError:
-        self.failure, self._is_hopeless = why, True
+        self.failure, self._is_final = why, True
         _logger.error("stage %r cannot be used any more: %s", self._stage.name, why)
         return self._refusal()
 
@@ -118,18 +118,18 @@ class StepThreads:
     def __init__(self, stage: Stage) -> None:
         built_of = stage.built_of
         self._count = built_of.placement.threads if isinstance(built_of, StageConfig) else None
-        self._of_process: int | None = None
+        self._default_count: int | None = None
         self._before: int | None = None
 
     def own_thread(self) -> None:
         """Declare that from now on the pipeline steps in a dedicated thread."""
         import torch  # not needed where stages run elsewhere
 
-        self._of_process = torch.get_num_threads()
+        self._default_count = torch.get_num_threads()
 
     def __enter__(self) -> None:
         """Set the stage's number of threads."""
-        wanted = self._count if self._count is not None else self._of_process
+        wanted = self._count if self._count is not None else self._default_count
         if wanted is None:
             return
         import torch
@@ -137,11 +137,11 @@ class StepThreads:
         before = torch.get_num_threads()
         if before == wanted:
             return
-        if self._of_process is None:
+        if self._default_count is None:
             torch.set_num_threads(wanted)
             self._before = before
         else:
-            _take_number(wanted)
+            _set_thread_count(wanted)
 
     def __exit__(self, *error: object) -> None:
         """Restore the number of a caller's thread."""
@@ -152,7 +152,7 @@ class StepThreads:
             self._before = None
 
 
-def _take_number(count: int) -> None:
+def _set_thread_count(count: int) -> None:
     """Set the number of threads for operations of this thread, without affecting other threads.
 
     PyTorch gives a new thread the number that any thread set last. So after setting it for this
@@ -188,7 +188,7 @@ class GuardedStage:
         # Errors of requests that were lost when the stage was rebuilt.
         self._lost: dict[str, str] = {}
         # Exception of the last step, if it raised one that did not break the stage.
-        self._raised: str | None = None
+        self._step_error: str | None = None
 
     def prepare(self, state: RequestState) -> Prepared:
         """Let the stage prepare a request whose prompt is made, or refuse it; thread-safe."""
@@ -222,7 +222,7 @@ class GuardedStage:
             inside.
         """
         with log_fields(self.stage.name), self.threads:
-            lost, self._raised = self._lost, None
+            lost, self._step_error = self._lost, None
             if self._broken.is_broken:
                 self._rebuild()
             elif not lost:
@@ -234,8 +234,8 @@ class GuardedStage:
                         self._rebuild()
                     else:
                         _logger.exception("stage %r failed in a step", self.stage.name)
-                        self._raised = f"{type(error).__name__}: {error}"
-                        message = f"its step failed: {self._raised}"
+                        self._step_error = f"{type(error).__name__}: {error}"
+                        message = f"its step failed: {self._step_error}"
                         lost.update(dict.fromkeys(self.inside, message))
             self._lost = {}
             return [], lost
@@ -278,7 +278,7 @@ class GuardedStage:
                 self.stage.reset_prefix_cache()
                 self.stage.check_integrity()
             except Exception as error:  # whatever it is, the stage is rebuilt on next use
-                self._broken.note(error, after=self._raised)
+                self._broken.note(error, after=self._step_error)
 
     def repair(self) -> str | None:
         """Rebuild a broken stage without requests, once; return why it is unusable, or None."""
@@ -316,7 +316,7 @@ class GuardedStage:
     def drop_all(self) -> None:
         """Abort all requests in the stage, whatever state an exception left."""
         inside, self.inside = self.inside, {}
-        self._lost, self._raised = {}, None
+        self._lost, self._step_error = {}, None
         for state in inside.values():
             state.is_inside = False
             self._abort(state.request_id)
@@ -329,7 +329,7 @@ class GuardedStage:
             self.stage.abort(request_id)
         except Exception as error:  # the request is over anyway; the stage may be broken
             if not self._broken.is_broken:
-                self._broken.note(error, after=self._raised)
+                self._broken.note(error, after=self._step_error)
 
     def _rebuild(self) -> str | None:
         """Rebuild the stage, and restart or fail its requests; return why it is unusable."""

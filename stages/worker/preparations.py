@@ -44,14 +44,14 @@ class Preparations(Generic[OwnerT, T]):
 
     Args:
         on_done: called in another thread when a piece may be ready to be taken.
-        patience_s: maximum time that finished pieces wait for light ones in progress.
+        max_wait_s: maximum time that finished pieces wait for light ones in progress.
     """
 
     def __init__(
-        self, on_done: Callable[[], object] = lambda: None, patience_s: float = 0.1
+        self, on_done: Callable[[], object] = lambda: None, max_wait_s: float = 0.1
     ) -> None:
         self._on_done = on_done
-        self._patience_s = patience_s
+        self._max_wait_s = max_wait_s
         self._waits_until: float | None = None
         self._numbers = count()
         self._pieces: dict[OwnerT, _Piece[OwnerT, T]] = {}
@@ -90,19 +90,19 @@ class Preparations(Generic[OwnerT, T]):
             is_idle: true if nothing runs; then finished pieces wait for the light ones in progress,
                 so that they share batches from the beginning.
         """
-        self._look_for_done()
+        self._collect_done()
         if not self._done or not is_idle or not self._num_light:
             return bool(self._done)
         if self._waits_until is None:
-            self._waits_until = time.monotonic() + self._patience_s
-            timer = threading.Timer(self._patience_s, self._on_done)
+            self._waits_until = time.monotonic() + self._max_wait_s
+            timer = threading.Timer(self._max_wait_s, self._on_done)
             timer.daemon = True
             timer.start()
         return time.monotonic() >= self._waits_until
 
     def take(self) -> list[tuple[OwnerT, Future[T]]]:
         """Remove and return the finished pieces, in order of submission."""
-        self._look_for_done()
+        self._collect_done()
         taken = sorted(self._done, key=lambda each: each.number)
         self._done, self._waits_until = [], None
         for each in taken:
@@ -121,7 +121,7 @@ class Preparations(Generic[OwnerT, T]):
         for lane in list(self._lanes.values()):
             lane.shutdown(wait=not is_own, cancel_futures=True)
 
-    def _look_for_done(self) -> None:
+    def _collect_done(self) -> None:
         while self._ended:
             piece = self._ended.popleft()
             if self._pieces.get(piece.owner) is piece:

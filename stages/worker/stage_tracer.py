@@ -14,7 +14,7 @@ from stages.worker.messages import Abort, Command, Enter, Event, Extend, Failed,
 from stages.worker.request_state import RequestState
 from stages.worker.stage_worker import StageWorker
 
-_MOST_EVENTS = 1_000
+_MAX_EVENTS = 1_000
 """Number of trace events that are kept while there are no other events."""
 
 
@@ -29,8 +29,8 @@ class _Track:
         ticket: its ticket in this stage.
         spans: list of the whole worker, to which events are appended.
         since: end of the last reported span.
-        rests_since: time at which it was paused; None while it is not.
-        lacks_since: time at which it ran out of input; None while it has some.
+        paused_since: time at which it was paused; None while it is not.
+        starved_since: time at which it ran out of input; None while it has some.
     """
 
     request_id: str
@@ -39,8 +39,8 @@ class _Track:
     since: float
     is_inside: bool = False
     has_run: bool = False
-    rests_since: float | None = None
-    lacks_since: float | None = None
+    paused_since: float | None = None
+    starved_since: float | None = None
 
     def span(self, name: str, start_s: float, end_s: float, args: Args | None = None) -> None:
         """Report a span of its time; the start is clipped to the end of the previous span."""
@@ -53,27 +53,27 @@ class _Track:
         """Report an instantaneous event."""
         self.spans.append(StageEvent(name, at_s, None, self.request_id, args or {}))
 
-    def look(self, state: RequestState, now_s: float) -> None:
+    def observe(self, state: RequestState, now_s: float) -> None:
         """Report state changes of the request."""
         if state.is_inside and not self.is_inside:
             self.is_inside = True
             self.span("prepare", self.since, now_s)
-        if state.is_paused and self.rests_since is None:
-            self.rests_since = max(now_s, self.since)
-        elif not state.is_paused and self.rests_since is not None:
-            self.span("resting", self.rests_since, now_s)
-            self.rests_since = None
+        if state.is_paused and self.paused_since is None:
+            self.paused_since = max(now_s, self.since)
+        elif not state.is_paused and self.paused_since is not None:
+            self.span("resting", self.paused_since, now_s)
+            self.paused_since = None
 
-    def end_lack(self, now_s: float) -> None:
+    def end_wait(self, now_s: float) -> None:
         """Report the end of a wait for input, if there was one."""
-        if self.lacks_since is not None:
-            self.span("waiting for input", self.lacks_since, now_s)
-            self.lacks_since = None
+        if self.starved_since is not None:
+            self.span("waiting for input", self.starved_since, now_s)
+            self.starved_since = None
 
     def ran(self, delta: OutputDelta, start_s: float, end_s: float) -> None:
         """Report a step with output; the time before its first one was waiting and prefill."""
         metrics = delta.metrics
-        self.end_lack(start_s)
+        self.end_wait(start_s)
         if not self.has_run:
             self.has_run = True
             queue_s = None if metrics is None else metrics.queue_s
@@ -107,9 +107,9 @@ class TracedWorker(StageWorker):
     ) -> None:
         super().__init__(stage, transform, edges)
         self._replica = replica
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         """Reset the trace: no requests, no events."""
         self._moved: list[OutputDelta] = []
         self._spans: list[StageEvent] = []
@@ -121,8 +121,8 @@ class TracedWorker(StageWorker):
         start_s, num_events = time.monotonic(), len(self._events)
         super().send(command)
         end_s = time.monotonic()
-        self._commanded(command, start_s, end_s)
-        self._note_failures(self._events[num_events:], end_s)
+        self._trace_command(command, start_s, end_s)
+        self._trace_failures(self._events[num_events:], end_s)
 
     def work(self) -> None:
         """See :class:`StageWorker`."""
@@ -133,7 +133,7 @@ class TracedWorker(StageWorker):
         # Requests were admitted or paused before the stage's step.
         for request_id, state in self._states.items():
             if (track := self._tracks.get(request_id)) is not None:
-                track.look(state, start_s)
+                track.observe(state, start_s)
         counted, before = self.stage.stats(), self._counted
         self._counted = counted
         if moved or counted.num_steps != before.num_steps:
@@ -144,14 +144,14 @@ class TracedWorker(StageWorker):
                 track.ran(delta, start_s, end_s)
                 if delta.finished:
                     del self._tracks[delta.request_id]
-        self._note_failures(self._events[num_events:], end_s)
+        self._trace_failures(self._events[num_events:], end_s)
         for request_id, state in self._states.items():
             track = self._tracks.get(request_id)
-            may_lack = state.is_streamed and state.is_inside and not state.pending
-            if not may_lack or track is None or track.lacks_since is not None:
+            may_starve = state.is_streamed and state.is_inside and not state.pending
+            if not may_starve or track is None or track.starved_since is not None:
                 continue
             if self.stage.needs_input(request_id):
-                track.lacks_since = max(end_s, track.since)
+                track.starved_since = max(end_s, track.since)
 
     def _emit(self, state: RequestState, delta: OutputDelta) -> None:
         self._moved.append(delta)
@@ -160,17 +160,17 @@ class TracedWorker(StageWorker):
     def drop_all(self) -> None:
         """See :class:`~stages.worker.stage_link.StageLink`."""
         super().drop_all()
-        self._begin()
+        self._reset()
 
     def traces(self) -> list[Traced]:
         """See :class:`~stages.worker.stage_link.StageLink`; kept until there are other events."""
-        if not self._spans or (not self._events and len(self._spans) < _MOST_EVENTS):
+        if not self._spans or (not self._events and len(self._spans) < _MAX_EVENTS):
             return []
         spans = tuple(self._spans)
         self._spans.clear()
         return [Traced(spans, self._replica, this_clock(), time.monotonic())]
 
-    def _commanded(self, command: Command, start_s: float, end_s: float) -> None:
+    def _trace_command(self, command: Command, start_s: float, end_s: float) -> None:
         """Record an executed command."""
         request_id = command.request_id
         if isinstance(command, Enter):
@@ -185,7 +185,7 @@ class TracedWorker(StageWorker):
             return
         match command:
             case Extend():
-                track.end_lack(start_s)
+                track.end_wait(start_s)
                 if not track.is_inside:
                     track.span("prepare", track.since, start_s)
                 args: Args = {"from": command.source.stage, "first row": command.first_row}
@@ -195,9 +195,9 @@ class TracedWorker(StageWorker):
                 del self._tracks[request_id]
                 return
         if (state := self._states.get(request_id)) is not None:
-            track.look(state, end_s)
+            track.observe(state, end_s)
 
-    def _note_failures(self, events: Iterable[Event], end_s: float) -> None:
+    def _trace_failures(self, events: Iterable[Event], end_s: float) -> None:
         """Record failed requests."""
         for event in events:
             if isinstance(event, Failed):

@@ -141,7 +141,7 @@ class StageWorker(StageLink):
         inside = self._guarded.inside
         if not inside:
             return
-        self._let_rest()
+        self._pause_full()
         deltas, lost = self._guarded.step()
         for delta in deltas:
             if (state := inside.get(delta.request_id)) is not None:
@@ -276,7 +276,7 @@ class StageWorker(StageLink):
                 )
         return prompt
 
-    def _let_rest(self) -> None:
+    def _pause_full(self) -> None:
         """Pause requests that have produced a chunk while the next stage has no room for more."""
         for state in list(self._guarded.inside.values()):
             # Only after a cut: a resumed request runs until it has produced a chunk.
@@ -326,8 +326,8 @@ class StageWorker(StageLink):
         self._drop(state)
         # A plain ValueError means that the request is at fault, so that its sender can fix it. One
         # that wraps another kind of exception is an error of the stage itself.
-        is_askers = isinstance(error.__cause__, ValueError | None)
-        failed = Failed(state.enter.ticket, str(error), has_begun=False, refused=is_askers)
+        is_request_error = isinstance(error.__cause__, ValueError | None)
+        failed = Failed(state.enter.ticket, str(error), has_begun=False, refused=is_request_error)
         self._events.append(failed)
 
     def _fail(self, state: RequestState, error: ValueError, *, is_stages: bool = False) -> None:

@@ -286,7 +286,7 @@ def _crowd_that_goes(omni: Omni) -> Iterator[None]:
         ray.kill(other)
 
     thread = threading.Thread(target=go_when_missed)
-    with patch.object(reservation, "_PLACED_WITHIN_S", 1.0):
+    with patch.object(reservation, "_PLACE_TIMEOUT_S", 1.0):
         thread.start()
         yield
         thread.join()

@@ -32,7 +32,7 @@ from tests.support.worker_rig import assert_told_once, chain, holds, rig
 @pytest.fixture(autouse=True)
 def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.0)
-    monkeypatch.setattr(supervisor, "MOST_STARTS", 100)
+    monkeypatch.setattr(supervisor, "MAX_STARTS", 100)
 
 
 faults = st.lists(
@@ -188,7 +188,7 @@ def test_an_id_may_be_used_again_right_after_an_abort() -> None:
 def test_a_worker_that_can_never_be_built_again_fails_what_comes_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(supervisor, "MOST_STARTS", 3)
+    monkeypatch.setattr(supervisor, "MAX_STARTS", 3)
     with rig(chain(), max_retries=9) as pipeline:
         build = pipeline._build
 
@@ -208,7 +208,7 @@ def test_a_worker_that_can_never_be_built_again_fails_what_comes_in_time(
 def test_a_worker_without_a_place_is_tried_again_and_its_requests_are_told_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(supervisor, "MOST_STARTS", 3)
+    monkeypatch.setattr(supervisor, "MAX_STARTS", 3)
     monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.005)
     told = (
         "stage 'b': it takes no requests until there is a place for it: its worker could not be "
@@ -301,7 +301,7 @@ def test_a_worker_that_says_nothing_counts_as_dead() -> None:
 class _Silent(Connection):
     """One that hangs before its first word."""
 
-    start_patience_s = 0.0
+    start_timeout_s = 0.0
 
     def __init__(self, on_end: Callable[[str], None]) -> None:
         self._on_end = on_end

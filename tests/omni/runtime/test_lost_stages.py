@@ -61,7 +61,7 @@ def test_a_worker_that_is_back_gets_the_first_request_that_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No turn is taken, in which its news would be heard, between its return and the request."""
-    monkeypatch.setattr(supervisor, "MOST_STARTS", 2)
+    monkeypatch.setattr(supervisor, "MAX_STARTS", 2)
     monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.0)
     with rig(chain(), max_retries=0) as pipeline:
         first, _ = pipeline.stages

@@ -366,7 +366,7 @@ def test_outputs_that_nobody_takes_are_logged_unless_their_taker_left_before(
             omni._driver.discard([ticket])
         left.set()
         check_nothing_is_held_soon(omni)
-        assert not getattr(omni._driver, "_unwanted", None)
+        assert not getattr(omni._driver, "_discarded", None)
     assert ("the outputs of request 'gone' are not taken" in caplog.text) is not told
 
 

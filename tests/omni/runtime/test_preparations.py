@@ -107,7 +107,7 @@ def test_an_abort_reaches_a_request_that_is_being_prepared(
     omni: Omni, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Whatever a turn would wait for, a command of another caller would wait as well.
-    monkeypatch.setattr(orchestrator, "_PATIENCE_S", 3 * PATIENCE_S)
+    monkeypatch.setattr(orchestrator, "_WAIT_TIMEOUT_S", 3 * PATIENCE_S)
     with ThreadPoolExecutor(1) as other:
         slow = other.submit(omni.generate, OmniRequest("slow", "s"))
         assert gate.reached.wait(PATIENCE_S)
@@ -295,7 +295,7 @@ def taken(preparations: Preparations[str, Any], *, is_idle: bool = False) -> lis
 
 
 def test_what_is_light_begins_together_where_nothing_runs() -> None:
-    preparations: Preparations[str, Any] = Preparations(patience_s=PATIENCE_S)
+    preparations: Preparations[str, Any] = Preparations(max_wait_s=PATIENCE_S)
     go: Future[None] = Future()
     submit(preparations, "a", go.result)
     submit(preparations, "b")
@@ -308,7 +308,7 @@ def test_what_is_light_begins_together_where_nothing_runs() -> None:
 
 
 def test_no_light_one_waits_where_something_runs_nor_for_what_was_dropped() -> None:
-    preparations: Preparations[str, Any] = Preparations(patience_s=PATIENCE_S)
+    preparations: Preparations[str, Any] = Preparations(max_wait_s=PATIENCE_S)
     go: Future[None] = Future()
     submit(preparations, "a", go.result)
     submit(preparations, "b")
@@ -323,7 +323,7 @@ def test_no_light_one_waits_where_something_runs_nor_for_what_was_dropped() -> N
 
 def test_what_is_light_is_not_waited_for_beyond_patience() -> None:
     woken = threading.Event()
-    preparations: Preparations[str, Any] = Preparations(woken.set, patience_s=0.01)
+    preparations: Preparations[str, Any] = Preparations(woken.set, max_wait_s=0.01)
     go: Future[None] = Future()
     submit(preparations, "a", go.result)
     submit(preparations, "b")

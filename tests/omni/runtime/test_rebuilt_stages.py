@@ -14,7 +14,7 @@ import pytest
 from engine import EncoderEngine, EngineConfig, LLMEngine, SamplingParams, TokensPrompt
 from omni import AutoregressiveStage, EncoderStage, Omni, OmniOutput, OmniRequest, Pipeline
 from stages import StageInputs, StageOutput
-from stages.worker.guarded_stage import MOST_REBUILDS
+from stages.worker.guarded_stage import MAX_REBUILDS
 from tests.support.fake_speech import Thinker
 from tests.support.fake_stage import FakeStage
 from tests.support.line_faults import LineFault
@@ -132,20 +132,20 @@ def test_rebuilds_in_a_row_are_limited_and_logged(caplog: pytest.LogCaptureFixtu
     for _ in range(2):  # each time it breaks twice: the request starts again once
         error = str(ask(orchestrator, "bad")["bad"].error)
     assert "it cannot be used any more: it broke 4 times in a row" in error
-    assert fragile.rebuilds == MOST_REBUILDS
+    assert fragile.rebuilds == MAX_REBUILDS
     with pytest.raises(ValueError, match="stage 'a': it cannot be used any more.*pipeline again"):
         orchestrator.add_request(OmniRequest("x", "x"))
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert f"3 of at most {MOST_REBUILDS} times in a row" in told[-1] and len(told) == 3
+    assert f"3 of at most {MAX_REBUILDS} times in a row" in told[-1] and len(told) == 3
 
 
 def test_a_request_that_comes_through_begins_the_count_again() -> None:
     fragile = Fragile("a", breaks=("bad",))
     orchestrator = WholeOrchestrator(Pipeline([fragile]))
-    for _ in range(2 * MOST_REBUILDS):
+    for _ in range(2 * MAX_REBUILDS):
         ask(orchestrator, "bad")
         assert ask(orchestrator, "x")["x"].error is None
-    assert fragile.rebuilds == 4 * MOST_REBUILDS
+    assert fragile.rebuilds == 4 * MAX_REBUILDS
 
 
 def test_a_stage_that_cannot_be_built_now_is_tried_again() -> None:

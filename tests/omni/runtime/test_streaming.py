@@ -267,7 +267,7 @@ def test_a_pause_is_lifted_rather_than_that_everything_stands_still() -> None:
 @everywhere
 def test_a_pause_is_kept_while_any_stage_has_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns without an output are no standstill: here the vocoder takes many to a token."""
-    monkeypatch.setattr(orchestrator_module, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(orchestrator_module, "_WAIT_TIMEOUT_S", 0.01)
     waiting = WaitingChunks(talker_to_code2wav)
     vocoding = {"max_pending": 1, "transform": waiting.transform}
     stages = speech_stages((1, 1), code2wav=vocoding)

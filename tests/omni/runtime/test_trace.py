@@ -243,7 +243,7 @@ def test_the_death_of_a_worker_and_what_is_run_again_are_told(
 def test_no_more_requests_are_remembered_than_a_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace_module, "_MOST_REQUESTS", 10)
+    monkeypatch.setattr(trace_module, "_MAX_REQUESTS", 10)
     file = tmp_path / "out.json"
     stages = [FakeStage("a"), FakeStage("b", ("a",))]
     requests = {f"r{number}": "hi" for number in range(40)}
@@ -310,7 +310,7 @@ class Full:
 
 @pytest.fixture
 def small_buffer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(trace_module, "_MOST_UNWRITTEN", 100)
+    monkeypatch.setattr(trace_module, "_MAX_UNWRITTEN", 100)
     yield
 
 

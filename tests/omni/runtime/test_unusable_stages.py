@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stages.remote import supervisor
-from stages.worker.guarded_stage import MOST_REBUILDS
+from stages.worker.guarded_stage import MAX_REBUILDS
 from tests.support.patience import wait_for
 from tests.support.speech_pipeline import drain, until
 from tests.support.worker_rig import Make, chain, holds, rig
@@ -64,7 +64,7 @@ def test_a_stage_that_breaks_when_it_has_no_requests_is_replaced_before_the_next
     ("error", "num_tries", "told"),
     [
         (MemoryError("no room"), 1, "could not be rebuilt: MemoryError: no room"),
-        (None, MOST_REBUILDS, "it broke 4 times in a row"),
+        (None, MAX_REBUILDS, "it broke 4 times in a row"),
     ],
 )
 def test_a_stage_that_cannot_be_rebuilt_or_breaks_again_gets_another_worker(

@@ -150,7 +150,7 @@ def test_a_stage_that_waits_for_a_place_is_told_by_health_until_it_has_one(
 
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(worker, "_connect", no_place)
-        meanwhile.setattr(supervisor, "MOST_STARTS", 2)
+        meanwhile.setattr(supervisor, "MAX_STARTS", 2)
         kill_worker(unforgiving)
         wait_for(lambda: health(unforgiving)[0] == 503)
         _, told = health(unforgiving)
@@ -199,7 +199,7 @@ def test_a_worker_that_is_started_again_is_told_by_health_until_it_is_up(
 def test_a_stage_that_will_never_be_back_is_told_by_health(
     unforgiving: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "MOST_STARTS", 0)  # a finished request sets the count to 0
+    monkeypatch.setattr(supervisor, "MAX_STARTS", 0)  # a finished request sets the count to 0
     kill_worker(unforgiving)
     wait_for(lambda: health(unforgiving)[0] == 503)
     _, told = health(unforgiving)

@@ -43,7 +43,7 @@ def server(says: bytes | None) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Nothing was begun on this machine, and this process is in no cluster."""
-    monkeypatch.setattr(cluster_address, "_is_in_one", lambda: False)
+    monkeypatch.setattr(cluster_address, "_is_in_cluster", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     (tmp_path / "ray").mkdir()
@@ -63,7 +63,7 @@ def test_what_says_something_else_is_none(says: bytes) -> None:
 
 def test_what_says_nothing_is_not_waited_for() -> None:
     with server(None) as address, pytest.raises(ValueError, match=r"nothing in 0\.05 s; leave"):
-        check_answers(address, patience_s=0.05)
+        check_answers(address, timeout_s=0.05)
 
 
 def test_what_speaks_as_ray_does_and_is_none_is_not_waited_for() -> None:
@@ -71,7 +71,7 @@ def test_what_speaks_as_ray_does_and_is_none_is_not_waited_for() -> None:
         server(SETTINGS) as address,
         pytest.raises(ValueError, match=f"'{address}' could not be j"),
     ):
-        check_is_ray(address, patience_s=3.0)
+        check_is_ray(address, timeout_s=3.0)
 
 
 def test_where_nobody_listens_there_is_none() -> None:

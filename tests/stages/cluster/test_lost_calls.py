@@ -29,7 +29,7 @@ def lossy(cluster: SessionCluster, loses: Callable[[str, int], bool]) -> Iterato
 def test_what_an_actor_has_not_got_is_sent_again(
     ray_cluster: SessionCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor, "_LOST_AFTER_S", 0.05)
+    monkeypatch.setattr(actor, "_RESEND_AFTER_S", 0.05)
     with lossy(ray_cluster, lambda name, at: name == "take" and at in (0, 2, 3, 5)) as omni:
         for word in ("one", "two", "three"):
             (output,) = omni.generate(word)
@@ -47,8 +47,8 @@ def test_what_an_actor_says_is_asked_for_again(ray_cluster: SessionCluster) -> N
 def test_an_actor_that_gets_nothing_is_given_up(
     ray_cluster: SessionCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor, "_LOST_AFTER_S", 0.05)
-    monkeypatch.setattr(actor, "_MOST_RESENT", 2)
+    monkeypatch.setattr(actor, "_RESEND_AFTER_S", 0.05)
+    monkeypatch.setattr(actor, "_MAX_RESENDS", 2)
     with lossy(ray_cluster, lambda name, at: name == "take") as omni:
         (output,) = omni.generate("one")
     assert output.error == (

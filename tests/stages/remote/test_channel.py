@@ -73,7 +73,7 @@ def segments() -> int:
 @pytest.fixture
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing of a test stays open; threads of other tests may open and close files meanwhile."""
-    monkeypatch.setattr(shared_memory, "_MOST_KEPT", 0)
+    monkeypatch.setattr(shared_memory, "_MAX_KEPT", 0)
     gc.collect()
     before = segments()
     yield
@@ -286,7 +286,7 @@ def test_a_message_that_is_too_large_is_refused(
     pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ):
     left, right = pair
-    monkeypatch.setattr(channel_module, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(channel_module, "_MAX_BYTES", 1000)
     with pytest.raises(ValueError, match="1000 are the most"):
         left.channel.send(Note(b"x" * 1000))
     left.channel.send(Note("next"))

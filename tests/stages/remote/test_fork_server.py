@@ -175,7 +175,7 @@ def test_nobody_waits_for_ever_for_a_fork_server_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
-    monkeypatch.setattr(module, "_REPORTED_WITHIN_S", 0.0)
+    monkeypatch.setattr(module, "_REPORT_TIMEOUT_S", 0.0)
     worker = start("hold_on")
     assert worker.sock.recv(4)
     the_server().suspend()
