@@ -73,8 +73,7 @@ def config_schema(kinds: Mapping[str, type[StageConfig]] | None = None) -> dict[
             for kind, model in kinds.items()
         ],
     }
-    head = {"$schema": _DIALECT}
-    return head | pipeline | {"title": "omni pipeline", "$defs": definitions}
+    return {"$schema": _DIALECT, **pipeline, "title": "omni pipeline", "$defs": definitions}
 
 
 def _inherited_docs(model: type[BaseModel] | None) -> str:

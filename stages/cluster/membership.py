@@ -25,7 +25,7 @@ from stages.cluster.object_bytes import HeldObjects
 
 _JOIN_TIMEOUT_S = 120.0
 _LEAVE_TIMEOUT_S = 60.0
-_STORE_BYTES = (80 * 2**20, 8 * 2**30)
+_MIN_STORE_BYTES, _MAX_STORE_BYTES = 80 * 2**20, 8 * 2**30
 """Minimum that Ray accepts, and a maximum above what rows in transit ever need."""
 
 _LOGICAL_CPUS = 1024
@@ -246,8 +246,7 @@ def _store_bytes() -> int:
     with_room = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     if with_room is not None:
         free = min(free, with_room.f_bavail * with_room.f_frsize * 4 // 5)
-    smallest, largest = _STORE_BYTES
-    return max(smallest, min(largest, free))
+    return max(_MIN_STORE_BYTES, min(_MAX_STORE_BYTES, free))
 
 
 def _new_folder() -> str:

@@ -31,7 +31,6 @@ _NODE_ID = "ray.io/node-id"
 _GROUPS = {"take": 1, "say": 2, "hand over": 1}
 """Threads per concurrency group; a call of ``say`` waits for the previous one."""
 
-_ONE_THREAD = "OMP_NUM_THREADS"
 _REMOTE: Any = ray.remote
 _OPTIONS: Any = {
     "concurrency_groups": _GROUPS,
@@ -167,7 +166,7 @@ class Reservation:
 def _environment(threads: int) -> dict[str, str]:
     """Return variables by which a worker's process finds this process's modules, if on its node."""
     path = map(os.path.abspath, import_path())
-    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), _ONE_THREAD: str(threads)}
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "OMP_NUM_THREADS": str(threads)}
 
 
 def _needs(placement: Placement) -> dict[str, float]:

@@ -50,8 +50,6 @@ _STATS_TIMEOUT_S = 2.0
 _REPLAYED_METHODS = ("set_enable_prefix_caching",)
 """Methods replayed on workers that start later."""
 
-
-_MAIN = "stages.remote.worker:worker_main"
 _EXIT_TIMEOUT_S = 5.0
 
 
@@ -158,8 +156,8 @@ def connect_process(
     spec: WorkerSpec, on_message: Callable[[Any], None], on_end: Callable[[str], None]
 ) -> Connection:
     """Start a worker in a process; see :data:`Connect`."""
-    label = f"omni {spec.label}"
-    process = start_worker(_MAIN, encode(spec), threads=spec.threads, name=label)
+    main, name = "stages.remote.worker:worker_main", f"omni {spec.label}"
+    process = start_worker(main, encode(spec), threads=spec.threads, name=name)
     try:
         return ProcessConnection(process, on_message, on_end)
     except BaseException:  # no descriptors or threads left
