@@ -105,7 +105,7 @@ class PackedFormat:
     def used_by(self, folder: Path, prefix: str) -> PackedFormat | None:
         """Return the format if weights with this prefix have it; None for a part stored plain.
 
-        Published omni checkpoints quantize the thinker only. Without any quantized weights, as
+        Published checkpoints of several models quantize one of them. Without quantized weights, as
         before the download, the config counts for every part.
         """
         if not any(folder.glob("model*.safetensors")):
