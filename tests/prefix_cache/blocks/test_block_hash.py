@@ -1,4 +1,4 @@
-"""Promise 5: a block's hash covers all that determines its content, and nothing else."""
+"""Promise 5: a block's hash covers everything that determines its content, and nothing else."""
 
 from __future__ import annotations
 
@@ -78,35 +78,35 @@ def test_salt_and_lora_separate_every_block(left, right):
 @pytest.mark.parametrize(
     "other", [image(0, content=b"j" * 32), image(0, kind="audio"), image(1), image(0, length=5)]
 )
-def test_a_span_counts_with_content_kind_place_and_length(other):
+def test_a_span_is_hashed_with_content_kind_position_and_length(other):
     with_image = block_hashes(TOKENS, spans=[image(0)])
     assert not set(with_image) & set(block_hashes(TOKENS))
     assert not set(with_image) & set(block_hashes(TOKENS, spans=[other]))
 
 
-def test_a_span_counts_from_the_first_block_it_overlaps():
+def test_a_span_changes_hashes_from_the_first_block_it_overlaps():
     base = block_hashes(TOKENS)
     late = block_hashes(TOKENS, spans=[image(4, length=2)])
     assert late[0] == base[0]
     assert not set(late[1:]) & set(base)
-    # Touching is not overlapping: this span begins where the twelve tokens end.
+    # This span begins where the twelve tokens end and overlaps none of them.
     assert block_hashes(TOKENS, spans=[image(12)]) == base
 
 
 def test_parts_of_one_image_under_equal_tokens_differ():
-    # Placeholder ids are equal in both blocks and a chain of parents is not what separates them:
-    # the second block of one request is compared with the first one of another.
+    # The placeholder ids are equal in both blocks. The parent hash does not distinguish them:
+    # the second block of one request is compared with the first block of another.
     first_half, second_half = block_hashes([9] * 8, spans=[image(0, length=8)])
     shifted = block_hashes([9] * 8, spans=[image(4, length=4)])
     assert len({first_half, second_half, *shifted}) == 4
 
 
-def test_the_order_in_which_spans_are_listed_does_not_count():
+def test_the_order_of_spans_does_not_change_hashes():
     spans = [image(0, 2), image(2, 3, b"k" * 32), image(7, 2, kind="audio")]
     assert block_hashes(TOKENS, spans=spans) == block_hashes(TOKENS, spans=spans[::-1])
 
 
-def test_token_ids_under_a_span_count_too():
+def test_token_ids_under_a_span_are_hashed():
     spans = [image(0, length=4)]
     assert block_hashes([1] * 4, spans=spans) != block_hashes([2] * 4, spans=spans)
 
@@ -133,19 +133,19 @@ def test_content_hash_is_over_type_shape_and_bytes():
     others = [data.view(4, 3), data.view(-1), data.to(torch.bfloat16), data + 1, data.double()]
     assert len({content_hash(t) for t in [data, *others]}) == 6
     assert content_hash(data) == content_hash(data.clone())
-    # The same values, laid out in another order in memory.
+    # The same values in another memory layout.
     assert content_hash(data.t().contiguous().t()) == content_hash(data)
-    # Equal bytes, another type.
+    # Equal bytes of another type.
     assert content_hash(data.view(torch.int32)) != content_hash(data)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool, torch.int64])
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (2, 3)])
-def test_content_hash_takes_any_type_and_shape(dtype, shape):
+def test_content_hash_accepts_any_type_and_shape(dtype, shape):
     assert len(content_hash(torch.zeros(shape, dtype=dtype))) == 32
 
 
-def test_content_hash_takes_tensors_that_require_grad():
+def test_content_hash_accepts_tensors_that_require_grad():
     data = torch.ones(3)
     assert content_hash(data.clone().requires_grad_()) == content_hash(data)
 

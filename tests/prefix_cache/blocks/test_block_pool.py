@@ -1,4 +1,4 @@
-"""Who gets which block next, and that no sequence of events leaks or fragments anything."""
+"""Order of allocation and eviction; no sequence of events leaks or fragments blocks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def ids(blocks) -> list[int]:
     return [block.block_id for block in blocks]
 
 
-def test_a_pool_needs_a_block_beside_the_null_block():
+def test_a_pool_needs_a_block_in_addition_to_the_null_block():
     with pytest.raises(ValueError, match=r"at least 2 .*got 1"):
         BlockPool.uniform(1)
 
 
-def test_the_null_block_is_never_handed_out_nor_held():
+def test_the_null_block_is_never_allocated_or_held():
     pool = BlockPool.uniform(4)
     assert pool.num_free() == 3
     blocks = pool.allocate({0: 3})[0]
@@ -60,7 +60,7 @@ def several_of_one_content(pool: BlockPool, count: int) -> list[KVCacheBlock]:
     return blocks
 
 
-def test_a_copy_that_was_worth_more_keeps_its_priority():
+def test_a_duplicate_keeps_the_highest_priority():
     pool = BlockPool.uniform(4)
     older, newest = several_of_one_content(pool, 2)
     pool.release([newest], HIGH_PRIORITY)
@@ -73,7 +73,7 @@ def test_a_copy_that_was_worth_more_keeps_its_priority():
     check_pool_integrity(pool, [])
 
 
-def test_publishing_twice_is_once_and_another_hash_is_an_error():
+def test_publishing_again_is_a_no_op_and_another_hash_is_an_error():
     pool = BlockPool.uniform(3)
     (block,) = pool.allocate({0: 1})[0]
     pool.publish(block, digest(1))
@@ -92,7 +92,7 @@ BLOCK_SIZE = 4
 
 
 def put(pool: BlockPool, group_id: int, indices: list[int], priority: int = HIGH_PRIORITY) -> None:
-    """Cache blocks under these digests, the first of them to be evicted first."""
+    """Cache blocks under these digests, to be evicted in this order."""
     blocks = pool.allocate({group_id: len(indices)})[group_id]
     for index, block in zip(indices, blocks, strict=True):
         pool.publish(block, digest(index))
@@ -114,14 +114,14 @@ EVENTS = st.lists(
 
 
 def next_evicted(order: dict[tuple[int, int], tuple[int, int]]) -> tuple[int, int]:
-    """The oldest of the priority that has most blocks; of two with as many, the lower one."""
+    """Return the oldest block of the priority with most blocks; the lower priority on a tie."""
     counts = Counter(priority for priority, _ in order.values())
     most = min(counts, key=lambda priority: (-counts[priority], priority))
     return min((key for key in order if order[key][0] == most), key=order.__getitem__)
 
 
 @given(events=EVENTS, takers=st.lists(st.integers(0, 2), min_size=1, max_size=12))
-def test_pages_of_one_block_go_in_exactly_one_order_whoever_takes_them(events, takers):
+def test_pages_of_one_block_are_evicted_in_one_order_for_all_groups(events, takers):
     pool = BlockPool([PageArena(13, {0: 1, 1: 1, 2: 1})])
     order: dict[tuple[int, int], tuple[int, int]] = {}  # content to (priority, time of last use)
     for index in range(12):
@@ -149,7 +149,7 @@ def test_pages_of_one_block_go_in_exactly_one_order_whoever_takes_them(events, t
     check_pool_integrity(pool, [blocks])
 
 
-def test_a_group_gives_up_its_own_block_or_another_groups_page_whichever_is_older():
+def test_the_older_of_an_own_block_and_another_groups_page_is_evicted():
     pool = BlockPool([PageArena(3, {0: 2, 1: 3})])
     put(pool, 0, [1, 2])
     put(pool, 1, [11, 12, 13])
@@ -157,7 +157,7 @@ def test_a_group_gives_up_its_own_block_or_another_groups_page_whichever_is_olde
     block = pool.allocate({1: 1})[1]
     assert found(pool, 2) == {(1, 11), (1, 12), (1, 13)}, "the page of group 0 was older"
     pool.release(block)
-    # It was given back whole.
+    # The whole page was released.
     put(pool, 0, [1, 2])
     block = pool.allocate({0: 1})[0]
     assert found(pool, 2) == {(0, 1), (0, 2)}, "the page of group 1 was older"
@@ -168,12 +168,12 @@ def test_a_group_gives_up_its_own_block_or_another_groups_page_whichever_is_olde
     check_pool_integrity(pool, [])
 
 
-def test_free_blocks_go_before_content_and_half_used_pages_before_whole_ones():
+def test_free_blocks_are_used_before_cached_ones_and_half_used_pages_before_whole_ones():
     pool = BlockPool([PageArena(4, {0: 3, 1: 2})])
     put(pool, 0, [1])
     assert pool.arenas[0].num_available == 3 and len(pool.arenas[0].free_pages) == 2
     blocks = pool.allocate({0: 2})[0]
-    assert [block.block_id for block in blocks] == [4, 5], "beside the content of page 1"
+    assert [block.block_id for block in blocks] == [4, 5], "next to the content of page 1"
     assert found(pool, 1) == {(0, 1)} and len(pool.arenas[0].free_pages) == 2
     more = pool.allocate({1: 4})[1]
     assert [block.large_page.page_id for block in more] == [2, 2, 3, 3]
@@ -182,20 +182,20 @@ def test_free_blocks_go_before_content_and_half_used_pages_before_whole_ones():
     assert pool.allocate({0: 1})[0][0].block_id == 3 and not found(pool, 1)
 
 
-def test_a_demoted_page_goes_before_an_older_one():
+def test_a_demoted_page_is_evicted_before_an_older_one():
     pool = BlockPool([PageArena(3, {0: 2, 1: 3})])
     put(pool, 0, [1, 2])
     put(pool, 1, [11, 12, 13])
     for index in (11, 12):
         pool.demote(pool.lookup(1, digest(index)))
-    assert [page.page_id for page in pool.arenas[0].unheld] == [1, 2], "13 is still worth keeping"
+    assert [page.page_id for page in pool.arenas[0].unheld] == [1, 2], "13 still has high priority"
     pool.demote(pool.lookup(1, digest(13)))
     assert [page.page_id for page in pool.arenas[0].unheld] == [2, 1]
     pool.allocate({0: 1})
     assert found(pool, 2) == {(0, 1), (0, 2)}
 
 
-def test_content_that_was_of_use_outlives_a_scan_of_ten_times_the_pool():
+def test_reused_content_survives_a_scan_of_ten_times_the_pool():
     pool = BlockPool.uniform(31)
     put(pool, 0, list(range(10)))
     for index in range(10):
@@ -207,9 +207,9 @@ def test_content_that_was_of_use_outlives_a_scan_of_ten_times_the_pool():
     assert found(pool, 1) >= {(0, index) for index in range(10)}
 
 
-def test_what_is_missed_is_kept_longer_from_then_on():
+def test_missed_content_is_kept_longer_afterwards():
     def survivors(missed: int) -> int:
-        """Blocks of low priority that are left when as many of high priority have come."""
+        """Count low-priority blocks left after as many high-priority blocks were cached."""
         pool = BlockPool.uniform(31)
         put(pool, 0, list(range(60, 90)), LOW_PRIORITY)
         put(pool, 0, list(range(10)))
@@ -222,7 +222,7 @@ def test_what_is_missed_is_kept_longer_from_then_on():
     assert survivors(0) < survivors(1) <= survivors(8)
 
 
-def test_what_was_evicted_long_ago_is_not_missed():
+def test_content_evicted_long_ago_counts_as_no_miss():
     pool = BlockPool.uniform(5)
     put(pool, 0, [0], LOW_PRIORITY)
     for index in range(1, 12):
@@ -235,7 +235,7 @@ def test_what_was_evicted_long_ago_is_not_missed():
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 100)), max_size=200))
-def test_no_kind_of_content_ever_loses_all_of_its_share(misses):
+def test_no_priority_loses_all_of_its_share(misses):
     arena = PageArena(9, {0: 1})
     for priority, weight in misses:
         arena.reward(priority, weight)
@@ -257,7 +257,7 @@ def content_of(index: int) -> BlockHash:
 def can_have(
     arena: PageArena, needs: Mapping[int, int], revived: Iterable[KVCacheBlock] = ()
 ) -> bool:
-    """Whether whole pages that nobody holds make up for what the held ones lack."""
+    """Return True if whole unheld pages suffice for what held pages lack."""
     touched = set(revived)
     whole_pages, spare = 0, dict.fromkeys(arena.groups, 0)
     for page in arena.pages[1:]:
@@ -275,7 +275,7 @@ def can_have(
 
 
 class PagesMachine(RuleBasedStateMachine):
-    """Requests of all groups of a mix allocate, grow, publish, hit, demote and go."""
+    """Requests of all groups of a mix allocate, grow, publish, hit, demote and finish."""
 
     mix = "three_full"
 
@@ -316,7 +316,7 @@ class PagesMachine(RuleBasedStateMachine):
 
     @rule(counts=st.one_of(FEW, MANY), first=INDICES, lasting=st.integers(0, 2))
     def serve(self, counts: list[int], first: int, lasting: int) -> None:
-        """A request comes, publishes and goes, but for the first few blocks of its tables."""
+        """A request arrives, publishes and frees all but the first few blocks of its tables."""
         num_requests = len(self.requests)
         self.allocate({}, dict(zip(range(self.num_groups), counts, strict=False)), ())
         if len(self.requests) > num_requests:
@@ -371,7 +371,7 @@ class PagesMachine(RuleBasedStateMachine):
                     self.published.setdefault((block.group_id, content), set()).add(block)
 
     def allocate(self, tables: Tables, needs: dict[int, int], hits: Sequence[KVCacheBlock]) -> None:
-        """All or nothing, exactly when the model says so; hits are touched first."""
+        """Allocate all or nothing, exactly as the model predicts; hits are touched first."""
         possible = all(can_have(arena, needs, hits) for arena in self.pool.arenas)
         before = self.snapshot()
         assert self.pool.can_allocate(needs, [hits]) == possible
@@ -391,7 +391,7 @@ class PagesMachine(RuleBasedStateMachine):
         held = {b for request in [*self.requests, tables] for t in request.values() for b in t}
         for group_id, blocks in self.pool.allocate(needs, near).items():
             assert len(blocks) == len(set(blocks)) == needs[group_id]
-            assert not held & set(blocks), "nobody else holds them"
+            assert not held & set(blocks), "no other request holds them"
             assert all(b.block_hash is None and b.group_id == group_id for b in blocks)
             tables.setdefault(group_id, []).extend(blocks)
             for with_content in self.published.values():
@@ -399,7 +399,7 @@ class PagesMachine(RuleBasedStateMachine):
         self.requests.append(tables)
 
     def snapshot(self) -> list[object]:
-        """All that a refused call must leave as it was."""
+        """Return all state that a refused call must not change."""
         state: list[object] = [
             {g: dict(found) for g, found in self.pool.hash_tables.items()},
             self.pool.num_evictions,
@@ -427,11 +427,11 @@ class PagesMachine(RuleBasedStateMachine):
             for keys in queues:
                 for priority in range(3):
                     own = [key for key in keys if key[0] == priority]
-                    assert own == sorted(own), "of one priority, the oldest is evicted first"
+                    assert own == sorted(own), "within a priority, the oldest is evicted first"
 
     @invariant()
     def content_is_found_as_long_as_any_block_of_it_is_there(self) -> None:
-        """Held by anybody, or cached since; never a block of other content, nor one handed out."""
+        """Content is found while a block with it is held or cached; never under other content."""
         held = {b for tables in self.requests for table in tables.values() for b in table}
         for (group_id, content), blocks in self.published.items():
             found = self.pool.lookup(group_id, content)
@@ -439,10 +439,10 @@ class PagesMachine(RuleBasedStateMachine):
         cached = {b for arena in self.pool.arenas for g in arena.groups.values() for b in g.cached}
         assert cached <= {block for blocks in self.published.values() for block in blocks}
         contents = [(block.group_id, block.block_hash) for block in cached]
-        assert len(contents) == len(set(contents)), "what nobody holds is kept once"
+        assert len(contents) == len(set(contents)), "content that no request holds is kept once"
 
     def teardown(self) -> None:
-        """When all are gone every page is free or cached, and any group can have all of them."""
+        """After all requests ended, every page is free or cached and usable by any group."""
         if not hasattr(self, "pool"):
             return
         while self.requests:

@@ -1,8 +1,8 @@
-"""Any sequence of events over groups of every kind: a request finds what a fresh one would compute.
+"""Random event sequences over groups of every kind: a hit equals what a fresh request computes.
 
-The model has a memory of its own, in which a place holds the tokens that determine its content.
-A large page forgets everything when another group writes to it. Whatever a request sees there
-must be its own tokens; which prefix it finds must be the longest that all groups could serve.
+The model has its own memory, in which each slot holds the tokens that determine its content.
+A large page loses its content when another group writes to it. A request must see only its own
+tokens there, and must find the longest prefix that all groups can serve.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Content = tuple[int, ...]
 
 
 def first_visible(kind: str, position: int, reach: int) -> int:
-    """The first token that the one at ``position`` sees."""
+    """Return the first token that the token at ``position`` sees."""
     match kind:
         case "sliding":
             return max(0, position - reach + 1)
@@ -47,7 +47,7 @@ def first_visible(kind: str, position: int, reach: int) -> int:
 
 @dataclass
 class Memory:
-    """What lies where: ``(group, block, offset)`` to the tokens that it was computed from."""
+    """Memory contents: ``(group, block, offset)`` to the tokens that they were computed from."""
 
     pages_per_large_page: dict[int, int]
     places: dict[tuple[int, int, int], Content] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Memory:
 
     def write(self, group: int, block: int, offset: int, content: Content) -> None:
         large = block // self.pages_per_large_page[group]
-        assert large > 0, "nobody writes to the null page"
+        assert large > 0, "the null page is never written"
         if self.owners.get(large) != group:
             for place in [
                 p for p in self.places if p[1] // self.pages_per_large_page[p[0]] == large
@@ -79,7 +79,7 @@ class Live:
 
 
 class GroupMixMachine(RuleBasedStateMachine):
-    """Requests come, run in chunks, grow, fail, are preempted, finish; the cache is reset."""
+    """Requests arrive, run in chunks, grow, fail, are preempted, finish; the cache is reset."""
 
     mix = "all"
     num_large_pages = 8
@@ -96,7 +96,7 @@ class GroupMixMachine(RuleBasedStateMachine):
         self.memory = Memory({g: config.pages_per_large_page(g) for g in range(len(layers))})
         self.live: dict[str, Live] = {}
         self.num_requests = 0
-        self.numbers: dict[Content, int] = {}  # what the row of a token holds
+        self.numbers: dict[Content, int] = {}  # the content of a token's row
 
     # Events.
 
@@ -106,7 +106,7 @@ class GroupMixMachine(RuleBasedStateMachine):
 
     @rule(token_ids=PROMPTS, chunk=CHUNKS, encoder=ENCODERS)
     def serve(self, token_ids: list[int], chunk: int, encoder: tuple[int, int]) -> None:
-        """A request from its arrival to its end, beside those that wait for their next step."""
+        """Run a request from arrival to end while other requests are between steps."""
         request_id = self.admit(token_ids, chunk, encoder)
         while request_id in self.live:
             if self.live[request_id].num_computed == len(token_ids):
@@ -117,7 +117,7 @@ class GroupMixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(chunk=CHUNKS, token=st.integers(0, 1), fails=st.integers(0, 7))
     def step(self, chunk: int, token: int, fails: int) -> None:
-        """All requests compute a chunk; now and then the step fails and nothing is published."""
+        """All requests compute a chunk; some steps fail and publish nothing."""
         for request_id in sorted(self.live):
             request = self.live[request_id]
             if request.num_computed == len(request.token_ids):
@@ -127,7 +127,7 @@ class GroupMixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(index=st.integers(0, 6))
     def finish(self, index: int) -> None:
-        """Finish, abort or preempt: all give back what they took."""
+        """Finish, abort or preempt: each frees the request's blocks."""
         request_ids = sorted(self.live)
         self.free(request_ids[index % len(request_ids)])
 
@@ -140,11 +140,11 @@ class GroupMixMachine(RuleBasedStateMachine):
     # Parts of events.
 
     def hashes(self, token_ids: Sequence[int], encoder_content: Content) -> list[BlockHash]:
-        """What a token computes depends on all of the encoder's: that is the salt here."""
+        """Return hashes salted with the encoder's content, on which every token depends."""
         return hashes_of(token_ids, BLOCK_SIZE, salt=str(encoder_content))
 
     def longest_hit(self, hashes: list[BlockHash], num_tokens: int) -> int:
-        """By the rule of each kind: every block that the next token would see can be found."""
+        """Return the longest prefix of which all groups have the blocks seen by the next token."""
 
         def serves(group: int, kind: str, length: int) -> bool:
             first = first_visible(kind, length, self.reach) if length else 0
@@ -203,7 +203,7 @@ class GroupMixMachine(RuleBasedStateMachine):
     def run(
         self, request_id: str, end: int, prefix: CachedPrefix | None, *, fails: bool = False
     ) -> None:
-        """What a model does in a step, then what the engine does after it."""
+        """Run the model's part of a step, then the engine's."""
         request = self.live[request_id]
         start, tokens = request.num_computed, tuple(request.token_ids)
         own = request.encoder_content
@@ -235,7 +235,7 @@ class GroupMixMachine(RuleBasedStateMachine):
     def run_state(
         self, group: int, table: list[int], own: Content, tokens: Content, start: int, end: int
     ) -> None:
-        """One page is read, one is written; a page that can be found is never written again."""
+        """Read one page and write one; a cached page is never written again."""
         state: Content | None = own
         if start:
             state = self.memory.read(group, table[(start - 1) // BLOCK_SIZE], 0)
@@ -257,7 +257,7 @@ class GroupMixMachine(RuleBasedStateMachine):
     def write_rows(
         self, request_id: str, own: Content, tokens: Content, start: int, end: int
     ) -> None:
-        """Rows of the new tokens, then all rows: cached or computed, they are the request's."""
+        """Write rows of the new tokens, then check that all rows belong to the request."""
         table = self.manager.block_ids(request_id, self.manager.mirrored_group_id)
         contents = [own + tokens[: position + 1] for position in range(end)]
         rows = [self.numbers.setdefault(content, len(self.numbers)) for content in contents]
@@ -276,7 +276,7 @@ class GroupMixMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_a_request_has_published_and_holds_can_be_found(self) -> None:
-        """Whoever computed the same beside it, and whatever became of theirs."""
+        """Even if other requests computed the same content and freed it."""
         for request_id, request in getattr(self, "live", {}).items():
             if self.manager.resets_before(request_id) < self.manager.num_resets:
                 continue
@@ -289,7 +289,7 @@ class GroupMixMachine(RuleBasedStateMachine):
                     assert not table[index] or self.manager.pool.lookup(group, hashes[index])
 
     def teardown(self) -> None:
-        """When all are gone every large page is free or cached, and any group can have them all."""
+        """After all requests ended, all large pages are free or cached and usable by any group."""
         if not hasattr(self, "manager"):
             return
         for request_id in list(self.live):

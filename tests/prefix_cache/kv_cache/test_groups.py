@@ -1,4 +1,4 @@
-"""Groups of layers: sizes of pages, what their tables hold while requests run, what is wasted."""
+"""Groups of layers: page sizes, block tables of running requests, wasted memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_host_only_groups_take_nothing_on_the_device():
     assert config.pages_per_large_page(1) == 1 and not config.groups[1].on_device
 
 
-def test_pages_that_suit_each_other_are_not_padded():
+def test_pages_of_compatible_sizes_are_not_padded():
     groups = mixed_config({"full": 2, "sliding": 3, "mamba": 5, "host": 1}, 2, 4).groups
     assert pad_pages(groups) == groups
 
@@ -86,7 +86,7 @@ def test_an_odd_state_is_padded_and_attention_is_kept():
     states=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 2000)), max_size=2),
     block_size=st.sampled_from([1, 3, 16]),
 )
-def test_a_large_page_is_at_most_64_of_the_largest_and_views_stay_whole(
+def test_a_large_page_is_at_most_64_of_the_largest_pages_and_padding_keeps_the_content(
     attention, states, block_size
 ):
     groups = [
@@ -110,7 +110,7 @@ def test_a_large_page_is_at_most_64_of_the_largest_and_views_stay_whole(
     for before, after in zip(groups, padded, strict=True):
         assert after.padding_bytes >= 0 and after.content_bytes == before.content_bytes
         assert after.page_bytes % after.spec.page_unit_bytes == 0
-    # The first to be placed, the largest attention page, is never padded.
+    # The largest attention page is placed first and never padded.
     assert any(g.padding_bytes == 0 for g in padded if isinstance(g.spec, FullAttentionSpec))
 
 
@@ -144,11 +144,11 @@ def first_visible(kind: str, position: int, reach: int) -> int:
 
 
 def check_step(manager: KVCacheManager, kind: str, group: int, start: int, end: int) -> None:
-    """The places of ``[start, end)`` and of all that they see are held, as blocks of their own."""
+    """Check that distinct blocks are held for ``[start, end)`` and all tokens it sees."""
     table = manager.block_ids("a", group)
     reach = 7
     if kind == "mamba":
-        # The state after token start - 1, and the one after token end - 1.
+        # The states after tokens start - 1 and end - 1.
         places = {index // BLOCK_SIZE for index in (start - 1, end - 1) if index >= 0}
         assert len(table) - 1 == max(places)
     else:
@@ -164,7 +164,7 @@ def check_step(manager: KVCacheManager, kind: str, group: int, start: int, end: 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=examples(40))
 @given(chunks=CHUNKS, cached=st.booleans())
-def test_all_that_a_step_sees_is_held_and_no_more_than_the_bound(kind, chunks, cached):
+def test_a_step_holds_all_visible_blocks_and_no_more_than_the_bound(kind, chunks, cached):
     layers = {kind: 1, "full ": 1} if kind == "host" else {kind: 1, "host": 1}
     manager = KVCacheManager(
         mixed_config(layers, 40, BLOCK_SIZE, reach=7),
@@ -190,7 +190,7 @@ def test_all_that_a_step_sees_is_held_and_no_more_than_the_bound(kind, chunks, c
 
 @settings(max_examples=examples(40))
 @given(chunk=st.integers(1, 9), reach=st.integers(BLOCK_SIZE, 11))
-def test_a_long_request_holds_its_neighbourhood_only(chunk, reach):
+def test_a_long_request_holds_only_its_window(chunk, reach):
     config = mixed_config({"sliding": 1, "host": 1}, 12, BLOCK_SIZE, reach=reach)
     manager = KVCacheManager(config, enable_prefix_caching=False, max_num_batched_tokens=chunk)
     bound = manager.coordinator.max_blocks(400)[0]
@@ -201,7 +201,7 @@ def test_a_long_request_holds_its_neighbourhood_only(chunk, reach):
         held.append(sum(block_id != 0 for block_id in manager.block_ids("a")))
     assert max(held) <= bound
     if chunk % 2:
-        assert max(held) == bound, "the bound is no larger than it must be"
+        assert max(held) == bound, "the bound is tight"
     assert manager.stats().free + manager.stats().held == 11
 
 
@@ -241,7 +241,7 @@ def test_the_bound_holds_for_a_request_that_begins_with_a_hit(num_tokens, chunks
 
 
 @given(encoder=st.integers(1, 30), chunks=CHUNKS)
-def test_a_cross_attention_table_is_taken_once(encoder, chunks):
+def test_a_cross_attention_table_is_allocated_once(encoder, chunks):
     manager = KVCacheManager(mixed_config(GROUP_MIXES["mllama"], 40, BLOCK_SIZE))
     tables = []
     end = 0
@@ -275,7 +275,7 @@ def test_a_request_that_fits_runs_to_its_end_in_an_empty_pool(mix, num_tokens, b
     check_integrity(manager)
 
 
-def test_blocks_of_a_request_lie_together() -> None:
+def test_blocks_of_a_request_share_large_pages() -> None:
     config = mixed_config({"full": 2, "sliding": 3}, 9, BLOCK_SIZE, reach=99)
     pool = BlockPool.for_config(config)
     coordinator = KVCacheCoordinator(config, pool, 64)
@@ -287,10 +287,10 @@ def test_blocks_of_a_request_lie_together() -> None:
 
     assert coordinator.allocate("a", 4 * BLOCK_SIZE)
     assert (pages("a", 0), pages("a", 1)) == ([1, 1, 1, 2], [3, 3, 4, 4])
-    # The group's own half-used page goes before a new one.
+    # A half-used page of the same group is preferred to a new one.
     assert coordinator.allocate("b", BLOCK_SIZE)
     assert (pages("b", 0), pages("b", 1)) == ([2], [5])
-    # Each goes on where it is, while there is room.
+    # Each request continues in its own page while there is room.
     assert coordinator.allocate("a", 5 * BLOCK_SIZE)
     assert (pages("a", 0)[4:], pages("a", 1)[4:]) == ([2], [5])
     assert coordinator.allocate("b", 3 * BLOCK_SIZE)
@@ -357,7 +357,7 @@ CHUNK = 2048
 
 @dataclass(frozen=True)
 class Case:
-    """A model of the memory allocator's design document, at its lengths, with what it says."""
+    """A model of the memory allocator's design document, with its lengths and stated waste."""
 
     layers: dict[str, KVCacheSpec]
     num_tokens: int
@@ -406,7 +406,7 @@ def manager_of(groups: tuple[KVCacheGroup, ...], num_bytes: int) -> KVCacheManag
 
 
 def run(manager: KVCacheManager, name: str, num_tokens: int, num_encoder_tokens: int) -> None:
-    """A prompt in chunks, whose last token runs alone, as when it is decoded."""
+    """Run a prompt in chunks, then its last token alone, as in a decode."""
     encoder = EncoderBlocks(num_encoder_tokens, ())
     ends = [*range(CHUNK, num_tokens - 1, CHUNK), num_tokens - 1, num_tokens]
     computed = 0
@@ -416,12 +416,12 @@ def run(manager: KVCacheManager, name: str, num_tokens: int, num_encoder_tokens:
 
 
 def held_bytes(manager: KVCacheManager) -> int:
-    """Bytes of the large pages that requests hold now: what no other request can have."""
+    """Return the bytes of large pages that requests hold."""
     return manager.stats().held * manager.config.large_page_bytes
 
 
 def held_by_requests(case: Case, groups: tuple[KVCacheGroup, ...], count: int) -> int:
-    """Bytes of the large pages that so many requests take out of the pool."""
+    """Return the bytes of large pages that ``count`` requests hold."""
     needed = needed_bytes(groups, case.num_tokens, case.num_encoder_tokens)
     manager = manager_of(groups, 2 * count * needed)
     for i in range(count):
@@ -445,13 +445,15 @@ def test_our_waste_is_below_one_percent_beyond_the_last_partial_page(case: Case)
     groups = group_layers(case.layers)
     lengths = (case.num_tokens, case.num_encoder_tokens)
     needed, paged = needed_bytes(groups, *lengths), request_bytes(manager_of(groups, 0), *lengths)
-    assert 0 <= paged - needed < sum(group.page_bytes for group in groups), "the partial pages"
+    assert 0 <= paged - needed < sum(group.page_bytes for group in groups), (
+        "only partial pages are wasted"
+    )
     held = held_by_requests(case, groups, 3)
     assert 0 <= held - 3 * paged < 0.01 * held
 
 
-def test_text_and_images_beside_each_other_in_pages_of_two_sizes():
-    """The picture of the pages in :mod:`prefix_cache.specs.kv_cache_spec`."""
+def test_text_and_images_share_large_pages():
+    """The example drawn in :mod:`prefix_cache.specs.kv_cache_spec`."""
     heads = (1, 32, torch.float16)  # 128 bytes
     cross, full = CrossAttentionSpec(1, *heads), FullAttentionSpec(1, *heads)
     layers = {"cross.0": cross, "cross.1": cross, "0": full, "1": full, "2": full}
@@ -484,7 +486,7 @@ SPECS = st.sampled_from(
     num_tokens=st.integers(2, 70),
     num_encoder_tokens=st.integers(1, 30),
 )
-def test_a_request_holds_the_pages_that_were_foretold(
+def test_a_request_holds_the_predicted_pages(
     specs: list[KVCacheSpec], num_tokens: int, num_encoder_tokens: int
 ):
     groups = (
@@ -503,7 +505,7 @@ def test_a_request_holds_the_pages_that_were_foretold(
     assert in_tables == foretold
     needed = needed_bytes(groups, num_tokens, num_encoder_tokens)
     pages = sum(group.page_bytes for group in groups)
-    assert needed <= foretold < needed + 2 * pages, "a partial page at either end"
+    assert needed <= foretold < needed + 2 * pages, "at most a partial page at either end"
 
 
 def test_recurrent_layers_under_one_page_size_get_pages_that_hold_a_state():

@@ -34,7 +34,7 @@ def test_a_healthy_manager_passes():
 
 
 def equal_content_twice(manager: KVCacheManager) -> list[KVCacheBlock]:
-    """The older ones of two blocks: "live" and "twin" hold one each."""
+    """Return the older duplicates of a block's content; "live" and "twin" hold one block each."""
     hashes = hashes_of(range(50, 58), 4)
     manager.allocate_slots("twin", 4, block_hashes=hashes[:1])
     manager.publish("twin", hashes[:1], 4)
@@ -56,7 +56,7 @@ def forget_a_reference(manager: KVCacheManager) -> None:
     manager.pool.arenas[0].groups[0].cached.append(block)
 
 
-def mistake_content_for_none(manager: KVCacheManager) -> None:
+def list_a_cached_block_as_free(manager: KVCacheManager) -> None:
     block = held_block(manager.pool, 3)
     manager.pool.arenas[0].groups[0].cached.remove(block)
     manager.pool.arenas[0].pages[3].free.append(block)
@@ -67,7 +67,7 @@ def lose_an_unheld_page(manager: KVCacheManager) -> None:
     arena.unheld.remove(arena.pages[3])
 
 
-def give_a_page_to_nobody(manager: KVCacheManager) -> None:
+def clear_the_group_of_a_page(manager: KVCacheManager) -> None:
     manager.pool.arenas[0].pages[3].group_id = None
 
 
@@ -83,12 +83,12 @@ def invent_a_page_with_free_blocks(manager: KVCacheManager) -> None:
     manager.pool.arenas[0].groups[0].held_with_free[4] = manager.pool.arenas[0].pages[4]
 
 
-def cache_a_stranger(manager: KVCacheManager) -> None:
+def cache_an_unknown_block(manager: KVCacheManager) -> None:
     stranger = KVCacheBlock(3, 0, manager.pool.arenas[0].pages[3], key=(1, 99))
     manager.pool.arenas[0].groups[0].cached.append(stranger)
 
 
-def keep_a_block_of_a_page_that_is_gone(manager: KVCacheManager) -> None:
+def keep_a_block_of_a_reassigned_page(manager: KVCacheManager) -> None:
     gone = KVCacheBlock(6, 0, manager.pool.arenas[0].pages[6], ref_cnt=1)
     manager.coordinator.managers[0].block_tables["live"].append(gone)
 
@@ -116,8 +116,8 @@ def mistake_an_older_block(manager: KVCacheManager) -> None:
     older[0] = held_block(manager.pool, 5)
 
 
-def let_an_older_block_go(manager: KVCacheManager) -> None:
-    """As if a block that is given back were not taken out."""
+def release_an_older_block(manager: KVCacheManager) -> None:
+    """Release a block without removing it from the list of older duplicates."""
     (older,) = equal_content_twice(manager)
     manager.pool.arenas[0].release(older, 1)
     manager.coordinator.managers[0].block_tables["live"][0] = manager.pool.null_block(0)
@@ -149,17 +149,17 @@ def orphan_a_table(manager: KVCacheManager) -> None:
         (leak_a_reference, r"block 4 .*: ref_cnt \(2\) != places in block tables \(1\)"),
         (forget_a_reference, r"block 4 .*: ref_cnt \(0\) != places in block tables \(1\)"),
         (
-            mistake_content_for_none,
+            list_a_cached_block_as_free,
             r"block 3 of group 0 \(ref_cnt 0, hash [0-9a-f]{12}\): \(free, cached\) = "
             r"\(True, False\), expected \(False, True\)",
         ),
         (lose_an_unheld_page, r"free \(3\) \+ held \(2\) \+ cached \(2\) \+ null \(1\) = 8"),
-        (give_a_page_to_nobody, r"page 3 of group None: blocks \(1\) != blocks per page \(0\)"),
+        (clear_the_group_of_a_page, r"page 3 of group None: blocks \(1\) != blocks per page \(0\)"),
         (miscount_held_blocks, r"large page 4 of group 0: num_held \(2\) != held blocks \(1\)"),
         (miscount_spare_blocks, r"group 0: num_spare \(1\) != .* no request holds \(0\)"),
         (invent_a_page_with_free_blocks, r"held_with_free \(\[4\]\) != such pages \(\[\]\)"),
-        (cache_a_stranger, r"group 0: cached queue \(4\) != cached blocks \(3\)"),
-        (keep_a_block_of_a_page_that_is_gone, r"block 6 of group 0 .* gone to others"),
+        (cache_an_unknown_block, r"group 0: cached queue \(4\) != cached blocks \(3\)"),
+        (keep_a_block_of_a_reassigned_page, r"block 6 of group 0 .* gone to others"),
         (
             lose_a_hash,
             r"blocks with a hash \(4\) != hash table entries \(3\) \+ older .* content \(0\)",
@@ -167,7 +167,7 @@ def orphan_a_table(manager: KVCacheManager) -> None:
         (forget_an_older_block, r"older blocks .*distinct .*\(1\) != older ones \(0\) \+ 1, or"),
         (repeat_an_older_block, r"older blocks .*distinct .*\(2\) != older ones \(2\) \+ 1, or"),
         (mistake_an_older_block, r"older blocks .*: block 5 has \(group 0, None\) and ref_cnt \(1"),
-        (let_an_older_block_go, r"older blocks .*: block 4 has .* and ref_cnt \(0\), expected"),
+        (release_an_older_block, r"older blocks .*: block 4 has .* and ref_cnt \(0\), expected"),
         (misdirect_a_hash, r"hash table entry \(group 0, [0-9a-f]{12}\) leads to block 1, which"),
         (skip_a_generation, r"block 4 .*: generation \(1\) != generations\[4\] \(2\)"),
         (use_the_null_block, r"null block of group 0: ref_cnt \(0\), generation \(1\)"),
@@ -176,7 +176,7 @@ def orphan_a_table(manager: KVCacheManager) -> None:
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_corruption_is_found_and_told(corrupt: Callable[[KVCacheManager], None], message: str):
+def test_corruption_is_reported(corrupt: Callable[[KVCacheManager], None], message: str):
     manager = healthy_manager()
     corrupt(manager)
     with pytest.raises(IntegrityError, match=message):

@@ -1,4 +1,4 @@
-"""The cache by cases: hits, misses, waiting, allocation, publishing, the design's example."""
+"""Example-based tests of the cache: hits, misses, waiting, allocation, publishing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def admit(manager: KVCacheManager, request_id: str, token_ids, salt=None) -> Cac
 
 
 def write(manager: KVCacheManager, request_id: str, start: int, end: int, **rows: float) -> None:
-    """Write rows filled with one number each for positions [start, end)."""
+    """Write constant rows for positions [start, end)."""
     table = torch.tensor(manager.block_ids(request_id))
     positions = torch.arange(start, end)
     manager.stage_outputs.write(
@@ -61,7 +61,7 @@ def write(manager: KVCacheManager, request_id: str, start: int, end: int, **rows
 
 
 def run(manager: KVCacheManager, request_id: str, token_ids, salt=None, **rows: float) -> int:
-    """Admit, write, publish, free: the number of cached tokens."""
+    """Admit, write, publish and free a request; return its number of cached tokens."""
     prefix = admit(manager, request_id, token_ids, salt)
     write(manager, request_id, prefix.num_tokens, len(token_ids), **rows)
     manager.publish(request_id, hashes_of(token_ids, BLOCK_SIZE, salt), len(token_ids))
@@ -74,7 +74,7 @@ def find(manager: KVCacheManager, token_ids, salt=None) -> CachedPrefix:
     return manager.find_cached_prefix(hashes_of(token_ids, BLOCK_SIZE, salt), len(token_ids))
 
 
-def test_a_request_beside_one_that_computes_its_prefix_is_told_to_wait():
+def test_a_prefix_that_another_request_is_computing_is_in_flight():
     manager = new_manager(num_blocks=12)
     hashes = hashes_of(PROMPT, BLOCK_SIZE)
     admit(manager, "a", PROMPT)
@@ -86,21 +86,21 @@ def test_a_request_beside_one_that_computes_its_prefix_is_told_to_wait():
         ((held_block(manager.pool, 1),),), num_tokens=4, in_flight=True
     )
     manager.publish("a", hashes, 8)
-    assert not find(manager, PROMPT).in_flight, "the third block is its own to compute"
+    assert not find(manager, PROMPT).in_flight, "the request must compute the third block itself"
     assert find(manager, [*PROMPT, 1]).in_flight
     manager.free("a")
     assert not find(manager, [*PROMPT, 1]).in_flight and not manager.pending.counts
 
 
-def test_the_three_request_recycling_case():
-    # A writes k in a block; B gets the block and emits no k; C hits B's block, and must neither
-    # be given A's k nor a hit without k.
+def test_rows_of_a_recycled_block_never_leak_into_a_hit():
+    # A writes k in a block; B reuses the block without writing k; C must get neither A's k nor a
+    # hit without k.
     manager = new_manager(num_blocks=4)
     (a, b) = PROMPT, list(range(200, 212))
     assert run(manager, "A", a, h=1.0, k=1.0) == 0
     assert run(manager, "B", b, h=2.0) == 0
     assert manager.pool.lookup(0, hashes_of(b, BLOCK_SIZE)[0]) is not None
-    assert find(manager, b).num_tokens == 0, "shortened to before the block without k"
+    assert find(manager, b).num_tokens == 0, "the hit ends before the block without k"
     prefix = admit(manager, "C", b)
     assert prefix.num_tokens == 0
     write(manager, "C", 0, 12, h=3.0, k=3.0)
@@ -108,11 +108,11 @@ def test_the_three_request_recycling_case():
     outputs = manager.gather_outputs("C", 12)
     assert {name: rows.unique().tolist() for name, rows in outputs.items()} == {"h": [3], "k": [3]}
     manager.free("C")
-    assert find(manager, b).num_tokens == 8, "the block computed again is the one that is found"
+    assert find(manager, b).num_tokens == 8, "the recomputed block is found"
     check_integrity(manager)
 
 
-def test_headroom_is_left_over():
+def test_can_finish_leaves_headroom():
     manager = new_manager(num_blocks=5)
     run(manager, "a", PROMPT)
     prefix = find(manager, PROMPT)  # 2 of 4 blocks, 1 more to allocate, 1 left over
@@ -132,7 +132,7 @@ def test_tables_grow_at_their_end_and_never_shrink():
     check_integrity(manager)
 
 
-def test_switched_off_nothing_is_found_and_all_else_is_the_same():
+def test_with_caching_off_nothing_is_found_and_all_else_works():
     manager = new_manager(enable_prefix_caching=False)
     for request_id in ("a", "b"):
         prefix = admit(manager, request_id, PROMPT)
@@ -152,7 +152,7 @@ def test_switched_off_nothing_is_found_and_all_else_is_the_same():
     assert find(manager, PROMPT).num_tokens == 0
 
 
-def test_stats_tell_where_blocks_are_and_count_admitted_requests_only():
+def test_stats_count_blocks_by_state_and_hits_of_admitted_requests_only():
     manager = new_manager(num_blocks=8)
     run(manager, "a", PROMPT)
     admit(manager, "b", [*PROMPT[:4], 1])
@@ -201,7 +201,7 @@ def test_an_outdated_prefix_is_refused_and_nothing_changes():
 
 @dataclass(frozen=True, slots=True)
 class _UnknownSpec(FullAttentionSpec):
-    """A layer type that nobody manages."""
+    """A layer type without a manager."""
 
 
 def test_unknown_layer_types_and_mixed_block_sizes_are_refused():
@@ -239,22 +239,20 @@ LONGER = [*PROMPT, 1]
         ([*PROMPT[:8], 7, 7], 8, None),
     ],
 )
-def test_the_block_at_which_a_hit_ends_says_why(
-    token_ids: list[int], num_tokens: int, miss: str | None
-):
+def test_a_miss_reports_its_reason(token_ids: list[int], num_tokens: int, miss: str | None):
     manager = new_manager()
     run(manager, "a", LONGER)
     prefix = find(manager, token_ids)
     assert (prefix.num_tokens, prefix.miss) == (num_tokens, miss)
 
 
-def test_nothing_is_looked_for_where_caching_is_off():
+def test_the_miss_reason_is_off_when_caching_is_disabled():
     manager = new_manager(enable_prefix_caching=False)
     run(manager, "a", LONGER)
     assert find(manager, LONGER).miss == "off"
 
 
-def test_what_was_cached_and_gave_way_was_evicted():
+def test_a_miss_after_eviction_reports_evicted():
     manager = new_manager(num_blocks=5)
     run(manager, "a", LONGER)
     run(manager, "b", range(200, 209))
@@ -276,7 +274,7 @@ def test_evictions_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch
     assert find(manager, range(300, 316)).miss == "evicted"
 
 
-def test_a_block_without_rows_that_are_wanted_lacks_rows():
+def test_a_block_without_wanted_rows_reports_missing_rows():
     manager = new_manager()
     run(manager, "a", LONGER, hidden=1.0)
     run(manager, "b", [5, *LONGER], hidden=1.0, logits=1.0)
@@ -284,7 +282,7 @@ def test_a_block_without_rows_that_are_wanted_lacks_rows():
     assert (prefix.num_tokens, prefix.miss) == (0, "rows")
 
 
-def test_a_block_that_another_group_cannot_go_on_from_lacks_a_group():
+def test_a_block_missing_in_another_group_reports_that_group():
     config = mixed_config({"full": 1, "mamba": 1}, 40, BLOCK_SIZE)
     manager = KVCacheManager(config, max_num_batched_tokens=64)
     admit(manager, "a", LONGER)
@@ -302,7 +300,7 @@ HASHES = hashes_of(range(NUM_SMALL * SMALL), SMALL)
 
 
 def tokens_needed(kind: str, num_tokens: int, reach: int) -> set[int]:
-    """Which tokens' blocks the token at position ``num_tokens`` finds its content in."""
+    """Return the tokens whose blocks the token at position ``num_tokens`` reads."""
     match kind:
         case "full" | "host":
             return set(range(num_tokens))
@@ -321,7 +319,7 @@ def needed(kind: str, num_blocks: int, reach: int) -> set[int]:
 def coordinator_with(
     layers: dict[str, int], reach: int, cached: list[set[int]]
 ) -> tuple[KVCacheCoordinator, list[dict[int, int]]]:
-    """A coordinator in which just these blocks of each group are cached; their ids."""
+    """Return a coordinator in which only these blocks of each group are cached, and their ids."""
     config = mixed_config(layers, 40, SMALL, reach=reach)
     pool = BlockPool.for_config(config)
     ids: list[dict[int, int]] = []
@@ -339,7 +337,7 @@ def table(blocks) -> list[int]:
     return [block.block_id for block in blocks]
 
 
-# Mostly there, so that long hits occur.
+# Mostly cached, so that long hits occur.
 CACHED = st.sets(st.integers(0, NUM_SMALL - 1)) | st.sets(
     st.integers(0, NUM_SMALL - 1), max_size=2
 ).map(lambda missing: set(range(NUM_SMALL)) - missing)
@@ -387,7 +385,7 @@ def test_an_encoder_output_is_found_whole_or_not_at_all(size, missing):
     prompts=st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=12), min_size=1, max_size=12),
     mix=st.sampled_from(["full", "gemma", "jamba"]),
 )
-def test_what_earlier_requests_had_in_common_is_known_after_its_eviction_too(prompts, mix):
+def test_seen_prefixes_are_remembered_after_eviction(prompts, mix):
     manager = KVCacheManager(mixed_config(GROUP_MIXES[mix], 8, SMALL))
     seen: set[tuple[int, ...]] = set()
     for index, token_ids in enumerate(prompts):
@@ -409,7 +407,7 @@ def test_what_earlier_requests_had_in_common_is_known_after_its_eviction_too(pro
         check_integrity(manager)
 
 
-def test_where_requests_part_the_window_stays_for_the_third():
+def test_the_window_at_a_divergence_is_kept_for_the_third_request():
     manager = KVCacheManager(mixed_config({"full": 1, "sliding": 1}, 60, SMALL, reach=4))
     common = list(range(100, 112))
 
@@ -442,7 +440,7 @@ def test_where_requests_part_the_window_stays_for_the_third():
 
     assert serve("a", list(range(200, 212))) == 0
     lose_low_priority()
-    assert serve("b", list(range(300, 312))) == 0, "the window at its end is gone"
+    assert serve("b", list(range(300, 312))) == 0, "the window at the end was evicted"
     lose_low_priority()
     assert serve("c", list(range(400, 412))) == len(common)
 
@@ -453,7 +451,7 @@ NEXT_TURN = [*TWIN_PROMPT, *ANSWER, *range(200, 207)]
 
 
 def grow(manager: KVCacheManager, name: str, ids: list[int], start: int) -> None:
-    """Compute ``ids[start:]`` a token a step, and publish what becomes full."""
+    """Compute ``ids[start:]`` one token per step and publish full blocks."""
     for end in range(start + 1, len(ids) + 1):
         assert manager.allocate_slots(name, end, num_computed_tokens=end - 1)
         manager.publish(name, hashes_of(ids, BLOCK_SIZE), end)
@@ -468,7 +466,7 @@ def begin(manager: KVCacheManager, name: str) -> None:
 
 
 @pytest.mark.parametrize("mix", sorted(GROUP_MIXES))
-def test_a_twin_that_is_evicted_costs_no_hit_whatever_the_layers_keep(mix: str) -> None:
+def test_evicting_a_duplicate_costs_no_hit(mix: str) -> None:
     config = mixed_config(GROUP_MIXES[mix], 60, BLOCK_SIZE, num_host_blocks=60)
     hits = []
     for has_twin in (False, True):
@@ -480,7 +478,7 @@ def test_a_twin_that_is_evicted_costs_no_hit_whatever_the_layers_keep(mix: str) 
         grow(manager, "A", TWIN_PROMPT + ANSWER, len(TWIN_PROMPT))
         if has_twin:
             manager.free("B")
-        # Take all that is free or cached, in one group after the other, and give it back.
+        # Evict everything: allocate and release all available blocks of one group after another.
         for group_id in range(len(config.groups)):
             taken = manager.pool.allocate({group_id: manager.pool.num_free(group_id)})
             manager.pool.release(taken[group_id])
@@ -490,7 +488,7 @@ def test_a_twin_that_is_evicted_costs_no_hit_whatever_the_layers_keep(mix: str) 
     assert hits[1] == hits[0] == 48
 
 
-def test_whole_inputs_that_two_steps_computed_are_found_while_one_is_held() -> None:
+def test_a_whole_input_computed_twice_is_found_while_one_copy_is_held() -> None:
     pool = BlockPool.uniform(6)
     rows = StageOutputCache(6, BLOCK_SIZE, pool.generations(0), ["h"])
     cache = WholeInputCache(pool, rows, BLOCK_SIZE)
@@ -520,7 +518,7 @@ def token_ids(words: list[str]) -> list[int]:
 
 
 def forward(words: list[str]) -> dict[str, Tensor]:
-    """A causal model: row i is determined by the words up to i, and by nothing else."""
+    """Run a causal model: row i is determined by the words up to i only."""
     causal_sums = torch.tensor(token_ids(words), dtype=torch.float64).cumsum(0).unsqueeze(1)
     return {
         "hidden_states": causal_sums * torch.tensor([1.0, -1.0], dtype=torch.float64),
@@ -531,7 +529,7 @@ def forward(words: list[str]) -> dict[str, Tensor]:
 def run_words(
     manager: KVCacheManager, request_id: str, words: list[str]
 ) -> tuple[int, dict[str, Tensor]]:
-    """One request from its admission to its outputs: the number of cached tokens, all rows."""
+    """Run one request; return its number of cached tokens and all rows."""
     ids = token_ids(words)
     hashes = hashes_of(ids, BLOCK_SIZE)
     prefix = manager.find_cached_prefix(hashes, len(ids))
@@ -545,7 +543,7 @@ def run_words(
     return prefix.num_tokens, manager.gather_outputs(request_id, len(ids))
 
 
-def test_the_quick_brown_fox():
+def test_outputs_of_the_design_example():
     manager = KVCacheManager(tiny_config(EXAMPLE_BLOCKS, BLOCK_SIZE))
     assert (len(FIRST_PROMPT), len(SECOND_PROMPT)) == (12, 8)
 
@@ -568,10 +566,10 @@ def test_the_quick_brown_fox():
             assert torch.equal(whole_store[name][row], expected[name][row]), word
     assert outputs["hidden_states"].shape == (12, HIDDEN_SIZE)
     assert outputs["mm_feature"].shape == (12, FEATURE_SIZE)
-    assert manager.stage_outputs.gather([4], 1) == {}, "the next block is empty"
+    assert manager.stage_outputs.gather([4], 1) == {}, "the next block has no rows"
     manager.free("first")
 
-    # Second prompt: "The quick brown fox" is there, four tokens are new, in one new block.
+    # Second prompt: "The quick brown fox" is cached, four new tokens fill one new block.
     num_cached, outputs = run_words(manager, "second", SECOND_PROMPT)
     assert num_cached == 4
     assert manager.block_ids("second") == [1, 4]
@@ -581,7 +579,7 @@ def test_the_quick_brown_fox():
     check_integrity(manager)
     assert manager.stats().cached == 4 and manager.stats().free == 3
 
-    # The full-length output is what a run without the cache gives.
+    # The full output equals that of a run without the cache.
     uncached = KVCacheManager(tiny_config(EXAMPLE_BLOCKS, BLOCK_SIZE), enable_prefix_caching=False)
     run_words(uncached, "first", FIRST_PROMPT)
     num_cached, uncached_outputs = run_words(uncached, "second", SECOND_PROMPT)

@@ -1,9 +1,9 @@
-"""Any sequence of events, against a model that keeps token lists and counts by brute force.
+"""Random event sequences against a model that keeps token lists and counts by brute force.
 
-The model knows no hashes, reference counts, generations or queues: it keeps for each prefix the
-blocks that were published for it, for each block the rows written since it was handed out, and
-which blocks are cached. A prefix is found as long as any block of its content is there, held or
-cached; of those that nobody holds, one is kept.
+The model has no hashes, reference counts, generations or queues. It keeps the blocks published
+for each prefix, the rows written to each block since its allocation, and the cached blocks. A
+prefix is found while any block with its content is held or cached; of several blocks with the same
+content that no request holds, one is kept.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tests.support.tiny_kv_cache import cached_ids, hashes_of, tiny_config
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 10
-# Two tokens, one of them rare, and short prompts: prefixes are shared all the time.
+# Two tokens, one of them rare, and short prompts make shared prefixes frequent.
 TOKENS = st.sampled_from([0, 0, 0, 1])
 PROMPTS = st.lists(TOKENS, min_size=3, max_size=10)
 EMITTED = st.sampled_from([("h",), ("h", "k")])
 
 
 def row(token_ids: list[int], position: int, name: str) -> float:
-    """What a causal model puts out there: another number for every prefix (and exact in fp32)."""
+    """Return a causal model's output: a distinct number for every prefix, exact in fp32."""
     number = 1
     for token in token_ids[: position + 1]:
         number = 2 * number + token
@@ -48,7 +48,7 @@ class Live:
 
 
 class KVCacheManagerMachine(RuleBasedStateMachine):
-    """Requests come, run in chunks, grow, fail, finish; the cache is reset now and then."""
+    """Requests arrive, run in chunks, grow, fail, finish; the cache is reset sometimes."""
 
     @initialize(restricted=st.booleans())
     def start(self, restricted: bool) -> None:
@@ -90,7 +90,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         return {block_id for request in self.live.values() for block_id in request.table}
 
     def expect_new_blocks(self, table: list[int], num_old: int, num_free: int) -> None:
-        """Blocks without content are taken first."""
+        """Check that blocks without content are allocated first."""
         new = table[num_old:]
         evicted = self.cached.intersection(new)
         assert len(evicted) == max(0, len(new) - (num_free - len(self.cached)))
@@ -114,12 +114,12 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(chunk=st.integers(1, 6), token=TOKENS, emitted=EMITTED, fails=st.booleans())
     def step(self, chunk: int, token: int, emitted: tuple[str, ...], fails: bool) -> None:
-        """All requests compute a chunk each, in one step; a step that fails publishes nothing."""
+        """All requests compute a chunk in one step; a failed step publishes nothing."""
         self.compute(sorted(self.live), chunk, token, emitted, fails and chunk == 1)
 
     @rule(token_ids=PROMPTS, emitted=EMITTED)
     def serve(self, token_ids: list[int], emitted: tuple[str, ...]) -> None:
-        """A request from its arrival to its end, beside those that wait for their next step."""
+        """Run a request from arrival to end while other requests are between steps."""
         request_id = self.admit(token_ids, len(token_ids))
         if request_id is not None:
             self.compute([request_id], len(token_ids), 0, emitted, fails=False)
@@ -128,7 +128,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(index=st.integers(0, 6))
     def finish(self, index: int) -> None:
-        """Finish, abort or preempt: all give back what they took."""
+        """Finish, abort or preempt: each frees the request's blocks."""
         request_ids = sorted(self.live)
         self.free(request_ids[index % len(request_ids)])
 
@@ -181,7 +181,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
     def compute(
         self, request_ids: list[str], chunk: int, token: int, emitted: tuple[str, ...], fails: bool
     ) -> None:
-        """One step: ``token`` is what a request that has nothing left to compute has sampled."""
+        """Run one step; a request with nothing left to compute has sampled ``token``."""
         slots: list[int] = []
         values: dict[str, list[float]] = {name: [] for name in emitted}
         ran: list[str] = []
@@ -259,7 +259,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
             self.cached.add(newest)
 
     def check_outputs(self, request: Live, request_id: str) -> None:
-        """Every row computed so far, cached or not, is right; a tensor lacking a row is absent."""
+        """Check every row computed so far, cached or not; a tensor lacking a row is absent."""
         positions = range(request.num_computed)
         complete = {
             name
@@ -277,7 +277,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         return hashes_of(token_ids, BLOCK_SIZE)
 
     def snapshot(self) -> tuple[object, ...]:
-        """All that a refused call must leave as it was."""
+        """Return all state that a refused call must not change."""
         pool = self.manager.pool
         pages = pool.arenas[0].pages
         return (

@@ -1,4 +1,4 @@
-"""Blocks that leave the device come back as they were, page and rows, or are not there."""
+"""Blocks moved off the device return with the same pages and rows, or are missing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SELF, CROSS = 0, 1
 
 
 def bart_like(num_pages: int = 20) -> KVCacheConfig:
-    """As many layers of either kind: a large page is one block, so that blocks can be counted."""
+    """Return a config in which a large page is one block, so that blocks can be counted."""
     return mixed_config({"full": 2, "cross": 2}, num_pages, BLOCK_SIZE)
 
 
@@ -47,7 +47,7 @@ def encoder_of(num_tokens: int, content: int = 0) -> EncoderBlocks:
 
 
 class Pools:
-    """A device and a host, and what their free blocks are."""
+    """A device pool and a host pool."""
 
     def __init__(self, config: KVCacheConfig, num_host_pages: int = 12, **options: object) -> None:
         self.manager = KVCacheManager(config, **options)  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ class Pools:
         self.host = PagedMemory(self.swap.config)
 
     def free_all(self) -> None:
-        """Free every request, here and there, and forget all content."""
+        """Free all requests in both pools and reset the cache."""
         for request_id in self.manager.request_ids:
             self.manager.free(request_id)
         for request_id in self.swap.request_ids:
@@ -94,8 +94,8 @@ class Pools:
         check_pool_integrity(self.swap.pool, self.swap.tables())
 
 
-def test_the_equations_of_a_request_with_both_tables() -> None:
-    """allocate, swap out, swap in, free, free cross, reset; in blocks, over both pools."""
+def test_swapping_and_freeing_conserve_blocks_of_both_tables() -> None:
+    """Count blocks of both pools after allocate, swap out, swap in and free."""
     pools = Pools(bart_like())
     total = pools.free
     assert total == (19, 11)
@@ -121,8 +121,8 @@ def test_the_equations_of_a_request_with_both_tables() -> None:
     pools.check()
 
 
-def test_shared_cross_attention_blocks_stay_for_the_others() -> None:
-    """On the host a request has its own; here the other's are still in use."""
+def test_swapping_out_keeps_shared_cross_attention_blocks() -> None:
+    """On the host a request has its own copy; on the device the other request still uses them."""
     pools = Pools(bart_like())
     encoder = encoder_of(8)
     assert pools.manager.allocate_slots("a", 4, encoder=encoder)
@@ -131,7 +131,7 @@ def test_shared_cross_attention_blocks_stay_for_the_others() -> None:
     assert prefix.encoder_cached
     before = pools.free
     assert pools.manager.allocate_slots("b", 4, encoder=encoder, prefix=prefix)
-    assert pools.free == (before[0] - 1, before[1]), "b takes a block of its own tokens only"
+    assert pools.free == (before[0] - 1, before[1]), "b allocates only a block for its own tokens"
     table = pools.manager.block_ids("a", CROSS)
     assert pools.swap_out("b", 4)
     assert pools.free == (before[0], before[1] - 3)
@@ -142,7 +142,7 @@ def test_shared_cross_attention_blocks_stay_for_the_others() -> None:
     pools.check()
 
 
-def test_output_rows_come_back_of_both_sequences() -> None:
+def test_swapping_restores_output_rows_of_both_sequences() -> None:
     names = {"hidden_states", ENCODER_HIDDEN_STATES}
     pools = Pools(bart_like(), output_names=names)
     manager = pools.manager
@@ -156,7 +156,7 @@ def test_output_rows_come_back_of_both_sequences() -> None:
 
     manager.stage_outputs.write(slots(SELF, 10), {"hidden_states": rows})
     manager.encoder_outputs.write(slots(CROSS, 7), {ENCODER_HIDDEN_STATES: encoder_rows})
-    # The last token's step is still to come: its row is not worth keeping.
+    # The last token was not computed yet, so its row is not kept.
     assert pools.swap_out("a", 9)
     assert manager.allocate_slots("b", 20, encoder=encoder_of(16, 1))
     assert pools.swap_in("a")
@@ -166,8 +166,8 @@ def test_output_rows_come_back_of_both_sequences() -> None:
     assert torch.equal(gathered, encoder_rows)
 
 
-def test_what_comes_back_is_published_when_it_grows() -> None:
-    """And what it has not computed yet is in flight again, for others to wait for."""
+def test_a_request_swapped_in_publishes_its_blocks() -> None:
+    """What it has not computed yet is in flight again."""
     pools = Pools(bart_like())
     hashes = hashes_of(range(12), BLOCK_SIZE)
     encoder = encoder_of(3)
@@ -186,13 +186,13 @@ def test_what_comes_back_is_published_when_it_grows() -> None:
     pools.check()
 
 
-def test_too_little_room_changes_nothing_on_either_side() -> None:
+def test_a_swap_without_room_changes_nothing() -> None:
     pools = Pools(bart_like(num_pages=8), num_host_pages=5)
     assert pools.manager.allocate_slots("a", 8, encoder=encoder_of(5))
     assert pools.manager.allocate_slots("b", 8, encoder=encoder_of(2, 1))
     before = pools.free
     assert pools.swap_out("a", 8)
-    assert not pools.swap_out("b", 8), "three blocks more than the host has"
+    assert not pools.swap_out("b", 8), "three blocks exceed the host's capacity"
     assert pools.free == (before[0] + 4, before[1] - 4)
     assert pools.manager.request_ids == {"b"}
     assert not pools.swap_in("a", headroom=1)
@@ -203,7 +203,7 @@ def test_too_little_room_changes_nothing_on_either_side() -> None:
 
 
 @pytest.mark.parametrize("method", ["free", "swap_in"])
-def test_only_who_is_swapped_out_comes_back(method: str) -> None:
+def test_only_swapped_out_requests_can_be_swapped_in_or_freed(method: str) -> None:
     pools = Pools(bart_like())
     assert pools.manager.allocate_slots("a", 4)
     act: Callable[[str], object] = getattr(pools.swap, method)
@@ -214,7 +214,7 @@ def test_only_who_is_swapped_out_comes_back(method: str) -> None:
 
 
 class Traffic:
-    """Requests that come, grow, move and go; each marks its pages and finds its marks again."""
+    """Requests that arrive, grow, swap and finish; each marks its pages and checks its marks."""
 
     def __init__(self, mix: str) -> None:
         config = mixed_config(GROUP_MIXES[mix], 12, BLOCK_SIZE, num_host_blocks=60)
@@ -225,7 +225,7 @@ class Traffic:
         self.new_marks = count(1)
 
     def places(self, request_id: str) -> Iterator[tuple[tuple[str, int, int], Tensor]]:
-        """Every block that a request holds on the device, by group and index, with its page."""
+        """Yield the key and page of every block that a request holds on the device."""
         for group_id, group in enumerate(self.swap.config.groups):
             if group.on_device:
                 for index, block_id in enumerate(self.manager.block_ids(request_id, group_id)):
@@ -318,7 +318,7 @@ Tier = Literal["host", "disk"]
 
 
 class Cache:
-    """A manager of some groups, its memory and its tiers, and what their blocks should hold."""
+    """A manager of a group mix with its memory, its tiers and the expected contents."""
 
     def __init__(self, mix: str, tier: Tier, folder: Path, num_large_pages: int = 80) -> None:
         layers = GROUP_MIXES[mix]
@@ -334,7 +334,7 @@ class Cache:
             DiskTier(folder, 2**20, b"f" * 32) if tier == "disk" else None,
         )
         self.hashes = hashes_of(IDS, BLOCK_SIZE)
-        # The store of rows is made when the first is written.
+        # The store of rows is created by the first write.
         self.manager.stage_outputs.write(torch.zeros(1, dtype=torch.int64), {"rows": self.rows(1)})
 
     @staticmethod
@@ -342,7 +342,7 @@ class Cache:
         return torch.arange(num_tokens * 3, dtype=torch.bfloat16).reshape(num_tokens, 3)
 
     def content(self) -> dict[tuple[int, bytes], bytes]:
-        """What the pages of blocks that can be found hold."""
+        """Return the page contents of all cached blocks."""
         pool = self.manager.pool
         found: dict[tuple[int, bytes], bytes] = {}
         for group_id, table in pool.hash_tables.items():
@@ -353,7 +353,7 @@ class Cache:
         return found
 
     def compute(self) -> dict[tuple[int, bytes], bytes]:
-        """Run a request to the end, in chunks, whose blocks are stored."""
+        """Run a request in chunks and store its blocks."""
         manager, num_computed = self.manager, 0
         prefix: CachedPrefix | None = manager.find_cached_prefix(
             self.hashes, NUM_TOKENS, self.encoder
@@ -394,7 +394,7 @@ class Cache:
         return self.manager.config.groups[group_id].content_bytes
 
     def fetch(self) -> tuple[bool, int]:
-        """Whether blocks were fetched, and tokens that are found then."""
+        """Return whether blocks were fetched, and the number of tokens found afterwards."""
         before = self.manager.find_cached_prefix(self.hashes, NUM_TOKENS, self.encoder)
         fetched = self.offloaded.fetch(before, self.hashes, NUM_TOKENS, self.encoder)
         check_integrity(self.manager)
@@ -417,7 +417,7 @@ def mix(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_blocks_come_back_as_they_were(mix: str, tier: Tier, tmp_path: Path) -> None:
+def test_offloaded_blocks_are_restored_unchanged(mix: str, tier: Tier, tmp_path: Path) -> None:
     cache = Cache(mix, tier, tmp_path)
     content = cache.compute()
     cache.manager.reset_prefix_cache()
@@ -444,7 +444,7 @@ def _damage(file: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [_remove, _damage])
-def test_any_block_that_is_lost_costs_hits_only(
+def test_a_lost_or_damaged_block_costs_only_hits(
     mix: str, harm: Callable[[Path], None], tmp_path: Path
 ) -> None:
     cache = Cache(mix, "disk", tmp_path)

@@ -1,4 +1,4 @@
-"""States: where chunks end, which pages a step reads and writes, and which states stay findable."""
+"""States: ends of chunks, pages that a step reads and writes, states that stay cached."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def new_manager(num_pages: int = 40, budget: int = 64) -> KVCacheManager:
 
 @dataclass
 class Recurrence:
-    """A recurrent model: a page's content is the tuple of all tokens that the state has seen."""
+    """A recurrent model whose pages contain the tuple of all tokens that the state has seen."""
 
     manager: KVCacheManager
     pages: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Recurrence:
         self.run(request_id, token_ids, prefix.num_tokens, end)
         return prefix
 
-    def go_on(self, request_id: str, token_ids: list[int], start: int, count: int) -> int:
+    def continue_with(self, request_id: str, token_ids: list[int], start: int, count: int) -> int:
         count = min(count, len(token_ids) - start)
         count = self.manager.clip_chunk(request_id, start, count, len(token_ids))
         end = start + count
@@ -53,13 +53,13 @@ class Recurrence:
         return end
 
     def run(self, request_id: str, token_ids: list[int], start: int, end: int) -> None:
-        """Read one page, write one page, then publish: as engine.attention.layer says."""
+        """Read one page, write one page, then publish, like engine.attention.layer."""
         table = self.manager.block_ids(request_id, STATES)
         state: tuple[int, ...] = ()
         if start:
             state = self.pages[table[(start - 1) // BLOCK_SIZE]]
             assert table[(start - 1) // BLOCK_SIZE] != 0
-        assert state == tuple(token_ids[:start]), "the state that goes on is the request's"
+        assert state == tuple(token_ids[:start]), "a step continues from the request's own state"
         page = table[(end - 1) // BLOCK_SIZE]
         findable = {b.block_id for b in self.manager.pool.hash_tables[STATES].values()}
         assert page != 0 and page not in findable, "a published state is never written again"
@@ -73,12 +73,12 @@ class Recurrence:
         step = 0
         while start < len(token_ids):
             step += 1
-            start = self.go_on(request_id, token_ids, start, counts[step % len(counts)])
+            start = self.continue_with(request_id, token_ids, start, counts[step % len(counts)])
         self.manager.free(request_id)
         return prefix
 
     def kept(self, token_ids: list[int]) -> list[int]:
-        """Lengths of the prefixes whose state can be found."""
+        """Return the lengths of prefixes whose state is cached."""
         hashes = hashes_of(token_ids, BLOCK_SIZE)
         found = [self.manager.pool.lookup(STATES, block_hash) for block_hash in hashes]
         return [BLOCK_SIZE * (i + 1) for i, block in enumerate(found) if block is not None]
@@ -96,7 +96,9 @@ def digest_of(token_ids: list[int]) -> BlockHash:
     ),
     num_pages=st.integers(4, 12),
 )
-def test_a_request_goes_on_from_its_own_state_and_no_published_one_changes(requests, num_pages):
+def test_a_request_continues_from_its_own_state_and_published_states_never_change(
+    requests, num_pages
+):
     model = Recurrence(new_manager(num_pages))
     for index, (family, length, counts) in enumerate(requests):
         # Members of a family share a prefix of 9 tokens.
@@ -108,7 +110,7 @@ def test_a_request_goes_on_from_its_own_state_and_no_published_one_changes(reque
     assert model.manager.stats().held == 0
 
 
-def test_the_example():
+def test_tables_and_cached_states_of_the_design_example():
     manager = new_manager()
     token_ids = list(range(20))
     hashes = hashes_of(token_ids, BLOCK_SIZE)
@@ -125,12 +127,12 @@ def test_the_example():
     assert [[i for i, there in enumerate(row) if there] for row in found] == [[], [1], [1], [1]]
 
 
-def test_a_prefill_ends_its_chunks_where_others_parted():
+def test_a_prefill_ends_its_chunks_where_earlier_requests_diverged():
     model = Recurrence(new_manager())
     shared = list(range(12))
     model.serve("a", [*shared, *range(50, 60)], [64])
-    assert model.kept([*shared, *range(50, 60)]) == [20], "the end of a's prefill"
-    # The host-only group tells that somebody had the first twelve tokens before.
+    assert model.kept([*shared, *range(50, 60)]) == [20], "only the end of a's prefill is kept"
+    # The host-only group knows that an earlier request had the first twelve tokens.
     prefix = model.serve("b", [*shared, *range(70, 79)], [64])
     assert prefix.num_tokens == 0 and prefix.stops.ends == (12, 20)
     assert model.kept([*shared, *range(70, 79)]) == [12, 20]
@@ -138,41 +140,41 @@ def test_a_prefill_ends_its_chunks_where_others_parted():
 
 
 def evict(manager: KVCacheManager, num_pages: int) -> None:
-    """Take all free pages and so many with content, then give them back."""
+    """Evict ``num_pages`` cached pages by allocating them and all free pages."""
     blocks = manager.pool.allocate({STATES: manager.stats().free + num_pages})[STATES]
     manager.pool.release(blocks)
 
 
-def test_intermediate_states_go_first_and_the_latest_serves_the_next_turn():
+def test_intermediate_states_are_evicted_first_and_the_latest_serves_the_next_turn():
     model = Recurrence(new_manager())
     prompt = list(range(10))
     turn = [*prompt, *range(50, 65)]  # 25 tokens: 15 generated
     model.admit("a", prompt, 8)
     start = 8
     for length in range(10, 26):
-        start = model.go_on("a", turn[:length], start, length - start)
+        start = model.continue_with("a", turn[:length], start, length - start)
     model.manager.free("a")
     assert model.kept(turn) == [8, 12, 16, 20, 24]
     evict(model.manager, 2)
-    assert model.kept(turn) == [8, 20, 24], "the end of the prompt, and of the request"
+    assert model.kept(turn) == [8, 20, 24], "the ends of the prompt and of the request"
     assert model.serve("b", [*turn, 1, 2, 3], [64]).num_tokens == 24
 
 
-def test_a_state_that_was_hit_is_as_good_as_new():
+def test_a_state_that_was_hit_keeps_its_priority():
     model = Recurrence(new_manager())
     shared = list(range(8))
     model.serve("a", [*shared, 99], [64])
     assert model.kept(shared) == [8]
-    # b goes on from it, and makes states of its own as it generates.
+    # b continues from it and creates its own states while generating.
     turn = [*shared, *range(50, 64)]
     model.admit("b", turn[:9], 1)
     start = 9
     for length in range(10, 23):
-        start = model.go_on("b", turn[:length], start, 1)
+        start = model.continue_with("b", turn[:length], start, 1)
     model.manager.free("b")
     assert model.kept(turn) == [8, 12, 16, 20]
     evict(model.manager, 2)
-    assert model.kept(turn) == [8, 20], "others may share it again"
+    assert model.kept(turn) == [8, 20], "the shared state is kept"
 
 
 def test_a_request_that_ends_with_a_block_leaves_one_state_of_high_priority():
@@ -181,7 +183,7 @@ def test_a_request_that_ends_with_a_block_leaves_one_state_of_high_priority():
     model.admit("a", turn[:3], 3)
     start = 3
     for length in range(4, 17):
-        start = model.go_on("a", turn[:length], start, 1)
+        start = model.continue_with("a", turn[:length], start, 1)
     model.manager.free("a")
     assert model.kept(turn) == [4, 8, 12, 16]
     evict(model.manager, 3)
@@ -206,7 +208,7 @@ def test_a_budget_below_a_block_ends_anywhere_but_not_beyond_a_stop():
     assert chunks(ChunkStops(4, (8,)), 11, 3) == [3, 4, 7, 8, 11]
 
 
-def test_decodes_are_left_alone():
+def test_decodes_are_not_clipped():
     stops = ChunkStops(4, (8, 12))
     assert [stops.clip(start, 1, start + 1) for start in (8, 11, 12, 40)] == [1, 1, 1, 1]
 
@@ -218,7 +220,7 @@ def test_decodes_are_left_alone():
     num_tokens=st.integers(1, 40),
     behind=st.integers(0, 40),
 )
-def test_a_chunk_has_a_token_passes_no_stop_and_ends_with_a_block_if_it_can(
+def test_a_chunk_is_not_empty_passes_no_stop_and_ends_with_a_block_if_possible(
     block_size, stop_blocks, start, num_tokens, behind
 ):
     ends = tuple(sorted(block_size * index for index in stop_blocks))
@@ -228,10 +230,10 @@ def test_a_chunk_has_a_token_passes_no_stop_and_ends_with_a_block_if_it_can(
     end = start + count
     assert not any(start < stop < end for stop in ends)
     if end % block_size and end < total:
-        # No block boundary could have been reached.
+        # No block boundary was reachable.
         assert end == start + num_tokens and start // block_size == end // block_size
     elif end < start + num_tokens and end not in ends:
-        assert end + block_size > start + num_tokens, "no more than the partial block is cut off"
+        assert end + block_size > start + num_tokens, "only the partial block is cut off"
 
 
 @given(total=st.integers(1, 80), budget=st.integers(1, 30), stop_blocks=st.sets(st.integers(1, 19)))

@@ -1,4 +1,4 @@
-"""Files of blocks: right or absent, whatever happens to the folder and to those who write to it."""
+"""Block files are correct or absent, whatever happens to the folder and its writers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def key(number: int) -> bytes:
 
 
 def content(number: int) -> bytearray:
-    """What belongs to a key, of sizes from 64 to 4,000 bytes."""
+    """Return a key's content, 64 to 4,000 bytes."""
     return bytearray(key(number) * (2 + number * 37 % 124))
 
 
@@ -43,7 +43,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 class SharedFolder(RuleBasedStateMachine):
-    """Two users of a folder, and everything that may befall it. A block is right, or not there."""
+    """Two users of a folder that is damaged in every way; each block is correct or absent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class SharedFolder(RuleBasedStateMachine):
         match how:
             case "flip":
                 data[place % len(data)] ^= 1 << place % 8
-                # What pads the header says nothing.
+                # The header's padding is not checked.
                 if 40 <= place % len(data) < 48:
                     return
             case "cut":
@@ -162,7 +162,7 @@ SharedFolder.TestCase.settings = settings(
 TestSharedFolder = SharedFolder.TestCase
 
 
-def test_what_is_put_is_found_now_and_by_others(tmp_path: Path) -> None:
+def test_a_block_is_found_at_once_and_by_other_users(tmp_path: Path) -> None:
     one, other = (DiskTier(tmp_path, CAPACITY, b"f" * 32) for _ in range(2))
     for number in range(5):
         one.put(key(number), content(number))
@@ -184,7 +184,7 @@ def test_another_fingerprint_finds_nothing(tmp_path: Path) -> None:
     assert other.get(key(2)) is None and other.num_damaged == 1
 
 
-def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
+def test_the_least_recently_used_files_are_removed_first(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, 20_000, b"f" * 32)
     data = bytearray(1000)
     for number in range(15):
@@ -201,7 +201,7 @@ def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_full_disk_costs_blocks_and_one_warning(
+def test_a_full_disk_drops_blocks_and_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(source: str, target: str) -> None:
@@ -222,7 +222,7 @@ def test_a_full_disk_costs_blocks_and_one_warning(
     assert tier.get(key(1)) == content(1)
 
 
-def test_files_of_others_are_never_removed(tmp_path: Path) -> None:
+def test_foreign_files_are_never_removed(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "old.block").write_text("mine")
     tier = DiskTier(tmp_path, 5000, b"f" * 32)
@@ -242,9 +242,7 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
         DiskTier(tmp_path / "file", CAPACITY, b"f" * 32)
 
 
-def test_what_waits_for_the_disk_is_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pending_writes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "_MAX_PENDING_BYTES", 5000)
     monkeypatch.setattr(DiskTier, "_write_all", lambda self: None)  # a disk that hangs
     tier = DiskTier(tmp_path, CAPACITY, b"f" * 32)
@@ -266,7 +264,7 @@ for number in range(10**6):
 """
 
 
-def test_killed_writers_leave_right_blocks_only(tmp_path: Path) -> None:
+def test_killed_writers_leave_only_correct_blocks(tmp_path: Path) -> None:
     """Two processes write the same blocks to one folder until both are killed."""
     for wanted in (40, 400):
         writers = [
@@ -291,7 +289,7 @@ def test_killed_writers_leave_right_blocks_only(tmp_path: Path) -> None:
     assert found == len(files_of(tmp_path)) >= 400 and tier.num_damaged == 0
 
 
-def test_the_host_gives_up_what_was_used_least_recently() -> None:
+def test_the_host_tier_evicts_the_least_recently_used_block() -> None:
     host = HostTier(3000)
     for number in range(3):
         host.put(key(number), bytearray(1000))

@@ -1,4 +1,4 @@
-"""Stores of rows and pages: promise 3, whole inputs, and views of one buffer."""
+"""Stores of rows and pages: promise 3, whole inputs, views of one buffer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def numbered(num_rows: int, width: int = 3, first: float = 1.0) -> Tensor:
     return torch.arange(num_rows * width, dtype=torch.float32).view(num_rows, width) + first
 
 
-def test_rows_come_back_by_block_table_whatever_the_order_of_blocks():
+def test_rows_are_gathered_by_block_table_in_any_order_of_blocks():
     pool, cache = new_cache()
     ids = [block.block_id for block in pool.allocate({0: 3})[0]][::-1]
     rows = numbered(10)
@@ -94,29 +94,29 @@ def test_gathered_rows_share_no_memory_with_the_store():
     assert torch.equal(cache.gather(ids, 4)["h"], numbered(4))
 
 
-def test_blocks_that_were_never_handed_out_hold_no_rows():
+def test_blocks_that_were_never_allocated_hold_no_rows():
     _, cache = new_cache()
     cache.write(torch.arange(4), {"h": numbered(4)})
-    # Slots 0 to 3 are the null block: padding may be written there and is nobody's.
+    # Slots 0 to 3 are the null block: padding may be written there and is never returned.
     assert cache.gather([0], 1) == {} and cache.num_valid_rows([0]) == 0
-    # Block 3 was neither handed out nor written: both generations are 0, and it is no match.
+    # Block 3 was neither allocated nor written: both generations are 0, which is no match.
     assert cache.gather([3], 1) == {}
 
 
-def test_a_tensor_of_another_length_is_dropped_for_good():
+def test_a_tensor_of_another_length_is_dropped_permanently():
     pool, cache = new_cache()
     ids = [block.block_id for block in pool.allocate({0: 2})[0]]
     # Two requests decode one token each: the pooled rows, one per request, look like tokens.
     decode = slots_of(ids, 0, 1), slots_of(ids, 4, 5)
     cache.write(torch.cat(decode), {"h": numbered(2), "pooled": numbered(2)})
     assert cache.gather(ids, 1).keys() == {"h", "pooled"}
-    # A prefill step tells them apart.
+    # A prefill step distinguishes them.
     cache.write(slots_of(ids, 1, 4), {"h": numbered(3), "pooled": numbered(2)})
     assert cache.shapes.keys() == cache.wanted == {"h"}
     assert cache.mirrors("h") and cache.mirrors("new") and not cache.mirrors("pooled")
     cache.write(torch.cat(decode), {"h": numbered(2), "pooled": numbered(2)})
     assert cache.shapes.keys() == {"h"}
-    assert cache.num_valid_blocks(ids[:1]) == 1, "a dropped name is not waited for"
+    assert cache.num_valid_blocks(ids[:1]) == 1, "a dropped name is not required"
 
 
 def test_scalars_are_not_per_token():
@@ -126,7 +126,7 @@ def test_scalars_are_not_per_token():
     assert cache.shapes.keys() == {"h"}
 
 
-def test_a_step_without_tokens_decides_nothing():
+def test_a_step_without_tokens_drops_no_tensor():
     pool, cache = new_cache()
     pool.allocate({0: 1})
     cache.write(torch.empty(0, dtype=torch.int64), {"h": numbered(3)})
@@ -140,20 +140,20 @@ def test_only_named_tensors_are_mirrored_and_all_of_them_are_wanted():
     cache.write(slots_of(ids, 0, 4), {"h": numbered(4), "other": numbered(4)})
     assert cache.shapes.keys() == {"h"} and cache.wanted == {"h", "codes"}
     assert cache.mirrors("codes") and not cache.mirrors("other")
-    assert cache.num_valid_blocks(ids) == 0, "codes were never seen"
+    assert cache.num_valid_blocks(ids) == 0, "codes were never written"
     cache.write(slots_of(ids, 0, 4), {"codes": numbered(4)})
     assert cache.num_valid_blocks(ids) == 1
     assert cache.gather(ids, 4, names=["codes"]).keys() == {"codes"}
 
 
-def test_a_wanted_name_that_turns_out_not_to_be_per_token_is_given_up():
+def test_a_wanted_tensor_that_is_not_per_token_is_dropped():
     pool, cache = new_cache(names=["h", "pooled"])
     ids = [block.block_id for block in pool.allocate({0: 1})[0]]
     cache.write(slots_of(ids, 0, 4), {"h": numbered(4), "pooled": numbered(1)})
     assert cache.wanted == {"h"} and cache.num_valid_blocks(ids) == 1
 
 
-def test_a_cache_without_tensors_shortens_nothing():
+def test_a_cache_without_tensors_shortens_no_hit():
     pool, cache = new_cache()
     ids = [block.block_id for block in pool.allocate({0: 2})[0]]
     assert cache.num_valid_blocks(ids) == 2 and cache.gather(ids, 8) == {}
@@ -174,7 +174,7 @@ def test_a_changed_width_or_type_is_an_error_and_writes_nothing(changed):
         cache.write(slots_of(ids, 0, 4), {"a": numbered(4, first=9.0), "h": changed})
     assert str(changed.dtype) in str(error.value)
     assert torch.equal(cache.gather(ids, 4)["a"], tensors["a"])
-    # The error is not fatal for good.
+    # Later writes succeed.
     cache.write(slots_of(ids, 0, 4), {"h": numbered(4, first=7.0)})
     assert torch.equal(cache.gather(ids, 4)["h"], numbered(4, first=7.0))
 
@@ -249,7 +249,7 @@ def test_a_shared_prefix_is_no_hit(other):
     assert find_input(cache, other) is None
 
 
-def test_an_input_of_which_a_block_was_evicted_is_not_found():
+def test_an_input_with_an_evicted_block_is_not_found():
     cache = new_input_cache(num_blocks=4)
     encode(cache, INPUT, 1.0)
     encode(cache, [1] * 8, 2.0)  # takes one free block and one of the input's
@@ -269,7 +269,7 @@ def test_an_input_without_rows_of_a_wanted_tensor_is_not_found():
     check_pool_integrity(cache.pool, [other])
 
 
-def test_rows_are_wanted_up_to_the_last_token():
+def test_an_input_without_its_last_row_is_not_found():
     cache = new_input_cache()
     blocks = cache.allocate(6)
     write(cache, blocks, 5, 1.0)
@@ -278,7 +278,7 @@ def test_rows_are_wanted_up_to_the_last_token():
     assert find_input(cache, INPUT) is None
 
 
-def test_capacity_errors_say_what_is_needed_and_what_is_there():
+def test_capacity_errors_state_needed_and_free_blocks():
     cache = new_input_cache(num_blocks=4)
     with pytest.raises(ValueError, match="length 13 needs 4 blocks of 4, 3 are free now"):
         cache.allocate(13)
@@ -324,7 +324,7 @@ def test_every_token_of_every_layer_has_its_own_row_for_key_and_value():
     for (index, name), content in expected.items():
         view = getattr(memory.layer(0, index), name)
         assert torch.equal(view[rows][:, 0, 0], content)
-    # All of the buffer is in use: nothing is lost between pages.
+    # The whole buffer is used: no gaps between pages.
     assert (memory.buffer.view(torch.float32) != 0).all()
 
 
@@ -343,7 +343,7 @@ def test_clearing_a_page_clears_its_rows_in_every_layer_and_no_others():
 
 
 def byte_range(memory: PagedMemory, view: torch.Tensor) -> set[int]:
-    """Bytes of the buffer that a view reads, found by writing through it."""
+    """Return the bytes of the buffer that a view covers, found by writing through it."""
     memory.buffer.zero_()
     *outer, inner = view.shape
     ones = torch.ones(*outer, inner * view.itemsize, dtype=torch.uint8)
@@ -352,7 +352,7 @@ def byte_range(memory: PagedMemory, view: torch.Tensor) -> set[int]:
 
 
 def pages_of(memory: PagedMemory, group_id: int) -> list[set[int]]:
-    """Per page of a group, the bytes that any of its layers' views reach there."""
+    """Return for each page of a group the bytes that its layers' views cover."""
     group = memory.config.groups[group_id]
     pages = []
     for page in range(memory.config.num_blocks(group_id)):
@@ -381,11 +381,11 @@ def test_pages_of_different_sizes_overlap_only_inside_of_one_large_page():
             assert large == {page // ratio}, "a page lies in its own large page"
             assert not reached & seen, "pages of a group never overlap"
             seen |= reached
-        assert len(seen) == memory.nbytes, "and fill the buffer"
+        assert len(seen) == memory.nbytes, "the pages fill the buffer"
 
 
 def padded_config() -> KVCacheConfig:
-    """Odd states beside attention; and attention pages that are padded, by hand."""
+    """Odd state sizes next to attention, and attention pages padded by hand."""
     states = (StateTensor((3, 5), torch.bfloat16), StateTensor((7,), torch.float32))
     attention = FullAttentionSpec(BLOCK_SIZE, KV_HEADS, HEAD_DIM, torch.float32)
     page = 2 * attention.layer_page_bytes
@@ -411,10 +411,10 @@ def test_rows_of_padded_pages_follow_the_formula():
         of_page = rows[page * BLOCK_SIZE : (page + 1) * BLOCK_SIZE]
         assert torch.equal(layer.chunks[page * 8 + 2], layer.keys[of_page])
     reached = set().union(*pages_of(memory, 0))
-    assert len(reached) == memory.nbytes // 2, "the padding is nobody's"
+    assert len(reached) == memory.nbytes // 2, "the padding belongs to no view"
 
 
-def test_states_come_back_as_written_whatever_their_types():
+def test_states_of_any_type_are_read_as_written():
     memory = PagedMemory(padded_config())
     num_pages = memory.config.num_blocks(1)
     written = []
@@ -430,7 +430,7 @@ def test_states_come_back_as_written_whatever_their_types():
         assert torch.equal(read[0], conv) and torch.equal(read[1], ssm)
 
 
-def test_clearing_a_page_clears_all_groups_pages_that_lie_there():
+def test_clearing_a_large_page_clears_the_pages_of_all_groups_in_it():
     memory = PagedMemory(mixed_config({"full": 2, "mamba": 3}, 3, 4))
     memory.buffer.fill_(1)
     memory.clear_null_page()
@@ -442,7 +442,7 @@ def test_clearing_a_page_clears_all_groups_pages_that_lie_there():
     assert not states[3].any() and states[2].all() and states[4:].all()
 
 
-def test_groups_are_not_taken_for_what_they_are_not():
+def test_accessing_a_group_as_another_kind_is_an_error():
     memory = PagedMemory(mixed_config({"full": 1, "mamba": 1, "host": 1}, 3, 4))
     with pytest.raises(ValueError, match=r"group 0 \(FullAttentionSpec\) keeps no states"):
         memory.state(0, 0)
