@@ -1,4 +1,4 @@
-"""The stage around the decoder engine hands on what the model computed."""
+"""The decoder stage returns what the model computed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(stage: AutoregressiveStage, *requests: StageRequest) -> dict[str, StageO
     return last
 
 
-def test_it_hands_on_what_transformers_computes(config: EngineConfig) -> None:
+def test_outputs_equal_transformers(config: EngineConfig) -> None:
     stage = AutoregressiveStage("s", config, sampling=GREEDY)
     output = run(stage, StageRequest("r", PROMPT))["r"]
     # transformers annotates `generate` for models of its own protocol only.
@@ -74,13 +74,13 @@ def test_a_hit_is_counted_and_changes_nothing(config: EngineConfig) -> None:
     assert not stage.enable_prefix_caching
 
 
-def test_outputs_say_which_tensors_are_handed_on(config: EngineConfig) -> None:
+def test_outputs_select_the_returned_tensors(config: EngineConfig) -> None:
     for outputs, names in ((None, ["hidden_states"]), ((), []), (["hidden_states"],) * 2):
         stage = AutoregressiveStage("s", config, sampling=GREEDY, outputs=outputs)
         assert list(run(stage, StageRequest("r", PROMPT))["r"].tensors) == names
 
 
-def test_a_tensor_that_the_model_never_makes_is_an_error_that_names_it(
+def test_an_output_that_the_model_does_not_emit_is_refused(
     config: EngineConfig,
 ) -> None:
     with pytest.raises(ValueError, match="'mel'; it emits hidden_states"):
@@ -97,7 +97,7 @@ def test_deltas_add_up_to_the_text(config: EngineConfig) -> None:
     assert "".join(output.delta for output in outputs) == outputs[-1].text
 
 
-def test_a_request_may_bring_its_own_sampling_and_embeddings(config: EngineConfig) -> None:
+def test_a_request_may_have_its_own_sampling_and_embeddings(config: EngineConfig) -> None:
     stage = AutoregressiveStage("s", config, sampling=GREEDY)
     sampling = stage.merge_sampling({"max_tokens": 2, "n": 3})
     assert sampling == GREEDY.model_copy(update={"max_tokens": 2, "n": 3})
@@ -129,7 +129,7 @@ def test_a_request_that_cannot_run_is_refused_and_leaves_nothing(config: EngineC
     stage.check_integrity()
 
 
-def test_an_engine_passed_in_stays_its_makers_to_close(
+def test_a_stage_closes_only_an_engine_that_it_built(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[LLMEngine] = []
@@ -144,7 +144,7 @@ def test_an_engine_passed_in_stays_its_makers_to_close(
     assert closed == [owner.engine]
 
 
-def test_it_describes_what_it_reserved(config: EngineConfig) -> None:
+def test_the_stage_describes_its_reserved_memory(config: EngineConfig) -> None:
     described = AutoregressiveStage("s", config).describe()
     assert described["engine"] == "LLMEngine"
     assert (described["hidden_size"], described["dtype"]) == (64, "float32")
@@ -152,10 +152,10 @@ def test_it_describes_what_it_reserved(config: EngineConfig) -> None:
 
 
 @pytest.mark.parametrize("model", ["bart", "whisper", "mllama"])
-def test_encoder_decoders_hand_on_their_outputs_whole(
+def test_encoder_decoders_return_their_outputs_whole(
     model: str, config: EngineConfig, seeded: Callable[[str], str]
 ) -> None:
-    """Rows of the encoder's tokens belong to no chunk of the decoder's."""
+    """Rows of encoder tokens belong to no chunk of the decoder."""
     pair = EngineConfig(model=seeded(model), block_size=16, num_blocks=64, max_model_len=32)
     stage = AutoregressiveStage("s", pair, sampling=GREEDY)
     assert not stage.gives_chunks
@@ -169,10 +169,10 @@ def test_an_unknown_final_output_is_refused(config: EngineConfig) -> None:
         AutoregressiveStage("s", config, final_output=("audio",))
 
 
-def test_chats_are_written_alike_where_the_stage_runs_elsewhere(
+def test_the_config_loads_the_engines_chat_template(
     seeded: Callable[[str], str],
 ) -> None:
-    """The folder of this family brings no template, and a server reads the tokenizer by itself."""
+    """This family's folder has no template, and a server loads the tokenizer separately."""
     model = seeded("voxtral")
     config = AutoregressiveStageConfig.model_validate({"kind": "autoregressive", "model": model})
     tokenizer = config.load_tokenizer()

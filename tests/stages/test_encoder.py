@@ -1,4 +1,4 @@
-"""The encoder stage picks the engine, and both give what transformers gives."""
+"""The encoder stage selects the engine; both engines equal transformers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def reference(stage: EncoderStage, prompt: TokensPrompt) -> Tensor:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_rows_are_those_of_transformers_cached_or_not(
+def test_rows_equal_transformers_cached_or_not(
     make: Callable[..., EncoderStage], model: str
 ) -> None:
     stage = make(model)
@@ -66,7 +66,7 @@ def test_a_causal_model_hits_by_prefix_and_a_bidirectional_one_by_the_whole_inpu
 ) -> None:
     for model, engine, longer_hit, again_hit in (
         ("bert", EncoderEngine, 0, 13),
-        # Of the longer prompt the part of a block is copied too; again, a last token has to run.
+        # The longer prompt also copies a partial block; a repeated prompt must run its last token.
         ("qwen2", LLMEngine, 13, 12),
         ("qwen2-headless", LLMEngine, 13, 12),
     ):
@@ -87,7 +87,7 @@ def test_a_causal_model_hits_by_prefix_and_a_bidirectional_one_by_the_whole_inpu
         ("bert", "cls", lambda rows: rows[0]),
     ],
 )
-def test_pooled_is_made_of_the_rows(
+def test_pooled_equals_the_pooling_of_the_rows(
     make: Callable[..., EncoderStage], model: str, pooling: Any, pooled: Callable[[Tensor], Tensor]
 ) -> None:
     stage = make(model, pooling=pooling)
@@ -106,7 +106,7 @@ def test_a_causal_model_has_no_pooler(make: Callable[..., EncoderStage]) -> None
 
 @pytest.mark.parametrize("model", ["bert", "qwen2"])
 @pytest.mark.parametrize("outputs", [("pooled",), ("hidden_states",), ("hidden_states", "pooled")])
-def test_only_the_outputs_asked_for_are_handed_on(
+def test_only_requested_outputs_are_returned(
     make: Callable[..., EncoderStage], model: str, outputs: tuple[str, ...]
 ) -> None:
     stage = make(model, outputs=outputs)
@@ -115,7 +115,7 @@ def test_only_the_outputs_asked_for_are_handed_on(
 
 
 @pytest.mark.parametrize("model", ["bert", "qwen2"])
-def test_the_cache_can_be_switched_and_reset_and_is_counted(
+def test_the_cache_can_be_disabled_and_reset_and_hits_are_counted(
     make: Callable[..., EncoderStage], model: str
 ) -> None:
     stage = make(model)
@@ -132,7 +132,9 @@ def test_the_cache_can_be_switched_and_reset_and_is_counted(
     assert run(stage, PROMPT)[0].num_cached_tokens == 0
 
 
-def test_it_samples_nothing_and_describes_itself(make: Callable[..., EncoderStage]) -> None:
+def test_an_encoder_refuses_sampling_and_describes_itself(
+    make: Callable[..., EncoderStage],
+) -> None:
     stage = make("bert")
     assert stage.sampling is None
     with pytest.raises(ValueError, match="generates no tokens"):

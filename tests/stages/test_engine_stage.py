@@ -1,4 +1,4 @@
-"""A stage hands on the tensors that were asked for, or fails the request."""
+"""A stage returns the requested tensors or fails the request."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ OUTPUT = OutputDelta(
 )
 
 
-def test_only_the_tensors_asked_for_are_kept() -> None:
+def test_only_requested_tensors_are_kept() -> None:
     assert set(select_tensors(OUTPUT, None).tensors) == {"hidden_states", "codes"}
     assert set(select_tensors(OUTPUT, ["codes"]).tensors) == {"codes"}
     assert select_tensors(OUTPUT, ()).tensors == {}
 
 
-def test_a_tensor_that_was_asked_for_and_never_made_fails_the_request() -> None:
+def test_a_missing_requested_tensor_fails_the_request() -> None:
     failed = select_tensors(OUTPUT, ["codes", "mel"])
     assert failed.finish_reason is FinishReason.ERROR
     assert failed.tensors == {}
@@ -35,7 +35,7 @@ def test_a_tensor_that_was_asked_for_and_never_made_fails_the_request() -> None:
     assert "['codes', 'hidden_states']" in str(failed.error)
 
 
-def test_an_output_that_is_not_done_or_failed_lacks_tensors_rightly() -> None:
+def test_unfinished_and_failed_outputs_need_no_tensors() -> None:
     for output in (
         replace(OUTPUT, finished=False, tensors={}),
         replace(OUTPUT, error="out of luck", tensors={}),
@@ -56,7 +56,7 @@ def finished(stage: AutoregressiveStage) -> list[str]:
     return ids
 
 
-def test_what_was_prepared_for_an_engine_that_is_gone_enters_the_one_that_is_there(
+def test_a_request_prepared_before_a_rebuild_enters_the_new_engine(
     seeded: Callable[[str], str],
 ) -> None:
     stage = writer(seeded, AutoregressiveStage)
@@ -69,7 +69,7 @@ def test_what_was_prepared_for_an_engine_that_is_gone_enters_the_one_that_is_the
     stage.close()
 
 
-def test_a_stage_that_takes_requests_in_its_own_way_is_asked_to(
+def test_an_overridden_add_request_is_called(
     seeded: Callable[[str], str],
 ) -> None:
     class Polite(AutoregressiveStage):
@@ -102,7 +102,7 @@ def run(stage: AutoregressiveStage) -> dict[str, StageOutput]:
     return last
 
 
-def test_a_step_that_fails_twice_in_a_row_is_told(
+def test_a_step_that_fails_twice_in_a_row_raises(
     stage: AutoregressiveStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run(stage)
@@ -124,7 +124,7 @@ def test_a_step_that_fails_twice_in_a_row_is_told(
     }
 
 
-def test_a_request_whose_output_cannot_be_made_fails_alone(
+def test_an_output_error_fails_only_its_request(
     stage: AutoregressiveStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run(stage)
@@ -141,7 +141,7 @@ def test_a_request_whose_output_cannot_be_made_fails_alone(
     assert last["y"].error is None and last["y"].token_ids == expected["y"].token_ids
 
 
-def test_a_closed_stage_says_so(stage: AutoregressiveStage) -> None:
+def test_a_closed_stage_refuses_calls(stage: AutoregressiveStage) -> None:
     stage.add_request(StageRequest("x", TokensPrompt((5, 7, 8))))
     stage.close()
     stage.close()

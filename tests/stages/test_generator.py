@@ -1,4 +1,4 @@
-"""The stage that speaks: what it takes, what it hands out, and what it has not."""
+"""Generator stage: inputs, audio output, unsupported features."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def drain(stage: GeneratorStage) -> list[StageOutput]:
     return outputs
 
 
-def test_audio_is_that_of_transformers(stage: GeneratorStage, folder: str) -> None:
+def test_audio_equals_transformers(stage: GeneratorStage, folder: str) -> None:
     codes = random_codes(13)
     stage.add_request(StageRequest("a", CodecPrompt(codes, "Ethan")))
     (output,) = drain(stage)
@@ -49,7 +49,7 @@ def test_audio_is_that_of_transformers(stage: GeneratorStage, folder: str) -> No
     assert output.metrics.total_s >= output.metrics.queue_s >= 0
 
 
-def test_audio_comes_in_pieces_while_codes_do(stage: GeneratorStage) -> None:
+def test_audio_is_streamed_while_codes_arrive(stage: GeneratorStage) -> None:
     codes = random_codes(30)
     stage.add_request(StageRequest("a", CodecPrompt(codes[:20], is_last=False)))
     first = drain(stage)
@@ -65,7 +65,9 @@ def test_audio_comes_in_pieces_while_codes_do(stage: GeneratorStage) -> None:
 
 
 @pytest.mark.parametrize("num_first", [0, 20])
-def test_speech_whose_codes_were_cut_off_says_so(stage: GeneratorStage, num_first: int) -> None:
+def test_speech_from_cut_off_codes_finishes_with_length(
+    stage: GeneratorStage, num_first: int
+) -> None:
     codes = random_codes(30)
     cut_off = CodecPrompt(codes[num_first:], is_cut_off=True)
     if num_first:
@@ -78,7 +80,7 @@ def test_speech_whose_codes_were_cut_off_says_so(stage: GeneratorStage, num_firs
     assert (output.finished, output.finish_reason) == (True, FinishReason.LENGTH)
 
 
-def test_a_failed_request_says_why_and_has_no_audio(
+def test_a_failed_request_reports_its_error_and_has_no_audio(
     stage: GeneratorStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -92,7 +94,7 @@ def test_a_failed_request_says_why_and_has_no_audio(
     assert output.audio is None and output.audio_delta is None
 
 
-def test_nothing_is_cached_whatever_the_switch_says(stage: GeneratorStage) -> None:
+def test_nothing_is_cached_with_caching_on_or_off(stage: GeneratorStage) -> None:
     sounds = []
     for switch in (True, True, False):
         stage.enable_prefix_caching = switch
@@ -107,7 +109,7 @@ def test_nothing_is_cached_whatever_the_switch_says(stage: GeneratorStage) -> No
     assert stage.stats().num_steps == 3 and stage.stats().busy_s > 0
 
 
-def test_it_tells_what_it_is(stage: GeneratorStage) -> None:
+def test_the_stage_describes_itself(stage: GeneratorStage) -> None:
     assert stage.takes_chunks and not stage.gives_chunks
     assert stage.speakers == ("Chelsie", "Ethan")
     assert stage.final_output == ("audio",)
@@ -120,7 +122,7 @@ def test_it_tells_what_it_is(stage: GeneratorStage) -> None:
         stage.check_sampling(stage.merge_sampling({"temperature": 1.0}))
 
 
-def test_its_weights_are_those_of_its_part_of_the_file(stage: GeneratorStage, folder: str) -> None:
+def test_only_the_weights_of_its_part_are_loaded(stage: GeneratorStage, folder: str) -> None:
     whole = load_file(f"{folder}/model.safetensors")
     own = [tensor.nbytes for name, tensor in whole.items() if name.startswith("token2wav.")]
     (line,) = stage.describe()["memory"]
@@ -137,7 +139,7 @@ def test_aborted_and_closed_stages_are_empty(stage: GeneratorStage) -> None:
     assert not stage.has_unfinished_requests
 
 
-def test_it_hands_out_audio_and_nothing_else(folder: str) -> None:
+def test_the_only_final_output_is_audio(folder: str) -> None:
     config = GeneratorConfig(model=folder, part="code2wav", device="cpu")
     with pytest.raises(ValueError, match=r"cannot be \['text'\]; what the stage makes is audio"):
         GeneratorStage("s", config, final_output=("audio", "text"))

@@ -1,4 +1,4 @@
-"""What a worker in another process can find by its name, and what is said of what it cannot."""
+"""Objects that a worker process can import by name, and errors for those it cannot."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class HumConfig(StageConfig):
 
 
 @pytest.mark.parametrize("thing", [plain, declared, Holder.inside_of_a_class, HumConfig, FakeStage])
-def test_a_name_leads_back_to_what_it_names(thing: object) -> None:
+def test_an_import_name_loads_the_same_object(thing: object) -> None:
     assert load_by_name(import_name(thing)) is thing
 
 
-def test_another_process_finds_what_a_name_names() -> None:
+def test_another_process_loads_a_portable_name() -> None:
     name = portable_transform(declared)
     code = (
         "import sys; from stages.portable import load_by_name\n"
@@ -74,7 +74,7 @@ def test_another_process_finds_what_a_name_names() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_registered_names_stay_what_they_are() -> None:
+def test_registered_names_are_unchanged() -> None:
     assert portable_transform("text_as_prompt") == "text_as_prompt"
     assert load_by_name("text_as_prompt") is text_as_prompt
     assert load_by_name(portable_transform(text_as_prompt)) is text_as_prompt
@@ -84,7 +84,7 @@ def test_registered_names_stay_what_they_are() -> None:
 def test_a_users_registered_transform_is_found_by_its_module(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A worker knows no name that only this process has registered."""
+    """A worker does not know names registered only in this process."""
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     register_transform("mine")(plain)
     assert portable_transform("mine") == f"{__name__}:plain"
@@ -93,7 +93,7 @@ def test_a_users_registered_transform_is_found_by_its_module(
         portable_transform("hidden")
 
 
-def test_a_function_of_a_file_beside_a_pipeline_is_found_there(tmp_path: Path) -> None:
+def test_a_function_in_a_file_next_to_the_pipeline_is_found_by_its_path(tmp_path: Path) -> None:
     file = tmp_path / "beside.py"
     file.write_text("def mine(context):\n    return 'x'\n")
     function = resolve_transform(locate_transform("beside:mine", tmp_path))
@@ -137,7 +137,7 @@ UNFINDABLE = {
 
 
 @pytest.mark.parametrize("case", UNFINDABLE)
-def test_what_no_import_finds_is_refused_with_the_stages_name(
+def test_a_transform_that_cannot_be_imported_is_refused_with_its_stage(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, told = UNFINDABLE[case]
@@ -156,7 +156,7 @@ def test_what_no_import_finds_is_refused_with_the_stages_name(
         check_portable({"c": config})
 
 
-def test_a_class_that_no_import_finds_is_refused() -> None:
+def test_a_class_that_cannot_be_imported_is_refused() -> None:
     class Local(FakeStage):
         pass
 
@@ -170,7 +170,7 @@ def test_a_class_that_no_import_finds_is_refused() -> None:
     check_portable({"a": FakeStage("a"), "b": HumConfig()})
 
 
-def test_a_transform_that_is_named_as_the_main_scripts_is_refused() -> None:
+def test_a_transform_named_by_the_main_script_is_refused() -> None:
     with pytest.raises(ValueError, match="stage 'b': transform '__main__:mine': 'mine' is defined"):
         check_portable({"b": FakeStage("b", ("a",), transform="__main__:mine")})
 
@@ -182,6 +182,6 @@ def test_a_transform_that_is_named_as_the_main_scripts_is_refused() -> None:
         ("tests.stages.test_portable:mine", "'tests.stages.test_portable' has no 'mine'"),
     ],
 )
-def test_a_worker_says_what_it_cannot_import(name: str, told: str) -> None:
+def test_a_failed_import_names_its_cause(name: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         load_by_name(name)

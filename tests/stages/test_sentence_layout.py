@@ -1,4 +1,4 @@
-"""A checkpoint in the layout of sentence-transformers is pooled and normalized as it says."""
+"""Checkpoints in the layout of sentence-transformers are pooled and normalized accordingly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make(seeded: Callable[[str], str], tmp_path: Path) -> Make:
         pooling: Mapping[str, Any] = MEAN,
         **files: Any,
     ) -> Path:
-        """A seeded checkpoint with the files of the layout; ``files`` by their names' stems."""
+        """Make a seeded checkpoint in this layout; ``files`` by the stems of their names."""
         folder = tmp_path / "checkpoint"
         shutil.copytree(seeded(model), folder)
         entries = [
@@ -82,7 +82,7 @@ def unit(row: Tensor) -> Tensor:
     return row / row.norm()
 
 
-def test_means_of_length_1_are_those_of_transformers(make: Make) -> None:
+def test_normalized_means_equal_transformers(make: Make) -> None:
     folder = make()
     stage = stage_of(folder)
     for _ in range(2):
@@ -101,7 +101,7 @@ WAYS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", ["bert", "qwen2"])
-def test_each_way_of_pooling_is_taken_from_the_checkpoint(make: Make, way: str, model: str) -> None:
+def test_the_pooling_is_read_from_the_checkpoint(make: Make, way: str, model: str) -> None:
     config, pool = WAYS[way]
     folder = make(TRANSFORMER, POOLING, model=model, pooling=config)
     stage = stage_of(folder, engine={"max_model_len": 64, "max_num_batched_tokens": 64})
@@ -109,7 +109,7 @@ def test_each_way_of_pooling_is_taken_from_the_checkpoint(make: Make, way: str, 
     torch.testing.assert_close(found, pool(rows(folder, TEXTS[0])), atol=1e-5, rtol=0)
 
 
-def test_the_stage_overrides_what_the_checkpoint_says(make: Make) -> None:
+def test_options_of_the_stage_override_the_checkpoint(make: Make) -> None:
     unsupported = {"pooling_mode_max_tokens": True}
     folder = make(pooling=unsupported)
     with pytest.raises(ValueError, match=r"1_Pooling/config\.json: pooling_mode_max_tokens is"):
@@ -124,7 +124,7 @@ def test_the_stage_overrides_what_the_checkpoint_says(make: Make) -> None:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-def test_a_checkpoint_without_the_layout_is_normalized_if_the_stage_says_so(
+def test_normalize_works_without_the_layout(
     seeded: Callable[[str], str],
 ) -> None:
     folder = Path(seeded("bert"))
@@ -134,7 +134,7 @@ def test_a_checkpoint_without_the_layout_is_normalized_if_the_stage_says_so(
     torch.testing.assert_close(found, unit(plain), atol=1e-6, rtol=0)
 
 
-def test_texts_are_stripped_lowered_and_prefixed_and_ids_are_not(make: Make) -> None:
+def test_texts_but_not_ids_are_stripped_lowered_and_prefixed(make: Make) -> None:
     prompts = {"prompts": {"query": "About "}, "default_prompt_name": "query"}
     folder = make(
         sentence_bert_config={"max_seq_length": 40, "do_lower_case": True},
@@ -149,11 +149,11 @@ def test_texts_are_stripped_lowered_and_prefixed_and_ids_are_not(make: Make) -> 
     torch.testing.assert_close(plain, unit(rows(folder, "Rain").mean(0)), atol=1e-5, rtol=0)
 
 
-def test_what_is_longer_than_the_checkpoint_says_is_refused_and_not_cut(make: Make) -> None:
+def test_inputs_longer_than_the_checkpoint_allows_are_refused_and_not_truncated(make: Make) -> None:
     folder = make(sentence_bert_config={"max_seq_length": 10})
     with pytest.raises(ValueError, match="11 tokens, but max_model_len is 10"):
         pooled(stage_of(folder), [TokensPrompt(tuple(range(30, 41)))])
-    # A user's own limit comes first.
+    # The user's limit has precedence.
     pooled(stage_of(folder, engine={"max_model_len": 12}), [TokensPrompt(tuple(range(30, 41)))])
 
 
@@ -221,7 +221,7 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_not_supported_is_refused_by_file_and_key(make: Make, case: str) -> None:
+def test_unsupported_settings_are_refused_by_file_and_key(make: Make, case: str) -> None:
     modules, files, expected = CASES[case]
     with pytest.raises(ValueError, match=expected):
         stage_of(make(*modules, **files))
@@ -268,7 +268,7 @@ HOSTILE: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_its_files_are_read_within_the_limits_of_others(make: Make, case: str) -> None:
+def test_malformed_files_are_refused(make: Make, case: str) -> None:
     name, content, expected = HOSTILE[case]
     folder = make()
     (folder / name).write_text(content, errors="surrogatepass")
@@ -287,7 +287,7 @@ def test_its_files_are_read_within_the_limits_of_others(make: Make, case: str) -
         "2_Dense/model.safetensors",
     ],
 )
-def test_its_files_lie_in_the_checkpoint(make: Make, tmp_path: Path, name: str) -> None:
+def test_links_out_of_the_checkpoint_are_refused(make: Make, tmp_path: Path, name: str) -> None:
     plain: dict[str, Any] = {"sentence_bert_config": {}, "config_sentence_transformers": {}}
     folder = make(TRANSFORMER, POOLING, DENSE, **plain)
     (folder / "2_Dense" / "config.json").write_text(json.dumps(DENSE_CONFIG))

@@ -1,4 +1,4 @@
-"""Deltas add up to the output that they were taken from, however it was split."""
+"""Deltas add up to the output they were taken from, however it is split."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def same(ours: StageOutput, theirs: StageOutput) -> bool:
 
 @st.composite
 def progress(draw: st.DrawFn) -> list[StageOutput]:
-    """The cumulative outputs of one request in one stage, as a kind from outside returns them."""
+    """Draw the cumulative outputs of one request, as an external stage kind returns them."""
     has_text, has_logprobs = draw(st.booleans()), draw(st.booleans())
     speaks, adds_up = draw(st.booleans()), draw(st.booleans())
     texts = [""] * draw(st.integers(1, 3))
@@ -102,7 +102,7 @@ def deltas_of(outputs: list[StageOutput]) -> list[OutputDelta]:
 
 @settings(max_examples=examples(200))
 @given(progress())
-def test_deltas_add_up_to_every_output_that_they_were_taken_from(
+def test_deltas_add_up_to_every_output(
     outputs: list[StageOutput],
 ) -> None:
     accumulator = OutputAccumulator("r", "s")
@@ -115,7 +115,7 @@ def test_deltas_add_up_to_every_output_that_they_were_taken_from(
 @settings(max_examples=examples(200))
 @given(progress(), st.data())
 def test_any_split_adds_up_to_the_same_output(outputs: list[StageOutput], data: Any) -> None:
-    """Neighbouring deltas may come as one, and the whole as one."""
+    """Neighbouring deltas may be merged, up to a single delta."""
     expected = OutputAccumulator("r", "s")
     found, piece = OutputAccumulator("r", "s"), OutputAccumulator("r", "s")
     deltas = deltas_of(outputs)
@@ -128,7 +128,7 @@ def test_any_split_adds_up_to_the_same_output(outputs: list[StageOutput], data: 
     assert same(found.output(), expected.output())
 
 
-def test_the_whole_sound_is_the_sum_of_its_pieces_unless_it_is_given() -> None:
+def test_the_whole_audio_is_the_sum_of_its_pieces_unless_given() -> None:
     one, two = (Waveform(torch.full((2,), float(value)), 8) for value in (1, 2))
     accumulator = OutputAccumulator("r", "s")
     accumulator.add(OutputDelta("r", audio=one))
@@ -140,7 +140,7 @@ def test_the_whole_sound_is_the_sum_of_its_pieces_unless_it_is_given() -> None:
     assert plain(accumulator.output().audio) == ([1, 1], 8)
 
 
-def test_what_was_cut_short_has_no_whole_sound() -> None:
+def test_an_aborted_output_has_no_whole_audio() -> None:
     accumulator = OutputAccumulator("r", "s")
     accumulator.add(OutputDelta("r", audio=Waveform(torch.ones(2), 8), num_prompt_tokens=5))
     accumulator.add(OutputDelta("r", True, finish_reason=FinishReason.ABORT))
@@ -148,7 +148,7 @@ def test_what_was_cut_short_has_no_whole_sound() -> None:
     assert last.finished and last.audio is None and last.num_prompt_tokens == 5
 
 
-def test_sound_of_two_sampling_rates_is_refused() -> None:
+def test_audio_of_two_sampling_rates_is_refused() -> None:
     accumulator = OutputAccumulator("r", "s")
     accumulator.add(OutputDelta("r", audio=Waveform(torch.ones(2), 8)))
     with pytest.raises(ValueError, match="8 samples per second cannot be followed by .* of 16"):
@@ -156,7 +156,7 @@ def test_sound_of_two_sampling_rates_is_refused() -> None:
 
 
 @pytest.mark.parametrize("change", [{"text": "he"}, {"text": "bye"}, {"token_ids": (2, 2)}])
-def test_an_output_that_takes_something_back_is_refused(change: dict[str, Any]) -> None:
+def test_an_output_that_retracts_content_is_refused(change: dict[str, Any]) -> None:
     before = StageOutput("r", "s", False, text="hello", token_ids=(1, 2))
     with pytest.raises(ValueError, match=f"its {next(iter(change))} must begin with what its last"):
         delta_since(replace(before, **change), before)

@@ -1,4 +1,4 @@
-"""The stage around a talker takes chunks, gives chunks, and rests when told."""
+"""The talker stage consumes chunks, produces chunks and can be paused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.speech import cut, made_up
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
-def test_chunks_go_in_and_come_out(seeded: Callable[[str], str]) -> None:
+def test_a_talker_streams_chunks_in_and_out(seeded: Callable[[str], str]) -> None:
     config = EngineConfig(
         model=seeded("qwen2_5_omni"), part="talker", block_size=4, max_model_len=64
     )

@@ -1,4 +1,4 @@
-"""A Ray cluster is looked for without Ray, and within seconds."""
+"""A Ray cluster is looked up without importing Ray, within seconds."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
 @contextmanager
 def server(says: bytes | None) -> Iterator[str]:
-    """Answers one caller; None never says anything."""
+    """Run a server that answers one caller; it never answers if ``says`` is None."""
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
 
         def answer() -> None:
-            with suppress(OSError):  # on a busy machine the caller may give up before it calls
+            with suppress(OSError):  # on a busy machine the caller may give up before connecting
                 caller, _ = listener.accept()
                 with closing(caller):
                     caller.recv(1000)
@@ -42,7 +42,7 @@ def server(says: bytes | None) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Nothing was begun on this machine, and this process is in no cluster."""
+    """Simulate a machine without a cluster and a process outside any cluster."""
     monkeypatch.setattr(cluster_address, "_is_in_cluster", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -50,23 +50,23 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "ray" / "ray_current_cluster"
 
 
-def test_what_speaks_as_ray_does_is_taken() -> None:
+def test_an_address_that_answers_like_ray_is_accepted() -> None:
     with server(SETTINGS) as address:
         assert find_cluster(address) == address
 
 
 @pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"\0\0"])
-def test_what_says_something_else_is_none(says: bytes) -> None:
+def test_an_address_with_another_answer_is_refused(says: bytes) -> None:
     with server(says) as address, pytest.raises(ValueError, match="what answers there is some"):
         find_cluster(address)
 
 
-def test_what_says_nothing_is_not_waited_for() -> None:
+def test_a_silent_address_is_refused_after_a_timeout() -> None:
     with server(None) as address, pytest.raises(ValueError, match=r"nothing in 0\.05 s; leave"):
         check_answers(address, timeout_s=0.05)
 
 
-def test_what_speaks_as_ray_does_and_is_none_is_not_waited_for() -> None:
+def test_an_address_that_only_answers_like_ray_cannot_be_joined() -> None:
     with (
         server(SETTINGS) as address,
         pytest.raises(ValueError, match=f"'{address}' could not be j"),
@@ -74,7 +74,7 @@ def test_what_speaks_as_ray_does_and_is_none_is_not_waited_for() -> None:
         check_is_ray(address, timeout_s=3.0)
 
 
-def test_where_nobody_listens_there_is_none() -> None:
+def test_an_address_without_a_listener_is_refused() -> None:
     with closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -82,7 +82,7 @@ def test_where_nobody_listens_there_is_none() -> None:
             find_cluster(address)
 
 
-def test_without_an_address_the_one_here_is_found(nowhere: Path) -> None:
+def test_without_an_address_the_local_cluster_is_found(nowhere: Path) -> None:
     assert find_cluster(None) is None
     with pytest.raises(ValueError, match="address: no Ray cluster runs on this machine"):
         find_cluster("auto")
@@ -92,12 +92,12 @@ def test_without_an_address_the_one_here_is_found(nowhere: Path) -> None:
             assert find_cluster(wanted) == address
 
 
-def test_a_note_of_one_that_has_ended_is_passed_over(nowhere: Path) -> None:
+def test_a_note_of_an_ended_cluster_is_ignored(nowhere: Path) -> None:
     nowhere.write_text("127.0.0.1:1")
     assert find_cluster(None) is None
 
 
-def test_one_that_the_environment_names_has_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_named_by_the_environment_must_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ValueError, match="^RAY_ADDRESS: no Ray cluster answers at '127"):
         find_cluster(None)
@@ -106,7 +106,7 @@ def test_one_that_the_environment_names_has_to_answer(monkeypatch: pytest.Monkey
         find_cluster(None)
 
 
-def test_the_one_that_this_process_is_in_is_taken(
+def test_the_cluster_that_this_process_has_joined_is_used(
     nowhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()

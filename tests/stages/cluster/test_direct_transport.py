@@ -1,4 +1,4 @@
-"""What is offered directly, and from where; see also tests/omni/runtime/test_ray_gpus.py."""
+"""Direct transports: offered contents and devices; see also tests/omni/runtime/test_ray_gpus.py."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _LITTLE = torch.zeros(8, dtype=torch.uint8)
         ("gloo", GpuTensor(_LITTLE), None),
     ],
 )
-def test_what_a_transport_carries_is_offered_where_it_lies(
+def test_content_is_offered_on_the_device_that_the_transport_supports(
     transport: str, content: Any, device: str | None
 ) -> None:
-    """By Ray's own account of what its transports carry; a copy, since the rest may change."""
+    """As Ray documents its transports; the offer is a copy, since the content may change."""
     made = Offers(transport).made_of(content)
     assert (None if made is None else made.device.type) == device
     if isinstance(made, torch.Tensor):
@@ -43,7 +43,7 @@ def test_what_a_transport_carries_is_offered_where_it_lies(
         assert not np.any(left)
 
 
-def test_a_full_gpu_is_that_requests_own_misfortune(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_gpu_is_a_memory_error_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: object) -> GpuTensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -52,7 +52,7 @@ def test_a_full_gpu_is_that_requests_own_misfortune(monkeypatch: pytest.MonkeyPa
         Offers("nixl").made_of(GpuTensor(_LITTLE))
 
 
-def test_a_transport_of_gpus_alone_is_for_pipelines_with_one() -> None:
+def test_a_gpu_only_transport_needs_a_gpu() -> None:
     check_transport("cuda_ipc", has_gpus=True)
     with pytest.raises(ValueError, match=r"^runtime\.tensor_transport: 'cuda_ipc' carries"):
         check_transport("cuda_ipc", has_gpus=False)

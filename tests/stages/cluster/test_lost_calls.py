@@ -1,4 +1,4 @@
-"""Calls that are lost on their way to an actor are made again, and not for ever."""
+"""Calls lost on the way to an actor are retried a limited number of times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.remote_stages import one_stage, remote_stage
 
 @contextmanager
 def lossy(cluster: SessionCluster, loses: Callable[[str, int], bool]) -> Iterator[Omni]:
-    """A stage whose worker is reached by calls some of which are lost."""
+    """Run a stage some of whose calls to its worker are lost."""
     workers = RelayedWorkers(cluster.relay, lambda spec: (FakeStage("a"), None), loses)
     stage = remote_stage(FakeStage("a"), [one_stage("a")], workers.connect, max_retries=0)
     with Omni(Pipeline([stage])) as omni:
@@ -26,7 +26,7 @@ def lossy(cluster: SessionCluster, loses: Callable[[str, int], bool]) -> Iterato
     workers.join()
 
 
-def test_what_an_actor_has_not_got_is_sent_again(
+def test_a_lost_command_is_resent(
     ray_cluster: SessionCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actor, "_RESEND_AFTER_S", 0.05)
@@ -37,14 +37,14 @@ def test_what_an_actor_has_not_got_is_sent_again(
         assert omni.stats()["a"].num_restarts == 0
 
 
-def test_what_an_actor_says_is_asked_for_again(ray_cluster: SessionCluster) -> None:
+def test_a_lost_answer_is_requested_again(ray_cluster: SessionCluster) -> None:
     with lossy(ray_cluster, lambda name, at: name == "say" and at in (0, 1, 2)) as omni:
         (output,) = omni.generate("one")
         assert output.stages["a"].text == "a(one)"
         assert omni.stats()["a"].num_restarts == 0
 
 
-def test_an_actor_that_gets_nothing_is_given_up(
+def test_an_actor_that_receives_nothing_is_given_up(
     ray_cluster: SessionCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actor, "_RESEND_AFTER_S", 0.05)
@@ -57,7 +57,7 @@ def test_an_actor_that_gets_nothing_is_given_up(
     )
 
 
-def test_one_that_is_killed_before_it_has_said_a_word_ends(ray_cluster: SessionCluster) -> None:
+def test_an_actor_can_be_ended_before_its_first_message(ray_cluster: SessionCluster) -> None:
     workers = RelayedWorkers(ray_cluster.relay, lambda spec: (FakeStage("a"), None))
     spec = one_stage("a")
     for end in (lambda each: each.close(0.0), lambda each: each.kill("it is not needed")):

@@ -1,4 +1,4 @@
-"""What a process does when it leaves a cluster."""
+"""Leaving a cluster."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import ray
 from stages.cluster import membership
 
 
-def test_what_is_brought_home_is_there_before_the_cluster_is_left(
+def test_held_objects_are_copied_before_the_cluster_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever asks Ray for an object after that is joined to another cluster, or a new one."""
+    """Asking Ray for an object afterwards would join another or a new cluster."""
     done: list[str] = []
     is_joined, is_left = threading.Event(), threading.Event()
 
     def bring_home() -> None:
-        is_left.wait(0.3)  # which gives a thread that does not wait for this one its time
+        is_left.wait(0.3)  # time for a thread that does not wait for this one
         done.append("brought home")
 
     def leave() -> None:

@@ -1,4 +1,4 @@
-"""What a process has of a cluster's objects, and what does not fit into their store."""
+"""Objects that a process holds in a cluster, and messages that do not fit into its store."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_held_objects_may_grow_while_all_are_copied(monkeypatch: pytest.MonkeyPa
 
 
 class _FullStore:
-    """An actor whose messages find no room."""
+    """An actor whose messages do not fit into the object store."""
 
     def __init__(self) -> None:
         self.say = SimpleNamespace(remote=lambda _: iter(()))
@@ -55,7 +55,7 @@ class _FullStore:
         raise ray.exceptions.ObjectStoreFullError("it is full")
 
 
-def test_a_message_without_room_in_the_store_is_no_end_of_its_actor(
+def test_a_full_object_store_raises_and_keeps_the_actor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)

@@ -1,4 +1,4 @@
-"""Messages cross whole and in order, whoever waits, dies or talks nonsense."""
+"""Messages arrive whole and in order, whether a side is slow, dies or sends invalid data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("nothing_older_collected")
 
 
 class End:
-    """A channel with what came over it."""
+    """A channel and what it received."""
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         self.channel = Channel(sock, Note, name)
@@ -52,13 +52,13 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         waited = time.monotonic() - begin
         assert waited < PATIENCE_S
-        if waited > 0.05:  # what is in a circle does not go by itself
+        if waited > 0.05:  # reference cycles need the collector
             gc.collect()
         time.sleep(0.001)
 
 
 def open_files() -> Counter[str]:
-    """What this process has open: pipes and sockets by inode, segments by their common name."""
+    """Return open files: pipes and sockets by inode, segments by their common name."""
     links: Counter[str] = Counter()
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # another thread has closed it
@@ -72,7 +72,7 @@ def segments() -> int:
 
 @pytest.fixture
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing of a test stays open; threads of other tests may open and close files meanwhile."""
+    """Check that a test leaves no segment open; threads of other tests may open and close files."""
     monkeypatch.setattr(shared_memory, "_MAX_KEPT", 0)
     gc.collect()
     before = segments()
@@ -94,7 +94,7 @@ def pair(nothing_left: None) -> Iterator[tuple[End, End]]:
 
 
 def relay() -> tuple[End, End, End, End]:
-    """A source, the two ends of one between, and a target."""
+    """Return a source, both ends of a relay, and a target."""
     a, between_a = socket.socketpair()
     between_b, b = socket.socketpair()
     return End(a, "source"), End(between_a, "first"), End(between_b, "second"), End(b, "target")
@@ -113,7 +113,7 @@ def tensors_of(note: Note) -> Mapping[str, torch.Tensor]:
     return output.tensors
 
 
-def test_messages_cross_in_order_both_ways(pair: tuple[End, End]):
+def test_messages_arrive_in_order_in_both_directions(pair: tuple[End, End]):
     left, right = pair
     for number in range(100):
         left.channel.send(Note([number, "there"]))
@@ -122,7 +122,7 @@ def test_messages_cross_in_order_both_ways(pair: tuple[End, End]):
     assert [left.next().value for _ in range(100)] == [{"back": n} for n in range(100)]
 
 
-def test_tensors_cross_in_shared_memory_and_small_ones_in_the_message(pair: tuple[End, End]):
+def test_large_tensors_use_shared_memory_and_small_ones_the_message(pair: tuple[End, End]):
     left, right = pair
     small = torch.ones(64, 256)
     large = torch.randn(65, 256)
@@ -134,7 +134,7 @@ def test_tensors_cross_in_shared_memory_and_small_ones_in_the_message(pair: tupl
     assert isinstance(arrived.entries["small"], torch.Tensor)
 
 
-def test_every_form_of_array_crosses_in_shared_memory(pair: tuple[End, End]):
+def test_arrays_and_strided_tensors_use_shared_memory(pair: tuple[End, End]):
     left, right = pair
     tensor = torch.randn(199, 199).bfloat16().T
     left.channel.send(Note(tensor.float().numpy(), (tensor, tensor)))
@@ -143,8 +143,8 @@ def test_every_form_of_array_crosses_in_shared_memory(pair: tuple[End, End]):
     assert (arrived.value == tensor.float().numpy()).all()
 
 
-def test_large_messages_cross_whole_in_both_directions_at_once(pair: tuple[End, End]):
-    """Neither waits for the other to read before it reads itself."""
+def test_large_messages_arrive_whole_in_both_directions_at_once(pair: tuple[End, End]):
+    """Neither side waits for the other to read before reading itself."""
     left, right = pair
     contents = [bytes([number]) * (3 * 2**20) for number in range(6)]
     for content in contents:
@@ -169,7 +169,7 @@ def test_threads_may_send_at_once(pair: tuple[End, End]):
     for _ in range(120):
         note = right.next()
         thread, number, content = note.value
-        assert number == seen.get(thread, -1) + 1, "a thread's messages keep their order"
+        assert number == seen.get(thread, -1) + 1, "messages of a thread keep their order"
         seen[thread] = number
         assert (note.tensors[0] == thread).all() and content == b"x" * 5000
     del note
@@ -177,7 +177,7 @@ def test_threads_may_send_at_once(pair: tuple[End, End]):
         each.join()
 
 
-def test_who_sends_does_not_wait_for_who_does_not_read(nothing_left: None):
+def test_sending_does_not_wait_for_a_silent_reader(nothing_left: None):
     left, right = socket.socketpair()
     end = End(left, "silent")
     for _ in range(50):
@@ -189,7 +189,7 @@ def test_who_sends_does_not_wait_for_who_does_not_read(nothing_left: None):
         end.channel.wait_until_sent(PATIENCE_S)
 
 
-def test_memory_outlives_the_process_that_made_it_and_no_longer_than_its_readers(
+def test_memory_outlives_its_sender_but_not_its_readers(
     nothing_left: None,
 ):
     source, first, second, target = relay()
@@ -210,10 +210,10 @@ def close(*ends: End) -> None:
         end.channel.close()
         assert end.channel.join(PATIENCE_S)
         end.reason()
-        assert end.reasons.empty(), "the end is told once"
+        assert end.reasons.empty(), "the end is reported once"
 
 
-def test_both_sides_learn_of_the_end_once(nothing_left: None):
+def test_both_sides_are_notified_of_the_end_once(nothing_left: None):
     left, right = (End(sock, "peer") for sock in socket.socketpair())
     left.channel.send(Note("last words"))
     left.channel.close()
@@ -239,12 +239,12 @@ def test_a_channel_that_never_started_can_be_closed(nothing_left: None):
 
 
 def sender_and_receiver() -> tuple[End, Channel]:
-    """The receiver is not started."""
+    """Return a started sender and a receiver that is not started."""
     left, right = socket.socketpair()
     return End(right, "sender"), Channel(left, Note, "receiver")
 
 
-def test_a_channel_may_be_closed_by_a_message(nothing_left: None):
+def test_a_message_handler_may_close_the_channel(nothing_left: None):
     end, channel = sender_and_receiver()
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
     seen: list[Any] = []
@@ -261,7 +261,7 @@ def test_a_channel_may_be_closed_by_a_message(nothing_left: None):
     assert channel.join(PATIENCE_S) and end.channel.join(PATIENCE_S)
 
 
-def test_an_error_of_the_receiver_ends_the_channel_in_words(
+def test_an_error_of_the_handler_ends_the_channel_with_its_reason(
     nothing_left: None, caplog: pytest.LogCaptureFixture
 ):
     end, channel = sender_and_receiver()
@@ -293,7 +293,7 @@ def test_a_message_that_is_too_large_is_refused(
     assert right.next().value == "next"
 
 
-def test_without_shared_memory_tensors_go_into_the_message(
+def test_without_shared_memory_tensors_are_sent_in_the_message(
     pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ):
     left, right = pair
@@ -307,8 +307,8 @@ def test_without_shared_memory_tensors_go_into_the_message(
     assert (tensors_of(right.next())["rows"] == 5.0).all()
 
 
-def test_a_handle_is_passed_on_without_being_mapped(nothing_left: None):
-    """From a worker to another one; who is between them moves handles."""
+def test_a_handle_is_forwarded_without_being_mapped(nothing_left: None):
+    """A relay between two workers passes handles."""
     source, first, second, target = relay()
     source.channel.send(rows(100, 5.0))
     handed = first.next()
@@ -326,7 +326,7 @@ def test_a_handle_is_passed_on_without_being_mapped(nothing_left: None):
         assert (tensors_of(each)["rows"] == 5.0).all()
 
 
-def test_more_segments_than_pass_at_once_cross(nothing_left: None):
+def test_more_segments_than_fit_in_one_message_arrive(nothing_left: None):
     source, first, second, target = relay()
     for number in range(255):
         source.channel.send(rows(65, number))
@@ -357,7 +357,7 @@ def frame(content: bytes, version: int = PROTOCOL_VERSION) -> bytes:
         (struct.pack("<BHQ", PROTOCOL_VERSION, 0, 2**40), "a frame of 1099511627776 bytes"),
     ],
 )
-def test_nonsense_ends_the_channel_in_words(sent: bytes, told: str, nothing_left: None):
+def test_invalid_data_ends_the_channel_with_a_reason(sent: bytes, told: str, nothing_left: None):
     ours, theirs = socket.socketpair()
     end = End(ours, "peer")
     theirs.sendall(sent)
@@ -366,7 +366,7 @@ def test_nonsense_ends_the_channel_in_words(sent: bytes, told: str, nothing_left
     assert end.channel.join(PATIENCE_S)
 
 
-def test_half_a_frame_is_no_message(nothing_left: None):
+def test_a_truncated_frame_is_no_message(nothing_left: None):
     ours, theirs = socket.socketpair()
     end = End(ours, "peer")
     theirs.sendall(frame(bytes(100))[:50])
@@ -375,6 +375,6 @@ def test_half_a_frame_is_no_message(nothing_left: None):
     assert end.channel.join(PATIENCE_S)
 
 
-def test_a_channel_starts_once(pair: tuple[End, End]):
+def test_a_channel_can_be_started_only_once(pair: tuple[End, End]):
     with pytest.raises(RuntimeError, match="started once"):
         pair[0].channel.start(print, print)

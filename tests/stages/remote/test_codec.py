@@ -1,4 +1,4 @@
-"""Messages survive the way to bytes and back; what is no message is refused."""
+"""Messages survive encoding and decoding; invalid messages are refused."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ DTYPES = sorted(
 
 
 def same(left: Any, right: Any) -> bool:
-    """Of the same types all the way down, with the same bits in every number."""
+    """Return True if types are equal recursively and all numbers have the same bits."""
     if isinstance(left, torch.Tensor):
         return (
             isinstance(right, torch.Tensor)
@@ -139,7 +139,7 @@ def there_and_back(message: object) -> Any:
 
 
 def arrived(value: object) -> Any:
-    """Of a value in a message."""
+    """Return a value after a round trip in a message."""
     return there_and_back(Note(value)).value
 
 
@@ -342,26 +342,26 @@ messages = (
 )
 @example(Note(struct.unpack("d", b"\x01\x23\x45\x67\x89\xab\xf0\x7f")[0]))
 @example(Commands("s", (Enter(0, "r", ImagePrompt("x")), Enter(1, "r", TextPrompt("", True, {})))))
-def test_what_goes_in_comes_out(message: object):
+def test_messages_survive_a_round_trip(message: object):
     assert same(message, there_and_back(message))
 
 
-def test_every_kind_of_message_is_tried():
-    """Whoever adds one adds it above."""
+def test_every_kind_of_message_is_generated():
+    """A new kind of message must be added above."""
     tried = {Note, Enter, Extend, Credit, CloseStream, Lift, Abort, Output, Ack, Failed}
     tried |= {Traced, Commands, Events, Call, Returned, Logged, Idle, GaveUp, NotBuilt, Built}
     known = {*get_args(LinkMessage), *get_args(WorkerMessage), *get_args(Command), *get_args(Event)}
     assert known <= tried
 
 
-def test_prompts_are_told_apart_by_their_fields():
+def test_prompts_are_distinguished_by_their_fields():
     kinds = [each for each in get_args(Prompt) if each is not str] + [VideoFeatures, VideoPrompt]
     kinds.append(TranscriptionOptions)
     assert len({tuple(f.name for f in dataclasses.fields(kind)) for kind in kinds}) == len(kinds)
     assert set(codec._PROMPTS.values()) == set(kinds)
 
 
-def test_stats_survive():
+def test_stats_survive_a_round_trip():
     stats = EngineStats(
         num_steps=3,
         busy_s=0.5,
@@ -371,30 +371,30 @@ def test_stats_survive():
     assert there_and_back(Events({}, {"s": stats})).stats == {"s": stats}
 
 
-def test_a_parameter_arrives_as_its_values():
+def test_a_parameter_arrives_as_a_plain_tensor():
     parameter = torch.nn.Parameter(torch.ones(2))
     made = arrived(parameter)
     assert made.tolist() == [1, 1] and not made.requires_grad
 
 
-def test_conjugates_and_negatives_arrive_as_what_they_show():
+def test_conjugate_and_negative_views_arrive_resolved():
     numbers = torch.tensor([1 + 2j, 3 - 4j])
     assert arrived(numbers.conj()).tolist() == [1 - 2j, 3 + 4j]
     assert arrived(numbers.conj().imag).tolist() == [-2, 4]
 
 
-def test_what_was_left_to_defaults_still_is():
+def test_unset_fields_stay_unset():
     sampling = arrived(SamplingParams(top_k=3))
     assert sampling == SamplingParams(top_k=3)
     assert sampling.model_fields_set == {"top_k"}
 
 
-def test_a_bias_arrives_as_one_that_can_be_hashed():
+def test_a_logit_bias_arrives_hashable():
     sampling = SamplingParams(logit_bias={50256: -100, 5: 1.5})
     assert arrived(sampling) == sampling and hash(arrived(sampling)) == hash(sampling)
 
 
-def test_a_mapping_arrives_as_a_dict_and_a_number_of_numpy_as_a_number():
+def test_a_mapping_arrives_as_a_dict_and_a_numpy_scalar_as_a_number():
     assert arrived(MappingProxyType({"a": np.int64(1)})) == {"a": 1}
     assert arrived([np.bool_(True), np.float32(0.5)]) == [True, 0.5]
 
@@ -409,8 +409,8 @@ def test_a_mapping_arrives_as_a_dict_and_a_number_of_numpy_as_a_number():
         ExplicitEncoderDecoderPrompt(3, ()),  # type: ignore[arg-type]
     ],
 )
-def test_a_prompt_of_wrong_types_arrives_to_be_refused_by_its_engine(prompt: Any):
-    """It is one user's, and the channel all users'."""
+def test_a_prompt_of_wrong_types_arrives_for_its_engine_to_refuse(prompt: Any):
+    """The prompt is one user's mistake, and the channel is shared by all users."""
     assert same(prompt, arrived_prompt(prompt))
 
 
@@ -424,18 +424,18 @@ def test_an_image_arrives_as_the_stage_would_see_it(mode: str):
     assert image.mode == mode
     image.getexif()[0x0112] = 6
     made = arrived(image)
-    assert made.size == (5, 7), "it is upright"
+    assert made.size == (5, 7), "it is rotated upright"
     assert same(open_image(made), open_image(image))
 
 
-def test_an_image_that_is_refused_is_refused_there_with_the_same_words():
+def test_an_unsupported_image_is_refused_by_the_receiver():
     image = Image.fromarray(np.ones((2, 3), np.float32))
     made = arrived(image)
     with pytest.raises(ValueError, match="mode 'F'"):
         open_image(made)
 
 
-def test_an_image_that_cannot_be_read_is_told_with_its_field(tmp_path: Path):
+def test_an_unreadable_image_is_reported_with_its_field(tmp_path: Path):
     file = tmp_path / "half.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)).save(file)
     file.write_bytes(file.read_bytes()[:2000])
@@ -467,12 +467,12 @@ UNKNOWN: Any = object()
     ],
 )
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_what_messages_do_not_know_is_told_with_its_place(message: object, told: str):
+def test_an_unsupported_value_is_reported_with_its_location(message: object, told: str):
     with pytest.raises(ValueError, match=told):
         encode(message)
 
 
-def test_a_circle_is_told():
+def test_a_cyclic_value_is_refused():
     circle: list[Any] = []
     circle.append(circle)
     with pytest.raises(ValueError, match="nested too deeply"):
@@ -486,7 +486,7 @@ REQUEST = Commands(
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_a_message_or_a_value_error(content: bytes):
+def test_random_bytes_are_a_message_or_a_value_error(content: bytes):
     with suppress(ValueError):
         DECODER.decode(content)
 
@@ -520,7 +520,7 @@ def test_a_garbled_message_is_a_message_or_a_value_error(data: st.DataObject):
         (["Note", Ext(99, pack(["float32", [1], b"abcd"]))], "99"),
     ],
 )
-def test_what_is_no_message_is_told(content: Any, told: str):
+def test_an_invalid_message_is_refused(content: Any, told: str):
     with pytest.raises(ValueError, match=told):
         DECODER.decode(pack(content))
 
@@ -530,6 +530,6 @@ def test_what_is_no_message_is_told(content: Any, told: str):
     [b"", b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x91" * 10**5],
     ids=["nothing", "a long list", "long bytes", "a deep list"],
 )
-def test_what_announces_more_than_it_has_is_refused(content: bytes):
+def test_a_truncated_message_is_refused(content: bytes):
     with pytest.raises(ValueError, match="a message that cannot be read"):
         Decoder(Any).decode(content)

@@ -1,4 +1,4 @@
-"""Workers begin like their parent, end with it, and leave nothing behind."""
+"""Workers start in their parent's state, end with it and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ TARGETS = "tests.support.worker_targets"
 
 @pytest.fixture(scope="module", autouse=True)
 def fork_servers_of_this_file() -> Iterator[None]:
-    """Of these workers none has an engine: what imports none is there in half the time, and what
-    they run is imported once."""
+    """Preload only the targets: without importing an engine, a server starts in half the time."""
     shut_down()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_PRELOADED", (TARGETS,))
@@ -45,14 +44,14 @@ def fork_servers_of_this_file() -> Iterator[None]:
 
 
 def fork_servers() -> list[psutil.Process]:
-    """Those of this process; other tests in it have children of their own."""
+    """Return the fork servers of this process; other tests have other child processes."""
     children = psutil.Process().children()
     return [each for each in children if "stages.remote.fork_server" in " ".join(each.cmdline())]
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., WorkerProcess]]:
-    """Starts workers that are gone after the test."""
+    """Start workers that are killed after the test."""
     started = []
 
     def start(target: str, argument: bytes = b"", threads: int = 1) -> WorkerProcess:
@@ -76,20 +75,20 @@ def all_of(sock: socket.socket) -> bytes:
 
 
 def is_gone(pid: int) -> bool:
-    """A process that nobody waits for, as in some containers, is as good as gone."""
+    """Return True if the process ended; zombies that no parent reaps count as ended."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 
 
-def test_a_worker_is_like_its_parent_as_it_is_now(
+def test_a_worker_starts_in_its_parents_current_state(
     start: Callable[..., WorkerProcess],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ):
-    start("echo", b"x").sock.recv(1)  # the fork server is older than all that follows
+    start("echo", b"x").sock.recv(1)  # starts the fork server before what follows
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMNI_TEST_WORKER", "\udcff as bytes")
     monkeypatch.delenv("PATH")
@@ -114,7 +113,9 @@ def test_a_worker_is_like_its_parent_as_it_is_now(
         assert each["argv"] == ["a long name of a worker"]
         assert each["interrupt_is_ignored"] and not each["cuda"] and each["main"] is None
         assert psutil.Process(worker.pid).name() == "a long name of a"[:15]
-    assert not set(told[0]["random"]) & set(told[1]["random"]), "each draws its own numbers"
+    assert not set(told[0]["random"]) & set(told[1]["random"]), (
+        "random numbers differ between workers"
+    )
     for worker in workers:
         worker.sock.close()
         assert worker.wait(PATIENCE_S) and worker.exit_reason == "ended with exit status 0"
@@ -130,7 +131,7 @@ def test_a_worker_is_like_its_parent_as_it_is_now(
         ("nothing", b"", "ended with exit status 1", "has no attribute 'nothing'"),
     ],
 )
-def test_how_a_worker_ends_is_reported(
+def test_the_exit_reason_of_a_worker_is_reported(
     start: Callable[..., WorkerProcess],
     capfd: pytest.CaptureFixture[str],
     target: str,
@@ -148,7 +149,7 @@ def test_how_a_worker_ends_is_reported(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
-def test_a_worker_that_is_killed_is_told_by_its_signal(
+def test_a_killed_worker_reports_its_signal(
     start: Callable[..., WorkerProcess], number: signal.Signals
 ):
     worker = start("echo", b"x")
@@ -157,7 +158,7 @@ def test_a_worker_that_is_killed_is_told_by_its_signal(
     assert worker.wait(PATIENCE_S) and worker.exit_reason == f"was killed by {number.name}"
 
 
-def test_a_worker_that_is_asked_to_end_may_be_killed(start: Callable[..., WorkerProcess]):
+def test_a_terminated_worker_is_killed_after_its_grace(start: Callable[..., WorkerProcess]):
     polite, stubborn, stopped = start("echo", b"x"), start("hold_on"), start("echo", b"x")
     for worker in (polite, stubborn, stopped):
         assert worker.sock.recv(4)
@@ -170,7 +171,7 @@ def test_a_worker_that_is_asked_to_end_may_be_killed(start: Callable[..., Worker
     assert stopped.exit_reason in ("was killed by SIGKILL", "was killed by SIGTERM")
 
 
-def test_nobody_waits_for_ever_for_a_fork_server_that_hangs(
+def test_waiting_for_a_hanging_fork_server_is_bounded(
     start: Callable[..., WorkerProcess],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -188,7 +189,7 @@ def test_nobody_waits_for_ever_for_a_fork_server_that_hangs(
     assert worker.wait(PATIENCE_S) and worker.exit_reason == "was killed by SIGKILL"
 
 
-def test_a_worker_that_nobody_can_speak_to_is_ended(
+def test_a_worker_without_a_channel_is_ended(
     start: Callable[..., WorkerProcess], monkeypatch: pytest.MonkeyPatch
 ):
     worker = start("echo", b"x")
@@ -206,7 +207,7 @@ def test_a_worker_that_nobody_can_speak_to_is_ended(
     assert worker.wait(PATIENCE_S) and worker.exit_reason
 
 
-def test_ctrl_c_is_for_the_parent(start: Callable[..., WorkerProcess]):
+def test_workers_ignore_ctrl_c(start: Callable[..., WorkerProcess]):
     worker = start("echo", b"x")
     assert worker.sock.recv(1) == b"x"
     os.kill(worker.pid, signal.SIGINT)
@@ -235,13 +236,13 @@ def test_fifty_workers_leave_nothing_behind(start: Callable[..., WorkerProcess])
             worker.kill()
         elif number % 3 == 1:
             assert worker.sock.recv(1) == b"x"
-        worker.sock.close()  # which ends it
+        worker.sock.close()  # ends it
         assert worker.wait(PATIENCE_S)
     assert os.listdir("/proc/self/fd") == ours
     wait_for(lambda: the_server().num_fds() == theirs and not the_server().children())
 
 
-def test_a_fork_server_that_dies_takes_its_workers_along_and_is_replaced(
+def test_workers_of_a_dead_fork_server_end_and_it_is_replaced(
     start: Callable[..., WorkerProcess],
 ):
     first, second = start("echo", b"x"), start("hold_on")
@@ -273,11 +274,11 @@ def test_messages_and_tensors_reach_a_worker_and_come_back(start: Callable[..., 
     kept = messages.pop().outputs[0].tensors["rows"]
     worker.kill()
     wait_for(lambda: reasons == ["the other side closed it or has ended"])
-    assert (kept == 7).all(), "what it has made outlives it"
+    assert (kept == 7).all(), "its tensors outlive the worker"
     assert channel.join(PATIENCE_S)
 
 
-def test_without_a_python_to_start_the_reason_is_told(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_python_is_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_server", None)
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     before = os.listdir("/proc/self/fd")
@@ -325,16 +326,16 @@ def family(process: subprocess.Popen[str]) -> list[int]:
     return sorted(found)
 
 
-def test_when_the_parent_is_killed_all_are_gone_the_stopped_ones_too(tmp_path: Path):
+def test_all_workers_end_when_the_parent_is_killed_even_stopped_ones(tmp_path: Path):
     process = run_script(tmp_path, "sys.stdin.read()")
     pids = family(process)
     process.kill()
     wait_for(lambda: all(map(is_gone, pids)))
     out, _ = process.communicate(timeout=PATIENCE_S)
-    assert out == "", "nobody holds its stdout"
+    assert out == "", "no process holds its stdout"
 
 
-def test_when_the_parent_ends_all_are_gone_and_its_script_has_run_once(tmp_path: Path):
+def test_all_workers_end_with_the_parent_and_its_script_runs_once(tmp_path: Path):
     process = run_script(tmp_path, "sys.stdin.read()\nraise SystemExit(5)")
     pids = family(process)
     out, _ = process.communicate(timeout=PATIENCE_S)
@@ -342,7 +343,7 @@ def test_when_the_parent_ends_all_are_gone_and_its_script_has_run_once(tmp_path:
     wait_for(lambda: all(map(is_gone, pids)))
 
 
-def test_a_fork_of_the_parent_has_workers_of_its_own(start: Callable[..., WorkerProcess]):
+def test_a_fork_of_the_parent_has_its_own_workers(start: Callable[..., WorkerProcess]):
     start("echo", b"x").sock.recv(1)
     read, write = os.pipe()
     pid = os.fork()

@@ -1,4 +1,4 @@
-"""Contents in shared memory: kept as long as a reader has them, and no longer."""
+"""Shared memory is kept exactly as long as a reader uses it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def descriptor_of(segment: Segment) -> int:
 
 
 @given(st.lists(st.binary(min_size=1, max_size=5000), min_size=1, max_size=9))
-def test_contents_are_where_their_alignment_says(contents: list[bytes]):
+def test_contents_are_aligned(contents: list[bytes]):
     segment, start = segment_of(*contents), 0
     for content in contents:
         start = aligned(start)
@@ -61,7 +61,7 @@ def inode(segment: Segment) -> int:
     return os.fstat(descriptor_of(segment)).st_ino
 
 
-def test_memory_is_written_again_only_when_nobody_has_it(monkeypatch: pytest.MonkeyPatch):
+def test_memory_is_reused_only_without_readers(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shared_memory, "_kept", deque())
     first = segment_of(b"first")
     number = inode(first)
@@ -69,7 +69,7 @@ def test_memory_is_written_again_only_when_nobody_has_it(monkeypatch: pytest.Mon
     assert inode(segment_of(b"other")) != number
     del first
     gc.collect()
-    assert inode(segment_of(b"other")) != number, "it was passed on"
+    assert inode(segment_of(b"other")) != number, "another descriptor refers to it"
     array = SharedBytes(passed_on, 0, 5).array()
     del passed_on
     gc.collect()
@@ -105,7 +105,7 @@ def test_a_detached_segment_keeps_its_content_and_no_descriptor():
     assert np.shares_memory(kept, mapped.content)
 
 
-def test_no_more_segments_stay_open_than_some_hundreds():
+def test_the_number_of_open_segments_is_bounded():
     sent = [segment_of(b"%d" % n) for n in range(300)]
     received = [Segment.received(os.dup(descriptor_of(each))) for each in sent]
     assert sum(each.file is not None for each in received) == 256
@@ -113,7 +113,7 @@ def test_no_more_segments_stay_open_than_some_hundreds():
     assert all(content.startswith(b"%d" % n) for n, content in enumerate(contents))
 
 
-def test_where_there_is_no_room_for_a_mapping_the_reader_is_told(monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_mapping_is_a_memory_error(monkeypatch: pytest.MonkeyPatch):
     segment = segment_of(b"content")
 
     def fail(*_: Any) -> None:
@@ -126,7 +126,7 @@ def test_where_there_is_no_room_for_a_mapping_the_reader_is_told(monkeypatch: py
     assert segment.content.tobytes().startswith(b"content")
 
 
-def test_without_memfd_a_file_without_a_name_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_without_memfd_an_unnamed_file_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     segment = segment_of(b"content")
@@ -134,7 +134,7 @@ def test_without_memfd_a_file_without_a_name_does(monkeypatch: pytest.MonkeyPatc
     assert segment.content.tobytes().startswith(b"content")
 
 
-def test_a_shared_tensor_is_the_memory_itself_and_lets_go_of_it_with_its_last_view():
+def test_a_shared_tensor_views_the_memory_and_frees_it_with_its_last_view():
     segment = Segment.write([np.arange(6, dtype=np.float32).view(np.uint8)])
     handle = SharedTensor(SharedBytes(segment, 0, 24), torch.float32, (2, 3))
     assert (handle.shape, handle.dtype, handle.nbytes) == ((2, 3), torch.float32, 24)
@@ -155,7 +155,7 @@ def test_shared_tensors_are_of_any_type(dtype: torch.dtype):
     assert made.dtype == dtype and torch.equal(made, wanted)
 
 
-def test_shared_tensors_are_mapped_when_they_are_asked_for():
+def test_shared_tensors_are_mapped_on_first_access():
     segment = segment_of(bytes(8))
     handle = SharedTensor(SharedBytes(segment, 0, 8), torch.float32, (2,))
     tensors = SharedTensors({"rows": handle, "small": torch.ones(1)})
@@ -173,7 +173,7 @@ def test_shared_tensors_are_mapped_when_they_are_asked_for():
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(-1, 4), (0, 8), (7, 1), (6, -4), (2**70, 4)])
-def test_bytes_outside_of_a_segment_are_refused(offset: int, nbytes: int):
+def test_bytes_outside_a_segment_are_refused(offset: int, nbytes: int):
     segment = segment_of(b"content")
     segment.size = 7
     with pytest.raises(ValueError, match="are not in a segment of 7"):

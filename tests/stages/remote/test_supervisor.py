@@ -1,4 +1,4 @@
-"""Commands reach the worker that was heard of last, and no other."""
+"""Commands reach only the worker whose messages were received last."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOR_THE_NEXT = Commands("a", (Abort("for the next one"),))
 
 
 class Noted(Connection):
-    """A worker that does nothing, and may be made to say anything."""
+    """A worker that does nothing and sends what the test makes it send."""
 
     def __init__(self, say: Callable[[Any], None], end: Callable[[str], None]) -> None:
         self.say, self.end = say, end
@@ -39,7 +39,7 @@ class Noted(Connection):
 
 
 class Supervised:
-    """A worker's supervisor, and its connections."""
+    """A worker's supervisor and its connections."""
 
     def __init__(self) -> None:
         self.connections: list[Noted] = []
@@ -55,7 +55,7 @@ class Supervised:
         return self.connections[-1]
 
     def replace(self) -> None:
-        """Let the worker end, and the next one be up."""
+        """End the worker and start the next one."""
         known = len(self.connections)
         self.connections[-1].end("was killed by a test")
         wait_for(lambda: len(self.connections) > known)
@@ -71,7 +71,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervised]:
     workers.supervisor.close()
 
 
-def test_commands_before_the_next_workers_first_word_reach_neither(
+def test_commands_before_the_next_workers_first_message_reach_neither_worker(
     workers: Supervised,
 ) -> None:
     workers.replace()
@@ -82,10 +82,10 @@ def test_commands_before_the_next_workers_first_word_reach_neither(
     assert [each.sent for each in workers.connections] == [[], [FOR_THE_NEXT]]
 
 
-def test_the_last_word_of_a_worker_may_come_late(
+def test_the_last_message_of_a_worker_may_be_late(
     workers: Supervised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is heard, its worker ends and the next one speaks, and only then it is noted."""
+    """A message is received, its worker ends, the next one reports; then the message is handled."""
 
     def overtaken() -> float:
         monkeypatch.setattr(supervisor, "time", time)

@@ -1,4 +1,4 @@
-"""What a worker logs is logged where the pipeline is, with its stage, replica and request."""
+"""Log records of a worker appear in the pipeline's process with stage, replica and request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stages.remote.worker_log import LogForwarder, Logged, forward_log, relay
 
 @pytest.fixture
 def told() -> Iterator[list[Logged]]:
-    """Records of a logger below ``omni``, as a worker would tell them."""
+    """Records forwarded from a logger below ``omni``, as in a worker."""
     logger = logging.getLogger("omni")
     before = (logger.level, logger.propagate)
     records: list[Logged] = []
@@ -25,7 +25,7 @@ def told() -> Iterator[list[Logged]]:
     set_process_fields(LogFields())
 
 
-def test_a_record_goes_there_and_comes_out_the_same(
+def test_a_forwarded_record_is_shown_unchanged(
     told: list[Logged], capsys: pytest.CaptureFixture[str]
 ) -> None:
     logger = package_logger("engine.anywhere")
@@ -55,20 +55,20 @@ def test_a_record_goes_there_and_comes_out_the_same(
     assert shown.endswith("KeyError: 'k'\n")
 
 
-def test_what_is_not_wanted_here_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_below_the_level_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with shown_log(0, tracebacks=False):
         relay(Logged("omni.engine", logging.INFO, "a detail"))
         relay(Logged("root", logging.WARNING, "under a name of ours"))
     assert capsys.readouterr().err == "warning: under a name of ours\n"
 
 
-def test_a_message_is_never_a_format(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_message_is_never_used_as_a_format(capsys: pytest.CaptureFixture[str]) -> None:
     with shown_log(0, tracebacks=False):
         relay(Logged("omni.x", logging.WARNING, "%s %d {0}"))
     assert capsys.readouterr().err == "warning: %s %d {0}\n"
 
 
-def test_whoever_listened_may_be_gone() -> None:
+def test_a_closed_receiver_does_not_break_logging() -> None:
     def gone(logged: Logged) -> None:
         raise ConnectionResetError("closed")
 
@@ -80,7 +80,7 @@ def test_whoever_listened_may_be_gone() -> None:
         logger.removeHandler(forwarder)
 
 
-def test_telling_that_logs_does_not_tell_for_ever() -> None:
+def test_forwarding_that_logs_does_not_recurse() -> None:
     logger = logging.getLogger("omni.echo")
     heard: list[Logged] = []
 
@@ -96,6 +96,6 @@ def test_telling_that_logs_does_not_tell_for_ever() -> None:
     assert [each.message for each in heard] == ["once"]
 
 
-def test_no_more_than_so_much_of_a_record_is_told(told: list[Logged]) -> None:
+def test_long_messages_are_truncated(told: list[Logged]) -> None:
     package_logger("engine.anywhere").warning("x" * 2**20)
     assert len(told[0].message) == 2**16

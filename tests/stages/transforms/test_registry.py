@@ -1,4 +1,4 @@
-"""Transforms are found by name or place, and say clearly why they cannot run."""
+"""Transforms are found by name or location and report clearly why they cannot run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def is_async(context: TransformContext) -> Prompt:
 NOT_A_FUNCTION = 3
 
 
-def test_hidden_states_follow_one_another_in_the_order_of_the_sources() -> None:
+def test_hidden_states_are_concatenated_in_the_order_of_the_sources() -> None:
     first, second = torch.rand(2, 4), torch.rand(3, 4)
     transform = resolve_transform("hidden_states_as_prompt_embeds")
     made = transform(
@@ -91,14 +91,14 @@ def test_texts_and_token_ids_are_joined_in_the_order_of_the_sources() -> None:
         ("token_ids_as_prompt", [output("a"), output("b")], "'a' and stage 'b' generated no token"),
     ],
 )
-def test_a_source_that_lacks_what_is_needed_is_a_clear_error(
+def test_a_source_without_required_content_is_refused(
     name: str, sources: list[StageOutput], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         resolve_transform(name)(context(*sources))
 
 
-def test_a_custom_function_is_found_by_module_and_name_or_given_itself() -> None:
+def test_a_custom_function_is_found_by_module_and_name_or_passed_directly() -> None:
     assert resolve_transform(custom) is custom
     made = resolve_transform(f"{__name__}:custom")(context())
     assert made == TokensPrompt((0,))
@@ -118,7 +118,7 @@ def test_a_custom_function_is_found_by_module_and_name_or_given_itself() -> None
         (takes_two, "must take exactly one argument"),
     ],
 )
-def test_a_transform_that_cannot_be_used_is_a_clear_error(spec: Any, message: str) -> None:
+def test_an_unusable_transform_is_refused(spec: Any, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         resolve_transform(spec)
     assert message in str(caught.value)
@@ -133,7 +133,7 @@ def test_a_module_that_fails_to_import_is_named_with_its_error(
         resolve_transform("broken_transforms:function")
 
 
-def test_what_a_transform_needs_is_what_it_declares() -> None:
+def test_requirements_are_those_that_a_transform_declares() -> None:
     def own(context: TransformContext) -> Prompt:
         return TokensPrompt((1,))
 
@@ -145,7 +145,7 @@ def test_what_a_transform_needs_is_what_it_declares() -> None:
     assert embeds == Requirements(("hidden_states",), same_width=True)
 
 
-def test_what_is_declared_is_checked_before_the_transform_is_called() -> None:
+def test_requirements_are_checked_before_the_transform_is_called() -> None:
     @requires("codes", num_sources=1)
     def own(context: TransformContext) -> Prompt:
         called.append(context)
@@ -167,7 +167,7 @@ def test_what_is_declared_is_checked_before_the_transform_is_called() -> None:
     assert own(context(one)) == TokensPrompt((1,))
 
 
-def test_a_registered_name_resolves_and_cannot_be_taken_twice(
+def test_a_registered_name_resolves_and_cannot_be_reused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("stages.transforms.registry._REGISTRY", {})

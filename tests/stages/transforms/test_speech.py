@@ -1,4 +1,4 @@
-"""What goes from a thinker to a talker and on to a vocoder, whole or in chunks."""
+"""Transforms from a thinker to a talker and to a vocoder, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def test_a_row_is_the_sum_of_embedding_and_hidden_state() -> None:
     assert (prompt.speaker, prompt.is_last) == ("Ethan", True)
 
 
-def test_places_that_are_indices_are_not_told() -> None:
+def test_positions_equal_to_indices_are_omitted() -> None:
     indices = torch.arange(PROMPT + REPLY)[:, None].expand(-1, 3)
     assert thinker_to_talker(context(thinker_output(position_ids=indices))).positions is None
     of_reply = indices + 3 * (torch.arange(PROMPT + REPLY) >= PROMPT)[:, None]
     prompt = thinker_to_talker(context(thinker_output(position_ids=of_reply)))
-    assert prompt.positions is None, "only the prompt's places count"
+    assert prompt.positions is None, "only the prompt's positions matter"
 
 
 @given(st.sets(st.integers(PROMPT, PROMPT + REPLY)))
-def test_chunks_make_the_same_as_the_whole(cuts: set[int]) -> None:
-    """The first has at least the whole prompt; a later one may have no rows."""
+def test_chunks_add_up_to_the_whole(cuts: set[int]) -> None:
+    """The first chunk has at least the whole prompt; later chunks may be empty."""
     output = thinker_output()
     expected = thinker_to_talker(context(output))
     ends = [*sorted(cuts), PROMPT + REPLY]
@@ -91,7 +91,7 @@ def test_chunks_make_the_same_as_the_whole(cuts: set[int]) -> None:
         (None, (4, 5, 6)),
     ],
 )
-def test_the_token_that_stopped_a_talker_is_no_code(
+def test_the_stop_token_of_a_talker_is_no_code(
     reason: FinishReason | None, codes: tuple[int, ...]
 ) -> None:
     output = StageOutput("r", "talker", True, token_ids=(4, 5, 6), finish_reason=reason)
@@ -105,7 +105,7 @@ def test_the_token_that_stopped_a_talker_is_no_code(
     ("reason", "num_rows", "num_left_out"),
     [(FinishReason.STOP, 2, 0), (FinishReason.LENGTH, 3, 1), (None, 3, 0)],
 )
-def test_codes_that_reached_a_limit_are_sounded_as_transformers_does(
+def test_codes_at_a_length_limit_are_passed_as_in_transformers(
     reason: FinishReason | None, num_rows: int, num_left_out: int
 ) -> None:
     codes = torch.tensor([[-1, -1], [4, 1], [5, 2], [6, 3]])[: 1 + num_rows]
@@ -121,7 +121,7 @@ def test_codes_that_reached_a_limit_are_sounded_as_transformers_does(
     assert qwen3_talker_to_code2wav(context(output)).codes == rows[: num_rows - num_left_out]
 
 
-def test_a_source_that_does_not_fit_is_a_clear_error() -> None:
+def test_an_unsuitable_source_is_refused() -> None:
     short = thinker_output(token_embeds=torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"'thinker' handed on \[9, 2, 9\] rows of"):
         thinker_to_talker(context(short))
@@ -133,7 +133,7 @@ def test_a_source_that_does_not_fit_is_a_clear_error() -> None:
             transform(TransformContext("r", "prompt", (short, short)))
 
 
-def test_only_marked_transforms_take_chunks() -> None:
+def test_only_marked_transforms_accept_chunks() -> None:
     assert takes_chunks(resolve_transform("thinker_to_talker"))
     assert takes_chunks(resolve_transform("talker_to_code2wav"))
     assert not takes_chunks(text_as_prompt)

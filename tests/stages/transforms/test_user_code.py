@@ -1,5 +1,4 @@
-"""Users' transforms are found beside the pipeline's file; finding runs nothing, loading hides
-nothing."""
+"""Users' transforms are found next to the pipeline's file, without running or shadowing modules."""
 
 from __future__ import annotations
 
@@ -30,13 +29,15 @@ def made_by(spec: str) -> object:
     return resolve_transform(spec)(TransformContext("r", "prompt", ()))
 
 
-def test_a_module_beside_the_pipelines_file_is_found_without_running_it(tmp_path: Path):
+def test_a_module_next_to_the_pipeline_is_found_without_running_it(tmp_path: Path):
     write(tmp_path, {"mine.py": BOMB + "def f(context): ...\n", "pack/age.py": BOMB + "f = str\n"})
     assert locate_transform("mine:f", tmp_path) == f"{tmp_path}/mine.py:f"
     assert locate_transform("pack.age:f", tmp_path) == f"{tmp_path}/pack/age.py:f"
     assert locate_transform("mine.py:f", tmp_path) == f"{tmp_path}/mine.py:f"
     located = locate_transform("mine:f", tmp_path)
-    assert locate_transform(located, Path("/elsewhere")) == located, "the same from anywhere"
+    assert locate_transform(located, Path("/elsewhere")) == located, (
+        "a located name is independent of the folder"
+    )
     assert is_custom(located) and not is_custom("text_as_prompt")
 
 
@@ -60,7 +61,9 @@ def test_a_module_beside_the_pipelines_file_is_found_without_running_it(tmp_path
         ("a b:c", "must have the form"),
     ],
 )
-def test_what_is_not_there_is_told_without_running_anything(spec: str, told: str, tmp_path: Path):
+def test_a_missing_transform_is_reported_without_running_anything(
+    spec: str, told: str, tmp_path: Path
+):
     write(
         tmp_path,
         {
@@ -99,12 +102,12 @@ def test_what_is_not_there_is_told_without_running_anything(spec: str, told: str
         "import sys\nf = 1\nsys.modules[__name__] = str",
     ],
 )
-def test_names_are_found_however_a_module_gives_them(text: str, tmp_path: Path):
+def test_names_are_found_however_a_module_defines_them(text: str, tmp_path: Path):
     write(tmp_path, {"mine.py": text})
     locate_transform("mine:f", tmp_path)
 
 
-def test_what_lies_beside_the_file_hides_nothing(tmp_path: Path):
+def test_modules_next_to_the_pipeline_shadow_no_installed_module(tmp_path: Path):
     write(
         tmp_path,
         {
@@ -114,10 +117,10 @@ def test_what_lies_beside_the_file_hides_nothing(tmp_path: Path):
     )
     path = list(sys.path)
     spec = locate_transform("json:f", tmp_path)
-    assert made_by(spec) == TokensPrompt((1,)), "the user's own, not the standard library's"
+    assert made_by(spec) == TokensPrompt((1,)), "the user's module, not the standard library's"
     assert sys.modules["json"] is json and sys.path == path
     theirs = sys.modules[resolve_transform(spec).__module__]
-    assert theirs.loads is json.loads, "its own imports find the installed one"
+    assert theirs.loads is json.loads, "its imports find the installed module"
 
 
 def test_equal_names_in_two_folders_are_two_modules(tmp_path: Path):
@@ -130,7 +133,7 @@ def test_equal_names_in_two_folders_are_two_modules(tmp_path: Path):
     assert [made_by(spec) for spec in specs] == [TokensPrompt((0,)), TokensPrompt((1,))]
 
 
-def test_modules_see_what_lies_beside_them_by_relative_imports(tmp_path: Path):
+def test_modules_import_their_neighbours_relatively(tmp_path: Path):
     write(
         tmp_path,
         {
@@ -153,7 +156,7 @@ def test_modules_see_what_lies_beside_them_by_relative_imports(tmp_path: Path):
     "spec",
     ["os:system", "builtins:print", "builtins:eval", "json:dumps", "time:sleep", "pathlib:Path"],
 )
-def test_what_is_no_transform_is_never_called(spec: str):
+def test_installed_functions_that_are_no_transforms_are_refused(spec: str):
     with pytest.raises(ValueError, match="is no transform|must take exactly one argument"):
         resolve_transform(spec)
 
@@ -176,7 +179,7 @@ def test_what_is_no_transform_is_never_called(spec: str):
         ("def f(x: 'str'): ...", False),
     ],
 )
-def test_a_transform_says_that_it_is_one(text: str, is_one: bool, tmp_path: Path):
+def test_only_functions_marked_as_transforms_are_accepted(text: str, is_one: bool, tmp_path: Path):
     spec = locate_transform("mine:f", write(tmp_path, {"mine.py": text}))
     if is_one:
         assert callable(resolve_transform(spec))
@@ -200,7 +203,7 @@ def test_a_transform_says_that_it_is_one(text: str, is_one: bool, tmp_path: Path
         ("f = 'text'", "is a str, not a function"),
     ],
 )
-def test_what_is_loaded_and_no_transform_is_never_called(text: str, told: str, tmp_path: Path):
+def test_loaded_objects_that_are_no_transforms_are_refused(text: str, told: str, tmp_path: Path):
     located = locate_transform("mine:f", write(tmp_path, {"mine.py": text}))
     with pytest.raises(ValueError, match=told):
         resolve_transform(located)

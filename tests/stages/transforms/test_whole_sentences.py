@@ -1,4 +1,4 @@
-"""Text is handed on by whole sentences, each once it is certain."""
+"""Text is passed on in whole sentences, each as soon as its end is certain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stages.stage import TransformContext
 from stages.transforms.prompts import whole_sentences
 
 
-def handed_on(text: str, *, is_last: bool = False) -> str:
+def passed_on(text: str, *, is_last: bool = False) -> str:
     source = StageOutput("r", "writer", is_last, text=text)
     context = TransformContext("r", TextPrompt("?"), (source,), "Ada", is_last=is_last)
     chunk = whole_sentences(context)
@@ -34,16 +34,16 @@ def handed_on(text: str, *, is_last: bool = False) -> str:
         ("no end at all", ""),
     ],
 )
-def test_a_sentence_is_whole_once_it_has_ended(text: str, whole: str):
-    assert handed_on(text) == whole
-    assert handed_on(text, is_last=True) == text
+def test_complete_sentences_are_passed_on(text: str, whole: str):
+    assert passed_on(text) == whole
+    assert passed_on(text, is_last=True) == text
 
 
 @given(st.text(alphabet="aB1.!?… \n\"'。", max_size=40))
-def test_what_was_handed_on_is_never_taken_back(text: str):
+def test_text_passed_on_is_never_retracted(text: str):
     before = ""
     for end in range(len(text) + 1):
-        now = handed_on(text[:end])
+        now = passed_on(text[:end])
         assert now.startswith(before) and text.startswith(now)
         before = now
-    assert handed_on(text, is_last=True) == text
+    assert passed_on(text, is_last=True) == text
