@@ -1,6 +1,6 @@
-"""All cases of the triton backend, interpreted: ``make interpret``, for some 20 minutes.
+"""All cases of the triton backend, interpreted: ``make interpret``, about 20 minutes.
 
-pytest finds this file only where it is named.
+pytest collects this file only if it is named explicitly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.reference_attention import ReferenceBackend
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-# Prefills of hundreds of tokens take the interpreter minutes: those run in one type.
+# The interpreter needs minutes for prefills of hundreds of tokens: these run in one type.
 LONG = ("prefix longer than a query tile", "long prefills beside short")
 
 

@@ -1,8 +1,8 @@
-"""Every backend against the reference, and that what a query does not see never reaches it.
+"""Every backend against the reference, and isolation of queries from positions they do not see.
 
-The reference itself against transformers: its masks, its attention of Gemma 2 and of T5. xformers'
-own biases are materialised on a CPU; its kernels run where there is a GPU. Everything that no query
-sees may hold NaN: other pages, slots behind a sequence, positions that a window has passed.
+The reference is tested against transformers: masks, attention of Gemma 2 and of T5. xformers'
+biases are materialised on a CPU; its kernels run on GPUs only. Everything that no query sees may
+hold NaN: other pages, slots behind a sequence, positions that left a window.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def assert_equals_the_reference(
     bias = random_bias(shape.num_heads, num_distances)
     backend = backend_of(name, shape.block_size)
     output, memory = run_steps(backend, shape, bounds, softcap, bias=bias)
-    # Capped scores are ten times as large, and rounded as much more.
+    # Capped scores are ten times as large, and so are their rounding errors.
     tolerance = 1e-5 if softcap is None else 5e-5
     torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
     assert torch.equal(memory, expected_memory)
@@ -113,7 +113,7 @@ def assert_equals_the_reference(
 @WITH_XFORMERS
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_backend_equals_the_reference_and_reads_nothing_hidden(name: str, shape: Shape):
-    """Each bound with a cap or a bias by distance, in turns; properties try any other pair."""
+    """Alternate a cap and a bias by distance over the bounds; the properties draw other pairs."""
     for number, (which, bounds) in enumerate(BOUNDS.items()):
         softcap = 30.0 if (number + len(shape.seq_lens)) % 2 else None
         assert_equals_the_reference(name, shape, bounds, softcap)
@@ -123,7 +123,7 @@ def test_backend_equals_the_reference_and_reads_nothing_hidden(name: str, shape:
 
 @WITH_XFORMERS
 @pytest.mark.parametrize("bounds", IMAGES.values(), ids=IMAGES.keys())
-def test_tokens_of_an_image_see_each_other(name: str, bounds: Bounds):
+def test_tokens_of_an_image_attend_to_each_other(name: str, bounds: Bounds):
     for kind in ("prefill", "chunk after a cached prefix", "long prefills beside short"):
         assert_equals_the_reference(name, SHAPES[kind], bounds)
     assert_equals_the_reference(name, SHAPES["mixed"], bounds, softcap=30.0)
@@ -142,8 +142,8 @@ def test_an_images_mask_equals_transformers(window: int | None):
 
 
 @WITH_XFORMERS
-def test_distances_past_the_last_column_take_it(name: str):
-    # Of one distance only, ending inside and at the end of a tile of sixteen keys, never ending.
+def test_distances_past_the_last_column_use_it(name: str):
+    # One distance, an end inside and at the end of a tile of sixteen keys, and no end.
     for num_distances in (1, 5, 16, 33, 2000):
         shape = SHAPES["long prefills beside short"]
         assert_equals_the_reference(name, shape, num_distances=num_distances)
@@ -171,7 +171,7 @@ def test_backend_equals_the_reference_on_any_batch(name: str, data: st.DataObjec
 def test_threads_that_share_a_sequence_count_distances_from_its_end():
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(before + 2)  # parts of sequences, more than there are requests
+        torch.set_num_threads(before + 2)  # more threads than requests: sequences are split
         for num_distances in (None, 300):
             shape = SHAPES["few long decodes"]
             assert_equals_the_reference("native", shape, num_distances=num_distances)
@@ -254,7 +254,7 @@ def test_backend_equals_attention_of_t5s_decoder_in_chunks_and_token_by_token(
             projection(hidden)[0].view(61, 3, 8)
             for projection in (attention.q, attention.k, attention.v)
         )
-        # Of the last of 21 tokens, whose keys are 20, 19, ... 0 behind it.
+        # For the last of 21 tokens, whose keys are at distances 20, 19, ... 0.
         scoring = Scoring(1.0, bias=attention.compute_bias(21, 21)[0, :, -1].flip(-1))
     memory = paged_memory(num_blocks=20, block_size=4, num_layers=1, num_kv_heads=3, head_dim=8)
     table = random_block_table([61], 4, 20, torch.Generator().manual_seed(1))
@@ -274,7 +274,7 @@ def test_backend_equals_attention_of_t5s_decoder_in_chunks_and_token_by_token(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scored", ["capped", "biased"])
-def test_scores_in_half_precision_are_as_near_as_its_rounding(dtype: torch.dtype, scored: str):
+def test_half_precision_scores_are_accurate_to_their_rounding(dtype: torch.dtype, scored: str):
     is_capped, generator = scored == "capped", torch.Generator().manual_seed(0)
     memory = paged_memory(
         num_blocks=12, block_size=4, num_layers=1, num_kv_heads=2, head_dim=16, dtype=dtype
@@ -290,12 +290,12 @@ def test_scores_in_half_precision_are_as_near_as_its_rounding(dtype: torch.dtype
         backend.begin_step(metadata)
         layer = layer_of(memory, 0)
         outputs.append(backend.forward(LayerCall(query, key, value, layer, metadata, scoring)))
-    # One rounding of the output; a bias is rounded as scores are.
+    # The output is rounded once; a bias is rounded like the scores.
     tolerance = (1 if is_capped else 4) * torch.finfo(dtype).eps
     torch.testing.assert_close(outputs[0], outputs[1], atol=tolerance, rtol=tolerance)
 
 
-def test_decodes_gather_a_window_and_not_the_sequence(monkeypatch: pytest.MonkeyPatch):
+def test_decodes_gather_only_the_window(monkeypatch: pytest.MonkeyPatch):
     gathered = []
     gather = TorchBackend._gather
 
@@ -306,7 +306,7 @@ def test_decodes_gather_a_window_and_not_the_sequence(monkeypatch: pytest.Monkey
     monkeypatch.setattr(TorchBackend, "_gather", watch)
     shape = Shape((1, 1), (700, 90), 4)
     run_steps(get_backend("torch", CPU, torch.float32, 4), shape, Bounds(window=16))
-    # The last 16 of 700 positions are 4 blocks, of 90 they touch 5: one bucket of two rows.
+    # The last 16 positions of 700 cover 4 blocks, of 90 they touch 5: one bucket of two rows.
     assert set(gathered) == {2 * 5}
 
 
@@ -329,7 +329,7 @@ def test_buckets_hold_every_sequence_once_and_waste_at_most_a_quarter(lengths: l
         (5, 4, "pool of 4"),
     ],
 )
-def test_native_backend_follows_no_table_out_of_its_memory(
+def test_native_backend_refuses_block_tables_outside_its_memory(
     seq_len: int, block_id: int, message: str
 ):
     memory = paged_memory(num_blocks=4, block_size=4, num_layers=1, num_kv_heads=1, head_dim=8)
@@ -346,7 +346,7 @@ def test_native_backend_follows_no_table_out_of_its_memory(
 
 
 @ON_A_CPU
-def test_rows_of_other_layers_and_requests_are_left_alone(name: str):
+def test_rows_of_other_layers_and_requests_are_unchanged(name: str):
     shape = SHAPES["mixed"]
     generator = torch.Generator().manual_seed(0)
     memory = with_garbage(
@@ -367,7 +367,7 @@ def test_rows_of_other_layers_and_requests_are_left_alone(name: str):
     assert changed.tolist() == sorted(rows.tolist())
 
 
-def test_layers_refuse_a_bias_that_fits_no_head_or_no_distance():
+def test_layers_refuse_a_bias_of_a_wrong_shape():
     spec = FullAttentionSpec(4, 2, 8, torch.float32)
     memory = paged_memory(num_blocks=4, block_size=4, num_layers=1, num_kv_heads=2, head_dim=8)
     table = random_block_table([3], 4, 4, torch.Generator().manual_seed(0))
@@ -442,7 +442,7 @@ def test_auto_is_native_on_a_cpu_in_float32_and_bfloat16():
         ("xformers", "cuda", torch.float16, 24, "multiple of 16, got 24"),
     ],
 )
-def test_unsupported_combination_says_what_is_needed(
+def test_an_unsupported_combination_names_its_requirements(
     name: str, device: str, dtype: torch.dtype, block_size: int, message: str
 ):
     with pytest.raises(ValueError, match=message):
@@ -454,7 +454,7 @@ _NUM_LAYERS = 2
 
 @dataclass(frozen=True)
 class Spoilt:
-    """One position of one request whose key, or value, or both, hold a number that is none."""
+    """One position of one request whose key or value, or both, are not finite."""
 
     request: int
     position: int
@@ -470,7 +470,7 @@ def run_spoilt_step(
     spoilt: Spoilt | None,
     unused: float = float("nan"),
 ) -> Tensor:
-    """One layer of a step; the same numbers in every call, but for what is spoilt."""
+    """Run one layer of a step with the same numbers in every call, except for the spoilt ones."""
     generator = torch.Generator().manual_seed(0)
     memory, num_blocks = memory_that_holds(shape.seq_lens, shape, _NUM_LAYERS)
     memory.buffer.view(torch.float32).fill_(unused)
@@ -500,7 +500,7 @@ def run_spoilt_step(
 
 
 def sees(shape: Shape, bounds: Bounds, spoilt: Spoilt) -> Tensor:
-    """``(num_tokens,)`` booleans: the queries that see the spoilt position."""
+    """Return ``(num_tokens,)`` booleans: True for queries that see the spoilt position."""
     found = [
         request == spoilt.request and bounds.first_visible(position) <= spoilt.position <= position
         for request, (query_len, seq_len) in enumerate(
@@ -542,7 +542,7 @@ def backend_for(name: str, shape: Shape) -> AttentionBackend:
     return get_backend(name, "cpu", torch.float32, shape.block_size)
 
 
-def assert_only_who_sees_it_is_touched(
+def assert_only_queries_that_see_it_change(
     name: str, shape: Shape, bounds: Bounds, scoring: Scoring, spoilt: Spoilt
 ) -> None:
     clean = run_spoilt_step(ReferenceBackend(), shape, bounds, scoring, None, unused=0.0)
@@ -553,7 +553,7 @@ def assert_only_who_sees_it_is_touched(
     if "value" in spoilt.parts:
         assert not output[touched].isfinite().flatten(1).all(1).any()
     elif math.isnan(spoilt.number):
-        # An infinite key may only say that it has no weight, and torch gives zeros where none has.
+        # An infinite key may have weight zero, and torch returns zeros if no key has weight.
         is_zero = (output[touched] == 0.0).flatten(1).all(1)
         is_finite = output[touched].isfinite().flatten(1).all(1)
         assert not (is_finite & ~is_zero).any()
@@ -574,7 +574,7 @@ def test_unused_memory_may_hold_anything(name: str, shape: Shape, scoring: Scori
 @EVERY_BACKEND
 @given(st.data())
 @settings(max_examples=examples(40))
-def test_any_spoilt_position_touches_only_who_sees_it(name: str, data: st.DataObject):
+def test_a_spoilt_position_changes_only_queries_that_see_it(name: str, data: st.DataObject):
     query_lens = sorted(data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=4)))
     seq_lens = tuple(query_len + data.draw(st.integers(0, 40)) for query_len in query_lens)
     block_size = data.draw(st.sampled_from([1, 4, 16]))
@@ -589,12 +589,12 @@ def test_any_spoilt_position_touches_only_who_sees_it(name: str, data: st.DataOb
         data.draw(st.sampled_from([NAN, INFINITY, -INFINITY])),
     )
     scoring = data.draw(st.sampled_from(list(SCORINGS.values())))
-    assert_only_who_sees_it_is_touched(name, shape, bounds, scoring, spoilt)
+    assert_only_queries_that_see_it_change(name, shape, bounds, scoring, spoilt)
 
 
 @EVERY_BACKEND
 @pytest.mark.parametrize("query_lens", [(1, 1, 1), (1, 7, 9)], ids=["decodes", "mixed"])
-def test_an_encoders_nan_reaches_its_own_request_alone(name: str, query_lens: tuple[int, ...]):
+def test_an_encoders_nan_reaches_only_its_own_request(name: str, query_lens: tuple[int, ...]):
     def attend(backend: AttentionBackend, spoilt: bool, unused: float) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         lengths = (9, 6, 11)
@@ -626,9 +626,7 @@ def test_an_encoders_nan_reaches_its_own_request_alone(name: str, query_lens: tu
 
 @pytest.mark.parametrize("part", ["x", "a", "b", "c"])
 @pytest.mark.parametrize("place", [0, 3, 70, 99])
-def test_a_late_nan_of_a_recurrence_leaves_earlier_tokens_and_other_requests_alone(
-    part: str, place: int
-):
+def test_a_nan_in_a_recurrence_reaches_only_later_tokens_of_its_request(part: str, place: int):
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([30, 100, 5])
     chunks = Chunks.of(lengths, torch.device("cpu"))

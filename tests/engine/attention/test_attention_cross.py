@@ -1,4 +1,4 @@
-"""Attention without causality: every backend against brute force, and through the layer."""
+"""Non-causal attention: every backend against brute force, and through the layer."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _NUM_LAYERS = 2
 class CrossShape:
     """A step's requests, decodes first, and the heads.
 
-    ``is_written`` tells whose encoder runs in the first step; the other requests' keys are in the
-    pages before it. In a second step all only read.
+    ``is_written`` marks requests whose encoder runs in the first step; the keys of others are in
+    their pages before it. In the second step all requests only read.
     """
 
     query_lens: tuple[int, ...]
@@ -53,9 +53,9 @@ def assert_steps_equal_brute_force(
     softcap: float | None = None,
     null_page: float = float("nan"),
 ) -> None:
-    """Outputs as :func:`_brute_force`, keys and values where the table says, all else untouched.
+    """Check outputs against :func:`_brute_force`, written keys and values, and untouched memory.
 
-    Pages that no request owns hold NaN, and so does the null page unless told otherwise.
+    Pages that no request owns hold NaN, and by default so does the null page.
     """
     generator = torch.Generator().manual_seed(0)
     memory, num_blocks = memory_that_holds(shape.encoder_lens, shape, _NUM_LAYERS)
@@ -123,7 +123,7 @@ def _brute_force(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """One token and one head at a time, in float64; zeros for who has nothing to see."""
+    """Compute one token and head at a time, in float64; zeros for tokens that see nothing."""
     owners = [request for request, length in enumerate(query_lens) for _ in range(length)]
     output = torch.zeros(query.shape, dtype=torch.float64)
     for token, request in enumerate(owners):
@@ -178,7 +178,7 @@ def assert_equals_brute_force(
     pytest.importorskip("xformers", exc_type=ImportError)
     shape = dataclasses.replace(shape, block_size=16)
     backend = MaterialisedXformers(CPU, torch.float32, block_size=16)
-    # Whose request has nothing to see looks at the null page, which memory keeps at zero.
+    # Requests that see nothing read the null page, which memory keeps at zero.
     assert_steps_equal_brute_force(backend, shape, softcap=softcap, null_page=0.0)
 
 
@@ -209,7 +209,7 @@ def test_backend_equals_brute_force_on_any_batch(name: str, data: st.DataObject)
 
 
 @needs_kernels
-def test_threads_may_be_more_than_there_are_keys():
+def test_more_threads_than_keys_work():
     before = torch.get_num_threads()
     backend = get_backend("native", CPU, torch.float32, 4)
     try:
@@ -221,7 +221,7 @@ def test_threads_may_be_more_than_there_are_keys():
 
 
 @ON_A_CPU
-def test_layer_needs_keys_in_the_step_of_the_encoder_and_none_later(name: str):
+def test_a_layer_needs_keys_only_in_the_step_of_the_encoder(name: str):
     spec = CrossAttentionSpec(4, 2, 8, torch.float32)
     memory = paged_memory(num_blocks=4, block_size=4, num_layers=1, num_kv_heads=2, head_dim=8)
     table = random_block_table([6], 4, 4, torch.Generator().manual_seed(0))

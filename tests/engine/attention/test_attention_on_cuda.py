@@ -1,6 +1,6 @@
-"""On a GPU: every backend that is for one, against the reference, over pages full of NaN.
+"""On a GPU: every GPU backend against the reference, over pages full of NaN.
 
-And engines there against engines on the CPU.
+Engines on a GPU are compared with engines on the CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def backend_of(name: str, dtype: torch.dtype, block_size: int) -> AttentionBacke
     try:
         return get_backend(name, "cuda", dtype, block_size)
     except ValueError as refusal:
-        pytest.skip(str(refusal))  # its wheels are built for one version of torch and CUDA each
+        pytest.skip(str(refusal))  # each wheel supports one version of torch and CUDA
 
 
 def tolerance(dtype: torch.dtype) -> float:

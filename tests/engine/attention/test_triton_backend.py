@@ -1,6 +1,6 @@
-"""The kernels of GPUs: whether they run is asked first; Triton's, interpreted, equal the reference.
+"""GPU kernels: probing whether they run; interpreted Triton kernels against the reference.
 
-All that no query may see holds NaN. ``make interpret`` runs many more cases:
+Everything that no query may see holds NaN. ``make interpret`` runs many more cases:
 ``tests/engine/attention/every_triton_case.py``.
 """
 
@@ -107,7 +107,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A GPU where packages are there and run nothing, as where a library does not load."""
+    """Simulate a GPU with packages installed whose kernels fail, as if a library did not load."""
     reason = "xFormers wasn't build with CUDA support"
 
     def refuse(*_: object) -> None:
@@ -122,13 +122,13 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> str:
     return reason
 
 
-def test_the_probe_gives_the_reasons_of_xformers_itself():
+def test_the_probe_reports_the_reasons_of_xformers():
     pytest.importorskip("xformers", exc_type=ImportError)
     with pytest.raises(ValueError, match=r"heads of 64 on cpu: ValueError: .*device=cpu \(supp"):
         XformersBackend.probe(CPU, torch.float16, 16, 64)
 
 
-def test_the_probe_takes_what_runs():
+def test_the_probe_accepts_kernels_that_run():
     pytest.importorskip("xformers", exc_type=ImportError)
     for block_size, head_dim in ((16, 64), (48, 20)):
         MaterialisedXformers.probe(CPU, torch.float32, block_size, head_dim)
@@ -142,7 +142,7 @@ def test_auto_falls_back_to_torch_with_one_warning(refused: str, caplog: pytest.
 
 
 @pytest.mark.parametrize("name", ["triton", "xformers"])
-def test_a_backend_asked_for_by_name_is_refused_with_the_reason(refused: str, name: str):
+def test_a_backend_requested_by_name_is_refused_with_the_reason(refused: str, name: str):
     with pytest.raises(ValueError, match=rf"block_size 32 and heads of 64 on cuda: .*{refused}"):
         get_backend(name, CUDA, torch.float16, 32)
 
@@ -155,7 +155,7 @@ def test_a_backend_asked_for_by_name_is_refused_with_the_reason(refused: str, na
         (torch.float16, 16, (64, 320), "heads have at most 256 numbers, got 320"),
     ],
 )
-def test_triton_says_what_it_needs(
+def test_triton_names_its_requirements(
     refused: str,
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
@@ -168,26 +168,26 @@ def test_triton_says_what_it_needs(
         resolve_backend_name("triton", CUDA, dtype, block_size, head_dims)
 
 
-def test_triton_says_that_it_is_not_installed(refused: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_triton_package_is_reported(refused: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(triton_backend, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match="needs the package triton, which is not installed"):
         get_backend("triton", CUDA, torch.float16, 16)
 
 
-def test_triton_runs_on_no_cpu(monkeypatch: pytest.MonkeyPatch):
+def test_triton_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="the triton backend runs on CUDA devices only, not on cp"):
         get_backend("triton", CPU, torch.float32, 16)
 
 
-def test_heads_of_all_sizes_are_asked_about(refused: str, monkeypatch: pytest.MonkeyPatch):
+def test_all_head_sizes_are_probed(refused: str, monkeypatch: pytest.MonkeyPatch):
     asked: list[int] = []
     monkeypatch.setattr(TritonBackend, "probe", lambda *needs: asked.append(needs[-1]))
     name = resolve_backend_name("auto", CUDA, torch.bfloat16, 16, head_dims=(80, 128))
     assert (name, asked) == ("triton", [80, 128])
 
 
-def test_an_engine_asks_again_for_the_heads_of_its_model(
+def test_an_engine_probes_the_head_sizes_of_its_model(
     seeded: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ):
     asked: list[Collection[int]] = []
@@ -218,7 +218,7 @@ else:
 """
 
 
-def test_a_cpu_runs_without_it_and_asking_for_it_says_what_it_needs(
+def test_a_cpu_needs_no_xformers_and_requesting_it_names_its_requirements(
     seeded: Callable[[str], str],
 ) -> None:
     code = RUN.format(model=seeded("qwen2"))

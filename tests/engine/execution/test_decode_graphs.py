@@ -1,4 +1,4 @@
-"""Steps of decodes in static buffers: what comes out is what comes out of steps as they come."""
+"""Decode steps in static buffers (graphs) give the same outputs as eager steps."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def start(model: str, **changes: Any) -> LLMEngine:
 
 
 def run(engine: LLMEngine, asks: Asks) -> list[RequestOutput]:
-    """Each comes a step after the one before, so that batches grow and shrink."""
+    """Run requests arriving one step after another, so that batches grow and shrink."""
     done: dict[str, RequestOutput] = {}
     waiting = list(enumerate(asks))
     while waiting or engine.has_unfinished_requests:
@@ -96,13 +96,13 @@ def assert_equal(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None
 
 
 @pytest.mark.parametrize("family", ASKS)
-def test_graphs_give_what_steps_as_they_come_give(
+def test_graphs_give_the_outputs_of_eager_steps(
     seeded: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, family: str
 ):
     expected = run(start(seeded(family)), ASKS[family]())
     call_graphs(monkeypatch)
     engine = start(seeded(family))
-    for _ in range(2):  # again with what the first time left: cached blocks, graphs, rows
+    for _ in range(2):  # the second run reuses cached blocks, graphs and rows
         assert_equal(run(engine, ASKS[family]()), expected)
     assert CalledGraphs.num_replays > 10
     buffer = engine._runner._memory.buffer
@@ -111,7 +111,7 @@ def test_graphs_give_what_steps_as_they_come_give(
     engine.check_integrity()
 
 
-def test_rows_of_a_failed_request_do_not_come_into_later_steps(
+def test_rows_of_a_failed_request_do_not_reach_later_steps(
     qwen2_checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ):
     expected = run(start(qwen2_checkpoint), decoder_asks()[1:])
@@ -132,7 +132,7 @@ def test_rows_of_a_failed_request_do_not_come_into_later_steps(
     assert_equal(run(engine, decoder_asks()[1:]), expected)
 
 
-def test_preempted_requests_come_back_into_graphs(
+def test_preempted_requests_resume_in_graphs(
     qwen2_checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ):
     asks: Asks = [(TokensPrompt(tuple(range(5, 5 + n))), DRAWN) for n in (30, 31, 45)]
@@ -143,7 +143,7 @@ def test_preempted_requests_come_back_into_graphs(
     assert engine.stats().num_preemptions
 
 
-def test_padding_adds_rows_that_know_the_null_page_alone():
+def test_padding_rows_refer_only_to_the_null_page():
     batch = InputBatch(max_num_seqs=4, max_model_len=12, block_sizes=[4])
     for name, blocks in (("a", [3, 1]), ("b", [2])):
         batch.add(name, [7, 8, 9, 10, 11])

@@ -1,4 +1,4 @@
-"""Inputs of a step by the design's worked numbers, and steps on a pretended CUDA device."""
+"""Step inputs against the design's worked example, and steps on a simulated CUDA device."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_second_step_mixes_decodes_with_the_rest_of_a_chunked_prompt() -> None:
     assert group.block_table.tolist() == [[1, 2, 0, 0], [3, 7, 0, 0], [4, 5, 6, 8]]
 
 
-def test_a_freed_row_leaves_no_blocks_behind() -> None:
+def test_a_freed_row_keeps_no_blocks() -> None:
     batch = make_batch()
     batch.remove("2")
     batch.add("3", [300])
@@ -111,10 +111,10 @@ def test_rows_are_conserved() -> None:
     block_size=st.sampled_from([1, 2, 3, 4, 16]),
     order=st.randoms(use_true_random=False),
 )
-def test_every_token_gets_its_own_place(
+def test_every_token_gets_its_own_slot(
     shares: list[tuple[int, int]], block_size: int, order: object
 ) -> None:
-    """Against a loop over tokens."""
+    """Compare with a loop over tokens."""
     batch = InputBatch(max_num_seqs=8, max_model_len=18, block_sizes=[block_size])
     next_block = 1
     tables: list[list[int]] = []
@@ -155,7 +155,7 @@ DRAWN = SamplingParams(
     ignore_eos=True,
     repetition_penalty=1.2,
 )
-# Of the second a page is filled by a decode.
+# A decode of the second prompt fills a page.
 CUDA_PROMPTS = tuple(TokensPrompt(tuple(range(5, 5 + length))) for length in (5, 14))
 
 
@@ -176,8 +176,8 @@ def run(
     ("family", "params", "uploads", "reads"),
     [
         ("t5", GREEDY, 1, 1),
-        # Beside the step's: penalties, what shapes a distribution, shares, time orders of states;
-        # and how many tokens each expert has, in two layers of float32.
+        # In addition to the step's: penalties, sampling parameters, shares, time orders of states,
+        # and the numbers of tokens per expert in two float32 layers.
         ("jamba", DRAWN, 9, 3),
     ],
 )
@@ -212,19 +212,19 @@ def test_decodes_on_cuda_wait_once_a_step_and_give_the_cpus_tokens(
 
         crossings.clear()
         assert run(engine, params, after_step) == expected
-    # Of requests that end, the blocks that they end in are looked at as well.
+    # The last step also reads the final blocks of finished requests.
     _, *decodes, _ = steps
     assert len(decodes) == 2
     for crossed in decodes:
         assert crossed[BLOCKING_UPLOAD] == 0
-        # The sampled tokens; when they are there, so are the rows, and what is awaited.
+        # Waiting for the sampled tokens also covers the rows and other pending reads.
         assert crossed[BLOCKING_READ] == reads
         assert crossed[READ] <= 2
         assert crossed[WAIT] == 1
         assert crossed[UPLOAD] <= uploads
 
 
-def test_keeping_what_aligns_words_uploads_nothing_that_a_graph_would_refuse(
+def test_keeping_alignment_heads_needs_no_blocking_upload(
     seeded: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ):
     prompt = TRIALS["whisper"].prompt
@@ -260,7 +260,7 @@ def test_the_pretended_device_refuses_what_cuda_refuses(monkeypatch: pytest.Monk
         assert crossings.count(UPLOAD) == 1
 
 
-def test_a_group_without_filled_pages_adds_nothing_on_a_device_that_gathers():
+def test_a_group_without_filled_pages_gathers_nothing():
     groups = (
         KVCacheGroup(("decoder.self",), FullAttentionSpec(4, 2, 8, torch.float16)),
         KVCacheGroup(("decoder.cross",), CrossAttentionSpec(4, 2, 8, torch.float16)),

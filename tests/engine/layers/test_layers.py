@@ -89,7 +89,7 @@ def test_packing_keeps_one_copy_of_the_weight_and_may_be_repeated():
         list(linear.targets(""))
 
 
-def test_packed_linear_takes_strided_rows():
+def test_packed_linear_accepts_strided_rows():
     linear, _ = filled_linear(bias=True)
     wide = torch.randn(5, 48, generator=torch.Generator().manual_seed(2))
     expected = linear(wide[:, :24])
@@ -125,7 +125,7 @@ def test_norm_with_an_offset_equals_gemmas(dtype: torch.dtype):
     norm.weight.data.copy_(theirs.weight.data)
     norm.finish_loading()
     x = (10 * torch.randn(7, 32, generator=generator)).to(dtype)
-    # In half precision to the last bit: nothing is rounded in between.
+    # Exact in half precision: no intermediate result is rounded.
     tolerance = 1e-6 if dtype == torch.float32 else 0.0
     torch.testing.assert_close(norm(x), theirs(x).detach(), atol=tolerance, rtol=tolerance)
 
@@ -232,7 +232,7 @@ def heads(num_tokens: int, num_heads: int) -> Tensor:
 @pytest.mark.parametrize("max_model_len", [24, MAX_LEN])
 @pytest.mark.parametrize("parameters", VARIANTS.values(), ids=VARIANTS.keys())
 def test_rotation_equals_transformers(parameters: dict[str, Any], max_model_len: int):
-    """At the longest sequence length, where the length-dependent variants agree by definition."""
+    """At the maximum length, at which the length-dependent variants agree by definition."""
     config = config_for(parameters)
     query, key = heads(max_model_len, 4), heads(max_model_len, 2)
     positions = torch.arange(max_model_len)
@@ -254,7 +254,7 @@ def test_dynamic_beyond_the_trained_length_equals_transformers_at_the_longest():
     torch.testing.assert_close(own_sin[:, 0, half:], sin[0, :, half:], atol=1e-5, rtol=0)
 
 
-def test_partial_rotation_leaves_the_other_channels_alone():
+def test_partial_rotation_keeps_the_other_channels():
     config = PhiConfig(
         hidden_size=64,
         num_attention_heads=4,
@@ -351,7 +351,7 @@ def test_sections_must_add_up():
         ({"rope_type": "yarn"}, "rope_parameters .* cannot be used: KeyError: 'factor'"),
     ],
 )
-def test_parameters_that_cannot_be_are_refused(changes: dict[str, Any], told: str) -> None:
+def test_invalid_rope_parameters_are_refused(changes: dict[str, Any], told: str) -> None:
     config = config_for(VARIANTS["default"])
     config.rope_parameters = VARIANTS["default"] | changes
     with pytest.raises(ValueError, match=told):
@@ -443,7 +443,7 @@ def test_experts_equal_transformers(kind: str, num_tokens: int) -> None:
 
 
 @torch.inference_mode()
-def test_an_expert_runs_over_its_own_rows_and_no_other_is_read(
+def test_an_expert_runs_only_over_its_own_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours, theirs = experts("normalised")
@@ -467,7 +467,7 @@ def test_an_expert_runs_over_its_own_rows_and_no_other_is_read(
 
 
 @torch.inference_mode()
-def test_on_cuda_nobody_waits_for_how_many_rows_an_expert_has(
+def test_experts_on_cuda_need_no_synchronization(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours, _ = experts("with a shared one")
@@ -503,6 +503,6 @@ def test_packed_experts_with_the_c_kernels_equal_the_plain_ones() -> None:
     torch.testing.assert_close(packed(x), theirs(x[None])[0], atol=1e-5, rtol=1e-5)
 
 
-def test_more_experts_to_a_token_than_there_are_are_refused() -> None:
+def test_more_experts_per_token_than_experts_are_refused() -> None:
     with pytest.raises(ValueError, match=r"1 to 4 experts.*num_experts_per_tok is 5"):
         ExpertsConfig(4, 5, 8)

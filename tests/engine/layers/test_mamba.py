@@ -1,4 +1,4 @@
-"""Recurrent layers against transformers' modules, whatever the packing."""
+"""Recurrent layers against transformers' modules, for any packing."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def build_mixer(kind: str, dtype: torch.dtype) -> Mixer:
 
 @dataclass(frozen=True)
 class Pair:
-    """A mixer, and transformers' with the same weights."""
+    """A mixer and transformers' module with the same weights."""
 
     mixer: Mixer
     theirs: nn.Module
@@ -92,7 +92,7 @@ def pair(kind: str) -> Pair:
             for name, parameter in theirs.named_parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
                 if name == "A_log":
-                    # Slow decays too, or nothing is remembered for long.
+                    # Include slow decays, else nothing is remembered for long.
                     parameter.sub_(torch.rand_like(parameter), alpha=3)
     copy_weights(mixer, theirs)
     mixer.finish_loading()
@@ -113,7 +113,7 @@ def run_mixer(
 ) -> list[Tensor]:
     """Run steps of ``(request, number of tokens)``, decodes first.
 
-    Every request has two pages: even ones stay in their first, odd ones move at every step.
+    Every request has two pages: even requests stay in the first, odd ones switch at every step.
     """
     num_pages = 1 + 2 * len(sequences)
     states = [
@@ -159,7 +159,7 @@ def check_mixer(kind: str, steps: Sequence[Sequence[tuple[int, int]]]) -> None:
 
 @st.composite
 def packed_steps(draw: st.DrawFn) -> list[list[tuple[int, int]]]:
-    """Requests that start at different steps, in chunks of any size, packed in any order."""
+    """Draw requests that start at different steps, in chunks of any size, packed in any order."""
     queues = draw(
         st.lists(
             st.lists(st.one_of(st.just(1), st.integers(1, 21)), min_size=1, max_size=5),
@@ -183,7 +183,7 @@ def packed_steps(draw: st.DrawFn) -> list[list[tuple[int, int]]]:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=examples(40), deadline=None)
 @given(steps=packed_steps())
-def test_no_packing_changes_what_a_request_gets(kind: str, steps: list[list[tuple[int, int]]]):
+def test_packing_does_not_change_results(kind: str, steps: list[list[tuple[int, int]]]):
     check_mixer(kind, steps)
 
 
@@ -224,7 +224,7 @@ def test_a_strong_decay_does_not_blur_the_weak_ones_after_it():
 
 
 def test_the_delta_rule_in_chunks_is_the_recurrence_where_keys_repeat_and_a_token_is_not_finite():
-    """Keys alike make the products with what a chunk brings nearly cancel."""
+    """With equal keys, the products within a chunk nearly cancel."""
     generator = torch.Generator().manual_seed(0)
     length, heads, key_dim, value_dim, spoilt = 150, 2, 8, 6, 140
     q, k = torch.randn(2, length, heads, key_dim, generator=generator)

@@ -1,4 +1,4 @@
-"""Products with weights of 8 and 4 bits against the product with the dequantized matrix."""
+"""Products with 8-bit and 4-bit weights against products with the dequantized matrix."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NATIVE = [pytest.param(way, marks=needs_kernels) for way in ("native", "native-f
 
 @pytest.fixture(params=["torch", *NATIVE])
 def ops(request: pytest.FixtureRequest) -> LayerOps:
-    """Each way to multiply: with torch, and the kernels with whole numbers and with floats."""
+    """Each implementation: torch, the kernels with integers, and the kernels with floats."""
     if request.param == "torch":
         return LayerOps()
     kernels = copy(load_kernels())
@@ -42,18 +42,18 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def assert_near(actual: Tensor, expected: Tensor) -> None:
-    """Within the 5e-3, relative to the whole, that a layer may differ."""
+    """Check a relative error of at most 5e-3, the tolerance of a layer."""
     assert actual.shape == expected.shape
     assert (actual - expected).norm() <= 5e-3 * expected.norm()
 
 
 @pytest.mark.parametrize(("name", "error"), [("int8", 0.01), ("int4", 0.1)])
 @pytest.mark.parametrize("width", [1, 31, 32, 100])
-def test_codes_are_the_nearest_to_a_weight(name: str, error: float, width: int):
+def test_weights_are_rounded_to_the_nearest_code(name: str, error: float, width: int):
     weight = normal(6, width) * torch.tensor([1e-6, 1e-2, 1, 1e4, 0, 1])[:, None]
     held = SCHEMES[name].quantize(weight)
     rounded = held.dequantize()
-    # Half a step, and what scales and offsets of eleven bits add.
+    # Half a step plus the error of scales and offsets of eleven bits.
     steps = held.scales.repeat_interleave(held.group_size, dim=1)[:, :width]
     allowed = steps / 2 + weight.abs().amax(1, keepdim=True) / 500
     assert bool(((rounded - weight).abs() <= allowed).all())
@@ -80,7 +80,7 @@ def test_a_product_of_parts_equals_that_with_dequantized_weights(
     assert linear.nbytes < 0.5 * matrix.nbytes
 
 
-def test_parts_may_come_in_layouts_of_their_own(ops: LayerOps):
+def test_parts_may_have_different_layouts(ops: LayerOps):
     linear = Linear(64, {"a": 32, "b": 32, "c": 16}, dtype=torch.float32, device=CPU)
     linear.hold_quantized(None, ops)
     codes = torch.arange(32 * 64, dtype=torch.uint8).view(32, 64) % 16
@@ -101,13 +101,13 @@ def test_a_product_with_bfloat16_equals_that_in_float32(
     weight, bias = normal(out, width).bfloat16(), normal(out, seed=1)
     x = normal(rows, 100, seed=2)[:, :width]
     expected = F.linear(x, weight.float(), bias)
-    if type(ops) is LayerOps:  # which computes in bfloat16 as a whole, with x and results in it
+    if type(ops) is LayerOps:  # computes in bfloat16 throughout, including x and the result
         x, bias = x.bfloat16(), bias.bfloat16()
     assert_near(ops.pack_weight(weight).multiply(x, bias).float(), expected)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_row_that_is_not_finite_spoils_itself_alone(scheme: str, ops: LayerOps):
+def test_a_non_finite_row_affects_only_itself(scheme: str, ops: LayerOps):
     weight = SCHEMES[scheme].quantize(normal(40, 96))
     x = normal(5, 96, seed=1)
     expected = F.linear(x, weight.dequantize())
@@ -119,7 +119,7 @@ def test_a_row_that_is_not_finite_spoils_itself_alone(scheme: str, ops: LayerOps
 
 
 @pytest.mark.parametrize("family", ["qwen2", "jamba"])
-def test_a_model_holds_its_products_quantized(family: str, tmp_path: Path):
+def test_a_model_keeps_its_weights_quantized(family: str, tmp_path: Path):
     folder = build_causal_lm(tmp_path, family, num_layers=2, with_tokenizer=False)
 
     def load(quantization: str | None) -> CausalModel:

@@ -1,4 +1,4 @@
-"""Triton's kernels of layers against torch's operations; interpreted where there is no GPU."""
+"""Triton kernels of layers against torch operations; interpreted without a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.b
 
 @pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
 def ops(request: pytest.FixtureRequest) -> LayerOps:
-    """Interpreted, or compiled for a GPU."""
+    """Interpreted or compiled kernels."""
     if not request.param:
         need_interpreter()
     elif not torch.cuda.is_available():
@@ -43,7 +43,7 @@ def test_norms(ops: LayerOps, dtype: torch.dtype, wide_weight: bool):
     ours, theirs = residual.clone(), residual.clone()
     expected = LayerOps().add_rms_norm(x, theirs, weight, 1e-6)
     near(ops.add_rms_norm(x, ours, weight, 1e-6), expected)
-    near(ours, theirs)  # the interpreter cuts bfloat16 off, and does not round
+    near(ours, theirs)  # the interpreter truncates to bfloat16 instead of rounding
 
 
 @DTYPES
@@ -55,7 +55,7 @@ def test_rotations(ops: LayerOps, dtype: torch.dtype, rotary_dim: int):
     together = numbers(4, 7 * 20, dtype=dtype)
     ours, theirs = together.clone(), together.clone()
     for layer_ops, rows in ((ops, ours), (LayerOps(), theirs)):
-        layer_ops.rotate(rows[:, :100].view(4, 5, 20), cos, sin)  # what lies behind stays
+        layer_ops.rotate(rows[:, :100].view(4, 5, 20), cos, sin)  # the columns behind are unchanged
     near(ours, theirs)
     assert torch.equal(ours[:, 100:], together[:, 100:])
 

@@ -1,4 +1,4 @@
-"""The C kernels against torch, how they are built and done without, and their team of threads."""
+"""The C kernels against torch, their build, the fallback without them, and their thread team."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_norms_equal_torch(ops: LayerOps, rows: int, width: int):
 
 
 @needs_kernels
-def test_rows_may_be_a_stride_apart_as_torch_takes_them(ops: LayerOps):
+def test_strided_rows_equal_torch(ops: LayerOps):
     wide, weight = normal(5, 3 * 8), normal(8, seed=2)
     x, gate_up = wide[:, 8:16], wide[:, 4:20]
     assert_near(ops.rms_norm(x, weight, 1e-6), LayerOps().rms_norm(x, weight, 1e-6))
@@ -110,7 +110,7 @@ def test_rotation_equals_torch_on_a_view_of_wider_rows(ops: LayerOps, rotary_dim
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("in_features", [1, 40, 256, 257, 2048])
 @pytest.mark.parametrize("rows", [0, 1, 2, 13, 14, 15, 16, 57, 300])
-def test_products_are_as_near_to_float64_as_torchs(
+def test_products_are_accurate_against_float64(
     native_products: None, rows: int, in_features: int, bias: bool
 ):
     kernels = load_kernels()
@@ -122,14 +122,14 @@ def test_products_are_as_near_to_float64_as_torchs(
     exact = nn.functional.linear(
         x.double(), weight.double(), None if added is None else added.double()
     )
-    # Sums of n products of unit normals: about sqrt(n) large, each rounded n / 256 + 256 times.
+    # Sums of n products of unit normals: magnitude sqrt(n), each rounded n / 256 + 256 times.
     torch.testing.assert_close(
         actual.double(), exact, atol=3e-6 * in_features**0.5 + 1e-6, rtol=1e-5
     )
 
 
 @pytest.mark.parametrize("sizes", [[1], [2, 1, 14], [3, 200, 1, 65, 64]])
-def test_products_of_groups_are_those_of_each_alone(native_products: None, sizes: list[int]):
+def test_grouped_products_equal_separate_products(native_products: None, sizes: list[int]):
     kernels = load_kernels()
     weights = [kernels.pack_linear(normal(96, 300, seed=n)) for n in range(len(sizes))]
     x = normal(sum(sizes), 300, seed=9)
@@ -144,9 +144,7 @@ def test_products_of_groups_are_those_of_each_alone(native_products: None, sizes
 
 
 @needs_kernels
-def test_products_that_the_kernel_does_not_take_go_to_onednn(
-    ops: LayerOps, monkeypatch: pytest.MonkeyPatch
-):
+def test_unsupported_products_use_onednn(ops: LayerOps, monkeypatch: pytest.MonkeyPatch):
     odd, even = normal(33, 8), normal(64, 8)
     assert load_kernels().pack_linear(odd) is None
     x = normal(3, 8, seed=1)
@@ -177,7 +175,7 @@ def test_deterministic_products_and_activations_round_a_row_alike(native_product
 
 
 @needs_kernels
-def test_what_the_kernels_would_misread_is_refused():
+def test_unsupported_inputs_are_refused():
     kernels = load_kernels()
     with pytest.raises(ValueError, match=r"contiguous float32 on a CPU, got torch\.float64"):
         kernels.gated_silu(normal(2, 4).double())
@@ -196,9 +194,9 @@ def test_what_the_kernels_would_misread_is_refused():
         kernels.rotate(normal(2, 1, 4), normal(2, 1, 6), normal(2, 1, 6))
 
 
-def test_spans_take_tables_without_blocks_and_refuse_what_the_kernel_would_misread():
+def test_spans_accept_empty_tables_and_refuse_unsupported_layouts():
     spans = torch.zeros(3, 2, dtype=torch.int32)
-    # As a step's inputs make it for encoders of which nothing is kept: all its strides are 0.
+    # Like the step inputs of encoders without cached blocks: all strides are 0.
     empty = torch.from_numpy(np.zeros((2, 0), dtype=np.int32))
     assert PagedSpans(empty, spans).num_parts == 1
     table = torch.zeros(2, 4, dtype=torch.int32)
@@ -212,7 +210,7 @@ def test_spans_take_tables_without_blocks_and_refuse_what_the_kernel_would_misre
 
 @pytest.fixture
 def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is tested what is built when, how fast the kernels are does not matter."""
+    """Compile without optimization; tests of the build do not need fast kernels."""
     flags = tuple("-O0" if flag == "-O3" else flag for flag in native.kernels._FLAGS)
     assert flags != native.kernels._FLAGS
     monkeypatch.setattr(native.kernels, "_FLAGS", flags)
@@ -238,7 +236,7 @@ def test_a_library_is_built_once_and_again_when_the_source_changes(
 @pytest.mark.parametrize(
     ("compiler", "message"), [("/bin/false", "exited with 1"), ("no-such-cc", "is no program")]
 )
-def test_a_failing_compiler_is_an_error_that_says_so(
+def test_a_failing_compiler_is_reported(
     compiler: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("OMNI_CACHE_DIR", str(tmp_path))
@@ -247,14 +245,14 @@ def test_a_failing_compiler_is_an_error_that_says_so(
         compile_kernels()
 
 
-def test_a_library_that_does_not_load_is_an_error_that_says_so(tmp_path: Path):
+def test_a_library_that_does_not_load_is_reported(tmp_path: Path):
     broken = tmp_path / "kernels.so"
     broken.write_bytes(b"not a library")
     with pytest.raises(NativeBuildError, match="do not load"):
         NativeKernels(broken)
 
 
-def test_without_a_compiler_an_engine_runs_with_torch_and_says_so_once(
+def test_without_a_compiler_an_engine_uses_torch_and_warns_once(
     qwen2_checkpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.delenv("CC", raising=False)
@@ -309,7 +307,7 @@ def test_every_piece_runs_once_in_each_of_many_jobs(threads: int):
 
 @needs_kernels
 def test_a_delayed_piece_delays_no_other():
-    """With shares handed out in advance, those after the delayed piece in its share would wait."""
+    """With static shares, pieces after the delayed one in its share would wait."""
     others, seen = threading.Event(), []
 
     def piece(number: int) -> None:
@@ -324,7 +322,7 @@ def test_a_delayed_piece_delays_no_other():
 
 
 @needs_kernels
-def test_jobs_of_several_threads_at_once_are_all_done():
+def test_concurrent_jobs_of_several_threads_all_finish():
     def job(first: int) -> list[int]:
         seen: list[int] = []
         for _ in range(20):
@@ -337,7 +335,7 @@ def test_jobs_of_several_threads_at_once_are_all_done():
 
 
 @needs_kernels
-def test_a_late_member_takes_no_piece_of_a_job_half_replaced(tmp_path: Path):
+def test_a_late_member_takes_no_piece_of_a_half_replaced_job(tmp_path: Path):
     stress, sources = tmp_path / "stress", Path(__file__).with_name("team_stress.c")
     include = f"-I{ROOT / 'engine' / 'native'}"
     command = [find_compiler(), "-O2", "-pthread", include, str(sources), "-o", str(stress)]
@@ -350,8 +348,8 @@ def test_a_late_member_takes_no_piece_of_a_job_half_replaced(tmp_path: Path):
 
 @needs_kernels
 @pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3", "aarch64"])
-def test_kernels_are_right_on_other_processors(processor: str, tmp_path: Path):
-    """Without vectors but SSE2, with AVX2, and with NEON, which an emulator runs."""
+def test_kernels_are_correct_on_other_processors(processor: str, tmp_path: Path):
+    """SSE2 only, AVX2, and NEON in an emulator."""
     if processor == "aarch64":
         cross, emulator = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
         if cross is None or emulator is None:
@@ -365,7 +363,7 @@ def test_kernels_are_right_on_other_processors(processor: str, tmp_path: Path):
     kernels = [str(native / f"{name}.c") for name in ("kernels", "linear", "quantized", "team")]
     checks = str(Path(__file__).with_name("other_processors.c"))
     sources = [checks, *kernels, "-lm", "-o", str(program)]
-    # -O3 compiles three times as long, and what differs from processor to processor is the source.
+    # -O3 compiles three times as long, and the sources are what differs between processors.
     optimized = ["-O2", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-pthread"]
     subprocess.run([*compiler, *optimized, f"-I{native}", *sources], check=True)
     done = subprocess.run(
@@ -375,8 +373,8 @@ def test_kernels_are_right_on_other_processors(processor: str, tmp_path: Path):
 
 
 @needs_kernels
-def test_at_most_as_many_threads_work_as_were_asked_for():
-    """Also where an earlier job has left more members than that."""
+def test_at_most_the_requested_number_of_threads_work():
+    """Even if an earlier job left more team members."""
     run_pieces(lambda number: None, 64, 7)
     for _ in range(20):
         workers: set[int] = set()
@@ -385,7 +383,7 @@ def test_at_most_as_many_threads_work_as_were_asked_for():
 
 
 def results() -> list[Tensor]:
-    """What kernels make of inputs large enough to be cut into pieces."""
+    """Return kernel results for inputs large enough to be split into pieces."""
     kernels, seeded = load_kernels(), torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -400,7 +398,7 @@ def results() -> list[Tensor]:
         kernels.snake(normal(2, 9, 700), normal(12), normal(12), normal(9), normal(9)),
     ]
     weight = kernels.pack_linear(normal(2048, 256))
-    if weight is not None:  # without AVX-512 products are torch's
+    if weight is not None:  # without AVX-512, torch computes products
         made += [kernels.linear(weight, normal(rows, 256), normal(2048)) for rows in (3, 300)]
     return made
 
@@ -421,8 +419,8 @@ def test_results_do_not_depend_on_the_number_of_threads():
 
 @needs_kernels
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_fork_has_a_team_of_its_own():
-    """In a program of its own, since a fork of pytest would take its threads' locks along."""
+def test_a_fork_has_its_own_team():
+    """Use a separate program, since a fork of pytest would copy locks held by its threads."""
     program = (
         "import os, sys, torch\n"
         "from tests.support.native_kernels import run_pieces\n"

@@ -1,4 +1,4 @@
-"""Rows beside tokens: known as far as they came, and hashed by content alone."""
+"""Rows that accompany tokens: known as far as received, and hashed by content only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def grown(sizes: Sequence[int], *, rows: Tensor = ROWS, complete: bool = True) -
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=6), st.data())
-def test_how_rows_came_changes_nothing(sizes: list[int], data: st.DataObject) -> None:
+def test_results_do_not_depend_on_how_rows_arrive(sizes: list[int], data: st.DataObject) -> None:
     streamed_rows, whole = grown(sizes), grown([len(ROWS)])
     start = data.draw(st.integers(0, 30))
     stop = data.draw(st.integers(start, 40))
@@ -47,7 +47,7 @@ def test_how_rows_came_changes_nothing(sizes: list[int], data: st.DataObject) ->
     torch.testing.assert_close(inputs, expected[start:stop], atol=0, rtol=0)
 
 
-def test_rows_that_have_not_come_are_not_known() -> None:
+def test_rows_not_received_are_not_known() -> None:
     streamed_rows = grown([5, 3], complete=False)
     assert not streamed_rows.is_complete
     assert [streamed_rows.num_known(limit) for limit in (2, 8, 9)] == [2, 8, 8]
@@ -57,7 +57,7 @@ def test_rows_that_have_not_come_are_not_known() -> None:
     assert streamed_rows.num_known(1000) == 1000
 
 
-def test_nothing_follows_the_last() -> None:
+def test_completed_rows_cannot_be_extended() -> None:
     streamed_rows = grown([5])
     with pytest.raises(ValueError, match="ended"):
         streamed_rows.extend(ROWS[:1])
@@ -65,14 +65,14 @@ def test_nothing_follows_the_last() -> None:
         streamed_rows.complete(FILLER)
 
 
-def test_the_rows_are_the_conditions_own() -> None:
+def test_rows_are_copied() -> None:
     rows = ROWS.clone()
     streamed_rows = StreamedRows(rows, NUM_REPLACED)
     rows.zero_()
     assert torch.equal(streamed_rows.cut(0, 20), ROWS)
 
 
-def test_spans_tell_rows_and_their_use_apart() -> None:
+def test_spans_distinguish_rows_and_their_use() -> None:
     changed = ROWS.clone()
     changed[6] += 1
     spans, others = grown([20]).spans(0, 20, 2), grown([20], rows=changed).spans(0, 20, 2)
@@ -81,7 +81,7 @@ def test_spans_tell_rows_and_their_use_apart() -> None:
     assert same[0].content_hash == same[1].content_hash and same[0].kind != same[1].kind
 
 
-def test_what_follows_a_block_does_not_change_its_spans() -> None:
+def test_later_rows_do_not_change_the_spans_of_a_block() -> None:
     whole = grown([20])
     for stop in (4, 12, 16, 24):
         spans = [span for span in whole.spans(0, 32, 4) if span.offset < stop]
@@ -89,10 +89,10 @@ def test_what_follows_a_block_does_not_change_its_spans() -> None:
 
 
 @given(st.lists(st.integers(1, 3), max_size=4), st.integers(0, 5), st.integers(1, 6))
-def test_keys_stand_for_the_rows_that_have_one(
+def test_keys_replace_the_content_of_keyed_rows(
     sizes: list[int], num_unkeyed: int, block_size: int
 ) -> None:
-    """Rows that differ under equal keys are the same, and others, keyed or not, are not."""
+    """Different rows with equal keys count as equal; other rows, keyed or not, do not."""
     ids = [key for key, size in enumerate(sizes, 1) for _ in range(size)] + [0] * num_unkeyed
     keys, rows = torch.tensor(ids).reshape(-1, 1).repeat(1, 6), torch.randn(len(ids) + 2, 3)
     changed, num_keyed = rows + torch.tensor([[1.0]]), sum(sizes)
@@ -106,7 +106,7 @@ def test_keys_stand_for_the_rows_that_have_one(
         assert StreamedRows(rows, len(ids), 2 * keys).spans(0, len(ids), block_size) != spans
 
 
-def test_places_that_are_indices_have_no_span() -> None:
+def test_positions_equal_to_indices_have_no_span() -> None:
     table = torch.arange(12).repeat(3, 1)
     table[1, 5:] += 2
     moved, same = PromptPositions.of(table), PromptPositions.of(table[:, :4])

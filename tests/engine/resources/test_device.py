@@ -1,4 +1,4 @@
-"""Devices, cores and freed memory: what a process may use, and how an engine takes it."""
+"""Devices, CPU cores and freed memory that an engine may use."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_cuda_device_is_current_inside_and_a_cpu_changes_nothing(monkeypatch: 
 
 
 @pytest.mark.parametrize("name", ["mps", "meta", "xpu:0"])
-def test_a_device_that_no_model_runs_on_is_refused(name: str) -> None:
+def test_an_unsupported_device_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"device '{name}' is none that models run on"):
         resolve_device(name)
 
@@ -114,7 +114,7 @@ HOST = "0::/docker/0123\n"
         ),
     ],
 )
-def test_the_smallest_quota_of_the_groups_counts(
+def test_the_smallest_cgroup_quota_applies(
     memberships: str, files: dict[str, str], expected: float | None, tmp_path: Path
 ):
     own = tmp_path / "cgroup"
@@ -146,7 +146,7 @@ def test_a_quota_bounds_the_cores(quota: float | None, cores: int, monkeypatch: 
         ("import stages", "ACTIVE", "ACTIVE"),
     ],
 )
-def test_torch_is_loaded_with_threads_that_sleep(first: str, given: str | None, expected: str):
+def test_torch_is_loaded_with_sleeping_threads(first: str, given: str | None, expected: str):
     environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
     environment["OMP_DISPLAY_ENV"] = "TRUE"
     if given is not None:
@@ -161,7 +161,7 @@ def test_torch_is_loaded_with_threads_that_sleep(first: str, given: str | None, 
     assert re.findall("OMP_WAIT_POLICY = '(.*)'", ran.stderr) == [expected]
 
 
-# Frees and asks again for 20 MiB, as a prefill's activations are; counts page faults of the second.
+# Allocates 20 MiB twice, like a prefill's activations; counts the page faults of the second time.
 SCRIPT = """
 import ctypes, resource, sys
 from engine.resources.device import keep_freed_memory
@@ -184,11 +184,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is on Linux")
-def test_freed_memory_is_used_again_without_page_faults():
+def test_freed_memory_is_reused_without_page_faults():
     faults = {}
     for mode in ("keep", "default"):
         command = [sys.executable, "-c", SCRIPT, mode]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         faults[mode] = int(done.stdout)
-    # With transparent huge pages even the default faults rarely, so it is only compared with.
+    # With transparent huge pages even the default rarely faults, so it is only an upper bound.
     assert faults["keep"] <= min(faults["default"], 10)

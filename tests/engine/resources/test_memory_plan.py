@@ -1,4 +1,4 @@
-"""What is told of memory before it is reserved, and what is refused. No model is needed."""
+"""Reports of memory before it is reserved, and refused plans. No model is needed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def planned(
     )
 
 
-def test_a_pool_on_a_gpu_leaves_what_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_on_a_gpu_leaves_memory_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * 2**30, 80 * 2**30))
 
     def num_blocks(memory_fraction: float) -> int:
@@ -81,7 +81,7 @@ def free_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr("engine.resources.memory_plan.psutil.virtual_memory", lambda: told)
 
 
-def test_one_full_attention_group_is_told_in_blocks_and_tokens() -> None:
+def test_one_full_attention_group_is_reported_in_blocks_and_tokens() -> None:
     _, plan = planned((group(FULL, 2),), 100, num_blocks=9)
     assert plan.lines() == [
         "weights        0 B (bfloat16 on cpu)",
@@ -93,7 +93,7 @@ def test_one_full_attention_group_is_told_in_blocks_and_tokens() -> None:
     ]
 
 
-def test_windows_are_told_with_what_they_save() -> None:
+def test_windows_are_reported_with_their_savings() -> None:
     _, plan = planned(HALF_SLIDING, 8192, num_blocks=1 + 3 * 768)
     assert plan.lines()[1:-1] == [
         "KV cache       576.2 MiB: 2305 large pages, 256.0 KiB each",
@@ -108,13 +108,13 @@ def test_windows_are_told_with_what_they_save() -> None:
     ]
 
 
-def test_costs_are_told_at_a_short_and_a_long_context_whatever_the_longest_is() -> None:
+def test_costs_are_reported_at_a_short_and_a_long_context() -> None:
     for longest, lengths in ((1, [1]), (10, [2, 10]), (1024, [128, 1024]), (9999, [1024, 9999])):
         report = report_kv_cache(KVCacheConfig(2, HALF_SLIDING), longest)
         assert [cost.num_tokens for cost in report.costs] == lengths
 
 
-def test_states_are_told_with_their_padding_and_the_pages_of_a_large_page() -> None:
+def test_states_are_reported_with_padding_and_pages_per_large_page() -> None:
     padded = (KVCacheGroup(JAMBA[0].layer_names, MAMBA, 7 * 16 * 1024), JAMBA[1])
     config, plan = planned(padded, 1024, num_blocks=4)
     assert config.large_page_bytes == 63 * 64 * 1024  # 63 pages of attention, one state
@@ -129,14 +129,14 @@ def test_states_are_told_with_their_padding_and_the_pages_of_a_large_page() -> N
     ) in lines
 
 
-def test_rows_of_models_without_full_attention_lie_on_the_host() -> None:
+def test_rows_of_models_without_full_attention_are_kept_on_the_host() -> None:
     groups = (group(SLIDING, 4), KVCacheGroup((), HostOnlySpec(16)))
     config, plan = planned(groups, 8192, num_blocks=600, max_num_seqs=2)
     assert config.num_host_blocks == 2 * 512 + 1
     assert "  group        no layers, on the host: 1025 blocks for outputs" in plan.lines()
 
 
-def test_a_report_counts_what_requests_bring_for_cross_attention() -> None:
+def test_a_report_counts_encoder_tokens_of_cross_attention() -> None:
     cross = CrossAttentionSpec(1, 8, 128, torch.bfloat16)
     full = FullAttentionSpec(1, 8, 128, torch.bfloat16)
     groups = (
@@ -148,7 +148,7 @@ def test_a_report_counts_what_requests_bring_for_cross_attention() -> None:
     assert (cost.waste, round(cost.one_size_waste, 3)) == (0.0, 0.796)
 
 
-def test_a_stated_length_that_the_pool_cannot_hold_is_refused_with_one_that_fits() -> None:
+def test_a_length_that_does_not_fit_is_refused_with_one_that_does() -> None:
     pattern = r"max_model_len 8192 needs 897 blocks .* max_model_len (\d+) would fit, or set"
     with pytest.raises(ValueError, match=pattern) as error:
         planned(HALF_SLIDING, 8192, num_blocks=601, max_model_len=8192)
@@ -162,7 +162,7 @@ def test_a_stated_length_that_the_pool_cannot_hold_is_refused_with_one_that_fits
         planned(HALF_SLIDING, fits + 1, num_blocks=601, max_model_len=fits + 1)
 
 
-def test_a_length_that_nobody_stated_may_be_longer_than_the_pool() -> None:
+def test_a_default_length_may_exceed_the_pool() -> None:
     config, _ = planned(HALF_SLIDING, 8192, num_blocks=601)
     assert config.num_large_pages == 601
 
@@ -199,14 +199,14 @@ def test_a_window_smaller_than_a_block_is_refused_at_start(seeded: Callable[[str
         (2**41, "2048.0 GiB"),
     ],
 )
-def test_bytes_for_people(size: int, text: str) -> None:
+def test_bytes_are_formatted(size: int, text: str) -> None:
     assert format_bytes(size) == text
 
 
-def test_an_engine_tells_what_images_and_swapped_requests_may_take(
+def test_an_engine_reports_encoder_cache_and_swap_space(
     seeded: Callable[[str], str],
 ) -> None:
-    """Promise 8: sizes are told."""
+    """Promise 8: sizes are reported."""
     config = EngineConfig(
         model=seeded("llava"), num_blocks=9, preemption="swap", encoder_cache_bytes=3 * 2**20
     )
@@ -219,7 +219,7 @@ def test_an_engine_tells_what_images_and_swapped_requests_may_take(
     assert not any(word in line for line in plain.lines() for word in ("encoder cache", "swap"))
 
 
-def test_more_blocks_than_there_is_memory_for_are_refused_before_any_is_made(
+def test_more_blocks_than_memory_are_refused_before_allocation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     free_memory(monkeypatch, 128 * 1024 * 9)

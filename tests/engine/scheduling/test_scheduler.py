@@ -1,4 +1,4 @@
-"""Who runs how many tokens: budgets, order, waiting, preemption. No model is needed."""
+"""Scheduling: token budgets, order, waiting, preemption. No model is needed."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def test_prompts_share_the_budget_and_the_last_is_chunked() -> None:
     assert harness.shares() == {"0": 1, "1": 1, "2": 3}
 
 
-def test_a_long_prompt_leaves_a_token_for_each_request_behind_it() -> None:
+def test_a_long_prompt_leaves_a_token_for_each_later_request() -> None:
     harness = Harness(budget=8)
     harness.add("short", ids(0, 3), max_tokens=9)
     harness.add("long", ids(100, 50), priority=-1)
-    # The long one comes first in the order, yet the short one decodes in every step.
+    # The long request is first in the order, but the short one still decodes in every step.
     assert harness.shares() == {"long": 8}
     assert harness.shares() == {"long": 8}
     later = Harness(budget=8)
@@ -64,12 +64,12 @@ def test_a_request_waits_for_a_block_that_is_being_computed_and_others_pass_it()
     harness.add("same", [*ids(0, 12), 99])
     harness.add("other", ids(500, 2))
     assert harness.shares() == {"first": 8}
-    # "same" could hit two blocks now, but its third is on its way.
+    # "same" could hit two blocks now, but its third is being computed.
     assert harness.shares() == {"first": 4, "other": 2}
     assert harness.shares() == {"first": 1, "other": 1, "same": 1}
 
 
-def test_waiting_ends_when_the_one_that_computes_is_gone() -> None:
+def test_waiting_ends_when_the_computing_request_ends() -> None:
     harness = Harness(budget=8)
     first = harness.add("first", ids(0, 12))
     same = harness.add("same", [*ids(0, 12), 99])
@@ -79,7 +79,7 @@ def test_waiting_ends_when_the_one_that_computes_is_gone() -> None:
     assert same.num_cached_tokens == 8
 
 
-def test_the_last_in_the_order_is_preempted_and_comes_back() -> None:
+def test_the_last_in_the_order_is_preempted_and_resumed() -> None:
     harness = Harness(num_blocks=7, seats=2)  # six blocks to hold
     keep = harness.add("keep", ids(0, 8), max_tokens=12)
     victim = harness.add("victim", ids(100, 7), max_tokens=6)
@@ -95,7 +95,7 @@ def test_the_last_in_the_order_is_preempted_and_comes_back() -> None:
     assert harness.kv.stats().held == 0
 
 
-def test_nobody_is_let_in_who_would_be_preempted_at_once() -> None:
+def test_a_request_that_would_be_preempted_at_once_is_not_admitted() -> None:
     harness = Harness(num_blocks=7, seats=4)  # six blocks to hold
     harness.add("a", ids(0, 8))
     harness.add("b", ids(100, 11))
@@ -105,7 +105,7 @@ def test_nobody_is_let_in_who_would_be_preempted_at_once() -> None:
     assert harness.scheduler.num_waiting == 1
 
 
-def test_abort_gives_everything_back_in_every_state() -> None:
+def test_abort_frees_all_blocks_in_every_state() -> None:
     harness = Harness(num_blocks=9)
     requests = [harness.add(str(i), ids(100 * i, 10)) for i in range(4)]
     harness.step()
@@ -134,14 +134,14 @@ MIXES = ["three_full", "gemma", "ministral", "jamba", "mamba"]
 def test_every_request_that_fits_alone_finishes_whatever_the_groups(
     mix: str, prompts: list[tuple[int, int, int, int]], num_blocks: int, seats: int, budget: int
 ) -> None:
-    """Whatever content lies around in the pages, and however it is scattered."""
+    """For any cached content and any fragmentation of pages."""
     harness = Harness(num_blocks=num_blocks, seats=seats, budget=budget, mix=mix)
     fitting = [p for p in prompts if harness.kv.fits(p[1] + p[2])]
     run_to_the_end(harness, fitting)
 
 
 def run_to_the_end(harness: Harness, prompts: list[tuple[int, int, int, int]]) -> None:
-    """Requests of (family, length, max_tokens, priority); a family shares its prefixes."""
+    """Run requests (family, length, max_tokens, priority); a family shares its prefixes."""
     requests = [
         harness.add(str(i), ids(100 * family, length), max_tokens=max_tokens, priority=priority)
         for i, (family, length, max_tokens, priority) in enumerate(prompts)
@@ -155,14 +155,14 @@ def run_to_the_end(harness: Harness, prompts: list[tuple[int, int, int, int]]) -
                 harness.scheduler.finish(item.request)
         if not harness.scheduler.num_waiting and not harness.scheduler.num_running:
             break
-        assert output.scheduled, "a step in which nobody runs would repeat for ever"
+        assert output.scheduled, "a step without running requests would repeat forever"
     assert all(request.status is RequestStatus.FINISHED for request in requests)
     assert all(request.num_tokens == request.max_num_tokens for request in requests)
     assert harness.kv.stats().held == 0
 
 
 def begun(harness: Harness, requests: list[Request]) -> list[str]:
-    """Run to the end; the names in the order in which they first ran since."""
+    """Run to the end; return the names in the order of their first step."""
     order: list[str] = []
     for _ in range(500):
         order += [name for name in harness.shares() if name not in order]
@@ -172,13 +172,13 @@ def begun(harness: Harness, requests: list[Request]) -> list[str]:
 
 
 def isolate(harness: Harness, name: str, start: int, length: int, *, priority: int = 0) -> Request:
-    """A request that has not begun, and whose whole prompt was in a step that failed."""
+    """Add a request that has not begun and whose whole prompt was in a failed step."""
     request = harness.add(name, ids(start, length), priority=priority)
     harness.scheduler.fault_isolation.isolate(request, length)
     return request
 
 
-def test_each_runs_alone_until_it_is_past_the_step_and_then_all_together() -> None:
+def test_after_a_failed_step_each_request_runs_alone_until_past_it() -> None:
     harness = Harness(budget=10)
     for number, length in enumerate([3, 2, 8]):
         harness.add(str(number), ids(100 * number, length))
@@ -188,14 +188,14 @@ def test_each_runs_alone_until_it_is_past_the_step_and_then_all_together() -> No
         "2": 5,
     }
     assert harness.shares() == {"0": 3}
-    assert harness.shares() == {"0": 1}, "the cleared one's turn"
+    assert harness.shares() == {"0": 1}, "the cleared request's turn"
     assert harness.shares() == {"1": 2}
     assert harness.shares() == {"0": 1, "1": 1}
     assert harness.shares() == {"2": 8}
     assert harness.shares() == {"0": 1, "1": 1, "2": 1}
 
 
-def test_the_first_in_the_order_has_the_first_step_even_if_another_has_begun() -> None:
+def test_the_first_isolated_request_in_the_order_runs_first_even_if_another_has_begun() -> None:
     harness = Harness(budget=8)
     first = isolate(harness, "first", 0, 20)
     isolate(harness, "second", 100, 20, priority=1)
@@ -205,18 +205,18 @@ def test_the_first_in_the_order_has_the_first_step_even_if_another_has_begun() -
     assert [harness.shares() for _ in range(3)] == [{"first": 8}, {"first": 8}, {"first": 4}]
 
 
-def test_isolated_requests_leave_the_seats_to_those_that_have_them() -> None:
+def test_isolated_requests_take_no_occupied_seats() -> None:
     harness = Harness(seats=2)
     requests = [harness.add(name, ids(100 * n, 5)) for n, name in enumerate("ab")]
     harness.fail()
     requests += [
         harness.add(name, ids(900 + 100 * n, 5), priority=-1) for n, name in enumerate("cd")
     ]
-    # The harness sees to it that there are never more than two.
+    # The harness checks that at most two requests run.
     assert begun(harness, requests)[:2] == ["a", "c"]
 
 
-def test_no_request_begins_before_an_isolated_one_that_was_there_first() -> None:
+def test_no_request_begins_before_an_earlier_isolated_one() -> None:
     harness = Harness(num_blocks=13)  # twelve to hold
     running = harness.add("running", ids(0, 16), max_tokens=9)
     harness.step()
@@ -229,7 +229,7 @@ def test_no_request_begins_before_an_isolated_one_that_was_there_first() -> None
     assert begun(harness, requests) == ["running", "big", "small", "later"]
 
 
-def test_who_comes_later_passes_an_isolated_request_that_rests() -> None:
+def test_a_later_request_passes_a_paused_isolated_one() -> None:
     harness = Harness()
     resting = isolate(harness, "resting", 100, 8)
     harness.scheduler.pause(resting)
@@ -239,7 +239,7 @@ def test_who_comes_later_passes_an_isolated_request_that_rests() -> None:
     assert begun(harness, [resting]) == ["resting"]
 
 
-def test_an_isolated_request_that_makes_room_is_computed_again_and_not_swapped() -> None:
+def test_a_preempted_isolated_request_is_recomputed_and_not_swapped() -> None:
     harness = Harness(num_blocks=9, seats=2, budget=4, swaps=True)  # eight blocks to hold
     keeps = harness.add("keeps", ids(0, 8), max_tokens=16)
     harness.step()
@@ -287,7 +287,7 @@ def test_every_request_finishes_whatever_steps_fail(
 
 
 class PlainAdmission(Admission):
-    """Looks at one waiting request after the other."""
+    """Checks waiting requests one after another."""
 
     def admit_waiting(self, step: StepPlan) -> None:
         for request in sorted(self.queues.waiting, key=lambda r: r.queue_key):
@@ -302,7 +302,7 @@ class PlainAdmission(Admission):
 
 @dataclass(frozen=True)
 class Add:
-    """A prompt of few different tokens, so that many begin alike."""
+    """A prompt of few different tokens, so that many prompts share prefixes."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -336,7 +336,7 @@ def decided(output: SchedulerOutput) -> tuple[list[tuple[str, int]], list[str]]:
 
 
 def check_queue(queue: WaitingQueue) -> None:
-    """No branch is kept for nothing, and the first is the first that is not left out."""
+    """Check that every branch is needed and that the first is the first one not excluded."""
     branches = [queue._root]
     for branch in branches:
         branches += branch.children.values()
@@ -348,7 +348,7 @@ def check_queue(queue: WaitingQueue) -> None:
 
 
 class Pair:
-    """The same events to both."""
+    """Two schedulers that receive the same events."""
 
     def __init__(self, **options: object) -> None:
         self.harnesses = [Harness(**options) for _ in range(2)]  # type: ignore[arg-type]
@@ -384,7 +384,7 @@ class Pair:
         )
 
     def step(self, *, fails: bool = False) -> bool:
-        """Whether anybody ran; both schedulers decide alike."""
+        """Run a step in both, check equal decisions; return True if any request ran."""
         ours, plain = (h.fail() if fails else h.step() for h in self.harnesses)
         assert decided(ours) == decided(plain)
         check_queue(self.harnesses[0].scheduler._admission.queues.waiting)
@@ -413,7 +413,7 @@ ORDER_MIXES = ["full", "three_full", "gemma", "ministral", "jamba", "mamba"]
     budget=st.integers(4, 60),
     swaps=st.booleans(),
 )
-def test_the_order_is_that_of_a_plain_loop(
+def test_decisions_equal_those_of_a_plain_loop(
     mix: str, events: list[Event], num_blocks: int, seats: int, budget: int, swaps: bool
 ) -> None:
     pair = Pair(mix=mix, num_blocks=num_blocks, seats=seats, budget=budget, swaps=swaps)
@@ -422,8 +422,8 @@ def test_the_order_is_that_of_a_plain_loop(
     pair.finish()
 
 
-def test_the_streams_do_wait_for_blocks_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the property above would prove less: groups are passed over, with and without gaps."""
+def test_the_drawn_events_wait_for_blocks_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The property above covers groups that are passed over, with and without gaps."""
     found: list[tuple[str, bool]] = []
     skip_same_wait = Admission._skip_same_wait
 
@@ -446,8 +446,8 @@ MANY = 2000
 
 
 @pytest.fixture
-def looked_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lengths of the sequences whose prefixes were looked for."""
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the sequences whose prefixes were looked up."""
     lengths: list[int] = []
     find = KVCacheManager.find_cached_prefix
 
@@ -459,29 +459,29 @@ def looked_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-def num_looked_for(harness: Harness, looked_for: list[int]) -> int:
-    looked_for.clear()
+def num_looked_up(harness: Harness, looked_up: list[int]) -> int:
+    looked_up.clear()
     harness.step()
-    return len(looked_for)
+    return len(looked_up)
 
 
 @pytest.mark.parametrize("mix", ["full", "gemma", "jamba", "mamba"])
 @pytest.mark.parametrize("num_own", [1, 3 * BLOCK_SIZE])
-def test_requests_that_wait_for_one_prefix_are_looked_at_once(
-    mix: str, num_own: int, looked_for: list[int]
+def test_requests_that_wait_for_one_prefix_are_checked_once(
+    mix: str, num_own: int, looked_up: list[int]
 ) -> None:
     harness = Harness(mix=mix, num_blocks=400, budget=200, seats=4)
     for number in range(MANY):
         prompt = [*ids(0, 90), *ids(1000 + 50 * number, num_own)]
         harness.add(str(number), prompt, max_tokens=50)
     for _ in range(5):
-        # Those that are let in, the first that is not, and the groups that wait.
-        assert num_looked_for(harness, looked_for) <= 4 + 1 + 2
+        # The admitted requests, the first refused one, and the waiting groups.
+        assert num_looked_up(harness, looked_up) <= 4 + 1 + 2
     assert harness.scheduler.num_running == 4
 
 
 def calls_of_steps(mix: str, num_waiting: int, num_steps: int = 8) -> list[int]:
-    """How many functions each step calls, Python's own included, of conversations in pairs."""
+    """Return the number of function calls, builtins included, of each step of paired requests."""
     harness = Harness(mix=mix, num_blocks=400, budget=200, seats=4)
     for number in range(num_waiting):
         shared = [*ids(0, 90), *ids(1000 + 50 * (number // 2), 3 * BLOCK_SIZE)]
@@ -505,36 +505,36 @@ def calls_of_steps(mix: str, num_waiting: int, num_steps: int = 8) -> list[int]:
 
 
 @pytest.mark.parametrize("mix", ["full", "gemma", "jamba", "mamba"])
-def test_a_step_does_the_same_however_many_wait(mix: str) -> None:
+def test_the_cost_of_a_step_does_not_depend_on_the_number_of_waiting_requests(mix: str) -> None:
     few = calls_of_steps(mix, 24)
     assert max(few) > 100
-    # Finalizers of what the collector finds may run in between.
+    # Finalizers of collected objects may run in between.
     assert calls_of_steps(mix, 1000) == pytest.approx(few, rel=0.02)
 
 
-def test_requests_that_rest_are_not_looked_at(looked_for: list[int]) -> None:
+def test_paused_requests_are_not_checked(looked_up: list[int]) -> None:
     harness = Harness(seats=4)
     resting = [harness.add(f"resting {n}", ids(50 * n, 9)) for n in range(MANY)]
     for request in resting:
         harness.scheduler.pause(request)
     running = harness.add("running", ids(10**6, 9), max_tokens=9)
-    assert num_looked_for(harness, looked_for) == 1
-    assert num_looked_for(harness, looked_for) == 0
+    assert num_looked_up(harness, looked_up) == 1
+    assert num_looked_up(harness, looked_up) == 0
     assert harness.scheduler.num_waiting == MANY and harness.scheduler.has_idle_requests
     harness.scheduler.resume(resting[1])
     assert list(harness.shares()) == ["running", "resting 1"]
     assert running.status is RequestStatus.RUNNING
 
 
-def test_isolated_requests_are_found_without_looking_at_the_others(looked_for: list[int]) -> None:
+def test_isolated_requests_are_found_without_checking_others(looked_up: list[int]) -> None:
     harness = Harness(seats=2, budget=30)
     for number in range(MANY):
         harness.add(str(number), ids(50 * number, 9))
     harness.fail()
     assert [list(harness.shares()) for _ in range(2)] == [["0"], ["0"]]
-    looked_for.clear()
+    looked_up.clear()
     assert list(harness.shares()) == ["1"]
-    assert len(looked_for) == 1
+    assert len(looked_up) == 1
     assert len(harness.scheduler.fault_isolation._isolated) <= 2
 
 
@@ -555,13 +555,13 @@ def paused_holder(harness: Harness, name: str, length: int, **options: int) -> R
 
 
 @pytest.mark.parametrize("swaps", [False, True])
-def test_a_paused_request_gives_its_blocks_to_one_that_waits(swaps: bool) -> None:
+def test_a_paused_request_yields_its_blocks_to_a_waiting_one(swaps: bool) -> None:
     harness = Harness(num_blocks=9, budget=64, swaps=swaps)  # eight to hold
     first = paused_holder(harness, "first", 12, priority=-2)
     last = paused_holder(harness, "last", 12, priority=-1)
     waiting = harness.add("waiting", ids(0, 16), max_tokens=2)
     assert harness.shares() == {"waiting": 16}
-    # The last in the order has gone, whatever came first, and no more than had to.
+    # Only the last in the order was preempted, whatever arrived first.
     assert first.status is RequestStatus.RUNNING and last.status is not RequestStatus.RUNNING
     assert (first.num_preemptions, last.num_preemptions) == (0, 1)
     harness.step()
@@ -573,7 +573,7 @@ def test_a_paused_request_gives_its_blocks_to_one_that_waits(swaps: bool) -> Non
 
 
 @pytest.mark.parametrize("swaps", [False, True])
-def test_a_paused_request_gives_its_seat_to_one_that_waits(swaps: bool) -> None:
+def test_a_paused_request_yields_its_seat_to_a_waiting_one(swaps: bool) -> None:
     harness = Harness(seats=1, swaps=swaps)
     resting = paused_holder(harness, "resting", 9)
     harness.add("waiting", ids(0, 8), max_tokens=2)
@@ -584,7 +584,7 @@ def test_a_paused_request_gives_its_seat_to_one_that_waits(swaps: bool) -> None:
     assert list(harness.shares()) == ["resting"]
 
 
-def test_no_paused_request_gives_way_while_there_is_room() -> None:
+def test_a_paused_request_is_not_preempted_while_there_is_room() -> None:
     harness = Harness(num_blocks=30)
     resting = paused_holder(harness, "resting", 12)
     harness.add("waiting", ids(0, 16), max_tokens=8)
@@ -594,7 +594,7 @@ def test_no_paused_request_gives_way_while_there_is_room() -> None:
     assert set(harness.shares()) == {"resting", "waiting"}
 
 
-def test_a_paused_request_gives_way_before_one_that_runs() -> None:
+def test_a_paused_request_is_preempted_before_a_running_one() -> None:
     harness = Harness(num_blocks=9, seats=2)
     resting = paused_holder(harness, "resting", 12, priority=-1)
     grows = harness.add("grows", ids(0, 12), max_tokens=16)
@@ -603,20 +603,20 @@ def test_a_paused_request_gives_way_before_one_that_runs() -> None:
     assert (grows.num_preemptions, resting.num_preemptions) == (0, 1)
 
 
-def test_a_swapped_request_comes_back_though_a_paused_one_holds_blocks() -> None:
+def test_a_swapped_request_resumes_although_a_paused_one_holds_blocks() -> None:
     harness = Harness(num_blocks=9, seats=3, swaps=True)
     keeps = harness.add("keeps", ids(0, 8), max_tokens=14)
     goes = harness.add("goes", ids(100, 8), max_tokens=14)
     while goes.status is not RequestStatus.SWAPPED:
         harness.step()
-    # It rests with what it holds, and one is out that would need the same pages.
+    # It pauses holding its blocks, while a swapped-out request needs the same pages.
     harness.scheduler.pause(keeps)
     finish_all(harness, goes)
     harness.scheduler.resume(keeps)
     finish_all(harness, keeps)
 
 
-def test_a_request_that_is_paused_and_gone_can_be_resumed_and_aborted() -> None:
+def test_a_paused_and_preempted_request_can_be_resumed_and_aborted() -> None:
     harness = Harness(num_blocks=9, swaps=True)
     requests = [paused_holder(harness, str(n), 10) for n in range(2)]
     harness.add("other", ids(0, 28), max_tokens=2)
