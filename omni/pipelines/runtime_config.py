@@ -114,7 +114,7 @@ def local_config(model: str) -> Mapping[str, Any] | None:
     """
     if model.startswith(SEEDED_PREFIX):
         seeded = SEEDED_MODELS.get(model.removeprefix(SEEDED_PREFIX))
-        return None if seeded is None else seeded.says
+        return None if seeded is None else seeded.known_fields
     try:
         if (gguf := find_gguf(Path(model))) is not None:
             return {"model_type": read_gguf_header(gguf).architecture}

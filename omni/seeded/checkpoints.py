@@ -40,13 +40,13 @@ class SeededModel:
 
     Args:
         place: ``module:function`` in this package.
-        says: fields of its ``config.json`` that are known before it is built.
+        known_fields: fields of its ``config.json`` that are known before it is built.
         settings: arguments of the function.
     """
 
-    def __init__(self, place: str, says: Mapping[str, Any], **settings: Any) -> None:
+    def __init__(self, place: str, known_fields: Mapping[str, Any], **settings: Any) -> None:
         self._place = place
-        self.says = says
+        self.known_fields = known_fields
         self._settings = settings
 
     def builder(self) -> Callable[..., Path]:
