@@ -1,8 +1,6 @@
-"""Pieces of text join to the whole, and a completion ends where it should, whatever the tokens."""
+"""Incremental detokenization joins to the whole text, and completions end at the right token."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -43,10 +41,30 @@ def byte_tokens(tokenizer: PreTrainedTokenizerBase, data: bytes) -> list[int]:
     return ids
 
 
-@pytest.fixture(params=sorted(TOKENIZERS))
-def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
-    build: Callable[[], PreTrainedTokenizerBase] = TOKENIZERS[request.param]
-    return build()
+def streamed_text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """Text of all ids with what an unfinished character adds; each prefix is checked."""
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    streamed = ""
+    for count, token_id in enumerate(ids, start=1):
+        streamed += detokenizer.append(token_id)
+        whole = whole_text(tokenizer, ids[:count])
+        assert streamed in (whole, whole[:-1])
+    return streamed + detokenizer.flush()
+
+
+def decoded_lengths(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> list[int]:
+    """A list that gets the number of ids of each later call of ``decode``."""
+    lengths: list[int] = []
+    decode = tokenizer.decode
+
+    def counted(given, **options):
+        lengths.append(len(given))
+        return decode(given, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    return lengths
 
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
@@ -57,15 +75,14 @@ def test_pieces_join_to_the_text_of_all_ids(kind: str, data):
     some_id = st.integers(0, len(tokenizer) + UNKNOWN_IDS)
     ids = data.draw(st.lists(some_id, max_size=40))
     detokenizer = IncrementalDetokenizer(tokenizer)
-    told = ""
+    streamed = ""
     for count, token_id in enumerate(ids, start=1):
-        told += detokenizer.append(token_id)
-        so_far = whole_text(tokenizer, ids[:count])
-        assert so_far.startswith(told)
+        streamed += detokenizer.append(token_id)
+        assert whole_text(tokenizer, ids[:count]).startswith(streamed)
     whole = whole_text(tokenizer, ids)
-    told += detokenizer.flush()
+    streamed += detokenizer.flush()
     # An unfinished character at the end is dropped; decode shows it as U+FFFD.
-    assert told == whole or whole.endswith(REPLACEMENT)
+    assert streamed == whole or whole.endswith(REPLACEMENT)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama_style"])
@@ -91,72 +108,47 @@ def test_unfinished_character_is_dropped_at_the_end(cut: int):
         assert "".join(map(detokenizer.append, ids)) + detokenizer.flush() == "a🦊"
 
 
-# Bytes that are no text, each a token: alone, begun characters, characters that lack a byte.
-NO_TEXT = [b"\xff", b"\x80", b"\xe2", b"\xf0\x9f\x98", b"\xe2\x82", b"a\xff", b"\xc3\x28"]
+# Invalid UTF-8, one token per byte: stray bytes, unfinished characters, characters without a byte.
+INVALID = [b"\xff", b"\x80", b"\xe2", b"\xf0\x9f\x98", b"\xe2\x82", b"a\xff", b"\xc3\x28"]
 
 
-@pytest.mark.parametrize("data", NO_TEXT)
+@pytest.mark.parametrize("data", INVALID)
 @pytest.mark.parametrize("end", [b"", b"a", b"\x82\xac", b"\xf0\x9f\xa6\x8a"])
-def test_a_long_run_of_bytes_that_are_no_text_is_told_as_it_comes(data: bytes, end: bytes):
+def test_a_long_run_of_invalid_bytes_is_streamed_as_it_comes(data: bytes, end: bytes):
     tokenizer = byte_level()
     ids = byte_tokens(tokenizer, data * 100 + end)
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    told = ""
-    for count, token_id in enumerate(ids, start=1):
-        told += detokenizer.append(token_id)
-        whole = whole_text(tokenizer, ids[:count])
-        assert told in (whole, whole[:-1])
-    assert (told + detokenizer.flush()).rstrip(REPLACEMENT) == whole.rstrip(REPLACEMENT)
+    whole = whole_text(tokenizer, ids)
+    assert streamed_text(tokenizer, ids).rstrip(REPLACEMENT) == whole.rstrip(REPLACEMENT)
 
 
 @settings(max_examples=examples(25))
 @given(data=st.lists(st.sampled_from([b"\xff", b"\xe2", b"\x82", b"\xac", b"\xf0", b"a"])))
-def test_a_window_is_shortened_anywhere_and_the_text_stays(data: list[bytes]):
+def test_shortening_the_window_anywhere_keeps_the_text(data: list[bytes]):
     tokenizer = byte_level()
-    ids = byte_tokens(tokenizer, b"\xe2\x82" * 20 + b"".join(data) + b"\xf0\x9f" * 12)
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    told = ""
-    for count, token_id in enumerate(ids, start=1):
-        told += detokenizer.append(token_id)
-        whole = whole_text(tokenizer, ids[:count])
-        assert told in (whole, whole[:-1])
+    content = b"\xe2\x82" * 20 + b"".join(data) + b"\xf0\x9f" * 12
+    streamed_text(tokenizer, byte_tokens(tokenizer, content))
 
 
-@pytest.mark.parametrize("data", NO_TEXT)
+@pytest.mark.parametrize("data", INVALID)
 @pytest.mark.parametrize("kind", ["byte_level", "llama_style"])
-def test_what_is_decoded_is_linear_in_a_run_of_bytes_that_are_no_text(
+def test_decoding_work_is_linear_in_a_run_of_invalid_bytes(
     kind: str, data: bytes, monkeypatch: pytest.MonkeyPatch
 ):
     tokenizer = TOKENIZERS[kind]()
     make = byte_tokens if kind == "byte_level" else byte_pieces
     ids = make(tokenizer, data * 400)
-    num_decoded = 0
-    decode = tokenizer.decode
-
-    def counted(given, **options):
-        nonlocal num_decoded
-        num_decoded += len(given)
-        return decode(given, **options)
-
-    monkeypatch.setattr(tokenizer, "decode", counted)
+    lengths = decoded_lengths(tokenizer, monkeypatch)
     detokenizer = IncrementalDetokenizer(tokenizer)
     for token_id in ids:
         detokenizer.append(token_id)
     detokenizer.flush()
-    assert num_decoded <= 40 * len(ids)
+    assert sum(lengths) <= 40 * len(ids)
 
 
-def test_what_is_decoded_again_does_not_grow_with_the_text(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-):
-    lengths: list[int] = []
-    decode = tokenizer.decode
-
-    def counted(ids, **options):
-        lengths.append(len(ids))
-        return decode(ids, **options)
-
-    monkeypatch.setattr(tokenizer, "decode", counted)
+@pytest.mark.parametrize("kind", sorted(TOKENIZERS))
+def test_the_decoded_window_does_not_grow_with_the_text(kind: str, monkeypatch: pytest.MonkeyPatch):
+    tokenizer = TOKENIZERS[kind]()
+    lengths = decoded_lengths(tokenizer, monkeypatch)
     ids = tokenizer.encode("the dog, a fox. ", add_special_tokens=False) * 40
     specials = [i for i in tokenizer.all_special_ids if i not in (None, *ids)]
     detokenizer = IncrementalDetokenizer(tokenizer)
@@ -179,25 +171,25 @@ def token_ids(text: str) -> list[int]:
 
 
 def single_bytes(text: str) -> list[int]:
-    """The same text in the smallest tokens there are."""
+    """The same text as one token per character or byte."""
     return [i for character in text for i in token_ids(character)]
 
 
 def run(text: CompletionText, ids: list[int]) -> tuple[FinishReason | None, int, str]:
-    """Reason, number of tokens taken, and the told pieces joined."""
-    told = ""
+    """Return the reason, the number of tokens consumed and the joined deltas."""
+    streamed = ""
     for count, token_id in enumerate(ids, start=1):
         reason = text.append(token_id)
-        told += text.take_delta()
-        assert told == text.text
+        streamed += text.take_delta()
+        assert streamed == text.text
         if reason is not None:
-            return reason, count, told
+            return reason, count, streamed
     text.finish()
-    return None, len(ids), told + text.take_delta()
+    return None, len(ids), streamed + text.take_delta()
 
 
 def read_by_character(text: str, stop: tuple[str, ...]) -> str:
-    """Text up to the first stop string, the slow and obvious way."""
+    """Text up to the first stop string, by brute force."""
     for end in range(1, len(text) + 1):
         found = [s for s in stop if text[:end].endswith(s)]
         if found:
@@ -210,15 +202,15 @@ stops = st.lists(st.text(ALPHABET, min_size=1, max_size=5), max_size=3).map(tupl
 
 
 @given(text=texts, stop=stops)
-def test_text_ends_at_the_first_stop_string_whatever_the_borders(text: str, stop):
+def test_text_ends_at_the_first_stop_string_for_any_token_boundaries(text: str, stop):
     for ids in (token_ids(text), single_bytes(text)):
-        reason, _, told = run(completion(stop), ids)
-        assert told == read_by_character(text, stop)
+        reason, _, streamed = run(completion(stop), ids)
+        assert streamed == read_by_character(text, stop)
         assert (reason is FinishReason.STOP) == any(s in text for s in stop)
 
 
 @given(text=st.text("the dog.", min_size=1, max_size=20), stop=stops.filter(bool))
-def test_stops_with_the_token_with_which_transformers_stops(text: str, stop):
+def test_stops_at_the_same_token_as_transformers(text: str, stop):
     criteria = StopStringCriteria(byte_level(), list(stop))
     ids = token_ids(text)
     expected = next(
@@ -233,20 +225,20 @@ def test_stops_with_the_token_with_which_transformers_stops(text: str, stop):
     assert (count if reason is FinishReason.STOP else None) == expected
 
 
-def test_within_one_token_the_stop_string_that_is_complete_first_counts():
+def test_the_stop_string_completed_first_within_a_token_wins():
     assert len(token_ids("the")) == 1
     assert run(completion(("the", "h")), token_ids("the"))[2] == "t"
     assert run(completion(("the", "he")), token_ids("the"))[2] == ""
 
 
-def test_a_whole_stop_string_that_passed_is_not_held_back():
+def test_a_complete_stop_string_before_min_tokens_is_not_held_back():
     text = completion(stop=("do", "xxxx"), min_tokens=9)
     for token_id in single_bytes("do"):
         text.append(token_id)
     assert text.text == "do"
 
 
-def test_beginning_of_a_stop_string_is_held_back_until_decided():
+def test_the_beginning_of_a_stop_string_is_held_back_until_decided():
     text = completion(stop=("dog!",))
     pieces = []
     for token_id in single_bytes("a dot, a dog!"):
@@ -255,7 +247,7 @@ def test_beginning_of_a_stop_string_is_held_back_until_decided():
     assert pieces == ["a", " ", "", "", "dot", ",", " ", "a", " ", "", "", "", ""]
 
 
-def test_held_back_text_comes_when_the_request_ends_otherwise():
+def test_held_back_text_is_released_when_the_request_ends_otherwise():
     for end in ("max_tokens", "eos", "abort"):
         ids = single_bytes("a do")
         text = completion(stop=("dog",), max_tokens=len(ids) if end == "max_tokens" else 99)
@@ -270,12 +262,11 @@ def test_held_back_text_comes_when_the_request_ends_otherwise():
         assert text.text == text.take_delta() == "a do"
 
 
-def test_stop_string_in_text_that_only_the_end_released_counts():
+def test_a_stop_string_in_text_released_only_at_the_end_counts():
     tokenizer = llama_style()
-    euro = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in "€".encode()])
-    params = SamplingParams(stop=("€",), max_tokens=4)
-    text = CompletionText(tokenizer, params, ())
-    reasons = [text.append(i) for i in (tokenizer.convert_tokens_to_ids("dog"), *euro)]
+    text = CompletionText(tokenizer, SamplingParams(stop=("€",), max_tokens=4), ())
+    ids = (tokenizer.convert_tokens_to_ids("dog"), *byte_pieces(tokenizer, "€".encode()))
+    reasons = [text.append(i) for i in ids]
     assert reasons == [None, None, None, FinishReason.STOP]
     assert text.text == "dog"
 
@@ -308,26 +299,28 @@ def test_nothing_stops_before_min_tokens(min_tokens: int, expected: int):
         assert (reason, count) == (FinishReason.STOP, expected)
 
 
-def test_stop_string_that_passed_before_min_tokens_stays_in_the_text():
+def test_a_stop_string_before_min_tokens_stays_in_the_text():
     text = completion(stop=("aa",), min_tokens=3)
-    reason, count, told = run(text, single_bytes("aaab"))
-    assert (reason, count, told) == (FinishReason.STOP, 3, "a")
+    assert run(text, single_bytes("aaab")) == (FinishReason.STOP, 3, "a")
 
 
 def test_max_tokens_ends_by_length_and_a_stop_at_the_same_token_wins():
     a, b = single_bytes("ab")
     assert run(completion(max_tokens=2), [a, b])[0] is FinishReason.LENGTH
+    assert run(completion(max_tokens=2), [a, EOS])[0] is FinishReason.STOP
     assert run(completion(max_tokens=2, stop=("b",)), [a, b])[0] is FinishReason.STOP
     assert run(completion(max_tokens=2, stop_token_ids=(b,)), [a, b])[0] is FinishReason.STOP
 
 
-def test_without_a_tokenizer_there_are_ids_and_no_text():
-    text = CompletionText(None, SamplingParams(max_tokens=3), {EOS})
-    assert [text.append(5), text.append(6), text.append(7)] == [None, None, FinishReason.LENGTH]
-    assert text.text == text.take_delta() == ""
-
-
-def test_stop_strings_without_a_tokenizer_are_refused():
+def test_without_a_tokenizer_there_is_no_text_and_stop_strings_are_refused():
+    for ids, reason in (
+        ((5, 6, 7), FinishReason.LENGTH),
+        ((5, 6, EOS), FinishReason.STOP),
+        ((EOS, EOS), FinishReason.STOP),
+    ):
+        text = CompletionText(None, SamplingParams(max_tokens=3, min_tokens=2), {EOS})
+        assert [text.append(i) for i in ids] == [None] * (len(ids) - 1) + [reason]
+        assert text.text == text.take_delta() == ""
     with pytest.raises(ValueError, match="no tokenizer"):
         CompletionText(None, SamplingParams(stop="x"), {EOS})
 
@@ -337,17 +330,3 @@ def test_a_token_after_the_end_is_refused():
     text.append(EOS)
     with pytest.raises(RuntimeError, match="after the end"):
         text.append(EOS)
-
-
-@pytest.mark.parametrize(
-    ("token_ids", "end"),
-    [
-        ([EOS, EOS], FinishReason.STOP),
-        ([9, 9, EOS], FinishReason.STOP),
-        ([9, 9, 9], FinishReason.LENGTH),
-    ],
-)
-def test_stop_is_preferred_to_length(token_ids: list[int], end: FinishReason):
-    text = CompletionText(None, SamplingParams(max_tokens=3, min_tokens=2), {EOS})
-    *before, last = [text.append(token_id) for token_id in token_ids]
-    assert last is end and not any(before)
