@@ -1,4 +1,4 @@
-"""Draws follow transformers' processors and a request's own seed; texts keep to their form."""
+"""Sampling follows transformers and a request's seed; structured output keeps its format."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
-from engine import SamplingParams as Params
 from engine.sampling.sampler import (
     Sampler,
     SamplerOutput,
@@ -60,9 +59,8 @@ EOS = 3
 
 def state(
     params: SamplingParams,
-    *,
-    prompt: tuple[int, ...] = (),
-    output: tuple[int, ...] = (),
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
     seed: int = 0,
     vocab_size: int = VOCAB,
 ) -> SamplingState:
@@ -80,7 +78,7 @@ def sample(logits: Tensor, *states: SamplingState) -> SamplerOutput:
     return Sampler().sample(logits, states)
 
 
-def test_greedy_takes_the_largest_and_of_equals_the_first():
+def test_greedy_takes_the_largest_logit_and_the_first_of_equal_ones():
     logits = random_logits(3)
     logits[1, [5, 9]] = 50.0
     greedy = SamplingParams(temperature=0.0)
@@ -90,7 +88,7 @@ def test_greedy_takes_the_largest_and_of_equals_the_first():
     assert output.errors == [None] * 3
 
 
-def test_logits_and_states_are_left_as_they_are():
+def test_logits_and_states_are_unchanged():
     logits = random_logits(2)
     before = logits.clone()
     params = SamplingParams(repetition_penalty=2.0, suppress_token_ids=(1,), top_k=3, logprobs=2)
@@ -133,17 +131,17 @@ rows_of_batch = st.lists(
 
 @settings(max_examples=examples(100))
 @given(rows=rows_of_batch, logits_seed=st.integers(0, 1000), data=st.data())
-def test_a_request_draws_the_same_whatever_it_is_batched_with(rows, logits_seed: int, data):
+def test_draws_of_a_request_do_not_depend_on_its_batch(rows, logits_seed: int, data):
     logits = random_logits(len(rows), logits_seed)
     states = [state(p, seed=seed, output=output, prompt=(7,)) for p, seed, output in rows]
     together = sample(logits, *states)
     order = data.draw(st.permutations(range(len(rows))))
     shuffled = sample(logits[order], *(states[row] for row in order))
-    for place, row in enumerate(order):
+    for index, row in enumerate(order):
         alone = sample(logits[row : row + 1], states[row])
-        assert together.token_ids[row] == shuffled.token_ids[place] == alone.token_ids[0]
+        assert together.token_ids[row] == shuffled.token_ids[index] == alone.token_ids[0]
         expected = alone.logprobs[0]
-        for found in (together.logprobs[row], shuffled.logprobs[place]):
+        for found in (together.logprobs[row], shuffled.logprobs[index]):
             if expected is None:
                 assert found is None
             else:
@@ -196,12 +194,12 @@ def test_draws_follow_the_softmax(params: SamplingParams, varied: str):
     assert counts[expected == 0].sum() == 0
     possible = expected > 0
     chi_square = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
-    # The mean is the degrees of freedom; beyond this bound fewer than one in 10,000 would lie.
+    # The mean is the degrees of freedom; fewer than one in 10,000 would exceed this bound.
     freedom = int(possible.sum()) - 1
     assert chi_square < freedom + 4 * math.sqrt(2 * freedom) + 8
 
 
-def test_min_tokens_keeps_eos_and_stop_tokens_away():
+def test_min_tokens_masks_eos_and_stop_tokens():
     logits = torch.zeros(1, VOCAB)
     logits[0, [EOS, 10, 11]] = torch.tensor([9.0, 8.0, 7.0])
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(10,))
@@ -215,14 +213,14 @@ def test_min_tokens_keeps_eos_and_stop_tokens_away():
     assert chosen == [11, 11, EOS]
 
 
-def test_eos_that_is_ignored_may_come_before_min_tokens():
+def test_ignored_eos_may_be_sampled_before_min_tokens():
     logits = torch.zeros(1, VOCAB)
     logits[0, EOS] = 9.0
     params = SamplingParams(temperature=0.0, min_tokens=2, ignore_eos=True)
     assert sample(logits, state(params)).token_ids == [EOS]
 
 
-def test_the_models_own_rule_sees_what_is_biased():
+def test_the_models_own_processor_gets_biased_logits():
     seen: list[float] = []
 
     class Rule:
@@ -273,13 +271,11 @@ def test_a_broken_row_fails_alone(temperature: float, broken: float, message: st
     assert output.token_ids == [whole.token_ids[0], None, whole.token_ids[2]]
     assert output.logprobs == [whole.logprobs[0], None, whole.logprobs[2]]
     assert output.errors[0] is output.errors[2] is None
-    assert output.errors[1] is not None
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(output.errors[1])
+    assert re.search(message, output.errors[1] or "")
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-5, 1e300])
-def test_extreme_temperatures_draw_a_token(temperature: float):
+def test_extreme_temperatures_sample_a_token(temperature: float):
     logits = random_logits(4) * 1e30
     output = sample(logits, *[state(SamplingParams(temperature=temperature))] * 4)
     assert output.errors == [None] * 4
@@ -294,22 +290,24 @@ def test_ids_outside_the_vocabulary_are_refused(field: str):
         state(SamplingParams(**{field: dict.fromkeys(ids, 1) if field == "logit_bias" else ids}))
 
 
-def test_suppressing_everything_is_refused():
+def test_suppressing_all_tokens_is_refused():
     with pytest.raises(ValueError, match="no token is left"):
         state(SamplingParams(suppress_token_ids=tuple(range(VOCAB))))
     others = tuple(i for i in range(VOCAB) if i != EOS)
     state(SamplingParams(suppress_token_ids=others))
     with pytest.raises(ValueError, match="no token is left"):
         state(SamplingParams(suppress_token_ids=others, min_tokens=1))
+    with pytest.raises(ValueError, match="no token is left to choose"):
+        masked(SamplingParams(suppress_token_ids=tuple(range(9))), [9], 1)
 
 
-def test_ids_that_only_the_tokenizer_knows_are_no_error():
+def test_ids_known_only_to_the_tokenizer_are_accepted():
     SamplingState(SamplingParams(min_tokens=1), [], 0, {VOCAB + 1}, VOCAB)
     request = state(SamplingParams(temperature=0.0, repetition_penalty=2.0), prompt=(1, VOCAB + 9))
     assert sample(random_logits(1), request).errors == [None]
 
 
-def test_one_state_per_row_is_needed():
+def test_one_state_per_row_is_required():
     with pytest.raises(ValueError, match=r"\(2, 64\) for 1 requests"):
         sample(random_logits(2), state(SamplingParams()))
 
@@ -323,16 +321,11 @@ def masked(params: SamplingParams, begin: list[int], positions: int) -> list[set
     return found
 
 
-def test_begin_suppressed_ids_are_masked_at_the_first_position_on_top_of_all_others() -> None:
+def test_begin_suppressed_ids_are_also_masked_at_the_first_position() -> None:
     assert masked(SamplingParams(), [2, 7], 3) == [{2, 7}, set(), set()]
-    assert masked(SamplingParams(), [7, 10, 99], 2) == [{7}, set()], "those the head knows"
+    assert masked(SamplingParams(), [7, 10, 99], 2) == [{7}, set()], "only ids with a logit"
     params = SamplingParams(suppress_token_ids=(1,), stop_token_ids=(3,), min_tokens=2)
     assert masked(params, [7], 4) == [{1, 2, 3, 7}, {1, 2, 3}, {1}, {1}]
-
-
-def test_something_must_be_left_for_the_first_position() -> None:
-    with pytest.raises(ValueError, match="no token is left to choose"):
-        masked(SamplingParams(suppress_token_ids=tuple(range(9))), [9], 1)
 
 
 SHOWN = ExplicitEncoderDecoderPrompt(ImagePrompt(noise_image(50, 50, 1)), f"{IMAGE} what is this?")
@@ -346,19 +339,23 @@ def engine(seeded: Callable[[str], str]) -> LLMEngine:
     engine = LLMEngine(config)
     assert engine.tokenizer is not None
     placeholder = engine.tokenizer.convert_tokens_to_ids(IMAGE)
-    assert placeholder == engine._runner._model.vocab_size, "one more than the last logit's"
+    assert placeholder == engine._runner._model.vocab_size, "one past the last logit"
     return engine
 
 
 @pytest.mark.parametrize("penalty", PENALTIES, ids=lambda p: next(iter(p)))
-def test_a_penalised_prompt_with_an_image_changes_no_neighbour(
+def test_a_penalised_prompt_with_an_image_does_not_change_the_next_row(
     engine: LLMEngine, penalty: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the placeholder's own id the next row's first logit would be changed."""
-    params = Params(temperature=0.0, max_tokens=5, ignore_eos=True)
+    """Penalizing the placeholder's id would change the first logit of the next row."""
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     penalised = params.model_copy(update=penalty)
-    asked: list[tuple[Prompt, Params]] = [(SHOWN, penalised), (PLAIN, params), (SHOWN, penalised)]
-    alone = [engine.generate(prompt, each)[0].outputs[0].token_ids for prompt, each in asked]
+    prompts: list[Prompt] = [SHOWN, PLAIN, SHOWN]
+    sampling = [penalised, params, penalised]
+    alone = [
+        engine.generate(prompt, each)[0].outputs[0].token_ids
+        for prompt, each in zip(prompts, sampling, strict=True)
+    ]
     engine.reset_prefix_cache()
     seen: list[int] = []
     sample = engine._runner._sampler.sample
@@ -368,20 +365,20 @@ def test_a_penalised_prompt_with_an_image_changes_no_neighbour(
         return sample(logits, states)
 
     monkeypatch.setattr(engine._runner._sampler, "sample", note)
-    outputs = engine.generate([prompt for prompt, _ in asked], [each for _, each in asked])
+    outputs = engine.generate(prompts, sampling)
     assert [output.error for output in outputs] == [None] * 3
     assert [output.outputs[0].token_ids for output in outputs] == alone
     assert seen and max(seen) < engine._runner._model.vocab_size
 
 
 @pytest.mark.parametrize("name", ["suppress_token_ids", "stop_token_ids"])
-def test_an_id_without_a_logit_can_be_neither_suppressed_nor_waited_for(
+def test_an_id_without_a_logit_cannot_be_suppressed_or_a_stop_token(
     engine: LLMEngine, name: str
 ) -> None:
     last = engine._runner._model.vocab_size - 1
     for beyond in (last + 1, last + 8):
         with pytest.raises(ValueError, match=f"{name} holds {beyond}, .* ids 0 to {last}"):
-            engine.generate(PLAIN, Params(**{name: (beyond,)}))
+            engine.generate(PLAIN, SamplingParams(**{name: (beyond,)}))
 
 
 def processors(params: SamplingParams, prompt_length: int) -> LogitsProcessorList:
@@ -404,16 +401,7 @@ def processors(params: SamplingParams, prompt_length: int) -> LogitsProcessorLis
     return LogitsProcessorList(chosen)
 
 
-def make_state(
-    params: SamplingParams, prompt: list[int], output: list[int], vocab_size: int
-) -> SamplingState:
-    state = SamplingState(params, prompt, 0, {EOS}, vocab_size)
-    for token_id in output:
-        state.append(token_id)
-    return state
-
-
-def ours(logits: Tensor, states: list[SamplingState]) -> Tensor:
+def distribution(logits: Tensor, states: list[SamplingState]) -> Tensor:
     adjusted = logits.clone()
     apply_biases(adjusted, states)
     apply_masks(adjusted, states)
@@ -448,8 +436,8 @@ history = st.tuples(
 def test_kept_tokens_and_probabilities_are_those_of_transformers(rows, vocab_size: int, seed: int):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(rows), vocab_size, generator=generator) * 4
-    states = [make_state(p, prompt, output, vocab_size) for p, (prompt, output) in rows]
-    found = ours(logits, states)
+    states = [state(p, prompt, output, vocab_size=vocab_size) for p, (prompt, output) in rows]
+    found = distribution(logits, states)
     for row, (params, (prompt, output)) in enumerate(rows):
         ids = torch.tensor([prompt + output])
         scores = processors(params, len(prompt))(ids, logits[row : row + 1].double())
@@ -470,7 +458,7 @@ def test_frequency_and_presence_count_the_output_only(rows):
     states = []
     for frequency, presence, (prompt, output) in rows:
         params = SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
-        states.append(make_state(params, prompt, output, vocab_size))
+        states.append(state(params, prompt, output, vocab_size=vocab_size))
     apply_penalties(adjusted, states)
     expected = logits.clone()
     for row, (frequency, presence, (_, output)) in enumerate(rows):
@@ -484,13 +472,13 @@ def test_counts_grow_with_long_outputs():
     output = [i % 700 for i in range(1500)]
     params = SamplingParams(frequency_penalty=0.5)
     adjusted = torch.zeros(1, vocab_size)
-    apply_penalties(adjusted, [make_state(params, [4000], output, vocab_size)])
+    apply_penalties(adjusted, [state(params, [4000], output, vocab_size=vocab_size)])
     counts = torch.bincount(torch.tensor(output), minlength=vocab_size)
     torch.testing.assert_close(adjusted[0], -0.5 * counts.float())
 
 
 @pytest.mark.parametrize("vocab_size", [1500, 5000])
-def test_top_p_of_a_flat_distribution_looks_past_the_first_thousand(vocab_size: int):
+def test_top_p_of_a_flat_distribution_keeps_more_than_a_thousand_tokens(vocab_size: int):
     logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(2)) * 0.01
     flat, plain = SamplingParams(top_p=0.9), SamplingParams()
     found = shape_distribution(logits, [flat, plain])
@@ -501,7 +489,7 @@ def test_top_p_of_a_flat_distribution_looks_past_the_first_thousand(vocab_size: 
 
 
 @pytest.mark.parametrize("params", [SamplingParams(top_k=2), SamplingParams(top_p=0.5)])
-def test_equal_logits_stay_or_go_together(params: SamplingParams):
+def test_equal_logits_are_kept_or_removed_together(params: SamplingParams):
     logits = torch.tensor([[3.0, 1.0, 3.0, 0.0, 3.0]])
     kept = shape_distribution(logits, [params]).isfinite()[0]
     assert kept.tolist() == [True, False, True, False, True]
@@ -511,7 +499,7 @@ _SHORT = {"type": "string", "maxLength": 6}
 
 
 def schemas() -> st.SearchStrategy[dict[str, Any]]:
-    """Schemas whose JSON is short, so that no random model can go on for ever."""
+    """Schemas whose JSON is short, so that a random model cannot generate without end."""
     leaves = st.sampled_from(
         [
             _SHORT,
@@ -549,7 +537,7 @@ def schemas() -> st.SearchStrategy[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def forming(qwen2_checkpoint: str) -> LLMEngine:
-    # Small steps and a pool that does not hold all of them: prompts are cut, requests preempted.
+    # Small steps and a pool too small for all requests: prompts are chunked, requests preempted.
     return LLMEngine(
         EngineConfig(
             model=qwen2_checkpoint,
@@ -570,7 +558,7 @@ def params(seed: int, **form: Any) -> SamplingParams:
 
 
 def completion(output: RequestOutput) -> CompletionOutput:
-    """The only one, which must not have failed."""
+    """Return the only completion, which must not have failed."""
     assert output.error is None
     (only,) = output.outputs
     return only
@@ -595,11 +583,11 @@ def test_every_text_is_json_of_its_schema_in_any_batch(
 
 
 Forms = tuple[str, str]
-"""A regular expression, and the right side of a rule in Lark that means the same."""
+"""A regular expression and the right side of an equivalent Lark rule."""
 
 
 def forms() -> st.SearchStrategy[Forms]:
-    """Forms whose texts are short."""
+    """Forms that match short texts only."""
     letters = st.sampled_from("aé-1 ").map(lambda each: (re.escape(each), json.dumps(each)))
     classes = st.sampled_from(["[a-f]", r"\d", "[^x-z0]", r"[é\-.]"]).map(lambda c: (c, f"/{c}/"))
 
@@ -633,17 +621,17 @@ def test_every_text_matches_its_regular_expression_or_grammar(
             assert re.fullmatch(pattern, each.text or "", re.DOTALL)
 
 
-def test_completions_of_a_prompt_differ(forming: LLMEngine) -> None:
-    wanted = params(7, regex="[a-f]{3,8}").model_copy(update={"n": 3})
-    (output,) = forming.generate([TextPrompt("Once upon a time")], wanted)
-    assert len({each.text for each in output.outputs}) > 1
-
-
 @settings(max_examples=examples(50))
 @given(choice=st.lists(st.text(max_size=8), min_size=1, max_size=4, unique=True))
 def test_every_text_is_one_of_the_choices(forming: LLMEngine, choice: list[str]) -> None:
     (output,) = forming.generate([TextPrompt("Choose:")], params(1, choice=tuple(choice)))
     assert completion(output).text in choice
+
+
+def test_completions_of_a_prompt_differ(forming: LLMEngine) -> None:
+    wanted = params(7, regex="[a-f]{3,8}").model_copy(update={"n": 3})
+    (output,) = forming.generate([TextPrompt("Once upon a time")], wanted)
+    assert len({each.text for each in output.outputs}) > 1
 
 
 def test_a_grammar_is_followed(forming: LLMEngine) -> None:
@@ -662,8 +650,8 @@ def test_a_grammar_is_lark_or_gbnf(forming: LLMEngine, grammar: str) -> None:
     assert completion(output).text == "ab"
 
 
-def test_a_format_that_is_not_known_says_nothing(forming: LLMEngine) -> None:
-    """As JSON Schema has it; pydantic writes such ones for its own types."""
+def test_an_unknown_format_is_ignored(forming: LLMEngine) -> None:
+    """JSON Schema requires it; pydantic writes such formats for its own types."""
     place = {"type": "string", "format": "path", "maxLength": 8, "description": "where"}
     fields = {"format": place, "day": {"type": "string", "format": "date"}}
     schema = {"type": "object", "properties": fields, "required": [*fields]}
@@ -687,7 +675,7 @@ def test_any_object_is_json(forming: LLMEngine) -> None:
         ({}, "give one of json_schema, json_object, regex, choice and grammar, got none"),
         ({"regex": "a", "choice": ("b",)}, "got regex and choice"),
         ({"regex": "a("}, "regex: cannot be read: .*unclosed group"),
-        # What translates GBNF takes a minute for as many line breaks as a grammar may have.
+        # The translator of GBNF needs a minute for the maximum number of line breaks.
         ({"grammar": 'root ::= "a"' + "\n" * 60_000}, "GBNF of more than 4096 characters"),
         ({"grammar": 'root ::= start\nstart ::= "a"'}, "no GBNF that can be read"),
         ({"grammar": "\n" * 60_000 + "start"}, "grammar: cannot be read"),
@@ -700,23 +688,23 @@ def test_any_object_is_json(forming: LLMEngine) -> None:
         ({"regex": "a" * 70_000}, "regex: has 70000 characters; forms of at most 65536"),
     ],
 )
-def test_a_form_that_cannot_be_read_is_refused(form: dict[str, Any], message: str) -> None:
+def test_an_invalid_form_is_refused(form: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StructuredOutput(**form)
 
 
 @pytest.mark.parametrize("other", [{"ignore_eos": True}, {"min_tokens": 3}])
-def test_a_form_alone_says_where_the_text_ends(other: dict[str, Any]) -> None:
+def test_other_end_conditions_are_refused_with_a_form(other: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(other))} does not go with structured_output"):
         SamplingParams(structured_output=StructuredOutput(regex="a"), **other)
 
 
-def test_a_model_without_text_is_refused(seeded: Callable[[str], str]) -> None:
+def test_structured_output_of_a_headless_model_is_refused(seeded: Callable[[str], str]) -> None:
     headless = LLMEngine(EngineConfig(model=seeded("qwen2-headless"), num_blocks=32))
     with pytest.raises(ValueError, match="no language-model head"):
         headless.check_sampling(params(0, regex="a"))
 
 
-def test_a_form_survives_json() -> None:
+def test_a_form_round_trips_through_json() -> None:
     sampling = SamplingParams(structured_output=StructuredOutput(json_schema={"type": "null"}))
     assert SamplingParams.model_validate_json(sampling.model_dump_json(), strict=True) == sampling
