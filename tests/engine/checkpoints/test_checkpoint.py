@@ -1,10 +1,11 @@
-"""Reading checkpoints, whole or a part of several: what is there, and what is said otherwise."""
+"""Reading checkpoints of one model or of several parts, and the errors for invalid ones."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
@@ -55,11 +56,11 @@ def sharded(tmp_path: Path) -> Path:
     return build_causal_lm(tmp_path / "sharded", with_tokenizer=False, max_shard_size="100KB")
 
 
-def stored(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "model.safetensors")
+def stored(folder: str | Path) -> dict[str, Tensor]:
+    return load_file(Path(folder) / "model.safetensors")
 
 
-def places(folder: Path) -> dict[str, Tensor]:
+def empty_weights(folder: Path) -> dict[str, Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in stored(folder).items()}
 
 
@@ -80,26 +81,26 @@ def test_only_the_wanted_names_are_read(sharded: Path):
     assert [name for name, _ in checkpoint.weights([NORM])] == [NORM]
 
 
-def test_load_into_converts_the_type(folder: Path):
-    targets = {name: tensor.bfloat16() for name, tensor in places(folder).items()}
+def test_load_into_converts_the_dtype(folder: Path):
+    targets = {name: tensor.bfloat16() for name, tensor in empty_weights(folder).items()}
     Checkpoint.open(folder).load_into(targets)
     assert all(torch.equal(targets[name], t.bfloat16()) for name, t in stored(folder).items())
 
 
-def test_a_config_is_made_anew_when_its_file_or_its_class_has_changed(
+def test_a_config_is_parsed_again_after_its_file_or_class_changed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     class Other(PreTrainedConfig):
         model_type = "qwen2"
 
     file = folder / "config.json"
-    told = json.loads(file.read_text())
+    content = json.loads(file.read_text())
     first, second = Checkpoint.open(folder).config, Checkpoint.open(folder).config
     first.hidden_size += 1
-    assert second.hidden_size == told["hidden_size"], "each has its own"
-    file.write_text(json.dumps(told | {"hidden_size": 2 * told["hidden_size"]}))
-    assert Checkpoint.open(folder).config.hidden_size == 2 * told["hidden_size"]
-    file.write_text(json.dumps(told))
+    assert second.hidden_size == content["hidden_size"], "each has its own"
+    file.write_text(json.dumps(content | {"hidden_size": 2 * content["hidden_size"]}))
+    assert Checkpoint.open(folder).config.hidden_size == 2 * content["hidden_size"]
+    file.write_text(json.dumps(content))
     monkeypatch.setitem(CONFIG_MAPPING._extra_content, "qwen2", Other)
     assert type(Checkpoint.open(folder).config) is Other
 
@@ -122,7 +123,7 @@ def test_missing_weights_are_listed(folder: Path):
 
 
 def test_unexpected_weights_are_listed_unless_ignored(folder: Path):
-    targets = places(folder)
+    targets = empty_weights(folder)
     extra = {"model.layers.0.self_attn.q_proj.lora_A": torch.ones(4)}
     save_file(stored(folder) | extra, folder / "model.safetensors")
     checkpoint = Checkpoint.open(folder)
@@ -133,7 +134,7 @@ def test_unexpected_weights_are_listed_unless_ignored(folder: Path):
 
 
 def test_wrong_shape_names_tensor_and_both_shapes(folder: Path):
-    targets = places(folder) | {NORM: torch.zeros(65)}
+    targets = empty_weights(folder) | {NORM: torch.zeros(65)}
     with pytest.raises(ValueError, match=rf"{NORM} .* has shape \(64,\).* asks for \(65,\)"):
         Checkpoint.open(folder).load_into(targets)
 
@@ -171,37 +172,34 @@ HARMS: dict[str, tuple[Harm, str]] = {
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_what_is_wrong_with_a_folder_is_told(folder: Path, harm: str):
-    change, told = HARMS[harm]
+def test_the_error_for_a_damaged_folder_names_the_cause(folder: Path, harm: str):
+    change, message = HARMS[harm]
     change(folder)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         _ = list(Checkpoint.open(folder).weights()), Checkpoint.open(folder).architecture
 
 
-def test_missing_shard_is_named(sharded: Path):
+def test_a_missing_shard_and_a_malformed_index_are_named(sharded: Path):
     shard = sorted(sharded.glob("*.safetensors"))[0]
     shard.unlink()
     with pytest.raises(ValueError, match=f"the shard '{shard.name}': .* is not there"):
         list(Checkpoint.open(sharded).weights())
-
-
-@pytest.mark.parametrize("content", ["{}", "[]", "{", '{"weight_map": 3}'])
-def test_malformed_index_is_named(sharded: Path, content: str):
-    (sharded / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(ValueError, match=r"index.json (is no|must hold a JSON object)"):
-        list(Checkpoint.open(sharded).weights())
+    for content in ("{}", "[]", "{", '{"weight_map": 3}'):
+        (sharded / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(ValueError, match=r"index.json (is no|must hold a JSON object)"):
+            list(Checkpoint.open(sharded).weights())
 
 
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "message"),
     [
         *((name, f"folder '{name}' does not exist") for name in ("/no/such", "./none", "a/b/c")),
         ("nobody/nothing", "'nobody/nothing' is no folder.*Hugging Face hub"),
         (__file__, "is a file; a checkpoint is a folder"),
     ],
 )
-def test_what_is_no_folder_is_told(model: str, told: str):
-    with pytest.raises(ValueError, match=told):
+def test_a_model_that_is_not_a_folder_is_an_error(model: str, message: str):
+    with pytest.raises(ValueError, match=message):
         Checkpoint.open(model)
 
 
@@ -215,7 +213,7 @@ def omni(seeded: Callable[[str], str]) -> str:
 
 
 class _CountingFile:
-    """A safetensors file that notes what is read of it."""
+    """Safetensors file that counts reads of tensors and rows."""
 
     def __init__(self, file: Any, read: Counter[str], rows: Counter[str]) -> None:
         self._file, self._read, self._rows = file, read, rows
@@ -227,8 +225,8 @@ class _CountingFile:
     def __exit__(self, *error: Any) -> Any:
         return self._file.__exit__(*error)
 
-    def keys(self) -> Any:
-        return self._opened.keys()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened, name)
 
     def get_tensor(self, name: str) -> Any:
         self._read[name] += 1
@@ -238,11 +236,7 @@ class _CountingFile:
         rows, matrix = self._rows, self._opened.get_slice(name)
 
         class Slice:
-            def get_shape(self) -> Any:
-                return matrix.get_shape()
-
-            def get_dtype(self) -> Any:
-                return matrix.get_dtype()
+            get_shape, get_dtype = matrix.get_shape, matrix.get_dtype
 
             def __getitem__(self, key: slice) -> Any:
                 rows[name] += key.stop - key.start
@@ -253,7 +247,7 @@ class _CountingFile:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Counter[str], Counter[str]]]:
-    """How often each tensor was read whole, and how many single rows of each."""
+    """Number of complete reads and of single rows read, by tensor."""
     whole: Counter[str] = Counter()
     rows: Counter[str] = Counter()
     monkeypatch.setattr(
@@ -264,57 +258,47 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Counter[str], Count
     yield whole, rows
 
 
-def test_the_parts_share_out_all_weights(omni: str):
-    stored = load_file(Path(omni) / "model.safetensors")
+def test_every_weight_belongs_to_one_part(omni: str):
     named = [
         prefix + name
         for part, prefix in PREFIXES.items()
         for name in open_checkpoint(omni, part=part).weight_files
     ]
-    assert sorted(named) == sorted(stored)
+    assert sorted(named) == sorted(stored(omni))
 
 
-def test_a_parts_weights_go_by_their_names_in_it(omni: str):
-    stored = load_file(Path(omni) / "model.safetensors")
+def test_weights_of_a_part_are_named_without_its_prefix(omni: str):
+    weights = stored(omni)
     for name, tensor in open_checkpoint(omni, part="talker").weights():
-        assert torch.equal(tensor, stored[f"talker.{name}"])
+        assert torch.equal(tensor, weights[f"talker.{name}"])
 
 
 def test_a_part_has_its_own_config(omni: str):
     talker = open_checkpoint(omni, part="talker")
     assert talker.config.model_type == "qwen2_5_omni_talker"
     assert talker.architecture == "Qwen2_5OmniTalkerForConditionalGeneration"
-    # The file's stop tokens are the thinker's.
+    # The generation config is that of the thinker.
     assert talker.generation_config is None
     assert open_checkpoint(omni, part="thinker").generation_config is not None
 
 
-@pytest.mark.parametrize("part", ["thinker", "talker"])
+@pytest.mark.parametrize("part", PREFIXES)
 def test_an_engine_reads_its_own_part_once_and_no_other(
     omni: str, part: str, reads: tuple[Counter[str], Counter[str]]
 ):
     whole, rows = reads
-    LLMEngine(EngineConfig(model=omni, part=part, device="cpu", num_blocks=8, max_model_len=64))
-    stored = load_file(Path(omni) / "model.safetensors")
-    assert whole == Counter(name for name in stored if name.startswith(PREFIXES[part]))
-    # A talker speaks of the text's begin (one per voice), end and padding in the thinker's terms.
+    if part == "code2wav":
+        GeneratorEngine(GeneratorConfig(model=omni, part=part, device="cpu"))
+    else:
+        LLMEngine(EngineConfig(model=omni, part=part, device="cpu", num_blocks=8, max_model_len=64))
+    assert whole == Counter(name for name in stored(omni) if name.startswith(PREFIXES[part]))
+    # The talker uses the thinker's embeddings of BOS (one per voice), EOS and padding.
     assert rows == (Counter({EMBEDDING: 4}) if part == "talker" else Counter())
 
 
-def test_the_vocoder_reads_its_own_part_once_and_no_other(
-    omni: str, reads: tuple[Counter[str], Counter[str]]
-):
-    whole, rows = reads
-    GeneratorEngine(GeneratorConfig(model=omni, part="code2wav", device="cpu"))
-    stored = load_file(Path(omni) / "model.safetensors")
-    assert whole == Counter(name for name in stored if name.startswith("token2wav."))
-    assert not rows
-
-
 def test_single_rows_of_another_part_can_be_read(omni: str):
-    stored = load_file(Path(omni) / "model.safetensors")[EMBEDDING]
     rows = WeightFiles(Path(omni)).rows(EMBEDDING, [5, 2])
-    assert torch.equal(rows, stored[[5, 2]])
+    assert torch.equal(rows, stored(omni)[EMBEDDING][[5, 2]])
 
 
 @pytest.mark.parametrize(
@@ -324,23 +308,20 @@ def test_single_rows_of_another_part_can_be_read(omni: str):
         ("talkr", "no part 'talkr'.*did you mean 'talker'"),
     ],
 )
-def test_what_is_asked_for_must_be_there(omni: str, part: str | None, message: str):
+def test_a_missing_or_unknown_part_is_an_error(omni: str, part: str | None, message: str):
     with pytest.raises(ValueError, match=message):
         open_checkpoint(omni, part=part)
 
 
-def test_a_vocoder_is_no_language_model(omni: str):
+def test_a_part_of_another_kind_is_refused(omni: str, qwen2_checkpoint: str):
     with pytest.raises(ValueError, match="unsupported architecture 'Qwen2_5OmniToken2WavModel'"):
         LLMEngine(EngineConfig(model=omni, part="code2wav"))
-
-
-def test_one_model_has_no_parts(qwen2_checkpoint: str):
     with pytest.raises(ValueError, match="one model without parts"):
         open_checkpoint(qwen2_checkpoint, part="thinker")
 
 
 @pytest.mark.parametrize(("name", "index"), [("thinker.nothing", 0), (EMBEDDING, 768)])
-def test_rows_that_are_not_there_are_refused(omni: str, name: str, index: int):
+def test_missing_rows_are_refused(omni: str, name: str, index: int):
     with pytest.raises(ValueError, match=r"lacks the weights|in .* has rows 0 to 767"):
         WeightFiles(Path(omni)).rows(name, [index])
 
@@ -352,31 +333,21 @@ MESSAGE = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text
 def answer(folder: str | Path, part: str | None) -> RequestOutput:
     chat = ChatPrompt((MESSAGE,), {"image": [Image.new("RGB", (60, 40), "teal")]})
     config = EngineConfig(model=str(folder), part=part, num_blocks=64, max_model_len=256)
-    engine = LLMEngine(config)
-    try:
+    with closing(LLMEngine(config)) as engine:
         (output,) = engine.generate([chat], SamplingParams(max_tokens=16, ignore_eos=True))
-    finally:
-        engine.close()
     return output
 
 
 @pytest.mark.parametrize(("name", "part"), MODELS)
-def test_the_published_layout_changes_no_token(
+def test_the_published_layout_has_the_same_output_and_eos_tokens(
     name: str, part: str | None, seeded: Callable[[str], str], tmp_path: Path
 ):
-    folder = seeded(name)
-    here, there = answer(folder, part), answer(publish(folder, tmp_path / "model"), part)
-    assert here.prompt_token_ids == there.prompt_token_ids, "the chat template is the processor's"
-    assert here.outputs[0].token_ids == there.outputs[0].token_ids
-
-
-@pytest.mark.parametrize(("name", "part"), MODELS)
-def test_the_published_layout_ends_replies_by_the_same_tokens(
-    name: str, part: str | None, seeded: Callable[[str], str], tmp_path: Path
-):
-    folder = seeded(name)
+    folders = (seeded(name), publish(seeded(name), tmp_path / "model"))
+    seeded_output, published = (answer(folder, part) for folder in folders)
+    assert seeded_output.prompt_token_ids == published.prompt_token_ids, "the processor's template"
+    assert seeded_output.outputs[0].token_ids == published.outputs[0].token_ids
     found = []
-    for each in (folder, publish(folder, tmp_path / "model")):
+    for each in folders:
         checkpoint = open_checkpoint(each, part=part)
         tokenizer = load_tokenizer(each)
         found.append(eos_token_ids(checkpoint.config, checkpoint.generation_config, tokenizer))
@@ -386,8 +357,8 @@ def test_the_published_layout_ends_replies_by_the_same_tokens(
 LIMITS: dict[str, Any] = {"num_blocks": 32, "block_size": 4, "max_model_len": 32}
 
 
-def bring(monkeypatch: pytest.MonkeyPatch, **objects: str) -> None:
-    """Install packages that bring names of models."""
+def install_sources(monkeypatch: pytest.MonkeyPatch, **objects: str) -> None:
+    """Pretend that packages with these entry points of model sources are installed."""
     found = EntryPoints(EntryPoint(name, value, ENTRY_POINTS) for name, value in objects.items())
     monkeypatch.setattr(checkpoint, "entry_points", lambda **chosen: found.select(**chosen))
 
@@ -399,31 +370,31 @@ def locate(reference: str) -> str:
 
 
 @pytest.mark.parametrize("model", ["org/name", "gpt2", "a folder", "C:/models/mine", "./x", ""])
-def test_what_has_no_source_is_left_alone(model: str) -> None:
+def test_names_without_a_source_are_ignored(model: str) -> None:
     assert folder_of_source(model) is None
 
 
-def test_a_package_brings_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    bring(monkeypatch, made=f"{__name__}:locate")
+def test_a_package_provides_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_sources(monkeypatch, made=f"{__name__}:locate")
     assert folder_of_source("made:up") == Path("/a/folder")
     with pytest.raises(ValueError, match="there is no model 'made:down'"):
         folder_of_source("made:down")
 
 
-def test_a_source_that_is_not_there_is_told_with_those_that_are(
+def test_the_error_for_an_unknown_source_lists_the_known_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bring(monkeypatch, made=f"{__name__}:locate", torn="nowhere.at.all:locate")
+    install_sources(monkeypatch, made=f"{__name__}:locate", torn="nowhere.at.all:locate")
     with pytest.raises(ValueError, match="'maid:up': no installed .* known are made:, torn:"):
         Checkpoint.open("maid:up")
     with pytest.raises(ValueError, match="'torn:x': 'nowhere.at.all:locate' cannot be loaded: Mod"):
         Checkpoint.open("torn:x")
 
 
-def test_a_folder_of_such_a_name_goes_first(
+def test_a_folder_takes_precedence_over_a_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bring(monkeypatch, made=f"{__name__}:locate")
+    install_sources(monkeypatch, made=f"{__name__}:locate")
     monkeypatch.chdir(tmp_path)
     Path("made:up").mkdir()
     with pytest.raises(ValueError, match="config.json"):
@@ -431,18 +402,18 @@ def test_a_folder_of_such_a_name_goes_first(
 
 
 @pytest.mark.usefixtures("checkpoint_cache")
-def test_the_seeded_models_are_known_by_name_wherever_a_model_is() -> None:
+def test_seeded_models_are_accepted_wherever_a_model_is() -> None:
     prompt, greedy = TokensPrompt((5, 6, 7)), SamplingParams(temperature=0.0, max_tokens=3)
     config = EngineConfig(model="seeded:qwen2", **LIMITS)
-    said = LLMEngine(config).generate(prompt, greedy)[0].outputs[0].token_ids
+    expected = LLMEngine(config).generate(prompt, greedy)[0].outputs[0].token_ids
     with Omni(Pipeline([AutoregressiveStage("writer", config, sampling=greedy)])) as omni:
-        assert omni.generate(prompt)[0].stages["writer"].token_ids == said
+        assert omni.generate(prompt)[0].stages["writer"].token_ids == expected
     assert EncoderEngine(EngineConfig(model="seeded:bert", **LIMITS)).hidden_size
     with pytest.raises(ValueError, match="unknown seeded model 'seeded:qwne2'"):
         LLMEngine(EngineConfig(model="seeded:qwne2"))
 
 
-def test_an_encoder_loads_in_silence(
+def test_an_encoder_loads_without_output(
     bert_checkpoint: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     EncoderEngine(EngineConfig(model=bert_checkpoint, num_blocks=8, max_model_len=16)).close()
@@ -450,14 +421,14 @@ def test_an_encoder_loads_in_silence(
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_omni", "qwen3_omni"])
-def test_configs_of_several_parts_open_in_silence(
+def test_configs_of_several_parts_open_without_output(
     seeded: Callable[[str], str], caplog: pytest.LogCaptureFixture, family: str
 ) -> None:
     open_checkpoint(seeded(family), part="thinker")
     assert caplog.messages == []
 
 
-def test_bars_are_as_before_when_the_context_ends(capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_bars_are_restored_after_the_context(capfd: pytest.CaptureFixture[str]) -> None:
     made: list[Any] = []
 
     def users_own(make: Any, args: Any, kwargs: Any) -> Any:
@@ -482,12 +453,12 @@ def test_bars_are_as_before_when_the_context_ends(capfd: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("name", ACT2FN)
-def test_an_activation_is_transformers(name: str) -> None:
+def test_an_activation_equals_that_of_transformers(name: str) -> None:
     x = torch.linspace(-9, 9, 999)
     assert torch.equal(activation_of(name)(x), ACT2FN[name](x))
 
 
-def test_an_unknown_activation_is_told_with_those_that_are_known() -> None:
+def test_the_error_for_an_unknown_activation_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"hidden_act must be one of .*quick_gelu.*, got 'cube'"):
         check_activation("hidden_act", "cube")
     with pytest.raises(ValueError, match=r"got 'cube'"):

@@ -1,4 +1,4 @@
-"""GGUF, GPTQ, AWQ and compressed-tensors: right values, and damage is told by name."""
+"""GGUF, GPTQ, AWQ and compressed-tensors files: their values, and errors for damaged ones."""
 
 from __future__ import annotations
 
@@ -38,12 +38,27 @@ from tests.support.greedy_reference import GreedyReference, assert_greedy, asser
 from tests.support.packed_checkpoints import PACKED, write_packed
 
 SETTINGS = ModelSettings(torch.float32, torch.device("cpu"), 4, 64, pack_weights=False)
-PROMPT = list(range(30, 60))
+PROMPT = list(range(30, 75))
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+def assert_same_answer(model: Path, plain: Path) -> None:
+    """Check that tokens and hidden states are those of transformers with the plain weights."""
+    answer = GreedyReference(str(plain)).from_ids(PROMPT, 8)
+    # The torch backend dequantizes on load; kernels multiply codes and round their input.
+    for backend, tolerance in (("torch", 1e-4), ("auto", 5e-3)):
+        config = EngineConfig(model=str(model), num_blocks=32, attention_backend=backend)
+        with closing(LLMEngine(config)) as engine:
+            (output,) = engine.generate([TokensPrompt(PROMPT)], GREEDY)
+            assert engine.tokenizer is not None
+            assert any("stored as" in line for line in engine.memory_plan.lines())
+        assert_greedy(answer, output.outputs[0].token_ids)
+        assert_near(output.outputs[0].tensors["hidden_states"], answer.hidden_states, tolerance)
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A folder with a checkpoint as it was ``packed``, and ``plain`` with the same values."""
+    """Folder with a ``packed`` checkpoint and a ``plain`` one of the same values."""
     folder = tmp_path_factory.mktemp("source") / "one layer"
     source = build_causal_lm(folder, "llama", num_layers=1, num_kv_heads=4)
 
@@ -58,12 +73,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def packed(written: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
-    """A copy that a test may spoil."""
+    """A copy that a test may damage."""
     return lambda name: shutil.copytree(written(name) / "packed", tmp_path / "packed")
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_a_packed_checkpoint_has_the_values_of_a_brute_force(
+def test_a_packed_checkpoint_has_the_values_of_the_plain_one(
     name: str, written: Callable[[str], Path]
 ):
     plain, packed = written(name) / "plain", written(name) / "packed"
@@ -72,18 +87,10 @@ def test_a_packed_checkpoint_has_the_values_of_a_brute_force(
     assert read.keys() == values.keys()
     for each in values:
         torch.testing.assert_close(read[each], values[each], rtol=0, atol=1e-6)
-    answer = GreedyReference(str(plain)).from_ids(PROMPT, 6)
-    greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    for backend, tolerance in (("torch", 1e-4), ("auto", 5e-3)):
-        config = EngineConfig(model=str(packed), num_blocks=16, attention_backend=backend)
-        with closing(LLMEngine(config)) as engine:
-            (output,) = engine.generate([TokensPrompt(PROMPT)], greedy)
-            assert any("stored as" in line for line in engine.memory_plan.lines())
-        assert_greedy(answer, output.outputs[0].token_ids)
-        assert_near(output.outputs[0].tensors["hidden_states"], answer.hidden_states, tolerance)
+    assert_same_answer(packed, plain)
 
 
-def test_parts_stored_plain_load_beside_a_quantized_thinker(tmp_path: Path):
+def test_plain_parts_load_with_a_quantized_thinker(tmp_path: Path):
     """Published quantized omni checkpoints have a talker and a vocoder in plain weights."""
     source = build_qwen2_5_omni(tmp_path / "source")
     folder, plain = tmp_path / "packed", tmp_path / "plain"
@@ -134,13 +141,13 @@ def cut(tensors: dict[str, Tensor], part: str) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_parts_are_told_by_name(damage: str, packed: Callable[[str], Path]):
-    name, change, told = DAMAGE[damage]
+def test_damaged_tensors_are_named(damage: str, packed: Callable[[str], Path]):
+    name, change, message = DAMAGE[damage]
     folder = packed(name)
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=told) as error:
+    with pytest.raises(ValueError, match=message) as error:
         load_model(open_checkpoint(folder), SETTINGS)
     assert str(folder) in str(error.value)
 
@@ -160,16 +167,16 @@ CONFIGS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("config", "told"), CONFIGS)
-def test_a_format_that_is_not_supported_is_told(
-    config: Any, told: str, packed: Callable[[str], Path], written: Callable[[str], Path]
+@pytest.mark.parametrize(("config", "message"), CONFIGS)
+def test_an_unsupported_format_is_an_error(
+    config: Any, message: str, packed: Callable[[str], Path], written: Callable[[str], Path]
 ):
     folder = packed("GPTQ")
-    if "stored so" in told:
+    if "stored so" in message:
         shutil.copytree(written("GPTQ") / "plain", folder, dirs_exist_ok=True)
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(content | {"quantization_config": config}))
-    with pytest.raises(ValueError, match=told) as error:
+    with pytest.raises(ValueError, match=message) as error:
         load_model(open_checkpoint(folder), SETTINGS)
     assert "config.json" in str(error.value)
 
@@ -183,7 +190,7 @@ def test_a_format_that_is_not_supported_is_told(
         {"weights": None},
     ],
 )
-def test_other_compressed_tensors_are_told(change: Any, packed: Callable[[str], Path]):
+def test_unsupported_compressed_tensors_are_an_error(change: Any, packed: Callable[[str], Path]):
     folder = packed("W4A16")
     content = json.loads((folder / "config.json").read_text())
     content["quantization_config"]["config_groups"]["group_0"] |= change
@@ -221,8 +228,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3_text", {"num_layers": 6, "layer_types": [SLIDING] * 5 + [FULL]}),
 }
-LONG_PROMPT = list(range(30, 75))
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
 def mixed() -> Callable[[str], GGMLQuantizationType]:
@@ -231,7 +236,7 @@ def mixed() -> Callable[[str], GGMLQuantizationType]:
 
 
 def add_llama3_factors(writer: GGUFWriter) -> None:
-    """As llama.cpp's converter computes them, for a head of 64."""
+    """Add the factors that llama.cpp's converter computes for a head of 64."""
     base, half = LLAMA3["rope_theta"], 32
     factors = []
     for frequency in 1.0 / base ** (np.arange(half) / half):
@@ -245,25 +250,17 @@ def add_llama3_factors(writer: GGUFWriter) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_the_dequantized_weights(family: str, tmp_path: Path):
+def test_answers_of_gguf_files_are_those_of_the_dequantized_weights(family: str, tmp_path: Path):
     architecture, settings = FAMILIES[family]
     source = build_causal_lm(tmp_path / "source", architecture, **settings)
     more = add_llama3_factors if family == "llama 3" else lambda writer: None
     plain = tmp_path / "plain"
     file = write_gguf(source, tmp_path / "m.gguf", mixed(), dequantized=plain, more=more)
-    answer = GreedyReference(str(plain)).from_ids(LONG_PROMPT, 8)
-    # By torch all is dequantized on load; kernels multiply codes, and round what they multiply.
-    for backend, tolerance in (("torch", 1e-4), ("auto", 5e-3)):
-        config = EngineConfig(model=str(file), num_blocks=32, attention_backend=backend)
-        with closing(LLMEngine(config)) as engine:
-            (output,) = engine.generate([TokensPrompt(LONG_PROMPT)], GREEDY)
-            assert engine.tokenizer is not None
-        assert_greedy(answer, output.outputs[0].token_ids)
-        assert_near(output.outputs[0].tensors["hidden_states"], answer.hidden_states, tolerance)
+    assert_same_answer(file, plain)
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K"])
-def test_blocks_have_the_values_that_transformers_gives_them(name: str, tmp_path: Path):
+def test_blocks_are_dequantized_as_in_transformers(name: str, tmp_path: Path):
     kind, shape = GGMLQuantizationType[name], (6, 512)
     blocks = random_blocks(kind, shape)
     checkpoint = Checkpoint.open(tiny_gguf(tmp_path, ("blk.0.ffn_up.weight", blocks, kind)))
@@ -272,7 +269,7 @@ def test_blocks_have_the_values_that_transformers_gives_them(name: str, tmp_path
     torch.testing.assert_close(read, expected.reshape(shape), rtol=1e-6, atol=1e-6)
 
 
-def test_the_tokenizer_is_transformers_and_says_what_the_checkpoints_says(
+def test_the_tokenizer_is_that_of_transformers_and_of_the_checkpoint(
     seeded: Callable[[str], str], tmp_path: Path
 ):
     file = write_gguf(seeded("llama"), tmp_path / "m.gguf", lambda name: F16)
@@ -302,9 +299,7 @@ def test_a_chat_runs_from_a_folder_with_one_file(seeded: Callable[[str], str], t
         Checkpoint.open(folder)
 
 
-def test_the_header_is_read_as_the_gguf_package_reads_it(
-    seeded: Callable[[str], str], tmp_path: Path
-):
+def test_the_header_is_read_as_by_the_gguf_package(seeded: Callable[[str], str], tmp_path: Path):
     file = write_gguf(seeded("gemma2"), tmp_path / "m.gguf", mixed())
     header, reader = read_gguf_header(file), GGUFReader(file)
     assert header.tensors.keys() == {tensor.name for tensor in reader.tensors}
@@ -320,7 +315,7 @@ def test_the_header_is_read_as_the_gguf_package_reads_it(
 
 UP_OF_BLOCK = "blk.0.ffn_up.weight"
 
-# Behind a key: its type, then the value. Behind a tensor's name: dimensions, type and offset.
+# Offsets after a key: its type, then the value; after a tensor's name: dimensions, type, offset.
 VALUE, TYPE, ITEMS, DIMENSION, KIND, OFFSET = 4, 0, 8, 4, 20, 24
 
 
@@ -337,8 +332,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def patched(content: bytes, name: str, skip: int, form: str, value: Any) -> bytes:
-    place = content.index(name.encode()) + len(name) + skip
-    return content[:place] + struct.pack(form, value) + content[place + struct.calcsize(form) :]
+    start = content.index(name.encode()) + len(name) + skip
+    return content[:start] + struct.pack(form, value) + content[start + struct.calcsize(form) :]
 
 
 def attempt(file: Path) -> None:
@@ -376,13 +371,13 @@ HARMS: dict[str, tuple[tuple[str, int, str, Any], str]] = {
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_hostile_file_is_refused_by_name_before_memory_is_taken(
+def test_a_hostile_file_is_refused_by_name_before_memory_is_allocated(
     harm: str, whole: bytes, tmp_path: Path
 ):
-    change, told = HARMS[harm]
+    change, message = HARMS[harm]
     file = tmp_path / "hostile.gguf"
     file.write_bytes(patched(whole, *change))
-    with pytest.raises(ValueError, match=str(file)):  # what is imported is imported
+    with pytest.raises(ValueError, match=str(file)):  # does the imports, which allocate
         attempt(file)
     tracemalloc.start()
     try:
@@ -392,12 +387,12 @@ def test_a_hostile_file_is_refused_by_name_before_memory_is_taken(
     finally:
         tracemalloc.stop()
     assert str(file) in str(error.value)
-    assert told in str(error.value)
-    assert peak < 2**24, f"{peak} bytes were taken"
+    assert message in str(error.value)
+    assert peak < 2**24, f"{peak} bytes were allocated"
 
 
 @given(st.data())
-def test_a_file_that_is_cut_off_is_refused(
+def test_a_truncated_file_is_refused(
     whole: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ):
     file = tmp_path_factory.getbasetemp() / "cut.gguf"
@@ -408,37 +403,36 @@ def test_a_file_that_is_cut_off_is_refused(
 
 @settings(max_examples=examples(50))
 @given(st.data())
-def test_a_file_with_spoilt_bytes_is_refused_by_name_or_read(
+def test_a_file_with_damaged_bytes_is_read_or_refused_by_name(
     whole: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ):
     content = bytearray(whole)
     end = whole.index(b"output_norm.weight") + 40
-    for place in data.draw(st.lists(st.integers(0, end), min_size=1, max_size=3)):
-        content[place] = data.draw(st.integers(0, 255))
-    file = tmp_path_factory.getbasetemp() / "spoilt.gguf"
+    for position in data.draw(st.lists(st.integers(0, end), min_size=1, max_size=3)):
+        content[position] = data.draw(st.integers(0, 255))
+    file = tmp_path_factory.getbasetemp() / "damaged.gguf"
     file.write_bytes(content)
     try:
         open_checkpoint(file)
     except ValueError as error:
-        assert "spoilt.gguf" in str(error)
+        assert "damaged.gguf" in str(error)
 
 
 @pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "model", "merges"])
-def test_a_tokenizer_that_cannot_be_is_refused_by_name(
+def test_an_invalid_tokenizer_is_refused_by_name(
     key: str, seeded: Callable[[str], str], tmp_path: Path
 ):
     values = {"model": (8, "4s", b"evil"), "merges": (24, "2s", b"zz")}
     file = write_gguf(seeded("llama"), tmp_path / "m.gguf", lambda name: F32)
-    change = values.get(key, (0, "<I", 2**31))
-    file.write_bytes(
-        patched(file.read_bytes(), f"tokenizer.ggml.{key}", 4 + change[0], *change[1:])
-    )
+    skip, form, value = values.get(key, (0, "<I", 2**31))
+    content = patched(file.read_bytes(), f"tokenizer.ggml.{key}", 4 + skip, form, value)
+    file.write_bytes(content)
     with pytest.raises(ValueError, match=str(file)):
         open_checkpoint(file)
         load_tokenizer(file)
 
 
-def test_a_file_of_another_kind_and_a_part_of_several_are_told(tmp_path: Path):
+def test_a_file_of_another_kind_and_a_split_file_are_refused(tmp_path: Path):
     file = tmp_path / "m.txt"
     file.write_bytes(b"GGUF")
     with pytest.raises(ValueError, match=r"a folder with a config.json, or a .gguf file"):
