@@ -1,4 +1,4 @@
-"""Utterances become sound, whole or in windows, whoever else runs and however the codes came."""
+"""Utterances become sound, whole or in windows, independent of batches and of chunks of codes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BLOCK = 4
 SAMPLES_PER_CODE = 480
 PARAMS = GenerationParams(num_steps=2, window=StreamWindow(first_blocks=2, chunk_blocks=2))
 GROWING = GenerationParams(num_steps=2, window=StreamWindow(chunk_blocks=4))
-# Codes that the first window can take: a chunk of two blocks and one at its right.
+# Codes that fit into the first window: a chunk of two blocks and one block to its right.
 FIRST_WINDOW = 3 * BLOCK
 
 
@@ -74,7 +74,7 @@ def engine(shared_engine: GeneratorEngine) -> GeneratorEngine:
 
 
 def drain(engine: GeneratorEngine) -> dict[str, list[GeneratorOutput]]:
-    """Step until nothing moves or waits; every output by request."""
+    """Step until nothing runs or waits; return all outputs by request."""
     outputs: dict[str, list[GeneratorOutput]] = {}
     while stepped := engine.step() or engine.step():
         engine.check_integrity()
@@ -83,7 +83,7 @@ def drain(engine: GeneratorEngine) -> dict[str, list[GeneratorOutput]]:
     return outputs
 
 
-def whole(engine: GeneratorEngine, codes: Sequence[int], **options: Any) -> Tensor:
+def whole(engine: GeneratorEngine, codes: Sequence[Any], **options: Any) -> Tensor:
     engine.add_request("whole", CodecPrompt(tuple(codes), **options))
     (output,) = drain(engine)["whole"]
     assert output.finished and output.error is None and output.num_codes == len(codes)
@@ -92,15 +92,20 @@ def whole(engine: GeneratorEngine, codes: Sequence[int], **options: Any) -> Tens
 
 
 def streamed(
-    engine: GeneratorEngine, codes: Sequence[int], cuts: Sequence[int], *, eager: bool = True
+    engine: GeneratorEngine,
+    codes: Sequence[Any],
+    cuts: Sequence[int],
+    *,
+    eager: bool = True,
+    speaker: str | None = None,
 ) -> Tensor:
-    """Hand codes in, cut at ``cuts``; ``eager`` runs what can run between the chunks."""
+    """Send codes in chunks cut at ``cuts``; if ``eager``, step between the chunks."""
     bounds = [0, *sorted(cuts), len(codes)]
     outputs: list[GeneratorOutput] = []
-    for place, (start, stop) in enumerate(pairwise(bounds)):
-        # Never whole: what ends the codes is a chunk of its own.
-        prompt = CodecPrompt(tuple(codes[start:stop]), is_last=False)
-        if place == 0:
+    for index, (start, stop) in enumerate(pairwise(bounds)):
+        # Never the last: a separate empty chunk ends the codes.
+        prompt = CodecPrompt(tuple(codes[start:stop]), speaker, is_last=False)
+        if index == 0:
             engine.add_request("s", prompt)
         else:
             engine.extend_request("s", prompt)
@@ -110,14 +115,14 @@ def streamed(
     engine.extend_request("s", CodecPrompt((), is_last=True))
     assert not engine.needs_input("s")
     outputs += drain(engine)["s"]
-    assert not engine.has_unfinished_requests
+    assert "s" not in engine.live_request_ids
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     joined = torch.cat([output.delta.samples for output in outputs])
     assert torch.equal(outputs[-1].waveform.samples, joined)
     return joined
 
 
-def test_whole_utterances_are_those_of_transformers_and_run_together_where_lengths_allow(
+def test_whole_utterances_equal_transformers_and_equal_lengths_run_together(
     engine: GeneratorEngine, reference: VocoderReference
 ) -> None:
     before = engine.stats().num_steps
@@ -146,7 +151,7 @@ def windowed(folder: str, request: pytest.FixtureRequest) -> GeneratorEngine:
 
 @settings(max_examples=examples(15))
 @given(data=st.data(), length=st.integers(0, 75), eager=st.booleans())
-def test_streamed_sound_does_not_depend_on_how_the_codes_came(
+def test_streamed_sound_does_not_depend_on_the_chunks_of_codes(
     windowed: GeneratorEngine, data: st.DataObject, length: int, eager: bool
 ) -> None:
     drop_all(windowed)
@@ -166,7 +171,7 @@ def test_streamed_sound_does_not_depend_on_how_the_codes_came(
     ],
     ids=str,
 )
-def test_windows_grow_until_they_cost_little_more_than_the_whole(
+def test_windows_grow_to_their_maximum(
     window: StreamWindow, lengths: list[int], folder: str
 ) -> None:
     engine = open_engine(folder, PARAMS.model_copy(update={"window": window}))
@@ -174,25 +179,25 @@ def test_windows_grow_until_they_cost_little_more_than_the_whole(
     engine.extend_request("s", CodecPrompt(()))
     outputs = drain(engine)["s"]
     kept = [len(output.delta.samples) // SAMPLES_PER_CODE // BLOCK for output in outputs]
-    # The last takes what is left, the block at its right included.
+    # The last window takes the rest, including the block to its right.
     assert kept == lengths
 
 
 @pytest.mark.parametrize("first", [3, 9])
-def test_the_first_window_cannot_be_the_longest(first: int) -> None:
+def test_the_first_window_cannot_be_larger_than_the_others(first: int) -> None:
     with pytest.raises(ValueError, match=rf"first_blocks \({first}\) must not be larger"):
         StreamWindow(first_blocks=first, chunk_blocks=2)
 
 
 @pytest.mark.parametrize("length", [1, BLOCK, FIRST_WINDOW - 1, FIRST_WINDOW])
-def test_streamed_sound_that_fits_the_first_window_is_the_whole(
+def test_streamed_sound_within_the_first_window_equals_the_whole(
     engine: GeneratorEngine, length: int
 ) -> None:
     codes = random_codes(length)
     assert torch.equal(streamed(engine, codes, range(length)), whole(engine, codes))
 
 
-def test_streamed_sound_is_near_the_whole_and_nearer_with_a_wider_window(folder: str) -> None:
+def test_streamed_sound_approaches_the_whole_with_wider_windows(folder: str) -> None:
     codes = random_codes(61)
     errors = []
     for left, right in ((0, 0), (1, 1), (2, 1), (4, 2), (8, 8)):
@@ -202,7 +207,7 @@ def test_streamed_sound_is_near_the_whole_and_nearer_with_a_wider_window(folder:
         difference = streamed(engine, codes, [20, 40]) - expected
         errors.append(float(difference.norm() / expected.norm()))
     assert errors == sorted(errors, reverse=True)
-    # Without a margin wrong by half; with the default's, by a percent; with a wide one, rounding.
+    # Half off without margins, a percent with the default ones, rounding errors with wide ones.
     assert errors[0] > 0.1
     assert errors[2] < 0.01
     assert errors[4] < 1e-5
@@ -236,10 +241,10 @@ def test_equal_windows_of_several_streams_run_in_one_pass(engine: GeneratorEngin
     assert engine.step() == []
 
 
-def test_input_is_needed_exactly_when_nothing_can_run(engine: GeneratorEngine) -> None:
+def test_input_is_needed_exactly_if_nothing_can_run(engine: GeneratorEngine) -> None:
     codes = random_codes(FIRST_WINDOW + 1)
     engine.add_request("s", CodecPrompt(codes[:-1], is_last=False))
-    # A code beyond the window tells that it is not the last.
+    # A code beyond the window shows that the window is not the last.
     assert engine.needs_input("s") and engine.step() == []
     engine.extend_request("s", CodecPrompt(codes[-1:], is_last=False))
     assert not engine.needs_input("s")
@@ -272,7 +277,7 @@ def test_a_bad_prompt_is_refused_alone(engine: GeneratorEngine, case: str) -> No
     assert not engine.has_unfinished_requests
 
 
-def test_a_bad_chunk_leaves_the_stream_as_it_was(engine: GeneratorEngine) -> None:
+def test_a_bad_chunk_does_not_change_the_stream(engine: GeneratorEngine) -> None:
     codes = random_codes(10)
     expected = whole(engine, codes)
     engine.add_request("s", CodecPrompt(codes[:5], "Chelsie", is_last=False))
@@ -320,7 +325,7 @@ def test_the_first_of_the_highest_priority_runs_first(folder: str) -> None:
     assert list(drain(engine)) == ["first", "second", "late"]
 
 
-def test_an_aborted_request_is_gone_and_its_neighbours_finish(engine: GeneratorEngine) -> None:
+def test_an_aborted_request_is_removed_and_others_finish(engine: GeneratorEngine) -> None:
     codes = random_codes(20)
     expected = streamed(engine, codes, [])
     for request_id in ("kept", "dropped"):
@@ -333,7 +338,7 @@ def test_an_aborted_request_is_gone_and_its_neighbours_finish(engine: GeneratorE
     torch.testing.assert_close(outputs["kept"][-1].waveform.samples, expected, atol=ATOL, rtol=0)
 
 
-def test_lost_sound_is_found(engine: GeneratorEngine) -> None:
+def test_lost_sound_fails_the_integrity_check(engine: GeneratorEngine) -> None:
     engine.add_request("s", CodecPrompt(random_codes(20), is_last=False))
     engine.step()
     engine.check_integrity()
@@ -342,7 +347,7 @@ def test_lost_sound_is_found(engine: GeneratorEngine) -> None:
         engine.check_integrity()
 
 
-def test_codes_that_became_sound_are_counted(engine: GeneratorEngine) -> None:
+def test_generated_codes_are_counted(engine: GeneratorEngine) -> None:
     before = engine.stats().prompt_tokens
     streamed(engine, random_codes(30), [7])
     whole(engine, random_codes(9))
@@ -381,7 +386,7 @@ def test_parameters_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("sway", [None, -1.0, 0.0, 1.75])
-def test_time_never_runs_backwards_within_the_bounds_of_the_sway(sway: float | None) -> None:
+def test_flow_times_never_decrease_within_the_bounds_of_the_sway(sway: float | None) -> None:
     params = GenerationParams(sway_coefficient=sway, num_steps=200)
     times = flow_times(params, torch.device("cpu"))
     assert times[0] == 0 and abs(times[-1] - 1) < 1e-6
@@ -394,7 +399,7 @@ FIRST, SECOND = 7, 15  # codes after which an utterance's windows can run
 
 @dataclass
 class Vocoder:
-    """Utterances by name, and which of them each step's pass computes."""
+    """Utterances by name; each step returns the names of those in its batch."""
 
     max_batch_size: int = 8
     utterances: dict[str, GeneratorRequest] = field(default_factory=dict)
@@ -422,12 +427,8 @@ class Vocoder:
         return "".join(request.request_id for request, _ in batch)
 
 
-@pytest.fixture
-def vocoder() -> Vocoder:
-    return Vocoder()
-
-
-def test_a_window_waits_for_one_as_long_that_is_coming(vocoder: Vocoder) -> None:
+def test_a_window_waits_for_another_of_equal_length() -> None:
+    vocoder = Vocoder()
     vocoder.say("a", FIRST)
     vocoder.say("b", FIRST - 1)
     assert vocoder.step() == ""
@@ -436,7 +437,8 @@ def test_a_window_waits_for_one_as_long_that_is_coming(vocoder: Vocoder) -> None
 
 
 @pytest.mark.parametrize(("num_codes", "expected"), [(FIRST, 2), (SECOND, 8)])
-def test_nobody_waits_for_long(vocoder: Vocoder, num_codes: int, expected: int) -> None:
+def test_waiting_is_bounded(num_codes: int, expected: int) -> None:
+    vocoder = Vocoder()
     vocoder.say("a", num_codes)
     if num_codes == SECOND:
         assert vocoder.step() == "a"  # its first window
@@ -446,7 +448,7 @@ def test_nobody_waits_for_long(vocoder: Vocoder, num_codes: int, expected: int) 
     else:
         vocoder.say("b", 0)
     num_waits = 0
-    # The other one goes on for ever, and is never as far.
+    # The other one keeps getting codes but never has a window that can run.
     vocoder.has_new_codes = True
     while vocoder.step() == "":
         num_waits += 1
@@ -461,7 +463,7 @@ Arrival = tuple[int, int, bool]
 @given(
     st.lists(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.booleans())), max_size=30)
 )
-def test_all_that_can_run_has_run_in_the_end(turns: list[list[Arrival]]) -> None:
+def test_all_windows_run_in_the_end(turns: list[list[Arrival]]) -> None:
     vocoder = Vocoder(max_batch_size=3)
     for turn in turns:
         for index, num_codes, is_last in turn:
@@ -470,7 +472,7 @@ def test_all_that_can_run_has_run_in_the_end(turns: list[list[Arrival]]) -> None
                 vocoder.say(name, num_codes, is_last=is_last)
         vocoder.step()
         assert all(request.num_waits <= 8 + 6 for request in vocoder.utterances.values())
-    # As nothing comes any more, only the first of these steps may compute nothing.
+    # Without new codes, only the first of these steps may compute nothing.
     vocoder.step()
     while vocoder.step():
         pass
@@ -487,7 +489,7 @@ class EchoConfig(PreTrainedConfig):
 
 
 class Echo(GeneratorModel):
-    """Each sample is half of the one before it, and what the codes of its place add."""
+    """Generator whose samples are half the previous sample plus a term of the current codes."""
 
     sampling_rate = 8_000
     samples_per_code = SAMPLES
@@ -537,69 +539,39 @@ def echo_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GeneratorEng
     return GeneratorEngine(GeneratorConfig(model=str(tmp_path), device="cpu"))
 
 
-def pieces_of(engine: GeneratorEngine) -> dict[str, list[Tensor]]:
-    """Step until nothing moves or waits; all pieces of sound by request."""
-    pieces: dict[str, list[Tensor]] = {}
-    while outputs := engine.step() or engine.step():
-        engine.check_integrity()
-        for output in outputs:
-            assert output.error is None, output.error
-            pieces.setdefault(output.request_id, []).append(output.delta.samples)
-    return pieces
-
-
-def echo_whole(engine: GeneratorEngine, codes: Any, **options: Any) -> Tensor:
-    engine.add_request("whole", CodecPrompt(tuple(codes), **options))
-    (samples,) = pieces_of(engine)["whole"]
-    return samples
-
-
-place = st.tuples(st.integers(0, NUM_CODES - 2), st.integers(0, NUM_CODES - 1))
+codes_of_frame = st.tuples(st.integers(0, NUM_CODES - 2), st.integers(0, NUM_CODES - 1))
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(codes=st.lists(place, min_size=1, max_size=64), cuts=st.lists(st.integers(0, 64)))
-def test_streamed_speech_is_that_of_the_whole(
+@given(codes=st.lists(codes_of_frame, min_size=1, max_size=64), cuts=st.lists(st.integers(0, 64)))
+def test_a_model_with_state_streams_the_same_sound(
     echo_engine: GeneratorEngine, codes: list[tuple[int, int]], cuts: list[int]
 ) -> None:
-    expected = echo_whole(echo_engine, codes, speaker="high")
+    expected = whole(echo_engine, codes, speaker="high")
     assert expected.shape == (len(codes) * SAMPLES,)
-    bounds = [0, *sorted(min(cut, len(codes)) for cut in cuts), len(codes)]
-    pieces: list[Tensor] = []
-    neighbour = CodecPrompt(((1, 2),) * 5, is_last=False)
-    echo_engine.add_request("neighbour", neighbour)
-    for number, (start, stop) in enumerate(pairwise(bounds)):
-        prompt = CodecPrompt(tuple(codes[start:stop]), speaker="high", is_last=False)
-        if number == 0:
-            echo_engine.add_request("s", prompt)
-        else:
-            echo_engine.extend_request("s", prompt)
-        pieces += pieces_of(echo_engine).get("s", [])
-    echo_engine.extend_request("s", CodecPrompt((), is_last=True))
-    pieces += pieces_of(echo_engine)["s"]
-    assert torch.equal(torch.cat(pieces), expected)
+    echo_engine.add_request("neighbour", CodecPrompt(((1, 2),) * 5, is_last=False))
+    cuts = [min(cut, len(codes)) for cut in cuts]
+    assert torch.equal(streamed(echo_engine, codes, cuts, speaker="high"), expected)
     drop_all(echo_engine)
 
 
-def test_windows_need_nothing_at_their_sides(echo_engine: GeneratorEngine) -> None:
+def test_a_model_with_state_needs_no_margins_of_windows(echo_engine: GeneratorEngine) -> None:
     assert echo_engine.describe()["window"].endswith("with 0 before and 0 after")
     echo_engine.add_request("s", CodecPrompt(((1, 2), (3, 4)), is_last=False))
     assert not echo_engine.needs_input("s")
-    assert len(pieces_of(echo_engine)["s"][0]) == SAMPLES
+    assert len(drain(echo_engine)["s"][0].delta.samples) == SAMPLES
 
 
-def test_a_state_is_as_it_was_when_a_neighbour_fails(echo_engine: GeneratorEngine) -> None:
+def test_a_state_is_unchanged_if_another_request_fails(echo_engine: GeneratorEngine) -> None:
     codes = ((1, 2), (3, 4), (5, 6))
-    expected = echo_whole(echo_engine, codes)
+    expected = whole(echo_engine, codes)
     for request_id, last in (("good", (5, 6)), ("bad", (NUM_CODES - 1,) * 2)):
         echo_engine.add_request(request_id, CodecPrompt(codes[:2], is_last=False))
         echo_engine.extend_request(request_id, CodecPrompt((last,), is_last=True))
     outputs = [output for _ in range(4) for output in echo_engine.step()]
     (failed,) = [output for output in outputs if output.error is not None]
-    assert (failed.request_id, failed.error) == (
-        "bad",
-        "the generator failed: RuntimeError: out of tune",
-    )
+    assert failed.request_id == "bad"
+    assert failed.error == "the generator failed: RuntimeError: out of tune"
     (good,) = [o for o in outputs if o.request_id == "good" and o.finished]
     assert torch.equal(good.waveform.samples, expected)
 
@@ -614,7 +586,7 @@ def test_a_state_is_as_it_was_when_a_neighbour_fails(echo_engine: GeneratorEngin
         (CodecPrompt(((1, 2),), speaker="nobody"), "unknown speaker 'nobody'"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_bad_codes_of_several_codebooks_are_refused(
     echo_engine: GeneratorEngine, prompt: CodecPrompt, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
