@@ -1,4 +1,4 @@
-"""The three engines keep one contract; each has one owner and one driver, until it is closed."""
+"""The three engines keep one contract; each has one owner and one driver until it is closed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tests.support.idle_engine import drop_all
 from tests.support.patience import PATIENCE_S
 from tests.support.three_engines import KINDS, LIMITS, TOKENS, build_engine
 
+Case = tuple[Engine[Any], Prompt]
+
 
 @pytest.fixture(scope="module", params=KINDS)
-def case(
-    request: pytest.FixtureRequest, seeded: Callable[[str], str]
-) -> tuple[Engine[Any], Prompt]:
+def case(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Case:
     return build_engine(request.param, seeded)
 
 
-def test_an_id_is_live_from_adding_to_the_finished_output(case: tuple[Engine[Any], Prompt]) -> None:
+def test_an_id_is_live_from_adding_to_the_finished_output(case: Case) -> None:
     engine, prompt = case
     before = engine.stats()
     assert not engine.step() and not engine.live_request_ids
@@ -47,9 +47,7 @@ def test_an_id_is_live_from_adding_to_the_finished_output(case: tuple[Engine[Any
     assert work.num_steps > 0 and work.busy_s > 0 and work.prompt_tokens > 0
 
 
-def test_calls_about_requests_that_are_not_live_do_nothing(
-    case: tuple[Engine[Any], Prompt],
-) -> None:
+def test_calls_about_requests_that_are_not_live_do_nothing(case: Case) -> None:
     engine, prompt = case
     engine.add_request("a", prompt)
     engine.abort("a")
@@ -63,7 +61,7 @@ def test_calls_about_requests_that_are_not_live_do_nothing(
     engine.check_integrity()
 
 
-def test_an_engine_without_tokens_takes_no_sampling(case: tuple[Engine[Any], Prompt]) -> None:
+def test_an_engine_without_tokens_takes_no_sampling(case: Case) -> None:
     engine, prompt = case
     if isinstance(engine, LLMEngine):
         engine.check_sampling(SamplingParams())
@@ -73,7 +71,7 @@ def test_an_engine_without_tokens_takes_no_sampling(case: tuple[Engine[Any], Pro
     assert not engine.has_unfinished_requests
 
 
-def test_the_cache_can_be_switched_and_forgotten(case: tuple[Engine[Any], Prompt]) -> None:
+def test_the_cache_can_be_switched_and_reset(case: Case) -> None:
     engine, _ = case
     assert engine.enable_prefix_caching
     engine.enable_prefix_caching = False
@@ -84,9 +82,7 @@ def test_the_cache_can_be_switched_and_forgotten(case: tuple[Engine[Any], Prompt
     assert {"dtype", "device", "memory"} <= engine.describe().keys()
 
 
-def test_a_request_is_prepared_in_another_thread_while_the_engine_steps(
-    case: tuple[Engine[Any], Prompt],
-) -> None:
+def test_a_request_is_prepared_in_another_thread_while_the_engine_steps(case: Case) -> None:
     engine, prompt = case
     engine.reset_prefix_cache()
     engine.add_request("b", prompt)
@@ -102,9 +98,7 @@ def test_a_request_is_prepared_in_another_thread_while_the_engine_steps(
     engine.check_integrity()
 
 
-def test_one_that_is_never_added_leaves_nothing_and_an_id_is_taken_once(
-    case: tuple[Engine[Any], Prompt],
-) -> None:
+def test_a_prepared_request_does_not_reserve_its_id(case: Case) -> None:
     engine, prompt = case
     engine.prepare("a", prompt)
     assert not engine.live_request_ids and not engine.step()
@@ -121,14 +115,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
 class Owner:
-    """Anybody."""
-
-
-@pytest.fixture(params=KINDS)
-def fresh(
-    request: pytest.FixtureRequest, seeded: Callable[[str], str]
-) -> tuple[Engine[Any], Prompt]:
-    return build_engine(request.param, seeded)
+    """An arbitrary owner."""
 
 
 @pytest.fixture
@@ -136,7 +123,7 @@ def engine(seeded: Callable[[str], str]) -> LLMEngine:
     return LLMEngine(EngineConfig(model=seeded("qwen2"), **LIMITS))
 
 
-def test_an_owner_that_was_dropped_owns_nothing() -> None:
+def test_a_dropped_owner_owns_nothing() -> None:
     owned, owner = Ownership("this thing"), Owner()
     owned.claim(owner, "the first")
     del owner
@@ -145,7 +132,7 @@ def test_an_owner_that_was_dropped_owns_nothing() -> None:
     owned.claim(Owner(), "the second")
 
 
-def test_of_many_threads_one_claims_it_and_one_is_inside() -> None:
+def test_one_of_many_threads_claims_and_one_enters() -> None:
     owned, owners, start = Ownership("it"), [Owner() for _ in range(8)], threading.Barrier(8)
 
     def claim(owner: Owner) -> tuple[bool, bool]:
@@ -167,10 +154,11 @@ def test_of_many_threads_one_claims_it_and_one_is_inside() -> None:
     assert [sum(column) for column in zip(*results, strict=True)] == [1, 1]
 
 
-def test_a_closed_engine_refuses_requests_and_lets_go_of_those_it_had(
-    fresh: tuple[Engine[Any], Prompt],
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_closed_engine_drops_its_requests_and_refuses_others(
+    kind: str, seeded: Callable[[str], str]
 ) -> None:
-    engine, prompt = fresh
+    engine, prompt = build_engine(kind, seeded)
     engine.add_request("a", prompt)
     engine.close()
     engine.close()
@@ -188,7 +176,7 @@ def test_a_closed_engine_refuses_requests_and_lets_go_of_those_it_had(
 
 @dataclass
 class Held:
-    """A step that has come to the model, and waits."""
+    """A step that waits inside the model."""
 
     inside: threading.Event = field(default_factory=threading.Event)
     go_on: threading.Event = field(default_factory=threading.Event)
@@ -208,7 +196,7 @@ def held(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     held.go_on.set()
 
 
-def test_a_second_thread_is_refused_and_the_first_one_gets_what_it_would_alone(
+def test_a_second_thread_is_refused_without_effect_on_the_first(
     engine: LLMEngine, held: Held
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
@@ -227,8 +215,8 @@ def test_a_second_thread_is_refused_and_the_first_one_gets_what_it_would_alone(
     engine.check_integrity()
 
 
-def test_an_abort_of_another_thread_waits_for_the_step(engine: LLMEngine, held: Held) -> None:
-    """Such as that of a stream that is dropped, and collected in whatever thread."""
+def test_an_abort_from_another_thread_waits_for_the_step(engine: LLMEngine, held: Held) -> None:
+    """A dropped stream, for example, aborts in the thread that collects it."""
     engine.add_request("a", TOKENS, GREEDY)
     with ThreadPoolExecutor(2) as pool:
         stepping = pool.submit(engine.step)
@@ -241,23 +229,21 @@ def test_an_abort_of_another_thread_waits_for_the_step(engine: LLMEngine, held: 
     engine.check_integrity()
 
 
-def test_an_engine_of_one_stage_is_not_given_to_another_nor_driven_beside_it(
-    engine: LLMEngine,
-) -> None:
+def test_an_engine_of_a_stage_cannot_be_shared_or_driven(engine: LLMEngine) -> None:
     stage = AutoregressiveStage("a", engine)
     with pytest.raises(RuntimeError, match="this LLMEngine belongs to stage 'a' already"):
         AutoregressiveStage("b", engine)
     with pytest.raises(RuntimeError, match="generate drives .* alone, but it belongs to stage 'a'"):
         engine.generate(TOKENS)
     stage.close()
-    assert engine.generate(TOKENS, GREEDY)[0].error is None, "its maker has it again"
+    assert engine.generate(TOKENS, GREEDY)[0].error is None, "its builder owns it again"
     other = AutoregressiveStage("b", engine)
     del other
     gc.collect()
     AutoregressiveStage("c", engine)
 
 
-def test_a_fork_is_known_by_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_refused_in_a_forked_process(monkeypatch: pytest.MonkeyPatch) -> None:
     owned, pid = Ownership("this thing"), os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: pid + 1)
     assert owned.is_over

@@ -1,4 +1,4 @@
-"""Counters are added and subtracted; log records say what they are about."""
+"""Addition and subtraction of counters; fields of log records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.whole_orchestrator import WholeOrchestrator
 POOL = KVCacheStats(8, 7, 0, 0, evictions=2, hit_tokens=3, queried_tokens=4)
 
 
-def test_what_was_added_since_a_reading_is_counted_and_snapshots_stay_as_read() -> None:
+def test_since_returns_the_difference_of_two_readings() -> None:
     before = EngineStats(num_steps=2, prompt_tokens=5, kv=KVCacheStats(8, 6, 1, 0, 0, 0, 0))
     after = before.plus(num_steps=1, busy_s=0.5, generated_tokens=4)
     assert (after.num_steps, after.prompt_tokens, after.kv) == (3, 5, before.kv)
@@ -33,13 +33,13 @@ def test_what_was_added_since_a_reading_is_counted_and_snapshots_stay_as_read() 
     )
 
 
-def test_a_reading_does_not_change_and_stages_have_the_same() -> None:
+def test_stats_are_immutable_and_shared_with_stages() -> None:
     with pytest.raises(FrozenInstanceError):
         EngineStats().num_steps = 1  # type: ignore[misc]
     assert StageStats is EngineStats
 
 
-def test_engines_beside_each_other_are_added_with_what_is_of_now() -> None:
+def test_stats_of_parallel_engines_are_added() -> None:
     group = GroupStats("full attention", 1, 2, block_bytes=64, evictions=3, misses=4)
     misses = {"unseen": 1, "group": 2}
     pool = replace(POOL, nbytes=512, output_bytes=3, groups=(group,), misses=misses)
@@ -52,15 +52,7 @@ def test_engines_beside_each_other_are_added_with_what_is_of_now() -> None:
         num_waiting=4,
         num_restarts=1,
         kv=KVCacheStats(
-            16,
-            14,
-            0,
-            0,
-            4,
-            6,
-            8,
-            1024,
-            6,
+            *(16, 14, 0, 0, 4, 6, 8, 1024, 6),
             (replace(group, held=2, cached=4, evictions=6, misses=8),),
             {"unseen": 2, "group": 4},
         ),
@@ -69,7 +61,7 @@ def test_engines_beside_each_other_are_added_with_what_is_of_now() -> None:
     assert tiers.beside(tiers) == OffloadStats(2, 4, 6, 8, 10, 12, 14, 8)
 
 
-def test_a_reading_that_follows_another_has_what_is_of_its_own_time() -> None:
+def test_a_following_reading_adds_counters_and_replaces_gauges() -> None:
     before = EngineStats(num_steps=2, num_running=3, kv=POOL)
     after = EngineStats(num_steps=1, num_waiting=1)
     assert after.following(before) == EngineStats(num_steps=3, num_waiting=1)
@@ -81,11 +73,11 @@ def no_process_fields() -> Iterator[None]:
     set_process_fields(LogFields())
 
 
-def about(record: logging.LogRecord) -> tuple[object, ...]:
+def fields_of(record: logging.LogRecord) -> tuple[object, ...]:
     return tuple(getattr(record, name) for name in LogFields.__slots__)
 
 
-def test_a_record_carries_what_it_is_about(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_record_has_the_fields_of_its_context(caplog: pytest.LogCaptureFixture) -> None:
     logger = package_logger("stages.anywhere")
     assert logger.name == "omni.stages.anywhere"
     assert package_logger("omni.runtime.x").name == "omni.runtime.x"
@@ -97,7 +89,7 @@ def test_a_record_carries_what_it_is_about(caplog: pytest.LogCaptureFixture) -> 
                 logger.info("of a request")
             logger.info("given", extra={"request_id": "other"})
         logger.info("outside again")
-    assert [about(record) for record in caplog.records] == [
+    assert [fields_of(record) for record in caplog.records] == [
         (None, None, None),
         ("talker", None, None),
         ("talker", None, "r"),
@@ -106,7 +98,7 @@ def test_a_record_carries_what_it_is_about(caplog: pytest.LogCaptureFixture) -> 
     ]
 
 
-def test_a_worker_says_so_in_all_of_its_threads(caplog: pytest.LogCaptureFixture) -> None:
+def test_process_fields_apply_to_all_threads(caplog: pytest.LogCaptureFixture) -> None:
     logger = package_logger("stages.anywhere")
     set_process_fields(LogFields(stage="talker", replica=2))
     with caplog.at_level("INFO", "omni"):
@@ -115,35 +107,38 @@ def test_a_worker_says_so_in_all_of_its_threads(caplog: pytest.LogCaptureFixture
         thread.join()
         with log_fields("talker", "r"):
             logger.info("of a request")
-    assert [about(record) for record in caplog.records] == [("talker", 2, None), ("talker", 2, "r")]
+    assert [fields_of(record) for record in caplog.records] == [
+        ("talker", 2, None),
+        ("talker", 2, "r"),
+    ]
 
 
-def test_one_thread_does_not_speak_for_another(caplog: pytest.LogCaptureFixture) -> None:
+def test_fields_of_one_thread_do_not_apply_to_another(caplog: pytest.LogCaptureFixture) -> None:
     logger = package_logger("stages.anywhere")
-    inside, told = threading.Event(), threading.Event()
+    inside, logged = threading.Event(), threading.Event()
 
     def other() -> None:
         with log_fields("writer", "x"):
             inside.set()
-            told.wait()
+            logged.wait()
 
     thread = threading.Thread(target=other)
     thread.start()
     inside.wait()
     with caplog.at_level("INFO", "omni"):
         logger.info("here")
-    told.set()
+    logged.set()
     thread.join()
-    assert about(caplog.records[0]) == (None, None, None)
+    assert fields_of(caplog.records[0]) == (None, None, None)
 
 
-def test_a_logger_has_one_filter_however_often_it_is_asked_for() -> None:
+def test_a_logger_requested_again_has_one_filter() -> None:
     for _ in range(3):
         logger = package_logger("stages.anywhere")
     assert logger.filters.count(module._FILTER) == 1
 
 
-def test_what_a_failing_stage_logs_names_it_and_the_request(
+def test_logs_of_a_failing_stage_name_the_stage_and_the_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def broken(context: object) -> str:
@@ -155,5 +150,5 @@ def test_what_a_failing_stage_logs_names_it_and_the_request(
         for request_id in ("y", "x"):
             orchestrator.add_request(OmniRequest("hi", request_id))
             drain(orchestrator)
-    abouts = {about(record) for record in caplog.records}
-    assert abouts == {("b", None, "y"), ("a", None, None)}
+    fields = {fields_of(record) for record in caplog.records}
+    assert fields == {("b", None, "y"), ("a", None, None)}

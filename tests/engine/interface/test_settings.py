@@ -1,9 +1,10 @@
-"""Mistakes in settings and in ``SamplingParams``: one short message each that names the field."""
+"""Errors of settings and ``SamplingParams``: one short message each that names the field."""
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -50,15 +51,15 @@ def explain(data: dict[str, Any], *, as_json: bool) -> str:
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "a wrong item is not also too few items": (
+    "a wrong item is not also reported as too few items": (
         {"axles": [{"wheels": [{"size": "a"}]}]},
         "axles[0].wheels[0].size: should be a valid integer, got 'a'",
     ),
-    "nor in a mapping": (
+    "a wrong item in a mapping": (
         {"by_name": {"front": {"wheels": [{"size": "a"}]}}},
         "by_name.front.wheels[0].size: should be a valid integer, got 'a'",
     ),
-    "an empty list inside a list is told itself": (
+    "an empty list inside a list": (
         {"axles": [{"wheels": []}]},
         "axles[0].wheels: must not be empty; at least 1 item is needed",
     ),
@@ -85,12 +86,12 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told_once_in_plain_words(mistake: str) -> None:
+def test_a_mistake_is_reported_once_in_plain_words(mistake: str) -> None:
     data, expected = MISTAKES[mistake]
     assert explain(data, as_json=True) == expected
 
 
-def test_python_values_are_spoken_of_alike() -> None:
+def test_python_values_get_the_same_messages() -> None:
     assert explain({"name": 5}, as_json=False) == "name: should be text, got 5"
     assert explain({"seats": 5}, as_json=False) == "seats: should be a list, got 5"
     assert explain({"by_name": 5}, as_json=False) == "by_name: should be a mapping, got 5"
@@ -98,8 +99,8 @@ def test_python_values_are_spoken_of_alike() -> None:
 
 @pytest.mark.parametrize("length", [78, 79])
 def test_only_a_value_longer_than_80_characters_is_shortened(length: int) -> None:
-    told = explain({"seats": "x" * length}, as_json=True).partition("got ")[2]
-    assert told == ("'" + "x" * 78 + "'" if length == 78 else "'" + "x" * 76 + "...")
+    shown = explain({"seats": "x" * length}, as_json=True).partition("got ")[2]
+    assert shown == ("'" + "x" * 78 + "'" if length == 78 else "'" + "x" * 76 + "...")
 
 
 class Trailer(BaseModel):
@@ -113,39 +114,39 @@ class Trailer(BaseModel):
 
 
 @pytest.mark.parametrize("given", [{}, {"size": None}])
-def test_what_is_missing_is_named_once_be_it_absent_or_dropped(given: dict[str, Any]) -> None:
+def test_a_missing_key_is_reported_once_if_absent_or_dropped(given: dict[str, Any]) -> None:
     for data, place in ((given, "size"), ({"size": 1, "trailer": given}, "trailer.size")):
         with pytest.raises(ValidationError) as caught:
             Trailer.model_validate(data)
-        told = explain_validation_error(caught.value, Trailer, data)
-        assert told == f"{place}: missing; it must be given"
+        message = explain_validation_error(caught.value, Trailer, data)
+        assert message == f"{place}: missing; it must be given"
 
 
-def test_of_many_mistakes_the_first_are_told() -> None:
+def test_the_first_of_many_mistakes_are_reported() -> None:
     with pytest.raises(ValidationError) as caught:
         Wheel.model_validate(data := {f"key {number}": 1 for number in range(9_000)})
-    told = explain_validation_error(caught.value, Wheel, data).splitlines()
-    assert len(told) == 11 and told[-1] == "and 8990 more"
-    assert "unknown key" in told[0]
+    lines = explain_validation_error(caught.value, Wheel, data).splitlines()
+    assert len(lines) == 11 and lines[-1] == "and 8990 more"
+    assert "unknown key" in lines[0]
 
 
 class Inner(Settings):
-    """Inside of others."""
+    """Settings nested in others."""
 
     size: int = 1
 
 
 class Outer(Settings):
-    """Has one that must be given, after one that need not."""
+    """Settings with a required field after an optional one."""
 
     inner: Inner = Inner()
     name: str
 
 
-make: Any = Outer  # in ways that a type checker would find
+make: Any = Outer  # untyped, for calls that a type checker would reject
 
 
-def test_every_mistake_is_a_line_with_the_class_and_the_place() -> None:
+def test_every_mistake_is_a_line_with_the_class_and_the_path() -> None:
     with pytest.raises(ValueError) as caught:
         make(nmae="x", inner={"siez": 3, "size": "much"})
     assert not isinstance(caught.value, ValidationError)
@@ -157,12 +158,12 @@ def test_every_mistake_is_a_line_with_the_class_and_the_place() -> None:
     ]
 
 
-def test_fields_go_by_name() -> None:
+def test_positional_fields_are_refused() -> None:
     with pytest.raises(ValueError, match="Outer takes its fields by name, such as name=.*, got 3"):
         make(3)
 
 
-def test_settings_are_not_changed() -> None:
+def test_settings_are_immutable() -> None:
     settings = Outer(name="x")
     with pytest.raises(ValueError, match=r"Outer: name cannot be changed.*model_copy\(update="):
         settings.name = "y"
@@ -170,8 +171,8 @@ def test_settings_are_not_changed() -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_reader_of_a_file_is_told_the_whole_place(strict: bool) -> None:
-    """The settings inside do not tell their own mistakes then."""
+def test_nested_mistakes_of_a_file_have_the_whole_path(strict: bool) -> None:
+    """The nested settings do not raise their own error."""
     data: dict[str, Any] = {"name": "x", "inner": {"size": "much"}}
     with pytest.raises(ValidationError) as caught:
         Outer.model_validate_json(json.dumps(data), strict=strict)
@@ -181,7 +182,7 @@ def test_a_reader_of_a_file_is_told_the_whole_place(strict: bool) -> None:
         TypeAdapter(Outer).validate_python(data)
 
 
-def test_the_cause_shows_no_text_of_the_library() -> None:
+def test_the_error_of_pydantic_is_not_chained() -> None:
     with pytest.raises(ValueError) as caught:
         make()
     assert caught.value.__cause__ is None and caught.value.__context__ is None
@@ -192,44 +193,22 @@ def test_the_cause_shows_no_text_of_the_library() -> None:
     [
         ("max_tokens", -1),
         ("min_tokens", -1),
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("temperature", float("inf")),
+        *(("temperature", value) for value in (-0.1, math.nan, math.inf)),
         ("top_k", -1),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("top_p", float("nan")),
-        ("min_p", -0.1),
-        ("min_p", 1.1),
-        ("repetition_penalty", 0.0),
-        ("repetition_penalty", float("inf")),
+        *(("top_p", value) for value in (0.0, 1.1, math.nan)),
+        *(("min_p", value) for value in (-0.1, 1.1)),
+        *(("repetition_penalty", value) for value in (0.0, math.inf)),
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
-        ("seed", -1),
-        ("seed", 2**63),
-        ("stop", ["a", ""]),
-        ("stop", ""),
+        *(("seed", value) for value in (-1, 2**63)),
+        *(("stop", value) for value in (["a", ""], "")),
         ("stop_token_ids", [-1]),
         ("suppress_token_ids", [-1]),
-        ("logit_bias", {-1: 1.0}),
-        ("logit_bias", {"five": 1.0}),
-        ("logit_bias", {"-5": 1.0}),
-        ("logit_bias", {" 5": 1.0}),
-        ("logit_bias", {"\u0665": 1.0}),
-        ("logit_bias", {1.5: 1.0}),
-        ("logit_bias", {True: 1.0}),
-        ("logit_bias", {"9" * 5000: 1.0}),
-        ("logit_bias", {10**5000: 1.0}),
-        ("logit_bias", {5: 1.0, "5": 2.0}),
-        ("logit_bias", {5: 100.5}),
-        ("logit_bias", {5: -101}),
-        ("logit_bias", {5: float("nan")}),
-        ("logit_bias", {5: float("-inf")}),
-        ("logit_bias", {5: 10**400}),
-        ("logit_bias", {5: "1"}),
-        ("logit_bias", {5: True}),
-        ("logit_bias", {5: None}),
-        ("logit_bias", [(5, 1.0)]),
+        *(("logit_bias", {key: 1.0}) for key in (-1, "five", "-5", " 5", "\u0665", 1.5, True)),
+        *(("logit_bias", {key: 1.0}) for key in ("9" * 5000, 10**5000)),
+        *(("logit_bias", {5: bias}) for bias in (100.5, -101, math.nan, -math.inf, 10**400)),
+        *(("logit_bias", {5: bias}) for bias in ("1", True, None)),
+        *(("logit_bias", value) for value in ({5: 1.0, "5": 2.0}, [(5, 1.0)])),
         ("logprobs", -1),
         ("n", 0),
         ("max_token", 3),
@@ -247,12 +226,6 @@ def test_min_tokens_beyond_max_tokens_is_an_error_with_both_numbers():
 
 def test_one_stop_string_is_a_list_of_one():
     assert SamplingParams(stop="end").stop == ("end",)
-
-
-def test_params_cannot_change_under_a_running_request():
-    params = SamplingParams()
-    with pytest.raises(ValueError, match="temperature cannot be changed"):
-        params.temperature = 0.0  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (1e-6, False), (1.0, False)])
@@ -273,7 +246,7 @@ BIAS = {50256: -100.0, 5: 1.5}
         SamplingParams(logit_bias=BIAS).logit_bias,
     ],
 )
-def test_a_bias_means_the_same_in_every_form(given: Any):
+def test_equal_biases_of_all_forms_are_equal(given: Any):
     params = SamplingParams(logit_bias=given)
     assert params.logit_bias == BIAS
     assert list(params.logit_bias) == [5, 50256] and len(params.logit_bias) == 2
@@ -282,16 +255,18 @@ def test_a_bias_means_the_same_in_every_form(given: Any):
     assert "logit_bias={5: 1.5, 50256: -100.0}" in repr(params)
 
 
-def test_a_bias_cannot_change_under_a_running_request():
+def test_params_and_their_bias_are_immutable():
     given = dict(BIAS)
     params = SamplingParams(logit_bias=given)
+    with pytest.raises(ValueError, match="temperature cannot be changed"):
+        params.temperature = 0.0  # type: ignore[misc]
     given[5] = 0.0
     assert params.logit_bias[5] == 1.5
     with pytest.raises(TypeError, match="does not support item assignment"):
         params.logit_bias[5] = 0.0  # type: ignore[index]
 
 
-def test_a_bias_is_written_as_a_mapping_and_read_again():
+def test_a_bias_is_serialized_as_a_mapping_and_copied():
     params = SamplingParams(logit_bias=BIAS)
     assert params.model_dump()["logit_bias"] == BIAS
     assert type(params.model_dump()["logit_bias"]) is dict
@@ -299,16 +274,11 @@ def test_a_bias_is_written_as_a_mapping_and_read_again():
     assert SamplingParams.model_validate(params.model_dump()) == params
     text = params.model_dump_json()
     assert SamplingParams.model_validate_json(text, strict=True) == params
-
-
-def test_a_bias_survives_every_copy():
-    params = SamplingParams(logit_bias=BIAS)
     for each in (copy.copy(params), copy.deepcopy(params), params.model_copy(deep=True)):
         assert each == params and hash(each) == hash(params)
 
 
-def test_a_wrong_number_is_told_with_its_token_and_only_the_first():
-    with pytest.raises(
-        ValueError, match=r"^SamplingParams: logit_bias\.7: .* -100 to 100, got 101$"
-    ):
+def test_only_the_first_wrong_bias_is_reported_with_its_token():
+    message = r"^SamplingParams: logit_bias\.7: .* -100 to 100, got 101$"
+    with pytest.raises(ValueError, match=message):
         SamplingParams(logit_bias={"6": 1.0, "7": 101, **dict.fromkeys(range(8, 99), 500)})
