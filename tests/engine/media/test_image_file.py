@@ -1,4 +1,4 @@
-"""Whatever form an image comes in, it is seen upright and in its own shades."""
+"""Images of every form are decoded upright and with the right brightness."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("as_file", [True, False])
-def test_a_photo_is_turned_as_its_camera_was_held(
+def test_a_photo_is_rotated_by_its_exif_orientation(
     tmp_path: Path, orientation: int, as_file: bool
 ) -> None:
     exif = Image.Exif()
@@ -41,12 +41,12 @@ def test_a_photo_is_turned_as_its_camera_was_held(
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"])
-def test_modes_of_8_bits_are_those_of_pillow(tmp_path: Path, mode: str) -> None:
+def test_8_bit_modes_are_converted_as_in_pillow(mode: str) -> None:
     image = Image.fromarray(PIXELS).convert(mode)
     assert (np.asarray(open_image(image)) == np.asarray(image.convert("RGB"))).all()
 
 
-def test_16_bits_of_grey_become_8_from_black_to_white(tmp_path: Path) -> None:
+def test_16_bit_grey_is_scaled_to_8_bits(tmp_path: Path) -> None:
     grey = np.linspace(0, 65_535, 60 * 40).astype(np.uint16).reshape(40, 60)
     Image.fromarray(grey).save(tmp_path / "grey.png")
     for image in (tmp_path / "grey.png", Image.fromarray(grey)):
@@ -56,7 +56,7 @@ def test_16_bits_of_grey_become_8_from_black_to_white(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
-def test_numbers_without_a_white_are_refused(tmp_path: Path, mode: str) -> None:
+def test_modes_without_a_white_level_are_refused(tmp_path: Path, mode: str) -> None:
     image = Image.fromarray(PIXELS).convert("L").convert(mode)
     with pytest.raises(ValueError, match=f"mode '{mode}', which does not say what is white"):
         open_image(image)
@@ -71,8 +71,11 @@ def encoded(format: str, size: tuple[int, int] = (60, 40)) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
-def test_every_format_is_seen_in_every_form(format: str, tmp_path: Path) -> None:
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_is_read_from_every_source(format: str, tmp_path: Path) -> None:
     content = encoded(format)
     path = tmp_path / "no ending"
     path.write_bytes(content)
@@ -89,7 +92,7 @@ def test_other_formats_are_refused(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG", "TIFF"])
-def test_the_first_picture_of_an_animation_is_taken(format: str) -> None:
+def test_the_first_frame_of_an_animation_is_used(format: str) -> None:
     first, *rest = (Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "green"))
     file = BytesIO()
     first.save(file, format=format, save_all=True, append_images=rest, lossless=True)
@@ -97,7 +100,7 @@ def test_the_first_picture_of_an_animation_is_taken(format: str) -> None:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG of black and white pixels whose rows are all alike, cut off after some of them."""
+    """A black and white PNG of equal rows, cut off after some of them."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
         check = struct.pack(">I", zlib.crc32(name + content))
@@ -119,28 +122,26 @@ def test_a_bomb_is_refused_before_it_is_decoded(width: int, height: int) -> None
         tracemalloc.stop()
 
 
-def test_the_limit_is_named_and_can_be_raised() -> None:
-    image = Image.new("1", (50, 40))
-    file = BytesIO()
-    image.save(file, format="PNG")
+def test_limits_are_named_and_configurable() -> None:
+    image, content = Image.new("1", (50, 40)), encoded("PNG", (50, 40))
     small, enough = MediaLimits(max_image_pixels=1999), MediaLimits(max_image_pixels=2000)
-    for form in (image, file.getvalue(), PIXELS[:, :50]):
+    for form in (image, content, PIXELS[:, :50]):
         with pytest.raises(ValueError, match="50 x 40 pixels, and 1999 are .*max_image_pixels"):
             open_image(form, small)
         assert open_image(form, enough).size == (50, 40)
     with pytest.raises(ValueError, match="less than or equal to 89478485"):
         MediaLimits(max_image_pixels=(Image.MAX_IMAGE_PIXELS or 0) + 1)
     with pytest.raises(ValueError, match="has .* bytes, but 10 are the most"):
-        open_image(file.getvalue(), MediaLimits(max_file_bytes=10))
+        open_image(content, MediaLimits(max_file_bytes=10))
 
 
-def test_a_strip_that_would_be_scaled_up_to_gigabytes_is_refused() -> None:
+def test_an_extreme_aspect_ratio_is_refused() -> None:
     with pytest.raises(ValueError, match="1 x 201 pixels, and one side may be 200 times the other"):
         open_image(Image.new("RGB", (1, 201)))
     assert open_image(Image.new("RGB", (200, 1))).size == (200, 1)
 
 
-WHOLE = [encoded(format) for format in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]
+WHOLE = [encoded(format) for format in FORMATS]
 
 
 @given(
@@ -148,12 +149,12 @@ WHOLE = [encoded(format) for format in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TI
     keep=st.floats(0, 1),
     damage=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=6),
 )
-def test_a_damaged_file_is_seen_or_refused_by_name(
+def test_a_damaged_file_is_read_or_refused_by_name(
     content: bytes, keep: float, damage: list[tuple[float, int]]
 ) -> None:
     broken = bytearray(content)
-    for place, value in damage:
-        broken[int(place**4 * (len(broken) - 1))] = value
+    for position, value in damage:
+        broken[int(position**4 * (len(broken) - 1))] = value
     try:
         found = open_image(bytes(broken[: round(keep * len(broken))]))
     except ValueError as error:
@@ -164,7 +165,7 @@ def test_a_damaged_file_is_seen_or_refused_by_name(
 
 
 def is_taken(thing: object) -> bool:
-    """Whether somebody has a turn at something, as another thread sees it."""
+    """Return True if another thread cannot get a turn at ``thing``."""
     entered = threading.Event()
 
     def enter() -> None:
@@ -176,8 +177,8 @@ def is_taken(thing: object) -> bool:
     return not entered.wait(0.1)
 
 
-def test_an_image_is_opened_when_it_is_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else as many large ones lie decoded as there are threads that prepare requests."""
+def test_images_of_one_processor_are_opened_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise every thread that prepares requests could hold a large decoded image."""
 
     class Processor:
         def __call__(self, images: Image.Image, return_tensors: str) -> tuple[int, int]:
@@ -196,7 +197,7 @@ def test_an_image_is_opened_when_it_is_its_turn(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_files_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is a warning and what an error is settled for the whole process while one is."""
+    """Decoding changes the warning filters of the whole process."""
     was_taken = []
     convert = Image.Image.convert
 
@@ -205,7 +206,5 @@ def test_files_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
         return convert(image, mode)
 
     monkeypatch.setattr(Image.Image, "convert", converting)
-    buffer = BytesIO()
-    Image.fromarray(PIXELS).save(buffer, "PNG")
-    open_image(buffer.getvalue())
+    open_image(encoded("PNG"))
     assert was_taken == [True] and not is_taken(Image)

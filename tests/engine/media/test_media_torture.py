@@ -1,4 +1,4 @@
-"""A sample of what ``torture/media_files.py`` tries at length."""
+"""A sample of the damaged files that ``torture/media_files.py`` tries at length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames and sound of mp4 and webm, in step and bounded; a model sees a file as its tensors."""
+"""Frames and sound of mp4 and webm files, their limits, and models that read them."""
 
 from __future__ import annotations
 
@@ -60,9 +60,7 @@ def chosen(content: bytes, indices: list[int], limits: MediaLimits = LIMITS) -> 
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_frames_are_those_that_were_written(
-    kind: str, files: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_frames_are_read_as_written(kind: str, files: dict[str, bytes], tmp_path: Path) -> None:
     path = tmp_path / "no ending"
     path.write_bytes(files[kind])
     for form in (path, str(path), files[kind]):
@@ -77,7 +75,7 @@ def test_frames_are_those_that_were_written(
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("begins", [0.0, 0.25])
-def test_sound_is_in_step_with_the_picture(kind: str, begins: float) -> None:
+def test_sound_is_synchronous_with_the_frames(kind: str, begins: float) -> None:
     content = video_file(kind, FRAMES, 8, tone(1.0), sound_begins=begins)
     sound = read_soundtrack(source(content), LIMITS)
     assert sound is not None
@@ -86,18 +84,18 @@ def test_sound_is_in_step_with_the_picture(kind: str, begins: float) -> None:
     start = round(begins * RATE)
     assert np.abs(samples[: max(0, start - 1_200)]).max(initial=0) < 0.05
     heard, expected = samples[start + 2_400 : start + 43_200], tone(1.0)[2_400:43_200]
-    # A lossy codec, and by a millisecond at most beside its place.
+    # The codec is lossy; the shift is at most one millisecond.
     best = max(np.corrcoef(np.roll(heard, lag), expected)[0, 1] for lag in range(-48, 49))
     assert best > 0.99
 
 
-def test_a_silent_film_has_no_sound() -> None:
+def test_a_video_without_sound_is_read() -> None:
     content = video_file("mp4", FRAMES)
     assert not probe_video(source(content), LIMITS).has_sound
     assert read_soundtrack(source(content), LIMITS) is None
 
 
-def test_a_frame_is_turned_by_quarters() -> None:
+def test_a_frame_is_rotated_by_right_angles() -> None:
     pixels = FRAMES[0]
     np.testing.assert_array_equal(upright(pixels, 0), pixels)
     np.testing.assert_array_equal(upright(pixels, 90), pixels.transpose(1, 0, 2)[::-1])
@@ -106,7 +104,7 @@ def test_a_frame_is_turned_by_quarters() -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_limits_come_before_decoding(
+def test_limits_are_checked_before_decoding(
     kind: str, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import av
@@ -126,7 +124,7 @@ def test_limits_come_before_decoding(
             chosen(content, [0, 1, 2], MediaLimits(**{name: value}))
 
 
-def test_sound_that_goes_on_without_a_picture_is_refused() -> None:
+def test_sound_longer_than_the_limit_is_refused() -> None:
     content = video_file("mp4", FRAMES[:2], 8, tone(3.0))
     probe_video(source(content), MediaLimits(max_video_s=1.0))
     with pytest.raises(ValueError, match="is longer than 1 s"):
@@ -143,7 +141,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("content", WRONG)
-def test_what_is_no_video_is_refused(content: bytes) -> None:
+def test_invalid_videos_are_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match=WRONG[content]):
         probe_video(source(content), LIMITS)
 
@@ -166,8 +164,8 @@ def test_sound_alone_is_no_video(files: dict[str, bytes], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_file_that_lost_its_end_is_refused(kind: str, files: dict[str, bytes]) -> None:
-    """But webm, which does not state how long it is: that is as long as it is."""
+def test_a_truncated_file_is_refused(kind: str, files: dict[str, bytes]) -> None:
+    """A webm file does not state its length, so it is read up to the cut."""
     content = files[kind][: len(files[kind]) // 2]
     if kind == "webm":
         assert probe_video(source(content), LIMITS).num_frames < 12
@@ -190,22 +188,11 @@ def engine(folder: str) -> LLMEngine:
     return build(folder, "thinker")
 
 
-@pytest.fixture(scope="module")
-def deaf(seeded: Callable[[str], str]) -> LLMEngine:
-    return build(seeded("qwen2_5_vl"), None)
-
-
 def build(folder: str, part: str | None) -> LLMEngine:
-    return LLMEngine(
-        EngineConfig(
-            model=folder,
-            part=part,
-            num_blocks=256,
-            block_size=8,
-            max_model_len=512,
-            dtype="float32",
-        )
+    config = EngineConfig(
+        model=folder, part=part, num_blocks=256, block_size=8, max_model_len=512, dtype="float32"
     )
+    return LLMEngine(config)
 
 
 @pytest.fixture(scope="module")
@@ -216,16 +203,16 @@ def talkie() -> bytes:
 def as_tensors(
     folder: str, content: bytes, indices: list[int], *, hears: bool, **given: Any
 ) -> VideoFeatures:
-    """By the image processor alone: a frame is an image, and every second one is the other half."""
-    source = MediaSource(content, "video", 2**20)
-    info = probe_video(source, MediaLimits())
-    frames = list(read_frames(source, info, indices, MediaLimits()))
+    """Features made by the image processor alone, which gets each frame as an image."""
+    video = source(content)
+    info = probe_video(video, LIMITS)
+    frames = list(read_frames(video, info, indices, LIMITS))
     processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
     made = processor(images=frames, return_tensors="pt", **given)
     height, width = made["image_grid_thw"][0, 1:].tolist()
     patches = made["pixel_values"].reshape(len(frames), height * width, 3, 2, 14 * 14)
     pairs = torch.stack([patches[0::2, :, :, 0], patches[1::2, :, :, 1]], dim=3)
-    sound = read_soundtrack(source, MediaLimits()) if hears else None
+    sound = read_soundtrack(video, LIMITS) if hears else None
     seconds = 2 / (len(indices) / info.num_frames * info.fps)
     return VideoFeatures(
         pairs.reshape(-1, 3 * 2 * 14 * 14),
@@ -238,6 +225,7 @@ def as_tensors(
 def rows(
     engine: LLMEngine, item: Any, placeholder: str = "<|VIDEO|>"
 ) -> tuple[torch.Tensor, list[int], int]:
+    """Hidden states, generated ids and the length of a prompt that shows the item."""
     engine.reset_prefix_cache()
     assert engine.tokenizer is not None
     shown = engine.tokenizer.get_vocab()[placeholder]
@@ -251,15 +239,19 @@ def rows(
     )
 
 
+def assert_same(found: tuple[torch.Tensor, list[int], int], expected: Any) -> None:
+    assert found[1:] == expected[1:]
+    torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("hears", [True, False])
 @pytest.mark.parametrize("kind", ["mp4", "webm"])
-def test_a_file_is_seen_as_its_frames_given_as_tensors(
+def test_a_file_equals_its_frames_given_as_tensors(
     engine: LLMEngine, folder: str, kind: str, hears: bool, tmp_path: Path
 ) -> None:
     content = video_file(kind, moving_picture(28, (84, 60)), FPS, tone(3.5))
-    # 3.5 s: 7 frames at two a second, of which a grid takes two.
-    indices = [0, 4, 9, 14, 18, 23]
-    expected, ids, num_tokens = rows(engine, as_tensors(folder, content, indices, hears=hears))
+    # 3.5 s: 7 frames at two per second, of which a grid takes two.
+    expected = rows(engine, as_tensors(folder, content, [0, 4, 9, 14, 18, 23], hears=hears))
     path = tmp_path / "video"
     path.write_bytes(content)
     url = f"data:video/{kind};base64,{b64encode(content).decode()}"
@@ -267,27 +259,25 @@ def test_a_file_is_seen_as_its_frames_given_as_tensors(
     if hears:
         forms.append(str(path))
     for form in forms:
-        found, found_ids, found_tokens = rows(engine, form)
-        assert (found_ids, found_tokens) == (ids, num_tokens)
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        assert_same(rows(engine, form), expected)
 
 
-@pytest.mark.parametrize("kind", ["mp4", "webm"])
-def test_a_model_that_does_not_hear_sees_a_file_as_its_frames(
-    deaf: LLMEngine, seeded: Callable[[str], str], kind: str, tmp_path: Path
+def test_a_model_without_audio_reads_the_frames_of_a_file(
+    seeded: Callable[[str], str], tmp_path: Path
 ) -> None:
-    content = video_file(kind, moving_picture(28, (84, 60)), FPS, tone(3.5))
-    tensors = as_tensors(seeded("qwen2_5_vl"), content, [0, 4, 9, 14, 18, 23], hears=False)
-    expected, ids, num_tokens = rows(deaf, tensors, "<|video_pad|>")
+    folder = seeded("qwen2_5_vl")
+    engine = build(folder, None)
     path = tmp_path / "video"
-    path.write_bytes(content)
-    for form in (str(path), content, VideoPrompt(path)):
-        found, found_ids, found_tokens = rows(deaf, form, "<|video_pad|>")
-        assert (found_ids, found_tokens) == (ids, num_tokens)
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    for kind in ("mp4", "webm"):
+        content = video_file(kind, moving_picture(28, (84, 60)), FPS, tone(3.5))
+        tensors = as_tensors(folder, content, [0, 4, 9, 14, 18, 23], hears=False)
+        expected = rows(engine, tensors, "<|video_pad|>")
+        path.write_bytes(content)
+        for form in (str(path), content, VideoPrompt(path)):
+            assert_same(rows(engine, form, "<|video_pad|>"), expected)
 
 
-def test_a_model_that_is_told_times_is_told_those_of_a_files_frames(
+def test_a_model_with_timestamps_gets_those_of_the_frames_of_a_file(
     seeded: Callable[[str], str],
 ) -> None:
     folder = seeded("qwen3_vl")
@@ -299,8 +289,7 @@ def test_a_model_that_is_told_times_is_told_those_of_a_files_frames(
         name: rows(engine, item, "<|video_pad|>")
         for name, item in (("file", content), ("dated", dated), ("even", tensors))
     }
-    assert found["file"][1:] == found["dated"][1:]
-    torch.testing.assert_close(found["file"][0], found["dated"][0], atol=1e-5, rtol=0)
+    assert_same(found["file"], found["dated"])
     assert found["even"][0].shape != found["dated"][0].shape or not torch.allclose(
         found["even"][0], found["dated"][0], atol=1e-3
     )
@@ -309,7 +298,7 @@ def test_a_model_that_is_told_times_is_told_those_of_a_files_frames(
             rows(engine, replace(tensors, timestamps=times), "<|video_pad|>")
 
 
-def test_a_file_hits_what_was_computed_for_it(engine: LLMEngine, talkie: bytes) -> None:
+def test_a_file_shown_again_is_a_prefix_hit(engine: LLMEngine, talkie: bytes) -> None:
     prompt = shows(engine, 5, ("video", talkie), 6, 7)
     engine.reset_prefix_cache()
     engine.generate(prompt, GREEDY)
@@ -317,14 +306,10 @@ def test_a_file_hits_what_was_computed_for_it(engine: LLMEngine, talkie: bytes) 
     assert again.num_cached_tokens >= again.num_prompt_tokens - 8
 
 
-def sampling(**stated: Any) -> VideoSampling:
-    return VideoSampling(**stated)
-
-
 @pytest.mark.parametrize(
     ("stated", "num_frames", "fps", "expected"),
     [
-        ({}, 48, 24.0, [0, 12, 24, 36]),  # two a second, but no fewer than four
+        ({}, 48, 24.0, [0, 12, 24, 36]),  # two per second, but at least four
         ({"min_frames": 2}, 48, 24.0, [0, 12, 24, 36]),
         ({"fps": 1.0, "min_frames": 2}, 48, 24.0, [0, 24]),
         ({}, 28, 8.0, [0, 4, 9, 14, 18, 23]),
@@ -334,11 +319,11 @@ def sampling(**stated: Any) -> VideoSampling:
         ({}, 1, 24.0, [0]),
     ],
 )
-def test_frames_are_chosen_as_by_the_published_processors(
+def test_frames_are_chosen_as_in_the_published_processors(
     stated: dict[str, Any], num_frames: int, fps: float, expected: list[int]
 ) -> None:
     info = VideoInfo(num_frames, fps, 64, 48, False)
-    assert sampling(**stated).choose(info, 2) == expected
+    assert VideoSampling(**stated).choose(info, 2) == expected
 
 
 @pytest.mark.parametrize(
@@ -353,7 +338,7 @@ def test_frames_are_chosen_as_by_the_published_processors(
         ({}, 3, 24.0),
     ],
 )
-def test_frames_are_spread_as_by_the_published_processor(
+def test_frames_are_spread_as_in_the_published_processor(
     stated: dict[str, Any], num_frames: int, fps: float
 ) -> None:
     theirs: Any = SimpleNamespace(fps=2, min_frames=4, max_frames=768)
@@ -365,7 +350,7 @@ def test_frames_are_spread_as_by_the_published_processor(
 
 
 @pytest.mark.parametrize("max_video_tokens", [None, 12])
-def test_frames_are_scaled_as_by_the_published_processor(max_video_tokens: int | None) -> None:
+def test_frames_are_scaled_as_in_the_published_processor(max_video_tokens: int | None) -> None:
     most, least = 2**20, 4096
     theirs: Any = SimpleNamespace(max_video_tokens=max_video_tokens, cap_pixels_per_frame=None)
     stated = {
@@ -382,12 +367,12 @@ def test_frames_are_scaled_as_by_the_published_processor(max_video_tokens: int |
         assert math.prod(sides) // 16**2 * count // 2 == expected
 
 
-def test_more_frames_than_there_are_cannot_be_looked_at() -> None:
+def test_a_video_with_too_few_frames_is_refused() -> None:
     with pytest.raises(ValueError, match="looks at 6 frames of a video, and this one has 4"):
-        sampling(num_frames=6, fps=None).choose(VideoInfo(4, 8.0, 64, 48, False), 2)
+        VideoSampling(num_frames=6, fps=None).choose(VideoInfo(4, 8.0, 64, 48, False), 2)
 
 
-def test_a_single_frame_is_shown_twice(folder: str) -> None:
+def test_a_single_frame_is_duplicated(folder: str) -> None:
     content = video_file("mp4", moving_picture(1, (56, 56)), FPS)
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     maker = VideoFeatureMaker(processor, VideoSampling(min_pixels=784, max_pixels=12_544))
@@ -397,7 +382,7 @@ def test_a_single_frame_is_shown_twice(folder: str) -> None:
     assert torch.equal(halves[:, :, 0], halves[:, :, 1])
 
 
-def test_the_checkpoint_says_what_it_looks_at(tmp_path: Path) -> None:
+def test_video_sampling_is_loaded_from_the_checkpoint(tmp_path: Path) -> None:
     assert VideoSampling.load(tmp_path) == VideoSampling()
     own = {"fps": 1, "size": {"shortest_edge": 784, "longest_edge": 7840}, "max_frames": 16}
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(own))
@@ -409,8 +394,8 @@ def test_the_checkpoint_says_what_it_looks_at(tmp_path: Path) -> None:
     assert VideoSampling.load(tmp_path) == VideoSampling(fps=None, num_frames=8, min_pixels=800)
 
 
-def test_frames_share_the_rows_that_a_video_may_take(tmp_path: Path) -> None:
-    """As transformers' video processor reckons where a checkpoint asks for it."""
+def test_frames_share_the_maximum_pixels_of_a_video(tmp_path: Path) -> None:
+    """As in transformers' video processor if the checkpoint requests it."""
     stated: dict[str, Any] = {"size": {"shortest_edge": 3136, "longest_edge": 602_112}}
     file = tmp_path / "video_preprocessor_config.json"
     capped = {"cap_pixels_per_frame": True, "max_video_tokens": 1000}
@@ -419,7 +404,7 @@ def test_frames_share_the_rows_that_a_video_may_take(tmp_path: Path) -> None:
         sampling = VideoSampling.load(tmp_path)
         assert sampling.size(4, 2, 28) == {"shortest_edge": 3136, "longest_edge": few}
         assert sampling.size(100, 2, 28) == {"shortest_edge": 3136, "longest_edge": many}
-    assert sampling.size(768, 2, 28)["longest_edge"] == 3292  # no less than 1.05 of the least
+    assert sampling.size(768, 2, 28)["longest_edge"] == 3292  # at least 1.05 times the minimum
     file.write_text(json.dumps(stated | {"cap_pixels_per_frame": True}))
     assert VideoSampling.load(tmp_path).max_video_tokens == 128_000
 
@@ -437,13 +422,13 @@ WRONG_SETTINGS = {
 
 
 @pytest.mark.parametrize("content", WRONG_SETTINGS)
-def test_wrong_settings_are_refused_by_file_and_key(tmp_path: Path, content: str) -> None:
+def test_invalid_settings_are_refused_by_file_and_key(tmp_path: Path, content: str) -> None:
     (tmp_path / "video_preprocessor_config.json").write_text(content)
     with pytest.raises(ValueError, match=WRONG_SETTINGS[content]):
         VideoSampling.load(tmp_path)
 
 
-def test_what_the_model_cannot_take_is_refused_before_all_of_it_is_decoded(
+def test_a_video_too_long_for_the_model_is_refused_after_one_frame(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from engine.inputs import multimodal_inputs
