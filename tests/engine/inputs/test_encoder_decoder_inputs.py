@@ -1,4 +1,4 @@
-"""Prompts of encoder-decoders: text, sound and images, and how the decoder's begins."""
+"""Encoder-decoder prompts of text, sound and images, and the beginning of decoder prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     BartConfig,
@@ -55,11 +54,15 @@ from engine.requests.encoder_input import EncoderInput
 from engine.requests.request import Request
 from engine.text.tokenizer import load_tokenizer
 from omni.seeded.language_models import build_bart, build_whisper
-from tests.support.encoder_decoder_requests import write_wav
+from tests.support.encoder_decoder_requests import noise_image, write_wav
 from tests.support.fixed_encoder import FixedEncoder
 
 TEXT = "The rain in spain falls mainly on the"
 BLOCK_SIZE = 4
+
+
+def limits(vocab_size: int) -> InputLimits:
+    return InputLimits(64, 8, vocab_size, vocab_size, BLOCK_SIZE, 64, torch.float32)
 
 
 class Family:
@@ -70,20 +73,12 @@ class Family:
         tokenizer = load_tokenizer(folder)
         assert tokenizer is not None
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
-        limits = InputLimits(
-            max_model_len=64,
-            hidden_size=8,
-            vocab_size=encoder.input_vocab_size,
-            num_logits=encoder.input_vocab_size,
-            block_size=BLOCK_SIZE,
-            usable_tokens=64,
-            dtype=torch.float32,
-        )
+        bounds = limits(encoder.input_vocab_size)
         family = FAMILIES.find(self.checkpoint.architecture)
         assert family is not None
-        self.inputs = family.prompts(PromptSources(self.checkpoint, encoder, tokenizer, limits, 0))
+        self.inputs = family.prompts(PromptSources(self.checkpoint, encoder, tokenizer, bounds, 0))
         self.requests = InputProcessor(
-            tokenizer, self.inputs, FitCheck(limits), eos_token_ids=[2], seed=0, generation={}
+            tokenizer, self.inputs, FitCheck(bounds), eos_token_ids=[2], seed=0, generation={}
         )
 
     def completions(self, prompt: Prompt, params: SamplingParams, **options: Any) -> list[Request]:
@@ -100,16 +95,17 @@ def bart(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 
 @pytest.fixture(scope="module")
-def whisper(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return Family(build_whisper(tmp_path_factory.mktemp("whisper")), FixedEncoder(100, 1000))
+def whisper_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_whisper(tmp_path_factory.mktemp("whisper"))
 
 
-def tone(seconds: float, rate: int = 16_000) -> np.ndarray:
-    return np.sin(np.arange(round(seconds * rate)) / 9).astype(np.float32)
+@pytest.fixture(scope="module")
+def whisper(whisper_folder: Path) -> Family:
+    return Family(whisper_folder, FixedEncoder(100, 1000))
 
 
 @pytest.mark.parametrize("prompt", [TEXT, TextPrompt(TEXT)])
-def test_a_text_alone_is_the_encoders_and_the_decoder_gets_its_default(
+def test_a_text_alone_goes_to_the_encoder_and_the_decoder_gets_its_default(
     prompt: Prompt, bart: Family
 ) -> None:
     request = bart.request(prompt)
@@ -124,9 +120,7 @@ def test_a_text_alone_is_the_encoders_and_the_decoder_gets_its_default(
 
 @pytest.mark.parametrize("encoder", [TEXT, TextPrompt(TEXT), TokensPrompt((0, 9, 2))])
 @pytest.mark.parametrize("decoder", [None, "the", TextPrompt("the"), TokensPrompt((9, 8))])
-def test_every_pair_of_forms_is_the_same_as_each_alone(
-    encoder: Any, decoder: Any, bart: Family
-) -> None:
+def test_both_sides_of_a_pair_may_have_any_form(encoder: Any, decoder: Any, bart: Family) -> None:
     request = bart.request(ExplicitEncoderDecoderPrompt(encoder, decoder))
     assert request.encoder_input.token_ids == bart.request(encoder).encoder_input.token_ids
     ids = {None: [2, 0], TokensPrompt((9, 8)): [2, 9, 8]}
@@ -134,13 +128,13 @@ def test_every_pair_of_forms_is_the_same_as_each_alone(
     assert request.token_ids == ids.get(decoder, the)
 
 
-def test_what_the_checkpoint_never_says_is_suppressed_beside_what_the_user_names(
+def test_ids_suppressed_by_the_checkpoint_and_by_the_user_are_masked(
     whisper: Family,
 ) -> None:
     generation = whisper.checkpoint.generation_config
     assert generation is not None
     params = SamplingParams(suppress_token_ids=(5, generation.suppress_tokens[0]))
-    state = whisper.request(AudioPrompt(tone(0.1), language="en"), params).sampling
+    state = whisper.request(AudioPrompt(sine(0.1), language="en"), params).sampling
     always = {5, *generation.suppress_tokens}
     assert set(state.masked_ids.tolist()) == always | set(generation.begin_suppress_tokens)
     state.append(7)
@@ -153,7 +147,7 @@ def hashes(request: Any) -> list[bytes]:
     return request.block_hashes
 
 
-def test_decoder_blocks_are_shared_only_where_the_encoders_input_is(bart: Family) -> None:
+def test_decoder_blocks_are_shared_only_with_equal_encoder_input(bart: Family) -> None:
     decoder = TokensPrompt((2, 0, *range(10, 21)))
 
     def blocks(encoder: str, tail: tuple[int, ...] = (), **options: Any) -> list[bytes]:
@@ -162,7 +156,7 @@ def test_decoder_blocks_are_shared_only_where_the_encoders_input_is(bart: Family
 
     base = blocks(TEXT)
     assert blocks(TEXT) == base
-    assert blocks(TEXT, (30, 31, 32))[: len(base)] == base, "however long the sequence gets"
+    assert blocks(TEXT, (30, 31, 32))[: len(base)] == base, "for any length of the sequence"
     assert blocks(TEXT, params=SamplingParams(max_tokens=9)) == base
     assert not {*blocks("another text")} & {*base}
     assert not {*blocks(TEXT, cache_salt="a")} & {*base}
@@ -196,7 +190,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_a_text_to_text_model_cannot_take_is_refused(kind: str, bart: Family) -> None:
+def test_unsupported_prompts_of_a_text_to_text_model_are_refused(kind: str, bart: Family) -> None:
     prompt, expected = WRONG[kind]
     with pytest.raises(ValueError, match=expected):
         bart.request(prompt)
@@ -209,15 +203,15 @@ def test_text_is_refused_by_a_speech_model(prompt: Prompt, whisper: Family) -> N
 
 
 @pytest.mark.parametrize("content", [[{"type": "audio"}], [{"type": "audio"}, {"text": " "}], ""])
-def test_a_lone_sound_of_a_chat_is_a_speech_models(content: Any, whisper: Family) -> None:
-    asked = AudioPrompt(tone(0.1), language="en")
-    expected = whisper.request(asked)
-    chat = ChatPrompt(({"role": "user", "content": content},), {"audio": [asked]})
+def test_a_speech_model_accepts_a_chat_of_one_sound(content: Any, whisper: Family) -> None:
+    sound = AudioPrompt(sine(0.1), language="en")
+    expected = whisper.request(sound)
+    chat = ChatPrompt(({"role": "user", "content": content},), {"audio": [sound]})
     found = whisper.request(chat)
     assert found.token_ids == expected.token_ids
     assert found.encoder_input is not None and expected.encoder_input is not None
     assert found.encoder_input.content_hash == expected.encoder_input.content_hash
-    plain = ChatPrompt(chat.messages, {"audio": [tone(0.1)]})
+    plain = ChatPrompt(chat.messages, {"audio": [sine(0.1)]})
     assert whisper.request(plain).encoder_input.content_hash == expected.encoder_input.content_hash
 
 
@@ -232,12 +226,11 @@ def test_a_lone_sound_of_a_chat_is_a_speech_models(content: Any, whisper: Family
         (3, {"audio": ["a.wav"]}, "got 1 audio and text"),
     ],
 )
-def test_a_chat_that_is_more_than_a_sound_is_refused_by_a_speech_model(
+def test_a_speech_model_refuses_a_chat_that_is_not_one_sound(
     words: Any, shown: Any, got: str, whisper: Family
 ) -> None:
-    with pytest.raises(
-        ValueError, match=f"of a chat one sound without words: .*no earlier turns; {got}"
-    ):
+    message = f"of a chat one sound without words: .*no earlier turns; {got}"
+    with pytest.raises(ValueError, match=message):
         whisper.request(ChatPrompt(({"role": "user", "content": words},), shown))
 
 
@@ -255,11 +248,11 @@ def test_a_chat_that_is_more_than_a_sound_is_refused_by_a_speech_model(
 def test_a_decoder_only_model_takes_no_encoder_prompt(
     prompt: Prompt, expected: str, bart: Family
 ) -> None:
-    limits = InputLimits(64, 8, 768, 768, 4, 64, torch.float32)
+    sources = PromptSources(bart.checkpoint, None, bart.tokenizer, limits(768), 0)
     decoder_only = InputProcessor(
         bart.tokenizer,
-        PlainPromptProcessor(PromptSources(bart.checkpoint, None, bart.tokenizer, limits, 0)),
-        FitCheck(limits),
+        PlainPromptProcessor(sources),
+        FitCheck(limits(768)),
         eos_token_ids=[2],
         seed=0,
         generation={},
@@ -268,7 +261,7 @@ def test_a_decoder_only_model_takes_no_encoder_prompt(
         decoder_only.process(NewRequest("r", prompt))
 
 
-def test_a_checkpoint_without_generation_config_gets_that_of_its_config(tmp_path: Path) -> None:
+def test_a_missing_generation_config_is_made_from_the_config(tmp_path: Path) -> None:
     folder = build_bart(tmp_path)
     (folder / "generation_config.json").unlink()
     bart = Family(folder, FixedEncoder(32, 768))
@@ -278,7 +271,7 @@ def test_a_checkpoint_without_generation_config_gets_that_of_its_config(tmp_path
 
 
 def bart_tokenizer() -> PreTrainedTokenizerBase:
-    """BART's special ids: 0 begins, 1 pads, 2 ends."""
+    """Tokenizer with the special ids of BART: 0 is BOS, 1 padding, 2 EOS."""
     words = ["<s>", "<pad>", "</s>", "<unk>", "the", "rain", "in", "spain"]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -290,10 +283,6 @@ def bart_tokenizer() -> PreTrainedTokenizerBase:
     )
 
 
-def limits(vocab_size: int) -> InputLimits:
-    return InputLimits(64, 8, vocab_size, vocab_size, 4, 64, torch.float32)
-
-
 def bart_rule(**overrides: Any) -> DecoderPromptRule:
     config = BartConfig(**overrides)
     generation = GenerationConfig.from_model_config(config)
@@ -301,17 +290,19 @@ def bart_rule(**overrides: Any) -> DecoderPromptRule:
     return DecoderPromptRule(config, generation, bart_tokenizer(), limits(config.vocab_size))
 
 
-def test_the_default_is_the_start_token_and_bos() -> None:
-    assert bart_rule().prompt_ids("any", None) == [2, 0]
-
-
-def test_a_bos_that_generate_forces_comes_before_the_tokenizers() -> None:
-    assert bart_rule(forced_bos_token_id=7).prompt_ids("any", None) == [2, 7]
-
-
-def test_a_checkpoint_without_bos_begins_with_its_start_token_alone() -> None:
-    assert bart_rule(bos_token_id=None).prompt_ids("any", None) == [2]
-    assert bart_rule(bos_token_id=2).prompt_ids("any", None) == [2], "it is not said twice"
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({}, [2, 0]),
+        ({"forced_bos_token_id": 7}, [2, 7]),  # before the tokenizer's
+        ({"bos_token_id": None}, [2]),
+        ({"bos_token_id": 2}, [2]),  # not repeated
+    ],
+)
+def test_the_default_prompt_is_the_start_token_and_bos(
+    overrides: dict[str, Any], expected: list[int]
+) -> None:
+    assert bart_rule(**overrides).prompt_ids("any", None) == expected
 
 
 @pytest.mark.parametrize(
@@ -323,7 +314,7 @@ def test_a_checkpoint_without_bos_begins_with_its_start_token_alone() -> None:
         ((2,), [2]),
     ],
 )
-def test_the_start_token_is_put_before_ids_that_lack_it(
+def test_the_start_token_is_prepended_if_missing(
     given: tuple[int, ...], expected: list[int]
 ) -> None:
     assert bart_rule().prompt_ids("any", TokensPrompt(given)) == expected
@@ -338,14 +329,11 @@ def test_the_start_token_is_put_before_ids_that_lack_it(
         ("", [2, 0]),
         ("the </s>", [2, 0, 4, 2, 2]),
         (TextPrompt("the </s>", add_special_tokens=False), [2, 4, 2]),
+        ("</s> the", [2, 0, 2, 4]),
     ],
 )
-def test_text_goes_on_instead_of_ending(given: object, expected: list[int]) -> None:
+def test_only_the_eos_added_by_the_tokenizer_is_removed(given: object, expected: list[int]) -> None:
     assert bart_rule().prompt_ids("any", given) == expected
-
-
-def test_an_end_that_the_text_itself_has_is_kept() -> None:
-    assert bart_rule().prompt_ids("any", "</s> the") == [2, 0, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -361,7 +349,7 @@ def test_an_end_that_the_text_itself_has_is_kept() -> None:
         (3, "decoder prompt is a int"),
     ],
 )
-def test_other_decoder_prompts_are_refused(given: object, expected: str) -> None:
+def test_unsupported_decoder_prompts_are_refused(given: object, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         bart_rule().prompt_ids("any", given)
 
@@ -373,14 +361,14 @@ def test_a_checkpoint_must_name_its_start_token() -> None:
 
 @pytest.mark.parametrize("start", [None, 5])
 @pytest.mark.parametrize("given", [None, (7, 8), (0, 7), (5, 7)])
-def test_t5_begins_as_generate_has_it(start: int | None, given: tuple[int, ...] | None) -> None:
+def test_t5_begins_as_in_generate(start: int | None, given: tuple[int, ...] | None) -> None:
     named = {} if start is None else {"decoder_start_token_id": start}
     config = T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     model: Any = T5ForConditionalGeneration(config)
     model.generation_config.update(**({"decoder_start_token_id": 0} | named))
     extra = {} if given is None else {"decoder_input_ids": torch.tensor([given])}
     out = model.generate(torch.tensor([[4, 5, 1]]), max_new_tokens=1, do_sample=False, **extra)
-    # Without a start token of its own, generate() needs to be told; padding is T5's.
+    # Without its own start token, generate() requires one; T5 uses padding.
     generation = GenerationConfig.from_model_config(config)
     generation.update(**named)
     rule = T5PromptRule(config, generation, None, limits(20))
@@ -388,33 +376,31 @@ def test_t5_begins_as_generate_has_it(start: int | None, given: tuple[int, ...] 
     assert rule.prompt_ids("any", prompt) == out[0, :-1].tolist()
 
 
+Model = WhisperForConditionalGeneration
+Settings = dict[str, Any]
+
+
 @pytest.fixture(scope="module")
-def whisper_model(tmp_path_factory: pytest.TempPathFactory) -> WhisperForConditionalGeneration:
-    folder = build_whisper(tmp_path_factory.mktemp("whisper"))
-    return WhisperForConditionalGeneration.from_pretrained(folder)
+def whisper_model(whisper_folder: Path) -> Model:
+    return Model.from_pretrained(whisper_folder)
 
 
 def whisper_rule(
-    model: WhisperForConditionalGeneration, settings: dict[str, Any] | None = None
+    model: Model, settings: Settings | None = None, tokenizer: Any = None
 ) -> WhisperPromptRule:
-    return WhisperPromptRule(
-        model.config, generation_of(model, settings), None, limits(model.config.vocab_size)
-    )
+    generation = generation_of(model, settings)
+    return WhisperPromptRule(model.config, generation, tokenizer, limits(model.config.vocab_size))
 
 
-def generation_of(
-    model: WhisperForConditionalGeneration, settings: dict[str, Any] | None
-) -> GenerationConfig:
+def generation_of(model: Model, settings: Settings | None) -> GenerationConfig:
     generation = deepcopy(model.generation_config)
     for name, value in (settings or {}).items():
         setattr(generation, name, value)
     return generation
 
 
-def begun_by_generate(
-    model: WhisperForConditionalGeneration, settings: dict[str, Any] | None, **request: Any
-) -> list[list[int]]:
-    """What ``generate`` gives the decoder, read off where it runs up to the first token."""
+def begun_by_generate(model: Model, settings: Settings | None, **request: Any) -> list[list[int]]:
+    """Decoder inputs of ``generate`` up to the first token, recorded by a hook."""
     seen: list[list[int]] = []
 
     def note(module: object, args: object, kwargs: dict[str, Any]) -> None:
@@ -453,14 +439,12 @@ WISHES: dict[str, dict[str, Any]] = {
 }
 
 
-# Where nobody names a language, generate() runs the model once more to detect it.
+# If no language is given, generate() runs the model once more to detect it.
 NAMED = [(s, w) for s in SETTINGS for w in WISHES if "language" in SETTINGS[s] | WISHES[w]]
 
 
 @pytest.mark.parametrize(("settings", "wishes"), NAMED)
-def test_whisper_begins_as_generate_has_it(
-    settings: str, wishes: str, whisper_model: WhisperForConditionalGeneration
-) -> None:
+def test_whisper_begins_as_in_generate(settings: str, wishes: str, whisper_model: Model) -> None:
     configured, wished = SETTINGS[settings], WISHES[wishes]
     asked = AudioPrompt(
         "any.wav",
@@ -472,9 +456,7 @@ def test_whisper_begins_as_generate_has_it(
     assert [found] == begun_by_generate(whisper_model, configured, **wished)
 
 
-def test_an_old_checkpoints_forced_ids_are_taken(
-    whisper_model: WhisperForConditionalGeneration,
-) -> None:
+def test_the_forced_ids_of_an_old_checkpoint_are_used(whisper_model: Model) -> None:
     known: Any = whisper_model.generation_config
     forced = [[1, known.lang_to_id["<|de|>"]], [2, known.task_to_id["translate"]]]
     settings = {"forced_decoder_ids": forced}
@@ -485,16 +467,14 @@ def test_an_old_checkpoints_forced_ids_are_taken(
 
 @pytest.mark.parametrize("wishes", [{}, {"task": "translate"}, {"return_timestamps": True}])
 @pytest.mark.parametrize("forced", [None, [[1, None]], [[1, None], [2, "transcribe"]]])
-def test_a_language_that_nobody_named_is_chosen_where_generate_detects_it(
-    wishes: dict[str, Any],
-    forced: list[list[Any]] | None,
-    whisper_model: WhisperForConditionalGeneration,
+def test_a_language_not_given_is_chosen_where_generate_detects_it(
+    wishes: Settings, forced: list[list[Any]] | None, whisper_model: Model
 ) -> None:
     known: Any = whisper_model.generation_config
     settings: dict[str, Any] = {}
     if forced is not None:
         ids = {None: None} | known.task_to_id
-        settings["forced_decoder_ids"] = [[place, ids[name]] for place, name in forced]
+        settings["forced_decoder_ids"] = [[index, ids[name]] for index, name in forced]
     detecting, *_, expected = begun_by_generate(whisper_model, settings, **wishes)
     rule = whisper_rule(whisper_model, settings)
     asked = AudioPrompt(
@@ -506,23 +486,19 @@ def test_a_language_that_nobody_named_is_chosen_where_generate_detects_it(
     assert set(choice.candidates) == set(known.lang_to_id.values())
     assert expected[1] in choice.candidates
     if "task" not in wishes and "transcribe" not in str(forced):
-        # generate() leaves the task out here, and models write nonsense.
+        # generate() omits the task here, and models write nonsense.
         expected.insert(2, known.task_to_id["transcribe"])
     assert (*detecting, expected[1], *choice.then) == tuple(expected)
 
 
-def test_a_named_language_or_a_prompt_of_ones_own_leaves_nothing_to_choose(
-    whisper_model: WhisperForConditionalGeneration,
-) -> None:
+def test_a_given_language_or_decoder_prompt_leaves_no_choice(whisper_model: Model) -> None:
     rule, audio = whisper_rule(whisper_model), AudioPrompt("any.wav")
     assert rule.prompt_choice(AudioPrompt("any.wav", language="en"), None) is None
     assert whisper_rule(whisper_model, {"language": "de"}).prompt_choice(audio, None) is None
     assert rule.prompt_choice(audio, TokensPrompt((9, 10))) is None
 
 
-def test_an_english_model_needs_no_language_and_takes_none(
-    whisper_model: WhisperForConditionalGeneration,
-) -> None:
+def test_an_english_only_model_refuses_a_language(whisper_model: Model) -> None:
     settings = {"is_multilingual": False, "lang_to_id": None, "task_to_id": None}
     rule = whisper_rule(whisper_model, settings)
     known: Any = whisper_model.generation_config
@@ -546,19 +522,14 @@ def test_an_english_model_needs_no_language_and_takes_none(
         ),
     ],
 )
-def test_wishes_that_a_checkpoint_cannot_fulfil_are_errors(
-    wishes: dict[str, Any],
-    settings: dict[str, Any],
-    expected: str,
-    whisper_model: WhisperForConditionalGeneration,
+def test_unsupported_languages_tasks_and_timestamps_are_errors(
+    wishes: Settings, settings: Settings, expected: str, whisper_model: Model
 ) -> None:
     with pytest.raises(ValueError, match=expected):
         whisper_rule(whisper_model, settings).prompt_ids(AudioPrompt("any.wav", **wishes), None)
 
 
-def test_whispers_decoder_prompt_may_begin_with_what_was_said_before(
-    whisper_model: WhisperForConditionalGeneration,
-) -> None:
+def test_whispers_decoder_prompt_may_begin_with_previous_text(whisper_model: Model) -> None:
     known: Any = whisper_model.generation_config
     start, previous = known.decoder_start_token_id, known.prev_sot_token_id
     rule, audio = whisper_rule(whisper_model), AudioPrompt("any.wav")
@@ -566,12 +537,8 @@ def test_whispers_decoder_prompt_may_begin_with_what_was_said_before(
     assert rule.prompt_ids(audio, TokensPrompt((9, 10))) == [start, 9, 10]
 
 
-def test_whispers_decoder_text_is_taken_as_it_is(tmp_path: Path) -> None:
-    folder = build_whisper(tmp_path)
-    model = WhisperForConditionalGeneration.from_pretrained(folder)
-    known: Any = model.generation_config
-    bounds = limits(model.config.vocab_size)
-    rule = WhisperPromptRule(model.config, known, load_tokenizer(folder), bounds)
+def test_whispers_decoder_text_is_used_unchanged(whisper: Family, whisper_model: Model) -> None:
+    rule = whisper_rule(whisper_model, tokenizer=whisper.tokenizer)
     text = "<|startoftranscript|><|zh|><|translate|><|notimestamps|>"
     asked = AudioPrompt("any.wav", language="zh", task="translate")
     expected = rule.prompt_ids(asked, None)
@@ -586,8 +553,8 @@ EXTRACTOR = WhisperFeatureExtractor(feature_size=16, chunk_length=1)
 INPUTS = AudioEncoderInputs(50, EXTRACTOR)
 
 
-def sine(seconds: float, rate: int = RATE, hertz: float = 300.0) -> np.ndarray:
-    return np.sin(2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate).astype(np.float32)
+def sine(seconds: float, hertz: float = 300.0) -> np.ndarray:
+    return np.sin(2 * np.pi * hertz * np.arange(round(seconds * RATE)) / RATE).astype(np.float32)
 
 
 def make(prompt: object, salt: str | None = None):
@@ -604,7 +571,7 @@ def test_samples_become_the_extractors_features(kind) -> None:
     assert made.token_ids == ()
 
 
-def test_a_file_is_known_by_its_samples(tmp_path: Path) -> None:
+def test_the_hash_of_a_sound_depends_on_its_samples_alone(tmp_path: Path) -> None:
     path = write_wav(tmp_path / "a.wav", sine(0.5))
     samples = np.round(sine(0.5) * 32767).astype(np.float32) / 32768
     hashes = {
@@ -612,16 +579,16 @@ def test_a_file_is_known_by_its_samples(tmp_path: Path) -> None:
         make(AudioPrompt(str(path), sampling_rate=RATE)).content_hash,
         make(AudioPrompt(samples, language="fr", task="translate")).content_hash,
     }
-    assert len(hashes) == 1, "what the decoder is asked for changes nothing in the encoder"
+    assert len(hashes) == 1, "decoder options do not change the encoder input"
 
 
-def test_other_sound_and_another_salt_are_known_apart() -> None:
+def test_different_sounds_and_salts_have_different_hashes() -> None:
     prompts = [AudioPrompt(sine(0.5)), AudioPrompt(sine(0.5, hertz=301)), AudioPrompt(sine(0.6))]
     hashes = {make(prompt, salt).content_hash for prompt in prompts for salt in (None, "", "a")}
     assert len(hashes) == 9
 
 
-def test_a_whole_window_is_one_input_and_more_becomes_windows(tmp_path: Path) -> None:
+def test_a_sound_longer_than_a_window_becomes_several(tmp_path: Path) -> None:
     assert isinstance(make(AudioPrompt(sine(1.0))), EncoderInput)
     longer = sine(1.25)
     for audio in (longer, write_wav(tmp_path / "a.wav", longer)):
@@ -644,13 +611,13 @@ NO_SPEECH = {
 
 
 @pytest.mark.parametrize("kind", NO_SPEECH)
-def test_what_is_no_speech_is_refused(kind: str) -> None:
+def test_invalid_sounds_are_refused(kind: str) -> None:
     prompt, expected = NO_SPEECH[kind]
     with pytest.raises(ValueError, match=expected):
         make(prompt)
 
 
-def test_a_files_own_sampling_rate_cannot_be_contradicted(tmp_path: Path) -> None:
+def test_a_sampling_rate_other_than_the_files_is_refused(tmp_path: Path) -> None:
     path = write_wav(tmp_path / "a.wav", sine(0.1))
     with pytest.raises(ValueError, match="has 16000 samples per second, but the prompt says"):
         make(AudioPrompt(path, sampling_rate=8_000))
@@ -673,39 +640,35 @@ def test_a_checkpoint_without_the_right_extractor_is_refused(tmp_path: Path) -> 
 
 
 NAMES = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
+PROCESSOR = MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=4)
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> ImageEncoderInputs:
     folder = tmp_path_factory.mktemp("processor")
-    MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=4).save_pretrained(
-        folder
-    )
+    PROCESSOR.save_pretrained(folder)
     return ImageEncoderInputs(68, load_image_processor(folder), NAMES)
 
 
-def picture(width: int = 40, height: int = 20, seed: int = 0, mode: str = "RGB") -> Image.Image:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels).convert(mode)
-
-
 def test_an_image_becomes_the_processors_tiles(inputs: ImageEncoderInputs) -> None:
-    made = inputs.make(ImagePrompt(picture()), cache_salt=None)
-    processor = MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=4)
-    expected = processor(picture(), return_tensors="pt")
+    made = inputs.make(ImagePrompt(noise_image(40, 20)), cache_salt=None)
+    expected = PROCESSOR(noise_image(40, 20), return_tensors="pt")
     assert made.features.keys() == set(NAMES)
     for name in NAMES:
         assert torch.equal(made.features[name], expected[name][0])
     assert made.num_tokens == 68
 
 
-def test_a_file_is_known_by_its_pixels(inputs: ImageEncoderInputs, tmp_path: Path) -> None:
-    picture().save(tmp_path / "a.png")
-    images = [tmp_path / "a.png", str(tmp_path / "a.png"), picture(), picture(seed=1)]
+def test_the_hash_of_an_image_depends_on_its_pixels_and_the_salt(
+    inputs: ImageEncoderInputs, tmp_path: Path
+) -> None:
+    path, image = tmp_path / "a.png", noise_image(40, 20)
+    image.save(path)
+    images = [path, str(path), image, noise_image(40, 20, 1)]
     hashes = [inputs.make(ImagePrompt(image), cache_salt=None).content_hash for image in images]
     assert len({*hashes[:3]}) == 1
     assert hashes[3] != hashes[0]
-    salted = inputs.make(ImagePrompt(picture()), cache_salt="a").content_hash
+    salted = inputs.make(ImagePrompt(image), cache_salt="a").content_hash
     assert salted != hashes[0]
 
 
@@ -717,13 +680,13 @@ def test_a_file_is_known_by_its_pixels(inputs: ImageEncoderInputs, tmp_path: Pat
         (ImagePrompt(3), "image must be a file, an image of Pillow or an array of pixels, got int"),
     ],
 )
-def test_other_prompts_are_refused(
+def test_prompts_without_an_image_are_refused(
     prompt: object, expected: str, inputs: ImageEncoderInputs
 ) -> None:
     with pytest.raises(ValueError, match=expected):
         inputs.make(prompt, cache_salt=None)
 
 
-def test_a_checkpoint_without_a_processor_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_an_image_processor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="image processor in .* cannot be loaded"):
         load_image_processor(tmp_path)

@@ -1,4 +1,4 @@
-"""What is shown beside text: features, places, and an error for a bad request alone."""
+"""Images, sound and video in prompts: features, placeholders, and errors of single requests."""
 
 from __future__ import annotations
 
@@ -51,18 +51,8 @@ def engine(shared_engine: LLMEngine) -> Iterator[LLMEngine]:
     assert not shared_engine.has_unfinished_requests
 
 
-def broken(path: Path, kind: str) -> Path:
-    """A file that begins as it should."""
-    if kind == "png":
-        picture(0).save(path, format="PNG")
-    else:
-        write_wav(path, tone(0.25))
-    path.write_bytes(path.read_bytes()[:30])
-    return path
-
-
 def refuse(engine: LLMEngine, prompt: TokensPrompt, message: str) -> None:
-    """The request fails beside a good one, which does not notice, and leaves no trace."""
+    """Check that the request is refused without effect on a good one that runs."""
     good = shows(engine, 5, ("image", picture(0)), ("audio", tone(0.25)), 6)
     (expected,) = engine.generate(good, GREEDY)
     engine.reset_prefix_cache()
@@ -81,19 +71,15 @@ def refuse(engine: LLMEngine, prompt: TokensPrompt, message: str) -> None:
     assert stats.kv.items.cached >= 2
 
 
-@pytest.mark.parametrize("kind", ["image", "audio", "video"])
-def test_a_placeholder_without_an_item_is_refused(engine: LLMEngine, kind: Modality) -> None:
-    lonely = replace(shows(engine, 5, (kind, None)), multi_modal_data={})
-    message = f"1 {kind} placeholders .* but 0 {kind} items were given; give one {kind} for each"
-    refuse(engine, lonely, message)
-
-
 @pytest.mark.parametrize(
     ("kind", "item"), [("image", picture(0)), ("audio", tone(0.25)), ("video", clip(0))]
 )
-def test_an_item_without_a_placeholder_is_refused(
+def test_unequal_numbers_of_placeholders_and_items_are_refused(
     engine: LLMEngine, kind: Modality, item: Any
 ) -> None:
+    without_item = replace(shows(engine, 5, (kind, None)), multi_modal_data={})
+    message = f"1 {kind} placeholders .* but 0 {kind} items were given; give one {kind} for each"
+    refuse(engine, without_item, message)
     message = f"0 {kind} placeholders .* but 1 {kind} items were given; write a placeholder where"
     refuse(engine, TokensPrompt((5, 6), {kind: [item]}), message)
 
@@ -109,7 +95,7 @@ def test_an_item_without_a_placeholder_is_refused(
         ({"video": clip(0)}, r"multi_modal_data\['video'\] must be a list .* got VideoFeatures"),
     ],
 )
-def test_what_is_no_list_of_items_is_refused(engine: LLMEngine, data: Any, message: str) -> None:
+def test_data_without_lists_of_items_is_refused(engine: LLMEngine, data: Any, message: str) -> None:
     refuse(engine, TokensPrompt((5, 6), data), message)
 
 
@@ -120,7 +106,7 @@ WRONG_SOUNDS: dict[str, tuple[Any, str]] = {
     "too long": (tone(31.0), r"audio 0: .* is 31\.00 s long, but the model takes 30 s"),
     "stereo": (np.zeros((2, 99), np.float32), "audio 0: .* must be mono"),
     "integers": (np.zeros(99, np.int16), "audio 0: .* floating-point .* got int16"),
-    "integers as they are": (tone(0.5) * 32_768, "samples of up to .*divide 16-bit"),
+    "unscaled integers": (tone(0.5) * 32_768, "samples of up to .*divide 16-bit"),
     "no number": (np.full(9999, np.nan, np.float32), "audio 0: .* NaN or infinite"),
     "no rate": (AudioPrompt(tone(0.25), 0), "audio 0: the audio has a sampling rate of 0"),
     "no file of sound": ("no.wav", "audio 0: audio 'no.wav' cannot be read"),
@@ -144,7 +130,7 @@ WRONG_IMAGES: dict[str, tuple[Any, str]] = {
         r"an array of pixels must be .* got \(56, 56, 3\) of bfloat16",
     ),
 }
-# What of a clip is changed.
+# Fields of a clip to change.
 PATCHES, GRID, SOUND = "pixel_values_videos", "video_grid_thw", "audio"
 WRONG_CLIPS: dict[str, tuple[str, Any, str]] = {
     "bytes": (PATCHES, torch.zeros(48, 1176).byte(), "be a floating-point tensor, got torch.uint8"),
@@ -174,8 +160,8 @@ WRONG: dict[str, tuple[Modality, Any, str]] = {
     **{name: ("audio", *each) for name, each in WRONG_SOUNDS.items()},
     **{name: ("image", *each) for name, each in WRONG_IMAGES.items()},
     **{
-        name: ("video", replace(clip(0), **{changed: value}), told)
-        for name, (changed, value, told) in WRONG_CLIPS.items()
+        name: ("video", replace(clip(0), **{changed: value}), message)
+        for name, (changed, value, message) in WRONG_CLIPS.items()
     },
     "a file of video": ("video", "a.mp4", "video 0: video 'a.mp4' cannot be read: No such"),
     "a late grid": (
@@ -187,7 +173,7 @@ WRONG: dict[str, tuple[Modality, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_such_item_is_refused(engine: LLMEngine, name: str) -> None:
+def test_an_invalid_item_is_refused(engine: LLMEngine, name: str) -> None:
     kind, item, message = WRONG[name]
     refuse(engine, shows(engine, 5, (kind, item), 6), message)
 
@@ -196,27 +182,25 @@ def test_what_is_no_such_item_is_refused(engine: LLMEngine, name: str) -> None:
 def test_a_broken_file_is_refused(
     engine: LLMEngine, kind: Modality, suffix: str, tmp_path: Path
 ) -> None:
-    file = broken(tmp_path / f"broken.{suffix}", suffix)
+    file = tmp_path / f"broken.{suffix}"
+    if kind == "image":
+        picture(0).save(file)
+    else:
+        write_wav(file, tone(0.25))
+    file.write_bytes(file.read_bytes()[:30])  # cut off after the header
     whole: dict[Modality, Any] = {"image": picture(0), "audio": tone(0.25)}
-    # The second of two: what was read before it goes too.
+    # The second of two: the first, already read, is freed too.
     prompt = shows(engine, 5, (kind, whole[kind]), 6, (kind, file))
     refuse(engine, prompt, rf"{kind} 1: .*broken\.{suffix}' (cannot be read|is no WAV)")
 
 
-def test_a_pixel_is_seen_and_silence_is_heard(
-    engine: LLMEngine, reference: ThinkerReference
-) -> None:
-    silence = np.zeros(RATE // 2, np.float32)
+def test_a_pixel_is_seen_and_silence_is_heard(engine: LLMEngine, checkpoint: str) -> None:
+    reference, silence = ThinkerReference(checkpoint), np.zeros(RATE // 2, np.float32)
     greedy = GREEDY.model_copy(update={"suppress_token_ids": reference.suppressed})
     for item in (picture(0, (1, 1)), silence):
         talk = Talk([item, "What is it?"])
         (output,) = engine.generate(talk.prompt, greedy)
         assert list(output.outputs[0].token_ids) == reference.answer(talk, 6).token_ids
-
-
-@pytest.fixture(scope="module")
-def reference(checkpoint: str) -> ThinkerReference:
-    return ThinkerReference(checkpoint)
 
 
 def test_samples_files_and_tensors_are_the_same(engine: LLMEngine, tmp_path: Path) -> None:
@@ -231,21 +215,16 @@ def test_samples_files_and_tensors_are_the_same(engine: LLMEngine, tmp_path: Pat
 
 def test_an_item_too_large_for_the_encoder_cache_is_refused(checkpoint: str) -> None:
     engine = build(checkpoint, encoder_cache_bytes=6 * ROW_BYTES)
-    refuse_alone = shows(engine, 5, ("audio", tone(0.3)), 6)
     with pytest.raises(ValueError, match="audio 0: 7 rows take .* room for 6 rows; raise encoder"):
-        engine.generate(refuse_alone, GREEDY)
+        engine.generate(shows(engine, 5, ("audio", tone(0.3)), 6), GREEDY)
+    talking = replace(clip(0, grids=1), audio=tone(0.3))
+    with pytest.raises(ValueError, match="video 0: its audio: 7 rows take .* room for 6 rows"):
+        engine.generate(shows(engine, 5, ("video", talking), 6), GREEDY)
     (output,) = engine.generate(shows(engine, 5, ("audio", tone(0.25)), 6), GREEDY)
     assert output.error is None
 
 
-def test_a_soundtrack_too_large_for_the_encoder_cache_is_refused(checkpoint: str) -> None:
-    engine = build(checkpoint, encoder_cache_bytes=6 * ROW_BYTES)
-    talking = replace(clip(0, grids=1), audio=tone(0.3))
-    with pytest.raises(ValueError, match="video 0: its audio: 7 rows take .* room for 6 rows"):
-        engine.generate(shows(engine, 5, ("video", talking), 6), GREEDY)
-
-
-def test_items_beyond_every_budget_take_turns(
+def test_items_beyond_the_encoder_budgets_take_turns(
     checkpoint: str, shared_engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contents: list[list[Any]] = [
@@ -274,13 +253,11 @@ def test_a_checkpoint_without_processors_still_runs_text(checkpoint: str, tmp_pa
     ):
         with pytest.raises(ValueError, match=f"{kind} 0: the {name} in .* cannot be loaded"):
             engine.generate(shows(engine, 5, (kind, item)), GREEDY)  # type: ignore[arg-type]
-    (output,) = engine.generate(TokensPrompt((5, 6, 7)), GREEDY)
-    assert output.error is None
-    (output,) = engine.generate(shows(engine, 5, ("video", clip(0)), 6), GREEDY)
-    assert output.error is None
+    prompts = [TokensPrompt((5, 6, 7)), shows(engine, 5, ("video", clip(0)), 6)]
+    assert [output.error for output in engine.generate(prompts, GREEDY)] == [None] * 2
 
 
-def test_models_that_hear_nothing_say_so(seeded: Callable[[str], str]) -> None:
+def test_unsupported_modalities_are_refused(seeded: Callable[[str], str]) -> None:
     sound = TokensPrompt((5, 6), {"audio": [tone(0.25)]})
     text = LLMEngine(EngineConfig(model=seeded("qwen2"), num_blocks=16, max_model_len=32))
     with pytest.raises(ValueError, match="shows 1 audio items in multi_modal_data, but this model"):
@@ -298,96 +275,75 @@ def test_models_that_hear_nothing_say_so(seeded: Callable[[str], str]) -> None:
         images.generate(TokensPrompt((5, 6), talking), GREEDY)
 
 
-WAY = AudioInVideo(begin_id=1, end_id=2, places_per_chunk=50)
-
-
-def interleave(
-    video_times: list[int], num_sound: int, offset: int = 7, way: AudioInVideo = WAY
-) -> tuple[MultiModalInput, ...]:
-    video = MultiModalInput("video", offset, len(video_times), b"v", {})
-    sound = MultiModalInput("audio", offset, num_sound, b"s", {})
-    return way.interleave(video, sound, (torch.tensor(video_times), torch.arange(num_sound)))
-
-
-def theirs(times: list[int], places_per_chunk: int) -> list[tuple[int, int]]:
-    cuts: list[tuple[int, int]] = Qwen2_5OmniProcessor.get_chunked_index(
-        None, np.array(times), places_per_chunk
-    )
-    return cuts
-
-
 @given(
     gaps=st.lists(st.integers(0, 130), max_size=20),
-    num_sound=st.integers(1, 60),
+    num_sound=st.integers(1, 120),
     places_per_chunk=st.integers(1, 60),
+    offset=st.integers(0, 9),
 )
-def test_pieces_are_transformers_chunks_in_turns(
-    gaps: list[int], num_sound: int, places_per_chunk: int
+def test_pieces_are_the_chunks_of_transformers_in_turns_between_their_marks(
+    gaps: list[int], num_sound: int, places_per_chunk: int, offset: int
 ) -> None:
     times = [0, *np.cumsum(gaps, dtype=int).tolist()]
-    pieces = interleave(times, num_sound, way=AudioInVideo(1, 2, places_per_chunk))
+    video = MultiModalInput("video", offset, len(times), b"v", {})
+    sound = MultiModalInput("audio", offset, num_sound, b"s", {})
+    pieces = AudioInVideo(1, 2, places_per_chunk).interleave(
+        video, sound, (torch.tensor(times), torch.arange(num_sound))
+    )
     for modality, rows in (("video", times), ("audio", list(range(num_sound)))):
         ours = [
             (piece.rows_before, piece.rows_before + piece.length)
             for piece in pieces
             if piece.modality == modality
         ]
-        assert ours == theirs(rows, places_per_chunk)
+        assert ours == Qwen2_5OmniProcessor.get_chunked_index(
+            None, np.array(rows), places_per_chunk
+        )
         assert {piece.num_rows for piece in pieces if piece.modality == modality} == {len(rows)}
     turns = "".join(piece.modality[0] for piece in pieces)
     seen, heard = turns.count("v"), turns.count("a")
     both = min(seen, heard)
     assert turns == "va" * both + "v" * (seen - both) + "a" * (heard - both)
-
-
-@given(
-    gaps=st.lists(st.integers(0, 130), max_size=20),
-    num_sound=st.integers(1, 120),
-    offset=st.integers(0, 9),
-)
-def test_pieces_lie_side_by_side_between_their_marks(
-    gaps: list[int], num_sound: int, offset: int
-) -> None:
-    times = [0, *np.cumsum(gaps, dtype=int).tolist()]
-    pieces = interleave(times, num_sound, offset)
     assert [piece.offset for piece in pieces] == [offset + 1, *(piece.end for piece in pieces[:-1])]
     (whole,) = {piece.span for piece in pieces}
     assert (whole.offset, whole.end) == (offset, pieces[-1].end + 1)
     assert whole.length == len(times) + num_sound + 2
 
 
-def test_either_half_tells_wholes_apart() -> None:
+def test_the_hash_of_a_span_depends_on_both_halves() -> None:
     def span(video: bytes, sound: bytes) -> bytes:
         rows = torch.zeros(1)
         items = [MultiModalInput("video", 0, 1, content, {}) for content in (video, sound)]
-        return WAY.interleave(items[0], items[1], (rows, rows))[0].span.content_hash
+        return (
+            AudioInVideo(1, 2, 50).interleave(items[0], items[1], (rows, rows))[0].span.content_hash
+        )
 
     one, two = bytes(32), bytes([1] * 32)
     assert len({span(one, one), span(one, two), span(two, one), span(two, two)}) == 4
 
 
-def test_a_chunk_without_a_place_is_refused() -> None:
+def test_a_chunk_without_positions_is_refused() -> None:
     with pytest.raises(ValueError, match="must have a place, got 0"):
         AudioInVideo(1, 2, 0)
 
 
-# As published: a window of five minutes. Shorter here, by its end only.
+# The published window is five minutes long; only its length differs here.
 EXTRACTOR = WhisperFeatureExtractor(feature_size=32, chunk_length=3)
 WINDOW = 48_000
 
 
 @pytest.mark.parametrize("num_samples", [1, 161, 1600, 15_999, 16_001, WINDOW - 300, WINDOW])
-def test_features_are_those_of_a_window_filled_to_its_end(num_samples: int) -> None:
+def test_features_are_those_of_a_padded_window(num_samples: int) -> None:
     noise = np.random.default_rng(num_samples).standard_normal(num_samples)
     samples = (0.1 * noise).astype(np.float32)
-    filled = EXTRACTOR(
+    padded = EXTRACTOR(
         samples,
         sampling_rate=16_000,
         padding="max_length",
         return_attention_mask=True,
         return_tensors="pt",
     )
-    expected = filled["input_features"][0][:, filled["attention_mask"][0].bool()]
+    expected = padded["input_features"][0][:, padded["attention_mask"][0].bool()]
     found = AudioFeatureMaker(EXTRACTOR).make(samples)["input_features"]
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
@@ -405,7 +361,7 @@ def test_a_short_sound_does_not_fill_the_window(monkeypatch: pytest.MonkeyPatch)
     assert lengths == [2_080]
 
 
-def test_a_sound_that_is_too_short_to_be_mirrored_is_refused() -> None:
+def test_a_sound_too_short_to_be_mirrored_is_refused() -> None:
     maker = AudioFeatureMaker(EXTRACTOR, sound_end="mirrored")
     assert maker.make(np.zeros(201, np.float32))["input_features"].shape[1]
     with pytest.raises(ValueError, match="too short: of 200 samples 200 cannot be mirrored"):
@@ -417,8 +373,8 @@ def test_a_language_is_a_hint_that_changes_nothing(caplog: pytest.LogCaptureFixt
     plain = maker.make(samples)["input_features"]
     with caplog.at_level("INFO", logger="omni"):
         for _ in range(2):
-            asked = AudioPrompt(samples, language="en", task="transcribe")
-            assert torch.equal(maker.make(asked)["input_features"], plain)
+            prompt = AudioPrompt(samples, language="en", task="transcribe")
+            assert torch.equal(maker.make(prompt)["input_features"], plain)
     assert [each.message[:33] for each in caplog.records] == ["a request names the language 'en'"]
     with pytest.raises(ValueError, match="task is for speech models"):
         maker.make(AudioPrompt(samples, language="en", task="translate"))
