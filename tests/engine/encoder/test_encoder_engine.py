@@ -1,4 +1,4 @@
-"""An encoder gives what transformers gives for each input alone, cached or not."""
+"""Encoder outputs equal those of transformers for each input alone, cached or not."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from engine import (
     TokensPrompt,
 )
 from engine.encoder.encoder_engine import EncoderRequest, next_batch
+from engine.encoder.sentence_layout import pool
 from omni.seeded.language_models import build_causal_lm, build_text_encoder
 from prefix_cache import whole_input_hash
 from tests.support.examples import examples
+from tests.support.idle_engine import finish
 
 HIDDEN = 64
 VOCAB = 768
@@ -74,12 +76,7 @@ def token_ids(length: int, seed: int = 0) -> tuple[int, ...]:
 def run(engine: EncoderEngine, prompts: Sequence[Any], **options: Any) -> list[EncoderOutput]:
     for index, prompt in enumerate(prompts):
         engine.add_request(f"r{index}", prompt, **options)
-    done: dict[str, EncoderOutput] = {}
-    while engine.has_unfinished_requests:
-        outputs = engine.step()
-        engine.check_integrity()
-        assert not done.keys() & {output.request_id for output in outputs}
-        done.update({output.request_id: output for output in outputs})
+    done = finish(engine)
     return [done[f"r{index}"] for index in range(len(prompts))]
 
 
@@ -108,7 +105,7 @@ def assert_same(actual: EncoderOutput, expected: EncoderOutput) -> None:
         torch.testing.assert_close(actual.tensors[name], tensor, atol=1e-5, rtol=0)
 
 
-# What comes out
+# Outputs
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -130,7 +127,7 @@ def test_rows_equal_transformers_run_alone_for_mixed_lengths(
 
 
 @pytest.mark.parametrize("architecture", ["bert", "roberta"])
-def test_embeddings_run_beside_token_ids(architecture: str, checkpoint: Callable[[str], str]):
+def test_embeddings_run_with_token_ids(architecture: str, checkpoint: Callable[[str], str]):
     model = checkpoint(architecture)
     embeds = [torch.randn(n, HIDDEN, generator=torch.Generator().manual_seed(n)) for n in (5, 9)]
     prompts = [EmbedsPrompt(embeds[0]), TokensPrompt(token_ids(6)), EmbedsPrompt(embeds[1])]
@@ -143,7 +140,7 @@ def test_embeddings_run_beside_token_ids(architecture: str, checkpoint: Callable
     torch.testing.assert_close(outputs[1].tensors["hidden_states"], rows, atol=1e-5, rtol=0)
 
 
-def test_text_is_tokenized_as_the_checkpoint_says(bert: str, bert_engine: EncoderEngine):
+def test_text_is_tokenized_by_the_checkpoints_tokenizer(bert: str, bert_engine: EncoderEngine):
     text = "the quick brown fox"
     with_special, without = run(
         bert_engine, [text, TextPrompt(text, add_special_tokens=False)], cache_salt="text"
@@ -178,7 +175,7 @@ def test_a_checkpoint_without_pooler_weights_is_pooled_by_mean(bert: str, tmp_pa
         engine_of(folder, pooling="pooler")
 
 
-def test_only_the_outputs_asked_for_come_back(bert: str):
+def test_only_the_requested_outputs_are_returned(bert: str):
     prompt = TokensPrompt(token_ids(5))
     for names in (("pooled",), ("hidden_states",), ()):
         engine = engine_of(bert, output_names=names)
@@ -191,7 +188,7 @@ def test_only_the_outputs_asked_for_come_back(bert: str):
 # The cache
 
 
-def test_a_hit_equals_the_miss_before_and_the_uncached_run(bert: str):
+def test_a_hit_equals_the_earlier_miss_and_the_uncached_run(bert: str):
     prompts = [TokensPrompt(token_ids(n)) for n in (1, 4, 5, 12)]
     engine = engine_of(bert)
     cold, warm = run(engine, prompts), run(engine, prompts)
@@ -216,7 +213,7 @@ def test_a_shared_prefix_is_no_hit(bert: str):
     torch.testing.assert_close(shorter.tensors["hidden_states"], rows, atol=1e-5, rtol=0)
 
 
-def test_salts_and_embeddings_are_kept_apart(bert: str):
+def test_hits_depend_on_salt_embeddings_and_reset(bert: str):
     engine = engine_of(bert)
     ids = token_ids(5)
     run(engine, [TokensPrompt(ids)], cache_salt="a")
@@ -227,6 +224,8 @@ def test_salts_and_embeddings_are_kept_apart(bert: str):
     assert run(engine, [TokensPrompt((0,) * 5)])[0].num_cached_tokens == 0
     assert run(engine, [EmbedsPrompt(embeds.clone())])[0].num_cached_tokens == 5
     assert run(engine, [EmbedsPrompt(embeds + 1)])[0].num_cached_tokens == 0
+    engine.reset_prefix_cache()
+    assert run(engine, [TokensPrompt(ids)], cache_salt="a")[0].num_cached_tokens == 0
 
 
 def test_equal_inputs_in_flight_are_computed_once(bert: str):
@@ -239,13 +238,6 @@ def test_equal_inputs_in_flight_are_computed_once(bert: str):
     engine.enable_prefix_caching = False
     assert all(not o.num_cached_tokens for o in run(engine, [TokensPrompt(token_ids(6))] * 2))
     assert sorted(forwarded) == [6, 6, 6, 7]
-
-
-def test_reset_forgets_everything(bert: str):
-    engine = engine_of(bert)
-    run(engine, [TokensPrompt(token_ids(6))])
-    engine.reset_prefix_cache()
-    assert run(engine, [TokensPrompt(token_ids(6))])[0].num_cached_tokens == 0
 
 
 def test_a_partly_evicted_input_is_computed_again(bert: str):
@@ -273,7 +265,7 @@ def test_a_partly_evicted_input_is_computed_again(bert: str):
     ),
     num_blocks=st.integers(5, 12),
 )
-def test_any_stream_gives_what_each_input_gives_alone(
+def test_any_stream_gives_the_outputs_of_each_input_alone(
     bert: str, stream: list[Any], num_blocks: int
 ):
     engine = cached_engine(bert, num_blocks=num_blocks)
@@ -327,7 +319,7 @@ def test_an_input_that_cannot_run_is_refused_and_changes_nothing(
     assert run(engine, [TokensPrompt(token_ids(24))])[0].error is None
 
 
-def test_roberta_counts_positions_from_after_its_padding_id(checkpoint: Callable[[str], str]):
+def test_positions_of_roberta_begin_after_its_padding_id(checkpoint: Callable[[str], str]):
     engine = engine_of(checkpoint("roberta"), max_num_batched_tokens=128)
     assert engine.max_model_len == 63  # 64 positions, padding id 0
     assert run(engine, [TokensPrompt(token_ids(63))])[0].error is None
@@ -356,19 +348,13 @@ def test_a_failing_input_fails_alone(bert: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_input_that_cannot_be_pooled_fails_alone(bert: str, monkeypatch: pytest.MonkeyPatch):
-    engine = engine_of(bert)
-    real = engine._model.pooler
-    assert real is not None
-
-    def pooler(rows: Tensor) -> Tensor:
-        if rows.shape[1] == 5:
+    def fragile(pooling: Any, rows: Tensor, pooler: Any) -> Tensor:
+        if len(rows) == 5:
             raise RuntimeError("out of luck")
-        return real(rows)
+        return pool(pooling, rows, pooler)
 
-    monkeypatch.setattr(
-        "engine.encoder.encoder_engine.pool", lambda _, rows, __: pooler(rows[None])[0]
-    )
-    good, bad = run(engine, [TokensPrompt(token_ids(n)) for n in (4, 5)])
+    monkeypatch.setattr("engine.encoder.encoder_engine.pool", fragile)
+    good, bad = run(engine_of(bert), [TokensPrompt(token_ids(n)) for n in (4, 5)])
     assert good.error is None
     assert bad.error == "the encoder failed: RuntimeError: out of luck"
 
@@ -383,7 +369,7 @@ def test_unknown_outputs_and_poolings_are_refused_at_start(bert: str):
 
 
 @pytest.mark.parametrize("with_head", [True, False])
-def test_a_causal_decoder_is_sent_to_the_llm_engine(tmp_path: Path, with_head: bool):
+def test_the_error_for_a_causal_decoder_names_the_llm_engine(tmp_path: Path, with_head: bool):
     build_causal_lm(tmp_path / "qwen2", "qwen2", with_head=with_head)
     with pytest.raises(ValueError, match=r"causal decoder.*LLMEngine"):
         engine_of(str(tmp_path / "qwen2"))
@@ -395,7 +381,7 @@ def test_missing_weights_are_named(bert: str, tmp_path: Path):
         engine_of(folder)
 
 
-def test_the_memory_plan_tells_what_the_rows_take(bert: str):
+def test_the_memory_plan_includes_the_cached_rows(bert: str):
     plan = engine_of(bert, num_blocks=9).memory_plan
     assert plan.num_blocks == 9
     assert plan.stage_output_bytes == {"hidden_states": 9 * 4 * HIDDEN * 4}
@@ -405,15 +391,15 @@ def test_the_memory_plan_tells_what_the_rows_take(bert: str):
     assert any("hidden_states" in line for line in plan.lines())
 
 
-# What the tests need
+# Helpers
 
 
-# Building an engine costs more than a test's whole stream: there is one per geometry.
+# Building an engine costs more than a stream of a test: there is one per geometry.
 cached_engine = cache(engine_of)
 
 
 def copy_of(model: str, folder: Path, keep: Callable[[str], bool]) -> str:
-    """The same checkpoint without the tensors that are not kept."""
+    """Copy of the checkpoint without the tensors that ``keep`` rejects."""
     for file in Path(model).iterdir():
         if file.suffix != ".safetensors":
             (folder / file.name).write_bytes(file.read_bytes())
@@ -425,7 +411,7 @@ def copy_of(model: str, folder: Path, keep: Callable[[str], bool]) -> str:
 
 
 def spy_on_forward(engine: EncoderEngine) -> list[int]:
-    """Lengths of all inputs that the model is run on from now on."""
+    """A list that gets the lengths of all inputs the model runs on from now on."""
     lengths: list[int] = []
     real = engine._model.forward
 
@@ -451,16 +437,12 @@ def request(index: int, length: int, priority: int = 0, embeds: bool = False) ->
     )
 
 
-def ids(batch: list[EncoderRequest]) -> list[str]:
-    return [item.request_id for item in batch]
-
-
 @given(
     st.lists(
         st.tuples(st.integers(1, BUDGET), st.integers(0, 2), st.booleans()), min_size=1, max_size=20
     )
 )
-def test_every_batch_keeps_the_limits_and_starts_with_the_first_in_the_order(specs):
+def test_every_batch_keeps_the_limits_and_starts_with_the_first_request(specs):
     requests = [request(i, *spec) for i, spec in enumerate(specs)]
     order = sorted(requests, key=lambda r: (r.priority, r.arrival_index))
     while order:
@@ -474,11 +456,14 @@ def test_every_batch_keeps_the_limits_and_starts_with_the_first_in_the_order(spe
             order.remove(item)
 
 
-def test_mates_are_those_nearest_in_length():
-    order = [request(0, 6), request(1, 3), request(2, 7), request(3, 6)]
-    assert ids(next_batch(order, MAX_SEQS, BUDGET, share=False)) == ["r0", "r3", "r2"]
-
-
-def test_a_mate_of_higher_priority_goes_before_a_nearer_one():
-    order = [request(0, 6), request(3, 8, 1), request(1, 6, 2), request(2, 6, 2)]
-    assert ids(next_batch(order, MAX_SEQS, BUDGET, share=False)) == ["r0", "r3", "r1"]
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ([request(0, 6), request(1, 3), request(2, 7), request(3, 6)], ["r0", "r3", "r2"]),
+        ([request(0, 6), request(3, 8, 1), request(1, 6, 2), request(2, 6, 2)], ["r0", "r3", "r1"]),
+    ],
+    ids=["nearest in length", "higher priority before nearer length"],
+)
+def test_others_join_the_first_request(order: list[EncoderRequest], expected: list[str]):
+    batch = next_batch(order, MAX_SEQS, BUDGET, share=False)
+    assert [item.request_id for item in batch] == expected
