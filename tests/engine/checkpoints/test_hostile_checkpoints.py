@@ -1,7 +1,7 @@
-"""Spoilt checkpoints are refused by file and key, and a checkpoint's own code never runs untrusted.
+"""Damaged checkpoints are refused by file and key, and code of a checkpoint never runs untrusted.
 
-A part of what ``torture/hostile_checkpoints.py`` and ``torture/config_fuzz.py`` try in processes
-of their own.
+A sample of what ``torture/hostile_checkpoints.py`` and ``torture/config_fuzz.py`` try in separate
+processes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -39,36 +40,36 @@ from tests.support.import_graph import modules
 from tests.support.model_trial import TRIALS
 
 CASES = list(hostile_checkpoints())
-# Each way once, in a family that changes from one to the next; the vocoder's voices all.
+# Each kind of damage once, in alternating families; all voices of the vocoder.
 WAYS: dict[str, list[Hostile]] = {}
 for case in CASES:
     WAYS.setdefault(case.what, []).append(case)
 CHOSEN = [ways[number % len(ways)] for number, ways in enumerate(WAYS.values())]
 
 
-def test_there_are_enough_of_them_and_no_two_alike():
+def test_cases_are_many_and_distinct():
     assert len(CASES) > 600
     assert len({(case.family, case.what) for case in CASES}) == len(CASES)
     assert {case.family for case in CASES} == set(TRIALS)
 
 
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda case: f"{case.family}: {case.what}")
-def test_a_spoilt_checkpoint_is_refused_by_name_or_is_none(
+def test_a_damaged_checkpoint_is_refused_by_name_or_runs(
     case: Hostile, seeded: Callable[[str], str], tmp_path: Path
 ):
     trial, folder = TRIALS[case.family], tmp_path / "checkpoint"
     shutil.copytree(seeded(trial.seeded), folder)
     case.spoil(folder)
     try:
-        told = trial.run(folder)
+        message = trial.run(folder)
     except ValueError as error:
-        told = str(error)
-        assert str(folder) in told
-    assert not case.names or told is not None, "it loaded and answered"
-    assert [name for name in case.names if name not in (told or "")] == [], told
+        message = str(error)
+        assert str(folder) in message
+    assert not case.names or message is not None, "it loaded and answered"
+    assert [name for name in case.names if name not in (message or "")] == [], message
 
 
-# Parts of one config are tried once.
+# Parts that share a config are tried once.
 WHOLE = [name for name in TRIALS if not name.endswith(("talker", "code2wav"))]
 
 
@@ -110,7 +111,7 @@ KEYS: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "key", "value"), KEYS)
-def test_values_that_cannot_be_are_refused_by_their_keys(
+def test_impossible_values_are_refused_by_their_keys(
     name: str, key: str, value: Any, seeded: Callable[[str], str], tmp_path: Path
 ):
     folder = tmp_path / "checkpoint"
@@ -122,7 +123,7 @@ def test_values_that_cannot_be_are_refused_by_their_keys(
     assert str(value) in str(raised.value)
 
 
-def test_the_part_of_a_config_is_named(seeded: Callable[[str], str], tmp_path: Path):
+def test_the_section_of_a_config_is_named(seeded: Callable[[str], str], tmp_path: Path):
     folder = tmp_path / "checkpoint"
     shutil.copytree(seeded("llava"), folder)
     config = json.loads((folder / "config.json").read_text())
@@ -134,7 +135,7 @@ def test_the_part_of_a_config_is_named(seeded: Callable[[str], str], tmp_path: P
 
 SHOWS = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]}
 IMAGE = Image.new("RGB", (60, 40), "teal")
-# With a prompt that needs the processor.
+# Each with a prompt that needs its processor.
 MODELS: dict[str, tuple[str | None, Prompt]] = {
     "qwen2": (None, "the quick brown fox"),
     "bart": (None, "the quick brown fox"),
@@ -166,7 +167,7 @@ class Evil:
 
 
 class Visit:
-    """A checkpoint that brings code, and whether it ran or anybody was asked."""
+    """Checkpoint with code; knows whether the code ran or a question was asked."""
 
     def __init__(self, folder: Path, marker: Path, asked: list[str]) -> None:
         self.folder, self.marker, self.asked = folder, marker, asked
@@ -207,16 +208,13 @@ def visit(
 
 def answer(folder: Path, part: str | None, prompt: Prompt) -> str | None:
     config = EngineConfig(model=str(folder), part=part, num_blocks=64, max_model_len=128)
-    engine = LLMEngine(config)
-    try:
+    with closing(LLMEngine(config)) as engine:
         (output,) = engine.generate([prompt], SamplingParams(max_tokens=3, ignore_eos=True))
-    finally:
-        engine.close()
     return output.error
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_code_beside_what_transformers_knows_is_left_alone(name: str, visit: Callable[..., Visit]):
+def test_code_of_a_known_model_is_not_run(name: str, visit: Callable[..., Visit]):
     part, prompt = MODELS[name]
     visited = visit(name)
     assert answer(visited.folder, part, prompt) is None
@@ -224,14 +222,14 @@ def test_code_beside_what_transformers_knows_is_left_alone(name: str, visit: Cal
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_cannot_do_without_its_code_is_refused(name: str, visit: Callable[..., Visit]):
+def test_a_checkpoint_that_needs_its_code_is_refused(name: str, visit: Callable[..., Visit]):
     part, prompt = MODELS[name]
     visited = visit(name, changes=dict.fromkeys(TYPES, "Evil"))
     try:
         error = answer(visited.folder, part, prompt)
     except ValueError as raised:
         error = str(raised)
-    # Where it is known what the model's processor or tokenizer is, that one is taken.
+    # If the processor or tokenizer of the model is known, it is used instead.
     assert error is None or "cannot be loaded" in error
     visited.assert_nothing_happened()
 
@@ -256,18 +254,18 @@ def test_a_config_that_needs_code_is_refused(visit: Callable[..., Visit]):
         ("whisper", "feature_extractor_type", load_extractor),
     ],
 )
-def test_a_processor_of_an_unknown_kind_is_refused_without_a_question(
+def test_an_unknown_processor_is_refused_without_a_question(
     name: str, key: str, load: Callable[[Path], object], visit: Callable[..., Visit]
 ):
-    """As published code does it: a class of its own, on a model that transformers does not know."""
+    """Published code has its own class for a model that transformers does not know."""
     visited = visit(name, changes={key: "Evil", "model_type": "evil"})
     with pytest.raises(ValueError, match="cannot be loaded"):
         load(visited.folder)
     visited.assert_nothing_happened()
 
 
-def untold(source: str) -> list[str]:
-    """Loads by transformers' Auto classes that do not say whether code may run."""
+def untrusted_loads(source: str) -> list[str]:
+    """Loads by transformers' Auto classes without ``trust_remote_code``."""
     return [
         ast.unparse(node.func)
         for node in ast.walk(ast.parse(source))
@@ -280,17 +278,16 @@ def untold(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("package", ["engine", "stages"])
-def test_every_load_says_whether_code_may_run(package: str):
-    """Where it is not said, transformers asks."""
-    found = {str(file): untold(file.read_text("utf-8")) for file in modules(package)}
+def test_every_load_states_whether_code_may_run(package: str):
+    """Otherwise transformers asks on the terminal."""
+    found = {str(file): untrusted_loads(file.read_text("utf-8")) for file in modules(package)}
     assert {file: calls for file, calls in found.items() if calls} == {}
 
 
-def test_a_load_that_does_not_say_so_is_found():
-    assert untold("AutoProcessor.from_pretrained(path, local_files_only=True)") == [
-        "AutoProcessor.from_pretrained"
-    ]
-    assert untold("AutoProcessor.from_pretrained(path, trust_remote_code=False)") == []
+def test_a_load_that_does_not_state_it_is_found():
+    load = "AutoProcessor.from_pretrained"
+    assert untrusted_loads(f"{load}(path, local_files_only=True)") == [load]
+    assert untrusted_loads(f"{load}(path, trust_remote_code=False)") == []
 
 
 def test_code_of_the_hub_for_attention_is_not_fetched(seeded: Callable[[str], str], tmp_path: Path):
