@@ -250,10 +250,6 @@ MANY = st.lists(st.sampled_from([0, 2, 5, 11, 16]), min_size=6, max_size=6)
 Tables = dict[int, list[KVCacheBlock]]
 
 
-def content_of(index: int) -> BlockHash:
-    return BlockHash(bytes([index]) * 32)
-
-
 def can_have(
     arena: PageArena, needs: Mapping[int, int], revived: Iterable[KVCacheBlock] = ()
 ) -> bool:
@@ -302,7 +298,7 @@ class PagesMachine(RuleBasedStateMachine):
     @rule(first=st.integers(0, 11), length=st.integers(1, 6), counts=st.one_of(FEW, MANY))
     def hit(self, first: int, length: int, counts: list[int]) -> None:
         keys = [
-            (g, content_of(i)) for i in range(first, first + length) for g in range(self.num_groups)
+            (g, digest(i)) for i in range(first, first + length) for g in range(self.num_groups)
         ]
         found = [self.pool.lookup(*key) for key in keys]
         hits = [block for block in found if block is not None]
@@ -341,13 +337,13 @@ class PagesMachine(RuleBasedStateMachine):
 
     @rule(index=INDICES, group=INDICES)
     def demote(self, index: int, group: int) -> None:
-        block = self.pool.lookup(group % self.num_groups, content_of(index % 12))
+        block = self.pool.lookup(group % self.num_groups, digest(index % 12))
         if block is not None:
             self.pool.demote(block)
 
     @rule(index=INDICES, group=INDICES, weight=st.floats(0, 9))
     def miss(self, index: int, group: int, weight: float) -> None:
-        content = content_of(index % 12)
+        content = digest(index % 12)
         block = self.pool.lookup(group % self.num_groups, content)
         if block is None:
             self.pool.miss(group % self.num_groups, content, weight)
@@ -366,7 +362,7 @@ class PagesMachine(RuleBasedStateMachine):
         for table in tables.values():
             for offset, block in enumerate(table):
                 if block.block_hash is None:
-                    content = content_of((first + offset) % 12)
+                    content = digest((first + offset) % 12)
                     self.pool.publish(block, content)
                     self.published.setdefault((block.group_id, content), set()).add(block)
 
@@ -455,7 +451,7 @@ class PagesMachine(RuleBasedStateMachine):
             assert len({block.block_id for block in blocks}) == count
             check_pool_integrity(self.pool, [blocks])
             for block in blocks[: count // 2]:
-                self.pool.publish(block, content_of(100 + block.block_id % 100))
+                self.pool.publish(block, digest(100 + block.block_id % 100))
             self.pool.release(reversed(blocks))
             check_pool_integrity(self.pool, [])
 

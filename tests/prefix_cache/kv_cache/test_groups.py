@@ -137,16 +137,10 @@ CHUNKS = st.lists(st.integers(1, 13), min_size=1, max_size=8)
 KINDS = ["full", "sliding", "mamba", "host"]
 
 
-def first_visible(kind: str, position: int, reach: int) -> int:
-    if kind == "sliding":
-        return max(0, position - reach + 1)
-    return 0
-
-
 def check_step(manager: KVCacheManager, kind: str, group: int, start: int, end: int) -> None:
     """Check that distinct blocks are held for ``[start, end)`` and all tokens it sees."""
     table = manager.block_ids("a", group)
-    reach = 7
+    reach = 7 if kind == "sliding" else end
     if kind == "mamba":
         # The states after tokens start - 1 and end - 1.
         places = {index // BLOCK_SIZE for index in (start - 1, end - 1) if index >= 0}
@@ -155,7 +149,7 @@ def check_step(manager: KVCacheManager, kind: str, group: int, start: int, end: 
         places = {
             seen // BLOCK_SIZE
             for position in range(start, end)
-            for seen in range(first_visible(kind, position, reach), position + 1)
+            for seen in range(max(0, position - reach + 1), position + 1)
         }
     held = [table[index] for index in sorted(places)]
     assert 0 not in held and len(set(held)) == len(held)

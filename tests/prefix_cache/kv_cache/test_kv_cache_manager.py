@@ -140,6 +140,7 @@ def test_with_caching_off_nothing_is_found_and_all_else_works():
         write(manager, request_id, 0, 12, h=1.0)
         manager.publish(request_id, hashes_of(PROMPT, BLOCK_SIZE), 12)
         assert manager.gather_outputs(request_id, 12)["h"].shape == (12, 2)
+        assert find(manager, [*PROMPT, 1]).miss == "off"
     assert not manager.pool.hash_tables[0] and not manager.pending.counts
     with pytest.raises(ValueError, match="cannot be switched while 2 requests"):
         manager.enable_prefix_caching = True
@@ -246,12 +247,6 @@ def test_a_miss_reports_its_reason(token_ids: list[int], num_tokens: int, miss: 
     assert (prefix.num_tokens, prefix.miss) == (num_tokens, miss)
 
 
-def test_the_miss_reason_is_off_when_caching_is_disabled():
-    manager = new_manager(enable_prefix_caching=False)
-    run(manager, "a", LONGER)
-    assert find(manager, LONGER).miss == "off"
-
-
 def test_a_miss_after_eviction_reports_evicted():
     manager = new_manager(num_blocks=5)
     run(manager, "a", LONGER)
@@ -312,8 +307,7 @@ def tokens_needed(kind: str, num_tokens: int, reach: int) -> set[int]:
 
 
 def needed(kind: str, num_blocks: int, reach: int) -> set[int]:
-    tokens = tokens_needed(kind, num_blocks * SMALL, reach)
-    return {token // SMALL for token in tokens}
+    return {token // SMALL for token in tokens_needed(kind, num_blocks * SMALL, reach)}
 
 
 def coordinator_with(
@@ -331,10 +325,6 @@ def coordinator_with(
             ids[group_id][index] = block.block_id
         pool.release(blocks)
     return KVCacheCoordinator(config, pool, 8), ids
-
-
-def table(blocks) -> list[int]:
-    return [block.block_id for block in blocks]
 
 
 # Mostly cached, so that long hits occur.
@@ -361,7 +351,7 @@ def test_a_hit_is_the_longest_that_every_group_can_serve(mix, data):
     for group_id, kind in groups:
         wanted = needed(kind, longest, reach)
         expected = [ids[group_id][i] if i in wanted else 0 for i in range(longest)]
-        assert table(hit[group_id]) == expected
+        assert [block.block_id for block in hit[group_id]] == expected
     for group_id, kind in enumerate(layers):
         if kind == "cross":
             assert hit[group_id] == ()
@@ -459,10 +449,8 @@ def grow(manager: KVCacheManager, name: str, ids: list[int], start: int) -> None
 
 
 def begin(manager: KVCacheManager, name: str) -> None:
-    prefix = manager.find_cached_prefix(hashes_of(TWIN_PROMPT, BLOCK_SIZE), len(TWIN_PROMPT))
-    hashes = hashes_of(TWIN_PROMPT, BLOCK_SIZE)
-    assert manager.allocate_slots(name, len(TWIN_PROMPT), prefix=prefix, block_hashes=hashes)
-    manager.publish(name, hashes, len(TWIN_PROMPT))
+    admit(manager, name, TWIN_PROMPT)
+    manager.publish(name, hashes_of(TWIN_PROMPT, BLOCK_SIZE), len(TWIN_PROMPT))
 
 
 @pytest.mark.parametrize("mix", sorted(GROUP_MIXES))

@@ -371,11 +371,12 @@ class Cache:
             )
             prefix = None
             for group in manager.coordinator.managers:
-                if not manager.config.groups[group.group_id].on_device:
+                config = manager.config.groups[group.group_id]
+                if not config.on_device:
                     continue
                 for block in group.table("r"):
                     if block.large_page is not None and block.block_hash is None:
-                        page = torch.randint(256, (self.size(group.group_id),), dtype=torch.uint8)
+                        page = torch.randint(256, (config.content_bytes,), dtype=torch.uint8)
                         self.memory.write_page(group.group_id, block.block_id, page)
             ids = torch.tensor(manager.block_ids("r", manager.mirrored_group_id))
             slots = manager.stage_outputs.slots(ids)[num_computed:end]
@@ -389,9 +390,6 @@ class Cache:
             num_computed = end
         manager.free("r")
         return content
-
-    def size(self, group_id: int) -> int:
-        return self.manager.config.groups[group_id].content_bytes
 
     def fetch(self) -> tuple[bool, int]:
         """Return whether blocks were fetched, and the number of tokens found afterwards."""
@@ -410,12 +408,7 @@ class Cache:
         assert torch.equal(rows, self.rows(NUM_TOKENS)[:num_tokens])
 
 
-@pytest.fixture(params=GROUP_MIXES)
-def mix(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
+@pytest.mark.parametrize("mix", GROUP_MIXES)
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_offloaded_blocks_are_restored_unchanged(mix: str, tier: Tier, tmp_path: Path) -> None:
     cache = Cache(mix, tier, tmp_path)
@@ -433,17 +426,14 @@ def test_offloaded_blocks_are_restored_unchanged(mix: str, tier: Tier, tmp_path:
     cache.offloaded.close()
 
 
-def _remove(file: Path) -> None:
-    file.unlink()
-
-
 def _damage(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("harm", [_remove, _damage])
+@pytest.mark.parametrize("mix", GROUP_MIXES)
+@pytest.mark.parametrize("harm", [Path.unlink, _damage])
 def test_a_lost_or_damaged_block_costs_only_hits(
     mix: str, harm: Callable[[Path], None], tmp_path: Path
 ) -> None:

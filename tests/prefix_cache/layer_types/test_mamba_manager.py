@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefix_cache import BlockHash, CachedPrefix, KVCacheManager, check_integrity
+from prefix_cache import CachedPrefix, KVCacheManager, check_integrity
 from prefix_cache.layer_types.coordinator import ChunkStops
 from tests.support.tiny_kv_cache import cached_ids, hashes_of, mixed_config
 
@@ -84,10 +84,6 @@ class Recurrence:
         return [BLOCK_SIZE * (i + 1) for i, block in enumerate(found) if block is not None]
 
 
-def digest_of(token_ids: list[int]) -> BlockHash:
-    return hashes_of(token_ids, BLOCK_SIZE)[-1]
-
-
 @given(
     requests=st.lists(
         st.tuples(st.integers(0, 2), st.integers(1, 30), st.lists(st.integers(1, 13), min_size=1)),
@@ -106,7 +102,7 @@ def test_a_request_continues_from_its_own_state_and_published_states_never_chang
         token_ids = [100 * family + i for i in range(min(9, length))] + own
         model.serve(f"r{index}", token_ids, counts)
     for block_hash, block in model.manager.pool.hash_tables[STATES].items():
-        assert digest_of(list(model.pages[block.block_id])) == block_hash
+        assert hashes_of(model.pages[block.block_id], BLOCK_SIZE)[-1] == block_hash
     assert model.manager.stats().held == 0
 
 
@@ -199,16 +195,10 @@ def chunks(stops: ChunkStops, total: int, budget: int, start: int = 0) -> list[i
     return ends
 
 
-def test_the_example_of_stops():
+def test_chunks_end_at_stops_and_decodes_are_not_clipped():
     # Blocks of 4, 20 tokens, a shared prefix of 12, ten tokens a step.
     assert chunks(ChunkStops(4, (12, 16)), 20, 10) == [8, 12, 16, 20]
-
-
-def test_a_budget_below_a_block_ends_anywhere_but_not_beyond_a_stop():
-    assert chunks(ChunkStops(4, (8,)), 11, 3) == [3, 4, 7, 8, 11]
-
-
-def test_decodes_are_not_clipped():
+    assert chunks(ChunkStops(4, (8,)), 11, 3) == [3, 4, 7, 8, 11], "a budget below a block"
     stops = ChunkStops(4, (8, 12))
     assert [stops.clip(start, 1, start + 1) for start in (8, 11, 12, 40)] == [1, 1, 1, 1]
 

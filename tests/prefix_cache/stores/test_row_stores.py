@@ -26,9 +26,11 @@ from tests.support.tiny_kv_cache import mixed_config
 BLOCK_SIZE = 4
 
 
-def new_cache(num_blocks: int = 6, names=None) -> tuple[BlockPool, StageOutputCache]:
-    pool = BlockPool.uniform(num_blocks)
-    return pool, StageOutputCache(num_blocks, BLOCK_SIZE, pool.generations(0), names)
+def new_cache(num_held: int = 1, names=None) -> tuple[StageOutputCache, list[int]]:
+    """Return a cache of a pool of six blocks and the ids of ``num_held`` allocated blocks."""
+    pool = BlockPool.uniform(6)
+    ids = [block.block_id for block in pool.allocate({0: num_held})[0]]
+    return StageOutputCache(6, BLOCK_SIZE, pool.generations(0), names), ids
 
 
 def slots_of(block_ids: list[int], start: int, end: int) -> Tensor:
@@ -44,8 +46,8 @@ def numbered(num_rows: int, width: int = 3, first: float = 1.0) -> Tensor:
 
 
 def test_rows_are_gathered_by_block_table_in_any_order_of_blocks():
-    pool, cache = new_cache()
-    ids = [block.block_id for block in pool.allocate({0: 3})[0]][::-1]
+    cache, ids = new_cache(3)
+    ids.reverse()
     rows = numbered(10)
     cache.write(slots_of(ids, 0, 10), {"h": rows})
     assert torch.equal(cache.gather(ids, 10)["h"], rows)
@@ -56,8 +58,7 @@ def test_rows_are_gathered_by_block_table_in_any_order_of_blocks():
 
 
 def test_stores_have_the_stated_shape_and_each_name_its_own_type():
-    pool, cache = new_cache()
-    ids = [block.block_id for block in pool.allocate({0: 1})[0]]
+    cache, ids = new_cache()
     codes = torch.tensor([[[1, 2], [3, 4]]] * 4, dtype=torch.int32)
     scores = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16)
     cache.write(slots_of(ids, 0, 4), {"codes": codes, "scores": scores})
@@ -71,8 +72,7 @@ def test_stores_have_the_stated_shape_and_each_name_its_own_type():
 
 
 def test_rows_may_be_empty():
-    pool, cache = new_cache()
-    ids = [block.block_id for block in pool.allocate({0: 1})[0]]
+    cache, ids = new_cache()
     assert cache.gather([], 0) == {}
     cache.write(slots_of(ids, 0, 4), {"h": numbered(4), "nothing": torch.empty(4, 0)})
     gathered = cache.gather(ids, 3)
@@ -84,8 +84,7 @@ def test_rows_may_be_empty():
 
 
 def test_gathered_rows_share_no_memory_with_the_store():
-    pool, cache = new_cache()
-    ids = [block.block_id for block in pool.allocate({0: 1})[0]]
+    cache, ids = new_cache()
     source = numbered(4)
     cache.write(slots_of(ids, 0, 4), {"h": source})
     source.zero_()
@@ -95,7 +94,7 @@ def test_gathered_rows_share_no_memory_with_the_store():
 
 
 def test_blocks_that_were_never_allocated_hold_no_rows():
-    _, cache = new_cache()
+    cache, _ = new_cache(0)
     cache.write(torch.arange(4), {"h": numbered(4)})
     # Slots 0 to 3 are the null block: padding may be written there and is never returned.
     assert cache.gather([0], 1) == {} and cache.num_valid_rows([0]) == 0
@@ -104,8 +103,7 @@ def test_blocks_that_were_never_allocated_hold_no_rows():
 
 
 def test_a_tensor_of_another_length_is_dropped_permanently():
-    pool, cache = new_cache()
-    ids = [block.block_id for block in pool.allocate({0: 2})[0]]
+    cache, ids = new_cache(2)
     # Two requests decode one token each: the pooled rows, one per request, look like tokens.
     decode = slots_of(ids, 0, 1), slots_of(ids, 4, 5)
     cache.write(torch.cat(decode), {"h": numbered(2), "pooled": numbered(2)})
@@ -119,24 +117,15 @@ def test_a_tensor_of_another_length_is_dropped_permanently():
     assert cache.num_valid_blocks(ids[:1]) == 1, "a dropped name is not required"
 
 
-def test_scalars_are_not_per_token():
-    pool, cache = new_cache()
-    pool.allocate({0: 1})
+def test_scalars_are_dropped_and_a_step_without_tokens_drops_nothing():
+    cache, _ = new_cache()
+    cache.write(torch.empty(0, dtype=torch.int64), {"h": numbered(3)})
     cache.write(torch.tensor([4]), {"loss": torch.tensor(1.0), "h": numbered(1)})
     assert cache.shapes.keys() == {"h"}
 
 
-def test_a_step_without_tokens_drops_no_tensor():
-    pool, cache = new_cache()
-    pool.allocate({0: 1})
-    cache.write(torch.empty(0, dtype=torch.int64), {"h": numbered(3)})
-    cache.write(torch.tensor([4]), {"h": numbered(1)})
-    assert cache.shapes.keys() == {"h"}
-
-
 def test_only_named_tensors_are_mirrored_and_all_of_them_are_wanted():
-    pool, cache = new_cache(names=["h", "codes"])
-    ids = [block.block_id for block in pool.allocate({0: 1})[0]]
+    cache, ids = new_cache(names=["h", "codes"])
     cache.write(slots_of(ids, 0, 4), {"h": numbered(4), "other": numbered(4)})
     assert cache.shapes.keys() == {"h"} and cache.wanted == {"h", "codes"}
     assert cache.mirrors("codes") and not cache.mirrors("other")
@@ -147,25 +136,22 @@ def test_only_named_tensors_are_mirrored_and_all_of_them_are_wanted():
 
 
 def test_a_wanted_tensor_that_is_not_per_token_is_dropped():
-    pool, cache = new_cache(names=["h", "pooled"])
-    ids = [block.block_id for block in pool.allocate({0: 1})[0]]
+    cache, ids = new_cache(names=["h", "pooled"])
     cache.write(slots_of(ids, 0, 4), {"h": numbered(4), "pooled": numbered(1)})
     assert cache.wanted == {"h"} and cache.num_valid_blocks(ids) == 1
 
 
 def test_a_cache_without_tensors_shortens_no_hit():
-    pool, cache = new_cache()
-    ids = [block.block_id for block in pool.allocate({0: 2})[0]]
+    cache, ids = new_cache(2)
     assert cache.num_valid_blocks(ids) == 2 and cache.gather(ids, 8) == {}
-    none_mirrored = StageOutputCache(6, BLOCK_SIZE, pool.generations(0), names=[])
+    none_mirrored, ids = new_cache(2, names=[])
     none_mirrored.write(slots_of(ids, 0, 8), {"h": numbered(8)})
     assert none_mirrored.shapes == {} and none_mirrored.num_valid_blocks(ids) == 2
 
 
 @pytest.mark.parametrize("changed", [numbered(4, width=5), numbered(4).double()])
 def test_a_changed_width_or_type_is_an_error_and_writes_nothing(changed):
-    pool, cache = new_cache()
-    ids = [block.block_id for block in pool.allocate({0: 1})[0]]
+    cache, ids = new_cache()
     tensors = {"a": numbered(4), "h": numbered(4)}
     cache.write(slots_of(ids, 0, 4), tensors)
     with pytest.raises(
@@ -180,8 +166,7 @@ def test_a_changed_width_or_type_is_an_error_and_writes_nothing(changed):
 
 
 def test_grad_and_inference_modes_of_the_model_do_not_matter():
-    pool, cache = new_cache()
-    ids = [block.block_id for block in pool.allocate({0: 1})[0]]
+    cache, ids = new_cache()
     with torch.inference_mode():
         cache.write(slots_of(ids, 0, 2), {"h": numbered(2)})
     cache.write(slots_of(ids, 2, 4), {"h": numbered(2).requires_grad_()})
@@ -191,7 +176,7 @@ def test_grad_and_inference_modes_of_the_model_do_not_matter():
 
 
 def test_mistakes_are_named():
-    pool, cache = new_cache()
+    pool, (cache, _) = BlockPool.uniform(6), new_cache()
     with pytest.raises(ValueError, match=r"rows \[0, 9\) are not within 2 blocks of 4"):
         cache.gather([1, 2], 9)
     with pytest.raises(ValueError, match=r"rows \[3, 2\)"):
