@@ -39,7 +39,7 @@ def run(stage: AutoregressiveStage, *requests: StageRequest) -> dict[str, StageO
     return last
 
 
-def test_outputs_equal_transformers(config: EngineConfig) -> None:
+def test_outputs_equal_transformers_and_the_stage_describes_itself(config: EngineConfig) -> None:
     stage = AutoregressiveStage("s", config, sampling=GREEDY)
     output = run(stage, StageRequest("r", PROMPT))["r"]
     # transformers annotates `generate` for models of its own protocol only.
@@ -56,6 +56,11 @@ def test_outputs_equal_transformers(config: EngineConfig) -> None:
     assert (output.num_prompt_tokens, output.num_cached_tokens) == (13, 0)
     assert output.text == stage.engine.tokenizer.decode(output.token_ids)
     assert output.metrics.total_s is not None
+    assert stage.gives_chunks
+    described = stage.describe()
+    assert described["engine"] == "LLMEngine"
+    assert (described["hidden_size"], described["dtype"]) == (64, "float32")
+    assert any("KV cache" in line for line in described["memory"])
 
 
 def test_a_hit_is_counted_and_changes_nothing(config: EngineConfig) -> None:
@@ -80,11 +85,11 @@ def test_outputs_select_the_returned_tensors(config: EngineConfig) -> None:
         assert list(run(stage, StageRequest("r", PROMPT))["r"].tensors) == names
 
 
-def test_an_output_that_the_model_does_not_emit_is_refused(
-    config: EngineConfig,
-) -> None:
+def test_outputs_that_the_model_does_not_emit_are_refused(config: EngineConfig) -> None:
     with pytest.raises(ValueError, match="'mel'; it emits hidden_states"):
         AutoregressiveStage("s", config, sampling=GREEDY, outputs=["mel"])
+    with pytest.raises(ValueError, match=r"final_output cannot be \['audio'\]; .*makes is text"):
+        AutoregressiveStage("s", config, final_output=("audio",))
 
 
 def test_deltas_add_up_to_the_text(config: EngineConfig) -> None:
@@ -144,16 +149,9 @@ def test_a_stage_closes_only_an_engine_that_it_built(
     assert closed == [owner.engine]
 
 
-def test_the_stage_describes_its_reserved_memory(config: EngineConfig) -> None:
-    described = AutoregressiveStage("s", config).describe()
-    assert described["engine"] == "LLMEngine"
-    assert (described["hidden_size"], described["dtype"]) == (64, "float32")
-    assert any("KV cache" in line for line in described["memory"])
-
-
 @pytest.mark.parametrize("model", ["bart", "whisper", "mllama"])
 def test_encoder_decoders_return_their_outputs_whole(
-    model: str, config: EngineConfig, seeded: Callable[[str], str]
+    model: str, seeded: Callable[[str], str]
 ) -> None:
     """Rows of encoder tokens belong to no chunk of the decoder."""
     pair = EngineConfig(model=seeded(model), block_size=16, num_blocks=64, max_model_len=32)
@@ -161,12 +159,6 @@ def test_encoder_decoders_return_their_outputs_whole(
     assert not stage.gives_chunks
     with pytest.raises(ValueError, match="it hands on its outputs whole, not in chunks"):
         stage.partial_tensors("r", 0)
-    assert AutoregressiveStage("s", config).gives_chunks
-
-
-def test_an_unknown_final_output_is_refused(config: EngineConfig) -> None:
-    with pytest.raises(ValueError, match=r"final_output cannot be \['audio'\]; .*makes is text"):
-        AutoregressiveStage("s", config, final_output=("audio",))
 
 
 def test_the_config_loads_the_engines_chat_template(

@@ -44,28 +44,30 @@ def test_unfinished_and_failed_outputs_need_no_tensors() -> None:
         assert select_tensors(output, ["codes"]) is output
 
 
-def writer(seeded: Callable[[str], str], kind: type[AutoregressiveStage]) -> AutoregressiveStage:
-    config = EngineConfig(model=seeded("qwen2"), block_size=4, num_blocks=32, max_model_len=32)
-    return kind("writer", config, sampling=SamplingParams(temperature=0.0, max_tokens=2))
+def build(
+    seeded: Callable[[str], str], kind: type[AutoregressiveStage] = AutoregressiveStage
+) -> AutoregressiveStage:
+    config = EngineConfig(model=seeded("qwen2"), num_blocks=32, block_size=4, max_model_len=32)
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    return kind("s", config, sampling=greedy)
 
 
-def finished(stage: AutoregressiveStage) -> list[str]:
-    ids = []
-    while stage.has_unfinished_requests:
-        ids += [output.request_id for output in stage.step() if output.finished]
-    return ids
+@pytest.fixture
+def stage(seeded: Callable[[str], str]) -> AutoregressiveStage:
+    return build(seeded)
 
 
 def test_a_request_prepared_before_a_rebuild_enters_the_new_engine(
-    seeded: Callable[[str], str],
+    stage: AutoregressiveStage,
 ) -> None:
-    stage = writer(seeded, AutoregressiveStage)
     prepared = stage.prepare(StageRequest("a", "Hello"))
     old = stage.engine
     stage.rebuild()
     stage.add(prepared)
     assert not old.live_request_ids and stage.engine.live_request_ids == ("a",)
-    assert finished(stage) == ["a"]
+    outputs = [output for _ in range(4) for output in stage.step()]
+    assert [output.request_id for output in outputs if output.finished] == ["a"]
+    assert not stage.has_unfinished_requests
     stage.close()
 
 
@@ -76,20 +78,13 @@ def test_an_overridden_add_request_is_called(
         def add_request(self, request: StageRequest) -> None:
             super().add_request(replace(request, prompt=f"Please: {request.prompt}"))
 
-    stage = writer(seeded, Polite)
+    stage = build(seeded, Polite)
     stage.add(stage.prepare(StageRequest("a", "Hello")))
     assert stage.engine.tokenizer is not None
     plain = len(stage.engine.tokenizer("Hello")["input_ids"])
-    outputs = [output for _ in range(2) for output in stage.step()]
+    outputs = [output for _ in range(4) for output in stage.step()]
     assert outputs[-1].finished and outputs[-1].num_prompt_tokens > plain
     stage.close()
-
-
-@pytest.fixture
-def stage(seeded: Callable[[str], str]) -> AutoregressiveStage:
-    config = EngineConfig(model=seeded("qwen2"), num_blocks=32, block_size=4, max_model_len=32)
-    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    return AutoregressiveStage("s", config, sampling=greedy)
 
 
 def run(stage: AutoregressiveStage) -> dict[str, StageOutput]:

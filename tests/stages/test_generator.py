@@ -109,7 +109,9 @@ def test_nothing_is_cached_with_caching_on_or_off(stage: GeneratorStage) -> None
     assert stage.stats().num_steps == 3 and stage.stats().busy_s > 0
 
 
-def test_the_stage_describes_itself(stage: GeneratorStage) -> None:
+def test_the_stage_describes_itself_and_loads_only_its_weights(
+    stage: GeneratorStage, folder: str
+) -> None:
     assert stage.takes_chunks and not stage.gives_chunks
     assert stage.speakers == ("Chelsie", "Ethan")
     assert stage.final_output == ("audio",)
@@ -120,12 +122,9 @@ def test_the_stage_describes_itself(stage: GeneratorStage) -> None:
     assert not stage.has_cache
     with pytest.raises(ValueError, match="takes no sampling parameters"):
         stage.check_sampling(stage.merge_sampling({"temperature": 1.0}))
-
-
-def test_only_the_weights_of_its_part_are_loaded(stage: GeneratorStage, folder: str) -> None:
     whole = load_file(f"{folder}/model.safetensors")
     own = [tensor.nbytes for name, tensor in whole.items() if name.startswith("token2wav.")]
-    (line,) = stage.describe()["memory"]
+    (line,) = described["memory"]
     assert line == f"weights        {format_bytes(sum(own))} (float32 on cpu)"
 
 

@@ -90,11 +90,8 @@ def test_without_an_address_the_local_cluster_is_found(nowhere: Path) -> None:
         with server(SETTINGS) as address:
             nowhere.write_text(address)
             assert find_cluster(wanted) == address
-
-
-def test_a_note_of_an_ended_cluster_is_ignored(nowhere: Path) -> None:
     nowhere.write_text("127.0.0.1:1")
-    assert find_cluster(None) is None
+    assert find_cluster(None) is None, "a note of an ended cluster is ignored"
 
 
 def test_a_cluster_named_by_the_environment_must_answer(monkeypatch: pytest.MonkeyPatch) -> None:
