@@ -49,14 +49,6 @@ def first_step(batch: InputBatch) -> StepInputs:
     return batch.prepare(["0", "1", "2"], [0, 0, 0], [3, 2, 5])
 
 
-def second_step(batch: InputBatch) -> StepInputs:
-    batch.append_token("0", 3)
-    batch.append_token("1", 102)
-    batch.append_blocks("1", [7])
-    batch.append_blocks("2", [8])
-    return batch.prepare(["0", "1", "2"], [3, 2, 5], [1, 1, 3])
-
-
 def test_first_step_matches_the_worked_numbers() -> None:
     step = first_step(make_batch())
     assert step.positions.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3, 4]
@@ -72,7 +64,11 @@ def test_first_step_matches_the_worked_numbers() -> None:
 def test_second_step_mixes_decodes_with_the_rest_of_a_chunked_prompt() -> None:
     batch = make_batch()
     first_step(batch)
-    step = second_step(batch)
+    batch.append_token("0", 3)
+    batch.append_token("1", 102)
+    batch.append_blocks("1", [7])
+    batch.append_blocks("2", [8])
+    step = batch.prepare(["0", "1", "2"], [3, 2, 5], [1, 1, 3])
     assert step.positions.tolist() == [3, 2, 5, 6, 7]
     assert step.token_ids.tolist() == [3, 102, 205, 206, 207]
     assert step.query_start_loc.tolist() == [0, 1, 2, 5]

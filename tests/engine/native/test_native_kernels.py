@@ -279,16 +279,8 @@ def test_without_a_compiler_an_engine_uses_torch_and_warns_once(
 @needs_kernels
 def test_backend_and_layers_are_switched_together(qwen2_checkpoint: str):
     for name in ("native", "torch"):
-        engine = LLMEngine(
-            EngineConfig.model_validate(
-                {
-                    "model": qwen2_checkpoint,
-                    "device": "cpu",
-                    "max_model_len": 64,
-                    "attention_backend": name,
-                }
-            )
-        )
+        settings = {"model": qwen2_checkpoint, "device": "cpu", "max_model_len": 64}
+        engine = LLMEngine(EngineConfig.model_validate(settings | {"attention_backend": name}))
         kernels = f", C kernels for {load_kernels().instructions}" if name == "native" else ""
         assert f"attention      {name}{kernels}" in engine.memory_plan.lines()
 

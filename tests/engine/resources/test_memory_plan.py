@@ -167,21 +167,15 @@ def test_a_default_length_may_exceed_the_pool() -> None:
     assert config.num_large_pages == 601
 
 
-def test_memory_that_holds_no_sequence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_holds_no_sequence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="not one token would fit: set num_blocks to at least"):
+        planned(HALF_SLIDING, 8192, num_blocks=2)
     free_memory(monkeypatch, 300 * 2**20)
     with pytest.raises(ValueError, match=r"max_model_len \d+ would fit, or raise memory_fraction"):
         planned(HALF_SLIDING, 8192, memory_fraction=0.5)
-
-
-def test_a_state_larger_than_the_pool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     free_memory(monkeypatch, 3 * 2**20)  # a state takes 3.8 MiB
     with pytest.raises(ValueError, match="not one token would fit: raise memory_fraction"):
         planned(JAMBA, 1024)
-
-
-def test_a_pool_without_a_page_for_every_group_is_refused() -> None:
-    with pytest.raises(ValueError, match="not one token would fit: set num_blocks to at least"):
-        planned(HALF_SLIDING, 8192, num_blocks=2)
 
 
 def test_a_window_smaller_than_a_block_is_refused_at_start(seeded: Callable[[str], str]) -> None:

@@ -137,28 +137,26 @@ def test_every_request_that_fits_alone_finishes_whatever_the_groups(
     """For any cached content and any fragmentation of pages."""
     harness = Harness(num_blocks=num_blocks, seats=seats, budget=budget, mix=mix)
     fitting = [p for p in prompts if harness.kv.fits(p[1] + p[2])]
-    run_to_the_end(harness, fitting)
+    requests = add_all(harness, fitting)
+    finish_all(harness, *requests)
+    assert all(request.num_tokens == request.max_num_tokens for request in requests)
+    assert harness.kv.stats().held == 0
 
 
-def run_to_the_end(harness: Harness, prompts: list[tuple[int, int, int, int]]) -> None:
-    """Run requests (family, length, max_tokens, priority); a family shares its prefixes."""
-    requests = [
+def add_all(harness: Harness, prompts: list[tuple[int, int, int, int]]) -> list[Request]:
+    """Add requests (family, length, max_tokens, priority); a family shares its prefixes."""
+    return [
         harness.add(str(i), ids(100 * family, length), max_tokens=max_tokens, priority=priority)
         for i, (family, length, max_tokens, priority) in enumerate(prompts)
     ]
+
+
+def finish_all(harness: Harness, *requests: Request) -> None:
     for _ in range(2000):
-        output = harness.step()
-        for item in output.scheduled:
-            if not item.request.params.max_tokens and item.request.num_computed_tokens == (
-                item.request.num_tokens
-            ):
-                harness.scheduler.finish(item.request)
-        if not harness.scheduler.num_waiting and not harness.scheduler.num_running:
-            break
-        assert output.scheduled, "a step without running requests would repeat forever"
-    assert all(request.status is RequestStatus.FINISHED for request in requests)
-    assert all(request.num_tokens == request.max_num_tokens for request in requests)
-    assert harness.kv.stats().held == 0
+        if all(request.status is RequestStatus.FINISHED for request in requests):
+            return
+        assert harness.step().scheduled, "a step without running requests would repeat forever"
+    raise AssertionError(f"{requests} never end")
 
 
 def begun(harness: Harness, requests: list[Request]) -> list[str]:
@@ -274,10 +272,7 @@ def test_every_request_finishes_whatever_steps_fail(
     swaps: bool,
 ) -> None:
     harness = Harness(num_blocks=num_blocks, seats=seats, budget=budget, swaps=swaps)
-    requests = [
-        harness.add(str(i), ids(100 * family, length), max_tokens=max_tokens, priority=priority)
-        for i, (family, length, max_tokens, priority) in enumerate(prompts)
-    ]
+    requests = add_all(harness, prompts)
     for fails in failures:
         if harness.scheduler.num_waiting or harness.scheduler.num_running:
             harness.fail() if fails else harness.step()
@@ -536,14 +531,6 @@ def test_isolated_requests_are_found_without_checking_others(looked_up: list[int
     assert list(harness.shares()) == ["1"]
     assert len(looked_up) == 1
     assert len(harness.scheduler.fault_isolation._isolated) <= 2
-
-
-def finish_all(harness: Harness, *requests: Request) -> None:
-    for _ in range(100):
-        if all(request.status is RequestStatus.FINISHED for request in requests):
-            return
-        assert harness.step().scheduled
-    raise AssertionError(f"{requests} never end")
 
 
 def paused_holder(harness: Harness, name: str, length: int, **options: int) -> Request:
