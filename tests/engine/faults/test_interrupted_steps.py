@@ -41,7 +41,7 @@ def subject(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Sub
     [(MemoryError, False), (KeyboardInterrupt, True)],
     ids=["a lack of memory at a line", "a signal between bytecodes"],
 )
-def test_a_step_interrupted_anywhere_answers_nothing_wrongly(
+def test_a_step_interrupted_anywhere_gives_no_wrong_answer(
     subject: Subject, error: type[BaseException], bytecodes: bool
 ) -> None:
     draw = random.Random(error.__name__)
@@ -63,7 +63,7 @@ def test_a_step_interrupted_anywhere_answers_nothing_wrongly(
 
 
 @pytest.mark.parametrize("subject", ["qwen2"], indirect=True)
-def test_an_engine_interrupted_while_it_mends_itself_says_so(
+def test_an_engine_interrupted_during_recovery_is_broken(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine: Any = subject.build()
@@ -104,7 +104,7 @@ def test_a_request_interrupted_while_it_ends_is_answered(
 
 
 @pytest.mark.parametrize("subject", ["qwen2"], indirect=True)
-def test_who_is_interrupted_on_the_way_in_or_out_lets_other_threads_in(subject: Subject) -> None:
+def test_a_call_interrupted_at_its_begin_or_end_releases_the_engine(subject: Subject) -> None:
     engine: Any = subject.build()
     num_doors = 0
     while True:
@@ -125,7 +125,7 @@ def test_who_is_interrupted_on_the_way_in_or_out_lets_other_threads_in(subject: 
 
 
 @pytest.mark.parametrize("subject", ["qwen2", "bert"], indirect=True)
-def test_what_is_wrong_would_be_noticed(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_outcomes_are_detected(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost output, an endless run and a failed integrity check are detected."""
     engine: Any = subject.build()
     step = engine.step
@@ -173,7 +173,7 @@ def test_a_reset_interrupted_at_any_line_leaves_the_engine_sound(engine: LLMEngi
     assert line > 20 and not engine.is_broken
 
 
-def test_an_exception_that_cannot_say_what_it_is_ends_like_any_other(
+def test_an_exception_without_a_text_is_handled_like_any_other(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class SpeechlessError(KeyboardInterrupt):

@@ -148,7 +148,7 @@ def test_a_nan_late_in_a_prompt_leaves_the_prefix_to_others(
     assert healed.num_cached_tokens <= 70
 
 
-def test_random_batches_lose_nobody_but_who_is_poisoned(
+def test_in_random_batches_only_poisoned_requests_fail(
     module_rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig, draw = module_rig, random.Random(16)
@@ -181,7 +181,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("part", "place", "number"), FAULTS)
-def test_a_fault_of_one_step_is_forgotten_with_the_request_that_met_it(
+def test_a_fault_of_one_step_does_not_outlive_its_request(
     rig: Rig, part: str, place: int, number: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -194,7 +194,7 @@ def test_a_fault_of_one_step_is_forgotten_with_the_request_that_met_it(
 @pytest.mark.parametrize(
     "module_rig", [("jamba", "auto"), ("bamba", "auto")], indirect=True, ids="-".join
 )
-def test_a_state_that_is_nan_is_forgotten_with_its_request(
+def test_a_nan_state_does_not_outlive_its_request(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -248,7 +248,7 @@ def qwen2(qwen2_checkpoint: str) -> LLMEngine:
 
 
 @pytest.mark.parametrize("names", [None, ("hidden_states",)], ids=["mirrored", "not mirrored"])
-def test_a_mirrored_output_that_is_not_finite_is_an_error_and_another_is_nobodys_matter(
+def test_only_a_mirrored_output_that_is_not_finite_is_an_error(
     qwen2_checkpoint: str, names: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(qwen2_checkpoint, output_names=names)
@@ -406,7 +406,7 @@ def test_a_pooled_row_that_is_not_finite_fails_a_hit_too(
 
 
 @pytest.mark.parametrize("is_lasting", [True, False], ids=["always", "once"])
-def test_an_image_whose_rows_are_nan_is_not_cached_and_fails_nobody_else(
+def test_an_image_whose_rows_are_nan_is_not_cached_and_fails_alone(
     seeded: Callable[[str], str], is_lasting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = LLMEngine(

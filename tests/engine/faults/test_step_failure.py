@@ -147,7 +147,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         (True, "swap", 64, 13),
     ],
 )
-def test_the_culprit_fails_alone_and_the_others_say_what_they_say_alone(
+def test_the_culprit_fails_alone_and_the_others_give_their_usual_output(
     qwen2_checkpoint: str, caching: bool, preemption: str, num_blocks: int, place: int
 ) -> None:
     engine = build(
@@ -229,7 +229,7 @@ def tokens(number: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=number, ignore_eos=True)
 
 
-def test_a_row_of_the_tables_that_was_being_taken_is_not_lost(
+def test_a_table_row_whose_allocation_fails_is_not_lost(
     qwen2_checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build(qwen2_checkpoint, max_num_seqs=2)
@@ -258,7 +258,7 @@ def test_a_row_of_the_tables_that_was_being_taken_is_not_lost(
     assert again[2].outputs[0].token_ids == done["paused"].outputs[0].token_ids
 
 
-def test_a_model_that_always_fails_ends_everybody_in_turn(
+def test_a_model_that_always_fails_fails_all_requests(
     qwen2_checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build(qwen2_checkpoint)
@@ -272,7 +272,7 @@ def test_a_model_that_always_fails_ends_everybody_in_turn(
     engine.check_integrity()
 
 
-def test_who_is_cleared_stays_so_when_it_is_preempted(qwen2_checkpoint: str) -> None:
+def test_a_cleared_request_is_not_isolated_again_after_preemption(qwen2_checkpoint: str) -> None:
     engine = build(
         qwen2_checkpoint,
         num_blocks=40,
@@ -334,7 +334,7 @@ def faulty(request: pytest.FixtureRequest, qwen2_checkpoint: str) -> Faulty:
 @given(
     script=scripts(MAX_PROMPT), points=st.lists(st.sampled_from([None, None, *POINTS]), max_size=40)
 )
-def test_everybody_says_what_they_say_alone_then_and_later(
+def test_random_faults_change_no_output_then_or_later(
     faulty: Faulty, script: Script, points: list[str | None]
 ) -> None:
     faulty.faults.plan(points)
@@ -345,7 +345,7 @@ def test_everybody_says_what_they_say_alone_then_and_later(
     assert not faulty.faults.violations
 
 
-def test_the_streams_do_fail_and_preempt(faulty: Faulty) -> None:
+def test_the_streams_fail_and_preempt(faulty: Faulty) -> None:
     """Guards the property above against being vacuous."""
     busy: Script = [
         ("add", Ask(family, 6, tail, 20, False, False, 0, None))
@@ -433,7 +433,7 @@ def host_pages(move: PageMove) -> set[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("name", "num_blocks", "num_swap_blocks"), [("qwen2", 15, 7), ("gemma2", 29, 13)]
 )
-def test_one_may_leave_for_where_another_came_back_from(
+def test_a_request_is_swapped_out_to_pages_that_another_returns_from(
     seeded: Callable[[str], str],
     moves: list[tuple[PageMove, ...]],
     name: str,

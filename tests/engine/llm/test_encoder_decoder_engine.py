@@ -215,7 +215,7 @@ def _drop_the_bias_of_logits(weights: dict[str, Tensor]) -> None:
     ],
     ids=["own head", "head alone", "no bias on logits"],
 )
-def test_weights_stored_otherwise_equal_transformers(
+def test_other_weight_layouts_equal_transformers(
     name: str,
     make: Callable[[Path], Path],
     change: Callable[[dict[str, Tensor]], None],
@@ -229,7 +229,7 @@ def test_weights_stored_otherwise_equal_transformers(
     assert_all_equal_transformers(family, build(family.folder))
 
 
-def test_a_second_round_encodes_nothing_and_says_the_same(family: Family) -> None:
+def test_a_second_round_encodes_nothing_and_equals_the_first(family: Family) -> None:
     engine = build(family.folder, max_num_seqs=4)
     prompts = [case.prompt for case in family.cases]
     with counted_encodes(engine) as encodes:
@@ -326,7 +326,7 @@ def test_parallel_completions_share_the_input_and_differ(family: Family) -> None
 TEXT = "The rain in spain falls mainly on the"
 
 
-def test_whisper_hears_a_file_as_its_own_generate_does(
+def test_a_transcribed_file_equals_transformers_generate(
     tmp_path: Path, seeded: Callable[[str], str]
 ) -> None:
     """Compares with transformers' own loop, which builds the prompt itself."""
@@ -353,7 +353,7 @@ def heard(oracle: Oracle, path: Path) -> Tensor:
     return entry.features["input_features"]
 
 
-def test_bad_sound_fails_alone(tmp_path: Path, seeded: Callable[[str], str]) -> None:
+def test_invalid_sound_fails_only_its_request(tmp_path: Path, seeded: Callable[[str], str]) -> None:
     engine = build(seeded("whisper"))
     (tmp_path / "no.wav").write_text("this is no sound")
     bad = {
@@ -376,7 +376,7 @@ def test_a_decoder_only_model_has_no_encoder_rows(qwen2_checkpoint: str) -> None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_encoders_rows_are_reserved_and_told_at_the_start(
+def test_the_encoders_rows_are_reserved_and_planned_at_the_start(
     family: Family, dtype: Literal["float32", "bfloat16"]
 ) -> None:
     engine = build(family.folder, dtype=dtype)
@@ -387,7 +387,7 @@ def test_the_encoders_rows_are_reserved_and_told_at_the_start(
     assert engine._kv.outputs.nbytes_by_name == told
 
 
-def test_what_can_never_fit_is_refused_at_once(seeded: Callable[[str], str]) -> None:
+def test_an_input_that_can_never_fit_is_refused_at_once(seeded: Callable[[str], str]) -> None:
     engine = build(seeded("bart"), num_blocks=12, max_model_len=24)
     with pytest.raises(ValueError, match="40 encoder tokens take 13 blocks, the pool has 11"):
         engine.add_request("big", TokensPrompt((7,) * 40), GREEDY)
@@ -395,7 +395,7 @@ def test_what_can_never_fit_is_refused_at_once(seeded: Callable[[str], str]) -> 
     assert output.error is None
 
 
-def test_an_encoder_that_fails_takes_only_its_step_along(
+def test_a_failing_encoder_fails_only_its_step(
     seeded: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = build(seeded("bart"))

@@ -172,7 +172,9 @@ def test_generate_with_one_bad_prompt_runs_nothing_and_leaves_nothing(engine: LL
 
 
 @pytest.mark.parametrize("drive", ["generate", "stream"])
-def test_generate_and_stream_take_nobody_elses_outputs(engine: LLMEngine, drive: str) -> None:
+def test_generate_and_stream_refuse_to_run_next_to_other_requests(
+    engine: LLMEngine, drive: str
+) -> None:
     engine.add_request("live", "a b", SamplingParams(max_tokens=1))
     with pytest.raises(ValueError, match=f"{drive} drives the engine alone, but 1 requests"):
         next(iter(getattr(engine, drive)(PROMPT, GREEDY)))
@@ -320,7 +322,7 @@ def test_tokens_are_those_of_transformers(stating: Callable[..., str]) -> None:
         assert tokens(ignoring, max_tokens=NUM_STATED, temperature=0.0) == plain
 
 
-def test_what_a_request_sets_counts_and_what_it_leaves_out_is_the_checkpoint_s(
+def test_values_of_a_request_override_those_of_the_checkpoint(
     stating: Callable[..., str],
 ) -> None:
     folder = stating(**STATED, max_new_tokens=11, min_new_tokens=3)
@@ -334,7 +336,7 @@ def test_what_a_request_sets_counts_and_what_it_leaves_out_is_the_checkpoint_s(
 
 
 @pytest.mark.parametrize("kind", ["inline", "processes"])
-def test_a_stage_s_own_parameters_lie_over_the_checkpoint_s(
+def test_values_of_a_stage_override_those_of_the_checkpoint(
     stating: Callable[..., str], kind: str
 ) -> None:
     stage = {
@@ -360,7 +362,7 @@ def test_a_stage_s_own_parameters_lie_over_the_checkpoint_s(
         pipeline.close()
 
 
-def test_explain_tells_where_each_parameter_comes_from(stating: Callable[..., str]) -> None:
+def test_explain_reports_the_source_of_each_parameter(stating: Callable[..., str]) -> None:
     stage = {
         "kind": "autoregressive",
         "model": stating(**STATED),
@@ -382,7 +384,7 @@ def test_explain_tells_where_each_parameter_comes_from(stating: Callable[..., st
     assert "temperature 1.0" in settings and "\n      temperature: " not in settings
 
 
-def test_explain_tells_which_tokens_the_checkpoint_ends_and_forbids(
+def test_explain_reports_the_end_and_suppressed_tokens_of_the_checkpoint(
     stating: Callable[..., str],
 ) -> None:
     stated = {
@@ -426,7 +428,7 @@ def test_without_max_tokens_a_text_fills_the_context(stating: Callable[..., str]
         ({"bad_words_ids": [["word"]]}, "bad_words_ids must be"),
     ],
 )
-def test_values_that_cannot_be_are_errors(
+def test_invalid_values_are_refused(
     stating: Callable[..., str], stated: dict[str, Any], message: str
 ) -> None:
     folder = stating(**stated)
@@ -434,7 +436,7 @@ def test_values_that_cannot_be_are_errors(
         build(folder)
 
 
-def test_what_is_not_supported_is_ignored_with_a_warning(
+def test_unsupported_values_are_ignored_with_a_warning(
     stating: Callable[..., str], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = build(stating(num_beams=4, no_repeat_ngram_size=3, do_sample=False, typical_p=1.0))
@@ -527,7 +529,7 @@ def test_deltas_add_up_to_the_cumulative_outputs(engine: LLMEngine, n: int) -> N
     assert so_far.tensors.keys() == outputs[-1].outputs[0].tensors.keys()
 
 
-def test_stop_strings_are_looked_for_in_the_new_text_alone(
+def test_stop_strings_are_searched_only_in_the_new_text(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths: list[int] = []

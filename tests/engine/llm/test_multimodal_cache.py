@@ -222,7 +222,7 @@ def test_a_first_piece_spends_the_budget_of_the_whole(checkpoint: str, towers: T
 
 
 @pytest.mark.parametrize("room", [62, 150])
-def test_pieces_that_others_push_out_are_encoded_again(
+def test_evicted_pieces_are_encoded_again(
     room: int, checkpoint: str, uncached: LLMEngine, towers: TowerRuns
 ) -> None:
     """The video has 30 rows, its sound 57."""
@@ -444,7 +444,7 @@ def test_files_and_pillow_images_are_the_same(vl_engine: LLMEngine, tmp_path: Pa
         assert output.num_cached_tokens == 8
 
 
-def test_models_that_see_no_images_say_so(
+def test_models_without_image_inputs_refuse_images(
     qwen2_checkpoint: str, bert_checkpoint: str, seeded: Callable[[str], str]
 ) -> None:
     message = "shows 1 image items in multi_modal_data, but this model takes none there"

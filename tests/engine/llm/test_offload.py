@@ -71,7 +71,7 @@ def test_a_new_engine_hits_what_an_earlier_one_left(
     assert_equal(plain, second)
 
 
-def test_nothing_is_hit_that_something_else_has_made(
+def test_blocks_of_other_weights_or_settings_are_not_hit(
     seeded: Callable[[str], str], tmp_path: Path
 ) -> None:
     folder, other = tmp_path / "blocks", tmp_path / "other"

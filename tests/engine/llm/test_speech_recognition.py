@@ -243,7 +243,7 @@ def test_files_hit_what_was_computed_for_their_samples(engine: LLMEngine, tmp_pa
     assert after.prompt_tokens - middle.prompt_tokens == num_windows * first.num_prompt_tokens
 
 
-def test_a_stream_tells_a_window_when_it_has_ended(engine: LLMEngine, folder: str) -> None:
+def test_a_stream_reports_a_window_when_it_has_ended(engine: LLMEngine, folder: str) -> None:
     prompt = AudioPrompt(melody(6.0, 5), language="en")
     (whole,) = run(engine, [prompt], params(12))
     outputs = list(engine.stream(prompt, params(12)))
@@ -274,7 +274,7 @@ def test_rows_are_those_of_all_windows_and_logprobs_of_all_kept_tokens(engine: L
     assert most - num_windows <= rows <= most
 
 
-def test_several_completions_go_their_own_ways(engine: LLMEngine) -> None:
+def test_several_completions_differ_and_are_reproducible(engine: LLMEngine) -> None:
     prompt = AudioPrompt(melody(5.0, 2), language="en")
     sampling = SamplingParams(temperature=1.0, max_tokens=10, n=3, seed=3)
     (output,) = run(engine, [prompt], sampling)
@@ -286,7 +286,7 @@ def test_several_completions_go_their_own_ways(engine: LLMEngine) -> None:
     assert windows[0].tolist() != windows[1].tolist()
 
 
-def test_a_stop_token_of_the_user_s_ends_all_of_it(engine: LLMEngine) -> None:
+def test_a_stop_token_of_the_request_ends_the_whole_transcription(engine: LLMEngine) -> None:
     prompt = AudioPrompt(melody(6.0, 5), language="en")
     (whole,) = run(engine, [prompt], params(12))
     ids = list(whole.outputs[0].token_ids)
@@ -316,7 +316,7 @@ def no_collector() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_a_step_interrupted_where_a_window_ends_answers_nothing_wrongly(engine: LLMEngine) -> None:
+def test_a_step_interrupted_at_the_end_of_a_window_gives_no_wrong_answer(engine: LLMEngine) -> None:
     prompt, sampling = AudioPrompt(melody(5.0, 5), language="en"), params(5)
     (expected,) = run(engine, [prompt], sampling)
 
@@ -357,7 +357,7 @@ def test_a_step_interrupted_where_a_window_ends_answers_nothing_wrongly(engine: 
     assert again.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
-def test_an_error_while_blocks_are_given_back_is_not_one_request_s_own(
+def test_an_error_while_blocks_are_freed_is_raised(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.add_request("r", AudioPrompt(melody(1.0, 5), language="en"), params(3))
@@ -409,7 +409,7 @@ WRONG: dict[str, tuple[Callable[[np.ndarray], Any], SamplingParams, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_asked_of_a_long_recording_is_refused(engine: LLMEngine, case: str) -> None:
+def test_unsupported_options_of_a_long_recording_are_refused(engine: LLMEngine, case: str) -> None:
     make, sampling, message = WRONG[case]
     with pytest.raises(ValueError, match=message):
         engine.add_request("r", make(melody(3.0, 0)), sampling)
@@ -713,7 +713,7 @@ def test_spans_hold_speech_and_little_else():
 
 
 @pytest.mark.parametrize("seconds", [1.0, 5.0])
-def test_what_is_no_speech_gives_no_text(vad_engine: LLMEngine, seconds: float):
+def test_silence_and_noise_give_no_text(vad_engine: LLMEngine, seconds: float):
     for samples in (np.zeros(round(seconds * RATE), np.float32), noise(seconds)):
         (output,) = completions(vad_engine.generate([AudioPrompt(samples, RATE)], SHORT))
         assert output.text == "" and output.finish_reason is FinishReason.STOP
@@ -721,7 +721,7 @@ def test_what_is_no_speech_gives_no_text(vad_engine: LLMEngine, seconds: float):
         assert len(output.token_ids) > 1
 
 
-def test_speech_is_heard_as_if_all_else_were_silence(vad_engine: LLMEngine):
+def test_speech_is_transcribed_as_if_the_rest_were_silence(vad_engine: LLMEngine):
     samples = np.concatenate([noise(0.5), question()[: RATE // 2], noise(0.5)])
     masked = np.zeros_like(samples)
     for begin, end in spoken_spans(samples, RATE):
@@ -735,7 +735,7 @@ def test_speech_is_heard_as_if_all_else_were_silence(vad_engine: LLMEngine):
     assert heard.token_ids == expected.token_ids
 
 
-def test_windows_without_speech_are_passed_over(vad_engine: LLMEngine):
+def test_windows_without_speech_are_skipped(vad_engine: LLMEngine):
     samples = np.concatenate([noise(9), question(), noise(9), question(), noise(9)])
     spans = [(begin / RATE, end / RATE) for begin, end in spoken_spans(samples, RATE)]
     (output,) = completions(vad_engine.generate([AudioPrompt(samples, RATE)], SHORT))
@@ -760,7 +760,9 @@ class Written:
     st.lists(st.integers(0, 2), max_size=40),
     st.integers(1, 4),
 )
-def test_a_loop_is_what_a_regular_expression_says(prompt: list[int], ids: list[int], most: int):
+def test_repetitions_are_found_like_by_a_regular_expression(
+    prompt: list[int], ids: list[int], most: int
+):
     text = "".join(map(str, ids))
     is_loop = re.search(rf"(.{{1,20}})\1{{{most}}}$", text) is not None
     assert _is_repeating(Written(prompt, ids, most)) == is_loop

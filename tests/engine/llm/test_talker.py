@@ -259,7 +259,7 @@ def test_random_streams_equal_whole_ones(
 
 
 @ONE_CODE
-def test_streams_do_hit_and_preempt_who_waits(talker: Talker) -> None:
+def test_streams_hit_and_preempt_waiting_requests(talker: Talker) -> None:
     """Guards the property above against being vacuous."""
     engine = talker.engine
     before = engine.stats()
@@ -307,7 +307,7 @@ def test_no_token_runs_ahead_of_its_row(talker: Talker, size: int) -> None:
 
 
 @ONE_CODE
-def test_a_paused_request_rests_and_others_go_on(talker: Talker) -> None:
+def test_a_paused_request_does_not_run_while_others_do(talker: Talker) -> None:
     engine = talker.engine
     stream = Stream(talker)
     resting = stream.add(Ask(0, 9, 3, False, "Chelsie", 8))
@@ -368,7 +368,7 @@ def test_blocks_are_not_keyed_before_all_their_rows_are_known(talker: Talker) ->
 
 
 @SEVERAL_CODES
-def test_they_do_preempt_and_hit(talker: Talker) -> None:
+def test_streams_of_several_codes_preempt_and_hit(talker: Talker) -> None:
     """Guards the property above against being vacuous."""
     engine = talker.engine
     before = engine.stats()
@@ -412,7 +412,7 @@ def test_codes_are_those_of_each_token_and_key_its_blocks(talker: Talker) -> Non
     ],
     ids=str,
 )
-def test_what_cannot_be_spoken_is_refused(
+def test_invalid_prompts_for_several_codes_are_refused(
     talker: Talker, change: dict[str, Any], message: str
 ) -> None:
     engine = talker.engine
@@ -466,7 +466,7 @@ def live(engine: LLMEngine) -> LLMEngine:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_it_refuses_what_it_cannot_speak(engine: LLMEngine, prompt: Prompt, message: str) -> None:
+def test_invalid_prompts_are_refused(engine: LLMEngine, prompt: Prompt, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine.generate(prompt, GREEDY)
     assert not engine.has_unfinished_requests
@@ -500,7 +500,7 @@ def test_the_last_chunk_is_the_last(live: LLMEngine) -> None:
     assert finish_one(live, "live") == live_engine_answer(live, WHOLE)
 
 
-def test_who_waits_for_rows_can_be_aborted(live: LLMEngine) -> None:
+def test_a_request_that_waits_for_rows_can_be_aborted(live: LLMEngine) -> None:
     while live.step():
         pass
     assert live.needs_input("live")
@@ -546,7 +546,7 @@ def test_completions_share_the_rows_of_their_prompt(engine: LLMEngine) -> None:
     assert whole.outputs[0].token_ids != whole.outputs[1].token_ids
 
 
-def test_stop_tokens_end_it_and_its_begin_token_is_never_said(engine: LLMEngine) -> None:
+def test_stop_tokens_end_a_speech_and_the_begin_token_is_never_generated(engine: LLMEngine) -> None:
     drop_all(engine)
     talker = SamplingParams(temperature=5.0, max_tokens=30)
     ends = set()
@@ -561,7 +561,7 @@ def test_stop_tokens_end_it_and_its_begin_token_is_never_said(engine: LLMEngine)
     assert ends <= {256, 258} and ends
 
 
-def test_other_models_take_no_speech(seeded: Callable[[str], str]) -> None:
+def test_other_models_refuse_speech_prompts(seeded: Callable[[str], str]) -> None:
     engine = LLMEngine(EngineConfig(model=seeded("qwen2"), max_model_len=32, block_size=4))
     assert engine.speakers is None
     for prompt, reader in ((WHOLE, "model that speaks"), (CodecPrompt((1,)), "generator")):

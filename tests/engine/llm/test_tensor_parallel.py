@@ -83,7 +83,7 @@ def divided(qwen2_checkpoint: str) -> Iterator[LLMEngine]:
 
 
 @pytest.mark.parametrize("name", DIVIDED)
-def test_what_two_processes_make_is_what_one_makes(name: str, seeded: Callable[[str], str]) -> None:
+def test_two_processes_give_the_output_of_one(name: str, seeded: Callable[[str], str]) -> None:
     trial = FAMILIES[name]
     assert trial.prompt is not None
     sized = {"part": trial.part, "num_blocks": 200, "max_model_len": None}
@@ -198,7 +198,7 @@ def test_an_engine_that_loses_a_process_is_broken(qwen2_checkpoint: str) -> None
             engine.add_request("b", TokensPrompt((7, 8, 9)), GREEDY)
 
 
-def test_what_interrupts_a_step_ends_the_other_processes(
+def test_an_interrupted_step_ends_the_other_processes(
     qwen2_checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(build(qwen2_checkpoint)) as engine:
@@ -278,13 +278,13 @@ def test_processes_end_with_the_one_that_leads(qwen2_checkpoint: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_divided_is_refused(name: str, seeded: Callable[[str], str]) -> None:
+def test_models_that_cannot_be_divided_are_refused(name: str, seeded: Callable[[str], str]) -> None:
     trial = TRIALS[name]
     with pytest.raises(ValueError, match=REFUSED[name]):
         build(seeded(trial.seeded), part=trial.part)
 
 
-def test_an_encoder_engine_refuses_it(bert_checkpoint: str) -> None:
+def test_an_encoder_engine_refuses_tensor_parallelism(bert_checkpoint: str) -> None:
     with pytest.raises(ValueError, match="tensor_parallel divides the layers of a decoder"):
         EncoderEngine(EngineConfig(model=bert_checkpoint, tensor_parallel=2))
 

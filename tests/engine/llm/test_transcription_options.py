@@ -159,9 +159,7 @@ def test_the_way_through_a_table_is_that_of_transformers(costs: np.ndarray) -> N
     assert warp(costs).tolist() == columns[np.diff(rows, prepend=-1) > 0].tolist()
 
 
-def test_a_text_without_timestamps_is_judged_as_well(
-    engine: LLMEngine, reference: Reference
-) -> None:
+def test_thresholds_also_apply_without_timestamps(engine: LLMEngine, reference: Reference) -> None:
     options = CASES["likely"] | {"prompt": "the rain"}
     for seed in range(2):
         sound = melody(1.3, seed)
@@ -171,9 +169,7 @@ def test_a_text_without_timestamps_is_judged_as_well(
         assert reference.num_runs > 1
 
 
-def test_a_language_is_found_out_without_the_prompt(
-    engine: LLMEngine, reference: Reference
-) -> None:
+def test_a_language_is_detected_without_the_prompt(engine: LLMEngine, reference: Reference) -> None:
     for seed in range(2):
         sound, options = melody(3.0, 20 + seed), {"prompt": "the rain in Spain"}
         theirs = reference.answer(sound, task="transcribe", return_timestamps=True, **options)
@@ -237,7 +233,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_what_cannot_be_is_refused(engine: LLMEngine, message: str) -> None:
+def test_invalid_options_are_refused(engine: LLMEngine, message: str) -> None:
     prompt = AudioPrompt(melody(1.0, 0), transcription=TranscriptionOptions(**WRONG[message]))
     with pytest.raises(ValueError, match=message):
         engine.add_request("r", prompt)
@@ -248,6 +244,6 @@ def test_what_cannot_be_is_refused(engine: LLMEngine, message: str) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"language": 5}, {"vad": "yes"}, {"transcription": {"prompt": "a"}}]
 )
-def test_what_is_of_another_type_is_refused(wrong: dict[str, Any]) -> None:
+def test_options_of_another_type_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be "):
         AudioPrompt(melody(1.0, 0), **wrong)

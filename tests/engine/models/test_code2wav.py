@@ -147,9 +147,7 @@ def test_every_parameter_means_what_it_means_to_transformers(
     torch.testing.assert_close(found, expected, atol=ATOL, rtol=0)
 
 
-def test_what_codes_alone_decide_is_made_once_in_a_pass_and_anew_in_the_next(
-    folder: str, speakers: Speakers
-) -> None:
+def test_embeddings_of_codes_are_computed_once_per_pass(folder: str, speakers: Speakers) -> None:
     vocoder = open_vocoder(folder)
     made: list[str] = []
     for name in ("text_embed", "rotary_embed"):
@@ -231,7 +229,7 @@ def test_small_and_large_samples_are_as_near_to_exact_as_torch_is(size: float) -
 
 @needs_kernels
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_not_hidden(value: float) -> None:
+def test_nan_and_infinity_stay_so(value: float) -> None:
     """An engine fails such a request, so NaN and infinity must not become finite."""
     samples = normal(1, 2, 600)
     samples[0, 0, 300] = value
@@ -256,7 +254,7 @@ def test_snakes_of_another_kind_and_of_another_precision_stay_as_they_are() -> N
 
 
 @needs_kernels
-def test_samples_and_parameters_of_wrong_shapes_are_told() -> None:
+def test_samples_and_parameters_of_wrong_shapes_are_refused() -> None:
     kernels, taps, two = load_kernels(), torch.zeros(12), torch.zeros(2)
     with pytest.raises(ValueError, match=r"up is \(11,\), expected \(12,\)"):
         kernels.snake(normal(1, 2, 8), taps[1:].contiguous(), taps, two, two)
@@ -266,7 +264,7 @@ def test_samples_and_parameters_of_wrong_shapes_are_told() -> None:
         kernels.snake(normal(1, 2, 8).double(), taps, taps, two, two)
 
 
-def test_without_kernels_the_vocoder_says_the_same(
+def test_without_kernels_the_vocoder_gives_the_same_sound(
     seeded: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``OMNI_NATIVE=0``, or no compiler: transformers' modules give nearly the same sound."""
@@ -381,7 +379,7 @@ def two_speakers(tmp_path: Path) -> Speakers:
         (["Ethan"], "by name, got list"),
     ],
 )
-def test_an_unknown_speaker_is_told_who_there_is(
+def test_the_error_for_an_unknown_speaker_lists_the_known_ones(
     two_speakers: Speakers, name: Any, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -127,7 +127,7 @@ def in_chunks(codec: MimiCodec, codes: Tensor, lengths: Sequence[int]) -> Tensor
     return torch.cat(pieces)
 
 
-def test_what_it_says_of_itself(codec: MimiCodec) -> None:
+def test_attributes_of_the_codec(codec: MimiCodec) -> None:
     assert (codec.sampling_rate, codec.samples_per_code, codec.num_missing) == (24_000, 96, 0)
     assert (codec.num_codes, codec.num_codebooks, codec.max_codes) == (NUM_CODES, 4, 100)
 

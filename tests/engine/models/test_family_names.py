@@ -130,7 +130,7 @@ def test_a_planted_family_is_found(planted: str) -> None:
     assert found_in(planted)
 
 
-def test_what_is_no_family_is_not_found() -> None:
+def test_other_words_are_not_found() -> None:
     assert not found_in('"""Mamba, ALiBi, a llamas\' herd, Bartholomew, whispers, start5."""')
     theirs = "from transformers import WhisperConfig\ndef f(x: WhisperConfig): ..."
     assert not found_in(theirs), "what transformers calls its own"

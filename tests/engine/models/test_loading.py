@@ -103,7 +103,7 @@ def test_a_window_that_no_sequence_outgrows_is_full_attention(family: str, tmp_p
         ("bamba", {"mamba_n_groups": 3}, "multiple of its groups, got 8 and 3"),
     ],
 )
-def test_what_a_config_asks_for_and_is_not_there_is_an_error(
+def test_invalid_and_unsupported_configs_are_refused(
     family: str, changes: dict[str, Any], message: str, tmp_path: Path
 ):
     folder = build(tmp_path, family)
@@ -264,7 +264,7 @@ def test_a_tied_head_that_is_stored_as_well_is_left_there(name: str, tmp_path: P
         ("qwen2.5-vl", {"image_grid_thw": torch.tensor([1, 4, 8])}, "4 x 8 patches must be"),
     ],
 )
-def test_features_of_something_else_are_refused(
+def test_features_of_other_shapes_are_refused(
     name: str, change: Features, message: str, tmp_path: Path
 ):
     model = load_multimodal(BUILDERS[name](tmp_path))
@@ -432,7 +432,7 @@ BAD: dict[str, list[tuple[EncoderInput | None, str]]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_an_encoder_says_what_is_wrong(name: str, seeded: Callable[[str], str]):
+def test_an_encoder_refuses_invalid_inputs(name: str, seeded: Callable[[str], str]):
     model = load_pair(seeded(name))
     for entry, message in BAD[name]:
         with pytest.raises(ValueError, match=message):

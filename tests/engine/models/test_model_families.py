@@ -317,7 +317,9 @@ def test_a_family_of_ours_is_built_on_a_decoder_from_outside(
 
 
 @pytest.mark.parametrize("model_type", ["granite", "gemma2", "made_up_peephole"])
-def test_a_decoder_that_none_may_build_on_is_told(registered: None, model_type: str) -> None:
+def test_the_error_for_an_unsupported_decoder_lists_the_supported_ones(
+    registered: None, model_type: str
+) -> None:
     config = AutoConfig.for_model(model_type)
     told = f"on a decoder of type '{model_type}'; supported are llama, made_up_ladder, mistral"
     with pytest.raises(ValueError, match=told):
@@ -353,7 +355,7 @@ def test_a_family_says_how_one_thing_is_made() -> None:
         decoder_family("nameless", (), read_config)
 
 
-def test_what_an_unknown_architecture_lacks_is_told(
+def test_the_error_for_an_unknown_architecture_names_broken_entry_points(
     ladder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "clash.py").write_text(
@@ -373,7 +375,7 @@ def test_what_an_unknown_architecture_lacks_is_told(
 @pytest.mark.parametrize(
     "row", dict.fromkeys(FAMILIES.rows.values()), ids=lambda row: row.architectures[0]
 )
-def test_what_the_table_names_is_there(row: Any) -> None:
+def test_the_families_of_the_table_exist(row: Any) -> None:
     family = row.load()
     assert family.makes_sound == row.makes_sound and family.base_type == row.base_type
     assert row.speakers is None or callable(imported(row.speakers))

@@ -72,7 +72,7 @@ def test_bits_are_those_of_the_numbers(numbers: list[float]) -> None:
     assert latents_of(bits).view(torch.int32).equal(latents.view(torch.int32))
 
 
-def test_what_it_says_of_itself(codec: PocketCodec) -> None:
+def test_attributes_of_the_codec(codec: PocketCodec) -> None:
     assert (codec.sampling_rate, codec.samples_per_code, codec.num_missing) == (24_000, 1920, 0)
     assert (codec.num_codebooks, codec.max_codes) == (LATENT_DIM, 2**20)
 

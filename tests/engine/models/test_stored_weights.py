@@ -182,7 +182,7 @@ CPU = torch.device("cpu")
 META = torch.device("meta")
 
 
-def test_what_is_made_afterwards_is_filled_as_ever():
+def test_modules_built_later_are_initialized_as_usual():
     settings = ModelSettings(torch.float32, META, 4, 64)
     config = AutoConfig.for_model("qwen2_5_omni").token2wav_config.bigvgan_config
     build_empty(Qwen2_5OmniToken2WavBigVGANModel, config, settings)

@@ -225,7 +225,7 @@ def test_features_of_several_depths_matter(
     assert (rows - expected).abs().max() > 1e-2
 
 
-def test_a_thinker_without_a_talker_hands_on_nothing_for_it(tmp_path: Path) -> None:
+def test_a_thinker_without_a_talker_has_no_outputs_for_it(tmp_path: Path) -> None:
     engine = build(build_qwen3_omni(tmp_path / "quiet", speaks=False), num_blocks=64)
     greedy = SamplingParams(temperature=0.0, max_tokens=3)
     (output,) = engine.generate([BOTH["text"].prompt], greedy)

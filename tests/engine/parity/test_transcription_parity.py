@@ -217,7 +217,7 @@ def test_a_sound_alone_asks_as_the_processor_of_transformers_does(
     ],
     ids=str,
 )
-def test_what_it_cannot_do_is_refused_and_harms_no_other(
+def test_unsupported_options_are_refused_and_affect_no_other_request(
     case: Case, wish: dict[str, Any], message: str
 ) -> None:
     engine = build(case.folder)

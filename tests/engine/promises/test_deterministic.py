@@ -135,7 +135,7 @@ def test_preemption_changes_no_bit(qwen2_checkpoint: str, preemption: str) -> No
     [{"quantization": "int8"}, {"quantization": "int4"}, {"dtype": "bfloat16"}],
     ids=str,
 )
-def test_formats_of_weights_change_nothing_about_it(
+def test_quantized_weights_get_the_same_bits(
     qwen2_checkpoint: str, options: dict[str, Any]
 ) -> None:
     alone = answers(qwen2_checkpoint, alone=True, **options)
@@ -143,7 +143,7 @@ def test_formats_of_weights_change_nothing_about_it(
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
-def test_blocks_of_a_gguf_file_change_nothing_about_it(
+def test_blocks_of_a_gguf_file_get_the_same_bits(
     seeded: Callable[[str], str], kind: str, tmp_path: Path
 ) -> None:
     stored = GGMLQuantizationType[kind]
@@ -162,9 +162,7 @@ def test_prompts_of_embeddings_get_the_same_bits(qwen2_checkpoint: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "whisper", "mllama"])
-def test_what_an_encoder_reads_gets_the_same_bits(
-    seeded: Callable[[str], str], family: str
-) -> None:
+def test_encoder_decoders_get_the_same_bits(seeded: Callable[[str], str], family: str) -> None:
     folder = seeded(family)
     prompts = [case.prompt for case in cases(family, folder)]
     short = {"max_model_len": 64, "block_size": 2}
@@ -174,7 +172,7 @@ def test_what_an_encoder_reads_gets_the_same_bits(
 
 
 @pytest.mark.parametrize("family", sorted(PLACEHOLDER))
-def test_what_a_tower_sees_gets_the_same_bits(seeded: Callable[[str], str], family: str) -> None:
+def test_prompts_with_images_get_the_same_bits(seeded: Callable[[str], str], family: str) -> None:
     folder, shown = seeded(family), PLACEHOLDER[family]
     pictures = [{"image": [picture(n), picture(n + 1)]} for n in range(3)]
     prompts = [
@@ -190,7 +188,7 @@ def test_what_a_tower_sees_gets_the_same_bits(seeded: Callable[[str], str], fami
 @pytest.mark.parametrize(
     ("name", "part", "drawn"), [("csm", "backbone", "codes"), ("pocket_tts", None, "latents")]
 )
-def test_what_is_drawn_after_each_token_gets_the_same_bits(
+def test_codes_and_latents_get_the_same_bits(
     seeded: Callable[[str], str], name: str, part: str | None, drawn: str
 ) -> None:
     opening = "[0]" if name == "csm" else ""

@@ -72,7 +72,9 @@ def exact(seeded: Callable[[str], str]) -> Callable[[str], RequestOutput]:
 
 @pytest.mark.shows("streaming")
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_streamed_is_the_whole(name: str, exact: Callable[[str], RequestOutput]) -> None:
+def test_streamed_outputs_add_up_to_the_whole(
+    name: str, exact: Callable[[str], RequestOutput]
+) -> None:
     assert exact(name).outputs[0].token_ids
 
 

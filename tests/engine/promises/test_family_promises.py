@@ -250,7 +250,7 @@ def test_random_streams_equal_uncached_with_blocks_on_disk(
 
 
 @pytest.mark.parametrize("family", ON_DISK, indirect=True, ids="-".join)
-def test_what_the_pool_has_lost_is_hit_on_disk(family: Family) -> None:
+def test_evicted_blocks_are_hit_on_disk(family: Family) -> None:
     engine = family.engine
     ask = family.ask(Ask(2, 29, 0, 4, False, False, 0, None), 1)
     engine.reset_prefix_cache()
@@ -298,7 +298,7 @@ class Swaps:
         patch.setattr(swap, "swap_in", count_in)
 
 
-def test_streams_do_evict_hit_and_preempt(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_evict_hit_and_preempt(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the property above against being vacuous."""
     engine = family.engine
     swaps = Swaps(engine, monkeypatch) if family.preemption == "swap" else None
@@ -323,7 +323,7 @@ def test_streams_do_evict_hit_and_preempt(family: Family, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("refused", [2, 3, 9], ids=["in its prompt", "later", "in its answer"])
-def test_a_preempted_request_says_the_same(
+def test_a_preempted_request_gives_the_same_output(
     family: Family, refused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = family.engine

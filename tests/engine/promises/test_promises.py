@@ -112,7 +112,7 @@ def test_promise_1_and_6_hold_in_every_format(
     run_stream(engine, script, alone)
 
 
-def test_the_random_streams_do_hit_evict_and_preempt(
+def test_the_random_streams_hit_evict_and_preempt(
     engine: LLMEngine, alone: Alone, qwen2_checkpoint: str
 ) -> None:
     """Guards the property above against being vacuous."""
@@ -324,7 +324,7 @@ def test_promise_7_a_request_with_broken_logits_fails_alone(
 
 @pytest.mark.parametrize("left_behind", [float("nan"), float("inf")])
 @pytest.mark.parametrize("backend", ["torch", "auto"])
-def test_promise_7_broken_numbers_in_a_freed_page_hurt_nobody(
+def test_promise_7_nan_in_a_freed_page_affects_no_request(
     qwen2_checkpoint: str, backend: str, left_behind: float
 ) -> None:
     """The next owner of a page has unwritten rows in it, and kernels read them."""
@@ -363,7 +363,7 @@ def test_promise_7_a_request_whose_text_breaks_fails_alone(
     assert_same(done["well"], alone.answer(well))
 
 
-def test_promise_8_sizes_are_told(roomy: LLMEngine) -> None:
+def test_promise_8_the_memory_plan_reports_sizes(roomy: LLMEngine) -> None:
     plan = roomy.memory_plan
     assert plan.num_blocks == 65 and plan.page_bytes == 2 * 2 * 4 * 2 * 16 * 4
     assert plan.kv_cache_bytes == plan.num_blocks * plan.page_bytes
@@ -514,7 +514,7 @@ def ask(family: Family, number: int, item: int, max_tokens: int, num_shown: int)
     )
 
 
-def test_streams_do_hit_evict_and_preempt(family: Family) -> None:
+def test_streams_hit_evict_and_preempt(family: Family) -> None:
     """Guards the property above against being vacuous."""
     two_each: Script = [
         ("add", ask(family, number // 2, number // 2 % 4, 9, 2)) for number in range(20)
