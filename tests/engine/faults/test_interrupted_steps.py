@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from engine import Engine, EngineConfig, LLMEngine, RequestOutput, SamplingParams, TokensPrompt
+from engine import Engine, EngineConfig, LLMEngine, SamplingParams, TokensPrompt
 from engine.interface.engine import EngineBrokenError
 from engine.interface.outputs import FinishReason
 from engine.requests.request import RequestGroup
 from tests.support.disturbed_run import Subject, disturbed_run, events_of_steps, warmed_up
+from tests.support.idle_engine import finish
 from tests.support.line_faults import LineFault, choose_events
 from tests.support.patience import PATIENCE_S
 from tests.support.subjects import SUBJECTS, subject_of
@@ -189,7 +190,4 @@ def test_an_exception_without_a_text_is_handled_like_any_other(
         with pytest.raises(SpeechlessError):
             engine.step()
     assert not engine.is_broken and not engine.ownership.is_inside
-    outputs: list[RequestOutput] = []
-    while engine.has_unfinished_requests:
-        outputs += engine.step()
-    assert outputs[-1].finished and outputs[-1].error is None
+    assert finish(engine)["r"].error is None

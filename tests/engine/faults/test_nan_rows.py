@@ -409,29 +409,18 @@ def test_a_pooled_row_that_is_not_finite_fails_a_hit_too(
 def test_an_image_whose_rows_are_nan_is_not_cached_and_fails_alone(
     seeded: Callable[[str], str], is_lasting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = LLMEngine(
-        EngineConfig(
-            model=seeded("qwen2_5_omni"),
-            part="thinker",
-            block_size=4,
-            num_blocks=64,
-            max_num_seqs=4,
-            max_model_len=60,
-        )
-    )
-    greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    engine = engine_of(seeded("qwen2_5_omni"), part="thinker")
     prompts = {
         name: TokensPrompt((30, 31, IMAGE, 32, 33), {"image": [picture(number)]})
         for number, name in enumerate(("a", "ill", "b"))
     }
     expected = {
-        name: engine.generate(prompt, greedy)[0].outputs[0] for name, prompt in prompts.items()
+        name: engine.generate(prompt, greedy(5))[0].outputs[0] for name, prompt in prompts.items()
     }
     engine.reset_prefix_cache()
     model: Any = engine._runner._model
     encode = model.encode_multimodal
-    new = NewRequest("probe", prompts["ill"])
-    (request,) = engine._inputs.process(new)
+    (request,) = engine._inputs.process(NewRequest("probe", prompts["ill"]))
     mark = request.multimodal_inputs[0].content_hash
     spoilings: list[bytes] = []
 
@@ -449,7 +438,7 @@ def test_an_image_whose_rows_are_nan_is_not_cached_and_fails_alone(
     with monkeypatch.context() as patch:
         patch.setattr(model, "encode_multimodal", spoilt)
         for name, prompt in prompts.items():
-            engine.add_request(name, prompt, greedy)
+            engine.add_request(name, prompt, greedy(5))
         done = finish(engine)
     assert spoilings
     if is_lasting:
@@ -458,7 +447,7 @@ def test_an_image_whose_rows_are_nan_is_not_cached_and_fails_alone(
     for name, output in done.items():
         assert output.error is None
         assert output.outputs[0].token_ids == expected[name].token_ids
-    healed = engine.generate(prompts["ill"], greedy)[0]
+    healed = engine.generate(prompts["ill"], greedy(5))[0]
     assert healed.outputs[0].token_ids == expected["ill"].token_ids
 
 

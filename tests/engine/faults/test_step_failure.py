@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -123,6 +122,14 @@ def build(checkpoint: str, **settings: Any) -> LLMEngine:
     return LLMEngine(EngineConfig(model=checkpoint, **(usual | settings)))
 
 
+def prompt(first: int, length: int) -> TokensPrompt:
+    return TokensPrompt(tuple(range(first, first + length)))
+
+
+def tokens(number: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=number, ignore_eos=True)
+
+
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step that computes the token ``POISON`` fails, after the forward pass."""
@@ -160,20 +167,12 @@ def test_the_culprit_fails_alone_and_the_others_give_their_usual_output(
     asks = {f"r{n}": Ask(n % 2, 8 + n, n, 30, False, False, 0, None) for n in range(4)}
     ids = list(range(30, 60))
     ids[place] = POISON
-    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     for number, (request_id, ask) in enumerate(asks.items()):
         if number == 2:
-            engine.add_request("bad", TokensPrompt(tuple(ids)), greedy)
+            engine.add_request("bad", TokensPrompt(tuple(ids)), tokens(4))
         engine.add_request(request_id, ask.prompt, ask.params)
     alone = alone_with(qwen2_checkpoint)
-    done = {}
-    for _ in range(500):
-        for output in engine.step():
-            if output.finished:
-                done[output.request_id] = output
-        engine.check_integrity()
-        if not engine.has_unfinished_requests:
-            break
+    done = finish(engine)
     assert done.keys() == {"bad", *asks}
     bad = done.pop("bad")
     assert bad.error is not None and "a poisoned token" in bad.error
@@ -188,19 +187,19 @@ def test_an_image_that_breaks_the_tower_fails_its_request_alone(
     seeded: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build(seeded("qwen2_5_omni"), part="thinker", max_num_batched_tokens=64)
-    greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     prompts = {
         name: TokensPrompt((30, 31, IMAGE, 32, 33), {"image": [picture(number)]})
         for number, name in enumerate(("good", "bad", "better"))
     }
     expected = {
-        name: engine.generate(prompt, greedy)[0].outputs[0].token_ids
+        name: engine.generate(prompt, tokens(6))[0].outputs[0].token_ids
         for name, prompt in prompts.items()
     }
     engine.reset_prefix_cache()
     plain = ImageTower.forward
     seen: list[int] = []
-    marks = [float(p.sum()) for p in _pixels(engine, prompts["bad"])]
+    (request,) = engine._inputs.process(NewRequest("probe", prompts["bad"]))
+    marks = [float(item.features["pixel_values"].sum()) for item in request.multimodal_inputs]
 
     def forward(self: ImageTower, inputs: Any) -> list[Tensor]:
         seen.append(len(inputs))
@@ -210,7 +209,7 @@ def test_an_image_that_breaks_the_tower_fails_its_request_alone(
 
     monkeypatch.setattr(ImageTower, "forward", forward)
     for name, prompt in prompts.items():
-        engine.add_request(name, prompt, greedy)
+        engine.add_request(name, prompt, tokens(6))
     done = finish(engine)
     assert seen[0] > 1, "the three were meant to begin together"
     assert done["bad"].error is not None and "a broken image" in done["bad"].error
@@ -219,14 +218,6 @@ def test_an_image_that_breaks_the_tower_fails_its_request_alone(
     stats = engine.stats().kv
     assert stats is not None and stats.items is not None
     assert stats.items.held == 0 and stats.items.cached >= 2
-
-
-def prompt(first: int, length: int) -> TokensPrompt:
-    return TokensPrompt(tuple(range(first, first + length)))
-
-
-def tokens(number: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=number, ignore_eos=True)
 
 
 def test_a_table_row_whose_allocation_fails_is_not_lost(
@@ -288,12 +279,6 @@ def test_a_cleared_request_is_not_isolated_again_after_preemption(qwen2_checkpoi
     assert engine.stats().num_preemptions > 5
     assert faults.count == 1
     assert 0 < faults.num_isolated_steps <= len(faults.batches[0]), "once for each of the batch"
-
-
-def _pixels(engine: LLMEngine, prompt: TokensPrompt) -> list[Tensor]:
-    inputs = engine._inputs
-    (request,) = inputs.process(NewRequest("probe", prompt))
-    return [torch.as_tensor(item.features["pixel_values"]) for item in request.multimodal_inputs]
 
 
 MAX_PROMPT = 24
@@ -371,19 +356,15 @@ def test_where_copying_always_fails_requests_are_recomputed(
     caching: bool,
     seats: int,
 ) -> None:
-    engine = LLMEngine(
-        EngineConfig(
-            model=qwen2_checkpoint,
-            block_size=BLOCK_SIZE,
-            num_blocks=num_blocks,
-            max_num_seqs=seats,
-            max_model_len=40,
-            max_num_batched_tokens=16,
-            preemption="swap",
-            enable_prefix_caching=caching,
-        )
+    engine = build(
+        qwen2_checkpoint,
+        num_blocks=num_blocks,
+        max_num_seqs=seats,
+        max_model_len=40,
+        max_num_batched_tokens=16,
+        preemption="swap",
+        enable_prefix_caching=caching,
     )
-
     tries = []
 
     def fail(*_: object) -> None:
@@ -395,10 +376,7 @@ def test_where_copying_always_fails_requests_are_recomputed(
     asks = {f"r{number}": Ask(number, 8, 0, 25, False, False, 0, None) for number in range(5)}
     for request_id, ask in asks.items():
         engine.add_request(request_id, ask.prompt, ask.params)
-    done: dict[str, RequestOutput] = {}
-    for _ in range(300):
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-        engine.check_integrity()
+    done = finish(engine)
     assert engine.stats().num_preemptions > 1
     assert len(tries) == 1, "once it has failed, nobody is sent there any more"
     assert done.keys() == asks.keys()
@@ -440,17 +418,14 @@ def test_a_request_is_swapped_out_to_pages_that_another_returns_from(
     num_blocks: int,
     num_swap_blocks: int,
 ) -> None:
-    engine = LLMEngine(
-        EngineConfig(
-            model=seeded(name),
-            block_size=BLOCK_SIZE,
-            num_blocks=num_blocks,
-            num_swap_blocks=num_swap_blocks,
-            max_num_seqs=3,
-            max_num_batched_tokens=64,
-            max_model_len=48,
-            preemption="swap",
-        )
+    engine = build(
+        seeded(name),
+        num_blocks=num_blocks,
+        num_swap_blocks=num_swap_blocks,
+        max_num_seqs=3,
+        max_num_batched_tokens=64,
+        max_model_len=48,
+        preemption="swap",
     )
     asks = {
         request_id: Ask(family, 16, 0, 9, False, False, family, None)

@@ -36,6 +36,7 @@ from omni.pipelines.pipeline_config import PipelineConfig
 from omni.seeded.language_models import build_causal_lm
 from prefix_cache import SingleTypeKVCacheManager
 from stages.stage_output import OutputAccumulator
+from tests.support.idle_engine import finish
 from tests.support.speech import made_up
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -186,11 +187,7 @@ def test_a_salt_is_any_string(engine: LLMEngine) -> None:
     """The hash is computed inside a step, where an error would fail other requests as well."""
     for salt in ("\ud800", "\udfff", "?"):
         engine.add_request(salt, PROMPT, GREEDY, cache_salt=salt)
-    done = []
-    while engine.has_unfinished_requests:
-        done += [output for output in engine.step() if output.finished]
-    assert [output.num_cached_tokens for output in done] == [0, 0, 0]
-    engine.check_integrity()
+    assert [output.num_cached_tokens for output in finish(engine).values()] == [0, 0, 0]
 
 
 def test_preemptions_of_all_completions_are_counted(qwen2_checkpoint: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -417,7 +417,6 @@ def test_invalid_prompts_for_several_codes_are_refused(
 ) -> None:
     engine = talker.engine
     prompt = Speech(0, 6, 4, False, "Ethan", 3).prompt
-    assert {field.name for field in fields(prompt)} >= change.keys()
     with pytest.raises(ValueError, match=message):
         engine.generate(replace(prompt, **change), SamplingParams(max_tokens=3))
 

@@ -28,6 +28,7 @@ from engine import (
 )
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from tests.support.encoder_decoder_reference import assert_greedy_choices
+from tests.support.idle_engine import finish
 from tests.support.pictures import picture
 
 ROWS = 16
@@ -142,15 +143,12 @@ def test_no_chunk_ends_inside_an_image(
         images = shown.get(name, [])
         ids = [5, 6, *(n for number in range(len(images)) for n in (image_id, 20 + number)), 9]
         engine.add_request(name, TokensPrompt(tuple(ids), {"image": images}), GREEDY)
-    outputs: dict[str, RequestOutput] = {}
-    while engine.has_unfinished_requests:
-        outputs |= {each.request_id: each for each in engine.step() if each.finished}
+    outputs = finish(engine)
     for name, images in shown.items():
         reference.check(outputs[name], images)
         is_image = [token == image_id for token in outputs[name].prompt_token_ids]
         ends = [end for whose, _, end in chunks if whose == name and end < len(is_image)]
         assert not any(is_image[end - 1] and is_image[end] for end in ends)
-    engine.check_integrity()
 
 
 def test_an_image_may_take_the_tokens_of_those_that_decode_behind_it(
@@ -160,10 +158,7 @@ def test_an_image_may_take_the_tokens_of_those_that_decode_behind_it(
     image_id = reference.model.config.image_token_id
     engine.add_request("image", TokensPrompt((5, image_id, 6), {"image": [picture(0)]}), GREEDY)
     engine.add_request("long", TokensPrompt((5, 6, 7)), LONG)
-    finished: list[str] = []
-    while engine.has_unfinished_requests:
-        finished += [each.request_id for each in engine.step() if each.finished]
-    assert finished == ["image", "long"]
+    assert list(finish(engine)) == ["image", "long"]
 
 
 def test_an_image_longer_than_a_step_is_refused_with_the_fix(folder: str) -> None:

@@ -291,35 +291,9 @@ def test_promise_7_a_bad_request_is_refused_and_its_neighbours_finish(roomy: LLM
         roomy.add_request("good", good.prompt, good.params)
     with pytest.raises(ValueError, match="max_tokens"):
         SamplingParams(max_tokens=-1)
-    finished = []
-    while roomy.has_unfinished_requests:
-        finished += [output for output in roomy.step() if output.finished]
-    assert [(o.request_id, o.outputs[0].finish_reason) for o in finished] == [
-        ("good", FinishReason.LENGTH)
-    ]
-    roomy.check_integrity()
-
-
-def test_promise_7_a_request_with_broken_logits_fails_alone(
-    qwen2_checkpoint: str, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = small_engine(qwen2_checkpoint, num_blocks=64)
-    compute = engine._runner._model.compute_logits
-
-    def second_row_breaks(hidden: torch.Tensor) -> torch.Tensor:
-        logits = compute(hidden)
-        if logits.shape[0] == 2:
-            logits[1, 5] = float("nan")
-        return logits
-
-    monkeypatch.setattr(engine._runner._model, "compute_logits", second_row_breaks)
-    well, ill = (Ask(family, 6, 0, 5, False, False, 0, None) for family in (0, 1))
-    engine.add_request("well", well.prompt, well.params)
-    engine.add_request("ill", ill.prompt, ill.params)
-    done = finish(engine)
-    assert done["ill"].outputs[0].finish_reason is FinishReason.ERROR
-    assert done["ill"].error is not None and "NaN" in done["ill"].error
-    assert_same(done["well"], alone.answer(well))
+    (output,) = finish(roomy).values()
+    assert output.request_id == "good"
+    assert output.outputs[0].finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("left_behind", [float("nan"), float("inf")])
@@ -342,24 +316,39 @@ def test_promise_7_nan_in_a_freed_page_affects_no_request(
         assert_same(ours, theirs)
 
 
-def test_promise_7_a_request_whose_text_breaks_fails_alone(
-    qwen2_checkpoint: str, alone: Alone, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("part", "message"), [("logits", "NaN"), ("text", "no such piece")])
+def test_promise_7_a_request_whose_logits_or_text_break_fails_alone(
+    qwen2_checkpoint: str,
+    alone: Alone,
+    part: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = small_engine(qwen2_checkpoint, num_blocks=64)
     well, ill = (Ask(family, 6, 0, 5, False, False, 0, None) for family in (0, 1))
     engine.add_request("well", well.prompt, well.params)
     engine.add_request("ill", ill.prompt, ill.params)
+    compute, append = engine._runner._model.compute_logits, CompletionText.append
     broken = engine._live["ill"].completions[0].request.text
-    append = CompletionText.append
+
+    def second_row_breaks(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute(hidden)
+        if logits.shape[0] == 2:
+            logits[1, 5] = float("nan")
+        return logits
 
     def breaks_for_one(self: CompletionText, token_id: int) -> FinishReason | None:
         if self is broken:
             raise KeyError("no such piece")
         return append(self, token_id)
 
-    monkeypatch.setattr(CompletionText, "append", breaks_for_one)
+    if part == "logits":
+        monkeypatch.setattr(engine._runner._model, "compute_logits", second_row_breaks)
+    else:
+        monkeypatch.setattr(CompletionText, "append", breaks_for_one)
     done = finish(engine)
-    assert done["ill"].error is not None and "no such piece" in done["ill"].error
+    assert done["ill"].outputs[0].finish_reason is FinishReason.ERROR
+    assert done["ill"].error is not None and message in done["ill"].error
     assert_same(done["well"], alone.answer(well))
 
 
