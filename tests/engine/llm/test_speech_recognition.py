@@ -296,9 +296,13 @@ def test_a_stop_token_of_the_request_ends_the_whole_transcription(engine: LLMEng
     assert output.outputs[0].finish_reason is FinishReason.STOP
 
 
-def test_an_aborted_recording_leaves_nothing_behind(engine: LLMEngine) -> None:
-    for num_steps in (1, 8, 20, 33):
-        engine.add_request("r", AudioPrompt(melody(9.0, 4), language="en"), params(12))
+@pytest.mark.parametrize(("language", "steps"), [("en", (1, 8, 20, 33)), (None, (0, 1, 2))])
+def test_an_aborted_recording_leaves_nothing_behind(
+    engine: LLMEngine, language: str | None, steps: tuple[int, ...]
+) -> None:
+    """Also before the language is known."""
+    for num_steps in steps:
+        engine.add_request("r", AudioPrompt(melody(9.0, 4), language=language), params(12))
         for _ in range(num_steps):
             engine.step()
         engine.abort("r")
@@ -648,19 +652,6 @@ def test_nothing_is_put_out_before_the_language_is_known(folder: str, heard: lis
     assert output.num_prompt_tokens == 4
     assert len(output.outputs[0].token_ids) == 1
     assert engine.stats().prompt_tokens == 4
-
-
-def test_an_abort_before_the_language_is_known_leaves_nothing(
-    folder: str, heard: list[Heard]
-) -> None:
-    engine = build(folder)
-    for num_steps in range(3):
-        engine.add_request("a", unnamed(heard[0]), GREEDY)
-        for _ in range(num_steps):
-            engine.step()
-        engine.abort("a")
-        assert not engine.has_unfinished_requests
-        engine.check_integrity()
 
 
 def test_room_is_counted_for_the_tokens_that_are_still_to_come(

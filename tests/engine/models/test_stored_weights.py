@@ -239,25 +239,11 @@ DECODERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (
         "qwen3_next",
-        {
-            "vocab_size": 151_936,
-            "hidden_size": 2048,
-            "intermediate_size": 5120,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "max_position_embeddings": 262_144,
-        },
+        figures(48, 151_936, 2048, 5120, 16, 2, head_dim=256, num_experts=512)
+        | {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+        | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "num_experts_per_tok": 10}
+        | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+        | {"max_position_embeddings": 262_144},
     ),
     # The text model alone, with transformers' defaults.
     "Qwen/Qwen3.5-9B": ("qwen3_5_text", {}),
@@ -280,10 +266,10 @@ CALLED = {
 """Family names that differ from the type of their config."""
 
 
-def of(family: str, hub_id: str) -> Any:
-    """Return a parameter for a layout and its family."""
+def of(family: str, hub_id: str, *more: Any) -> Any:
+    """Return parameters for a layout of a family."""
     family = CALLED.get(family, family)
-    return pytest.param(hub_id, marks=pytest.mark.shows("layout", of=family, layout=hub_id))
+    return pytest.param(hub_id, *more, marks=pytest.mark.shows("layout", of=family, layout=hub_id))
 
 
 def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -313,22 +299,6 @@ def placed(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     build = find_family(checkpoint).build
     assert build is not None
     return shapes(_targets(checkpoint, build(checkpoint, settings)).targets)
-
-
-@pytest.mark.parametrize("hub_id", [of(DECODERS[hub_id][0], hub_id) for hub_id in DECODERS])
-def test_every_weight_of_a_published_decoder_has_its_place(hub_id: str, tmp_path: Path) -> None:
-    assert_all_placed(AutoModelForCausalLM, *DECODERS[hub_id], tmp_path)
-
-
-def assert_all_placed(
-    auto_class: Any, model_type: str, figures: Mapping[str, Any], folder: Path
-) -> None:
-    config: PreTrainedConfig = AutoConfig.for_model(model_type, **figures)
-    with META:
-        theirs = auto_class.from_config(deepcopy(config))
-    config.architectures = [type(theirs).__name__]
-    stored = published(theirs)
-    assert placed(Checkpoint(indexed(folder, stored), config, None)) == stored
 
 
 MLLAMA = {"vision_config": {"image_size": 560}}
@@ -368,13 +338,15 @@ TWO_SIDES: Mapping[str, tuple[Any, str, Mapping[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("hub_id", [of(TWO_SIDES[hub_id][1], hub_id) for hub_id in TWO_SIDES])
-def test_every_weight_of_a_published_encoder_decoder_has_its_place(
-    hub_id: str, tmp_path: Path
-) -> None:
-    assert_all_placed(*TWO_SIDES[hub_id], tmp_path)
-
-
+GEMMA3_VISION = {
+    "hidden_size": 1152,
+    "image_size": 896,
+    "intermediate_size": 4304,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
 SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llava-hf/llava-1.5-7b-hf": (
         "llava",
@@ -420,15 +392,7 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
                 "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
                 "sliding_window": 1024,
             },
-            "vision_config": {
-                "hidden_size": 1152,
-                "image_size": 896,
-                "intermediate_size": 4304,
-                "num_attention_heads": 16,
-                "num_hidden_layers": 27,
-                "patch_size": 14,
-                "vision_use_head": False,
-            },
+            "vision_config": GEMMA3_VISION,
         },
     ),
     "google/gemma-3-27b-it": (
@@ -445,30 +409,14 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
                 "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
                 "sliding_window": 1024,
             },
-            "vision_config": {
-                "hidden_size": 1152,
-                "image_size": 896,
-                "intermediate_size": 4304,
-                "num_attention_heads": 16,
-                "num_hidden_layers": 27,
-                "patch_size": 14,
-                "vision_use_head": False,
-            },
+            "vision_config": GEMMA3_VISION,
         },
     ),
     "Qwen/Qwen3-VL-2B-Instruct": (
         "qwen3_vl",
         {
-            "text_config": {
-                "vocab_size": 151_936,
-                "hidden_size": 2048,
-                "intermediate_size": 6144,
-                "num_hidden_layers": 28,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-                "max_position_embeddings": 262_144,
-            },
+            "text_config": figures(28, 151_936, 2048, 6144, 16, 8, head_dim=128)
+            | {"max_position_embeddings": 262_144},
             "vision_config": {
                 "depth": 24,
                 "hidden_size": 1024,
@@ -482,19 +430,9 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Qwen/Qwen3-VL-30B-A3B-Instruct": (
         "qwen3_vl_moe",
         {
-            "text_config": {
-                "vocab_size": 151_936,
-                "hidden_size": 2048,
-                "intermediate_size": 6144,
-                "num_hidden_layers": 48,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 4,
-                "head_dim": 128,
-                "num_experts": 128,
-                "num_experts_per_tok": 8,
-                "moe_intermediate_size": 768,
-                "max_position_embeddings": 262_144,
-            },
+            "text_config": figures(48, 151_936, 2048, 6144, 32, 4, head_dim=128, num_experts=128)
+            | {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
+            | {"max_position_embeddings": 262_144},
             "vision_config": {"out_hidden_size": 2048},
         },
     ),
@@ -528,11 +466,26 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("hub_id", [of(SEEING[hub_id][0], hub_id) for hub_id in SEEING])
-def test_every_weight_of_a_published_decoder_with_towers_has_its_place(
-    hub_id: str, tmp_path: Path
+LAYOUTS = [
+    *((hub_id, AutoModelForCausalLM, *each) for hub_id, each in DECODERS.items()),
+    *((hub_id, *each) for hub_id, each in TWO_SIDES.items()),
+    *((hub_id, AutoModelForMultimodalLM, *each) for hub_id, each in SEEING.items()),
+]
+
+
+@pytest.mark.parametrize(
+    ("hub_id", "auto_class", "model_type", "figures"),
+    [of(model_type, hub_id, auto, model_type, more) for hub_id, auto, model_type, more in LAYOUTS],
+)
+def test_every_weight_of_a_published_layout_has_its_place(
+    hub_id: str, auto_class: Any, model_type: str, figures: Mapping[str, Any], tmp_path: Path
 ) -> None:
-    assert_all_placed(AutoModelForMultimodalLM, *SEEING[hub_id], tmp_path)
+    config: PreTrainedConfig = AutoConfig.for_model(model_type, **figures)
+    with META:
+        theirs = auto_class.from_config(deepcopy(config))
+    config.architectures = [type(theirs).__name__]
+    stored = published(theirs)
+    assert placed(Checkpoint(indexed(tmp_path, stored), config, None)) == stored
 
 
 # Qwen/Qwen3-Omni-30B-A3B-Instruct
