@@ -1,4 +1,4 @@
-"""Writing outputs: when and in which order, the fields, and file names that stay inside."""
+"""Writing outputs: order, fields, file names inside the folder, and resuming."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +59,15 @@ def tensor_output(request_id: str, tensors: dict[str, torch.Tensor]) -> OmniOutp
     return OmniOutput(request_id, {"encoder": stage}, finished=True)
 
 
-class Written:
-    """A run of some requests into a folder, finished when all of them are written."""
-
-    def __init__(self, folder: Path, final: dict[str, tuple[str, ...]], number: int = 1) -> None:
-        record = RunRecord(pipeline={"stages": {}}, requests="", num_requests=number)
-        self._writer = OutputWriter(folder, final, record)
-
-    def __enter__(self) -> OutputWriter:
-        return self._writer
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        if kind is None:
-            self._writer.finish()
-        self._writer.close()
+@contextmanager
+def written_run(
+    folder: Path, final: dict[str, tuple[str, ...]], number: int
+) -> Iterator[OutputWriter]:
+    """A run of some requests into a folder, finished at the end of the block."""
+    record = RunRecord(pipeline={"stages": {}}, requests="", num_requests=number)
+    with OutputWriter(folder, final, record) as writer:
+        yield writer
+        writer.finish()
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -82,8 +77,8 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 def written(
     folder: Path, *outputs: OmniOutput, final: dict[str, tuple[str, ...]] = FINAL
 ) -> list[dict[str, Any]]:
-    """The lines of a run whose outputs came in order."""
-    with Written(folder, final, len(outputs)) as writer:
+    """The lines of a run whose outputs were written in order."""
+    with written_run(folder, final, len(outputs)) as writer:
         for position, output in enumerate(outputs):
             writer.write(position, output)
     return lines(folder)
@@ -113,13 +108,7 @@ def test_a_text_stage_has_the_fields_that_apply_and_no_others(tmp_path: Path) ->
     ]
 
 
-def test_what_a_text_encoder_read_is_written(tmp_path: Path) -> None:
-    output = one_stage("writer", text="x", encoder_prompt_token_ids=(0, 7, 2))
-    (line,) = written(tmp_path, output)
-    assert line["stages"]["writer"]["encoder_prompt_token_ids"] == [0, 7, 2]
-
-
-def test_tensors_come_back_from_the_files_that_the_line_names(tmp_path: Path) -> None:
+def test_tensors_are_read_back_from_the_files_that_the_line_names(tmp_path: Path) -> None:
     tensors = {
         "hidden_states": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),
         "pooled": torch.arange(8, dtype=torch.bfloat16)[::2],
@@ -139,7 +128,7 @@ def test_tensors_come_back_from_the_files_that_the_line_names(tmp_path: Path) ->
     assert not list(tmp_path.rglob("*.partial"))
 
 
-def test_whoever_may_read_the_lines_may_read_the_files(tmp_path: Path) -> None:
+def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         written(tmp_path, tensor_output("r", {"pooled": torch.zeros(2)}))
@@ -149,7 +138,7 @@ def test_whoever_may_read_the_lines_may_read_the_files(tmp_path: Path) -> None:
     assert modes == {0o640}
 
 
-def test_a_sound_comes_back_from_the_file_that_the_line_names(tmp_path: Path) -> None:
+def test_sound_is_read_back_from_the_file_that_the_line_names(tmp_path: Path) -> None:
     samples = torch.linspace(-1.0, 1.0, 101)
     stage = StageOutput("r/1", "Voice", True, audio=Waveform(samples, 24_000))
     spoken = OmniOutput("r/1", {"Voice": stage}, finished=True)
@@ -164,16 +153,12 @@ def test_a_sound_comes_back_from_the_file_that_the_line_names(tmp_path: Path) ->
     assert not list(tmp_path.rglob("*.partial"))
 
 
-def test_a_sound_that_is_not_wanted_is_not_written(tmp_path: Path) -> None:
-    output = one_stage("writer", text="x", audio=Waveform(torch.zeros(3), 24_000))
-    assert "audio" not in written(tmp_path, output)[0]["stages"]["writer"]
-    assert not (tmp_path / "audio").exists()
-
-
-def test_stages_that_are_not_final_do_not_appear(tmp_path: Path) -> None:
-    output = tensor_output("r", {"pooled": torch.zeros(2)})
-    assert written(tmp_path, output, final={"writer": ("text",)})[0]["stages"] == {}
-    assert not (tmp_path / "tensors").exists()
+def test_outputs_that_are_not_final_are_not_written(tmp_path: Path) -> None:
+    spoken = one_stage("writer", text="x", audio=Waveform(torch.zeros(3), 24_000))
+    encoded = tensor_output("s", {"pooled": torch.zeros(2)})
+    first, second = written(tmp_path, spoken, encoded, final={"writer": ("text",)})
+    assert "audio" not in first["stages"]["writer"] and second["stages"] == {}
+    assert not (tmp_path / "audio").exists() and not (tmp_path / "tensors").exists()
 
 
 def test_a_failed_request_has_its_line_with_its_error(tmp_path: Path) -> None:
@@ -190,11 +175,11 @@ def partial_lines(folder: Path) -> list[dict[str, Any]]:
 
 
 @given(order=st.permutations(range(5)))
-def test_lines_come_at_once_and_stand_in_the_requests_order_in_the_end(
+def test_lines_are_written_at_once_and_are_ordered_by_request_at_the_end(
     order: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("out")
-    with Written(folder, FINAL, 5) as writer:
+    with written_run(folder, FINAL, 5) as writer:
         for count, position in enumerate(order, start=1):
             writer.write(position, text_output(f"r{position}"))
             done = partial_lines(folder)
@@ -209,8 +194,8 @@ def test_lines_come_at_once_and_stand_in_the_requests_order_in_the_end(
     assert {file.name for file in folder.iterdir()} == {"outputs.jsonl", "run.json"}
 
 
-def test_what_was_done_before_an_interruption_stays(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), Written(tmp_path, FINAL, 3) as writer:
+def test_an_interruption_keeps_the_lines_written_so_far(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), written_run(tmp_path, FINAL, 3) as writer:
         writer.write(2, text_output("c"))
         writer.write(1, text_output("b"))
         raise KeyboardInterrupt
@@ -218,19 +203,19 @@ def test_what_was_done_before_an_interruption_stays(tmp_path: Path) -> None:
     assert not (tmp_path / "outputs.jsonl").exists()
 
 
-def test_a_run_is_not_finished_before_all_is_done(tmp_path: Path) -> None:
+def test_a_run_with_missing_requests_cannot_be_finished(tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match="1 of 2 requests are not done"),
-        Written(tmp_path, FINAL, 2) as writer,
+        written_run(tmp_path, FINAL, 2) as writer,
     ):
         writer.write(1, text_output("b"))
     assert [line["request_id"] for line in partial_lines(tmp_path)] == ["b"]
 
 
-def test_a_sound_that_has_no_form_on_disk_fails_alone(tmp_path: Path) -> None:
+def test_a_sound_that_cannot_be_written_fails_only_its_request(tmp_path: Path) -> None:
     silent = Waveform(torch.tensor([0.0, math.nan]), 24_000)
     stage = StageOutput("r", "voice", True, audio=silent)
-    with Written(tmp_path, {"voice": ("audio",)}, 2) as writer:
+    with written_run(tmp_path, {"voice": ("audio",)}, 2) as writer:
         error = writer.write(0, OmniOutput("r", {"voice": stage}, finished=True))
         writer.write(1, OmniOutput("s", {}, finished=True))
     bad, good = lines(tmp_path)
@@ -240,8 +225,8 @@ def test_a_sound_that_has_no_form_on_disk_fails_alone(tmp_path: Path) -> None:
     assert writer.num_failed == 1
 
 
-def test_text_that_utf8_cannot_say_is_escaped(tmp_path: Path) -> None:
-    """Such as the name of a file, in an error."""
+def test_text_that_utf8_cannot_encode_is_escaped(tmp_path: Path) -> None:
+    """For example a file name in an error."""
     output = OmniOutput("r\udcff", {}, finished=True, error="no file '\udcfe'")
     (line,) = written(tmp_path, output)
     assert line["request_id"] == "r\\udcff"
@@ -250,7 +235,7 @@ def test_text_that_utf8_cannot_say_is_escaped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_position_is_written_once(first: int, tmp_path: Path) -> None:
-    with Written(tmp_path, FINAL, 2) as writer:
+    with written_run(tmp_path, FINAL, 2) as writer:
         writer.write(first, text_output("a"))
         with pytest.raises(ValueError, match=f"position {first} has been written"):
             writer.write(first, text_output("b"))
@@ -260,12 +245,11 @@ def test_a_position_is_written_once(first: int, tmp_path: Path) -> None:
         writer.write(1 - first, text_output("b"))
 
 
-def test_logprobs_and_further_completions_are_written_when_they_were_asked_for(
-    tmp_path: Path,
-) -> None:
+def test_optional_fields_are_written_when_an_output_has_them(tmp_path: Path) -> None:
     output = one_stage(
         "writer",
         text="a",
+        encoder_prompt_token_ids=(0, 7, 2),
         token_ids=(1,),
         finish_reason=FinishReason.STOP,
         logprobs=(TokenLogprobs(1, -0.5, ((1, -0.5), (2, -math.inf))),),
@@ -278,6 +262,7 @@ def test_logprobs_and_further_completions_are_written_when_they_were_asked_for(
         ),
     )
     line = written(tmp_path, output)[0]["stages"]["writer"]
+    assert line["encoder_prompt_token_ids"] == [0, 7, 2]
     assert line["logprobs"] == [{"token_id": 1, "logprob": -0.5, "top": [[1, -0.5], [2, None]]}]
     assert line["completions"] == [
         {"text": "a", "token_ids": [1], "finish_reason": "stop"},
@@ -291,17 +276,8 @@ def test_logprobs_and_further_completions_are_written_when_they_were_asked_for(
 @pytest.mark.parametrize(
     "request_id",
     [
-        "../../escape",
-        "/etc/passwd",
-        "..",
-        ".",
-        "a/b",
-        "a\\b",
-        "a\0b",
-        "x" * 5000,
-        "日本",
-        "CON",
-        " ",
+        *("../../escape", "/etc/passwd", "..", ".", "a/b", "a\\b"),
+        *("a\0b", "x" * 5000, "日本", "CON", " "),
     ],
 )
 def test_no_request_id_leads_out_of_the_folder(request_id: str, tmp_path: Path) -> None:
@@ -377,13 +353,13 @@ def content_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def whole(tmp_path: Path) -> dict[str, bytes]:
-    """What an undisturbed run leaves behind."""
+    """The files of an undisturbed run."""
     write(tmp_path / "undisturbed", 3, 0, 1, 2)
     return content_of(tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize("done", [(), (2,), (1, 3), (0, 1, 2), (3, 2, 1, 0)])
-def test_a_resumed_run_ends_as_an_undisturbed_one(
+def test_a_resumed_run_ends_like_an_undisturbed_one(
     done: tuple[int, ...], whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     folder = tmp_path / "out"
@@ -401,7 +377,7 @@ def test_a_resumed_run_ends_as_an_undisturbed_one(
     assert content_of(folder) == whole
 
 
-def test_a_finished_run_is_resumed_to_nothing(whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_resuming_a_finished_run_changes_nothing(whole: dict[str, bytes], tmp_path: Path) -> None:
     folder = tmp_path / "undisturbed"
     with opened(folder, Existing.RESUME) as writer:
         assert all(map(writer.is_done, range(NUMBER)))
@@ -411,7 +387,7 @@ def test_a_finished_run_is_resumed_to_nothing(whole: dict[str, bytes], tmp_path:
 
 
 @pytest.mark.parametrize("whole_run", [False, True])
-def test_outputs_are_refused_unless_it_is_said_what_to_do(whole_run: bool, tmp_path: Path) -> None:
+def test_existing_outputs_are_refused_by_default(whole_run: bool, tmp_path: Path) -> None:
     write(tmp_path, *(range(NUMBER) if whole_run else [2]))
     before = content_of(tmp_path)
     with pytest.raises(ValueError, match="has the outputs of an earlier run.*--overwrite") as error:
@@ -421,7 +397,7 @@ def test_outputs_are_refused_unless_it_is_said_what_to_do(whole_run: bool, tmp_p
 
 
 @pytest.mark.parametrize("whole_run", [False, True])
-def test_outputs_are_replaced_where_that_is_asked_for(
+def test_existing_outputs_are_replaced_on_request(
     whole_run: bool, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     folder = tmp_path / "out"
@@ -434,7 +410,7 @@ def test_outputs_are_replaced_where_that_is_asked_for(
     before = content_of(folder)
     with opened(folder, Existing.OVERWRITE):
         pass
-    assert content_of(folder) == before, "nothing goes before there is something in its place"
+    assert content_of(folder) == before, "outputs stay until there are new ones"
     write(folder, 0, 1, 2, 3, existing=Existing.OVERWRITE)
     assert content_of(folder) == whole
 
@@ -477,15 +453,17 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a record of the future": lambda folder: (folder / "run.json").write_text(
         json.dumps(json.loads((folder / "run.json").read_text()) | {"format": 2})
     ),
-    "another's line": lambda folder: prepended(folder, b"{}\n"),
-    "a line that is no JSON": lambda folder: prepended(folder, b"nonsense\n"),
+    "a line of another run": lambda folder: prepended(folder, b"{}\n"),
+    "a line that is not JSON": lambda folder: prepended(folder, b"nonsense\n"),
     "a blank line": lambda folder: prepended(folder, b"\n"),
     "a list": lambda folder: prepended(folder, b"[1]\n"),
     "a deep line": lambda folder: prepended(folder, b"[" * 100_000 + b"\n"),
     "no such position": lambda folder: prepended(folder, line(position=4)),
     "a position that is text": lambda folder: prepended(folder, line(position="1")),
     "an error that is a number": lambda folder: prepended(folder, line(error=1)),
-    "files that are no names": lambda folder: prepended(folder, line(stages={"a": {"audio": 1}})),
+    "a file name that is a number": lambda folder: prepended(
+        folder, line(stages={"a": {"audio": 1}})
+    ),
     "tensors that are a list": lambda folder: prepended(folder, line(stages={"a": {"tensors": 1}})),
 }
 
@@ -532,7 +510,7 @@ def test_a_last_line_that_was_cut_off_is_written_again(
 
 
 @pytest.mark.parametrize("kind", ["tensors", "audio"])
-def test_a_request_whose_file_is_gone_is_run_again(
+def test_a_request_whose_file_is_missing_is_run_again(
     kind: str, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     folder = tmp_path / "out"
@@ -557,7 +535,7 @@ def test_a_line_that_names_a_file_outside_is_run_again(place: str, tmp_path: Pat
         assert not writer.is_done(0)
 
 
-def test_a_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:
+def test_only_one_run_at_a_time_writes_into_a_folder(tmp_path: Path) -> None:
     with opened(tmp_path):
         with pytest.raises(ValueError, match="another run is writing into this folder"):
             opened(tmp_path, Existing.OVERWRITE)
@@ -565,7 +543,7 @@ def test_a_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:
     write(tmp_path, *range(NUMBER))
 
 
-_HOLDS = """
+_HOLDER_PROGRAM = """
 import sys
 from omni.requests.output_writer import OutputFolder
 folder = OutputFolder(sys.argv[1])
@@ -574,9 +552,9 @@ sys.stdin.read()
 """
 
 
-def test_a_killed_run_lets_go_of_its_folder(tmp_path: Path) -> None:
+def test_a_killed_run_releases_its_folder(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", _HOLDS, str(tmp_path)],
+        [sys.executable, "-c", _HOLDER_PROGRAM, str(tmp_path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -590,7 +568,7 @@ def test_a_killed_run_lets_go_of_its_folder(tmp_path: Path) -> None:
     write(tmp_path, *range(NUMBER))
 
 
-def test_a_folder_that_was_refused_is_let_go_of(tmp_path: Path) -> None:
+def test_a_refused_folder_is_released(tmp_path: Path) -> None:
     write(tmp_path, 2)
     with suppress(ValueError):
         opened(tmp_path)
@@ -600,9 +578,7 @@ def test_a_folder_that_was_refused_is_let_go_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["file", "file/folder"])
-def test_a_place_that_can_be_no_folder_is_told_with_what_to_give(
-    place: str, tmp_path: Path
-) -> None:
+def test_a_path_that_cannot_be_a_folder_is_named(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="give an --output-dir that can be made") as error:
         write(tmp_path / place, 0)
@@ -610,7 +586,7 @@ def test_a_place_that_can_be_no_folder_is_told_with_what_to_give(
 
 
 class FullDisk:
-    """The n-th call of one of the ways to write fails; of a write, half is done."""
+    """Makes the n-th call of a writing function fail; a write is half done."""
 
     def __init__(self, patch: pytest.MonkeyPatch, fails: int) -> None:
         self.calls = 0
@@ -632,10 +608,10 @@ class FullDisk:
         return call
 
 
-def test_a_full_disk_at_any_point_loses_nothing_that_was_done(
+def test_a_full_disk_at_any_point_loses_no_finished_request(
     whole: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """At every call that writes, in turn, of which half may have been done."""
+    """Each writing call fails in turn, possibly after half of the write."""
     fails, has_failed = 0, True
     while has_failed:
         fails += 1
@@ -653,7 +629,7 @@ def test_a_full_disk_at_any_point_loses_nothing_that_was_done(
             except OSError as error:
                 failed = True
                 assert error.errno == errno.ENOSPC
-        has_failed = disk.calls >= fails  # the lock may do without what failed
+        has_failed = disk.calls >= fails  # the lock can be taken in spite of a failed call
         if failed and "outputs.jsonl" not in content_of(folder):
             journal = content_of(folder).get("outputs.partial.jsonl", b"")
             assert journal == b"" or journal.endswith(b"\n")

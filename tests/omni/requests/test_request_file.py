@@ -1,4 +1,4 @@
-"""Reading ``requests.jsonl``: every form of prompt, and bad lines that fail alone."""
+"""Reading ``requests.jsonl``: every form of prompt; a bad line fails without the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from engine import (
     AudioPrompt,
@@ -36,7 +36,7 @@ STAGES = {"writer": OWN, "encoder": None}
 
 
 def read(folder: Path, *lines: Any) -> list[OmniRequest | RequestError]:
-    """Read lines, each given as text, as bytes or as what to write as JSON."""
+    """Read lines; each is text, bytes or an object to write as JSON."""
     path = folder / "requests.jsonl"
     texts = [line if isinstance(line, str | bytes) else json.dumps(line) for line in lines]
     written = [line.encode() if isinstance(line, str) else line for line in texts]
@@ -51,7 +51,7 @@ def read_one(folder: Path, line: Any) -> OmniRequest:
 
 
 def error_of(folder: Path, line: Any) -> str:
-    """The error of a line that stands between two good ones, which it must leave alone."""
+    """The error of a line between two good ones, which must be read."""
     before, entry, after = read(folder, {"prompt": "a"}, line, {"prompt": "b"})
     assert isinstance(before, OmniRequest)
     assert isinstance(after, OmniRequest)
@@ -64,14 +64,17 @@ def error_of(folder: Path, line: Any) -> str:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_embeds_are_found_beside_the_file_of_requests(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_embeds_are_found_next_to_the_file_of_requests(tmp_path: Path, dtype: torch.dtype) -> None:
     embeds = torch.arange(6, dtype=dtype).reshape(3, 2)
     (tmp_path / "embeds").mkdir()
     save_file({"any": embeds}, tmp_path / "embeds/a.safetensors")
-    prompt = read_one(tmp_path, {"prompt_embeds": "embeds/a.safetensors"}).prompt
-    assert isinstance(prompt, EmbedsPrompt)
-    assert torch.equal(prompt.prompt_embeds, embeds)
-    assert prompt.prompt_embeds.dtype == dtype
+    line = {"prompt_embeds": "embeds/a.safetensors"}
+    pair = read_one(tmp_path, {"encoder_prompt": line}).prompt
+    assert isinstance(pair, ExplicitEncoderDecoderPrompt)
+    for prompt in (read_one(tmp_path, line).prompt, pair.encoder_prompt):
+        assert isinstance(prompt, EmbedsPrompt)
+        assert torch.equal(prompt.prompt_embeds, embeds)
+        assert prompt.prompt_embeds.dtype == dtype
 
 
 FORMS: list[tuple[Any, Any]] = [
@@ -85,7 +88,10 @@ FORMS: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("line", "prompt"), FORMS[1:])
+ABSENT_KEYS = {"prompt": "x", "prompt_token_ids": None, "images": None}
+
+
+@pytest.mark.parametrize(("line", "prompt"), [*FORMS[1:], (ABSENT_KEYS, TextPrompt("x"))])
 def test_a_line_has_its_prompt_in_one_form(line: Any, prompt: Any, tmp_path: Path) -> None:
     assert read_one(tmp_path, line).prompt == prompt
 
@@ -98,15 +104,6 @@ def test_both_sides_of_an_encoder_decoder_model_take_every_form(
     line = {"encoder_prompt": encoder, "decoder_prompt": decoder}
     expected = ExplicitEncoderDecoderPrompt(encoder_prompt, decoder_prompt)
     assert read_one(tmp_path, line).prompt == expected
-
-
-def test_embeds_of_a_side_are_found_beside_the_file_of_requests(tmp_path: Path) -> None:
-    save_file({"any": torch.ones(3, 2)}, tmp_path / "a.safetensors")
-    line = {"encoder_prompt": {"prompt_embeds": "a.safetensors"}}
-    prompt = read_one(tmp_path, line).prompt
-    assert isinstance(prompt, ExplicitEncoderDecoderPrompt)
-    assert isinstance(prompt.encoder_prompt, EmbedsPrompt)
-    assert torch.equal(prompt.encoder_prompt.prompt_embeds, torch.ones(3, 2))
 
 
 @pytest.mark.parametrize("decoder", [None, "a", {"prompt_token_ids": [5]}])
@@ -141,7 +138,7 @@ def test_one_image_is_the_encoders_prompt(tmp_path: Path) -> None:
         {"prompt_token_ids": [1, 2]},
     ],
 )
-def test_images_beside_a_prompt_are_part_of_it(tmp_path: Path, form: dict[str, Any]) -> None:
+def test_images_given_with_a_prompt_are_part_of_it(tmp_path: Path, form: dict[str, Any]) -> None:
     files = [tmp_path / "a.png", tmp_path / "b.png"]
     for file in files:
         file.touch()
@@ -150,7 +147,7 @@ def test_images_beside_a_prompt_are_part_of_it(tmp_path: Path, form: dict[str, A
     assert prompt.multi_modal_data == {"image": files}
 
 
-def test_sound_and_images_beside_a_prompt_are_part_of_it(tmp_path: Path) -> None:
+def test_sound_and_images_given_with_a_prompt_are_part_of_it(tmp_path: Path) -> None:
     sounds = [tmp_path / "a.wav", tmp_path / "b.wav"]
     image = tmp_path / "a.png"
     for file in (*sounds, image):
@@ -185,15 +182,10 @@ def test_all_other_keys_reach_the_request(tmp_path: Path) -> None:
     assert request.speaker == "Ethan"
     assert request.sampling == {
         "writer": SamplingParams(temperature=1.0, max_tokens=3, stop=("end",))
-    }, "fields that the line does not name are the stage's own"
+    }, "fields that the line leaves out keep the stage's values"
 
 
-def test_a_null_is_as_good_as_an_absent_key(tmp_path: Path) -> None:
-    request = read_one(tmp_path, {"prompt": "x", "prompt_token_ids": None, "images": None})
-    assert request.prompt == TextPrompt("x")
-
-
-def test_ids_are_made_up_beside_those_that_are_given(tmp_path: Path) -> None:
+def test_generated_ids_differ_from_the_given_ones(tmp_path: Path) -> None:
     entries = read(
         tmp_path,
         {"prompt": "a"},
@@ -219,7 +211,7 @@ def test_a_request_id_that_comes_twice_names_both_lines(tmp_path: Path) -> None:
     assert "requests.jsonl:3: request_id: 'r' is already used on line 1" in third.message
 
 
-# A line that stands between two good ones, and what is said of it.
+# A line between two good ones, and its error.
 MISTAKES = rows(r"""
 {"prompt": } | requests.jsonl:2:12: not valid JSON
 {"prompt": "abc | not valid JSON: Unterminated string
@@ -297,44 +289,29 @@ def test_a_bad_line_fails_alone_and_says_where(line: str, expected: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("tensors", "expected"),
+    ("content", "expected"),
     [
-        ({"a": torch.zeros(2, 3), "b": torch.zeros(2, 3)}, "must hold one tensor, got 2: a, b"),
-        ({"a": torch.zeros(2)}, "float32 (2,)"),
-        ({"a": torch.zeros(0, 3)}, "float32 (0, 3)"),
-        ({"a": torch.zeros(2, 3, dtype=torch.int64)}, "int64 (2, 3)"),
+        (save({name: torch.zeros(2, 3) for name in "ab"}), "must hold one tensor, got 2: a, b"),
+        (save({"a": torch.zeros(2)}), "float32 (2,)"),
+        (save({"a": torch.zeros(0, 3)}), "float32 (0, 3)"),
+        (save({"a": torch.zeros(2, 3, dtype=torch.int64)}), "int64 (2, 3)"),
+        (b"nonsense", "cannot be read"),
     ],
 )
-def test_a_file_that_is_no_prompt_is_refused(
-    tensors: dict[str, torch.Tensor], expected: str, tmp_path: Path
+def test_a_file_without_prompt_embeds_is_refused(
+    content: bytes, expected: str, tmp_path: Path
 ) -> None:
-    save_file(tensors, tmp_path / "embeds.safetensors")
+    (tmp_path / "embeds.safetensors").write_bytes(content)
     assert expected in error_of(tmp_path, {"prompt_embeds": "embeds.safetensors"})
 
 
-def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "embeds.safetensors").write_bytes(b"nonsense")
-    assert "cannot be read" in error_of(tmp_path, {"prompt_embeds": "embeds.safetensors"})
-
-
-def test_bytes_that_are_no_text_fail_alone(tmp_path: Path) -> None:
-    path = tmp_path / "requests.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "\xff"}\n{"prompt": "b"}')
-    before, bad, after = read_requests(path, STAGES)
-    assert isinstance(before, OmniRequest)
-    assert isinstance(after, OmniRequest)
-    assert isinstance(bad, RequestError)
-    assert "requests.jsonl:2:13: not valid UTF-8" in bad.message
+def test_bytes_that_are_not_utf8_are_located(tmp_path: Path) -> None:
+    assert "requests.jsonl:2:13: not valid UTF-8" in error_of(tmp_path, b'{"prompt": "\xff"}')
 
 
 def test_a_file_without_requests_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no request"):
         read(tmp_path, "", "  ")
-
-
-def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"absent\.jsonl: cannot be read: No such file"):
-        read_requests(tmp_path / "absent.jsonl", STAGES)
 
 
 GOOD = b'{"request_id": "good", "prompt": "x"}\n'
@@ -353,29 +330,21 @@ def line_that_names(key: str, name: str) -> dict[str, Any]:
     return {key: [name]}
 
 
-def make_fifo(file: Path) -> None:
-    os.mkfifo(file)
-
-
 def make_socket(file: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         before = os.getcwd()
-        os.chdir(file.parent)  # an address of a socket is short
+        os.chdir(file.parent)  # socket addresses have a short maximum length
         try:
             listener.bind(file.name)
         finally:
             os.chdir(before)
 
 
-def make_circle(file: Path) -> None:
-    file.symlink_to(file.name)
-
-
-@pytest.mark.parametrize("make", [make_fifo, make_socket, make_circle, Path.mkdir])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, make_socket, lambda file: file.symlink_to(file.name), Path.mkdir]
+)
 @pytest.mark.parametrize("key", NAMES_A_FILE)
-def test_what_is_no_regular_file_is_refused_without_opening_it(
-    key: str, make: Any, tmp_path: Path
-) -> None:
+def test_a_special_file_is_refused_without_opening_it(key: str, make: Any, tmp_path: Path) -> None:
     make(tmp_path / "it")
     message = error_of(tmp_path, line_that_names(key, "it"))
     assert "it' cannot be read: " in message
@@ -408,7 +377,7 @@ def test_a_name_that_no_file_has_fails_alone(key: str, name: str, tmp_path: Path
 def test_every_error_of_the_operating_system_fails_alone(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of looking for a file, and of reading it."""
+    """Errors from looking up a file and from reading it."""
     save_file({"rows": torch.zeros(1, 2)}, tmp_path / "rows.safetensors")
     real = os.stat
 
@@ -462,7 +431,7 @@ def test_a_line_that_is_no_request_fails_alone(case: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("brackets", [(b"[", b"]"), (b'{"a":', b"}")])
 def test_any_depth_fails_alone(brackets: tuple[bytes, bytes], tmp_path: Path) -> None:
-    """Where one of the parsers that a line goes through gives up, none may end the run."""
+    """No parser of a line may end the run when it gives up."""
     limit = sys.getrecursionlimit()
     opened, closed = brackets
     depths = [*range(1, 40), *range(180, 260), *range(limit - 220, limit + 20), 100_000]
@@ -480,7 +449,7 @@ def test_any_depth_fails_alone(brackets: tuple[bytes, bytes], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-def test_ends_of_lines_blank_lines_and_a_byte_order_mark_do_not_count(
+def test_line_ends_blank_lines_and_a_byte_order_mark_are_ignored(
     end: bytes, tmp_path: Path
 ) -> None:
     path = tmp_path / "requests.jsonl"
@@ -492,7 +461,7 @@ def test_ends_of_lines_blank_lines_and_a_byte_order_mark_do_not_count(
     assert second.request_id == "line-5"
 
 
-def test_a_file_whose_name_is_no_utf8_is_read_and_named(tmp_path: Path) -> None:
+def test_a_file_whose_name_is_not_utf8_is_read_and_named(tmp_path: Path) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/f\xff"))
     folder.mkdir()
     path = Path(os.fsdecode(os.fsencode(folder) + b"/r\xfe.jsonl"))
@@ -509,9 +478,12 @@ def test_a_file_whose_name_is_no_utf8_is_read_and_named(tmp_path: Path) -> None:
     str(raised.value).encode("utf-8")
 
 
-@pytest.mark.parametrize("path", ["a\0b", "x" * 300, "."])
-def test_a_path_that_is_no_file_is_an_error(path: str) -> None:
-    with pytest.raises(ValueError, match="cannot be read"):
+@pytest.mark.parametrize("path", ["a\0b", "x" * 300, ".", "absent.jsonl"])
+def test_a_path_that_is_not_a_file_is_an_error(path: str) -> None:
+    message = (
+        r"^absent\.jsonl: cannot be read: No such file" if "absent" in path else "cannot be read"
+    )
+    with pytest.raises(ValueError, match=message):
         read_requests(path, STAGES)
 
 
@@ -554,7 +526,7 @@ json_text = st.recursive(
 
 
 @given(lines=st.lists(json_text.map(str.encode) | st.binary(max_size=30), max_size=4))
-def test_whatever_a_line_is_the_others_are_read(
+def test_the_other_lines_are_read_whatever_a_line_is(
     lines: list[bytes], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("lines") / "requests.jsonl"

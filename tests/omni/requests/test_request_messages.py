@@ -1,4 +1,4 @@
-"""What is said of a bad line of ``requests.jsonl``: every mistake once, and how to mend it."""
+"""Error messages of ``requests.jsonl``: each mistake once, and how to fix it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,18 @@ def message_of(folder: Path, line: Any) -> str:
     return request.message
 
 
+def asked(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
 def chat(*parts: Any) -> dict[str, Any]:
-    return {"prompt": [{"role": "user", "content": list(parts)}]}
+    return {"prompt": asked(*parts)}
 
 
 FILES_ELSEWHERE = (
     "files go into the request's 'images', 'audio' and 'videos' lists, in the order of their parts"
 )
-# A line, or a part of its only message; and what is said of it.
+# A line, or a part of its only message; and its error.
 WHOLE_MESSAGES = rows(r"""
 {"prompt_token_ids": [1.5]} | prompt_token_ids[0]: should be a valid integer, got 1.5
 {"type": "vidio"} | prompt[0].content[0].type: should be 'text', 'image', 'audio', 'video', \
@@ -72,7 +76,7 @@ prompt, messages, prompt_token_ids, prompt_embeds, got 5
 
 
 @pytest.mark.parametrize(("text", "expected"), WHOLE_MESSAGES)
-def test_one_mistake_is_told_once(text: str, expected: str, tmp_path: Path) -> None:
+def test_a_mistake_is_reported_once(text: str, expected: str, tmp_path: Path) -> None:
     line = json.loads(text)
     message = error_of(tmp_path, chat(line) if "type" in line else line)
     expected = expected.replace("FILES_ELSEWHERE", FILES_ELSEWHERE)
@@ -85,7 +89,7 @@ OF_OTHER_PROGRAMS = {
         "max_tokens: unknown key; it belongs into 'sampling'; a right line: "
         '{"prompt": "Once upon a time", "sampling": {"max_tokens": 5}}',
     ),
-    "what OpenAI's requests say beside messages": (
+    "the keys of OpenAI's requests": (
         {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 5, "model": "m"},
         "max_completion_tokens: unknown key; it belongs into 'sampling'; model: unknown key; "
         "leave it out: the pipeline says which models run; a right line: "
@@ -96,9 +100,7 @@ OF_OTHER_PROGRAMS = {
 
 
 @pytest.mark.parametrize("mistake", OF_OTHER_PROGRAMS)
-def test_what_other_programs_write_beside_a_prompt_is_shown_at_its_place(
-    mistake: str, tmp_path: Path
-) -> None:
+def test_keys_of_other_programs_are_shown_in_the_right_place(mistake: str, tmp_path: Path) -> None:
     line, expected = OF_OTHER_PROGRAMS[mistake]
     assert message_of(tmp_path, line).partition("requests.jsonl:2: ")[2] == expected
 
@@ -110,7 +112,7 @@ def test_what_other_programs_write_beside_a_prompt_is_shown_at_its_place(
         *(("audio", key) for key in ("audio", "audio_url", "path", "url", "file")),
     ],
 )
-def test_a_part_that_carries_its_file_is_told_where_files_go(
+def test_an_error_for_a_file_within_a_part_says_where_files_go(
     kind: str, key: str, tmp_path: Path
 ) -> None:
     message = error_of(tmp_path, chat({"type": kind, key: "a.file"}))
@@ -128,7 +130,7 @@ def test_a_part_that_carries_its_file_is_told_where_files_go(
         chat({"type": "x" * 500}),
     ],
 )
-def test_a_long_value_is_not_told_whole(line: Any, tmp_path: Path) -> None:
+def test_a_long_value_is_shortened(line: Any, tmp_path: Path) -> None:
     message = error_of(tmp_path, line)
     assert message.endswith("...")
     assert len(message.partition("got ")[2]) == 80
@@ -158,32 +160,20 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", EXAMPLES)
-def test_the_right_line_beside_a_mistake_is_right_and_has_its_keys(
+def test_the_suggested_line_is_valid_and_has_the_keys_of_the_mistake(
     case: str, tmp_path: Path
 ) -> None:
     save_file({"rows": torch.zeros(2, 4)}, tmp_path / "rows.safetensors")
     for name in ("photo.png", "question.wav"):
         (tmp_path / name).touch()
-    path = tmp_path / "requests.jsonl"
-    wrong = EXAMPLES[case]
-    path.write_text(json.dumps(wrong | {"x": 1}), encoding="utf-8")
-    (error,) = read_requests(path, {"writer": SamplingParams()})
-    assert isinstance(error, RequestError)
-    _, shown, example = error.message.partition("; a right line: ")
+    wrong, stages = EXAMPLES[case], {"writer": SamplingParams()}
+    message = chat_error_of(tmp_path, wrong | {"x": 1}, stages)
+    _, shown, example = message.partition("; a right line: ")
     assert shown and example == example_line(wrong)
-    path.write_text(example, encoding="utf-8")
-    (request,) = read_requests(path, {"writer": SamplingParams()})
-    assert isinstance(request, OmniRequest), request
+    right = json.loads(example)
+    assert isinstance(read_one(tmp_path, right, stages), OmniRequest)
     if case == "all others":
-        assert set(wrong) <= set(json.loads(example))
-
-
-def test_a_missing_file_needs_no_other_line(tmp_path: Path) -> None:
-    path = tmp_path / "requests.jsonl"
-    path.write_text('{"audio": ["absent.wav"]}', encoding="utf-8")
-    (error,) = read_requests(path, {})
-    assert isinstance(error, RequestError)
-    assert "a right line" not in error.message
+        assert set(wrong) <= set(right)
 
 
 STAGES = {
@@ -195,10 +185,10 @@ TEXT = {"type": "text", "text": "What is this?"}
 DATA = "data:image/png;base64," + base64.b64encode(b"no image yet").decode()
 
 
-def read_one(folder: Path, line: Any) -> OmniRequest | RequestError:
+def read_one(folder: Path, line: Any, stages: Any = STAGES) -> OmniRequest | RequestError:
     path = folder / "requests.jsonl"
     path.write_text(json.dumps(line), encoding="utf-8")
-    (entry,) = read_requests(path, STAGES)
+    (entry,) = read_requests(path, stages)
     return entry
 
 
@@ -208,14 +198,10 @@ def request_of(folder: Path, line: Any) -> OmniRequest:
     return entry
 
 
-def chat_error_of(folder: Path, line: Any) -> str:
-    entry = read_one(folder, line)
+def chat_error_of(folder: Path, line: Any, stages: Any = STAGES) -> str:
+    entry = read_one(folder, line, stages)
     assert isinstance(entry, RequestError)
     return entry.message
-
-
-def asked(*parts: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": list(parts)}]
 
 
 @pytest.mark.parametrize("key", ["messages", "prompt"])
@@ -227,7 +213,7 @@ def test_messages_are_a_chat_by_either_name(key: str, tmp_path: Path) -> None:
     assert request_of(tmp_path, {key: messages}).prompt == ChatPrompt(tuple(messages))
 
 
-def test_a_part_brings_its_image_as_a_file_or_as_data(tmp_path: Path) -> None:
+def test_a_part_has_its_image_as_a_file_or_as_data(tmp_path: Path) -> None:
     (tmp_path / "a b.png").touch()
     parts = [
         {"type": "image_url", "image_url": {"url": "a b.png", "detail": "low"}},
@@ -243,7 +229,7 @@ def test_a_part_brings_its_image_as_a_file_or_as_data(tmp_path: Path) -> None:
     assert list(prompt.messages[0]["content"]) == [{"type": "image"}] * 4 + [TEXT]
 
 
-def test_a_part_brings_its_sound_as_data(tmp_path: Path) -> None:
+def test_a_part_has_its_sound_as_data(tmp_path: Path) -> None:
     sound = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "WAV"}}
     prompt = request_of(tmp_path, {"messages": asked(sound, TEXT)}).prompt
     assert isinstance(prompt, ChatPrompt)
@@ -254,11 +240,11 @@ def test_a_part_brings_its_sound_as_data(tmp_path: Path) -> None:
 def test_items_of_parts_and_of_lists_come_in_the_order_of_their_parts(tmp_path: Path) -> None:
     for name in ("a.png", "b.png", "c.wav"):
         (tmp_path / name).touch()
-    brought = {"type": "image_url", "image_url": {"url": DATA}}
+    own = {"type": "image_url", "image_url": {"url": DATA}}
     messages = [
-        *asked({"type": "image"}, {"type": "audio"}, brought),
+        *asked({"type": "image"}, {"type": "audio"}, own),
         {"role": "assistant", "content": "I see."},
-        *asked({"type": "image"}, brought),
+        *asked({"type": "image"}, own),
     ]
     line = {"messages": messages, "images": ["a.png", "b.png"], "audio": ["c.wav"]}
     prompt = request_of(tmp_path, line).prompt
@@ -268,7 +254,7 @@ def test_items_of_parts_and_of_lists_come_in_the_order_of_their_parts(tmp_path: 
 
 
 @pytest.mark.parametrize("listed", [[], ["a.png"], ["a.png", "a.png", "a.png"]])
-def test_what_has_no_part_and_parts_that_have_nothing_are_left_for_the_engine_to_count(
+def test_the_engine_compares_the_numbers_of_files_and_parts(
     listed: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "a.png").touch()
@@ -279,15 +265,21 @@ def test_what_has_no_part_and_parts_that_have_nothing_are_left_for_the_engine_to
     assert len(prompt.multi_modal_data.get("image", [])) == len(listed)
 
 
-@pytest.mark.parametrize("url", ["http://x.org/a.png", "HTTPS://x.org/a.png"])
-def test_nothing_is_fetched(url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("http://x.org/a.png", "nothing is fetched"),
+        ("HTTPS://x.org/a.png", "nothing is fetched"),
+        ("absent.png", "absent.png' cannot be read: No such file or directory"),
+    ],
+)
+def test_a_part_needs_an_existing_local_file(url: str, expected: str, tmp_path: Path) -> None:
     line = {"messages": asked({"type": "image_url", "image_url": {"url": url}})}
-    assert "nothing is fetched" in chat_error_of(tmp_path, line)
+    assert expected in chat_error_of(tmp_path, line)
 
 
-def test_a_file_of_a_part_must_be_there(tmp_path: Path) -> None:
-    line = {"messages": asked({"type": "image_url", "image_url": {"url": "absent.png"}})}
-    assert "absent.png' cannot be read: No such file or directory" in chat_error_of(tmp_path, line)
+def test_the_error_of_a_missing_file_suggests_no_line(tmp_path: Path) -> None:
+    assert "a right line" not in chat_error_of(tmp_path, {"audio": ["absent.wav"]})
 
 
 def test_sampling_without_a_stage_is_for_every_stage_that_samples(tmp_path: Path) -> None:
@@ -299,7 +291,7 @@ def test_sampling_without_a_stage_is_for_every_stage_that_samples(tmp_path: Path
     }
 
 
-def test_a_field_that_is_a_mapping_is_no_stage(tmp_path: Path) -> None:
+def test_a_field_whose_value_is_a_mapping_is_not_a_stage(tmp_path: Path) -> None:
     sampling = {"logit_bias": {"5": -1}, "reader": {"logit_bias": {"7": 2.5}}}
     request = request_of(tmp_path, {"prompt": "x", "sampling": sampling})
     found = {stage: params.logit_bias for stage, params in request.sampling.items()}  # type: ignore[union-attr]
@@ -327,15 +319,15 @@ def test_a_stage_may_be_called_like_a_field(tmp_path: Path) -> None:
         ({"reeder": {"max_tokens": 1}}, "sampling.reeder: unknown stage; did you mean 'reader'?"),
     ],
 )
-def test_a_mistake_in_sampling_for_all_is_told(sampling: Any, told: str, tmp_path: Path) -> None:
+def test_a_mistake_in_sampling_for_all_stages_is_reported(
+    sampling: Any, told: str, tmp_path: Path
+) -> None:
     message = chat_error_of(tmp_path, {"prompt": "x", "sampling": sampling})
     assert told in message
     assert message.endswith('{"prompt": "Once upon a time", "sampling": {"max_tokens": 16}}')
 
 
-def test_sampling_where_nothing_samples_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "requests.jsonl"
-    path.write_text('{"prompt": "x", "sampling": {"max_tokens": 1}}')
-    (entry,) = read_requests(path, {"encoder": None})
-    assert isinstance(entry, RequestError)
-    assert "sampling.max_tokens: no stage of this pipeline samples" in entry.message
+def test_sampling_without_a_stage_that_samples_is_an_error(tmp_path: Path) -> None:
+    line = {"prompt": "x", "sampling": {"max_tokens": 1}}
+    message = chat_error_of(tmp_path, line, {"encoder": None})
+    assert "sampling.max_tokens: no stage of this pipeline samples" in message
