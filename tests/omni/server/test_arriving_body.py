@@ -1,4 +1,4 @@
-"""How much of a body is held, for how long it may take, and what is dropped of it."""
+"""Limits of the size and the time of arriving bodies, and dropping the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GONE = {"type": "http.disconnect"}
 
 
 class Sender:
-    """Hands messages on, one a call, and then none for ever."""
+    """Returns one message per call, and then waits forever."""
 
     def __init__(self, *messages: dict[str, Any]) -> None:
         self.left = list(messages)
@@ -41,14 +41,14 @@ def body_of(sender: Sender, others: ArrivingBodies | None = None, **headers: str
 
 
 @pytest.mark.parametrize("last", [END, GONE])
-def test_all_that_comes_is_dropped_however_much_it_is(last: dict[str, Any]) -> None:
+def test_the_rest_of_a_body_is_dropped_whatever_its_size(last: dict[str, Any]) -> None:
     sender = Sender(*[PART] * 5, last, PART)
     body = body_of(sender, transfer_encoding="chunked")
     asyncio.run(body.drop_rest())
-    assert not body.is_incomplete and sender.left == [PART], "nothing after its end was asked for"
+    assert not body.is_incomplete and sender.left == [PART], "nothing is read after the end"
 
 
-def test_who_sends_nothing_more_is_not_waited_for_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_the_rest_of_a_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "_DRAIN_TIMEOUT_S", 0.01)
     body = body_of(Sender(PART), content_length="6")
     asyncio.run(body.drop_rest())
@@ -64,11 +64,11 @@ def test_who_sends_nothing_more_is_not_waited_for_for_long(monkeypatch: pytest.M
         ({"transfer_encoding": "chunked"}, True),
     ],
 )
-def test_only_what_is_announced_is_coming(headers: dict[str, str], is_incomplete: bool) -> None:
+def test_only_an_announced_body_is_incomplete(headers: dict[str, str], is_incomplete: bool) -> None:
     assert body_of(Sender(), **headers).is_incomplete == is_incomplete
 
 
-def test_what_is_too_long_is_refused_and_the_rest_of_it_is_coming() -> None:
+def test_a_body_that_is_too_long_is_refused() -> None:
     body = body_of(Sender(PART, PART, PART, END), content_length="2048")
     body.check_length()
     assert [asyncio.run(body.receive()) for _ in range(2)] == [PART, PART]
@@ -78,12 +78,12 @@ def test_what_is_too_long_is_refused_and_the_rest_of_it_is_coming() -> None:
 
 
 @pytest.mark.parametrize("length", ["2049", "-1", "1e3", ""])
-def test_a_length_that_is_none_or_too_long_is_refused(length: str) -> None:
+def test_an_invalid_or_too_large_length_is_refused(length: str) -> None:
     with pytest.raises(ApiError, match="larger than 2048 bytes"):
         body_of(Sender(), content_length=length).check_length()
 
 
-def test_who_waits_to_be_told_to_go_on_is_not_waited_for() -> None:
+def test_a_body_that_needs_100_continue_is_not_awaited() -> None:
     sender = Sender(PART)
     body = body_of(sender, content_length="6", expect="100-continue")
     asyncio.run(body.drop_rest())
@@ -97,7 +97,9 @@ def test_who_waits_to_be_told_to_go_on_is_not_waited_for() -> None:
         ({"body_timeout_s": 0.01, "request_timeout_s": 0.01}, "had not come after 0.01 s"),
     ],
 )
-def test_a_body_that_does_not_come_ends_its_request(limits: dict[str, float], message: str) -> None:
+def test_a_body_that_does_not_arrive_ends_its_request(
+    limits: dict[str, float], message: str
+) -> None:
     body = body_of(Sender(PART), bodies(**limits), content_length="2000")
 
     async def read() -> None:
@@ -109,7 +111,7 @@ def test_a_body_that_does_not_come_ends_its_request(limits: dict[str, float], me
     assert error.value.status == 408 and error.value.headers == {"Connection": "close"}
 
 
-def test_all_large_bodies_together_have_so_much_room_and_give_it_back() -> None:
+def test_all_large_bodies_share_a_limit_and_release_their_bytes() -> None:
     others = bodies(max_body_bytes=200_000)
     held = [
         body_of(Sender(LARGE, END, GONE), others, transfer_encoding="chunked") for _ in range(9)
@@ -123,12 +125,12 @@ def test_all_large_bodies_together_have_so_much_room_and_give_it_back() -> None:
             await held[8].receive()
         assert error.value.status == 429 and error.value.headers["Retry-After"]
         small = body_of(Sender(PART, END), others, content_length="2000")
-        assert [await small.receive() for _ in range(2)] == [PART, END], "it needs no room"
+        assert [await small.receive() for _ in range(2)] == [PART, END], "small bodies do not count"
         held[7].release()
         held[7].release()
         assert others.num_bytes == 700_000
-        await held[0].receive()  # a little more, and the end
-        assert others.num_bytes == 701_000, "its reader is still about it"
+        await held[0].receive()  # one more part, and the end
+        assert others.num_bytes == 701_000, "its reader still works on it"
         assert await held[0].receive() == GONE
         assert others.num_bytes == 600_000
         for body in held:

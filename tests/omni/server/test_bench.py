@@ -1,4 +1,4 @@
-"""``omni bench`` counts the same in process and over HTTP, where the same is asked."""
+"""``omni bench`` counts the same in process and over HTTP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def measured(out: Path, *flags: str) -> Any:
 def test_tokens_and_hits_are_the_same_in_process_and_over_http(
     server: LiveServer, endpoint: str, tmp_path: Path
 ):
-    """One request at a time, so that what is hit does not depend on who came first."""
+    """One request at a time, so that hits do not depend on the order."""
     flags: tuple[str, ...] = ("--endpoint", endpoint, "--requests", "6", "--turns", "2")
     flags += ("--prompt-tokens", "60", "--shared-prefix-tokens", "32", "--max-tokens", "7")
     flags += ("--seed", "4711", "--temperature", "0", "--ignore-eos", "--warmup", "2")
@@ -35,7 +35,7 @@ def test_tokens_and_hits_are_the_same_in_process_and_over_http(
     assert within["tokens"] == over["tokens"]
     assert over["tokens"]["output"] == 42 and over["tokens"]["cached"] > 0
     counts = [level["latencies"]["between_tokens"]["count"] for level in (within, over)]
-    # A server puts what has gathered into one piece.
+    # A server sends accumulated tokens as one piece.
     assert 0 < counts[1] <= counts[0]
 
 

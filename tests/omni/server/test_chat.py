@@ -1,4 +1,4 @@
-"""What the official client gets of a chat is what ``Omni`` gives in Python."""
+"""Chats and completions of the official client equal those of ``Omni`` in Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HELLO: list[Any] = [
     {"role": "user", "content": "How many clocks are there in the library?"},
 ]
 
-# What clients of vLLM may send, and what is so by default.
+# Fields of vLLM with their defaults.
 NEUTRAL: dict[str, Any] = {
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
@@ -31,7 +31,7 @@ NEUTRAL: dict[str, Any] = {
     "guided_decoding_backend": "auto",
 }
 
-# What a client sends, and what this is to the stage.
+# Fields of a client, and the sampling parameters of the stage.
 SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"max_completion_tokens": 5}, {"max_tokens": 5}),
@@ -80,7 +80,7 @@ def told(output: StageOutput) -> list[tuple[str | None, str]]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("asked", "sampling"), SAMPLING)
-def test_an_answer_is_that_of_omni_in_python(
+def test_an_answer_equals_that_of_omni_in_python(
     server: LiveServer, client: Any, asked: dict[str, Any], sampling: dict[str, Any], stream: bool
 ):
     output = in_python(server, ChatPrompt(tuple(HELLO)), sampling)
@@ -110,7 +110,7 @@ def test_an_answer_is_that_of_omni_in_python(
 
 @pytest.mark.parametrize("num_answers", [1, 2])
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
-def test_every_chunk_counts_the_tokens_so_far_where_that_is_asked(
+def test_every_chunk_may_count_the_tokens_so_far(
     server: LiveServer, client: Any, endpoint: str, num_answers: int
 ):
     asked = {
@@ -138,7 +138,7 @@ def test_every_chunk_counts_the_tokens_so_far_where_that_is_asked(
     assert last.choices == [] and last.usage.completion_tokens == 9 * num_answers
 
 
-def test_a_prompt_is_cut_to_its_end_where_that_is_asked(client: Any):
+def test_a_prompt_may_be_truncated_to_its_end(client: Any):
     ids = list(range(5, 45))
     whole = client.completions.create(model="chat", prompt=ids[-7:])
     cut = client.completions.create(
@@ -148,7 +148,7 @@ def test_a_prompt_is_cut_to_its_end_where_that_is_asked(client: Any):
 
 
 @pytest.mark.parametrize("options", [{}, {"include_usage": False}])
-def test_no_chunk_counts_tokens_where_usage_is_not_asked_for(client: Any, options: dict[str, bool]):
+def test_no_chunk_counts_tokens_without_a_request_for_usage(client: Any, options: dict[str, bool]):
     stream = client.chat.completions.create(
         model="chat", messages=HELLO, stream=True,
         stream_options={"continuous_usage_stats": True, **options},
@@ -156,7 +156,7 @@ def test_no_chunk_counts_tokens_where_usage_is_not_asked_for(client: Any, option
     assert all(chunk.usage is None and chunk.choices for chunk in stream)
 
 
-def test_a_stream_comes_in_pieces_and_tells_no_usage_unasked(client: Any):
+def test_a_stream_has_several_pieces_and_no_usage_by_default(client: Any):
     # Who is slow gets several tokens in a piece, though hardly a hundred of them.
     stream = client.chat.completions.create(
         model="chat",
@@ -171,7 +171,7 @@ def test_a_stream_comes_in_pieces_and_tells_no_usage_unasked(client: Any):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("top", [None, 0, 3])
-def test_logprobs_are_those_of_omni_in_python(
+def test_logprobs_equal_those_of_omni_in_python(
     server: LiveServer, client: Any, top: int | None, stream: bool
 ):
     given = {} if top is None else {"top_logprobs": top}
@@ -213,7 +213,7 @@ def test_bytes_of_tokens_join_to_the_characters_of_the_text(server: LiveServer, 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_one_of_several_answers_has_its_own_logprobs(
+def test_each_of_several_answers_has_its_logprobs(
     server: LiveServer, client: Any, stream: bool, endpoint: str
 ):
     drawn = {"n": 3, "temperature": 1.0, "seed": 7}
@@ -239,7 +239,9 @@ def test_every_one_of_several_answers_has_its_own_logprobs(
         assert len(found[index]) == len(each.token_ids)
 
 
-def test_a_bias_chooses_and_bans_and_logprobs_are_the_models_own(server: LiveServer, client: Any):
+def test_a_bias_forces_or_bans_a_token_and_leaves_logprobs_unchanged(
+    server: LiveServer, client: Any
+):
     def ask(**bias: int) -> list[float]:
         answer = client.completions.create(
             model="chat", prompt=[5, 6, 7], max_tokens=3, logprobs=0, logit_bias=bias
@@ -260,10 +262,10 @@ def test_a_bias_chooses_and_bans_and_logprobs_are_the_models_own(server: LiveSer
         told = ask(**{str(token_id): value for token_id, value in bias.items()})
         assert free.logprobs is not None and expected.logprobs is not None
         assert told == [each.logprob for each in expected.logprobs]
-        assert told[0] < free.logprobs[0].logprob, "what the model itself finds less likely"
+        assert told[0] < free.logprobs[0].logprob, "the model finds it less likely"
 
 
-def test_what_was_computed_before_is_told_as_cached(client: Any):
+def test_a_repeated_prompt_is_reported_as_cached(client: Any):
     messages = [{"role": "user", "content": "The clocks of the library " * 6}]
     first, again = (
         client.chat.completions.create(model="chat", messages=messages) for _ in range(2)
@@ -273,7 +275,7 @@ def test_what_was_computed_before_is_told_as_cached(client: Any):
     assert first.choices == again.choices
 
 
-def test_every_stage_can_be_told_how_to_sample(server: LiveServer, client: Any):
+def test_each_stage_may_have_sampling_parameters(server: LiveServer, client: Any):
     stages = {"writer": {"max_tokens": 3, "temperature": 1.0, "seed": 4}}
     answer = client.chat.completions.create(
         model="two_step", messages=HELLO, max_tokens=6, extra_body={"stages": stages}
@@ -285,7 +287,7 @@ def test_every_stage_can_be_told_how_to_sample(server: LiveServer, client: Any):
     assert answer.choices[0].message.content == expected.stages["reader"].text
 
 
-def test_an_answer_can_be_sent_back_as_it_came(server: LiveServer, client: Any):
+def test_an_answer_can_be_sent_back_unchanged(server: LiveServer, client: Any):
     first = client.chat.completions.create(model="chat", messages=HELLO)
     said = first.choices[0].message
     more = {"role": "user", "content": [{"type": "text", "text": "And"}, {"type": "text", "text": "then?"}]}  # fmt: skip  # noqa: E501
@@ -297,7 +299,7 @@ def test_an_answer_can_be_sent_back_as_it_came(server: LiveServer, client: Any):
     assert answer.choices[0].message.content == expected.text
 
 
-def test_the_sound_of_an_answer_that_nobody_gave_is_not_known(client: Any):
+def test_an_unknown_audio_id_is_refused(client: Any):
     spoken: dict[str, Any] = {"role": "assistant", "audio": {"id": "audio-1"}}
     with pytest.raises(openai.BadRequestError, match="no audio 'audio-1' is kept") as error:
         client.chat.completions.create(model="chat", messages=[*HELLO, spoken, HELLO[-1]])
@@ -307,7 +309,7 @@ def test_the_sound_of_an_answer_that_nobody_gave_is_not_known(client: Any):
         client.chat.completions.create(model="chat", messages=[*HELLO, spoken])
 
 
-def test_a_developer_speaks_as_the_system_does(client: Any):
+def test_a_developer_message_is_a_system_message(client: Any):
     developer = [{**HELLO[0], "role": "developer"}, HELLO[1]]
     answers = [
         client.chat.completions.create(model="chat", messages=messages).choices
@@ -316,7 +318,7 @@ def test_a_developer_speaks_as_the_system_does(client: Any):
     assert answers[0] == answers[1]
 
 
-def test_only_who_sends_the_same_salt_shares_what_was_cached(client: Any):
+def test_only_requests_with_the_same_salt_share_cached_tokens(client: Any):
     messages = [{"role": "user", "content": "A clock that nobody else has asked about. " * 4}]
     cached = [
         client.chat.completions.create(
@@ -331,7 +333,7 @@ PROMPTS = ["Once upon a time", "Twice upon a hill", "There"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_completions_are_those_of_omni_in_python(server: LiveServer, client: Any, stream: bool):
+def test_completions_equal_those_of_omni_in_python(server: LiveServer, client: Any, stream: bool):
     sampling = {"n": 2, "temperature": 1.0, "seed": 3, "max_tokens": 7}
     answer = client.completions.create(model="chat", prompt=PROMPTS, stream=stream, **sampling)
     texts, reasons = ([""] * 6, [""] * 6)
@@ -364,7 +366,7 @@ def test_an_echo_is_the_prompt_before_each_completion(server: LiveServer, client
     assert error.value.param == "echo"
 
 
-def test_token_ids_are_prompts_as_well(server: LiveServer, client: Any):
+def test_prompts_may_be_token_ids(server: LiveServer, client: Any):
     one = client.completions.create(model="chat", prompt=[5, 6, 7])
     several = client.completions.create(model="chat", prompt=[[5, 6, 7], [8, 9]])
     expected = [in_python(server, TokensPrompt(ids), {}).text for ids in ((5, 6, 7), (8, 9))]
@@ -374,9 +376,7 @@ def test_token_ids_are_prompts_as_well(server: LiveServer, client: Any):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_of_completions_tell_where_tokens_begin(
-    server: LiveServer, client: Any, stream: bool
-):
+def test_logprobs_of_completions_have_text_offsets(server: LiveServer, client: Any, stream: bool):
     answer = client.completions.create(model="chat", prompt="There", logprobs=2, stream=stream)
     expected = in_python(server, TextPrompt("There"), {"logprobs": 2})
     tokens: list[str] = []
@@ -392,7 +392,7 @@ def test_logprobs_of_completions_tell_where_tokens_begin(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_offsets_are_places_in_the_text_whatever_is_left_out_of_it(
+def test_offsets_are_positions_in_the_text_without_special_tokens(
     server: LiveServer, client: Any, stream: bool
 ):
     answer = client.completions.create(
@@ -416,7 +416,7 @@ def test_offsets_are_places_in_the_text_whatever_is_left_out_of_it(
 
 
 @pytest.mark.parametrize("number", [0, 2])
-def test_the_chosen_token_is_among_the_likeliest_of_completions(
+def test_the_chosen_token_is_among_the_top_logprobs_of_completions(
     server: LiveServer, client: Any, number: int
 ):
     sampling = {"max_tokens": 30, "temperature": 2.0, "seed": 4}

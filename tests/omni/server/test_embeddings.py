@@ -1,4 +1,4 @@
-"""Embeddings are the rows that ``Omni`` gives in Python."""
+"""Embeddings equal the rows of ``Omni`` in Python."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_embeddings_are_the_encoders_pooled_rows(embedding: LiveServer, client: 
 
 
 @pytest.mark.parametrize("encoding", ["float", "base64"])
-def test_rows_are_shortened_as_sentence_transformers_does(client: Any, encoding: Any):
+def test_rows_are_shortened_like_those_of_sentence_transformers(client: Any, encoding: Any):
     asked = {"model": "encode_then_generate", "input": TEXTS, "encoding_format": encoding}
     whole, short = (
         [
@@ -67,15 +67,13 @@ def test_rows_are_shortened_as_sentence_transformers_does(client: Any, encoding:
             client.embeddings.create(**asked, dimensions=wrong)
 
 
-def test_one_text_and_token_ids_have_embeddings_too(client: Any):
+def test_one_text_and_token_ids_have_embeddings(client: Any):
     for given in ("Once", [5, 6, 7], [[5, 6], [7]]):
         answer = client.embeddings.create(model="encode_then_generate", input=given)
         assert len(answer.data) == (2 if isinstance(given[0], list) else 1)
 
 
-def test_an_input_that_is_too_long_is_refused_or_cut_where_that_is_asked(
-    embedding: LiveServer, client: Any
-):
+def test_an_input_that_is_too_long_is_refused_or_truncated(embedding: LiveServer, client: Any):
     text = "Once upon a time there was a house. " * 400
     create = client.embeddings.create
     with pytest.raises(openai.BadRequestError, match="max_model_len") as error:
@@ -100,7 +98,9 @@ def test_an_input_that_is_too_long_is_refused_or_cut_where_that_is_asked(
     ("num_tokens", "message"),
     [(10**6, "but max_model_len is"), (0, "0 would leave nothing"), (-2, "greater than or equal")],
 )
-def test_a_length_that_cannot_be_is_refused_by_its_name(client: Any, num_tokens: int, message: str):
+def test_an_invalid_truncation_is_reported_with_its_field(
+    client: Any, num_tokens: int, message: str
+):
     with pytest.raises(openai.BadRequestError, match=message) as error:
         client.embeddings.create(
             model="encode_then_generate",

@@ -1,4 +1,4 @@
-"""What ``omni run`` says of a request, ``omni serve`` says of the same, for every family."""
+"""``omni run`` and ``omni serve`` answer a request alike, for every family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests made to harm are refused with little work, and harm nobody else."""
+"""Malicious requests are refused cheaply and do not affect others."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def chat(*parts: Any, **fields: Any) -> bytes:
 
 
 def picture_of_nothing() -> dict[str, Any]:
-    """A PNG of a few kilobytes that would be 200 MB."""
+    """A PNG of a few kilobytes that decodes to 200 MB."""
     file = io.BytesIO()
     Image.new("1", (8192, 8192)).save(file, "PNG")
     assert len(file.getvalue()) < 100_000
@@ -62,7 +62,7 @@ def picture_of_nothing() -> dict[str, Any]:
 
 
 def sound_of_nothing() -> dict[str, Any]:
-    """A FLAC of less than a megabyte that would be 21 minutes of sound."""
+    """A FLAC of less than a megabyte that decodes to 21 minutes of sound."""
     file = io.BytesIO()
     soundfile.write(file, np.zeros(21 * 60 * 8000, np.int16), 8000, format="FLAC")
     assert len(file.getvalue()) < 1_000_000
@@ -78,7 +78,7 @@ def sound_of_nothing() -> dict[str, Any]:
     ],
     ids=["picture", "sound"],
 )
-def test_what_unpacks_to_far_more_is_refused(
+def test_media_that_decompress_to_far_more_are_refused(
     server: LiveServer, part: dict[str, Any], told: str
 ) -> None:
     status, _, answer = post(server, "/v1/chat/completions", chat(part))
@@ -86,14 +86,14 @@ def test_what_unpacks_to_far_more_is_refused(
     assert re.search(told, answer["error"]["message"]), answer
 
 
-def test_a_packed_body_is_not_unpacked(server: LiveServer) -> None:
+def test_a_compressed_body_is_not_decompressed(server: LiveServer) -> None:
     packed = gzip.compress(b" " * 200_000_000, 1)
     status, _, answer = post(server, "/v1/chat/completions", packed, {"Content-Encoding": "gzip"})
     assert status in (400, 415), answer
 
 
 @pytest.mark.parametrize("voice", TRICKS)
-def test_a_voice_is_a_name_and_no_path(server: LiveServer, voice: str) -> None:
+def test_a_voice_is_a_name_and_not_a_path(server: LiveServer, voice: str) -> None:
     audio = {"voice": voice, "format": "wav"}
     body = chat(modalities=["text", "audio"], audio=audio)
     speech = json.dumps({"model": "omni_speech", "input": "Hello.", "voice": voice}).encode()
@@ -115,12 +115,12 @@ def test_a_voice_is_a_name_and_no_path(server: LiveServer, voice: str) -> None:
         b"traceparent: 00-a\nX-Evil: 1\r\n",
     ],
 )
-def test_no_header_of_a_client_gets_into_an_answer_or_a_log(
+def test_no_header_of_a_client_appears_in_an_answer_or_a_log(
     server: LiveServer, caplog: pytest.LogCaptureFixture, head: bytes
 ) -> None:
     with caplog.at_level(logging.DEBUG, "omni"), connection(server.url) as client:
-        # In one piece: a server that has refused the first line of two pieces closes with
-        # the second unread, and what it answered may then be lost on the way.
+        # In one piece: a server that refuses the first of two pieces closes the connection with
+        # the second unread, and its answer may be lost.
         start = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
         client.sendall(start + head + b"Connection: close\r\n\r\n")
         answer = b""
@@ -131,7 +131,7 @@ def test_no_header_of_a_client_gets_into_an_answer_or_a_log(
     assert not any("evil" in each.getMessage().lower() for each in caplog.records)
 
 
-def test_a_request_id_with_new_lines_is_a_text_and_nothing_else(
+def test_a_request_id_with_line_breaks_injects_nothing(
     server: LiveServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = "a\r\nX-Evil: 1\r\n\r\nINFO forged"
@@ -142,6 +142,6 @@ def test_a_request_id_with_new_lines_is_a_text_and_nothing_else(
     assert not any("\n" in each.getMessage() for each in caplog.records)
 
 
-def test_the_server_goes_on(server: LiveServer) -> None:
+def test_the_server_still_answers(server: LiveServer) -> None:
     status, _, answer = post(server, "/v1/chat/completions", chat())
     assert status == 200 and answer["choices"][0]["message"]["content"]

@@ -1,4 +1,4 @@
-"""Images and sound in, and sound out, as Omni gives them in Python."""
+"""Images, video and sound in requests, and sound in answers, equal to Omni in Python."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHORT = {"thinker": {"max_tokens": 8}, "talker": {"max_tokens": 16}}
 
 
 def silent() -> PipelineConfig:
-    """A pipeline that speaks, whose talker ends with whatever it says first."""
+    """A pipeline with speech whose talker stops at its first token."""
     return PipelineConfig.load(
         "omni_speech",
         overrides={
@@ -86,9 +86,7 @@ def spoken_request(kind: str = "wav", speaker: str | None = None) -> OmniRequest
 
 
 @pytest.mark.parametrize("language", [{}, {"language": "en"}])
-def test_what_is_heard_can_be_asked_as_a_transcription(
-    media: LiveServer, client: Any, language: dict[str, Any]
-):
+def test_a_model_with_sound_transcribes(media: LiveServer, client: Any, language: dict[str, Any]):
     answer = client.audio.transcriptions.create(**MODEL, file=("a.wav", sound()), **language)
     message = {"role": "user", "content": [{"type": "audio"}]}
     prompt = ChatPrompt((message,), {"audio": [sound()]})
@@ -97,7 +95,7 @@ def test_what_is_heard_can_be_asked_as_a_transcription(
     )
 
 
-def test_a_cascade_is_asked_by_voice(media: LiveServer, client: Any):
+def test_a_cascade_answers_sound(media: LiveServer, client: Any):
     model = "transcribe_then_summarize"
     heard_only = [{"role": "user", "content": question()[0]["content"][:1]}]
     answer = client.chat.completions.create(model=model, messages=heard_only)
@@ -107,7 +105,7 @@ def test_a_cascade_is_asked_by_voice(media: LiveServer, client: Any):
         client.chat.completions.create(model=model, messages=question())
 
 
-def test_a_transcription_that_a_model_cannot_give_says_what_it_needs(client: Any):
+def test_an_unsupported_transcription_is_refused_with_the_reason(client: Any):
     for model, fields, told in (
         ("omni_speech", {"response_format": "verbose_json"}, "timestamps is for speech models"),
         ("seeing", {}, "this model takes no audio; it takes image"),
@@ -120,7 +118,7 @@ def test_a_transcription_that_a_model_cannot_give_says_what_it_needs(client: Any
     ("model", "kind"),
     [("seeing", "image"), ("whole", "image"), ("omni_speech", "image"), ("omni_speech", "video")],
 )
-def test_images_and_videos_are_seen(media: LiveServer, client: Any, model: str, kind: str):
+def test_images_and_videos_are_answered(media: LiveServer, client: Any, model: str, kind: str):
     content = picture() if kind == "image" else video_file("mp4", moving_picture(8))
     mime = "image/png" if kind == "image" else "video/mp4"
     where = {"url": f"data:{mime};base64,{b64encode(content).decode()}"}
@@ -144,7 +142,7 @@ def test_images_and_videos_are_seen(media: LiveServer, client: Any, model: str, 
 
 
 class Pictures(http.server.BaseHTTPRequestHandler):
-    """Shows one picture at every address."""
+    """Returns one picture at every path."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -155,7 +153,7 @@ class Pictures(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_an_image_is_fetched_from_a_host_that_is_named(
+def test_an_image_is_fetched_from_an_allowed_host(
     media: LiveServer, client: Any, monkeypatch: pytest.MonkeyPatch
 ):
     fetcher = UrlFetcher(["127.0.0.1"], ServerLimits(url_timeout_s=PATIENCE_S))
@@ -183,9 +181,9 @@ def test_an_image_is_fetched_from_a_host_that_is_named(
 
 
 @pytest.mark.parametrize("kind", ["wav", "flac", "ogg", "mp3", "url"])
-def test_sound_is_heard(media: LiveServer, client: Any, kind: str):
+def test_sound_is_answered(media: LiveServer, client: Any, kind: str):
     messages = question("wav" if kind == "url" else kind)
-    if kind == "url":  # as vLLM takes it
+    if kind == "url":  # vLLM's form
         kind = "wav"
         url = f"data:audio/wav;base64,{b64encode(sound()).decode()}"
         messages[0]["content"][0] = {"type": "audio_url", "audio_url": {"url": url}}
@@ -217,14 +215,16 @@ def test_an_answer_is_spoken(media: LiveServer, client: Any, voice: str, kind: s
     if kind == "aac":
         assert decoded_by_ffmpeg(content)[0].size == pytest.approx(len(samples), abs=2400)
         return
-    # Windows depend on when chunks came, by rounding.
+    # Windows depend on the arrival of chunks, up to rounding.
     assert np.abs(heard(content).astype(int) - samples).max() <= 1
     assert said.audio.expires_at > answer.created
-    goes_on_alike(client, said.content, said.model_dump(), said.audio.id)
+    check_forms_of_earlier_answer(client, said.content, said.model_dump(), said.audio.id)
 
 
-def goes_on_alike(client: Any, content: str, as_it_came: Any, audio_id: str) -> None:
-    """An answer is the same in a conversation in whatever form it is sent back."""
+def check_forms_of_earlier_answer(
+    client: Any, content: str, as_it_came: Any, audio_id: str
+) -> None:
+    """Check that the next answer does not depend on the form of the earlier one."""
     earlier: Any = [
         {"content": content},
         as_it_came,
@@ -248,7 +248,7 @@ def goes_on_alike(client: Any, content: str, as_it_came: Any, audio_id: str) -> 
     assert len(answers) == 1
 
 
-def test_a_streamed_answer_sounds_while_it_is_made(media: LiveServer, client: Any):
+def test_a_streamed_answer_has_sound_while_it_is_generated(media: LiveServer, client: Any):
     stream = client.chat.completions.create(
         model="omni_speech",
         messages=question(),
@@ -273,7 +273,7 @@ def test_a_streamed_answer_sounds_while_it_is_made(media: LiveServer, client: An
             reasons.append(choice.finish_reason)
     assert len(pieces) > 1 and reasons == ["length"]
     assert audio["expires_at"] > chunk.created
-    goes_on_alike(client, text, {"audio": audio}, audio["id"])
+    check_forms_of_earlier_answer(client, text, {"audio": audio}, audio["id"])
     sampling = {"thinker": {"max_tokens": 16}, "talker": {"max_tokens": 48}}
     request = OmniRequest(spoken_request().prompt, sampling=sampling, speaker="Ethan")
     expected = in_python(media, "omni_speech", request).stages
@@ -298,9 +298,7 @@ TYPES = {
 
 
 @pytest.mark.parametrize("kind", [None, *TYPES])
-def test_speech_is_a_file_of_the_kind_that_was_asked_for(
-    media: LiveServer, client: Any, kind: str | None
-):
+def test_speech_is_a_file_of_the_requested_format(media: LiveServer, client: Any, kind: str | None):
     given = {} if kind is None else {"response_format": kind}
     with client.audio.speech.with_streaming_response.create(
         **SPEECH, voice={"id": "Ethan"}, **given
@@ -322,7 +320,7 @@ def test_speech_is_a_file_of_the_kind_that_was_asked_for(
 
 
 @pytest.mark.parametrize("kind", ["mp3", "pcm"])
-def test_speech_comes_in_events(client: Any, kind: str):
+def test_speech_may_be_streamed_as_events(client: Any, kind: str):
     asked = {**SPEECH, "voice": "Ethan", "response_format": kind}
     whole = client.audio.speech.create(**asked).content
     events = []
@@ -336,7 +334,7 @@ def test_speech_comes_in_events(client: Any, kind: str):
     *deltas, last = events
     assert {each["type"] for each in deltas} == {"speech.audio.delta"} and len(deltas) > 1
     found = b"".join(b64decode(each["audio"]) for each in deltas)
-    if kind == "pcm":  # windows depend on when chunks came, by rounding
+    if kind == "pcm":  # windows depend on the arrival of chunks, up to rounding
         both = [np.frombuffer(each, "<i2").astype(int) for each in (found, whole)]
         assert np.abs(both[0] - both[1]).max() <= 1
     else:
@@ -347,7 +345,7 @@ def test_speech_comes_in_events(client: Any, kind: str):
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
 
 
-def test_speed_changes_how_long_speech_takes(client: Any):
+def test_speed_changes_the_length_of_speech(client: Any):
     speed = 1.5
     asked = {**SPEECH, "voice": "Ethan", "response_format": "pcm"}
     plain, changed = (
@@ -359,7 +357,7 @@ def test_speed_changes_how_long_speech_takes(client: Any):
             client.audio.speech.create(**asked, speed=wrong)
 
 
-def test_stock_names_stand_for_the_voices_of_the_pipeline(media: LiveServer, client: Any):
+def test_openais_voice_names_are_aliases_of_voices(media: LiveServer, client: Any):
     asked = {"model": "omni_speech", "input": "Tell me.", "response_format": "pcm"}
     more = {"stages": {"thinker": {"max_tokens": 6}, "talker": {"max_tokens": 20}}}
     alloy, ash, chelsie, ethan = (
@@ -377,7 +375,7 @@ def test_stock_names_stand_for_the_voices_of_the_pipeline(media: LiveServer, cli
     assert call(f"{media.url}/v1/audio/voices?model=none")[0] == 404
 
 
-def test_models_say_what_they_take_and_give(client: Any):
+def test_models_list_their_modalities_voices_and_stages(client: Any):
     models = {each.id: each.model_dump() for each in client.models.list()}
     expected: dict[str, tuple[list[str], list[str], list[str]]] = {
         "omni_speech": (
@@ -401,7 +399,7 @@ def test_models_say_what_they_take_and_give(client: Any):
     ]
 
 
-def test_speech_is_sampled_by_stage_as_chats_are(media: LiveServer, client: Any):
+def test_speech_has_sampling_parameters_by_stage(media: LiveServer, client: Any):
     asked = {"model": "omni_speech", "input": "Tell me.", "voice": "Ethan"}
     sampling = {"thinker": {"max_tokens": 6}, "talker": {"max_tokens": 20, "seed": 3}}
     more = {"stages": sampling, "priority": 1, "cache_salt": "mine"}
@@ -418,14 +416,14 @@ def test_speech_is_sampled_by_stage_as_chats_are(media: LiveServer, client: Any)
 
 
 @pytest.mark.parametrize("kind", ["wav", "mp3", "flac", "pcm"])
-def test_speech_that_is_silent_is_an_error(media: LiveServer, client: Any, kind: str):
+def test_speech_without_sound_is_an_error(media: LiveServer, client: Any, kind: str):
     with pytest.raises(openai.UnprocessableEntityError, match="the model made no sound"):
         client.audio.speech.create(
             model="silent", input="Say nothing.", voice="Ethan", response_format=kind
         )
 
 
-def test_a_chat_whose_model_stays_silent_is_its_text(media: LiveServer, client: Any):
+def test_a_chat_without_sound_has_its_text(media: LiveServer, client: Any):
     spoken: dict[str, Any] = {"modalities": ["text", "audio"]}
     asked: dict[str, Any] = {"model": "silent", "messages": question()}
     whole = client.chat.completions.create(**asked, **spoken, audio={"format": "mp3"})
@@ -451,7 +449,7 @@ def test_a_chat_whose_model_stays_silent_is_its_text(media: LiveServer, client: 
         ("image", "https://images.example/a.png", "image_url.url", "--allow-url-hosts"),
     ],
 )
-def test_a_part_that_cannot_be_read_is_told_with_its_place(
+def test_an_unreadable_part_is_reported_with_its_position(
     client: Any, call: str, wrong: Any, param: str, message: str
 ):
     part = {"type": "input_audio", "input_audio": wrong}
@@ -466,7 +464,7 @@ def test_a_part_that_cannot_be_read_is_told_with_its_place(
 
 
 @pytest.mark.parametrize("content", [b"hello", b"RIFF0000WAVE", picture()])
-def test_a_sound_that_is_none_fails_alone(client: Any, content: bytes):
+def test_an_undecodable_sound_is_refused(client: Any, content: bytes):
     audio = {"data": b64encode(content).decode(), "format": "wav"}
     with pytest.raises(openai.BadRequestError, match="the audio") as error:
         client.chat.completions.create(
@@ -476,7 +474,7 @@ def test_a_sound_that_is_none_fails_alone(client: Any, content: bytes):
     assert error.value.param == "messages"
 
 
-def test_what_a_model_cannot_do_is_told(client: Any):
+def test_unsupported_requests_are_refused_with_the_reason(client: Any):
     create = client.chat.completions.create
     hello = [{"role": "user", "content": "hello"}]
     spoken = {"modalities": ["text", "audio"], "messages": hello}
@@ -501,7 +499,7 @@ def test_what_a_model_cannot_do_is_told(client: Any):
         client.audio.transcriptions.create(model="transcribe_then_summarize", file=("a.wav", b""))
 
 
-def test_a_stage_whose_voice_has_no_name_speaks():
+def test_a_stage_without_named_voices_speaks():
     asked = {"model": "fake_speech", "input": "Hello.", "response_format": "wav"}
     with LiveServer([fake_speech({"kind": "inline"})]) as server:
         create = server.client().audio.speech.create
@@ -510,8 +508,8 @@ def test_a_stage_whose_voice_has_no_name_speaks():
     assert len(samples) and one == other
 
 
-def test_a_recording_is_the_voice_with_its_words_and_without():
-    """CSM goes on from what was said before; Pocket TTS hears a voice before the text."""
+def test_a_recording_is_the_voice_with_or_without_its_text():
+    """CSM continues a conversation; Pocket TTS has a voice before the text."""
     heard = b64encode(sound(seconds=0.5)).decode()
     asked = {"input": "Say this.", "voice": "alloy", "response_format": "pcm"}
     text, words = ({"type": "text", "text": each} for each in ("Say this.", "It was said."))
@@ -546,8 +544,8 @@ def test_a_recording_is_the_voice_with_its_words_and_without():
 
 
 @pytest.mark.parametrize("runtime", ["inline", "processes"])
-def test_a_recorded_voice_has_a_name(tmp_path: Path, runtime: str):
-    """It sounds as the same recording does that comes with the request, whatever else comes."""
+def test_a_recorded_voice_may_have_a_name(tmp_path: Path, runtime: str):
+    """It sounds like the same recording sent with the request."""
     (tmp_path / "ada.wav").write_bytes(heard := sound(seconds=0.5))
     csm, pocket = (
         PipelineConfig.load(

@@ -1,4 +1,4 @@
-"""What is told at ``/metrics``, replica by replica, and what the dashboard asks of it."""
+"""The metrics of ``/metrics``, by replica, and the queries of the dashboard."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
 @pytest.fixture(scope="module")
 def told(checkpoint_cache: object) -> Iterator[Samples]:
-    """Metrics of a server that has answered one request twice, refused one and spoken once."""
+    """Metrics of a server after one repeated, one refused and one spoken request."""
     with LiveServer([WIDE, "omni_speech"]) as server, server.client() as client:
         for _ in range(2):
             client.completions.create(model="wide", prompt="Once upon a time, in a house by a sea")
@@ -58,7 +58,7 @@ def told(checkpoint_cache: object) -> Iterator[Samples]:
             text = answer.read().decode()
     found: Samples = {}
     for family in text_string_to_metric_families(text):
-        if family.type == "gauge":  # also one that nobody has, such as workers, which run elsewhere
+        if family.type == "gauge":  # also one without samples, such as that of remote workers
             found.setdefault(family.name, {})
         for sample in family.samples:
             labels = tuple(sorted(sample.labels.items()))
@@ -76,7 +76,7 @@ def of_stage(told: Samples, name: str, stage: str, **labels: str) -> float:
     return value
 
 
-def test_what_a_stage_has_done_is_told(told: Samples) -> None:
+def test_a_stage_has_metrics_of_its_work(told: Samples) -> None:
     assert of_stage(told, "steps_total", "writer") >= 5
     assert of_stage(told, "generated_tokens_total", "writer") == 10
     assert of_stage(told, "cached_tokens_total", "writer") > 0
@@ -94,7 +94,7 @@ def test_what_a_stage_has_done_is_told(told: Samples) -> None:
     assert all(name.startswith("omni_") for name in told)
 
 
-def test_memory_is_told_by_cache_and_by_group_of_layers(told: Samples) -> None:
+def test_memory_is_reported_by_cache_and_by_group_of_layers(told: Samples) -> None:
     groups = {
         (dict(labels)["group"], dict(labels)["kind"])
         for labels in told["omni_stage_group_blocks"]
@@ -112,7 +112,7 @@ def test_memory_is_told_by_cache_and_by_group_of_layers(told: Samples) -> None:
     assert any(dict(labels).items() >= speech.items() for labels in told["omni_stage_cache_bytes"])
 
 
-def test_every_time_is_told(told: Samples) -> None:
+def test_every_time_is_measured(told: Samples) -> None:
     def count(name: str, **labels: str) -> float:
         return told[f"omni_{name}_count"][tuple(sorted(labels.items()))]
 
@@ -121,11 +121,11 @@ def test_every_time_is_told(told: Samples) -> None:
         assert count(name, model="wide") == 2
     for name in ("time_to_first_audio_seconds", "real_time_factor"):
         assert count(name, model="omni_speech") == 1
-    # Of five tokens each, four come after another one.
+    # Four of five tokens follow another one.
     assert count("time_between_tokens_seconds", model="wide", stage="writer") == 8
 
 
-def test_every_replica_is_told_by_itself(checkpoint_cache: object) -> None:
+def test_every_replica_has_its_metrics(checkpoint_cache: object) -> None:
     stage = MODEL | {"model": "seeded:qwen2", "final_output": "text"}
     config = PipelineConfig.model_validate(
         {
@@ -170,7 +170,7 @@ def queries() -> list[str]:
 
 
 def problems(query: str, told: Samples) -> list[str]:
-    """What a query asks for that nobody tells."""
+    """Metrics and labels of a query that do not exist."""
     found = []
     names = re.findall(r"omni_\w+", query)
     for name in names:
@@ -188,7 +188,7 @@ def problems(query: str, told: Samples) -> list[str]:
     return found + [f"no label {each}" for each in asked if each not in labels]
 
 
-def test_the_dashboard_asks_only_for_what_is_told(told: Samples) -> None:
+def test_the_dashboard_queries_only_existing_metrics(told: Samples) -> None:
     assert len(queries()) > 30
     assert [each for query in queries() for each in problems(query, told)] == []
 
@@ -201,7 +201,9 @@ def test_the_dashboard_asks_only_for_what_is_told(told: Samples) -> None:
         ('omni_stage_running{modl="x"}', "no label modl"),
     ],
 )
-def test_a_query_for_what_is_not_told_is_found(told: Samples, query: str, problem: str) -> None:
+def test_a_query_of_an_unknown_metric_or_label_is_found(
+    told: Samples, query: str, problem: str
+) -> None:
     assert problem in problems(query, told)
 
 
@@ -214,14 +216,14 @@ def test_the_dashboard_shows_every_metric(told: Samples) -> None:
     known = {
         re.sub(r"_(bucket|count|sum)$", "", name)
         for name in told
-        if not name.endswith("_created")  # when counting began
+        if not name.endswith("_created")  # the start of counting
     }
-    # Rates are made of what these are the sum of.
+    # The dashboard computes rates from the parts of these sums.
     assert known - asked == {"omni_stage_hit_rate", "omni_stage_transfers_total"}
 
 
-def test_names_units_and_words_are_as_prometheus_wants_them(checkpoint_cache: object) -> None:
-    """What its own ``promtool check metrics`` looks for."""
+def test_names_units_and_help_follow_the_rules_of_prometheus(checkpoint_cache: object) -> None:
+    """The rules of ``promtool check metrics``."""
     with LiveServer([WIDE]) as server:
         families = [*text_string_to_metric_families(server.pipelines.meters.text().decode())]
     assert len({each.name for each in families}) == len(families) > 25
@@ -231,13 +233,13 @@ def test_names_units_and_words_are_as_prometheus_wants_them(checkpoint_cache: ob
         assert each.type in ("counter", "gauge", "histogram")
         wrong = ("total", "count", "sum", "bucket", "milliseconds", "ms", "mib", "percent")
         assert each.name.rpartition("_")[2] not in wrong
-        # A base unit stands at the end of the name, but for that of what is counted.
+        # A base unit ends the name, apart from the unit of a counter.
         for unit in ("seconds", "bytes"):
             assert unit not in each.name or each.name.endswith(unit)
         assert each.type not in each.name.split("_")
 
 
-def test_the_dashboard_has_places_and_words_for_all(told: Samples) -> None:
+def test_every_panel_of_the_dashboard_has_a_position_and_texts(told: Samples) -> None:
     panels: list[dict[str, Any]] = DASHBOARD["panels"]
     places = [(each["gridPos"]["x"], each["gridPos"]["y"]) for each in panels]
     assert len(set(places)) == len(places) and len({each["id"] for each in panels}) == len(panels)

@@ -1,4 +1,4 @@
-"""The description of the addresses is that of what is served, by rules of others."""
+"""The OpenAPI description matches the server, as checked by jsonschema."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_address_is_described(server: LiveServer, described: Any):
             assert [each["name"] for each in operation.get("parameters", [])] == names
 
 
-def test_what_clients_send_is_valid_and_what_is_refused_is_not(described: Any):
+def test_the_schema_accepts_valid_bodies_and_refuses_others(described: Any):
     chat = checker(described, "/v1/chat/completions")
     hello = {"role": "user", "content": "Hello."}
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": True}}
@@ -73,7 +73,7 @@ class Links(HTMLParser):
             (self.ids if name == "id" else self.links if name == "href" else set()).add(value)
 
 
-def test_the_page_shows_all_of_it_and_fetches_nothing(server: LiveServer, described: Any):
+def test_the_page_shows_every_path_and_loads_nothing(server: LiveServer, described: Any):
     status, headers, content = call(f"{server.url}/docs")
     text = content.decode()
     assert status == 200 and headers["content-type"].startswith("text/html")

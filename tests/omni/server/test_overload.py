@@ -1,6 +1,6 @@
-"""Too many requests, clients that leave and clients that do not read harm nobody else.
+"""Overload, disconnecting clients and slow readers do not affect other clients.
 
-How fast all of this goes is measured by ``benchmarks/overload.py`` and ``server_load.py``.
+The speed is measured by ``benchmarks/overload.py`` and ``server_load.py``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.support.patience import PATIENCE_S, wait_for
 
 @pytest.fixture(scope="module")
 def small(checkpoint_cache: object) -> Iterator[LiveServer]:
-    """One small language model that runs two requests at once, and lets three more wait."""
+    """One small language model that runs two requests at once, with three more in the queue."""
     sampling = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
     chat = one_writer("chat", sampling=sampling)
     with LiveServer([chat], max_running_requests=2, max_waiting_requests=3) as running:
@@ -57,7 +57,7 @@ async def checked(send: Send, expected: str, record: MeasuredRequest) -> str:
 
 
 @pytest.mark.parametrize("level", [LoadLevel(concurrency=24), LoadLevel(rate=2000.0)])
-def test_of_far_too_many_requests_some_are_answered_rightly_and_the_others_refused(
+def test_under_overload_requests_are_answered_correctly_or_refused(
     small: LiveServer, level: LoadLevel
 ):
     async def overload() -> LevelRun:
@@ -81,7 +81,7 @@ def test_of_far_too_many_requests_some_are_answered_rightly_and_the_others_refus
     wait_for(lambda: small.num_tasks() <= tasks)
 
 
-def test_who_comes_to_a_full_pipeline_is_told_so_before_any_work_is_done():
+def test_a_full_pipeline_refuses_requests_before_any_work():
     """Files of a request are decoded, or fetched, only when there is room for it."""
     pipelines = [gated_pipeline("full"), gated_pipeline("free")]
     with LiveServer(pipelines, max_running_requests=1, max_waiting_requests=0) as server:
@@ -108,7 +108,7 @@ def test_who_comes_to_a_full_pipeline_is_told_so_before_any_work_is_done():
         assert 'omni_requests_total{model="free",status="rejected"}' not in counted
 
 
-def test_of_a_full_server_s_requests_nothing_is_read_and_they_hide_no_other():
+def test_a_full_server_reads_no_bodies_and_lists_few_rejected_requests():
     with LiveServer([gated_pipeline("full")], max_running_requests=1, max_waiting_requests=0) as (
         server
     ):
@@ -121,7 +121,7 @@ def test_of_a_full_server_s_requests_nothing_is_read_and_they_hide_no_other():
             wait_for(lambda: queue.num_running == 1)
             for _ in range(300):
                 with connected(server) as sender:
-                    # The body never comes.
+                    # The body is never sent.
                     sender.sendall(raw_request(model="?", prompt="z" * 1000).partition(b"z")[0])
                     status, _, rest = sender.recv(1 << 16).partition(b"\r\n")
                     assert status == b"HTTP/1.1 429 Too Many Requests"
@@ -131,7 +131,7 @@ def test_of_a_full_server_s_requests_nothing_is_read_and_they_hide_no_other():
         told = client.get("/pipelines/full/requests", cast_to=dict[str, Any])["data"]
         assert {each["status"] for each in told} == {"ok", "rejected"}
         assert [each["status"] for each in told].count("ok") == 2
-        assert told[0]["status"] == "ok", "the one that ended last comes first"
+        assert told[0]["status"] == "ok", "the last to end comes first"
         counted = server.pipelines.meters.text().decode()
         assert 'omni_requests_total{model="full",status="rejected"} 300.0' in counted
 
@@ -143,14 +143,14 @@ def raw_request(**fields: Any) -> bytes:
 def connected(server: LiveServer) -> socket.socket:
     where = urlsplit(server.url)
     client = socket.socket()
-    # Little, and enough that Linux does not wait a fifth of a second before each further piece.
+    # Small, but large enough that Linux does not delay each further piece by 0.2 s.
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
     client.settimeout(PATIENCE_S)
     client.connect((where.hostname, where.port))
     return client
 
 
-def test_many_clients_that_leave_at_once_and_anywhere_leave_no_task_behind(small: LiveServer):
+def test_many_clients_that_disconnect_anywhere_leave_no_task(small: LiveServer):
     tasks = small.num_tasks()
 
     def leave(number: int) -> None:
@@ -170,7 +170,7 @@ def test_many_clients_that_leave_at_once_and_anywhere_leave_no_task_behind(small
     wait_for(lambda: small.num_tasks() <= tasks)
 
 
-def test_who_reads_nothing_holds_up_nobody_and_gets_all_of_it_later(small: LiveServer):
+def test_a_client_that_does_not_read_blocks_nobody_and_gets_its_answer_later(small: LiveServer):
     many = {"max_tokens": 600, "logprobs": 5, "ignore_eos": True, "prompt": "The slow tide"}
     client = small.client()
     whole = client.post("/completions", cast_to=dict[str, Any], body={"model": "chat", **many})
@@ -182,14 +182,14 @@ def test_who_reads_nothing_holds_up_nobody_and_gets_all_of_it_later(small: LiveS
         for each in slow:
             each.sendall(raw_request(**many))
         wait_for(lambda: small.num_tasks() > tasks + 1)
-        # As many as may run at once do not read: these run all the same, one after the other.
+        # As many clients as may run at once do not read; these requests run nevertheless.
         for number in range(4):
             stream = client.completions.create(
                 model="chat", prompt=f"day {number}", max_tokens=5, stream=True
             )
             assert "".join(chunk.choices[0].text for chunk in stream)
         wait_for(lambda: not queue.num_running)
-        assert small.num_tasks() > tasks + 1, "both answers are made, and still to be sent"
+        assert small.num_tasks() > tasks + 1, "both answers are generated, but not yet sent"
         for each in slow:
             assert said_to(each) == expected
     finally:
@@ -199,11 +199,11 @@ def test_who_reads_nothing_holds_up_nobody_and_gets_all_of_it_later(small: LiveS
 
 
 def said_to(client: socket.socket) -> str:
-    """Read an answer to its end; its text."""
+    """Read a stream to its end and return its text."""
     answer = bytearray()
     while b"data: [DONE]" not in answer:
         chunk = client.recv(1 << 16)
-        assert chunk, "the answer was broken off"
+        assert chunk, "the stream was cut off"
         answer += chunk
     events = [line for line in bytes(answer).split(b"\n") if line.startswith(b"data: {")]
     choices = [choice for event in events for choice in json.loads(event[6:])["choices"]]
@@ -214,7 +214,7 @@ def is_admitted(place: QueuePlace) -> bool:
     return place.admitted.done() and not place.admitted.cancelled()
 
 
-def test_turns_go_by_priority_and_then_by_arrival():
+def test_requests_are_admitted_by_priority_and_then_by_arrival():
     async def run() -> None:
         queue = AdmissionQueue(1, 8)
         (first,) = queue.enter([5])
@@ -231,7 +231,7 @@ def test_turns_go_by_priority_and_then_by_arrival():
     asyncio.run(run())
 
 
-def test_requests_that_belong_together_wait_as_one_and_all_get_a_place_or_none():
+def test_a_group_of_requests_waits_as_one_and_is_admitted_or_refused_as_a_whole():
     async def run() -> None:
         queue = AdmissionQueue(2, 2)
         first = queue.enter([0, 0, 0])
@@ -251,7 +251,7 @@ def test_requests_that_belong_together_wait_as_one_and_all_get_a_place_or_none()
     asyncio.run(run())
 
 
-def test_who_gives_up_waiting_makes_room_and_is_passed_over():
+def test_a_request_that_leaves_the_queue_frees_its_slot():
     async def run() -> None:
         queue = AdmissionQueue(1, 1)
         (running,), (waiting,) = queue.enter([0]), queue.enter([0])
@@ -265,7 +265,7 @@ def test_who_gives_up_waiting_makes_room_and_is_passed_over():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_happens_no_place_is_lost(seed: int):
+def test_no_slot_of_the_queue_is_lost(seed: int):
     async def run() -> None:
         draw = random.Random(seed)
         queue = AdmissionQueue(draw.randint(1, 4), draw.randint(0, 6))

@@ -1,4 +1,4 @@
-"""Any pipeline takes a line of requests.jsonl, and gives a line of outputs.jsonl."""
+"""Any pipeline accepts a line of requests.jsonl and returns a line of outputs.jsonl."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sound() -> str:
     return "data:audio/wav;base64," + b64encode(file.getvalue()).decode()
 
 
-def test_every_final_stage_answers_with_its_tensors(running: LiveServer):
+def test_every_final_stage_answers_with_its_outputs(running: LiveServer):
     body = {"request_id": "mine\n", "prompt": "Once upon a time", "sampling": {"max_tokens": 5}}
     line = line_of(running, "encode_then_generate", body)
     assert line["request_id"] == "mine\n" and line["error"] is None
@@ -59,7 +59,7 @@ def test_every_final_stage_answers_with_its_tensors(running: LiveServer):
         torch.testing.assert_close(found, {name: tensor}, atol=1e-5, rtol=0)
 
 
-def test_embeddings_come_as_a_file_in_base64(running: LiveServer):
+def test_embeds_are_sent_as_a_file_in_base64(running: LiveServer):
     rows = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
     stages = running.omni("encode_then_generate").pipeline.stages
     rows = rows[:, : stages["encoder"].hidden_size]
@@ -69,14 +69,14 @@ def test_embeddings_come_as_a_file_in_base64(running: LiveServer):
     assert line["stages"]["generator"]["text"] == expected.stages["generator"].text
 
 
-def test_a_recording_is_written_down(running: LiveServer):
+def test_a_recording_is_transcribed(running: LiveServer):
     body = {"audio": [{"file": sound(), "language": "en"}]}
     line = line_of(running, "transcribe_then_summarize", body)
     assert set(line["stages"]) == {"transcriber", "summarizer"}
 
 
-def test_what_a_later_stage_cannot_take_is_the_clients_mistake(checkpoint_cache: object):
-    """A thinker takes any text; its talker speaks the turn of an assistant."""
+def test_an_invalid_input_of_a_later_stage_is_a_client_error(checkpoint_cache: object):
+    """A thinker accepts any text; its talker needs a turn of the assistant."""
     with LiveServer(["qwen3_omni_seeded"]) as server:
         status, content = post(server, "qwen3_omni_seeded", {"prompt": "Hello"})
     error = json.loads(content)["error"]
@@ -84,7 +84,7 @@ def test_what_a_later_stage_cannot_take_is_the_clients_mistake(checkpoint_cache:
     assert "no assistant's turn to speak" in error["message"]
 
 
-def test_a_stream_tells_every_stage_and_ends_with_the_whole(running: LiveServer):
+def test_a_stream_has_deltas_of_every_stage_and_ends_with_the_whole(running: LiveServer):
     body = {
         "prompt": [
             {"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "Hm?"}]}
@@ -131,7 +131,9 @@ reads no files of its own
 {"prompt_embeds": "eHh4eHh4eHh4"} | prompt_embeds | safetensors
 """),
 )
-def test_a_mistake_is_told_with_its_key(running: LiveServer, body: str, param: str, message: str):
+def test_a_mistake_is_reported_with_its_key(
+    running: LiveServer, body: str, param: str, message: str
+):
     status, content = post(running, "encode_then_generate", json.loads(body))
     error = json.loads(content)["error"]
     assert status == 400 and message in error["message"], error
@@ -139,6 +141,6 @@ def test_a_mistake_is_told_with_its_key(running: LiveServer, body: str, param: s
 
 
 @pytest.mark.parametrize("name", ["nobody", "..%2f..%2fetc", "a%00b", "%0d%0aX-Evil:%201"])
-def test_a_pipeline_that_is_not_there_is_told(running: LiveServer, name: str):
+def test_an_unknown_pipeline_is_not_found(running: LiveServer, name: str):
     status, content = post(running, name, {"prompt": "x"})
     assert status == 404 and json.loads(content)["error"]["message"]

@@ -98,12 +98,12 @@ def test_a_request_belongs_to_the_trace_that_its_client_names(
     assert (f"{trace_id:032x}" == TRACE_ID) is is_followed
 
 
-def test_what_was_refused_is_a_span_too(server: LiveServer, exporter: InMemorySpanExporter) -> None:
+def test_a_refused_request_is_a_span(server: LiveServer, exporter: InMemorySpanExporter) -> None:
     with pytest.raises(openai.BadRequestError):
         server.client().completions.create(model="two_step", prompt=[[10**6]])
     (span,) = by_name(exporter).values()
     assert span.attributes["omni.status"] == "refused"
-    assert span.status.status_code is StatusCode.UNSET, "the server has done nothing wrong"
+    assert span.status.status_code is StatusCode.UNSET, "it is not an error of the server"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_what_was_refused_is_a_span_too(server: LiveServer, exporter: InMemorySp
         ("/v1/nowhere", b"{}", 404, "not_found_error"),
     ],
 )
-def test_what_never_came_to_a_pipeline_is_one_span(
+def test_a_request_that_reaches_no_pipeline_is_one_span(
     server: LiveServer,
     exporter: InMemorySpanExporter,
     path: str,
@@ -141,7 +141,7 @@ def test_what_never_came_to_a_pipeline_is_one_span(
     assert span.start_time <= span.end_time
 
 
-def test_what_asks_for_no_model_is_no_span(
+def test_a_request_without_a_model_is_no_span(
     server: LiveServer, exporter: InMemorySpanExporter
 ) -> None:
     assert call(f"{server.url}/favicon.ico")[0] == 404
@@ -165,7 +165,9 @@ def test_a_failed_request_is_an_error(spans: RequestSpans, exporter: InMemorySpa
         {"OTEL_EXPORTER_OTLP_ENDPOINT": ""},
     ],
 )
-def test_nobody_is_told_unless_the_environment_says_so(environment: dict[str, str]) -> None:
+def test_spans_are_exported_only_if_the_environment_asks_for_it(
+    environment: dict[str, str],
+) -> None:
     assert spans_from_environment(environment) is None
 
 
@@ -173,7 +175,7 @@ def test_nobody_is_told_unless_the_environment_says_so(environment: dict[str, st
     "environment",
     [{"OTEL_TRACES_EXPORTER": "nowhere"}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}],
 )
-def test_an_exporter_that_is_not_there_is_told_and_harms_nothing(
+def test_a_missing_exporter_is_a_warning(
     environment: dict[str, str], caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = "omni.server.serving.meters"
@@ -188,18 +190,18 @@ def test_an_exporter_that_is_not_there_is_told_and_harms_nothing(
 @pytest.mark.parametrize(
     ("protocol", "named"), [("grpc", "'otlp_proto_grpc'"), ("http/json", "'otlp by http/json'")]
 )
-def test_the_exporter_of_the_protocol_that_is_asked_for_is_meant(
+def test_the_exporter_of_the_requested_protocol_is_used(
     protocol: str, named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": protocol}
     spans = spans_from_environment(told)
     assert spans is not None
     spans.close()
-    assert f"no spans are sent to {named}" in caplog.text, "it is not installed for the tests"
+    assert f"no spans are sent to {named}" in caplog.text, "it is not installed in the tests"
 
 
 class Collector(BaseHTTPRequestHandler):
-    """Takes what OpenTelemetry's own exporter sends, and reads it by its own messages."""
+    """Receives the messages of OpenTelemetry's exporter."""
 
     def do_POST(self) -> None:
         content = self.rfile.read(int(self.headers["content-length"]))
@@ -211,10 +213,10 @@ class Collector(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
-def test_a_collector_gets_spans_that_belong_together(
+def test_a_collector_gets_connected_spans(
     running: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[Any] = []
@@ -264,7 +266,7 @@ def test_a_collector_gets_spans_that_belong_together(
     assert counted["omni.generated_tokens"] == 5
 
 
-def test_the_environment_s_exporter_gets_the_spans() -> None:
+def test_the_exporter_of_the_environment_gets_the_spans() -> None:
     code = (
         "import os, sys\n"
         "from omni.server.serving.meters import spans_from_environment\n"

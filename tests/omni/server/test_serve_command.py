@@ -42,7 +42,7 @@ def invoke(*arguments: str, **env: str) -> Any:
     return CliRunner().invoke(app, ["serve", *arguments], env=env)
 
 
-def test_it_says_when_all_pipelines_are_loaded(
+def test_a_message_is_printed_when_all_pipelines_are_loaded(
     served: list[HttpServer], capsys: pytest.CaptureFixture[str]
 ):
     assert invoke("two_step", "--port", "0").exit_code == 0
@@ -50,7 +50,7 @@ def test_it_says_when_all_pipelines_are_loaded(
     assert capsys.readouterr().err == "ready\n"
 
 
-def test_a_mistake_in_any_pipeline_is_told_before_anything_starts(
+def test_a_mistake_in_any_pipeline_is_reported_before_anything_starts(
     served: list[HttpServer], tmp_path: Path
 ):
     (tmp_path / "wrong.yaml").write_text("name: wrong\nstages: {a: {knd: encoder}}\n")
@@ -65,14 +65,14 @@ def test_the_same_pipeline_twice_is_refused(served: list[HttpServer]):
     assert "error: two pipelines are named 'two_step'" in result.stderr
 
 
-def test_a_port_in_use_is_told_plainly(served: list[HttpServer]):
+def test_a_port_in_use_is_a_clear_error(served: list[HttpServer]):
     with socket.create_server(("127.0.0.1", 0)) as other:
         result = invoke("two_step", "--port", str(other.getsockname()[1]))
     assert result.exit_code == 2 and not served
     assert "is in use by another program; choose one with --port" in result.stderr
 
 
-def test_it_says_what_is_served_and_where(served: list[HttpServer]):
+def test_the_pipelines_and_the_address_are_printed(served: list[HttpServer]):
     result = invoke("two_step", "omni_speech", "--port", "0")
     assert result.exit_code == 0
     assert re.fullmatch(
@@ -102,7 +102,9 @@ def test_flags_become_settings(served: list[HttpServer]):
         ("two_step=two_step", "the alias 'two_step' is the name of a pipeline that is served"),
     ],
 )
-def test_an_alias_of_nothing_is_refused(served: list[HttpServer], alias: str, message: str):
+def test_an_alias_of_an_unknown_pipeline_is_refused(
+    served: list[HttpServer], alias: str, message: str
+):
     result = invoke("two_step", "--port", "0", "--alias", *alias.split())
     assert result.exit_code == 2 and not served
     assert f"error: {message}" in result.stderr
@@ -123,13 +125,13 @@ def test_keys_may_come_from_the_environment(served: list[HttpServer], given: str
     assert [key.get_secret_value() for key in found] == keys
 
 
-def test_a_key_that_cannot_be_sent_is_told_without_showing_it(served: list[HttpServer]):
+def test_an_invalid_key_is_reported_without_showing_it(served: list[HttpServer]):
     result = invoke("two_step", "--port", "0", "--api-key", "my secret")
     assert result.exit_code == 2 and not served
     assert "error: api_keys" in result.stderr and "my secret" not in result.stderr
 
 
-def test_a_signal_ends_it_well_even_while_it_loads():
+def test_a_signal_stops_the_server_cleanly_even_while_it_loads():
     command = [sys.executable, "-m", "omni", "serve", "two_step", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stderr is not None
@@ -174,7 +176,7 @@ class HalfSaidConfig(StageConfig):
 """
 
 
-def test_a_second_signal_ends_what_runs_with_a_word_to_its_client(tmp_path: Path):
+def test_a_second_signal_aborts_running_requests_with_an_error(tmp_path: Path):
     (tmp_path / "half.py").write_text(HALF_SAID)
     stage = "{kind: 'half.py:HalfSaidConfig', final_output: text}"
     (tmp_path / "mine.yaml").write_text(f"name: mine\nstages:\n  speaker: {stage}\n")

@@ -50,7 +50,7 @@ def test_speed_changes_the_time_and_not_the_pitch(speed: float, rate: int):
 
 @pytest.mark.parametrize("form", ["mp3", "opus", "aac", "flac"])
 @pytest.mark.parametrize("rate", [16_000, 22_050, 40_000])
-def test_files_are_what_others_decode(form: Any, rate: int):
+def test_files_are_decoded_by_other_libraries(form: Any, rate: int):
     file = SpokenFile(form)
     parts = [file.feed(each) for each in pieces_of(tone(rate), rate, rate // 20)]
     content = b"".join([*parts, file.flush()])

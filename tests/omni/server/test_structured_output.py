@@ -1,4 +1,4 @@
-"""Texts in the form that a client asks for, in OpenAI's words and in vLLM's."""
+"""Structured output by the fields of OpenAI and of vLLM."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ASKED: Any = {
 
 
 class City(BaseModel):
-    """As people write their schemas, but for its end: a random model may write for ever."""
+    """A typical schema, but bounded: a random model may write forever."""
 
     name: str = Field(max_length=8)
     is_capital: bool
@@ -65,7 +65,7 @@ def test_a_chat_answers_in_json_of_a_schema(
     jsonschema.validate(json.loads(text), SCHEMA)
 
 
-def test_the_client_parses_a_model_of_pydantic(client: openai.OpenAI) -> None:
+def test_the_client_parses_a_pydantic_model(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(**ASKED, response_format=City)
     assert isinstance(answer.choices[0].message.parsed, City)
 
@@ -76,12 +76,12 @@ def test_the_client_parses_a_model_of_pydantic(client: openai.OpenAI) -> None:
         ({"guided_choice": ["yes", "no"]}, "yes|no"),
         ({"guided_regex": "[0-9]{2}:[0-9]{2}"}, "[0-9]{2}:[0-9]{2}"),
         ({"guided_grammar": 'start: "a" "b"'}, "ab"),
-        ({"guided_grammar": 'root ::= "yes" | "no"'}, "yes|no"),  # as llama.cpp has it
+        ({"guided_grammar": 'root ::= "yes" | "no"'}, "yes|no"),  # llama.cpp's form
         ({"structured_outputs": {"choice": ["é", "è"]}}, "é|è"),
         ({"response_format": {"type": "text"}}, ".*"),
     ],
 )
-def test_chats_and_completions_take_the_words_of_vllm(
+def test_chats_and_completions_accept_the_fields_of_vllm(
     client: openai.OpenAI, form: dict[str, Any], pattern: str
 ) -> None:
     chat = client.chat.completions.create(**ASKED, extra_body=form)
@@ -111,13 +111,15 @@ given beside guided_regex; give one of them
 {"guided_regex": "a", "min_tokens": 3} |  | min_tokens does not go with
 """),
 )
-def test_a_wrong_form_is_named(client: openai.OpenAI, form: str, param: str, message: str) -> None:
+def test_a_wrong_form_is_reported_with_its_field(
+    client: openai.OpenAI, form: str, param: str, message: str
+) -> None:
     with pytest.raises(openai.BadRequestError, match=re.escape(message)) as caught:
         client.chat.completions.create(**ASKED, extra_body=json.loads(form))
     assert caught.value.param == (param or None)
 
 
-def test_a_form_that_would_take_long_to_read_is_refused(server: LiveServer) -> None:
+def test_a_huge_schema_is_refused(server: LiveServer) -> None:
     properties = {f"property{number}": {"type": "string"} for number in range(10_000)}
     schema = {"type": "object", "properties": properties}
     with server.client() as client, pytest.raises(openai.BadRequestError, match="at most 65536"):

@@ -1,4 +1,4 @@
-"""What a token is by itself, and where in the text it stands, for tokenizers of every kind."""
+"""Text, bytes and text offset of single tokens, for tokenizers of every kind."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ TEXTS = [
 BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
-def places_in(name: str, ids: list[int]) -> tuple[str, list[tuple[str, int]]]:
-    """The text of some tokens, and each token with where it stands."""
+def offsets_in(name: str, ids: list[int]) -> tuple[str, list[tuple[str, int]]]:
+    """The text of some tokens, and each token with its offset."""
     tokenizer = TOKENIZERS[name]()
     texts = TokenTexts(tokenizer)
     places = TokenOffsets(tokenizer, texts)
@@ -44,14 +44,14 @@ def places_in(name: str, ids: list[int]) -> tuple[str, list[tuple[str, int]]]:
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("name", ["byte_level", "llama_style"])
-def test_the_bytes_of_all_tokens_are_those_of_the_text(name: str, text: str) -> None:
+def test_the_bytes_of_all_tokens_join_to_the_text(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]()
     texts = TokenTexts(tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert b"".join(texts.bytes_of(each) or b"-" for each in ids).decode() == text
 
 
-def test_every_byte_is_a_token_of_its_own() -> None:
+def test_every_byte_is_a_token() -> None:
     tokenizer = byte_level()
     texts = TokenTexts(tokenizer)
     ordinary = [each for each in range(len(tokenizer)) if each not in tokenizer.all_special_ids]
@@ -61,14 +61,14 @@ def test_every_byte_is_a_token_of_its_own() -> None:
         assert own is not None and own.decode(errors="replace") == texts.text(each)
 
 
-def test_a_token_has_the_space_that_it_has_within_a_text() -> None:
+def test_a_token_has_its_leading_space() -> None:
     for tokenizer, piece, text in ((llama_style(), "▁dog", " dog"), (word_piece(), "dog", " dog")):
         texts = TokenTexts(tokenizer)
         token_id = tokenizer.convert_tokens_to_ids(piece)
         assert texts.text(token_id) == text and texts.bytes_of(token_id) == text.encode()
 
 
-def test_special_tokens_are_their_names_and_what_no_tokenizer_knows_is_nothing() -> None:
+def test_special_tokens_are_their_names_and_unknown_ids_are_empty() -> None:
     for name, special in (
         ("byte_level", "<|eos|>"),
         ("llama_style", "</s>"),
@@ -83,14 +83,14 @@ def test_special_tokens_are_their_names_and_what_no_tokenizer_knows_is_nothing()
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("seed", range(8))
-def test_a_plain_token_stands_where_it_is_told(name: str, seed: int) -> None:
+def test_a_plain_token_is_at_its_offset(name: str, seed: int) -> None:
     tokenizer = TOKENIZERS[name]()
     generator = random.Random(seed)
     ids = [generator.randrange(len(tokenizer)) for _ in range(80)]
-    text, found = places_in(name, ids)
+    text, found = offsets_in(name, ids)
     offsets = [offset for _, offset in found]
     assert offsets == sorted(offsets)
-    # Where bytes are pieces of their own, a run of them that is no text makes none of them one.
+    # Byte pieces that do not form valid UTF-8 together have no text.
     left_out = {*tokenizer.all_special_ids, *map(tokenizer.convert_tokens_to_ids, BYTE_PIECES)}
     plain = [
         place
@@ -98,15 +98,15 @@ def test_a_plain_token_stands_where_it_is_told(name: str, seed: int) -> None:
         if token_id not in left_out and "\ufffd" not in place[0]
     ]
     assert plain
-    for token, offset in plain[1:]:  # the first may have lost its space
+    for token, offset in plain[1:]:  # the first may lose its space
         assert text[offset : offset + len(token)] == token
 
 
-def test_parts_of_a_character_stand_where_it_does() -> None:
+def test_parts_of_a_character_have_its_offset() -> None:
     tokenizer = byte_level()
     specials = {"eos": tokenizer.eos_token_id}
     ids = tokenizer.encode("🦊 €日", add_special_tokens=False)
-    text, found = places_in("byte_level", [specials["eos"], *ids, specials["eos"]])
+    text, found = offsets_in("byte_level", [specials["eos"], *ids, specials["eos"]])
     assert text == "🦊 €日"
     own = TokenTexts(tokenizer)
     joined = b""
@@ -116,10 +116,10 @@ def test_parts_of_a_character_stand_where_it_does() -> None:
     assert found[0] == ("<|eos|>", 0) and found[-1] == ("<|eos|>", len(text))
 
 
-def test_pieces_that_are_bytes_stand_each_where_its_character_does() -> None:
+def test_byte_pieces_have_the_offset_of_their_character() -> None:
     tokenizer = llama_style()
     ids = tokenizer.encode("a€€the", add_special_tokens=False)
-    text, found = places_in("llama_style", ids)
+    text, found = offsets_in("llama_style", ids)
     assert text == "a€€the"
     assert [offset for _, offset in found][:7] == [0, 1, 1, 1, 2, 2, 2]
 
@@ -130,7 +130,7 @@ def test_pieces_that_are_bytes_stand_each_where_its_character_does() -> None:
 @example('","finish_reason":"stop"')
 @example("data: x\n\n")
 @example("\u2028é😀")
-def test_no_text_breaks_out_of_its_event(text: str):
+def test_no_text_escapes_from_its_event(text: str):
     delta = AssistantMessage(content=text, audio=ChatAudio(id="audio-1", transcript=text))
     event = as_json(
         Answer(id="1", object="o", created=1, model="m", choices=[Choice(index=0, delta=delta)])

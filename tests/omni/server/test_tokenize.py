@@ -1,4 +1,4 @@
-"""Prompts become tokens, and tokens text, as the engine does it."""
+"""Tokenizing and detokenizing equal those of the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def post(client: openai.OpenAI, path: str, **body: Any) -> Any:
         ({"messages": MESSAGES}, ChatPrompt(tuple(MESSAGES))),
     ],
 )
-def test_tokens_are_those_of_the_engine(
+def test_tokens_equal_those_of_the_engine(
     server: LiveServer, client: openai.OpenAI, body: dict[str, Any], prompt: Any
 ) -> None:
     (output,) = server.omni("chat").generate([OmniRequest(prompt)])
@@ -47,7 +47,7 @@ def test_tokens_are_those_of_the_engine(
         ("detokenize", {"tokens": [-1]}, "tokens[0]", "greater than or equal to 0"),
     ],
 )
-def test_a_mistake_is_named(
+def test_a_mistake_is_reported_with_its_field(
     client: openai.OpenAI, path: str, body: dict[str, Any], param: str, message: str
 ) -> None:
     with pytest.raises(openai.APIStatusError, match=message) as caught:
@@ -55,7 +55,7 @@ def test_a_mistake_is_named(
     assert caught.value.param == param  # type: ignore[attr-defined]
 
 
-def test_the_server_tells_its_version(client: openai.OpenAI) -> None:
+def test_the_server_returns_its_version(client: openai.OpenAI) -> None:
     root = str(client.base_url).removesuffix("v1/")
     answer: Any = client.get(f"{root}version", cast_to=object)
     assert answer["version"]

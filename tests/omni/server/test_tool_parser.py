@@ -65,7 +65,7 @@ def parsed(pieces: list[str], form: str, **more: Any) -> tuple[str, list[Any]]:
 @pytest.mark.parametrize("as_auto", [False, True])
 @pytest.mark.parametrize(("text", "form", "words", "calls"), TEXTS)
 @given(data=st.data())
-def test_words_and_calls_are_told_apart_in_any_pieces(
+def test_words_and_calls_are_separated_however_the_text_is_split(
     text: str, form: str, words: str, calls: list[Any], as_auto: bool, data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
@@ -83,7 +83,7 @@ def test_no_text_without_calls_is_lost(text: str, cut: int) -> None:
     assert parsed([text], "auto") == (words, calls)
 
 
-def test_other_forms_are_words() -> None:
+def test_other_formats_are_words() -> None:
     for text, form, _, calls in TEXTS:
         if form == "hermes" and calls:
             assert parsed([text], "pythonic") == (text, [])
@@ -91,14 +91,14 @@ def test_other_forms_are_words() -> None:
             assert parsed([text], "hermes") == (text, [])
 
 
-def test_words_come_at_once() -> None:
+def test_words_are_returned_at_once() -> None:
     parser = ToolCallParser(NAMES, "auto", is_required=False, max_calls=None)
     assert parser.feed("Hel", is_last=False) == ("Hel", [])
     assert parser.feed("lo <too", is_last=False) == ("lo", [])
     assert parser.feed("ls>", is_last=False) == (" <tools>", [])
 
 
-def test_of_required_calls_that_are_cut_off_the_whole_ones_are_given() -> None:
+def test_complete_calls_of_a_truncated_list_are_returned() -> None:
     text = f"[{ADD_JSON}, {WEATHER_JSON}]"
     first, second = text.index("}}") + 2, len(text) - 1
     for end in range(len(text) + 1):
@@ -108,7 +108,7 @@ def test_of_required_calls_that_are_cut_off_the_whole_ones_are_given() -> None:
         assert words == ("" if calls else text[:end].lstrip()), "nothing is lost"
 
 
-def test_more_calls_than_are_wanted_are_left_out() -> None:
+def test_calls_above_the_maximum_are_dropped() -> None:
     text = f"<tool_call>{ADD_JSON}</tool_call><tool_call>{WEATHER_JSON}</tool_call>"
     assert parsed([text], "auto", max_calls=1) == ("", [ADD])
     assert parsed([f"[{ADD_JSON}, {WEATHER_JSON}]"], "mistral", max_calls=1) == ("", [ADD])

@@ -1,4 +1,4 @@
-"""Chats with tools, as the official client has them."""
+"""Chats with tools by the official client."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def called(message: Any) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_required_call_fits_its_schema_in_a_stream_as_well(
+def test_a_required_call_matches_its_schema_with_and_without_a_stream(
     client: openai.OpenAI, seed: int
 ) -> None:
     asked = ASKED | {"tools": TOOLS, "tool_choice": "required", "seed": seed}
@@ -80,7 +80,7 @@ def test_a_named_tool_is_called(client: openai.OpenAI) -> None:
         assert name == "add"
 
 
-def test_a_conversation_goes_on_after_a_call(server: LiveServer, client: openai.OpenAI) -> None:
+def test_a_conversation_continues_after_a_call(server: LiveServer, client: openai.OpenAI) -> None:
     required: Any = ASKED | {"tools": TOOLS, "seed": 1, "parallel_tool_calls": False}
     message = client.chat.completions.create(**required, tool_choice="required").choices[0].message
     assert message.tool_calls
@@ -90,7 +90,7 @@ def test_a_conversation_goes_on_after_a_call(server: LiveServer, client: openai.
     answer = client.chat.completions.create(
         model="chat", messages=messages, tools=TOOLS, max_tokens=8, temperature=0.0
     )
-    # The same by hand.
+    # The same prompt in Python.
     function = call.function  # type: ignore[union-attr]
     known = {
         "id": call.id,
@@ -116,7 +116,7 @@ def test_a_conversation_goes_on_after_a_call(server: LiveServer, client: openai.
     assert answer.usage and answer.usage.prompt_tokens == output.stages["writer"].num_prompt_tokens
 
 
-def test_the_model_sees_no_tools_that_it_must_not_call(client: openai.OpenAI) -> None:
+def test_the_model_does_not_see_tools_that_it_must_not_call(client: openai.OpenAI) -> None:
     without = client.chat.completions.create(**SHORT)
     none = client.chat.completions.create(**SHORT, tools=TOOLS, tool_choice="none")
     auto = client.chat.completions.create(**SHORT, tools=TOOLS)
@@ -125,7 +125,7 @@ def test_the_model_sees_no_tools_that_it_must_not_call(client: openai.OpenAI) ->
     assert auto.usage.prompt_tokens > without.usage.prompt_tokens
 
 
-def test_hints_are_taken(client: openai.OpenAI) -> None:
+def test_hints_are_accepted(client: openai.OpenAI) -> None:
     plain = client.chat.completions.create(**SHORT)
     hints: list[dict[str, Any]] = [
         {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
@@ -169,7 +169,7 @@ FUNCTION = {"type": "function", "function": {"name": "add"}}
         ),
     ],
 )
-def test_wrong_tools_are_named(
+def test_wrong_tools_are_reported_with_their_field(
     client: openai.OpenAI, wrong: dict[str, Any], param: str, message: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=re.escape(message)) as caught:
@@ -206,7 +206,7 @@ def call(arguments: str) -> dict[str, Any]:
         ),
     ],
 )  # fmt: skip
-def test_wrong_messages_are_named(
+def test_wrong_messages_are_reported_with_their_field(
     client: openai.OpenAI, wrong: dict[str, Any], param: str, message: str
 ) -> None:
     messages: Any = [*ASKED["messages"], wrong]
@@ -217,7 +217,7 @@ def test_wrong_messages_are_named(
 
 @pytest.fixture(scope="module")
 def speaking(seeded: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A voice whose chat template knows tools."""
+    """A pipeline with speech whose chat template has tools."""
     folder = tmp_path_factory.mktemp("speaking") / "omni"
     shutil.copytree(seeded("qwen3_omni"), folder)
     template = folder / "chat_template.jinja"
@@ -228,7 +228,7 @@ def speaking(seeded: Callable[[str], str], tmp_path_factory: pytest.TempPathFact
         yield server
 
 
-def test_a_voice_calls_tools_without_speaking_and_speaks_its_words(speaking: LiveServer) -> None:
+def test_a_pipeline_with_speech_speaks_words_but_not_calls(speaking: LiveServer) -> None:
     client = speaking.client()
     asked: Any = ASKED | {"model": "qwen3_omni_seeded", "tools": TOOLS, "temperature": 0.0}
     asked |= {"modalities": ["text", "audio"], "audio": {"format": "pcm16"}}

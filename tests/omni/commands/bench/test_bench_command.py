@@ -1,4 +1,4 @@
-"""``omni bench`` as it is typed: what it prints and writes, and what it refuses."""
+"""``omni bench`` on the command line: output, files, and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bench(*arguments: str | Path, **options: Any) -> Result:
 
 
 async def hello(path: str, body: Any) -> AsyncIterator[Any]:
-    """Two pieces; as many tokens as characters, of which half are cached."""
+    """Answer in two pieces; a token per character of the prompt, half of them cached."""
     yield chat_piece("Hel")
     yield chat_piece("lo")
     length = len(json.dumps(body["messages"]))
@@ -47,7 +47,7 @@ def level_of(path: Path) -> Any:
 
 
 @pytest.mark.usefixtures("checkpoint_cache")
-def test_a_pipeline_is_measured_in_process_and_its_hits_are_told(tmp_path: Path):
+def test_a_pipeline_is_measured_in_process_with_its_hits(tmp_path: Path):
     flags = ("--endpoint", "completions", "--requests", "4", "--max-tokens", "3", "--ignore-eos")
     shape = ("--prompt-tokens", "64", "--shared-prefix-tokens", "48", "--turns", "2")
     files = ("-o", tmp_path / "out.json", "--plot", tmp_path / "out.svg")
@@ -63,7 +63,7 @@ def test_a_pipeline_is_measured_in_process_and_its_hits_are_told(tmp_path: Path)
         assert level["tokens"]["output"] == 12 and not level["tokens"]["are_pieces"]
         assert level["latencies"]["end_to_end"]["count"] == 4
         assert level["generator"]["loop_lag"]["count"] > 0
-    assert written["levels"][0]["tokens"]["cached"] > 0, "beginnings and turns are shared"
+    assert written["levels"][0]["tokens"]["cached"] > 0, "prefixes and turns are shared"
     assert "first token" in result.stdout and "event loop late by" in result.stdout
     drawn = ElementTree.parse(tmp_path / "out.svg").getroot()
     texts = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
@@ -89,7 +89,7 @@ def test_a_missing_package_is_named_with_its_extra(
 
 
 @pytest.mark.usefixtures("checkpoint_cache")
-def test_a_files_lines_are_sent_in_process_again_and_again(tmp_path: Path):
+def test_the_lines_of_a_file_are_sent_repeatedly_in_process(tmp_path: Path):
     (tmp_path / "in.jsonl").write_text(
         '{"request_id": "a", "prompt": "Once", "sampling": {"max_tokens": 2}}\n'
         '{"prompt": "Twice", "sampling": {"reader": {"max_tokens": 3}}}\n'
@@ -98,11 +98,11 @@ def test_a_files_lines_are_sent_in_process_again_and_again(tmp_path: Path):
     result = bench("two_step", "-i", tmp_path / "in.jsonl", "--requests", "6", "--concurrency", "6",
                    "-o", out, "--warmup", "0")  # fmt: skip
     assert result.exit_code == 0, result.stderr
-    assert level_of(out)["requests"]["ok"] == 6, "the same id may be under way several times"
+    assert level_of(out)["requests"]["ok"] == 6, "the same id may run several times at once"
     assert level_of(out)["tokens"]["output"] == 3 * 2 + 3 * 3
 
 
-def test_a_server_of_others_is_measured(tmp_path: Path):
+def test_any_openai_server_is_measured(tmp_path: Path):
     out = tmp_path / "out.json"
     with in_thread(FakeOpenAI(hello)) as server:
         result = bench("--url", server.url, "--rate", "400", "--requests", "12", "-o", out)
@@ -111,10 +111,10 @@ def test_a_server_of_others_is_measured(tmp_path: Path):
     assert level["rate"] == 400 and level["requests"]["ok"] == 12
     assert level["tokens"]["hit_rate"] == pytest.approx(0.5, abs=0.01)
     assert level["latencies"]["between_tokens"]["count"] == 12
-    assert len(server.requests) == 2 + 4 + 12, "to see how long words are, to warm up, to measure"
+    assert len(server.requests) == 2 + 4 + 12, "probes, warm-up, measurement"
 
 
-def test_what_fails_is_counted_by_kind_and_429_apart(tmp_path: Path):
+def test_failures_are_counted_by_kind_and_429_separately(tmp_path: Path):
     out = tmp_path / "out.json"
 
     async def sometimes(path: str, body: Any) -> AsyncIterator[Any]:
@@ -138,13 +138,13 @@ def test_what_fails_is_counted_by_kind_and_429_apart(tmp_path: Path):
         assert level_of(out)["tokens"]["are_pieces"] and "not told" in result.stdout
         server.status = 429
         result = bench(*flags)
-        assert result.exit_code == 1, "nothing was answered at all"
+        assert result.exit_code == 1, "no request was answered"
         counts = level_of(out)["requests"]
         assert (counts["ok"], counts["failed"], counts["rejected"]) == (0, 0, 6)
         assert level_of(out)["rejection"]["count"] == 6 and "until status 429" in result.stdout
 
 
-def test_the_key_comes_from_the_environment_and_stands_nowhere(tmp_path: Path):
+def test_the_key_may_come_from_the_environment_and_is_never_shown(tmp_path: Path):
     out = tmp_path / "out.json"
     with in_thread(FakeOpenAI(hello)) as server:
         result = bench("--url", server.url, "--requests", "2", "-o", out, "--api-key", "sesame")
@@ -202,13 +202,13 @@ two_step --prompt-tokens 8 --shared-prefix-tokens 8 | must be fewer than
 """.replace("NOWHERE", NOWHERE)
     ),
 )
-def test_a_mistake_is_told_with_its_flag_before_anything_runs(flags: str, told: str):
+def test_a_mistake_is_reported_with_its_flag_before_anything_runs(flags: str, told: str):
     result = bench(*flags.split())
     assert result.exit_code == 2
     assert told in result.stderr and "Traceback" not in result.stderr
 
 
-def test_wrong_lines_are_told_all_together_before_anything_is_sent(tmp_path: Path):
+def test_all_wrong_lines_are_reported_before_anything_is_sent(tmp_path: Path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n{broken\n\n{"promt": "x"}\n')
     with in_thread(FakeOpenAI(hello)) as server:
         result = bench("--url", server.url, "-i", tmp_path / "in.jsonl")
@@ -216,7 +216,7 @@ def test_wrong_lines_are_told_all_together_before_anything_is_sent(tmp_path: Pat
     assert "in.jsonl:2: not valid JSON" in result.stderr and "in.jsonl:4: " in result.stderr
 
 
-def test_what_a_server_refuses_at_once_is_told_as_a_mistake():
+def test_a_refused_first_request_is_an_error():
     with in_thread(FakeOpenAI(hello)) as server:
         server.status = 400
         result = bench("--url", server.url)
@@ -224,8 +224,8 @@ def test_what_a_server_refuses_at_once_is_told_as_a_mistake():
     assert "the first request was not answered: status 400: as it was told to" in result.stderr
 
 
-def test_an_interrupt_prints_and_writes_what_was_measured(tmp_path: Path):
-    """Three requests are answered; the fourth one never is."""
+def test_an_interrupt_prints_and_writes_the_results_so_far(tmp_path: Path):
+    """Three requests are answered; the fourth one hangs."""
     served = 0
 
     async def three(path: str, body: Any) -> AsyncIterator[Any]:

@@ -1,4 +1,4 @@
-"""The sender sends what it should when it should, and tells how late it was."""
+"""The load generator sends requests on schedule, and reports its own delay."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.virtual_clock import run_virtually
 
 
 class Answers:
-    """Sends that take so long; counts how many ran at once."""
+    """Sends of a fixed duration; counts how many run at once."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -44,7 +44,7 @@ class Answers:
         return "yes"
 
 
-def test_a_closed_loop_keeps_so_many_in_flight_and_sends_all():
+def test_a_closed_loop_keeps_its_concurrency_and_sends_all():
     answers = Answers(2.0)
     run = LevelRun(LoadLevel(concurrency=3), 10)
     run_virtually(run.run(line_source([answers.send])))
@@ -64,21 +64,21 @@ def test_an_open_loop_does_not_wait_for_answers_and_its_gaps_are_exponential():
     assert answers.began == pytest.approx(arrivals)
     assert answers.most == 400
     mean = (arrivals[-1] - arrivals[0]) / 399
-    assert mean == pytest.approx(1 / 80, rel=0.15), "80 a second in the mean"
+    assert mean == pytest.approx(1 / 80, rel=0.15), "80 per second on average"
     scheduled = sorted(record.scheduled for record in run.records)
     assert scheduled == pytest.approx(arrivals)
 
 
-def test_the_senders_own_lateness_is_told_for_every_request_and_for_its_loop():
+def test_the_senders_delay_is_measured_for_every_request_and_for_its_loop():
     run = LevelRun(LoadLevel(rate=0.01), 20)
     run_virtually(run.run(line_source([Answers(1.0).send])), lateness=0.125)
     first, *others = (record.send_delay for record in run.records)
-    assert first == 0.0, "it waits for no timer"
+    assert first == 0.0, "it needs no timer"
     assert others == pytest.approx([0.125] * 19)
     assert run.loop_lags and run.loop_lags == pytest.approx([0.125] * len(run.loop_lags))
 
 
-def test_after_its_time_a_level_sends_no_more_but_waits_for_what_it_sent():
+def test_a_level_stops_sending_after_its_duration_and_waits_for_answers():
     for level in (LoadLevel(concurrency=2), LoadLevel(rate=1.0)):
         answers = Answers(4.0)
         run = LevelRun(level, 10**9, BenchFlags(duration=9.0))
@@ -88,7 +88,7 @@ def test_after_its_time_a_level_sends_no_more_but_waits_for_what_it_sent():
 
 
 class Listening:
-    """Conversations of three turns; keeps the answers that each turn was given."""
+    """Conversations of three turns; keeps the answer that each turn received."""
 
     def __init__(self, send: Send) -> None:
         self.heard: list[str | None] = []
@@ -111,7 +111,6 @@ def test_a_conversations_turns_wait_for_each_other():
 
 
 def test_a_conversation_ends_with_a_turn_that_fails():
-
     async def fails(record: MeasuredRequest) -> str:
         record.send()
         raise RequestFailure("status 500", "no")
@@ -123,7 +122,7 @@ def test_a_conversation_ends_with_a_turn_that_fails():
     assert [record.failure.kind for record in run.records] == ["status 500"] * 2
 
 
-def test_a_request_that_is_not_answered_in_time_is_given_up():
+def test_a_request_without_an_answer_times_out():
     run = LevelRun(LoadLevel(concurrency=1), 1, BenchFlags(timeout=0.01))
 
     async def never(record: MeasuredRequest) -> str:
@@ -137,7 +136,7 @@ def test_a_request_that_is_not_answered_in_time_is_given_up():
     assert "--timeout" in str(record.failure)
 
 
-def test_a_run_that_is_cut_short_has_what_was_seen_until_then():
+def test_a_cancelled_run_has_the_results_so_far():
     answers = Answers(2.0)
     run = LevelRun(LoadLevel(concurrency=2), 100)
 
@@ -152,7 +151,7 @@ def test_a_run_that_is_cut_short_has_what_was_seen_until_then():
     assert run.duration_s == 5.0
 
 
-def test_a_mistake_of_the_sender_is_no_failed_request():
+def test_a_bug_of_the_sender_is_not_a_failed_request():
     async def mistaken(record: MeasuredRequest) -> str:
         raise ZeroDivisionError
 
@@ -162,7 +161,7 @@ def test_a_mistake_of_the_sender_is_no_failed_request():
 
 
 class Listener:
-    """A target that keeps what it was asked; a word is so many tokens there, and 7 are around."""
+    """A target that keeps its requests; a word is ``per_word`` tokens, and 7 tokens are added."""
 
     def __init__(self, per_word: float = 1.0, stage: str | None = None) -> None:
         self.answering_stage = stage
@@ -200,19 +199,19 @@ def measured(listener: Listener, flags: BenchFlags, num: int, *levels: LoadLevel
 
 
 def texts(listener: Listener) -> list[str]:
-    """What was said in the first turns, without the probes."""
+    """The texts of first turns, without the probes."""
     return [line["prompt"][0]["content"] for line in listener.lines[2:]]
 
 
 @pytest.mark.parametrize("per_word", [1.0, 1.7, 3.0])
-def test_prompts_have_the_tokens_that_were_asked_for_whatever_the_tokenizer(per_word: float):
+def test_prompts_have_the_requested_length_with_any_tokenizer(per_word: float):
     listener = Listener(per_word)
     measurement = measured(listener, BenchFlags(warmup=0, prompt_tokens=200), 5)
     lengths = [record.prompt_tokens for record in measurement.runs[0].records]
     assert lengths == pytest.approx([200] * 5, abs=per_word)
 
 
-def test_where_nobody_counts_tokens_words_stand_for_them():
+def test_words_are_counted_if_the_server_reports_no_tokens():
     listener = Listener()
     listener.tells = False
     measured(listener, BenchFlags(warmup=0, prompt_tokens=50), 2)
@@ -220,7 +219,7 @@ def test_where_nobody_counts_tokens_words_stand_for_them():
     assert [len(text.split()) for text in prompts] == [50, 50]
 
 
-def test_beginnings_are_shared_in_turns_and_nothing_else():
+def test_only_prefixes_are_shared_round_robin():
     listener = Listener()
     shape = BenchFlags(warmup=0, prompt_tokens=107, shared_prefix_tokens=60, prefixes=2)
     measured(listener, shape, 6)
@@ -231,7 +230,7 @@ def test_beginnings_are_shared_in_turns_and_nothing_else():
     assert len({" ".join(each[60:]) for each in words}) == 6
 
 
-def test_levels_do_not_share_and_the_same_seed_says_the_same():
+def test_levels_share_no_prefix_and_a_seed_determines_all_texts():
     shape = BenchFlags(warmup=2, prompt_tokens=60, shared_prefix_tokens=20)
     levels = [LoadLevel(concurrency=1), LoadLevel(concurrency=2)]
     listener, again = Listener(), Listener()
@@ -239,10 +238,10 @@ def test_levels_do_not_share_and_the_same_seed_says_the_same():
         measured(each, shape, 3, *levels)
     assert texts(listener) == texts(again)
     assert len({text[:40] for text in texts(listener)}) == 3, "warm-up and two levels"
-    assert listener.num_resets == 2, "caches are emptied before every level, where that can be"
+    assert listener.num_resets == 2, "caches are reset before every level, where possible"
 
 
-def test_a_chats_turns_hold_all_that_was_said_before():
+def test_a_turn_of_a_chat_holds_all_earlier_turns():
     listener = Listener()
     measured(listener, BenchFlags(warmup=0, prompt_tokens=40, turns=3), 1)
     first, second, third = (line["prompt"] for line in listener.lines[2:])
@@ -251,7 +250,7 @@ def test_a_chats_turns_hold_all_that_was_said_before():
     assert second[1]["content"] == "answer 3" and third[3]["content"] == "answer 4"
 
 
-def test_plain_texts_turns_are_one_text():
+def test_turns_of_completions_are_one_text():
     listener = Listener(stage="writer")
     shape = BenchFlags(warmup=0, endpoint="completions", prompt_tokens=40, turns=2, max_tokens=9)
     measured(listener, shape, 1)
@@ -260,7 +259,7 @@ def test_plain_texts_turns_are_one_text():
     assert [line["sampling"]["writer"]["max_tokens"] for line in listener.lines] == [1, 1, 9, 9]
 
 
-def test_what_is_not_answered_at_first_is_told_before_anything_is_measured():
+def test_a_failed_first_request_is_an_error_before_any_measurement():
     listener = Listener()
     listener.failure = RequestFailure("status 404", "no such model")
     with pytest.raises(ValueError, match="first request was not answered: status 404: no such mo"):
@@ -271,18 +270,18 @@ def test_what_is_not_answered_at_first_is_told_before_anything_is_measured():
     assert measurement.runs == []
 
 
-def test_a_server_whose_counts_do_not_grow_is_not_believed():
+def test_token_counts_that_do_not_grow_are_an_error():
     with pytest.raises(ValueError, match="96 words are said to be 7 tokens, no more than 32 words"):
         measured(Listener(per_word=0.0), BenchFlags(warmup=0), 1)
 
 
-def test_no_prompt_is_empty_however_much_stands_around_it():
+def test_no_prompt_is_empty_however_long_the_chat_template_is():
     listener = Listener()
     source = SyntheticSource(listener, BenchFlags(warmup=0, prompt_tokens=3), 1.0, 500.0)
     asyncio.run(next(source.conversation(0, 0))(MeasuredRequest(0.0)))
     assert len(listener.lines[0]["prompt"][0]["content"].split()) == 1
 
 
-def test_texts_of_a_seed_are_its_own():
+def test_texts_differ_by_seed():
     assert synthetic_text(30, 1, 2) == synthetic_text(30, 1, 2) != synthetic_text(30, 12)
     assert synthetic_text(0, 1) == ""

@@ -1,4 +1,4 @@
-"""The figures of a level are what their names say, as vLLM's ``bench serve`` defines them."""
+"""The figures of a level, as vLLM's ``bench serve`` defines them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPOKEN = MeasuredRequest(
 )
 
 
-def test_every_time_of_a_request_counts_from_when_it_was_sent():
+def test_times_of_a_request_start_when_it_is_sent():
     assert SPOKEN.send_delay == 0.5
     assert SPOKEN.first_token == 0.5
     assert SPOKEN.gaps == [0.25, 0.75] and SPOKEN.between_tokens == 0.5
@@ -44,19 +44,19 @@ def test_every_time_of_a_request_counts_from_when_it_was_sent():
     assert SPOKEN.real_time_factor == 0.5
 
 
-def test_what_a_request_did_not_have_is_missing_and_not_zero():
+def test_absent_times_are_none_and_not_zero():
     silent = MeasuredRequest(scheduled=1.0, sent=1.0, ended=2.0)
     assert silent.end_to_end == 1.0
     assert silent.first_token is silent.first_audio is silent.real_time_factor is None
     assert silent.per_token is None and silent.gaps == []
 
 
-def test_pieces_stand_for_tokens_where_nobody_counts_them():
+def test_pieces_are_counted_without_token_counts():
     record = MeasuredRequest(scheduled=0.0, sent=0.0, ended=3.0, text_times=[1.0, 2.0, 3.0])
     assert record.num_tokens == 3 and record.per_token == 1.0
 
 
-def test_the_percentiles_are_numpys():
+def test_percentiles_equal_those_of_numpy():
     values = np.random.default_rng(0).exponential(size=257)
     found = Distribution.of(iter(values.tolist()))
     assert found is not None and found.count == 257
@@ -118,10 +118,10 @@ def run_of(sends: list[Send]) -> LevelRun:
     return run
 
 
-def test_a_level_sums_up_what_was_answered_and_counts_the_rest_by_kind(
+def test_a_level_summarizes_answers_and_counts_failures_by_kind(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    # Half of the time is CPU's.
+    # Half of the time is spent on the CPU.
     monkeypatch.setattr(time, "process_time", lambda: asyncio.get_running_loop().time() / 2)
     sends = [speaking(), speaking(fails=True), rejecting(), speaking()]
     report = LevelReport.of(run_of(sends), {})
@@ -153,7 +153,7 @@ def test_a_level_sums_up_what_was_answered_and_counts_the_rest_by_kind(
     assert report.generator.cpu_share == 0.5
 
 
-def test_a_player_runs_dry_when_a_piece_comes_after_the_last_was_played():
+def test_an_audio_gap_is_the_longest_wait_of_a_player():
     # Before the third piece 2 s had been heard and 2.125 s had passed; the fourth comes early, and
     # what it leaves in store covers half of the wait for the fifth.
     sends = [
@@ -167,10 +167,10 @@ def test_a_player_runs_dry_when_a_piece_comes_after_the_last_was_played():
     report = LevelReport.of(run, {})
     assert report.continuity == {"C50": 0.25, "C100": 0.5, "C200": 0.75}
     starts = {name: each.p50 for name, each in report.stage_starts.items()}
-    assert starts == {"thinker": 0.0, "talker": 1.0}, "each is entered once"
+    assert starts == {"thinker": 0.0, "talker": 1.0}, "the first entry counts"
 
 
-def test_a_level_of_failures_alone_has_no_times_and_can_be_written():
+def test_a_level_of_failures_has_no_times_and_can_be_written():
     report = LevelReport.of(run_of([rejecting()]), {"end_to_end": 9})
     assert report.latencies == {} and report.num_good == 0
     assert report.continuity == {} and report.stage_starts == {}
@@ -194,7 +194,7 @@ def test_a_request_is_good_if_it_keeps_every_limit(limits: dict[str, float], is_
     assert keeps_limits(SPOKEN, limits) is is_good
 
 
-def test_one_token_keeps_limits_on_what_follows_it_and_a_failure_keeps_none():
+def test_one_token_keeps_limits_on_later_tokens_and_a_failure_keeps_none():
     one = MeasuredRequest(scheduled=0.0, sent=0.0, ended=1.0, text_times=[1.0], completion_tokens=1)
     assert keeps_limits(one, {"between_tokens": 0.0, "per_token": 0.0})
     assert not keeps_limits(one, {"first_audio": 9.0}), "it has no sound"
@@ -202,6 +202,6 @@ def test_one_token_keeps_limits_on_what_follows_it_and_a_failure_keeps_none():
     assert not keeps_limits(failed, {"end_to_end": 9.0})
 
 
-def test_limits_are_read_by_the_names_of_measures():
+def test_limits_are_parsed_by_measure():
     parsed = parse_goodput(" first_token=0.5, real_time_factor = 1")
     assert parsed == {"first_token": 0.5, "real_time_factor": 1.0}
