@@ -1,4 +1,4 @@
-"""What is wrong is told in OpenAI's shape, and whoever leaves takes the request along."""
+"""Errors have OpenAI's shape, and a client that disconnects cancels its request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 
 @pytest.fixture
 def gated() -> Iterator[LiveServer]:
-    """A server whose pipeline goes on only when its gate is opened."""
+    """A server whose pipeline continues only when its gate opens."""
     limits = {"max_running_requests": 2, "max_waiting_requests": 1}
     with LiveServer([gated_pipeline("gated")], **limits) as running:
         yield running
@@ -96,7 +96,7 @@ def ask(client: Any, prompt: str = "x", model: str = "gated", **more: Any) -> st
         ({"messages": [{"role": "user", "content": "x " * 4_000}]}, "messages", "writer"),
     ],
 )
-def test_a_mistake_is_told_with_the_field_that_has_it(
+def test_a_mistake_is_reported_with_its_field(
     client: Any, wrong: dict[str, Any], param: str | None, message: str
 ):
     for stream in ({"stream": True}, {}) if "stream_options" not in wrong else ({},):
@@ -121,7 +121,7 @@ def test_a_mistake_is_told_with_the_field_that_has_it(
         ("/v1/nowhere\n", None, 404, "Not Found"),
     ],
 )
-def test_what_is_refused_is_one_line_of_the_log_with_the_reason(
+def test_a_refused_request_is_one_log_line_with_the_reason(
     server: LiveServer,
     caplog: pytest.LogCaptureFixture,
     path: str,
@@ -140,13 +140,13 @@ def test_what_is_refused_is_one_line_of_the_log_with_the_reason(
     assert reason in line and "\n" not in line
 
 
-def test_a_null_is_told_where_it_stands_like_a_key_that_is_absent(client: Any):
+def test_a_null_is_reported_like_an_absent_key(client: Any):
     with pytest.raises(openai.BadRequestError, match=" - prompt: missing") as error:
         client.completions.create(model="chat", prompt=None)
     assert error.value.param == "prompt"
 
 
-def test_what_changes_nothing_is_taken(client: Any):
+def test_fields_without_an_effect_are_accepted(client: Any):
     harmless = {"user": "me", "store": False, "tools": [], "logit_bias": {}, "tool_choice": "none"}
     first = client.chat.completions.create(model="chat", messages=HELLO)
     second = client.chat.completions.create(
@@ -155,7 +155,7 @@ def test_what_changes_nothing_is_taken(client: Any):
     assert first.choices == second.choices
 
 
-def test_a_model_that_is_not_there_is_told_with_the_nearest_name(client: Any):
+def test_an_unknown_model_is_reported_with_the_nearest_name(client: Any):
     with pytest.raises(openai.NotFoundError, match="did you mean 'chat'?") as error:
         client.chat.completions.create(model="chart", messages=HELLO)
     assert error.value.code == "model_not_found" and error.value.param == "model"
@@ -172,7 +172,7 @@ def test_a_model_that_is_not_there_is_told_with_the_nearest_name(client: Any):
         (b"{}", "text/plain", 415, "must be application/json, got 'text/plain'"),
     ],
 )
-def test_a_body_that_is_none_is_refused(
+def test_an_invalid_body_is_refused(
     server: LiveServer, body: bytes, kind: str, status: int, message: str
 ):
     found, told = post(server, body, kind)
@@ -184,16 +184,22 @@ def post(server: LiveServer, body: bytes, kind: str = "application/json") -> tup
     return status, json.loads(told)
 
 
-def test_a_body_that_is_too_large_is_refused_whatever_its_header_says():
-    with LiveServer([gated_pipeline("small")], max_body_bytes=2048) as server:
-        assert post(server, b'{"a": "' + b"x" * 2000)[0] == 400
-        status, told = post(server, b'{"a": "' + b"x" * 3000 + b'"}')
-        assert status == 413 and "larger than 2048 bytes" in told["error"]["message"]
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-        head += b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-        with connection(server.url) as client:
-            client.sendall(head + b"%x\r\n" % 3000 + b"x" * 3000 + b"\r\n0\r\n\r\n")
-            assert client.makefile("rb").readline().startswith(b"HTTP/1.1 413 ")
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[LiveServer]:
+    """A server of small bodies."""
+    with LiveServer([gated_pipeline("narrow")], max_body_bytes=2048) as running:
+        yield running
+
+
+def test_a_body_that_is_too_large_is_refused_whatever_its_header_says(narrow: LiveServer):
+    assert post(narrow, b'{"a": "' + b"x" * 2000)[0] == 400
+    status, told = post(narrow, b'{"a": "' + b"x" * 3000 + b'"}')
+    assert status == 413 and "larger than 2048 bytes" in told["error"]["message"]
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with connection(narrow.url) as client:
+        client.sendall(head + b"%x\r\n" % 3000 + b"x" * 3000 + b"\r\n0\r\n\r\n")
+        assert client.makefile("rb").readline().startswith(b"HTTP/1.1 413 ")
 
 
 @pytest.mark.parametrize(
@@ -204,14 +210,11 @@ def test_a_body_that_is_too_large_is_refused_whatever_its_header_says():
         ("/v1/nothing", "application/json", 1500, 404),
     ],
 )
-def test_who_is_refused_before_all_was_sent_is_told_why_and_may_send_the_rest(
-    path: str, kind: str, size: int, status: int
+def test_the_rest_of_a_refused_body_may_be_sent_after_the_answer(
+    narrow: LiveServer, path: str, kind: str, size: int, status: int
 ):
-    """Where the connection is closed at once instead, it is reset, and the answer may be lost."""
-    with (
-        LiveServer([gated_pipeline("early")], max_body_bytes=2048) as server,
-        connection(server.url) as client,
-    ):
+    """Closing the connection at once would reset it, and the answer might be lost."""
+    with connection(narrow.url) as client:
         more = "Connection: close\r\n"
         client.sendall(raw_post(length=size, path=path, kind=kind, more=more))
         answer = http.client.HTTPResponse(client)
@@ -219,10 +222,10 @@ def test_who_is_refused_before_all_was_sent_is_told_why_and_may_send_the_rest(
         assert answer.status == status and "error" in json.loads(answer.read())
         for _ in range(2):
             client.sendall(b"x" * (size // 2))
-        assert client.recv(1) == b"", "it ends, and is not reset"
+        assert client.recv(1) == b"", "the connection ends without a reset"
 
 
-def test_a_body_that_stands_still_is_given_up_and_its_client_told():
+def test_a_stalled_body_times_out():
     with (
         LiveServer([gated_pipeline("still")], body_timeout_s=0.1) as server,
         connection(server.url) as client,
@@ -234,7 +237,7 @@ def test_a_body_that_stands_still_is_given_up_and_its_client_told():
         assert "nothing of the body came" in json.loads(answer.read())["error"]["message"]
 
 
-def test_one_request_too_many_is_told_to_come_again(gated: LiveServer):
+def test_a_request_above_the_limit_may_be_retried_later(gated: LiveServer):
     client = gated.client()
     with ThreadPoolExecutor() as pool:
         answers = [pool.submit(ask, client, prompt) for prompt in ("a", "b", "c")]
@@ -252,7 +255,7 @@ def test_one_request_too_many_is_told_to_come_again(gated: LiveServer):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_whoever_leaves_takes_the_request_along(gated: LiveServer, stream: bool):
+def test_a_client_that_disconnects_cancels_its_request(gated: LiveServer, stream: bool):
     body = json.dumps({"model": "gated", "prompt": ["x", "y", "z"], "stream": stream}).encode()
     queue = gated.pipelines.pipelines["gated"].queue
     with connection(gated.url) as client:
@@ -262,7 +265,7 @@ def test_whoever_leaves_takes_the_request_along(gated: LiveServer, stream: bool)
     assert (queue.num_running, queue.num_waiting) == (0, 0)
 
 
-def test_who_leaves_before_all_was_said_is_no_mistake_of_the_server(
+def test_a_disconnect_within_a_body_is_not_logged_as_an_error(
     gated: LiveServer, caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level(logging.INFO, "omni.server"):
@@ -283,7 +286,7 @@ def test_a_request_that_takes_too_long_is_aborted():
         wait_for(lambda: not held_by(server))
 
 
-def test_a_stage_that_fails_is_told_and_the_next_request_runs():
+def test_a_failure_of_a_stage_is_reported_and_the_next_request_runs():
     with LiveServer([gated_pipeline("failing", fails=True, steps=3)]) as server:
         client = server.client()
         GATES["failing"].open(3 + 1)
@@ -297,7 +300,7 @@ def test_a_stage_that_fails_is_told_and_the_next_request_runs():
         server.check_nothing_is_left()
 
 
-def test_what_runs_when_the_server_stops_is_finished(gated: LiveServer):
+def test_running_requests_finish_when_the_server_stops(gated: LiveServer):
     client = gated.client()
     with ThreadPoolExecutor() as pool:
         answers = [pool.submit(ask, client, prompt) for prompt in ("a", "b", "c")]
@@ -310,7 +313,7 @@ def test_what_runs_when_the_server_stops_is_finished(gated: LiveServer):
         gated.join()
 
 
-def test_what_does_not_end_is_cut_off_when_the_server_stops():
+def test_a_stopping_server_aborts_requests_after_its_timeout():
     with LiveServer([gated_pipeline("endless")], stop_timeout_s=1) as server:
         client = server.client()
         with ThreadPoolExecutor() as pool:
@@ -322,12 +325,12 @@ def test_what_does_not_end_is_cut_off_when_the_server_stops():
             server.join()
 
 
-def test_a_pipeline_that_cannot_go_on_is_told_by_health(monkeypatch: pytest.MonkeyPatch):
+def test_a_crashed_pipeline_is_reported_as_failed(monkeypatch: pytest.MonkeyPatch):
     with LiveServer([gated_pipeline("crashing")]) as server:
         orchestrator = server.omni()._driver._orchestrator  # type: ignore[attr-defined]
 
         def crash() -> None:
-            raise SystemExit("all is lost")  # of an Exception only the live requests would end
+            raise SystemExit("all is lost")  # an Exception would only end the live requests
 
         monkeypatch.setattr(orchestrator, "step", crash)
         with pytest.raises(openai.InternalServerError, match="cannot go on") as error:
@@ -339,7 +342,7 @@ def test_a_pipeline_that_cannot_go_on_is_told_by_health(monkeypatch: pytest.Monk
         assert error.value.status_code == 503
 
 
-def test_keys_share_nothing_that_was_cached(checkpoint_cache: object):
+def test_keys_share_no_cached_tokens(checkpoint_cache: object):
     config = PipelineConfig.load("two_step")
     with LiveServer([config], api_keys=["first", "second"]) as server:
         prompt = "The clocks of this library are nobody else's business. " * 3

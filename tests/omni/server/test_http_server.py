@@ -1,4 +1,4 @@
-"""A server answers at once, tells where it is, lets in whom it should, and stops gracefully."""
+"""The HTTP server: loading, health, keys, origins, hosts, and errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def keyed() -> Iterator[LiveServer]:
         yield server
 
 
-def test_a_server_says_that_it_is_loading_until_it_is_ready(monkeypatch: pytest.MonkeyPatch):
+def test_health_reports_loading_until_the_server_is_ready(monkeypatch: pytest.MonkeyPatch):
     may_load, load, is_told = threading.Event(), ServedPipeline.load, threading.Event()
     monkeypatch.setattr(
         ServedPipeline, "load", lambda self: (may_load.wait(PATIENCE_S), load(self))
@@ -62,7 +62,7 @@ def test_a_server_says_that_it_is_loading_until_it_is_ready(monkeypatch: pytest.
         assert is_told.wait(PATIENCE_S)
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_server_and_is_told(tmp_path: Path):
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_error(tmp_path: Path):
     stage = {"kind": "autoregressive", "model": str(tmp_path), "final_output": ("text",)}
     (tmp_path / "config.json").write_text("{}")
     broken = PipelineConfig.model_validate({"name": "broken", "stages": {"a": stage}})
@@ -86,7 +86,7 @@ def test_a_pipeline_that_is_loaded_too_late_is_closed(monkeypatch: pytest.Monkey
     assert len(closed) == 1 and pipeline.state == "stopped"
 
 
-def test_a_host_that_does_not_exist_is_told():
+def test_an_unknown_host_is_an_error():
     with pytest.raises(ValueError, match="--host 'no host' cannot be found"):
         bind(ServerSettings(host="no host"))
 
@@ -97,14 +97,14 @@ def test_a_key_that_no_header_can_carry_is_refused(key: str):
         ServerSettings(api_keys=(key,))
 
 
-def test_as_many_requests_run_at_once_as_all_stages_together_can_run():
+def test_the_request_limit_is_the_sum_over_all_stages():
     config = PipelineConfig.load("two_step")
     queue = ServedPipeline(config, ServerLimits(), Meters(())).queue
     assert queue.max_running == 16 + 16
 
 
 @pytest.mark.parametrize("runtime", ["inline", "processes"])
-def test_tokens_are_told_of_a_kind_of_ones_own_too(
+def test_a_custom_kind_of_stage_may_have_a_tokenizer(
     seeded: Callable[[str], str], tmp_path: Path, runtime: str
 ):
     lexicon, plain = seeded("qwen2"), {"kind": "gated", "final_output": ["text"]}
@@ -134,20 +134,20 @@ def test_tokens_are_told_of_a_kind_of_ones_own_too(
         ("bearer key-2", 200),
     ],
 )
-def test_only_who_has_a_key_comes_in(keyed: LiveServer, authorization: str | None, status: int):
+def test_a_valid_key_is_required(keyed: LiveServer, authorization: str | None, status: int):
     headers = {} if authorization is None else {"Authorization": authorization}
     found, _, body = get(f"{keyed.url}/v1/models", headers)
     assert found == status
     assert status == 200 or body["error"]["code"] == "invalid_api_key"
-    assert get(f"{keyed.url}/health")[0] == 200, "no key is needed to ask how it is"
-    assert get(f"{keyed.url}/openapi.json")[0] == 200, "nor what can be asked"
+    assert get(f"{keyed.url}/health")[0] == 200, "health needs no key"
+    assert get(f"{keyed.url}/openapi.json")[0] == 200, "nor does the description"
 
 
 @pytest.mark.parametrize(
     ("origin", "status"),
     [(None, 200), ("https://a.example", 200), ("https://b.example", 403), ("null", 403)],
 )
-def test_web_pages_of_other_hosts_may_not_ask_unless_allowed(
+def test_web_pages_of_other_hosts_need_permission(
     keyed: LiveServer, origin: str | None, status: int
 ):
     headers = {"Authorization": "Bearer key-1", **({"Origin": origin} if origin else {})}
@@ -156,7 +156,7 @@ def test_web_pages_of_other_hosts_may_not_ask_unless_allowed(
     assert answered["access-control-allow-origin"] == (origin if status == 200 else None)
 
 
-def test_a_browser_is_told_what_an_allowed_page_may_send(keyed: LiveServer):
+def test_a_preflight_request_returns_what_an_allowed_page_may_send(keyed: LiveServer):
     request = urllib.request.Request(
         f"{keyed.url}/v1/models",
         method="OPTIONS",
@@ -170,29 +170,23 @@ def test_a_browser_is_told_what_an_allowed_page_may_send(keyed: LiveServer):
         assert answer.headers["access-control-allow-methods"] == "GET, POST, DELETE"
 
 
-def test_a_name_that_strangers_point_to_this_machine_does_not_open_a_server_without_keys():
+def test_a_server_without_keys_accepts_local_names_only():
+    foreign = [{"Host": "[::1"}, {"Host": "[x]"}, {"Origin": "http://["}]
     with LiveServer([gated_pipeline("local")]) as server:
-        status, _, body = get(f"{server.url}/v1/models", {"Host": "rebound.example"})
-        assert status == 403 and "local names only" in body["error"]["message"]
+        for given in ({"Host": "rebound.example"}, *foreign):
+            status, headers, body = get(f"{server.url}/v1/models", given)
+            assert status == 403 and body["error"]["message"], given
+            assert headers["x-request-id"]
+            assert given in foreign or "local names only" in body["error"]["message"]
         assert get(f"{server.url}/v1/models", {"Host": "localhost:1"})[0] == 200
 
 
-@pytest.mark.parametrize(
-    "given", [{"Host": "[::1"}, {"Host": "[x]"}, {"Origin": "http://["}], ids=str
-)
-def test_a_host_or_an_origin_that_is_no_name_is_as_foreign_as_any(given: dict[str, str]):
-    with LiveServer([gated_pipeline("local")]) as server:
-        status, headers, body = get(f"{server.url}/v1/models", given)
-    assert status == 403 and body["error"]["message"]
-    assert headers["x-request-id"]
-
-
-def test_every_answer_has_an_id_of_its_own(keyed: LiveServer):
+def test_every_answer_has_a_unique_id(keyed: LiveServer):
     ids = {get(f"{keyed.url}/health")[1]["x-request-id"] for _ in range(3)}
     assert len(ids) == 3
 
 
-def test_a_mistake_of_the_server_is_answered_without_its_details(
+def test_an_internal_error_is_answered_without_its_details(
     keyed: LiveServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def broken(*_: object) -> None:
@@ -209,7 +203,7 @@ def test_a_mistake_of_the_server_is_answered_without_its_details(
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/v1/nowhere", "/v1/models/none"])
-def test_an_address_that_does_not_exist_is_told_in_the_usual_shape(keyed: LiveServer, path: str):
+def test_an_unknown_address_has_an_error_in_openais_shape(keyed: LiveServer, path: str):
     status, _, body = get(f"{keyed.url}{path}", {"Authorization": "Bearer key-1"})
     assert status == 404
     assert set(body["error"]) == {"message", "type", "param", "code"}

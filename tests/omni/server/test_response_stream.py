@@ -1,10 +1,11 @@
-"""What a reader gets of a request: all that has come since it last looked."""
+"""Streams of responses: each read returns everything since the previous one."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,7 +26,7 @@ from omni.server.serving.response_stream import PipelineResponse, ResponseStream
 
 @dataclass
 class _Pipeline:
-    """A served pipeline whose outputs the test puts in."""
+    """A served pipeline that sends the outputs of the test."""
 
     name: str = "mine"
     meters: Meters = field(default_factory=lambda: Meters(()))
@@ -33,7 +34,7 @@ class _Pipeline:
     sink: Callable[[OmniDelta], object] = lambda _: None
 
     def check_stages(self) -> None:
-        """All have workers."""
+        """Every stage has workers."""
 
     @property
     def driver(self) -> _Pipeline:
@@ -43,11 +44,11 @@ class _Pipeline:
         self.sink = sink
 
     def discard(self, _: object) -> None:
-        """Nothing runs."""
+        """No request runs."""
 
     async def put(self, delta: OmniDelta) -> None:
         self.sink(delta)
-        await asyncio.sleep(0)  # the loop hands it on
+        await asyncio.sleep(0)  # the event loop delivers it
 
 
 def _said(text: str, *, sound: int = 0, is_over: bool = False) -> OmniDelta:
@@ -58,19 +59,15 @@ def _said(text: str, *, sound: int = 0, is_over: bool = False) -> OmniDelta:
     )
 
 
-def _read(act: Callable[[_Pipeline, Callable[[], Coroutine[Any, Any, Update]]], Any]) -> None:
-    """Have a test put outputs in and look for updates in turns."""
-
-    async def run() -> None:
-        pipeline = _Pipeline()
-        request = OmniRequest(TextPrompt("x"), request_id="r")
-        served = cast(ServedPipeline, pipeline)
-        async with ResponseStream(served, Client("id", None), [request], "prompt") as stream:
-            await asyncio.sleep(0)  # the request has begun
-            updates = stream.updates()
-            await act(pipeline, lambda: anext(updates))
-
-    asyncio.run(run())
+@asynccontextmanager
+async def _updates(*stages: list[str]) -> AsyncIterator[tuple[_Pipeline, AsyncIterator[Update]]]:
+    """A pipeline that runs one request, and the request's updates."""
+    pipeline = _Pipeline()
+    request = OmniRequest(TextPrompt("x"), request_id="r")
+    served = cast(ServedPipeline, pipeline)
+    async with ResponseStream(served, Client("id", None), [request], "prompt", *stages) as stream:
+        await asyncio.sleep(0)  # the request begins
+        yield pipeline, stream.updates()
 
 
 def _text(update: Update) -> str | None:
@@ -78,41 +75,29 @@ def _text(update: Update) -> str | None:
     return None if delta is None else delta.text
 
 
-def test_a_reader_gets_each_update_as_it_comes():
-    async def act(pipeline: _Pipeline, look: Callable[[], Coroutine[Any, Any, Update]]) -> None:
-        for text in ("a", "b", "c"):
-            await pipeline.put(_said(text))
-            assert _text(await look()) == text
+def test_a_reader_gets_all_text_and_sound_since_its_last_read():
+    async def run() -> None:
+        async with _updates() as (pipeline, updates):
+            for text in ("a", "b", "c"):
+                await pipeline.put(_said(text))
+                assert _text(await anext(updates)) == text
+            for text, sound in (("a", 2), ("b", 0), ("c", 3)):
+                await pipeline.put(_said(text, sound=sound))
+            update = await anext(updates)
+            assert _text(update) == "abc"
+            spoken = update.sound("speaker")
+            assert spoken is not None and len(spoken.samples) == 5
+            await pipeline.put(_said("the end", is_over=True))
+            update = await anext(updates)
+            assert _text(update) == "the end"
+            assert update.sound("speaker") is None
 
-    _read(act)
-
-
-def test_a_slow_reader_gets_all_text_and_all_sound_at_once():
-    async def act(pipeline: _Pipeline, look: Callable[[], Coroutine[Any, Any, Update]]) -> None:
-        for text, sound in (("a", 2), ("b", 0), ("c", 3)):
-            await pipeline.put(_said(text, sound=sound))
-        update = await look()
-        assert _text(update) == "abc"
-        spoken = update.sound("speaker")
-        assert spoken is not None and len(spoken.samples) == 5
-        await pipeline.put(_said("the end", is_over=True))
-        update = await look()
-        assert _text(update) == "the end"
-        assert update.sound("speaker") is None
-
-    _read(act)
+    asyncio.run(run())
 
 
 def test_a_stream_ends_when_the_stages_that_it_waits_for_are_done():
     async def run() -> None:
-        pipeline = _Pipeline()
-        request = OmniRequest(TextPrompt("x"), request_id="r")
-        served = cast(ServedPipeline, pipeline)
-        async with ResponseStream(
-            served, Client("id", None), [request], "prompt", ["writer"]
-        ) as stream:
-            await asyncio.sleep(0)
-            updates = stream.updates()
+        async with _updates(["writer"]) as (pipeline, updates):
             await pipeline.put(_said("a"))
             assert not (await anext(updates)).is_last
             await pipeline.put(OmniDelta("r", (("writer", OutputDelta("r", True, text="b")),)))
@@ -125,7 +110,7 @@ def test_a_stream_ends_when_the_stages_that_it_waits_for_are_done():
 
 
 class Pieces(PipelineResponse):
-    """Sends what it is given; raises exceptions among it."""
+    """Sends the given pieces; raises those that are exceptions."""
 
     given: Sequence[bytes | Exception] = ()
     is_closed = False
@@ -141,7 +126,7 @@ class Pieces(PipelineResponse):
 
 
 def sent(given: Sequence[bytes | Exception], media_type: str) -> list[tuple[bytes, bool]]:
-    """The bodies that a response of these pieces sends, each with whether more follows."""
+    """The bodies of a response of these pieces, each with its ``more_body``."""
     limits = SimpleNamespace(request_timeout_s=60.0)
     pipeline = SimpleNamespace(omni=SimpleNamespace(pipeline=None))
     server = SimpleNamespace(find=lambda _: pipeline, settings=SimpleNamespace(limits=limits))
@@ -163,13 +148,13 @@ def sent(given: Sequence[bytes | Exception], media_type: str) -> list[tuple[byte
 
 
 @pytest.mark.parametrize("pieces", [[], [b"a"], [b"a", b"b"]])
-def test_pieces_are_sent_one_by_one_and_then_the_end(pieces: Sequence[bytes]) -> None:
+def test_pieces_are_sent_one_by_one_before_the_end(pieces: Sequence[bytes]) -> None:
     expected = [*((each, True) for each in pieces), (b"", False)]
     assert sent(pieces, "text/event-stream") == expected
 
 
 @pytest.mark.parametrize("error", [ApiError.bad_request("wrong"), KeyError("secret")])
-def test_an_error_after_the_first_piece_is_an_event_or_breaks_the_response_off(
+def test_an_error_after_the_first_piece_is_an_event_or_cuts_the_response(
     error: Exception,
 ) -> None:
     first, (last, more) = sent([b"a", error], "text/event-stream")

@@ -1,4 +1,4 @@
-"""Files are fetched from named hosts with public addresses only, whole and not too large."""
+"""Files are fetched only from named hosts with public addresses, whole and of limited size."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from tests.support.patience import PATIENCE_S, wait_for
 
 
 def drip(send: Callable[[bytes], Any]) -> None:
-    """Never be silent for long, and never come to an end."""
+    """Send something regularly without an end."""
     with suppress(OSError):
         while True:
             send(b"x")
-            time.sleep(0.01)  # faster, it would come to the end of what may be read
+            time.sleep(0.01)  # faster, it would reach the size limit
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers by the path."""
+    """Answers depending on the path."""
 
     def do_GET(self) -> None:
         if self.path == "/dripping_head":
@@ -63,6 +63,12 @@ def port() -> Iterator[int]:
         yield server.server_port
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def all_public(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat every address as public."""
+    monkeypatch.setattr(url_fetcher, "is_public", lambda _: True)
 
 
 def fetch(url: str, *hosts: str, room: int = 10_000) -> bytes:
@@ -93,9 +99,7 @@ def refusal(url: str, *hosts: str) -> str:
         *("2002:a00:1::", "64:ff9b:1::1", "::ffff:169.254.169.254"),
     ],
 )
-def test_an_address_that_is_not_of_the_internet_is_refused(
-    address: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_private_address_is_refused(address: str, monkeypatch: pytest.MonkeyPatch):
     assert not is_public(address)
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
@@ -103,11 +107,11 @@ def test_an_address_that_is_not_of_the_internet_is_refused(
 
 
 @pytest.mark.parametrize("address", ["1.1.1.1", "93.184.215.14", "2606:4700::1111"])
-def test_an_address_of_the_internet_is_none_of_those(address: str):
+def test_a_public_address_is_accepted(address: str):
     assert is_public(address)
 
 
-def test_one_private_address_among_public_ones_is_enough(monkeypatch: pytest.MonkeyPatch):
+def test_a_host_with_one_private_address_is_refused(monkeypatch: pytest.MonkeyPatch):
     found = [(2, 1, 6, "", (address, 80)) for address in ("1.1.1.1", "10.0.0.1")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     assert "10.0.0.1, which is not public" in refusal("http://named.example/a", "named.example")
@@ -127,11 +131,11 @@ def test_one_private_address_among_public_ones_is_enough(monkeypatch: pytest.Mon
         ("http://127.0.0.1/a", "nothing is fetched from '127.0.0.1'"),
     ],
 )
-def test_an_address_that_may_not_be_asked_is_refused(url: str, told: str):
+def test_a_url_that_is_not_allowed_is_refused(url: str, told: str):
     assert told in refusal(url, "named.example")
 
 
-def test_a_named_host_is_asked_at_the_address_that_was_checked(
+def test_a_named_host_is_contacted_at_the_address_that_was_checked(
     port: int, monkeypatch: pytest.MonkeyPatch
 ):
     asked: list[str] = []
@@ -153,7 +157,7 @@ def test_a_named_host_is_asked_at_the_address_that_was_checked(
         f"named.example:{port}".encode()
     )
     assert asked == ["127.0.0.1"]
-    assert "named.example" not in lookups[1:], "the name means nothing any more"
+    assert "named.example" not in lookups[1:], "the name is looked up once"
 
 
 @pytest.mark.parametrize(
@@ -164,15 +168,13 @@ def test_a_named_host_is_asked_at_the_address_that_was_checked(
         ("large", "larger than 4096 bytes"),
     ],
 )
-def test_what_is_not_the_file_itself_is_refused(
-    port: int, path: str, told: str, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(url_fetcher, "is_public", lambda _: True)
+@pytest.mark.usefixtures("all_public")
+def test_an_answer_without_the_file_is_refused(port: int, path: str, told: str):
     assert told in refusal(f"http://127.0.0.1:{port}/{path}", "127.0.0.1")
 
 
-def test_what_one_request_has_fetched_has_an_end(port: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(url_fetcher, "is_public", lambda _: True)
+@pytest.mark.usefixtures("all_public")
+def test_the_files_of_one_request_have_a_maximum_size(port: int):
     size = len(fetch(f"http://127.0.0.1:{port}/file", "127.0.0.1"))
     assert size == len(fetch(f"http://127.0.0.1:{port}/file", "127.0.0.1", room=size))
     with pytest.raises(ApiError, match="larger than its body may be"):
@@ -180,9 +182,8 @@ def test_what_one_request_has_fetched_has_an_end(port: int, monkeypatch: pytest.
 
 
 @pytest.fixture
-def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """A host that takes connections and says nothing."""
-    monkeypatch.setattr(url_fetcher, "is_public", lambda _: True)
+def silent(all_public: None) -> Iterator[socket.socket]:
+    """A host that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as host:
         host.settimeout(PATIENCE_S)
         yield host
@@ -193,9 +194,9 @@ def picture_of(host: socket.socket) -> list[Any]:
     return [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]
 
 
-def test_hosts_that_say_nothing_keep_no_other_thread_of_the_server(silent: socket.socket):
+def test_silent_hosts_do_not_block_the_threads_of_the_server(silent: socket.socket):
     async def run() -> None:
-        # Where there are many cores, there are many of them.
+        # The default number of threads grows with the number of cores.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4))
         fetcher = UrlFetcher(["127.0.0.1"], ServerLimits(url_timeout_s=PATIENCE_S))
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/a"
@@ -212,14 +213,13 @@ def test_hosts_that_say_nothing_keep_no_other_thread_of_the_server(silent: socke
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
 
+@pytest.mark.usefixtures("all_public")
 @pytest.mark.parametrize("path", ["dripping", "dripping_head"])
-def test_a_host_that_never_ends_is_left(port: int, path: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(url_fetcher, "is_public", lambda _: True)
-
+def test_an_endless_answer_is_given_up(port: int, path: str):
     async def run() -> None:
         num_tasks = len(asyncio.all_tasks())
         fetcher = UrlFetcher(["127.0.0.1"], ServerLimits(max_url_bytes=1 << 30, url_timeout_s=0.1))
-        for _ in range(2 * 8):  # twice as many as may be fetched at once
+        for _ in range(2 * 8):  # twice the maximum number of simultaneous fetches
             with pytest.raises(ApiError, match="cannot be fetched"):
                 await fetcher.fetch(f"http://127.0.0.1:{port}/{path}", "url", 1 << 30)
         assert len(asyncio.all_tasks()) == num_tasks
@@ -227,12 +227,21 @@ def test_a_host_that_never_ends_is_left(port: int, path: str, monkeypatch: pytes
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
 
-def test_only_so_many_requests_wait_for_files(silent: socket.socket):
+def test_clients_may_leave_and_the_number_of_requests_that_wait_for_files_is_limited(
+    silent: socket.socket,
+):
     limits = {"url_timeout_s": PATIENCE_S, "max_waiting_requests": 0}
     with (
         LiveServer([gated_pipeline("few")], allow_url_hosts=["127.0.0.1"], **limits) as server,
         ThreadPoolExecutor() as pool,
     ):
+        tasks = server.num_tasks()
+        body = json.dumps({"model": "few", "messages": picture_of(silent)}).encode()
+        with connection(server.url) as client:
+            client.sendall(raw_post(body, path="/v1/chat/completions"))
+            asked, _ = silent.accept()
+        with asked:
+            wait_for(lambda: server.num_tasks() <= tasks)
         first = pool.submit(
             server.client().chat.completions.create, model="few", messages=picture_of(silent)
         )
@@ -245,7 +254,7 @@ def test_only_so_many_requests_wait_for_files(silent: socket.socket):
             first.result()
 
 
-def test_who_has_a_silent_host_asked_is_told_that_time_is_up(silent: socket.socket):
+def test_the_request_timeout_includes_the_time_of_fetching(silent: socket.socket):
     with (
         LiveServer(
             [gated_pipeline("late")], allow_url_hosts=["127.0.0.1"], request_timeout_s=0.2
@@ -254,16 +263,3 @@ def test_who_has_a_silent_host_asked_is_told_that_time_is_up(silent: socket.sock
     ):
         server.client().chat.completions.create(model="late", messages=picture_of(silent))
     assert error.value.status_code == 504
-
-
-def test_who_has_a_silent_host_asked_may_leave(silent: socket.socket):
-    body = json.dumps({"model": "left", "messages": picture_of(silent)}).encode()
-    with LiveServer(
-        [gated_pipeline("left")], allow_url_hosts=["127.0.0.1"], url_timeout_s=PATIENCE_S
-    ) as server:
-        tasks = server.num_tasks()
-        with connection(server.url) as client:
-            client.sendall(raw_post(body, path="/v1/chat/completions"))
-            asked, _ = silent.accept()
-        with asked:
-            wait_for(lambda: server.num_tasks() <= tasks)
