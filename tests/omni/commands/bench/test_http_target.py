@@ -1,4 +1,4 @@
-"""Answers over HTTP are timed piece by piece, and every way to fail has its name."""
+"""Answers over HTTP are timed by piece, and each failure has a kind."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def within(work: Awaitable[Any]) -> Any:
 
 
 class SteppedRecord(MeasuredRequest):
-    """Its clock shows what the test sets, and it tells the test when something was noted."""
+    """A record with the clock of the test, which notifies it of each piece."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -72,7 +72,7 @@ async def ask(
         return text, record
 
 
-def test_pieces_are_timed_when_they_come_and_what_has_neither_text_nor_sound_is_none():
+def test_pieces_with_text_or_sound_are_timed_at_arrival():
     async def main() -> MeasuredRequest:
         record = SteppedRecord()
         script: list[tuple[float, Any]] = [
@@ -102,12 +102,12 @@ def test_pieces_are_timed_when_they_come_and_what_has_neither_text_nor_sound_is_
     record = within(main())
     assert record.text_times == [2.0, 5.0] and record.first_token == 2.0
     assert record.first_audio == 3.0
-    assert record.audio_s == 0.25 + 1.0, "the second rate is OpenAI's, as none was told"
+    assert record.audio_s == 0.25 + 1.0, "the second rate is OpenAI's by default"
     assert record.end_to_end == 10.0
     assert (record.prompt_tokens, record.cached_tokens, record.completion_tokens) == (7, 3, 4)
 
 
-def test_a_chat_is_asked_for_as_a_stream_with_its_counts_and_the_key():
+def test_a_chat_is_requested_as_a_stream_with_usage_and_the_key():
     async def main() -> list[Any]:
         async with FakeOpenAI(saying(chat_piece("x"), DONE)) as server:
             _, record = await ask(server, api_key="secret")
@@ -135,7 +135,7 @@ def test_a_chat_is_asked_for_as_a_stream_with_its_counts_and_the_key():
 
 
 def ended(index: int) -> dict[str, Any]:
-    """A completion's last piece."""
+    """The last piece of a completion."""
     piece = completion_piece("")
     piece["choices"][0] |= {"index": index, "finish_reason": "length"}
     return piece
@@ -146,8 +146,8 @@ SECOND = completion_piece("x")
 SECOND["choices"][0]["index"] = 1
 
 
-def test_a_server_may_leave_out_the_last_event_of_answers_that_are_whole():
-    """As transformers' own does."""
+def test_a_server_may_leave_out_the_last_event_of_complete_answers():
+    """The server of transformers does."""
 
     async def main() -> tuple[str, MeasuredRequest]:
         async with FakeOpenAI(saying(completion_piece("Once"), SECOND, ended(1), ENDED)) as server:
@@ -155,6 +155,16 @@ def test_a_server_may_leave_out_the_last_event_of_answers_that_are_whole():
 
     text, record = within(main())
     assert text == "Once" and record.num_tokens == 2
+
+
+def failure_of(server: FakeOpenAI) -> RequestFailure:
+    async def main() -> None:
+        async with server:
+            await ask(server)
+
+    with pytest.raises(RequestFailure) as failure:
+        within(main())
+    return failure.value
 
 
 @pytest.mark.parametrize(
@@ -175,15 +185,10 @@ def test_a_server_may_leave_out_the_last_event_of_answers_that_are_whole():
         ([b"data: " + b"[" * 200_000 + b"\n\n"], "unreadable event", ""),
     ],
 )
-def test_a_stream_that_goes_wrong_is_a_failure_of_its_kind(pieces: list[Any], kind: str, told: str):
-    async def main() -> None:
-        async with FakeOpenAI(saying(*pieces)) as server:
-            await ask(server)
-
-    with pytest.raises(RequestFailure) as failure:
-        within(main())
-    assert failure.value.kind == kind and told in str(failure.value)
-    assert not failure.value.is_rejection
+def test_a_broken_stream_is_a_failure_of_its_kind(pieces: list[Any], kind: str, told: str):
+    failure = failure_of(FakeOpenAI(saying(*pieces)))
+    assert failure.kind == kind and told in str(failure)
+    assert not failure.is_rejection
 
 
 @pytest.mark.parametrize(
@@ -197,18 +202,14 @@ def test_a_stream_that_goes_wrong_is_a_failure_of_its_kind(pieces: list[Any], ki
     ],
 )
 def test_a_status_is_a_failure_and_429_a_rejection(status: int, error: Any, kind: str, told: str):
-    async def main() -> None:
-        async with FakeOpenAI() as server:
-            server.status, server.error = status, error
-            await ask(server)
-
-    with pytest.raises(RequestFailure) as failure:
-        within(main())
-    assert failure.value.kind == kind and told in str(failure.value)
-    assert failure.value.is_rejection is (status == 429)
+    server = FakeOpenAI()
+    server.status, server.error = status, error
+    failure = failure_of(server)
+    assert failure.kind == kind and told in str(failure)
+    assert failure.is_rejection is (status == 429)
 
 
-def test_an_answer_in_one_piece_is_no_stream_and_a_server_that_is_gone_no_connection():
+def test_an_answer_without_a_stream_and_a_closed_server_are_failures():
     async def main(is_gone: bool) -> None:
         async with FakeOpenAI(saying(b"{}")) as server:
             server.content_type = "application/json"
